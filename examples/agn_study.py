@@ -1,13 +1,13 @@
-"""Runs what the paper of AGN claims (arXiv 1710.02368) on handwritten digits, and says what holds.
+"""Tests the claims of the AGN paper (arXiv 1710.02368) on handwritten digits.
 
-Asynchronous training in one process: an event queue says whose step ends next, so that a seed
-decides every bit. AGN is the library's, with plain descent inside: with it alone the rule of
-TensorFlow's optimizer is the paper's. n is the number of workers, λ the communication period. The
-trainings that a claim compares have as many steps, which their workers share. Workers, schedule
-and the methods that AGN is compared with are in ``agn_workers.py``.
+Asynchronous training is simulated in one process: an event queue orders the steps, so that results
+depend only on the seed. AGN is the library's, with gradient descent as inner optimizer, for which
+TensorFlow's rule is the paper's. n is the number of workers, λ the communication period. The
+trainings that a claim compares have the same total number of steps. Workers, schedule and the
+methods that AGN is compared with are in ``agn_workers.py``.
 
-The exit status is 0 if the six claims hold that are known to hold here. Two of the paper's are
-known not to; they are run and shown, whatever comes out. Nothing here measures speed.
+The exit status is 0 if the six claims hold that are known to hold here. Two claims of the paper are
+known not to hold; they are shown but do not count. Nothing here measures speed.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Outcomes = Mapping[Case, Sequence[Outcome]]  # of each case, one of each seed
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper.
+    """A claim of the paper.
 
     Attributes:
         text: the claim.
-        expected: what must be seen.
-        cases: what is run for it, without the seeds.
-        judge: what was seen, and whether that is what was expected.
-        is_known_to_fail: the paper's, but not here.
+        expected: the expected result.
+        cases: trainings for it, without seeds.
+        judge: returns the result as text, and whether it is the expected one.
+        is_known_to_fail: whether the claim is known not to hold here.
     """
 
     text: str
@@ -68,7 +68,7 @@ class Claim:
 
 
 def make_claims(num_steps: int) -> list[Claim]:
-    """All eight.
+    """Returns the eight claims.
 
     Args:
         num_steps: of all workers of a training together; twice as many with forty workers.
@@ -148,18 +148,18 @@ def claims_of_others(usual: Case) -> list[Claim]:
 
 
 def mean_accuracy(outcomes: Sequence[Outcome]) -> float:
-    """At the end, over the seeds."""
+    """Returns the mean final accuracy over the seeds."""
     return float(np.mean([outcome.accuracy for outcome in outcomes]))
 
 
 def mean_staleness(outcomes: Sequence[Outcome]) -> float:
-    """NaN if no worker has pushed twice."""
+    """Returns the mean staleness; NaN if no worker has pushed twice."""
     found = [each for outcome in outcomes for each in outcome.staleness]
     return float(np.mean(found)) if found else float("nan")
 
 
 def steps_to_train(outcomes: Sequence[Outcome]) -> float:
-    """Until the accuracy is first above ``TRAINED``; infinite if it never is."""
+    """Returns the steps until the accuracy is above ``TRAINED``; infinite if it never is."""
     needed = [
         next((step for step, accuracy in outcome.accuracies if accuracy > TRAINED), float("inf"))
         for outcome in outcomes
@@ -219,7 +219,7 @@ def judge_collapse(found: list[Sequence[Outcome]]) -> tuple[str, bool]:
 
 
 def run_all(claims: Sequence[Claim], num_seeds: int, num_processes: int) -> Outcomes:
-    """Every case once for each seed, with a progress bar."""
+    """Runs every case once per seed, with a progress bar."""
     cases = list(dict.fromkeys(case for claim in claims for case in claim.cases))
     seeded = [replace(case, seed=seed) for seed in range(num_seeds) for case in cases]
     seeded.sort(key=lambda case: -case.num_steps)  # so that the processes end together
@@ -233,7 +233,7 @@ def run_all(claims: Sequence[Claim], num_seeds: int, num_processes: int) -> Outc
 
 
 def outcomes_of(cases: Sequence[Case], num_processes: int) -> Iterator[tuple[Case, Outcome]]:
-    """As they come; a case is one process's work."""
+    """Yields outcomes as they are ready; each case runs in one process."""
     if num_processes == 1:
         yield from ((case, run_one(case)) for case in cases)
         return
@@ -243,7 +243,7 @@ def outcomes_of(cases: Sequence[Case], num_processes: int) -> Iterator[tuple[Cas
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
-        except BaseException:  # Ctrl-C too: nobody waits for what is running
+        except BaseException:  # Ctrl-C too: do not wait for running cases
             pool.shutdown(wait=False, cancel_futures=True)
             for process in set(active_children()) - set(before):
                 process.terminate()
@@ -261,14 +261,14 @@ _digits = cache(load)
 
 
 def verdict(claim: Claim, holds: bool) -> str:
-    """The last cell of a row."""
+    """Returns the last cell of a table row."""
     if claim.is_known_to_fail:
-        return "yes, though it is known not to" if holds else "no, as is known"
+        return "yes, unexpectedly" if holds else "no, as expected"
     return "yes" if holds else "NO"
 
 
 def report(claims: Sequence[Claim], outcomes: Outcomes, title: str) -> list[Claim]:
-    """Prints the table; gives the claims that should hold and do not."""
+    """Prints the table; returns the claims that should hold and do not."""
     table = Table("claim", "expected", "seen", "holds", title=title, show_lines=True)
     failed = []
     for claim in claims:
@@ -284,14 +284,14 @@ NAMES = {"agn": "AGN", "aeasgd": "AEASGD", "dynsgd": "DynSGD"}
 
 
 def label(case: Case) -> str:
-    """For a legend."""
+    """Returns the legend text of a case."""
     name = NAMES.get(case.method, "DOWNPOUR" if case.period == 1 else "not normalised")
     scaled = ", scaled" if case.distance_scale is not None else ""
     return f"{name}{scaled}, n={case.num_workers}, λ={case.period}"
 
 
 def save_picture(claims: Sequence[Claim], outcomes: Outcomes, path: Path) -> None:
-    """A panel for each claim: the first is of the staleness, the others of the accuracy."""
+    """Saves a figure with a panel per claim: one of staleness, the others of accuracy."""
     figure = Figure(figsize=(15, 7), layout="constrained")
     first, *others = figure.subplots(2, 4).flat
     draw_staleness(first, claims[0], outcomes)
@@ -312,7 +312,7 @@ def draw_staleness(panel: Axes, claim: Claim, outcomes: Outcomes) -> None:
 
 
 def draw_accuracies(panel: Axes, title: str, cases: Iterable[Case], outcomes: Outcomes) -> None:
-    """The mean over the seeds."""
+    """Draws the mean accuracy over the seeds."""
     for case in cases:
         curves = np.array([outcome.accuracies for outcome in outcomes[case]])
         style = "--" if case.method == "downpour" else "-"
@@ -326,20 +326,20 @@ def draw_accuracies(panel: Axes, title: str, cases: Iterable[Case], outcomes: Ou
 
 
 def make_parser() -> Parser:
-    """All the flags."""
+    """Returns the parser of the flags."""
     parser = Parser(__doc__)
     flag = parser.flag
     flag("--steps", 4000, in_range(int, 1, 100_000), "1 to 100000",
-         "of all workers of a training together; twice as many with forty workers")  # fmt: skip
-    flag("--seeds", 1, in_range(int, 1, 100), "1 to 100", "how often each training is run")
-    flag("--processes", 2, in_range(int, 1, 64), "1 to 64", "which share the trainings")
+         "total steps of a training; twice as many with forty workers")  # fmt: skip
+    flag("--seeds", 1, in_range(int, 1, 100), "1 to 100", "number of runs of each training")
+    flag("--processes", 2, in_range(int, 1, 64), "1 to 64", "number of processes")
     flag("--output", "agn_study.png", file(".png"), "a .png file in a folder that exists",
-         "where the picture goes")  # fmt: skip
+         "file for the figure")  # fmt: skip
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; 0 if the six claims hold, else 1. A bad flag exits with 2."""
+    """Runs the program; returns 0 if the six claims hold, else 1. A bad flag exits with 2."""
     options: argparse.Namespace = make_parser().parse_args(arguments)
     claims = make_claims(options.steps)
     start = time.perf_counter()
@@ -347,9 +347,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = time.perf_counter() - start
     failed = report(claims, outcomes, f"Accumulated gradient normalization, {options.steps} steps")
     save_picture(claims, outcomes, options.output)
-    print(f"The picture is in {options.output}. The trainings took {seconds:.0f} s.")
+    print(f"Saved the figure as {options.output}. The trainings took {seconds:.0f} s.")
     for claim in failed:
-        print(f"It does not hold that {claim.text}.")
+        print(f"This claim does not hold: {claim.text}.")
     return 1 if failed else 0
 
 

@@ -1,8 +1,8 @@
-"""Trains by accumulated gradient normalization, with a thread for each worker.
+"""Trains with accumulated gradient normalization (AGN), with one thread per worker.
 
-A worker steps by itself: once in ``--period`` steps it pushes the mean of its gradients to the
-center and goes on from what the center is then. It is a device, or several replicas, whose
-gradients an all-reduce adds first. ``AGNWorker`` is the part to copy.
+Workers do not wait for each other: every ``--period`` steps a worker pushes the mean of its
+gradients to the center and continues with the center's weights. A worker has one device, or several
+replicas, whose gradients are all-reduced first. ``AGNWorker`` is the part to copy.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ WAIT_S = 60  # for the other workers, at the start
 
 
 class AGNWorker:
-    """Has a getter, an inner optimizer and an ``AGNOptimizer`` of its own.
+    """A worker, with its own getter, inner optimizer and ``AGNOptimizer``.
 
     Args:
         index: of the worker.
-        devices: its replicas'.
+        devices: of its replicas.
         center: shared by all workers, like ``global_step``.
         global_step: counts the pushes.
-        inner: the rule for its own weights and the center's.
+        inner: the optimizer for its own weights and the center's.
         options: the flags.
     """
 
@@ -66,7 +66,7 @@ class AGNWorker:
             options.all_reduce, num_packs=options.num_packs, mesh=devices
         )
         self.losses: list[float] = []
-        self.accuracies: list[tuple[int, float]] = []  # of the center; the first worker's alone
+        self.accuracies: list[tuple[int, float]] = []  # of the center; only for the first worker
 
     def train(
         self,
@@ -75,20 +75,20 @@ class AGNWorker:
         advance: Callable[[], None],
         over: threading.Event,
     ) -> None:
-        """What its thread does.
+        """Trains; runs in the worker's thread.
 
         Args:
             digits: the data.
-            method: how the terms of a gradient are added up.
+            method: how the terms of a gradient are summed.
             advance: called after each step.
-            over: ends it before its time.
+            over: ends the training early if set.
         """
         rng = np.random.default_rng([self.options.seed, self.index])
         shape = (len(self.devices), self.options.micro_batches, MICRO_BATCH_SIZE)
         hook = self.optimizer.make_session_run_hook(
             self.index == 0, self.index, wait_timeout=WAIT_S
         )
-        with hook:  # waits for the others, and starts where the center is
+        with hook:  # waits for the other workers, and copies the center
             for number in range(1, self.options.steps + 1):
                 if over.is_set():
                     return
@@ -101,7 +101,7 @@ class AGNWorker:
                 ]
                 pairs = zip(gradients, self.variables, strict=True)
                 if self.optimizer.apply_gradients(pairs, self.global_step) and self.index == 0:
-                    # The worker's weights are what the center was after its push.
+                    # The worker's weights are those of the center after its push.
                     pulled = read_weights(self.variables, 0)
                     self.accuracies.append((number, accuracy(pulled, digits)))
                 advance()
@@ -109,17 +109,17 @@ class AGNWorker:
     def gradients(
         self, replica: int, digits: Digits, picks: np.ndarray, method: gr.AggregationMethod
     ) -> tuple[float, list[Any]]:
-        """One replica's mean loss over its micro-batches, and the gradients of that."""
+        """Computes one replica's mean loss over its micro-batches, and the gradients."""
         found = []
 
-        def losses() -> Iterator[Any]:  # each is differentiated before the next is made
+        def losses() -> Iterator[Any]:  # each is differentiated before the next is computed
             for pick in picks:
                 batch = digits.train_images[pick], digits.train_labels[pick]
                 value = mean_loss(self.variables, *batch)
                 found.append(gr.autodiff.stop_gradient(value))
                 yield value
 
-        with gr.replica(replica):  # whose copy of the weights is read
+        with gr.replica(replica):  # reads this replica's copy of the weights
             pairs = self.optimizer.compute_gradients(
                 losses, self.variables, aggregation_method=method, grad_loss=1 / len(picks)
             )
@@ -133,8 +133,8 @@ def train_agn(
     make_optimizer: Callable[[], gr.Optimizer],
     method: gr.AggregationMethod,
 ) -> History:
-    """Trains with ``options.workers`` threads, each on the next ``options.replicas`` devices."""
-    center = gr.AGNCenter(mesh)  # its variables are spread over all devices
+    """Trains with ``options.workers`` threads of ``options.replicas`` devices each."""
+    center = gr.AGNCenter(mesh)  # its variables are distributed over all devices
     global_step = gr.Variable(0, "global_step", trainable=False, device=mesh.devices[0])
     size, over = options.replicas, threading.Event()
     workers = [
@@ -153,11 +153,11 @@ def train_agn(
                 work = partial(worker.train, digits, method, advance, over)
                 threads.append(center.start_worker(worker.index, work))
             for thread in threads:
-                thread.join()  # raises what ended the worker; the others go on
+                thread.join()  # raises the exception that ended the worker
         finally:
             over.set()
             for thread in threads:
-                with suppress(Exception):  # the first was raised
+                with suppress(Exception):  # the first one is raised already
                     thread.join()
     weights = [variable.numpy() for variable in workers[0].center_variables]
     names = [variable.name for variable in workers[0].variables]

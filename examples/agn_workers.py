@@ -1,8 +1,8 @@
-"""What the study of AGN runs: workers without threads, whose steps an event queue puts in order.
+"""Workers of the AGN study, simulated without threads by an event queue.
 
-AGN is the library's. The methods that it is compared with are here, in ``SumWorker`` and
-``ElasticWorker``. All of them begin at the same weights, and of one seed have the same batches and
-the same schedule, so that they differ in what they push alone.
+AGN is the library's. The methods to compare with are ``SumWorker`` and ``ElasticWorker``. With the
+same seed all methods have the same initial weights, batches and schedule, so that they differ only
+in what they push.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from digits import Digits, accuracy, initial_weights, mean_loss
 
 import gradreduce as gr
 
-LEARNING_RATE = 0.3  # of plain descent, with which the seed's rule is the paper's
+LEARNING_RATE = 0.3  # of plain descent, for which TensorFlow's rule is the paper's
 BATCH_SIZE = 16  # images
 EVALUATE_EVERY = 100  # steps of all workers together
-STEP_TIME = 0.5, 1.5  # the least and the most that a step takes
+STEP_TIME = 0.5, 1.5  # shortest and longest time of a step
 NUM_DEVICES = 4  # simulated; workers and center variables are spread over them
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training.
+    """The settings of a training.
 
     Attributes:
         method: a key of ``METHODS``.
-        num_workers: how many there are.
-        period: steps of a worker from one push to its next.
+        num_workers: number of workers.
+        period: steps of a worker between two pushes.
         num_steps: of all workers together.
         distance_scale: see ``gr.AGNOptimizer``.
         seed: of weights, batches and schedule.
@@ -48,13 +48,13 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What a training leaves behind.
+    """The results of a training.
 
     Attributes:
         accuracies: pairs of a step and the center's test accuracy after it.
-        staleness: of each push but a worker's first, how many others have pushed since that
+        staleness: for each push but a worker's first, the number of pushes by others since that
             worker's last pull.
-        weights: the center's, at the end.
+        weights: the center's final weights.
     """
 
     accuracies: list[tuple[int, float]] = field(default_factory=list)
@@ -68,14 +68,14 @@ class Outcome:
 
 
 class Worker(Protocol):
-    """Computes gradients by weights of its own, and pushes to the center once in a period."""
+    """A worker that trains its own weights, and pushes to the center once per period."""
 
     def step(self, images: np.ndarray, labels: np.ndarray) -> bool:
-        """One batch; whether it communicated."""
+        """Trains on one batch; returns whether it communicated."""
 
 
 class Center(Protocol):
-    """What all workers share.
+    """The weights that all workers share.
 
     Attributes:
         global_step: counts the communications.
@@ -84,10 +84,10 @@ class Center(Protocol):
     global_step: gr.Variable
 
     def worker(self, index: int, device: gr.Device) -> Worker:
-        """A new one."""
+        """Creates a worker."""
 
     def weights(self) -> list[np.ndarray]:
-        """As they are."""
+        """Returns the current weights."""
 
 
 # AGN, by the library -----------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class AGNWorker:
 
 
 class ParameterServer:
-    """The center of the other methods."""
+    """The center for the other methods."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class ParameterServer:
 
 
 class SteppingWorker:
-    """``w -= rate * g``, with weights of its own; calls ``communicate`` once in a period."""
+    """``w -= rate * g``, with weights of its own; calls ``communicate`` once per period."""
 
     def __init__(self, server: ParameterServer, device: gr.Device) -> None:
         self.server, self.num_steps = server, 0
@@ -176,17 +176,17 @@ class SteppingWorker:
         return True
 
     def add(self, gradients: Sequence[Any]) -> None:
-        """These are of the step that was made."""
+        """Called with the gradients of each step."""
 
     def communicate(self) -> None:
         raise NotImplementedError
 
 
 class SumWorker(SteppingWorker):
-    """Pushes the sum of a period's gradients, divided: ``c -= rate * a / divisor``; pull.
+    """Pushes the scaled sum of a period's gradients: ``c -= rate * a / divisor``; pull.
 
     Args:
-        divisor: of the period and of the staleness of a push.
+        divisor: computed from the period and the staleness of a push.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class SumWorker(SteppingWorker):
 
 
 class ElasticWorker(SteppingWorker):
-    """AEASGD (arXiv 1412.6651): ``e = alpha * (w - c); w -= e; c += e``, alpha as they advise."""
+    """AEASGD (arXiv 1412.6651): ``e = alpha * (w - c); w -= e; c += e``."""
 
     def communicate(self) -> None:
         alpha = np.float32(0.9 / self.server.case.num_workers)
@@ -247,7 +247,7 @@ METHODS: dict[str, Callable[[gr.Mesh, dict[str, np.ndarray], Case], Center]] = {
 
 
 def schedule(case: Case) -> Iterator[int]:
-    """Whose step ends next, for ever. Each takes a random time; nobody waits for anybody."""
+    """Yields the worker whose step ends next; steps take random times."""
     rng = np.random.default_rng([case.seed, 1])
     ends = [(rng.uniform(*STEP_TIME), worker) for worker in range(case.num_workers)]
     heapq.heapify(ends)
@@ -258,7 +258,7 @@ def schedule(case: Case) -> Iterator[int]:
 
 
 def run(case: Case, digits: Digits) -> Outcome:
-    """Trains on simulated devices; of equal cases the outcome is equal, bit for bit."""
+    """Trains on simulated devices; equal cases give bit-identical outcomes."""
     outcome = Outcome()
     batches = np.random.default_rng([case.seed, 2])
     initial = initial_weights(np.random.default_rng(case.seed))

@@ -1,4 +1,4 @@
-"""The flags of the examples, how a bad one is answered, and the devices that they ask for."""
+"""Command line of the examples: flags, their errors, and the devices to open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gradreduce as gr
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a bad flag with one line: the flag, what came, and the allowed values."""
+    """Argument parser whose errors are one line: flag, value and allowed values."""
 
     def __init__(self, text: str | None) -> None:
         super().__init__(description=(text or "").splitlines()[0], allow_abbrev=False)
@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     def flag(
         self, name: str, default: Any, read: Callable[[str], Any], allowed: str, meaning: str
     ) -> None:
-        """Adds a flag whose text ``read`` turns into a value, or raises ``ValueError``."""
+        """Adds a flag; ``read`` parses its text and may raise ``ValueError``."""
 
         def checked(text: str) -> Any:
             try:
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         self.allowed[name] = allowed
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with status 2; every fault that argparse finds comes here too."""
+        """Prints the message and exits with status 2; argparse calls it too."""
         found = re.match(r"argument (--[a-z-]+): ", message)
         if found and found[1] in self.allowed:
             message = f"{message.removeprefix('argument ')}; allowed: {self.allowed[found[1]]}"
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def in_range(kind: type, low: float, high: float) -> Callable[[str], Any]:
-    """Reads a number from ``low`` to ``high``."""
+    """Returns a parser of numbers from ``low`` to ``high``."""
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -58,7 +58,7 @@ def in_range(kind: type, low: float, high: float) -> Callable[[str], Any]:
 
 
 def one_of(*names: str) -> tuple[Callable[[str], str], str]:
-    """Reads one of ``names``; and says which they are."""
+    """Returns a parser of one of ``names``, and the list of names."""
 
     def read(text: str) -> str:
         if text not in names:
@@ -69,7 +69,7 @@ def one_of(*names: str) -> tuple[Callable[[str], str], str]:
 
 
 def file(suffix: str) -> Callable[[str], Path]:
-    """Reads the path of a file that can be written."""
+    """Returns a parser of paths of writable files with a suffix."""
 
     def read(text: str) -> Path:
         path = Path(text)
@@ -83,12 +83,12 @@ def file(suffix: str) -> Callable[[str], Path]:
 
 
 def placement(text: str) -> list[int]:
-    """Reads the physical device of each logical one."""
+    """Parses the physical device of each logical device."""
     return [in_range(int, 0, 63)(part) for part in text.split(",")]
 
 
 def open_devices(options: argparse.Namespace) -> gr.Mesh:
-    """The mesh that the flags ask for; on fewer GPUs the devices are spread evenly."""
+    """Opens the mesh of the flags; distributes the devices evenly if there are fewer GPUs."""
     backend = None if options.backend == "auto" else options.backend
     devices: int | list[int] = options.placement or options.devices
     if options.placement is None and backend != "sim":
@@ -101,9 +101,9 @@ def open_devices(options: argparse.Namespace) -> gr.Mesh:
 
 
 def on_devices(parser: Parser, options: argparse.Namespace, run: Callable[[gr.Mesh], Any]) -> Any:
-    """What ``run`` returns for the mesh that the flags ask for.
+    """Opens the mesh of the flags and returns the result of ``run`` on it.
 
-    Devices that are not there, or no compiler for their kernels, are a bad flag.
+    Missing devices, or a missing compiler for their kernels, are reported as a bad flag.
     """
     if options.placement is not None and len(options.placement) != options.devices:
         parser.error(f"argument --placement: got {len(options.placement)} numbers for "

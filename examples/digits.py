@@ -1,4 +1,4 @@
-"""What the examples train: the digits, and a small network with its loss."""
+"""Data set, small network and loss that the examples share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOAL = 0.95  # test accuracy
 
 @dataclass(frozen=True)
 class Digits:
-    """Pictures of 8 by 8 pixels, flat, from 0 to 1, and the digits that they show."""
+    """Flat images of 8 by 8 pixels with values from 0 to 1, and their digits as labels."""
 
     train_images: np.ndarray
     train_labels: np.ndarray
@@ -29,7 +29,7 @@ class Digits:
 
 
 def load() -> Digits:
-    """The data set that comes with scikit-learn; a fifth, always the same, is for the test."""
+    """Loads scikit-learn's digits; a fixed fifth of them is the test set."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     train_images, test_images, train_labels, test_labels = train_test_split(
@@ -39,7 +39,7 @@ def load() -> Digits:
 
 
 def initial_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Two dense layers: 64 pixels, ``NUM_HIDDEN`` units, 10 digits."""
+    """Returns weights of two dense layers: 64 pixels, ``NUM_HIDDEN`` units, 10 digits."""
 
     def dense(rows: int, columns: int) -> np.ndarray:
         return (rng.standard_normal((rows, columns)) / math.sqrt(rows)).astype(np.float32)
@@ -53,23 +53,23 @@ def initial_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def read_weights(variables: Sequence[gr.Variable], replica: int) -> list[np.ndarray]:
-    """One replica's own copy of the variables, as NumPy arrays."""
+    """Returns one replica's copy of the variables as NumPy arrays."""
     with gr.replica(replica):
         return [variable.numpy() for variable in variables]
 
 
 def logits(weights: Sequence[Any], images: Any) -> Any:
-    """A number for each of the ten digits: the larger, the likelier."""
+    """Computes a score for each of the ten digits."""
     hidden_kernel, hidden_bias, output_kernel, output_bias = weights
     return np.tanh(images @ hidden_kernel + hidden_bias) @ output_kernel + output_bias
 
 
 def mean_loss(weights: Sequence[Any], images: np.ndarray, labels: np.ndarray) -> Any:
-    """The mean cross-entropy of a batch.
+    """Computes the mean cross-entropy of a batch.
 
     Args:
-        weights: Variables, by which it can be differentiated, or arrays.
-        images: in host memory, from where they go to the weights.
+        weights: Variables, to differentiate by them, or arrays.
+        images: in host memory; copied to the device of the weights.
         labels: likewise.
     """
     images, labels = (np.asarray(each, like=weights[0]) for each in (images, labels))
@@ -82,11 +82,11 @@ def loss_and_gradients(
     images: np.ndarray,
     labels: np.ndarray,
     *,
-    share: float = 1.0,
+    scale: float = 1.0,
 ) -> tuple[Any, list[Any]]:
-    """The mean loss of a batch, and ``share`` of its gradient by each variable.
+    """Computes the mean loss of a batch, and its gradients times ``scale``.
 
-    Both lie on the device of the enclosing ``gr.replica``.
+    Both are on the device of the enclosing ``gr.replica``.
     """
     found = []
 
@@ -95,11 +95,11 @@ def loss_and_gradients(
         found.append(gr.autodiff.stop_gradient(value))
         return value
 
-    pairs = optimizer.compute_gradients(loss, variables, grad_loss=share)
+    pairs = optimizer.compute_gradients(loss, variables, grad_loss=scale)
     return found[0], [gradient for gradient, _ in pairs]
 
 
 def accuracy(weights: Sequence[np.ndarray], digits: Digits) -> float:
-    """The share of test images that are recognised."""
+    """Returns the fraction of test images that are classified correctly."""
     found = logits(weights, digits.test_images).argmax(axis=1)
     return float((found == digits.test_labels).mean())

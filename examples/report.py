@@ -1,4 +1,4 @@
-"""How the examples report a training: a table, the panels of a picture, a last line."""
+"""Reports of the examples: a table, the panels of a figure, and a last line."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ import gradreduce as gr
 
 @dataclass
 class History:
-    """What a training run leaves behind.
+    """The results of a training run.
 
     Attributes:
-        losses: of each step, the mean over its images; of each worker, or of all together.
+        losses: mean loss of each step, per worker or for all together.
         accuracies: pairs of a step and the test accuracy after it.
-        weights: the final ones, by name.
-        seconds: of the whole loop.
+        weights: the final weights by name.
+        seconds: duration of the training loop.
         per_step: launches, copies and bytes of one step of a worker, or of all together.
-        num_pushes: of AGN's workers.
+        num_pushes: number of pushes of AGN's workers.
     """
 
     losses: dict[str, list[float]]
@@ -44,25 +44,25 @@ class History:
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that change with any bit of the final weights."""
+        """A hash of the final weights, 16 hexadecimal digits."""
         data = b"".join(value.tobytes() for value in self.weights.values())
         return hashlib.sha256(data).hexdigest()[:16]
 
 
 def per_step(journal: Any, num_steps: int) -> dict[str, float]:
-    """What the devices did in a step, on average."""
+    """Returns launches, copies and bytes per step."""
     names = ("launches", "copies", "bytes")
     return {name: getattr(journal, name) / num_steps for name in names}
 
 
 def where(mesh: gr.Mesh) -> str:
-    """How many devices, and on which physical ones."""
+    """Describes the number of devices and their physical devices."""
     kind = "simulated" if mesh.backend == "sim" else "GPU"
     return f"{len(mesh)} on {kind} {', '.join(str(device.physical) for device in mesh.devices)}"
 
 
 def print_table(title: str, rows: dict[str, str]) -> None:
-    """The closing table."""
+    """Prints the results as a table."""
     table = Table(title=title)
     table.add_column(overflow="fold")
     table.add_column("value", overflow="fold")
@@ -72,22 +72,22 @@ def print_table(title: str, rows: dict[str, str]) -> None:
 
 
 def draw_losses(panel: Axes, losses: Sequence[float], label: str | None = None) -> None:
-    """The loss of each step."""
+    """Draws the loss of each step."""
     panel.plot(range(1, len(losses) + 1), losses, label=label)
     panel.set(title="Training loss", xlabel="step", ylabel="cross-entropy", yscale="log")
 
 
 def draw_accuracies(panel: Axes, accuracies: Sequence[tuple[int, float]]) -> None:
-    """The test accuracy after some of the steps, and the goal."""
+    """Draws the test accuracy over the steps, and the goal."""
     panel.plot(*zip(*accuracies, strict=True), marker=".")
     panel.axhline(GOAL, color="gray", linestyle="--", linewidth=1)
-    panel.set(title="Test accuracy", xlabel="step", ylabel="share recognised")
+    panel.set(title="Test accuracy", xlabel="step", ylabel="accuracy")
 
 
 def conclude(accuracy: float, picture: Path) -> int:
-    """The last line, and the exit status: 0 if the goal is reached, else 1."""
-    print(f"The picture is in {picture}.")
+    """Prints the last line; returns the exit status, 0 if the goal is reached, else 1."""
+    print(f"Saved the figure as {picture}.")
     if accuracy >= GOAL:
         return 0
-    print(f"The test accuracy is below {GOAL}.")
+    print(f"The test accuracy {accuracy:.4f} is below {GOAL}.")
     return 1

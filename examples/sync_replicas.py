@@ -1,29 +1,29 @@
 """Trains on handwritten digits with backup workers, as TensorFlow's SyncReplicasOptimizer did.
 
-Synchronous training is as fast as its slowest worker: each update waits for the gradient of all.
-With backup workers it waits for the first ``replicas_to_aggregate`` gradients out of more workers.
-Who comes later brings a gradient by weights that are no more; it is dropped, and the worker goes
-on from the new ones. That costs its work, but nobody has waited for it.
+Synchronous training is as fast as its slowest worker: each update waits for the gradients of all
+workers. With backup workers it waits only for the first ``replicas_to_aggregate`` gradients. Later
+gradients are stale and dropped, and their workers continue with the new weights.
 
 The protocol:
 
-* Each variable has a ``ConditionalAccumulator``, whose step is the global step. It adds up the
-  gradients that come with a local step as high as its own, and drops those with a lower one.
-* A worker reads the weights, brings its gradients with its local step, and waits for a token. The
-  number on it is its next local step; the first is the global step at the start.
-* The chief waits until enough gradients are in, takes their mean, which puts the accumulators one
-  step on, updates the variables, and hands out tokens with the new global step: as many as there
-  are workers, or gradients in an update if that is more.
+* Each variable has a ``ConditionalAccumulator``, whose step is the global step. It sums the
+  gradients whose local step is not below its own, and drops the others.
+* A worker reads the weights, applies its gradients with its local step, and waits for a token. The
+  token's number is its next local step; the first is the global step at the start.
+* The chief waits for enough gradients, takes their mean, which increments the step of the
+  accumulators, updates the variables, and puts tokens with the new global step in a queue: one per
+  worker, or one per gradient of an update if that is more.
 
-So a gradient is used at the step at which it was computed, or never. Workers that are on time lose
-some too: what comes after enough others, and what follows on a token that lay in the queue until
-its step was over. TensorFlow's did as well. But there each variable decided by itself; here the
-gradients of a worker are kept or dropped together.
+So a gradient is used at the step at which it was computed, or dropped. As in TensorFlow, workers
+that are on time lose gradients too: those after enough others, and those computed with a token that
+was queued until its step was over. In TensorFlow each variable drops gradients separately; here the
+gradients of a worker are accepted or dropped together.
 
-Here the workers are threads, each with a logical device of its own. A straggler is late with some
-of its gradients: an event holds them until the others have made ``--lag`` more updates, no clock,
-so all of them are stale. Read ``SyncReplicas``, ``work`` and ``lead`` first. The network is in
-``digits.py``, the report in ``report.py``, the command line in ``command_line.py``.
+The workers are threads, each with its own logical device. A straggler delays some of its gradients
+until the others have made ``--lag`` more updates (an event, not a clock), so all of them are stale.
+
+Read ``SyncReplicas``, ``work`` and ``lead`` first. The network is in ``digits.py``, the report in
+``report.py``, the command line in ``command_line.py``.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ BATCH_SIZE = 32  # images of one gradient
 def grad_accumulators(
     variables: Sequence[gr.Variable], ops: gr.AllReduceCrossDeviceOps
 ) -> list[gr.ConditionalAccumulator]:
-    """One for each variable, over its mesh; those of the same variable are one.
+    """Returns an accumulator per variable, shared by all workers.
 
-    Each of TensorFlow's workers built its own, and the name made them one; so do they here.
+    As in TensorFlow, each worker creates them, and equal names refer to the same accumulator.
     """
     return [
         gr.ConditionalAccumulator(
@@ -79,12 +79,12 @@ def grad_accumulators(
 
 
 class SyncReplicas:
-    """What the chief and the workers share. Leaving it ends all of them.
+    """State shared by the chief and the workers; leaving the context ends all of them.
 
     Args:
         variables: mirrored, on the devices of one mesh.
         optimizer: applies the mean gradients.
-        global_step: a Variable that counts the updates; where it stands the training begins.
+        global_step: a Variable that counts the updates; its value is the first step.
         replicas_to_aggregate: gradients in an update.
         total_num_replicas: workers; those beyond ``replicas_to_aggregate`` are the backup.
     """
@@ -106,12 +106,12 @@ class SyncReplicas:
         self.over = False
         self._moved = threading.Condition()
         self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        # One for all accumulators, so that their sums travel together.
+        # Shared by all accumulators, so that their sums are reduced together.
         self.ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
         self.accumulators = grad_accumulators(variables, self.ops)
         for accumulator in self.accumulators:
             accumulator.set_global_step(global_step)
-        # Each worker's first gradients need no token. Where more are wanted, some bring others.
+        # The first gradients of each worker need no token; if more are required, add tokens.
         self.hand_out_tokens(replicas_to_aggregate - total_num_replicas)
 
     def update(self) -> None:
@@ -124,28 +124,28 @@ class SyncReplicas:
             self._moved.notify_all()
 
     def pull(self, local: Sequence[gr.Variable]) -> None:
-        """Copies the weights to a worker's own; never while an update is changing them."""
+        """Copies the weights to a worker's variables, not during an update."""
         with self._moved:
             for own, variable in zip(local, self.variables, strict=True):
                 own.assign(variable)
 
     def hand_out_tokens(self, num_tokens: int) -> None:
-        """Lets the workers compute gradients of this step; who is quick may draw a second token."""
+        """Puts tokens of the current step in the queue."""
         for _ in range(num_tokens):
             self._tokens.put(self.step)
 
     def next_step(self) -> int | None:
-        """Waits for a token: the next local step of a worker, or None when the training is over."""
+        """Waits for a token; returns the next local step, or None after the training."""
         token = self._tokens.get()
         return None if self.over else token
 
     def await_step(self, step: int) -> None:
-        """Waits until the global step has come so far, or the training is over."""
+        """Waits until the global step reaches ``step``, or the training is over."""
         with self._moved:
             self._moved.wait_for(lambda: self.over or self.step >= step)
 
     def end(self) -> None:
-        """Nobody waits for a token or a step any more."""
+        """Ends the training and wakes all waiting threads."""
         with self._moved:
             self.over = True
             self._moved.notify_all()
@@ -158,12 +158,12 @@ class SyncReplicas:
     def __exit__(self, *error: object) -> None:
         self.end()
         for accumulator in self.accumulators:
-            accumulator.close()  # a chief that waits for gradients gets a CancelledError
+            accumulator.close()  # raises CancelledError in a waiting chief
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """What became of a worker's gradient: of which step it was, and whether it was kept."""
+    """Record of a worker's gradient: its step, loss, and whether it was accepted."""
 
     local_step: int
     loss: float
@@ -174,9 +174,9 @@ class Gradient:
 def work(
     worker: int, sync: SyncReplicas, digits: Digits, options: argparse.Namespace
 ) -> list[Gradient]:
-    """A worker: brings gradients until there are no more tokens; says what became of them.
+    """Runs a worker until there are no more tokens; returns records of its gradients.
 
-    Its batches come from a generator of its own, so they do not depend on the other threads.
+    Each worker has its own random generator, so its batches do not depend on other threads.
     """
     accumulators = grad_accumulators(sync.variables, sync.ops)
     local = [
@@ -187,8 +187,7 @@ def work(
     straggles = worker >= options.workers - options.stragglers
     gradients: list[Gradient] = []
     for local_step in itertools.chain([sync.first_step], iter(sync.next_step, None)):
-        # Weights of a later step do no harm: then the gradients of this one were taken, and what
-        # is computed here is dropped.
+        # If the weights are of a later step, this gradient is stale and will be dropped.
         sync.pull(local)
         pick = rng.integers(len(digits.train_images), size=BATCH_SIZE)
         batch = digits.train_images[pick], digits.train_labels[pick]
@@ -196,7 +195,7 @@ def work(
         held = straggles and len(gradients) % options.late_every == 0
         if held:
             sync.await_step(local_step + options.lag)
-        with gr.replica(worker):  # on whose device the arrays are added up
+        with gr.replica(worker):  # the arrays are added on this worker's device
             kept = gr.apply_grads(accumulators, grads, local_step)
         gradients.append(Gradient(local_step, float(loss), held, kept))
     return gradients
@@ -205,7 +204,7 @@ def work(
 def lead(
     sync: SyncReplicas, digits: Digits, num_steps: int, advance: Callable[[], None]
 ) -> list[tuple[int, float]]:
-    """The chief: makes every update; gives pairs of a step and the test accuracy after it."""
+    """Runs the chief, which makes all updates; returns pairs of step and test accuracy."""
     accuracies = []
     num_tokens = max(sync.total_num_replicas, sync.replicas_to_aggregate)
     try:
@@ -226,10 +225,10 @@ def lead(
 
 @dataclass
 class History:
-    """What a training run leaves behind.
+    """The results of a training run.
 
     Attributes:
-        gradients: for each worker all that it brought, in order.
+        gradients: records of each worker's gradients, in order.
         accuracies: pairs of a step and the test accuracy after it.
         weights: the final ones, by name.
         seconds: of the whole training.
@@ -246,7 +245,7 @@ class History:
 
     @property
     def losses(self) -> list[float]:
-        """Of each step, the mean over the gradients that were kept."""
+        """Mean loss of each step over the accepted gradients."""
         totals = np.zeros((2, self.global_step))
         for each in itertools.chain(*self.gradients):
             totals[:, each.local_step] += each.kept * each.loss, each.kept
@@ -262,7 +261,7 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
     replicas = options.replicas_to_aggregate, options.workers
     sync = SyncReplicas(variables, optimizer, global_step, *replicas)
     start = time.perf_counter()
-    # Whatever ends it, Ctrl-C too: first nobody waits any more, then all threads are waited for.
+    # On any exit, Ctrl-C too: first wake all waiting threads, then join them.
     with Progress() as progress, ThreadPoolExecutor(options.workers + 1) as pool, sync:
         bar = progress.add_task("training", total=options.steps)
         workers = [pool.submit(work, i, sync, digits, options) for i in range(options.workers)]
@@ -279,10 +278,10 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
 
 
 def join(threads: Sequence[Future[Any]]) -> None:
-    """Waits until all have ended; raises the error of the first that failed, at once."""
+    """Waits for all threads; raises the first error at once."""
     pending = set(threads)
     while pending:
-        # Not for ever: Python may miss a Ctrl-C that comes just before it begins to wait.
+        # With a timeout: Python may miss a Ctrl-C that comes just before the wait.
         done, pending = wait(pending, 0.5, FIRST_EXCEPTION)
         for thread in done:
             thread.result()
@@ -292,9 +291,9 @@ def join(threads: Sequence[Future[Any]]) -> None:
 
 
 def print_workers(mesh: gr.Mesh, history: History) -> None:
-    """What became of each worker's gradients."""
+    """Prints the number of accepted and dropped gradients of each worker."""
     table = Table(title="Gradients of each worker")
-    for name in ("worker", "device", "kept", "dropped", "held back"):
+    for name in ("worker", "device", "accepted", "dropped", "delayed"):
         table.add_column(name, justify="right")
     for number, gradients in enumerate(history.gradients):
         kept, held = sum(each.kept for each in gradients), sum(each.held for each in gradients)
@@ -304,34 +303,34 @@ def print_workers(mesh: gr.Mesh, history: History) -> None:
 
 
 def table_rows(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> dict[str, str]:
-    """What the closing table says."""
+    """Returns the rows of the result table."""
     gradients = list(itertools.chain(*history.gradients))
     held = sum(each.held for each in gradients)
     return {
         "workers": where(mesh),
-        "gradients in an update": f"{options.replicas_to_aggregate} or more",
+        "gradients per update": f"{options.replicas_to_aggregate} or more",
         "global step": str(history.global_step),
-        "kept": str(sum(each.kept for each in gradients)),
-        "dropped": f"{history.num_dropped}, {held} of them held back",
+        "accepted": str(sum(each.kept for each in gradients)),
+        "dropped": f"{history.num_dropped}, {held} of them delayed",
         "test accuracy": f"{history.accuracies[-1][1]:.4f}",
         "steps/s": f"{options.steps / history.seconds:.1f}",
     }
 
 
 def save_picture(history: History, path: Path) -> None:
-    """Loss and test accuracy over the steps, and what became of each worker's gradients."""
+    """Saves a figure of loss, test accuracy, and each worker's gradients."""
     figure = Figure(figsize=(11, 3.5), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     draw_losses(left, history.losses)
     draw_accuracies(middle, history.accuracies)
     names = [str(number) for number in range(len(history.gradients))]
     bottom = np.zeros(len(names))
-    fates = {
-        "kept": lambda each: each.kept,
+    outcomes = {
+        "accepted": lambda each: each.kept,
         "dropped": lambda each: not each.kept and not each.held,
-        "held back, dropped": lambda each: not each.kept and each.held,
+        "delayed, dropped": lambda each: not each.kept and each.held,
     }
-    for label, is_one in fates.items():
+    for label, is_one in outcomes.items():
         counts = [sum(map(is_one, worker)) for worker in history.gradients]
         right.bar(names, counts, bottom=bottom, label=label)
         bottom += counts
@@ -344,32 +343,44 @@ def save_picture(history: History, path: Path) -> None:
 
 
 def make_parser() -> Parser:
-    """All the flags."""
+    """Returns the parser of the flags."""
     parser = Parser(__doc__)
     flag = parser.flag
-    flag("--workers", 5, in_range(int, 1, 64), "1 to 64", "threads, each with a device of its own")
+    flag(
+        "--workers",
+        5,
+        in_range(int, 1, 64),
+        "1 to 64",
+        "number of threads, each with its own device",
+    )
     flag("--replicas-to-aggregate", None, in_range(int, 1, 64), "1 to 64",
-         "gradients that an update waits for; none: one less than workers")  # fmt: skip
+         "gradients per update; none: one less than workers")  # fmt: skip
     flag("--stragglers", None, in_range(int, 0, 63), "0 to the number of backup workers",
-         "how many workers are late at times; none: one, if there is a backup")  # fmt: skip
+         "workers that are sometimes late; none: one, if there is a backup")  # fmt: skip
     flag("--late-every", 4, in_range(int, 1, 10_000), "1 to 10000",
-         "a straggler is late with one gradient in so many")  # fmt: skip
+         "a straggler delays every n-th gradient")  # fmt: skip
     flag("--lag", 2, in_range(int, 1, 10_000), "1 to 10000",
-         "updates that the others make meanwhile")  # fmt: skip
+         "updates by the others during a delay")  # fmt: skip
     flag("--backend", "auto", *one_of("auto", "sim", "cuda"), "GPUs or simulated devices")
     flag("--placement", None, placement, "a number from 0 to 63 for each worker, as 0,0,1,1,2",
          "the physical device of each worker")  # fmt: skip
-    flag("--kernels", "numpy", *one_of("numpy", "compiled"), "what simulated devices run")
-    flag("--steps", 400, in_range(int, 1, 10_000), "1 to 10000", "how long to train")
-    flag("--learning-rate", 0.1, in_range(float, 1e-6, 10), "1e-6 to 10", "of the momentum rule")
-    flag("--seed", 0, in_range(int, 0, 2**32 - 1), "0 to 4294967295", "of weights and batches")
+    flag("--kernels", "numpy", *one_of("numpy", "compiled"), "implementation for simulated devices")
+    flag("--steps", 400, in_range(int, 1, 10_000), "1 to 10000", "number of training steps")
+    flag("--learning-rate", 0.1, in_range(float, 1e-6, 10), "1e-6 to 10", "learning rate")
+    flag(
+        "--seed",
+        0,
+        in_range(int, 0, 2**32 - 1),
+        "0 to 4294967295",
+        "random seed of weights and batches",
+    )
     flag("--output", "sync_replicas.png", file(".png"), "a .png file in a folder that exists",
-         "where the picture goes")  # fmt: skip
+         "file for the figure")  # fmt: skip
     return parser
 
 
 def read_options(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The flags, checked against each other; those not given follow from the others."""
+    """Parses the flags, computes defaults, and checks that they are consistent."""
     options = parser.parse_args(arguments)
     options.devices = options.workers
     if options.replicas_to_aggregate is None:
@@ -379,12 +390,12 @@ def read_options(parser: Parser, arguments: Sequence[str] | None) -> argparse.Na
         options.stragglers = min(1, backup)
     if options.stragglers > backup:
         parser.error(f"argument --stragglers: got {options.stragglers} for {backup} backup "
-                     "workers, so that an update would wait for one that is late")  # fmt: skip
+                     "workers; each straggler needs a backup worker")  # fmt: skip
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; 0 if the goal is reached, else 1. A bad flag exits with 2."""
+    """Runs the program; returns 0 if the goal is reached, else 1. A bad flag exits with 2."""
     parser = make_parser()
     options = read_options(parser, arguments)
 

@@ -1,10 +1,10 @@
 """Trains a small network on handwritten digits, data-parallel, with gradreduce.
 
-Read ``train`` first: it is all that a training script of your own needs from the library. With
-``--mode agn`` the devices do not wait for each other: that one is in ``agn_threads.py``. The
-network and its loss, in plain NumPy, are in ``digits.py``, the report in ``report.py``, the command
-line (``python examples/train_digits.py --help``) in ``command_line.py``. Each device computes the
-gradients of its own images, on a GPU by CuPy.
+Read ``train`` first: it shows all that a training script needs from the library. With ``--mode
+agn`` the devices train asynchronously; see ``agn_threads.py``. The network and its loss, in NumPy,
+are in ``digits.py``, the report in ``report.py``, the command line (``python
+examples/train_digits.py --help``) in ``command_line.py``. Each device computes the gradients of
+its own images, on a GPU with CuPy.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from rich.progress import track
 
 import gradreduce as gr
 
-# name -> an optimizer of a learning rate, and the rate that it takes here
+# name -> a function from learning rate to optimizer, and its default learning rate
 OPTIMIZERS: dict[str, tuple[Callable[[float], gr.Optimizer], float]] = {
     "sgd": (gr.GradientDescentOptimizer, 0.5),
-    "momentum": (lambda rate: gr.MomentumOptimizer(rate, 0.9), 0.1),
+    "momentum": (lambda lr: gr.MomentumOptimizer(lr, 0.9), 0.1),
     "adam": (gr.AdamOptimizer, 0.005),
 }
 EVALUATE_EVERY = 10  # steps
@@ -61,7 +61,7 @@ AGGREGATION = {
 
 
 def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History:
-    """Trains on every device of ``mesh``; each makes several micro-batch gradients a step."""
+    """Trains on every device of ``mesh``, with several micro-batches per device and step."""
     rng = np.random.default_rng(options.seed)
     variables = [
         gr.Variable(value, name, device=mesh)  # one copy on each device
@@ -99,9 +99,9 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
 
 
 def make_optimizer(options: argparse.Namespace) -> gr.Optimizer:
-    """The one that was asked for, with its own learning rate unless another was."""
-    make, usual_rate = OPTIMIZERS[options.optimizer]
-    return make(usual_rate if options.learning_rate is None else options.learning_rate)
+    """Creates the chosen optimizer, with its default learning rate if none was given."""
+    make, default_lr = OPTIMIZERS[options.optimizer]
+    return make(default_lr if options.learning_rate is None else options.learning_rate)
 
 
 def replica_terms(
@@ -111,23 +111,23 @@ def replica_terms(
     digits: Digits,
     picks: np.ndarray,
 ) -> tuple[list[Any], list[list[Any]]]:
-    """One replica's share of a step: its losses, and for each variable a list of gradients.
+    """Computes one replica's losses, and its list of gradients for each variable.
 
-    The terms of a list are added up, so each is divided by their number. The mean over the
-    replicas is the library's business.
+    ``SyncStep`` sums the terms of a list, so each is divided by their number; it takes the mean
+    over the replicas.
 
     Args:
-        replica: which one.
+        replica: its index.
         optimizer: computes the gradients.
         variables: the weights.
         digits: the data.
-        picks: numbers of training images, a row for each micro-batch.
+        picks: indices of training images, one row per micro-batch.
     """
     losses, rows = [], []
-    with gr.replica(replica):  # whose copy of the weights is read
+    with gr.replica(replica):  # reads this replica's copy of the weights
         for pick in picks:
             batch = digits.train_images[pick], digits.train_labels[pick]
-            loss, gradients = loss_and_gradients(optimizer, variables, *batch, share=1 / len(picks))
+            loss, gradients = loss_and_gradients(optimizer, variables, *batch, scale=1 / len(picks))
             losses.append(loss)
             rows.append(gradients)
     return losses, [list(terms) for terms in zip(*rows, strict=True)]
@@ -137,7 +137,7 @@ def replica_terms(
 
 
 def table_rows(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> dict[str, str]:
-    """What the closing table says."""
+    """Returns the rows of the result table."""
     num_steps = options.steps * len(history.losses)
     rows = {
         "devices": where(mesh),
@@ -147,7 +147,7 @@ def table_rows(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> 
         "steps/s": f"{num_steps / history.seconds:.1f}",
         **{f"{name} per step": f"{count:.10g}" for name, count in history.per_step.items()},
     }
-    if options.mode == "agn":  # threads race: no two runs have the same digest
+    if options.mode == "agn":  # the digest depends on the timing of the threads
         replicas = f"{options.workers}, each of {options.replicas} replicas"
         if options.replicas == 1:  # nothing is reduced
             del rows["all-reduce"]
@@ -156,7 +156,7 @@ def table_rows(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> 
 
 
 def save_picture(history: History, path: Path) -> None:
-    """Loss and test accuracy over the steps."""
+    """Saves a figure of loss and test accuracy over the steps."""
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, losses in history.losses.items():
@@ -171,40 +171,46 @@ def save_picture(history: History, path: Path) -> None:
 
 
 def make_parser() -> Parser:
-    """All the flags."""
+    """Returns the parser of the flags."""
     parser = Parser(__doc__)
     flag = parser.flag
-    flag("--mode", "sync", *one_of("sync", "agn"), "whether devices add their gradients at each "
-         "step, or workers push theirs once in a period")  # fmt: skip
-    flag("--workers", 4, in_range(int, 1, 64), "1 to 64", "of AGN: threads")
-    flag("--period", 10, in_range(int, 1, 10_000), "1 to 10000", "of AGN: steps between two pushes")
-    flag("--replicas", 1, in_range(int, 1, 64), "1 to 64", "of AGN: devices of a worker")
+    flag("--mode", "sync", *one_of("sync", "agn"), "synchronous training, or asynchronous "
+         "workers that push once per period (AGN)")  # fmt: skip
+    flag("--workers", 4, in_range(int, 1, 64), "1 to 64", "AGN: number of workers, one thread each")
+    flag("--period", 10, in_range(int, 1, 10_000), "1 to 10000", "AGN: steps between two pushes")
+    flag("--replicas", 1, in_range(int, 1, 64), "1 to 64", "AGN: devices per worker")
     flag("--devices", None, in_range(int, 1, 64), "1 to 64",
-         "how many devices share the work; none: 4, or as many as AGN's workers have")  # fmt: skip
+         "number of devices; none: 4, or those of all AGN workers")  # fmt: skip
     flag("--backend", "auto", *one_of("auto", "sim", "cuda"), "GPUs or simulated devices")
     flag("--placement", None, placement, "a number from 0 to 63 for each device, as 0,0,1,1",
          "the physical device of each device")  # fmt: skip
-    flag("--kernels", "numpy", *one_of("numpy", "compiled"), "what simulated devices run")
-    flag("--micro-batches", 4, in_range(int, 1, 64), "1 to 64", "gradients of a device in a step")
-    flag("--aggregation", "add_n", *one_of(*AGGREGATION), "how they are added up")
+    flag("--kernels", "numpy", *one_of("numpy", "compiled"), "implementation for simulated devices")
+    flag("--micro-batches", 4, in_range(int, 1, 64), "1 to 64", "gradients per device and step")
+    flag("--aggregation", "add_n", *one_of(*AGGREGATION), "how micro-batch gradients are summed")
     flag("--all-reduce", "hierarchical_copy", *one_of("hierarchical_copy", "nccl"),
-         "how devices add theirs")  # fmt: skip
-    flag("--num-packs", 1, in_range(int, 0, 1000), "0 to 1000", "packs of an all-reduce")
-    flag("--steps", 500, in_range(int, 1, 10_000), "1 to 10000", "how long to train")
-    flag("--optimizer", "momentum", *one_of(*OPTIMIZERS), "how gradients change the weights")
-    usual = ", ".join(f"{rate} of {name}" for name, (_, rate) in OPTIMIZERS.items())
+         "all-reduce algorithm")  # fmt: skip
+    flag("--num-packs", 1, in_range(int, 0, 1000), "0 to 1000", "number of packs per all-reduce")
+    flag("--steps", 500, in_range(int, 1, 10_000), "1 to 10000", "number of training steps")
+    flag("--optimizer", "momentum", *one_of(*OPTIMIZERS), "optimizer")
+    defaults = ", ".join(f"{lr} for {name}" for name, (_, lr) in OPTIMIZERS.items())
     flag("--learning-rate", None, in_range(float, 1e-6, 10), "1e-6 to 10",
-         f"of the optimizer; without one {usual}")  # fmt: skip
-    flag("--seed", 0, in_range(int, 0, 2**32 - 1), "0 to 4294967295", "same seed, same weights")
+         f"learning rate; none: {defaults}")  # fmt: skip
+    flag(
+        "--seed",
+        0,
+        in_range(int, 0, 2**32 - 1),
+        "0 to 4294967295",
+        "random seed; the same seed gives the same weights",
+    )
     flag("--output", "digits.png", file(".png"), "a .png file in a folder that exists",
-         "where the picture goes")  # fmt: skip
+         "file for the figure")  # fmt: skip
     flag("--save-weights", None, file(".npz"), "a .npz file in a folder that exists",
-         "where the final weights go")  # fmt: skip
+         "file for the final weights")  # fmt: skip
     return parser
 
 
 def read_options(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The flags, checked against each other."""
+    """Parses the flags and checks that they are consistent."""
     options = parser.parse_args(arguments)
     needed = options.workers * options.replicas if options.mode == "agn" else None
     if options.devices is None:
@@ -219,7 +225,7 @@ def read_options(parser: Parser, arguments: Sequence[str] | None) -> argparse.Na
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; 0 if the goal is reached, else 1. A bad flag exits with 2."""
+    """Runs the program; returns 0 if the goal is reached, else 1. A bad flag exits with 2."""
     parser = make_parser()
     options = read_options(parser, arguments)
 

@@ -128,8 +128,8 @@ def test_the_command_prints_the_table_and_saves_the_picture(study, capsys):
     alone = study.run_all(claims, 1, 1)
     assert [row[2] for row in found] == [claim.seen(alone)[0] for claim in claims]
     assert [row[3] for row in found[:2]] == ["NO", "yes"]
-    assert "It does not hold that the staleness of a push is n-1 on average.\n" in text
-    assert "It does not hold that AGN is better than AEASGD" not in text
+    assert "This claim does not hold: the staleness of a push is n-1 on average.\n" in text
+    assert "This claim does not hold: AGN is better than AEASGD" not in text
     picture = Path("agn_study.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     assert len(picture) > 5000
@@ -158,7 +158,7 @@ def test_the_six_decide_and_the_two_do_not(study, workers, capsys, changed, fail
     assert all(word in claim.text for word, claim in zip(failed, found, strict=True))
     verdicts = [row[3] for row in rows(capsys.readouterr().out) if row[3]]
     expected = ["NO" if claim in found else "yes" for claim in claims[:6]]
-    two = "yes, though it is known not to" if "aeasgd_10_15" in changed else "no, as is known"
+    two = "yes, unexpectedly" if "aeasgd_10_15" in changed else "no, as expected"
     assert verdicts == [*expected, two, two]
 
 
@@ -176,7 +176,7 @@ def test_the_exit_status_is_0_if_the_six_hold(study, workers, monkeypatch, capsy
     monkeypatch.setattr(study, "run_all", lambda claims, *rest: made_up(workers, claims))
     monkeypatch.setattr(study, "save_picture", lambda *rest: None)
     assert study.main(["--steps", "10", "--output", "a.png"]) == 0
-    assert "The picture is in a.png." in capsys.readouterr().out
+    assert "Saved the figure as a.png." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("flag", "arguments", "allowed"), BAD_FLAGS)

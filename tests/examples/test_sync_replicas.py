@@ -317,8 +317,8 @@ def test_the_plain_command_reaches_the_goal(early):
     assert (workers[:-1, 2] == 0).all()
     assert dropped >= workers[-1, 1] >= held > 0
     assert rows["global step"] == "400"
-    assert rows["kept"] == str(kept)
-    assert rows["dropped"] == f"{dropped}, {held} of them held back"
+    assert rows["accepted"] == str(kept)
+    assert rows["dropped"] == f"{dropped}, {held} of them delayed"
     assert float(rows["test accuracy"]) >= 0.95
     assert float(rows["steps/s"]) > 0
     picture = (early.folder / "sync_replicas.png").read_bytes()

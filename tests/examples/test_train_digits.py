@@ -254,7 +254,7 @@ def test_its_gradients_are_the_slopes_of_its_loss(script, digits):
     with gr.open_mesh(1, backend="sim") as mesh:
         variables = [gr.Variable(value, device=mesh) for value in weights]
         optimizer = gr.GradientDescentOptimizer(1.0)
-        loss, gradients = script.loss_and_gradients(optimizer, variables, *batch, share=0.25)
+        loss, gradients = script.loss_and_gradients(optimizer, variables, *batch, scale=0.25)
     mean_loss = importlib.import_module("digits").mean_loss
     assert float(loss) == mean_loss(weights, *batch)
     for position, gradient in enumerate(gradients):
