@@ -232,7 +232,7 @@ def test_a_take_that_is_interrupted_while_it_is_served_leaves_no_ticket(accumula
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(take_queue, "take_held", interrupted)
+        patch.setattr(take_queue, "take_locked", interrupted)
         with pytest.raises(KeyboardInterrupt):
             acc.take_grad(1)
     assert counters(acc) == (1, 0, 0)

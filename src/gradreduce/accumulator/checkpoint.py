@@ -20,7 +20,7 @@ from gradreduce.errors import CollectiveError, about, brief, listed
 from gradreduce.ops import RowIndex, joined_indices
 
 from .state import AccumulatorState, SparseSum
-from .take_queue import serve_held, serve_joint
+from .take_queue import complete_multi, complete_ready
 from .validate import as_shape, as_step
 
 __all__ = [
@@ -314,15 +314,15 @@ class SparseSums:
             raise KeyError(
                 f"{name} has the keys {sorted(map(str, given))}; expected {list(cls._KEYS)}"
             )
-        values, wide = given["values"], accumulate_dtype(dtype)
+        values, acc_dtype = given["values"], accumulate_dtype(dtype)
         try:
             slices = IndexedSlices(values, given["indices"], shape)
             touches = joined_indices([host_array(given["num_touches"])])
         except (TypeError, ValueError) as error:
             raise about(name, error) from None
         indices = slices.indices
-        if slices.dtype != wide or not is_array(values):
-            raise ValueError(f"{name}['values'] is {slices.dtype}; expected {wide}")
+        if slices.dtype != acc_dtype or not is_array(values):
+            raise ValueError(f"{name}['values'] is {slices.dtype}; expected {acc_dtype}")
         if not (indices[1:] > indices[:-1]).all():
             raise ValueError(f"{name}['indices'] must be strictly ascending, got {indices}")
         if touches.dtype.kind not in "iu" or touches.shape != indices.shape:
@@ -417,5 +417,5 @@ def load_state(state: AccumulatorState, given: Mapping[str, Any]) -> None:
         state.sum_shape = checked.sum_shape
         state.kind = checked.kind
         state.totals = totals
-        joint = serve_held([state])
-    serve_joint(joint)
+        joint = complete_ready([state])
+    complete_multi(joint)

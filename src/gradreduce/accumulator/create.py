@@ -17,7 +17,7 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from .dense_storage import prepare_pending
 from .sparse_storage import prepare_sparse
 from .state import AccumulatorState
-from .take_queue import cancel_waiting, forget
+from .take_queue import cancel_waiting, discard_sums
 from .validate import DTYPES, as_shape
 
 __all__ = ["defined", "shared_state", "state_of"]
@@ -74,7 +74,7 @@ def shared_state(
     if (
         named_ops is not None
         and found.over_mesh
-        and _way(found.cross_device_ops) != _way(named_ops)
+        and _settings_of(found.cross_device_ops) != _settings_of(named_ops)
     ):
         raise ValueError(
             f"shared_name={brief(shared_name)} has cross_device_ops "
@@ -84,7 +84,7 @@ def shared_state(
     return found
 
 
-def _way(ops: CrossDeviceOps) -> object:
+def _settings_of(ops: CrossDeviceOps) -> object:
     """A key that is equal for ops that reduce in the same way."""
     if isinstance(ops, AllReduceCrossDeviceOps) and is_all_reduce(ops):
         return ops.settings
@@ -119,7 +119,7 @@ def defined(
         prepare_sparse(state)
     else:
         _prepare_dense(state)
-    devices[0].mesh_state.add_listener(state, cancel_waiting, forget)
+    devices[0].mesh_state.add_listener(state, cancel_waiting, discard_sums)
     return shared_state(shared_name, state, cross_device_ops)
 
 
@@ -137,9 +137,9 @@ def _placed(
 
 
 def _prepare_dense(state: AccumulatorState) -> None:
-    wide = accumulate_dtype(state.dtype)
+    acc_dtype = accumulate_dtype(state.dtype)
     prepare_pending(state.devices, state.dtype, state.dtype)
     for device in state.devices:
-        prepare_all_sum(device, state.dtype, wide)
+        prepare_all_sum(device, state.dtype, acc_dtype)
     if state.over_mesh:
-        state.cross_device_ops.compile_for(state.devices, wide, state.dtype)
+        state.cross_device_ops.compile_for(state.devices, acc_dtype, state.dtype)

@@ -37,20 +37,22 @@ def prepare_pending(devices: Sequence[Device], dtype: DType, gradient: DType) ->
         dtype: of the accumulator.
         gradient: of the gradients.
     """
-    wide = accumulate_dtype(dtype)
+    acc_dtype = accumulate_dtype(dtype)
     for device in devices:
-        ops.prepare_add_n(device, wide, gradient, 1)
-        ops.prepare_accumulate_n(device, wide, gradient)
+        ops.prepare_add_n(device, acc_dtype, gradient, 1)
+        ops.prepare_accumulate_n(device, acc_dtype, gradient)
 
 
 def prepare_parts(pending_gradient: PendingGradient) -> None:
     """Compiles kernels for other dtypes, or for several gradients of one sum."""
-    wide = accumulate_dtype(pending_gradient.state.dtype)
-    for index, gradients in _by_place(pending_gradient).items():
+    acc_dtype = accumulate_dtype(pending_gradient.state.dtype)
+    for index, gradients in _by_device(pending_gradient).items():
         device = pending_gradient.state.devices[index]
-        ops.prepare_add_n(device, wide, gradients[0].dtype, _num_together(wide, gradients))
+        ops.prepare_add_n(
+            device, acc_dtype, gradients[0].dtype, _num_together(acc_dtype, gradients)
+        )
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            ops.prepare_accumulate_n(device, wide, dtype)
+            ops.prepare_accumulate_n(device, acc_dtype, dtype)
 
 
 @dataclass(slots=True)
@@ -59,14 +61,14 @@ class _Addition:
 
     Attributes:
         state: the accumulator.
-        place: index of the device in ``state.devices``.
+        device_index: index of the device in ``state.devices``.
         device: that device.
         gradients: accessible to the device; at least one, in the order of addition.
         total: the partial sum; a new one is uninitialized until its first launch.
     """
 
     state: AccumulatorState
-    place: int
+    device_index: int
     device: Device
     gradients: list[Buffer]
     total: Buffer | None
@@ -103,7 +105,7 @@ class DenseAdditions:
         self._fresh: list[_Addition] = []
         for pending_gradient in pending_gradients:
             state = pending_gradient.state
-            for index, gradients in _by_place(pending_gradient).items():
+            for index, gradients in _by_device(pending_gradient).items():
                 device = state.devices[index]
                 total = state.totals[index]
                 assert not isinstance(total, SparseSum)
@@ -116,7 +118,7 @@ class DenseAdditions:
                     self._rows.append((addition, near))
                     self.kept.append(device)
         if self._fresh:
-            _make_room(self._fresh)
+            _allocate_sums(self._fresh)
 
     def launch_out_of_place(self) -> None:
         """Writes new sums; on error, the existing sums are unchanged."""
@@ -130,10 +132,10 @@ class DenseAdditions:
 
     def totals(self) -> list[tuple[AccumulatorState, int, Buffer | SparseSum | None]]:
         """Each sum that changed, with its accumulator and device index."""
-        return [(each.state, each.place, each.total) for each in self._additions]
+        return [(each.state, each.device_index, each.total) for each in self._additions]
 
 
-def _by_place(pending_gradient: PendingGradient) -> dict[int, list[Buffer]]:
+def _by_device(pending_gradient: PendingGradient) -> dict[int, list[Buffer]]:
     """The gradients for each partial sum, in the order of the replicas."""
     found: dict[int, list[Buffer]] = {}
     for index, gradient in pending_gradient.parts:
@@ -159,14 +161,14 @@ def _start(fresh: Sequence[_Addition]) -> list[_Row]:
     return rest
 
 
-def _num_together(wide: DType, gradients: Sequence[Buffer]) -> int:
+def _num_together(acc_dtype: DType, gradients: Sequence[Buffer]) -> int:
     """How many of the first gradients one launch of ``add_n`` may sum.
 
     ``add_n`` accumulates in the accumulate dtype of its inputs; if the sum has another dtype, the
     first gradient is cast alone.
     """
     dtype = gradients[0].dtype
-    if len(gradients) == 1 or accumulate_dtype(dtype) != wide:
+    if len(gradients) == 1 or accumulate_dtype(dtype) != acc_dtype:
         return 1
     return len(list(itertools.takewhile(lambda each: each.dtype == dtype, gradients)))
 
@@ -217,7 +219,7 @@ def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
         fork_streams(leader, involved)
 
 
-def _make_room(fresh: Sequence[_Addition]) -> None:
+def _allocate_sums(fresh: Sequence[_Addition]) -> None:
     """Allocates new sums back to back in flat buffers, which a take need not pack."""
     if len(fresh) == 1 and not fresh[0].state.over_mesh:  # no take packs it
         (one,) = fresh

@@ -25,7 +25,7 @@ from .base import ConditionalAccumulatorBase
 from .dense_storage import DenseAdditions
 from .sparse_storage import SparseAdditions
 from .state import AccumulatorState, PendingGradient, PendingTake, SparseGradient, locked
-from .take_queue import await_take, join, serve_held, serve_joint, take_held, withdraw
+from .take_queue import await_take, complete_multi, complete_ready, join, take_locked, withdraw
 from .validate import (
     DEFAULT_STEP,
     as_required,
@@ -87,7 +87,7 @@ def apply_pending(
 
     Returns:
         Whether they were added; and the takes of several accumulators that may now complete, which
-        the caller must pass to ``serve_joint`` after this call, when no lock is held.
+        the caller must pass to ``complete_multi`` after this call, when no lock is held.
 
     Raises:
         CancelledError: an accumulator was closed.
@@ -103,7 +103,7 @@ def apply_pending(
             return False, []
         for_each(_check_shape, [(pending,) for pending in pending_gradients], name_of)
         _add(pending_gradients)
-        return True, serve_held(states)
+        return True, complete_ready(states)
 
 
 def _check_shape(pending: PendingGradient) -> None:
@@ -223,15 +223,15 @@ def _all_or_none(
         reading([_rows_of(part) for each in pending_gradients for _, part in each.parts])
         with DeferInterrupts():  # also completes the takes that now have enough
             kept, joint = apply_pending(pending_gradients, step, name_of)
-            serve_joint(joint)
+            complete_multi(joint)
             release_inputs()
     return kept
 
 
-def _name_of(accumulators: Sequence[ConditionalAccumulatorBase], place: int) -> str:
+def _name_of(accumulators: Sequence[ConditionalAccumulatorBase], index: int) -> str:
     """The name of a gradient in errors."""
-    name = f"accumulator {accumulators[place].name!r}"
-    return name if len(accumulators) == 1 else f"grads[{place}], for {name}"
+    name = f"accumulator {accumulators[index].name!r}"
+    return name if len(accumulators) == 1 else f"grads[{index}], for {name}"
 
 
 def _warn_of_default(accumulators: Sequence[ConditionalAccumulatorBase]) -> None:
@@ -272,7 +272,7 @@ def _states_of(accumulators: Sequence[ConditionalAccumulatorBase]) -> list[Accum
     return states
 
 
-def _shown(part: Part, kind: Kind) -> Any:
+def _as_result(part: Part, kind: Kind) -> Any:
     return from_buffer(part, kind) if isinstance(part, Buffer) else part.shown(kind)
 
 
@@ -355,7 +355,7 @@ def take_now(
         pending_take = PendingTake(
             tuple(states), num_required, kinds=[state.kind for state in states]
         )
-        pending_take.taken = take_held(states)
+        pending_take.taken = take_locked(states)
     return _results_of(pending_take)
 
 
@@ -372,5 +372,5 @@ def _results_of(pending_take: PendingTake, output_type: str | None = None) -> li
             elif state.over_mesh:
                 given.append(Mirrored.of(buffers, kind))
             else:
-                given.append(_shown(buffers[0], kind))
+                given.append(_as_result(buffers[0], kind))
     return given

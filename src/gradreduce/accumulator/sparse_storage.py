@@ -43,12 +43,12 @@ __all__ = ["SparseAdditions", "prepare_gradient", "prepare_sparse", "take_sparse
 
 def prepare_sparse(state: AccumulatorState) -> None:
     """Compiles the kernels for gradients of the accumulator's dtype, and for takes."""
-    wide = accumulate_dtype(state.dtype)
+    acc_dtype = accumulate_dtype(state.dtype)
     prepare_gradient(state, state.dtype)
     for device in state.devices:
-        ops.prepare_pack(device, wide, wide)
+        ops.prepare_pack(device, acc_dtype, acc_dtype)
         ops.prepare_all_sum(device, state.dtype, state.dtype)
-        ops.prepare_segment_sum(device, state.dtype, wide)
+        ops.prepare_segment_sum(device, state.dtype, acc_dtype)
 
 
 def prepare_gradient(state: AccumulatorState, gradient: DType) -> None:
@@ -58,12 +58,12 @@ def prepare_gradient(state: AccumulatorState, gradient: DType) -> None:
 
 
 @dataclass(eq=False)
-class _Growing:
+class _GrowingSum:
     """A partial sum, and the gradients that a call adds to it.
 
     Attributes:
         state: the accumulator.
-        place: index of the device in ``state.devices``.
+        device_index: index of the device in ``state.devices``.
         device: that device.
         total: the sum before the call; None without.
         slots: its row index after the call.
@@ -73,7 +73,7 @@ class _Growing:
     """
 
     state: AccumulatorState
-    place: int
+    device_index: int
     device: Device
     total: SparseSum | None
     slots: RowIndex
@@ -100,13 +100,13 @@ class SparseAdditions:
     """
 
     def __init__(self, pending_gradients: Sequence[PendingGradient]) -> None:
-        self._sums: dict[tuple[AccumulatorState, int], _Growing] = {}
+        self._sums: dict[tuple[AccumulatorState, int], _GrowingSum] = {}
         for pending_gradient in pending_gradients:
             for index, gradient in pending_gradient.parts:
                 assert isinstance(gradient, SparseGradient)
                 self._plan(pending_gradient.state, index, gradient)
         growing = list(self._sums.values())
-        _make_room(growing)
+        _allocate_sums(growing)
         launches: list[tuple[bool, Callable[[], None]]] = []
         for wave in range(max((len(each.steps) for each in growing), default=0)):
             made = _additions([each for each in growing if wave < len(each.steps)], wave)
@@ -117,17 +117,19 @@ class SparseAdditions:
         self._in_place = [launch for _, launch in launches[apart:]]
         self.kept = [each.device for each in growing] if self._in_place else []
 
-    def _plan(self, state: AccumulatorState, place: int, gradient: SparseGradient) -> None:
-        device = state.devices[place]
-        growing = self._sums.get((state, place))
+    def _plan(self, state: AccumulatorState, device_index: int, gradient: SparseGradient) -> None:
+        device = state.devices[device_index]
+        growing = self._sums.get((state, device_index))
         if growing is None:
             device.mesh_state.check_usable(
                 device
             )  # a gradient without rows launches nothing that would check
-            total = state.totals[place]
+            total = state.totals[device_index]
             assert not isinstance(total, Buffer)
             slots = RowIndex.none() if total is None else total.slots
-            growing = self._sums[state, place] = _Growing(state, place, device, total, slots)
+            growing = self._sums[state, device_index] = _GrowingSum(
+                state, device_index, device, total, slots
+            )
         near = to_accessible(device, gradient.values)
         growing.slots, into = growing.slots.touched(gradient.segments.indices)
         growing.steps.append((near, gradient.segments, into))
@@ -145,13 +147,13 @@ class SparseAdditions:
     def totals(self) -> list[tuple[AccumulatorState, int, Buffer | SparseSum | None]]:
         """Each sum that changed, with its accumulator and device index."""
         return [
-            (each.state, each.place, SparseSum(each.slots, each.values))
+            (each.state, each.device_index, SparseSum(each.slots, each.values))
             for each in self._sums.values()
             if each.values is not None
         ]
 
 
-def _make_room(growing: Sequence[_Growing]) -> None:
+def _allocate_sums(growing: Sequence[_GrowingSum]) -> None:
     """Allocates memory for new rows; copies the rows of a sum that outgrows its memory."""
     moved: list[tuple[Device, Buffer, Buffer]] = []
     for each in growing:
@@ -178,7 +180,7 @@ def _make_room(growing: Sequence[_Growing]) -> None:
         fork_streams(devices[0], devices)
 
 
-def _additions(growing: Sequence[_Growing], wave: int) -> list[tuple[bool, Callable[[], None]]]:
+def _additions(growing: Sequence[_GrowingSum], wave: int) -> list[tuple[bool, Callable[[], None]]]:
     """One launch for each GPU: whether it writes in place, and the function to call."""
     launches = []
     for indices in by_physical([each.device for each in growing]).values():
@@ -192,11 +194,13 @@ def _additions(growing: Sequence[_Growing], wave: int) -> list[tuple[bool, Calla
             into=[into for _, _, into in steps],
             device=devices[0],
         )
-        launches.append((any(each.is_in_place for each in sharing), _fenced(devices, add)))
+        launches.append(
+            (any(each.is_in_place for each in sharing), _with_stream_waits(devices, add))
+        )
     return launches
 
 
-def _fenced(devices: Sequence[Device], add: Callable[[], None]) -> Callable[[], None]:
+def _with_stream_waits(devices: Sequence[Device], add: Callable[[], None]) -> Callable[[], None]:
     def launch() -> None:
         join_streams(devices[0], devices)
         add()
@@ -211,13 +215,13 @@ def take_sparse(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices,
     Args:
         states: of sparse accumulators, each with at least one gradient.
     """
-    taken = {state: _reduced(state) for state in states if _has_own_way(state)}
+    taken = {state: _reduced(state) for state in states if _has_custom_ops(state)}
     ours = [state for state in states if state not in taken]
     taken.update(zip(ours, _merged(ours), strict=True))
     return [taken[state] for state in states]
 
 
-def _has_own_way(state: AccumulatorState) -> bool:
+def _has_custom_ops(state: AccumulatorState) -> bool:
     """Whether a ``CrossDeviceOps`` other than this package's all-reduce merges its sums."""
     return state.over_mesh and not is_all_reduce(state.cross_device_ops)
 
@@ -249,13 +253,13 @@ def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
     return tuple([IndexedSlices.of(out, plan.indices, state.sum_shape) for out in outs])
 
 
-def _as_slices(state: AccumulatorState, place: int) -> IndexedSlices:
+def _as_slices(state: AccumulatorState, device_index: int) -> IndexedSlices:
     """The partial sum of a device as IndexedSlices, rows in storage order."""
-    total = state.totals[place]
+    total = state.totals[device_index]
     if not isinstance(total, SparseSum):
         assert state.sum_shape is not None  # it holds gradients
         shape = (0, *state.sum_shape[1:])
-        none = state.devices[place].empty(shape, accumulate_dtype(state.dtype))
+        none = state.devices[device_index].empty(shape, accumulate_dtype(state.dtype))
         return IndexedSlices.of(none, RowIndex.none().indices, state.sum_shape)
     return IndexedSlices.of(total.rows, total.slots.by_row, state.sum_shape)
 
@@ -273,7 +277,7 @@ def _merged(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...
     shapes = [
         (plan.num_segments, *rows.shape[1:]) for rows, plan in zip(values, plans, strict=True)
     ]
-    outs, flat_buffers = _room(states, shapes)
+    outs, flat_buffers = _allocate_results(states, shapes)
     coalesced(values, plans, outs=outs, divisors=alike(divisors, plans))
     found: list[Sequence[Part]] = [(out,) for out in outs]
     for flat, offsets in flat_buffers:
@@ -286,7 +290,7 @@ def _merged(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...
     ]
 
 
-def _room(
+def _allocate_results(
     states: Sequence[AccumulatorState], shapes: Sequence[tuple[int, ...]]
 ) -> tuple[list[Buffer], list[tuple[Buffer, dict[int, int]]]]:
     """Allocates memory for each result on the first device of its accumulator.

@@ -28,11 +28,11 @@ __all__ = [
     "await_take",
     "cancel_waiting",
     "close",
-    "forget",
+    "complete_multi",
+    "complete_ready",
+    "discard_sums",
     "join",
-    "serve_held",
-    "serve_joint",
-    "take_held",
+    "take_locked",
     "withdraw",
 ]
 
@@ -41,7 +41,7 @@ __all__ = [
 _Batch = tuple[tuple[Device, ...], float, CrossDeviceOps]
 
 
-def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
+def take_locked(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
     """Takes the gradient of each state and resets it; all locks must be held.
 
     Sums may be reduced or divided in place: if anything fails between that and the reset, their
@@ -55,7 +55,7 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
     taken: dict[AccumulatorState, tuple[Part, ...]] = {}
     held = [state for state in states if state.count]
     dense = [state for state in held if not state.sparse]
-    alone = {state: _room(state) for state in dense if not state.over_mesh}
+    alone = {state: _sum_and_output(state) for state in dense if not state.over_mesh}
     if len(dense) < len(held):  # first, because it does not write the sums
         sparse = [state for state in held if state.sparse]
         taken.update(zip(sparse, take_sparse(sparse), strict=True))
@@ -113,7 +113,7 @@ def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
     ]
 
 
-def _room(state: AccumulatorState) -> tuple[Buffer, Buffer]:
+def _sum_and_output(state: AccumulatorState) -> tuple[Buffer, Buffer]:
     """The sum of a one-device state, and its output: the sum itself if dtypes agree."""
     (total,) = state.totals
     assert isinstance(total, Buffer), "it holds gradients"
@@ -184,8 +184,8 @@ def join(pending_take: PendingTake) -> None:
             state.check_devices()  # else it would wait without end
         for state in pending_take.states:
             state.queue.append(pending_take)
-        joint = serve_held(pending_take.states)
-    serve_joint(joint)
+        joint = complete_ready(pending_take.states)
+    complete_multi(joint)
 
 
 def await_take(pending_take: PendingTake, timeout: float | None) -> None:
@@ -219,8 +219,8 @@ def withdraw(pending_take: PendingTake, timeout: float | None = None) -> None:
                 return
             pending_take.error = DeadlineExceededError(_missing(pending_take, timeout))
             pending_take.leave()
-            joint = serve_held(pending_take.states)
-        serve_joint(joint)
+            joint = complete_ready(pending_take.states)
+        complete_multi(joint)
 
 
 def close(state: AccumulatorState) -> None:
@@ -234,7 +234,7 @@ def close(state: AccumulatorState) -> None:
     cancel_waiting(state)
 
 
-def forget(state: AccumulatorState) -> None:
+def discard_sums(state: AccumulatorState) -> None:
     """Discards partial sums after a mesh failure, because they may be half written.
 
     The step stays, so that later gradients of this step are added.
@@ -264,15 +264,15 @@ def cancel_waiting(state: AccumulatorState) -> None:
                 pending_take.leave()
     for other in dict.fromkeys(each for pending_take in waiting for each in pending_take.states):
         with locked([other]):
-            joint = serve_held([other])
-        serve_joint(joint)
+            joint = complete_ready([other])
+        complete_multi(joint)
 
 
-def serve_held(states: Sequence[AccumulatorState]) -> list[PendingTake]:
+def complete_ready(states: Sequence[AccumulatorState]) -> list[PendingTake]:
     """Completes the takes that are ready; the caller holds the locks of the states.
 
     Returns:
-        Takes at the head of a queue that need further locks; for ``serve_joint``.
+        Takes at the head of a queue that need further locks; for ``complete_multi``.
     """
     joint: list[PendingTake] = []
     progress = any([state.queue for state in states])  # mostly nobody waits
@@ -287,12 +287,12 @@ def serve_held(states: Sequence[AccumulatorState]) -> list[PendingTake]:
                 if head not in joint:
                     joint.append(head)
             elif head.is_ready():
-                _serve(head)
+                _complete(head)
                 progress = True
     return joint
 
 
-def serve_joint(pending_takes: Sequence[PendingTake]) -> None:
+def complete_multi(pending_takes: Sequence[PendingTake]) -> None:
     """Completes takes of several accumulators; the caller holds no lock."""
     waiting = list(pending_takes)
     while waiting:
@@ -300,17 +300,17 @@ def serve_joint(pending_takes: Sequence[PendingTake]) -> None:
         with locked(pending_take.states):
             if pending_take.done.is_set() or not pending_take.is_ready():
                 continue
-            _serve(pending_take)
-            waiting += serve_held(pending_take.states)
+            _complete(pending_take)
+            waiting += complete_ready(pending_take.states)
 
 
-def _serve(pending_take: PendingTake) -> None:
+def _complete(pending_take: PendingTake) -> None:
     """Completes a take; on error, the waiting call raises it and the sums stay."""
     kinds = [state.kind for state in pending_take.states]
     devices = (device for state in pending_take.states for device in state.devices)
     try:
         with DeferInterrupts(), deadline_scope("take_grad", pending_take.deadline, devices):
-            pending_take.taken = take_held(pending_take.states)
+            pending_take.taken = take_locked(pending_take.states)
     except Exception as error:
         pending_take.error = error
     else:

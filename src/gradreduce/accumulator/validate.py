@@ -34,11 +34,11 @@ __all__ = [
     "check_sum_shape",
     "check_together",
     "for_each",
-    "home_of",
     "num_gradients",
     "num_sparse_gradients",
     "pending_gradient",
     "pending_sparse_gradient",
+    "to_sum_device",
 ]
 
 
@@ -65,7 +65,7 @@ def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingG
     else:
         if is_array(grad) and kind in ("native", "buffer"):
             check_dtype(state, grad.dtype, cast)
-        parts = (home_of(state, grad),)
+        parts = (to_sum_device(state, grad),)
         if is_array(grad):  # the dtype of another library's array is known after conversion
             check_dtype(state, parts[0][1].dtype, cast)
     for _, buffer in parts:
@@ -80,19 +80,19 @@ def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingG
 def _as_dense(state: AccumulatorState, grad: Any, cast: bool) -> Any:
     """Converts IndexedSlices, also in a PerReplica, to dense; returns others unchanged."""
     if isinstance(grad, IndexedSlices):
-        whole = _whole(state, grad, cast)
-        _, rows = home_of(state, whole.values)
+        whole = _with_shape(state, grad, cast)
+        _, rows = to_sum_device(state, whole.values)
         return densified([IndexedSlices.of(rows, whole.indices, whole.dense_shape)])[0]
     if isinstance(grad, PerReplica) and grad.is_sparse:
         slices = [
-            _whole(state, part, cast) if isinstance(part, IndexedSlices) else part
+            _with_shape(state, part, cast) if isinstance(part, IndexedSlices) else part
             for part in grad.parts
         ]
         return PerReplica.of(with_dense(slices), grad.kind)
     return grad
 
 
-def _whole(state: AccumulatorState, slices: IndexedSlices, cast: bool) -> IndexedSlices:
+def _with_shape(state: AccumulatorState, slices: IndexedSlices, cast: bool) -> IndexedSlices:
     """Checks slices; without a ``dense_shape`` they get the accumulator's, if known."""
     check_dtype(state, slices.dtype, cast)
     shape = state.shape
@@ -109,7 +109,7 @@ def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
         The number of gradients in ``grad``.
     """
     if isinstance(grad, IndexedSlices):
-        _whole(state, grad, cast)
+        _with_shape(state, grad, cast)
         return 1
     if isinstance(grad, PerReplica):
         if not grad.is_sparse:
@@ -151,7 +151,7 @@ def _replicas(
     return tuple([(_place(state, buffer), buffer) for buffer in grad.buffers])
 
 
-def home_of(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
+def to_sum_device(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
     """The index of the device whose sum a gradient is added to, and its Buffer.
 
     That is the gradient's own device, if the accumulator uses it, else the first. A host array is
@@ -305,7 +305,7 @@ def pending_sparse_gradient(state: AccumulatorState, grad: Any, cast: bool) -> P
     """
     parts = []
     for slices in _checked(state, grad, cast):
-        index, rows = home_of(state, slices.values)
+        index, rows = to_sum_device(state, slices.values)
         parts.append((index, _gradient(state, slices, rows)))
     for dtype in dict.fromkeys(gradient.dtype for _, gradient in parts):
         if dtype != state.dtype:  # cast: its kernels may not be compiled
