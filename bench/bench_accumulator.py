@@ -126,7 +126,7 @@ class Bench:
             yield implementation, mesh.devices[0]
 
     def operand(self, device: Device, array: np.ndarray) -> Any:
-        """Returns a gradient for a device: a NumPy array in host memory, a Buffer on a GPU."""
+        """Returns a gradient for a device: a NumPy array, or a Buffer on a GPU."""
         return device.put(array) if self.on_gpu else array
 
     def after(self, before: Call, call: Call) -> Call:
@@ -185,7 +185,7 @@ class Bench:
         self.large(FIRST, size, 2, ours, peers)
 
     def take(self, size: int) -> None:
-        """Takes the mean of two gradients in place; on a GPU the time includes both applies."""
+        """Takes the mean of two gradients in place; GPU times include the applies."""
         gradient = host(size)
         ours: dict[str, Call] = {}
         for implementation, device in self.implementations():

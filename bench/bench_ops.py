@@ -102,7 +102,7 @@ class Bench:
 
     def case(self, name: str, size: str, nbytes: int, ours: dict[str, Call],
              operation: str, *operands: Sequence[np.ndarray]) -> None:  # fmt: skip
-        """Measures our candidates, the peers' and a copy of the same number of bytes, in turns."""
+        """Measures our candidates, the peers' and a copy of the same size, in turns."""
         calls = dict(ours)
         for peer in self.peers:
             calls |= peer.calls(operation, *operands)

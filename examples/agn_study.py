@@ -339,7 +339,7 @@ def make_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns 0 if the six claims hold, else 1. A bad flag exits with 2."""
+    """Runs the program; returns 0 if the six claims hold, else 1."""
     options: argparse.Namespace = make_parser().parse_args(arguments)
     claims = make_claims(options.steps)
     start = time.perf_counter()

@@ -20,7 +20,7 @@ GOAL = 0.95  # test accuracy
 
 @dataclass(frozen=True)
 class Digits:
-    """Flat images of 8 by 8 pixels with values from 0 to 1, and their digits as labels."""
+    """Flat images of 8 by 8 pixels from 0 to 1, with digits as labels."""
 
     train_images: np.ndarray
     train_labels: np.ndarray

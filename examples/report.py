@@ -85,7 +85,7 @@ def draw_accuracies(panel: Axes, accuracies: Sequence[tuple[int, float]]) -> Non
 
 
 def conclude(accuracy: float, picture: Path) -> int:
-    """Prints the last line; returns the exit status, 0 if the goal is reached, else 1."""
+    """Prints the last line; returns the exit status, 0 if the goal is reached."""
     print(f"Saved the figure as {picture}.")
     if accuracy >= GOAL:
         return 0

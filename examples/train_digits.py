@@ -225,7 +225,7 @@ def read_options(parser: Parser, arguments: Sequence[str] | None) -> argparse.Na
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns 0 if the goal is reached, else 1. A bad flag exits with 2."""
+    """Runs the program; returns 0 if the goal is reached, else 1."""
     parser = make_parser()
     options = read_options(parser, arguments)
 

@@ -58,7 +58,7 @@ def launch_of(device: Device, buffers: Sequence[Buffer]) -> tuple[Any, tuple[Any
 
 
 def launches(device: Any, buffers: Sequence[Buffer]) -> dict[str, Call]:
-    """Returns a launch with its table as a struct, as a pointer, and in a graph."""
+    """Returns a launch with its table as struct, as pointer, and in a graph."""
     entry, (grid, block, arguments) = launch_of(device, buffers)
     table, *scalars = arguments
     stream = device._ready("compute")

@@ -96,7 +96,7 @@ class SharingCollective(NcclCollective):
 
 
 def values(size: int, dtype: str, rank: int) -> np.ndarray[Any, Any]:
-    """Returns the input of a rank: integers from 0 to 7, complex ones with different parts."""
+    """Returns the input of a rank: integers from 0 to 7, also as complex numbers."""
     row = (np.arange(size) + rank) % 8
     made = row - 1j * (row % 3) if dtype.startswith("complex") else row
     return made.astype(as_dtype(dtype))
@@ -164,7 +164,7 @@ def _refusals(collective: NcclCollective, devices: Sequence[Device]) -> None:
         except CollectiveError as error:
             if dtype in str(error):
                 continue
-        raise AssertionError(f"all_reduce of {dtype} was not refused by name")
+        raise AssertionError(f"all_reduce of {dtype} raised no error that names the dtype")
 
 
 def _uploaded(devices: Sequence[Device], arrays: Sequence[Any]) -> list[Buffer]:

@@ -1,4 +1,4 @@
-"""Section ``first``: what to run first on a machine with a GPU, in steps of a few minutes each.
+"""Section ``first``: the first checks on a machine with a GPU, in short steps.
 
 What a step shows is needed to read the next one: a wrong sum says nothing where a warning is
 raised as an error, and a slow kernel nothing where sums are wrong. Each check has a deadline of its

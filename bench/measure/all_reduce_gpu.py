@@ -244,7 +244,7 @@ class RawNccl:
 
 
 def back_to_back(mesh: Mesh, calls: Mapping[str, Call], number: int) -> dict[str, Took]:
-    """Returns the median time of a call until the GPU is done, and until it returns."""
+    """Returns the median times until the GPU is done, and until the call returns."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for _ in range(ROUNDS if number > QUICK_CALLS else 1):
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""Clocks for calls, measured in turns with others and with a copy of the same size.
+"""Clocks that measure calls in turns with others and with a copy.
 
 On a GPU the time is the GPU's: events around calls queued back to back, behind copies that keep
 the GPU busy until the host has queued them all. A host that needs longer to give work than the GPU

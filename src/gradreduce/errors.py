@@ -112,7 +112,7 @@ _LIBRARIES = ("numpy", "cupy", "torch", "jax", "jaxlib")
 
 
 class _Brief(reprlib.Repr):
-    """Shows at most five items of a list or dict, and arrays by dtype and shape."""
+    """Shows at most five items of a collection, and arrays by dtype and shape."""
 
     def __init__(self) -> None:
         super().__init__()

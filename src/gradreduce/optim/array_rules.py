@@ -53,7 +53,7 @@ def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
 
 
 def _copied(row: Update, leader: Device) -> list[Buffer]:
-    """Copies the written operands; a master that does not round to its variable is reset to it."""
+    """Copies the written operands; resets a master that does not round to its variable."""
     made = [leader.empty(operand.shape, operand.dtype) for operand in row[:-1]]
     ops.pack(made, row[:-1], device=leader)
     if len(row) > 2 and made[1].dtype != made[0].dtype:

@@ -82,7 +82,7 @@ def end_of(deadline: float | None) -> float | None:
 
 
 def copied(buffer: Buffer) -> Buffer:
-    """Queues a copy on the device, so that all copies of a state are from one moment."""
+    """Queues a copy on the device, so that a state is from one moment."""
     copy = buffer.device.empty(buffer.shape, buffer.dtype)
     buffer.device.copy(copy, buffer)
     return copy

@@ -147,21 +147,21 @@ def _clipped(
         if buffer.dtype.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
             raise ValueError(f"t_list[{index}] is {buffer.dtype}; it must be of a float dtype")
     reading(given)
-    near = [to_accessible(home, buffer) for buffer in given]
+    accessible = [to_accessible(home, buffer) for buffer in given]
     double, told = as_dtype("float64"), accumulate_dtype(given[0].dtype)
-    for dtype in {buffer.dtype for buffer in near}:
+    for dtype in {buffer.dtype for buffer in accessible}:
         ops.prepare_norm_of(home, dtype)
         ops.prepare_clip(home, dtype)
     ops.prepare_pack(home, told, double)
-    outs = [home.empty(buffer.shape, buffer.dtype) for buffer in near]
+    outs = [home.empty(buffer.shape, buffer.dtype) for buffer in accessible]
     found = home.empty((1,), told)
-    devices = [home, *(buffer.device for buffer in near)]
+    devices = [home, *(buffer.device for buffer in accessible)]
     if norm is not None:
         total = to_buffer([norm], home, dtype=double)
     join_streams(home, devices)
     if norm is None:
-        total = ops.norm_of(near, home)
-    ops.clip(outs, near, total, limit=limit, device=home)
+        total = ops.norm_of(accessible, home)
+    ops.clip(outs, accessible, total, limit=limit, device=home)
     ops.pack([found], [total], device=home)
     fork_streams(home, devices)
     clipped = [

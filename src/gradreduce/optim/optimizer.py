@@ -298,7 +298,7 @@ class Optimizer(NotCopied):
         """Differentiates; AGN overrides it to do so for each replica."""
         return gradients()
 
-    def minimize(  # noqa: PLR0913  # the signature of the seed
+    def minimize(  # noqa: PLR0913  # the signature of TensorFlow
         self,
         loss: Callable[[], Any],
         global_step: Variable | None = None,

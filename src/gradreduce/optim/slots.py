@@ -1,4 +1,4 @@
-"""Slots: the state of an optimizer for each variable, with float32 masters of halves.
+"""Slots: the state of an optimizer for each variable, with float32 masters.
 
 A slot has its copies on the devices of its variable.
 """
@@ -27,7 +27,7 @@ class Slots:
     Args:
         owner: name of the optimizer; slots are named ``variable/owner``, ``variable/owner_1`` …
         names: of the slots of its rule, in the order of the rule's arguments.
-        master_dtype: None, or float32: halves get a master, and slots of this dtype.
+        master_dtype: None, or float32: float16 and bfloat16 get float32 masters and slots.
 
     Raises:
         ValueError: another ``master_dtype``.

@@ -63,7 +63,7 @@ class Plan:
         self._has_copies = len(self.devices) > len(self.variables)
 
     def plain(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
-        """Returns the gradients as Buffers if all are on their devices, or all in host memory.
+        """Returns the gradients as Buffers if all are on their devices or host arrays.
 
         A fast path with one test per gradient. None if a gradient is anything else.
         """

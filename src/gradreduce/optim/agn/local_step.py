@@ -70,7 +70,7 @@ class LocalPlan(Plan):
         self.ranges = ops.Ranges([*(each for row in self.written for each in row), *others])
 
     def serves(self, optimizer: Optimizer, variables: Sequence[Variable], version: int) -> bool:
-        """Whether it is for these variables and this rule, and all its memory is in use.
+        """Whether it fits these variables and this rule, and its memory is unchanged.
 
         Gradients may have been allocated in memory that was freed.
         """
@@ -86,7 +86,7 @@ class LocalPlan(Plan):
 
     @property
     def first(self) -> bool | None:
-        """Whether gradients are written to the sums or added; None if this plan cannot do it."""
+        """Whether gradients are written to the sums, not added; None if neither works."""
         if self._seen != self._changes.count:
             self._seen, self._first = self._changes.count, self._looked()
         return self._first
@@ -121,7 +121,7 @@ class Step(Protocol):
 
 
 def is_planned(gradients: Sequence[Part], plan: LocalPlan) -> TypeGuard[Sequence[Buffer]]:
-    """Whether a plan can run with these gradients: all dense, for sums of the same state."""
+    """Whether a plan can run: gradients are dense, sums have the same state."""
     return plan.first is not None and {type(part) for part in gradients} == {Buffer}
 
 
@@ -167,16 +167,16 @@ def mixed(members: Sequence[Member], gradients: Sequence[Colocated]) -> list[Col
     """
     found: list[Colocated | None] = [None] * len(members)
     indices = []
-    for index, (member, near) in enumerate(zip(members, gradients, strict=True)):
-        if not isinstance(near[0], IndexedSlices):
+    for index, (member, colocated) in enumerate(zip(members, gradients, strict=True)):
+        if not isinstance(colocated[0], IndexedSlices):
             member.total.make_dense()
         elif not member.total.is_first:
             indices.append(index)
     dense = made_dense(
         [gradients[index] for index in indices], [members[index].local for index in indices]
     )
-    for index, near in zip(indices, dense, strict=True):
-        found[index] = near
+    for index, colocated in zip(indices, dense, strict=True):
+        found[index] = colocated
     return found
 
 
@@ -207,10 +207,10 @@ class LocalStep:
         self._sparse: list[tuple[Member, PendingGradient]] = []
         groups: dict[tuple[int, int], list[tuple[list[Buffer], Part, Buffer | None]]] = {}
         apart: dict[int, list[tuple[Buffer, Part]]] = {}
-        for member, near, added in zip(members, gradients, additions, strict=True):
+        for member, colocated, added in zip(members, gradients, additions, strict=True):
             rows = optimizer._slots.rows(member.local)
-            kind, totals = self._kind(member, near[0], added)
-            for written, part, total in zip(rows, near, totals, strict=True):
+            kind, totals = self._kind(member, colocated[0], added)
+            for written, part, total in zip(rows, colocated, totals, strict=True):
                 key = (written[0].device.physical, kind)
                 groups.setdefault(key, []).append((written, part, total))
             for memory, dense in zip(member.total.memory, added, strict=True) if added else ():
@@ -287,7 +287,7 @@ def _launches(
 def _by_arrays(
     optimizer: Optimizer, kind: int, group: Sequence[tuple[list[Buffer], Part, Buffer | None]]
 ) -> list[Callable[[], None]]:
-    """Runs a Python rule; returns the launches that copy its results and add to the sums."""
+    """Runs a Python rule; returns launches that copy its results and accumulate."""
     job = Job([written for written, _, _ in group], [part for _, part, _ in group])
     job.begin()
     ends: list[Callable[[], None]] = [

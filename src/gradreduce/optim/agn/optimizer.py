@@ -75,7 +75,7 @@ class AGNOptimizer(Optimizer):
         TypeError: an argument of another type.
     """
 
-    def __init__(  # noqa: PLR0913  # the signature of the seed
+    def __init__(  # noqa: PLR0913  # the signature of TensorFlow
         self,
         optimizer: Optimizer,
         num_worker: int,

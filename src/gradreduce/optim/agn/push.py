@@ -1,4 +1,4 @@
-"""Pushes the mean gradients of a period to the center, updates it, and pulls it back.
+"""Pushes mean gradients of a period to the center, updates it, and pulls.
 
 If the center's GPU can access the worker's memory, one launch normalizes, updates and pulls.
 Otherwise sums are copied to the center before, and the pulled values back afterwards.
@@ -277,7 +277,7 @@ class PushPlan:
         push.reads.append(push.fenced(scale))
 
     def _num_copies(self, member: Member) -> int:
-        """Returns the number of buffers to pull per copy: the variable, and its master if any."""
+        """Returns the number of buffers to pull: the variable, and any master."""
         return 2 if self._slots.wants_master(member.center) else 1
 
     def _plan_copies(self, push: DevicePush, member: Member) -> None:

@@ -132,8 +132,8 @@ class Worker:
         """Validates gradients and returns one colocated with each copy of each variable."""
         parts = self._inner._colocated_gradients(gradients, variables, plan)
         if plan is None:
-            near = _by_variable(members, parts)
-            check_apart(variables, near, ops.Ranges(self._written_besides(members)))
+            colocated = _by_variable(members, parts)
+            check_apart(variables, colocated, ops.Ranges(self._written_besides(members)))
         return parts
 
     def _written_besides(self, members: Sequence[Member]) -> list[Buffer]:
@@ -146,7 +146,7 @@ class Worker:
     def _first_step(
         self, members: Sequence[Member], parts: Sequence[Part], global_step: Variable | None
     ) -> None:
-        """Runs a step of variables that may have no slots yet; removes new slots on error."""
+        """Runs a step of variables without a plan; removes new slots on error."""
         with self._inner._slots.rollback_on_error():
             self._local = self._step_by(members, parts, None, global_step) or self._local
 
@@ -157,7 +157,7 @@ class Worker:
         plan: LocalPlan | None,
         global_step: Variable | None,
     ) -> LocalPlan | None:
-        """Runs a local step, and the push if one is due; what can fail is done before.
+        """Runs a local step and a push if due, after all that can fail.
 
         Returns:
             A plan for later steps like this one, if there was none.
@@ -214,8 +214,8 @@ class Worker:
     ) -> Step:
         if plan is not None and is_planned(parts, plan):
             return DenseStep(plan, parts, scalars)
-        near = _by_variable(members, parts)
-        return LocalStep(self._inner, members, near, mixed(members, near), scalars)
+        colocated = _by_variable(members, parts)
+        return LocalStep(self._inner, members, colocated, mixed(members, colocated), scalars)
 
     # -- a communication --------------------------------------------------------------------------
 
