@@ -82,7 +82,7 @@ class FlatBuffer:
     views: tuple[tuple[Buffer, ...], ...]
     _kinds: set[str | None] = field(default_factory=set, repr=False, compare=False)
 
-    # ``interop.py`` and ``presets.py`` set these: this module may not import them.
+    # ``arrays`` and ``reduce`` set these: this module may not import them.
     array_converter: ClassVar[ArrayConverter]
     prepare_step: ClassVar[Callable[[FlatBuffer, Any, Any, float | None], Step]]
 
@@ -227,8 +227,8 @@ class FlatBuffer:
     def adopt(self) -> None:
         """Makes our queues wait for the current streams of the libraries of ``arrays``.
 
-        Say it when the arrays are filled and their ``views`` are to be read. Whoever gives the
-        arrays themselves to a call need not: it does it by itself, as does a prepared step.
+        Call it after filling the arrays and before reading their ``views``. It is not needed before
+        a call that takes the arrays themselves, or a prepared step: they do it.
 
         Raises:
             BackendUnavailableError: the mesh is closed, or a device lost.
@@ -241,7 +241,7 @@ class FlatBuffer:
     def release(self, *, deadline: float | None = None) -> None:
         """Makes the current streams of the libraries of ``arrays`` wait for our queues.
 
-        Say it when work on the ``views`` is queued, before the arrays are read or filled again.
+        Call it after queueing work on the ``views``, before the arrays are read or filled again.
         On the simulation, where a host array has no stream, the host waits.
 
         Args:

@@ -190,7 +190,7 @@ class FlightEntry:
     """One operation that was submitted to a device.
 
     Attributes:
-        sequence: its number in the mesh, from 1, in the order in which they were given.
+        sequence: its number in the mesh, from 1, in the order of submission.
         kind: ``launch``, ``copy``, ``collective``, ``fill``, ``upload``, ``download`` or ``sync``.
         name: the kernel or collective; ``captured step`` for the one launch of a whole capture;
             empty for the rest.
@@ -198,7 +198,7 @@ class FlightEntry:
         source: logical index of the device a copy reads from; -1 for everything else.
         nbytes: bytes that leave a device, as ``Record`` counts them.
         num_rows: tensors that a launch serves, or operations in a capture; else 0.
-        tensors: what it is for: ``"pack 3 of 8 (tensors 5 to 9)"``; empty where nobody said.
+        tensors: what it is for: ``"pack 3 of 8 (tensors 5 to 9)"``; empty if unknown.
         queue: ``compute`` or ``transfer``.
         done: whether it is known to be over. What was not when the mesh was reset never is: the
             simulation has dropped it, and what GPUs did of it in a failed mesh is worth nothing.
