@@ -17,14 +17,14 @@ __all__ = ["ACCUMULATE_N", "accumulate_n", "accumulate_unchecked", "prepare_accu
 def _accumulate_n_reference(table: Sequence[Arrays], num_inputs: int) -> None:
     """``total = total + in[0] + in[1] + …``, left to right, in the accumulate dtype of total."""
     for total, *inputs in table:
-        wide = accumulate_dtype(total.dtype)
+        acc_dtype = accumulate_dtype(total.dtype)
         # From the second addition on, an input that is the total must have its old value.
         late = any(np.may_share_memory(total, term) for term in inputs[1:])
-        in_place = total.dtype == wide and not late
-        running = total if in_place else total.astype(wide)
+        in_place = total.dtype == acc_dtype and not late
+        running = total if in_place else total.astype(acc_dtype)
         for term in inputs:
             # Cast first: float64 terms of a float32 sum are rounded before they are added.
-            np.add(running, term.astype(wide, copy=False), out=running)
+            np.add(running, term.astype(acc_dtype, copy=False), out=running)
         if running is not total:
             total[...] = running
 

@@ -26,15 +26,15 @@ def _add_n_reference(table: Sequence[Arrays], num_inputs: int) -> None:
         if num_inputs == 1:
             out[...] = inputs[0]
             continue
-        wide = accumulate_dtype(inputs[0].dtype)
+        acc_dtype = accumulate_dtype(inputs[0].dtype)
         # `out` may be an input that is still to be read; the first two are read by then.
         late = False
         for term in inputs[2:]:
             late = late or np.may_share_memory(out, term)
-        total = out if out.dtype == wide and not late else np.empty(out.shape, wide)
-        np.add(inputs[0], inputs[1], out=total, dtype=wide)
+        total = out if out.dtype == acc_dtype and not late else np.empty(out.shape, acc_dtype)
+        np.add(inputs[0], inputs[1], out=total, dtype=acc_dtype)
         for term in inputs[2:]:
-            np.add(total, term, out=total, dtype=wide)
+            np.add(total, term, out=total, dtype=acc_dtype)
         if total is not out:
             out[...] = total
 

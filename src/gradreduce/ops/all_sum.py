@@ -23,17 +23,17 @@ def _all_sum_reference(
 ) -> None:
     """``(in[0] + … + in[split-1]) + (in[split] + …)``, divided, into every out."""
     first = split or num_inputs
-    wide = accumulate_dtype(table[0][num_outs].dtype)
-    over = np.asarray(divisor, wide)  # a zero-dimensional array: a scalar takes twice as long
+    acc_dtype = accumulate_dtype(table[0][num_outs].dtype)
+    over = np.asarray(divisor, acc_dtype)  # a zero-dimensional array: a scalar takes twice as long
     largest = max(row[0].size for row in table)
-    scratch = np.empty(2 * largest, wide)
+    scratch = np.empty(2 * largest, acc_dtype)
     ready = -1
     for row in table:
         outs, inputs = row[:num_outs], row[num_outs:]
         size = outs[0].size
         if size != ready:  # tiny tensors often have one size, and a view takes as long as a sum
             ready, room, rest = size, scratch[:size], scratch[largest : largest + size]
-        holds = size >= LARGE and _may_hold(outs[0], inputs[min(first, 2) :], wide)
+        holds = size >= LARGE and _may_hold(outs[0], inputs[min(first, 2) :], acc_dtype)
         total = outs[0] if holds else room
         if num_inputs > 1 or divisor == 1:
             _left_to_right(total, inputs[:first])
@@ -41,15 +41,15 @@ def _all_sum_reference(
             _left_to_right(rest, inputs[split:])
             np.add(total, rest, total)
         if divisor != 1:  # of one input without a pass that copies it first
-            np.true_divide(total if num_inputs > 1 else inputs[0], over, total, dtype=wide)
+            np.true_divide(total if num_inputs > 1 else inputs[0], over, total, dtype=acc_dtype)
         for out in outs:
             if out is not total:
                 out[...] = total
 
 
-def _may_hold(out: np.ndarray, late: Arrays, wide: np.dtype) -> bool:
+def _may_hold(out: np.ndarray, late: Arrays, acc_dtype: np.dtype) -> bool:
     """Whether an output can hold the running sum: not if it is a term read later."""
-    return out.dtype == wide and not any(np.may_share_memory(out, term) for term in late)
+    return out.dtype == acc_dtype and not any(np.may_share_memory(out, term) for term in late)
 
 
 def _left_to_right(total: np.ndarray, terms: Arrays) -> None:

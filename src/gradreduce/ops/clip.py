@@ -19,8 +19,8 @@ def _clip_reference(table: Sequence[Arrays], limit: float) -> None:
     for out, given, norm in table:
         most, least = np.float64(1) / np.float64(limit), np.float64(1) / norm[0]
         factor = np.float64(limit) * (least if least < most else most) + (norm[0] - norm[0])
-        wide = accumulate_dtype(given.dtype)
-        out[...] = np.multiply(given, wide.type(factor), dtype=wide)
+        acc_dtype = accumulate_dtype(given.dtype)
+        out[...] = np.multiply(given, acc_dtype.type(factor), dtype=acc_dtype)
 
 
 CLIP = Kernel(

@@ -17,11 +17,11 @@ __all__ = ["DISTANCE_SCALE", "distance_scale", "prepare_distance_scale"]
 def _distance_scale_reference(table: Sequence[Arrays], gamma: float) -> None:
     """``out = sum / ((center - pulled)² / gamma + 1)``."""
     for out, total, center, pulled in table:
-        wide = out.dtype
-        away = np.subtract(center, pulled, dtype=wide)
+        acc_dtype = out.dtype
+        away = np.subtract(center, pulled, dtype=acc_dtype)
         np.multiply(away, away, out=away)
-        np.true_divide(away, wide.type(gamma), out=away)
-        np.add(away, wide.type(1), out=away)
+        np.true_divide(away, acc_dtype.type(gamma), out=away)
+        np.add(away, acc_dtype.type(1), out=away)
         np.true_divide(total, away, out=out)
 
 

@@ -19,8 +19,8 @@ def _pack_reference(table: Sequence[Arrays], divisor: float) -> None:
     for out, term in table:
         filled = out if out.size == term.size else out[: term.size]
         if divisor != 1:
-            wide = accumulate_dtype(term.dtype)
-            term = np.true_divide(term, wide.type(divisor), dtype=wide)
+            acc_dtype = accumulate_dtype(term.dtype)
+            term = np.true_divide(term, acc_dtype.type(divisor), dtype=acc_dtype)
         if filled.itemsize == 2 and term.itemsize == 8 and term.dtype.kind == "f":
             term = term.astype(
                 np.float32

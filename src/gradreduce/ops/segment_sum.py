@@ -80,9 +80,9 @@ def _put(rows: np.ndarray, into: np.ndarray, total: np.ndarray) -> None:
 
 def _left_to_right(values: np.ndarray, order: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """Sums each segment, to ``(num_segments, width)``, in the accumulate dtype."""
-    wide = accumulate_dtype(values.dtype)
+    acc_dtype = accumulate_dtype(values.dtype)
     starts, counts = bounds[:-1], np.diff(bounds)
-    total: np.ndarray = values[order[starts]].astype(wide, copy=False)
+    total: np.ndarray = values[order[starts]].astype(acc_dtype, copy=False)
     for level in range(1, min(LEVELS, int(counts.max()))):
         more = np.flatnonzero(counts > level)
         total[more] += values[order[starts[more] + level]]
@@ -90,9 +90,9 @@ def _left_to_right(values: np.ndarray, order: np.ndarray, bounds: np.ndarray) ->
     for segment in np.flatnonzero(counts > LEVELS):
         for start in range(bounds[segment] + LEVELS, bounds[segment + 1], step):
             part = order[start : min(start + step, bounds[segment + 1])]
-            terms = np.concatenate([total[segment, None], values[part].astype(wide)])
+            terms = np.concatenate([total[segment, None], values[part].astype(acc_dtype)])
             # np.add.accumulate adds left to right by definition; np.add.reduce may add in pairs.
-            total[segment] = np.add.accumulate(terms, axis=0, dtype=wide)[-1]
+            total[segment] = np.add.accumulate(terms, axis=0, dtype=acc_dtype)[-1]
     return total
 
 

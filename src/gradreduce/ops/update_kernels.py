@@ -184,8 +184,8 @@ def _given(table: Sequence[Arrays], scalars: Sequence[float]) -> list[Any]:
     """The scalars in the accumulate dtype; unchanged if the table is empty."""
     if not table:
         return list(scalars)
-    wide = accumulate_dtype(table[0][0].dtype)
-    return [wide.type(scalar) for scalar in scalars]
+    acc_dtype = accumulate_dtype(table[0][0].dtype)
+    return [acc_dtype.type(scalar) for scalar in scalars]
 
 
 def run_blocks(table: Sequence[Arrays], num_plain: int, block: Block, num_scratch: int) -> None:
@@ -202,18 +202,18 @@ def run_blocks(table: Sequence[Arrays], num_plain: int, block: Block, num_scratc
     if not table:
         return
     dtype, num_operands = table[0][0].dtype, len(table[0])
-    wide = accumulate_dtype(dtype)
+    acc_dtype = accumulate_dtype(dtype)
     blocks = _blocks(table)
     size = max([length for _, length in blocks])
-    scratch = np.empty((num_scratch, size), wide)
+    scratch = np.empty((num_scratch, size), acc_dtype)
     copies: np.ndarray | None = None
     for rows, length in blocks:
         spare = [array[:length] for array in scratch]
-        if dtype == wide and len(rows) == 1:
+        if dtype == acc_dtype and len(rows) == 1:
             block(rows[0], spare)
             continue
         if copies is None:
-            copies = np.empty((num_operands, size), wide)
+            copies = np.empty((num_operands, size), acc_dtype)
         work = [array[:length] for array in copies]
         columns = list(zip(*rows, strict=True))
         for column, array in zip(columns, work, strict=True):
