@@ -555,8 +555,12 @@ def test_what_cannot_be_attached_is_refused_and_what_is_there_is_kept(mesh):
         ),
         ([scaled, *others[1:]], ValueError, r"parameters\[0\]\[3\] is computed from other tens"),
         ([double, *others[1:]], ValueError, r"parameters\[0\]\[3\] is float64\[4\], but its view"),
-        ([[np.ones(4)] * 4, *others[1:]], TypeError, r"parameters\[0\]\[0\] is ndarray, no tensor"),
-        (["wxyz", *others[1:]], TypeError, r"parameters\[0\]\[0\] is str, no tensor"),
+        (
+            [[np.ones(4)] * 4, *others[1:]],
+            TypeError,
+            r"parameters\[0\]\[0\] is ndarray; pass a PyTorch",
+        ),
+        (["wxyz", *others[1:]], TypeError, r"parameters\[0\]\[0\] is str; pass a PyTorch"),
         ([torch.nn.ReLU()], TypeError, r"parameters\[0\] is ReLU; pass the parameters of each"),
     ):
         with refused(mesh, kind, why):

@@ -223,7 +223,7 @@ def test_bad_arguments_are_those_of_the_reduction():
         for pairs, text in (
             ([], "there is no tensor to reduce"),
             ([(value, value), (alone, alone)], "these are on 2"),
-            ([(value, "sim:7")], "destination 0: 'sim:7' is no device"),
+            ([(value, "sim:7")], "destination 0: 'sim:7' is not a device"),
             ([value], "must be a tuple of size 2"),
         ):
             with refused(mesh, ValueError, text):

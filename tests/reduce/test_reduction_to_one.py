@@ -225,7 +225,7 @@ def test_what_cannot_be_broadcast_is_named(mesh):
         ),
         (
             {"tensor": ones, "out": [ones] * 4, "output_type": "numpy"},
-            "output_type='numpy': the results",
+            "output_type='numpy' cannot be combined",
         ),
     ):
         with refused(mesh, ValueError, text):

@@ -239,8 +239,8 @@ class CrossDeviceOps(ABC):
             requests, outs = with_outs(requests, out, ReduceOp.SUM)
         devices = devices_of(requests)
         reading([buffer_of(request.value.parts[0]) for request in requests])
-        told = note_partial(devices) if outs else nullcontext()
-        with deadline_scope("broadcast", seconds, devices), told:
+        partial = note_partial(devices) if outs else nullcontext()
+        with deadline_scope("broadcast", seconds, devices), partial:
             copied = [_copied(index, request) for index, request in enumerate(requests)]
         release_outputs(each for row in outs for each in row)
         made = as_results(requests, outs) or mirrored(requests, copied, kinds)

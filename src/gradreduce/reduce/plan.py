@@ -246,8 +246,8 @@ def _signature(
 ) -> tuple[Signature, _Rows]:
     if isinstance(part, Buffer):
         return signature_of(part, blocks), None
-    told = part.indices.tobytes() if coalesce else len(part.indices)
-    return signature_of(part.values, blocks), (told, part.dense_shape)
+    index_data = part.indices.tobytes() if coalesce else len(part.indices)
+    return signature_of(part.values, blocks), (index_data, part.dense_shape)
 
 
 def _dry_run_requests(
@@ -266,8 +266,8 @@ def _dry_run_buffers(dry_run_mesh: DryRunMesh, signature: Signature, rows: _Rows
     buffer = dry_run_mesh.buffer(signature)
     if rows is None:
         return buffer
-    told, dense_shape = rows
-    indices = [0] * told if isinstance(told, int) else array("q", told).tolist()
+    index_data, dense_shape = rows
+    indices = [0] * index_data if isinstance(index_data, int) else array("q", index_data).tolist()
     return IndexedSlices(buffer, indices, dense_shape)
 
 
