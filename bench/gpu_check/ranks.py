@@ -253,7 +253,7 @@ def hanging_rank(rank: int, ranks: Ranks) -> int:
     with open_mesh([0], backend="cuda") as mesh:
         (device,) = mesh.devices
         collective = SharingCollective(_communicator(device, rank, ranks))
-        mesh.mesh_state.on_death.append(collective.abort)
+        mesh.mesh_state.on_failure.append(collective.abort)
         buffers = _uploaded([device], [array])
         collective.all_reduce(buffers)
         _equal(buffers, array * ranks.count, "all_reduce")

@@ -52,7 +52,7 @@ class MeshState(CaptureState):
             ``peers``.
         prepared: what was compiled for its devices, so that nobody asks twice.
         on_wake: what to call, in a thread of its own, so that who waits in a queue looks again.
-        on_death: what to call when the mesh fails, in that thread; it must not wait.
+        on_failure: what to call when the mesh fails, in that thread; it must not wait.
         library_error: what the collective library says is wrong, for the watchdog, which asks it.
         library_ended: whether the library has ended what it did when the mesh failed, within so
             many seconds.
@@ -80,7 +80,7 @@ class MeshState(CaptureState):
         self.prepared: set[Hashable] = set()
         self._listeners: WeakKeyDictionary[Any, _Listener] = WeakKeyDictionary()
         self._listeners_lock = threading.RLock()  # no finalizer takes it
-        self.on_death: list[Callable[[], None]] = []
+        self.on_failure: list[Callable[[], None]] = []
         self.on_wake: list[Callable[[], None]] = []
         self.library_error: Callable[[], str | None] = lambda: None
         self.library_ended: Callable[[float], bool] = lambda seconds: True
@@ -93,7 +93,7 @@ class MeshState(CaptureState):
         self.generation = 0
         self.reset_lock = threading.Lock()
         self._last_reason = ""
-        self._deaths: deque[str] = deque()
+        self._failures: deque[str] = deque()
         self._watchdog: Watchdog | None = None
         self._watchdog_lock = threading.RLock()
         self._issued = _ThreadState()
@@ -298,9 +298,9 @@ class MeshState(CaptureState):
         Takes no lock. Who waits is woken by another thread, which takes those that it needs; the
         flight record is written before anybody can see that the mesh has failed.
         """
-        deaths = self._deaths
-        deaths.append(reason)
-        if deaths[0] is not reason:
+        failures = self._failures
+        failures.append(reason)
+        if failures[0] is not reason:
             return
         if self.flight_path:
             run_in_thread(partial(self._write_flight, reason)).wait(_WRITE_SECONDS)
@@ -318,14 +318,14 @@ class MeshState(CaptureState):
             self.guard().take(partial(self.fail, reason))  # in a thread that no Ctrl-C cuts short
             while self.reason is None and not self.is_closed:
                 time.sleep(1e-3)
-        return self._death(self._last_reason)
+        return self._failure_error(self._last_reason)
 
     def clear_failure(self) -> None:
         """Clears the failure; for ``reset``, which has done everything else."""
         self.prepared.clear()
         # One C call: Ctrl-C finds all of them changed, or none.
         vars(self).update(
-            generation=self.generation + 1, failure_reported=Done(), _deaths=deque(), reason=None
+            generation=self.generation + 1, failure_reported=Done(), _failures=deque(), reason=None
         )
 
     def _stuck(self, device: Device) -> str:
@@ -370,7 +370,7 @@ class MeshState(CaptureState):
         run_in_thread(call, otherwise=call if watchdog is None else partial(watchdog.take, call))
 
     def _notify_waiters(self) -> None:
-        for call in self.on_death:
+        for call in self.on_failure:
             call()
         self._wake(None)
         self.failure_reported.set()
@@ -395,7 +395,7 @@ class MeshState(CaptureState):
         if self.is_closed or self._forks != forks[0]:
             self.check_open()
         if self.reason is not None:
-            raise self._death(self.reason)
+            raise self._failure_error(self.reason)
         if self.failed and device.physical in self.failed:
             raise BackendUnavailableError(
                 f"device {device.name} was lost: {self.failed[device.physical]}"
@@ -428,5 +428,5 @@ class MeshState(CaptureState):
                 "open a mesh in the new process"
             )
 
-    def _death(self, reason: str) -> CollectiveError:
+    def _failure_error(self, reason: str) -> CollectiveError:
         return CollectiveError(f"the mesh has failed: {reason}; mesh.reset() makes it usable again")

@@ -202,7 +202,7 @@ class CudaDevice(CudaQueues):
         with self.gpu:
             self._pool = cupy.cuda.MemoryPool()
         _STREAMS[id(self)] = self._streams
-        mesh_state.on_death.append(self._retain)
+        mesh_state.on_failure.append(self._retain)
         self._geometry = Geometry.of(self.gpu.attributes)
         self._tables = Tables(self._place)
 

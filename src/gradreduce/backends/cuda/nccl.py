@@ -428,7 +428,7 @@ class SharedNccl:
     def __init__(self, mesh_state: MeshState) -> None:
         self._lock = threading.Lock()
         self._made: NcclCollective | None = None
-        mesh_state.on_death.append(self._abort)
+        mesh_state.on_failure.append(self._abort)
         mesh_state.library_error = self._error
         mesh_state.library_ended = self._ended
 
