@@ -138,7 +138,7 @@ class ConditionalAccumulatorBase(NotCopied):
 
         Raises:
             CancelledError: the accumulator was closed.
-            BackendUnavailableError: its mesh was closed, or a device lost.
+            BackendUnavailableError: its mesh was closed, or a device failed.
             CollectiveError: its mesh has failed, or failed meanwhile, possibly by the deadline.
             ValueError: ``deadline`` is not a number above 0.
         """
@@ -166,7 +166,7 @@ class ConditionalAccumulatorBase(NotCopied):
                 ``"kind"`` belongs to a library that is not imported. The message of these three
                 errors names the key.
             CancelledError: the accumulator was closed.
-            BackendUnavailableError: its mesh was closed, or a device lost.
+            BackendUnavailableError: its mesh was closed, or a device failed.
             CollectiveError: its mesh has failed, or failed meanwhile.
         """
         load_state(self._state, state)

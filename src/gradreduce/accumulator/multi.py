@@ -61,7 +61,7 @@ def drop_stale(states: Sequence[AccumulatorState], counts: Sequence[int], local_
 
     Raises:
         CancelledError: an accumulator was closed.
-        BackendUnavailableError: the mesh was closed, or lost a device.
+        BackendUnavailableError: the mesh was closed, or a device failed.
         CollectiveError: the mesh has failed.
     """
     with locked(states):

@@ -171,7 +171,7 @@ def join(pending_take: PendingTake) -> None:
 
     Raises:
         CancelledError: an accumulator was closed.
-        BackendUnavailableError: its mesh was closed, is from before a fork, or lost a device.
+        BackendUnavailableError: its mesh was closed or inherited by a fork, or a device failed.
         CollectiveError: its mesh has failed.
     """
     if pending_take.deadline is not None:
