@@ -90,7 +90,7 @@ def _rmsprop(  # noqa: PLR0913  # operands, scratch and scalars
 ) -> None:  # fmt: skip
     _decayed_square(square, grad, step, rest)
     np.add(square, epsilon, out=by)
-    _by_the_root(var, mom, grad, step, by, rate, decay)
+    _divide_by_sqrt(var, mom, grad, step, by, rate, decay)
 
 
 def _rmsprop_centered(  # noqa: PLR0913  # operands, scratch and scalars
@@ -104,7 +104,7 @@ def _rmsprop_centered(  # noqa: PLR0913  # operands, scratch and scalars
     np.multiply(mean, mean, out=by)
     np.subtract(square, by, out=by)
     np.add(by, epsilon, out=by)
-    _by_the_root(var, mom, grad, step, by, rate, decay)
+    _divide_by_sqrt(var, mom, grad, step, by, rate, decay)
 
 
 def _decayed_square(square: _Array, grad: _Array, step: _Array, rest: float) -> None:
@@ -115,7 +115,7 @@ def _decayed_square(square: _Array, grad: _Array, step: _Array, rest: float) -> 
     np.add(square, step, out=square)
 
 
-def _by_the_root(
+def _divide_by_sqrt(
     var: _Array, mom: _Array, grad: _Array, step: _Array, by: _Array, rate: float, decay: float
 ) -> None:
     """``mom = decay mom + rate grad / sqrt(by); var -= mom``."""
