@@ -115,11 +115,11 @@ template <typename Acc> DEVICE Acc quotient(Acc value, double divisor) {
 
 // The square root, correctly rounded whatever the compiler's flags are.
 #if defined(__CUDACC__)
-DEVICE float root(float value) { return __fsqrt_rn(value); }
-DEVICE double root(double value) { return __dsqrt_rn(value); }
+DEVICE float square_root(float value) { return __fsqrt_rn(value); }
+DEVICE double square_root(double value) { return __dsqrt_rn(value); }
 #else
-DEVICE float root(float value) { return __builtin_sqrtf(value); }
-DEVICE double root(double value) { return __builtin_sqrt(value); }
+DEVICE float square_root(float value) { return __builtin_sqrtf(value); }
+DEVICE double square_root(double value) { return __builtin_sqrt(value); }
 #endif
 
 // ---- vectors -----------------------------------------------------------------------------------

@@ -15,42 +15,42 @@
 #include "rules.cuh"
 
 template <typename T, typename State>
-__global__ void global_sgd(TABLE_ARGUMENT table, i64 num_written, i64 period, double rate) {
-    changed_by<GlobalUpdate, Sgd, T, State>(table, num_written, period, rate);
+__global__ void global_sgd(TABLE_ARGUMENT table, i64 num_written, i64 period, double lr) {
+    changed_by<GlobalUpdate, Sgd, T, State>(table, num_written, period, lr);
 }
 
 template <typename T, typename State>
-__global__ void global_momentum(TABLE_ARGUMENT table, i64 num_written, i64 period, double rate,
+__global__ void global_momentum(TABLE_ARGUMENT table, i64 num_written, i64 period, double lr,
                                 double decay) {
-    changed_by<GlobalUpdate, Momentum, T, State>(table, num_written, period, rate, decay);
+    changed_by<GlobalUpdate, Momentum, T, State>(table, num_written, period, lr, decay);
 }
 
 template <typename T, typename State>
-__global__ void global_nesterov(TABLE_ARGUMENT table, i64 num_written, i64 period, double rate,
+__global__ void global_nesterov(TABLE_ARGUMENT table, i64 num_written, i64 period, double lr,
                                 double decay) {
-    changed_by<GlobalUpdate, Nesterov, T, State>(table, num_written, period, rate, decay);
+    changed_by<GlobalUpdate, Nesterov, T, State>(table, num_written, period, lr, decay);
 }
 
 template <typename T, typename State>
-__global__ void global_adam(TABLE_ARGUMENT table, i64 num_written, i64 period, double rate,
-                            double rest1, double rest2, double epsilon) {
-    changed_by<GlobalUpdate, Adam, T, State>(table, num_written, period, rate, rest1, rest2, epsilon);
+__global__ void global_adam(TABLE_ARGUMENT table, i64 num_written, i64 period, double lr,
+                            double one_minus_beta1, double one_minus_beta2, double epsilon) {
+    changed_by<GlobalUpdate, Adam, T, State>(table, num_written, period, lr, one_minus_beta1, one_minus_beta2, epsilon);
 }
 
 template <typename T, typename State>
-__global__ void global_adagrad(TABLE_ARGUMENT table, i64 num_written, i64 period, double rate) {
-    changed_by<GlobalUpdate, Adagrad, T, State>(table, num_written, period, rate);
+__global__ void global_adagrad(TABLE_ARGUMENT table, i64 num_written, i64 period, double lr) {
+    changed_by<GlobalUpdate, Adagrad, T, State>(table, num_written, period, lr);
 }
 
 template <typename T, typename State>
-__global__ void global_rmsprop(TABLE_ARGUMENT table, i64 num_written, i64 period, double rate,
-                               double rest, double decay, double epsilon) {
-    changed_by<GlobalUpdate, RmsProp, T, State>(table, num_written, period, rate, rest, decay, epsilon);
+__global__ void global_rmsprop(TABLE_ARGUMENT table, i64 num_written, i64 period, double lr,
+                               double one_minus_decay, double decay, double epsilon) {
+    changed_by<GlobalUpdate, RmsProp, T, State>(table, num_written, period, lr, one_minus_decay, decay, epsilon);
 }
 
 template <typename T, typename State>
 __global__ void global_rmsprop_centered(TABLE_ARGUMENT table, i64 num_written, i64 period,
-                                        double rate, double rest, double decay, double epsilon) {
+                                        double lr, double one_minus_decay, double decay, double epsilon) {
     changed_by<GlobalUpdate, CenteredRmsProp, T, State>(
-        table, num_written, period, rate, rest, decay, epsilon);
+        table, num_written, period, lr, one_minus_decay, decay, epsilon);
 }

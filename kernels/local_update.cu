@@ -15,42 +15,42 @@
 #include "rules.cuh"
 
 template <typename T, typename State>
-__global__ void local_sgd(TABLE_ARGUMENT table, i64 num_written, i64 first, double rate) {
-    changed_by<LocalUpdate, Sgd, T, State>(table, num_written, first, rate);
+__global__ void local_sgd(TABLE_ARGUMENT table, i64 num_written, i64 first, double lr) {
+    changed_by<LocalUpdate, Sgd, T, State>(table, num_written, first, lr);
 }
 
 template <typename T, typename State>
-__global__ void local_momentum(TABLE_ARGUMENT table, i64 num_written, i64 first, double rate,
+__global__ void local_momentum(TABLE_ARGUMENT table, i64 num_written, i64 first, double lr,
                                double decay) {
-    changed_by<LocalUpdate, Momentum, T, State>(table, num_written, first, rate, decay);
+    changed_by<LocalUpdate, Momentum, T, State>(table, num_written, first, lr, decay);
 }
 
 template <typename T, typename State>
-__global__ void local_nesterov(TABLE_ARGUMENT table, i64 num_written, i64 first, double rate,
+__global__ void local_nesterov(TABLE_ARGUMENT table, i64 num_written, i64 first, double lr,
                                double decay) {
-    changed_by<LocalUpdate, Nesterov, T, State>(table, num_written, first, rate, decay);
+    changed_by<LocalUpdate, Nesterov, T, State>(table, num_written, first, lr, decay);
 }
 
 template <typename T, typename State>
-__global__ void local_adam(TABLE_ARGUMENT table, i64 num_written, i64 first, double rate,
-                           double rest1, double rest2, double epsilon) {
-    changed_by<LocalUpdate, Adam, T, State>(table, num_written, first, rate, rest1, rest2, epsilon);
+__global__ void local_adam(TABLE_ARGUMENT table, i64 num_written, i64 first, double lr,
+                           double one_minus_beta1, double one_minus_beta2, double epsilon) {
+    changed_by<LocalUpdate, Adam, T, State>(table, num_written, first, lr, one_minus_beta1, one_minus_beta2, epsilon);
 }
 
 template <typename T, typename State>
-__global__ void local_adagrad(TABLE_ARGUMENT table, i64 num_written, i64 first, double rate) {
-    changed_by<LocalUpdate, Adagrad, T, State>(table, num_written, first, rate);
+__global__ void local_adagrad(TABLE_ARGUMENT table, i64 num_written, i64 first, double lr) {
+    changed_by<LocalUpdate, Adagrad, T, State>(table, num_written, first, lr);
 }
 
 template <typename T, typename State>
-__global__ void local_rmsprop(TABLE_ARGUMENT table, i64 num_written, i64 first, double rate,
-                              double rest, double decay, double epsilon) {
-    changed_by<LocalUpdate, RmsProp, T, State>(table, num_written, first, rate, rest, decay, epsilon);
+__global__ void local_rmsprop(TABLE_ARGUMENT table, i64 num_written, i64 first, double lr,
+                              double one_minus_decay, double decay, double epsilon) {
+    changed_by<LocalUpdate, RmsProp, T, State>(table, num_written, first, lr, one_minus_decay, decay, epsilon);
 }
 
 template <typename T, typename State>
 __global__ void local_rmsprop_centered(TABLE_ARGUMENT table, i64 num_written, i64 first,
-                                       double rate, double rest, double decay, double epsilon) {
+                                       double lr, double one_minus_decay, double decay, double epsilon) {
     changed_by<LocalUpdate, CenteredRmsProp, T, State>(
-        table, num_written, first, rate, rest, decay, epsilon);
+        table, num_written, first, lr, one_minus_decay, decay, epsilon);
 }

@@ -6,22 +6,22 @@
 
 template <typename Acc> struct Sgd {
     static constexpr int SLOTS = 0;
-    Acc rate;
+    Acc lr;
 
-    DEVICE explicit Sgd(double rate) : rate((Acc)rate) {}
+    DEVICE explicit Sgd(double lr) : lr((Acc)lr) {}
 
-    DEVICE void step(Acc& var, Acc*, Acc grad) const { var = var - rate * grad; }
+    DEVICE void step(Acc& var, Acc*, Acc grad) const { var = var - lr * grad; }
 };
 
 template <typename Acc> struct Momentum {
     static constexpr int SLOTS = 1;
-    Acc rate, decay;
+    Acc lr, decay;
 
-    DEVICE Momentum(double rate, double decay) : rate((Acc)rate), decay((Acc)decay) {}
+    DEVICE Momentum(double lr, double decay) : lr((Acc)lr), decay((Acc)decay) {}
 
     DEVICE void step(Acc& var, Acc* mom, Acc grad) const {
         mom[0] = decay * mom[0] + grad;
-        var = var - rate * mom[0];
+        var = var - lr * mom[0];
     }
 };
 
@@ -29,64 +29,64 @@ template <typename Acc> struct Nesterov : Momentum<Acc> {
     using Momentum<Acc>::Momentum;
 
     DEVICE void step(Acc& var, Acc* mom, Acc grad) const {
-        const Acc rate = this->rate, decay = this->decay;
+        const Acc lr = this->lr, decay = this->decay;
         mom[0] = decay * mom[0] + grad;
-        var = var - (rate * grad + rate * decay * mom[0]);
+        var = var - (lr * grad + lr * decay * mom[0]);
     }
 };
 
 template <typename Acc> struct Adam {
     static constexpr int SLOTS = 2;
-    Acc rate, rest1, rest2, epsilon;
+    Acc lr, one_minus_beta1, one_minus_beta2, epsilon;
 
-    DEVICE Adam(double rate, double rest1, double rest2, double epsilon)
-        : rate((Acc)rate), rest1((Acc)rest1), rest2((Acc)rest2), epsilon((Acc)epsilon) {}
+    DEVICE Adam(double lr, double one_minus_beta1, double one_minus_beta2, double epsilon)
+        : lr((Acc)lr), one_minus_beta1((Acc)one_minus_beta1), one_minus_beta2((Acc)one_minus_beta2), epsilon((Acc)epsilon) {}
 
     DEVICE void step(Acc& var, Acc* moments, Acc grad) const {
-        moments[0] = moments[0] + rest1 * (grad - moments[0]);
-        moments[1] = moments[1] + rest2 * (grad * grad - moments[1]);
-        var = var - rate * moments[0] / (root(moments[1]) + epsilon);
+        moments[0] = moments[0] + one_minus_beta1 * (grad - moments[0]);
+        moments[1] = moments[1] + one_minus_beta2 * (grad * grad - moments[1]);
+        var = var - lr * moments[0] / (square_root(moments[1]) + epsilon);
     }
 };
 
 template <typename Acc> struct Adagrad {
     static constexpr int SLOTS = 1;
-    Acc rate;
+    Acc lr;
 
-    DEVICE explicit Adagrad(double rate) : rate((Acc)rate) {}
+    DEVICE explicit Adagrad(double lr) : lr((Acc)lr) {}
 
     DEVICE void step(Acc& var, Acc* sum, Acc grad) const {
         sum[0] = sum[0] + grad * grad;
-        var = var - rate * grad / root(sum[0]);
+        var = var - lr * grad / square_root(sum[0]);
     }
 };
 
 template <typename Acc> struct RmsProp {
     static constexpr int SLOTS = 2;
-    Acc rate, rest, decay, epsilon;
+    Acc lr, one_minus_decay, decay, epsilon;
 
-    DEVICE RmsProp(double rate, double rest, double decay, double epsilon)
-        : rate((Acc)rate), rest((Acc)rest), decay((Acc)decay), epsilon((Acc)epsilon) {}
+    DEVICE RmsProp(double lr, double one_minus_decay, double decay, double epsilon)
+        : lr((Acc)lr), one_minus_decay((Acc)one_minus_decay), decay((Acc)decay), epsilon((Acc)epsilon) {}
 
     DEVICE void step(Acc& var, Acc* slots, Acc grad) const {
-        slots[0] = slots[0] + rest * (grad * grad - slots[0]);
-        slots[1] = decay * slots[1] + rate * grad / root(slots[0] + epsilon);
+        slots[0] = slots[0] + one_minus_decay * (grad * grad - slots[0]);
+        slots[1] = decay * slots[1] + lr * grad / square_root(slots[0] + epsilon);
         var = var - slots[1];
     }
 };
 
 template <typename Acc> struct CenteredRmsProp {
     static constexpr int SLOTS = 3;
-    Acc rate, rest, decay, epsilon;
+    Acc lr, one_minus_decay, decay, epsilon;
 
-    DEVICE CenteredRmsProp(double rate, double rest, double decay, double epsilon)
-        : rate((Acc)rate), rest((Acc)rest), decay((Acc)decay), epsilon((Acc)epsilon) {}
+    DEVICE CenteredRmsProp(double lr, double one_minus_decay, double decay, double epsilon)
+        : lr((Acc)lr), one_minus_decay((Acc)one_minus_decay), decay((Acc)decay), epsilon((Acc)epsilon) {}
 
     DEVICE void step(Acc& var, Acc* slots, Acc grad) const {
-        slots[0] = slots[0] + rest * (grad * grad - slots[0]);
-        slots[1] = slots[1] + rest * (grad - slots[1]);
+        slots[0] = slots[0] + one_minus_decay * (grad * grad - slots[0]);
+        slots[1] = slots[1] + one_minus_decay * (grad - slots[1]);
         const Acc variance = slots[0] - slots[1] * slots[1];
-        slots[2] = decay * slots[2] + rate * grad / root(variance + epsilon);
+        slots[2] = decay * slots[2] + lr * grad / square_root(variance + epsilon);
         var = var - slots[2];
     }
 };

@@ -46,7 +46,7 @@ template <typename In> struct SquareSum {
         for (int l = 0; l < LANES && k + l < end; ++l) last(total, l, k);
         if (rooted) {
             UNROLL
-            for (int l = 0; l < LANES; ++l) total.lane[l] = root(total.lane[l]);
+            for (int l = 0; l < LANES; ++l) total.lane[l] = square_root(total.lane[l]);
         }
         store(out, i, total);
     }

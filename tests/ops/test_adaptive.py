@@ -43,17 +43,19 @@ def rmsprop_steps(grads):
 
 
 def adam_launch(rows, step):
-    rate = 0.01 * math.sqrt(1 - 0.999**step) / (1 - 0.9**step)
-    adam(rows, rate=rate, rest1=0.1, rest2=0.001, epsilon=1e-8)
+    lr = 0.01 * math.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+    adam(rows, lr=lr, one_minus_beta1=0.1, one_minus_beta2=0.001, epsilon=1e-8)
 
 
 @pytest.mark.parametrize(
     ("launch", "starts", "model"),
     [
         (adam_launch, (0, 0), adam_steps),
-        (lambda rows, step: adagrad(rows, rate=0.01), (0.1,), adagrad_steps),
+        (lambda rows, step: adagrad(rows, lr=0.01), (0.1,), adagrad_steps),
         (
-            lambda rows, step: rmsprop(rows, rate=0.01, rest=0.1, decay=0.5, epsilon=1e-10),
+            lambda rows, step: rmsprop(
+                rows, lr=0.01, one_minus_decay=0.1, decay=0.5, epsilon=1e-10
+            ),
             (1, 0),
             rmsprop_steps,
         ),

@@ -77,18 +77,18 @@ class Rule:
             return [part.astype(dtype) for part in changed]
 
 
-ADAM = {"rate": RATE, "rest1": REST, "rest2": 1 - DECAY, "epsilon": EPSILON}
-RMSPROP = {"rate": RATE, "rest": REST, "decay": DECAY, "epsilon": EPSILON}
+ADAM = {"lr": RATE, "one_minus_beta1": REST, "one_minus_beta2": 1 - DECAY, "epsilon": EPSILON}
+RMSPROP = {"lr": RATE, "one_minus_decay": REST, "decay": DECAY, "epsilon": EPSILON}
 RULES = {
-    "sgd": Rule(sgd, sgd_rule, 0, rate=RATE),
-    "momentum": Rule(momentum, momentum_rule, 1, rate=RATE, decay=DECAY),
-    "nesterov": Rule(nesterov, nesterov_rule, 1, rate=RATE, decay=DECAY),
+    "sgd": Rule(sgd, sgd_rule, 0, lr=RATE),
+    "momentum": Rule(momentum, momentum_rule, 1, lr=RATE, decay=DECAY),
+    "nesterov": Rule(nesterov, nesterov_rule, 1, lr=RATE, decay=DECAY),
     "adam": Rule(adam, adam_rule, 2, **ADAM),
-    "adagrad": Rule(adagrad, adagrad_rule, 1, rate=RATE),
+    "adagrad": Rule(adagrad, adagrad_rule, 1, lr=RATE),
     "rmsprop": Rule(rmsprop, rmsprop_rule, 2, **RMSPROP),
     "rmsprop_centered": Rule(rmsprop_centered, rmsprop_centered_rule, 3, **RMSPROP),
-    "sgd-master": Rule(sgd, sgd_rule, 0, master=True, rate=RATE),
-    "nesterov-master": Rule(nesterov, nesterov_rule, 1, master=True, rate=RATE, decay=DECAY),
+    "sgd-master": Rule(sgd, sgd_rule, 0, master=True, lr=RATE),
+    "nesterov-master": Rule(nesterov, nesterov_rule, 1, master=True, lr=RATE, decay=DECAY),
     "adam-master": Rule(adam, adam_rule, 2, master=True, **ADAM),
 }
 # One body of the kernels serves all rules: what no formula touches is tried with a few.
@@ -134,15 +134,15 @@ def test_every_size_and_start(device, rule, dtype):
 
 
 @cases(RULES)
-@pytest.mark.parametrize("rate", [0, 1, 0.001, -3, 1e300, float("inf"), float("nan")])
-def test_any_rate(device, rule, dtype, rate):
-    check(device, rule, [rule.values(1003, dtype)], rate=rate)
+@pytest.mark.parametrize("lr", [0, 1, 0.001, -3, 1e300, float("inf"), float("nan")])
+def test_any_rate(device, rule, dtype, lr):
+    check(device, rule, [rule.values(1003, dtype)], lr=lr)
 
 
 @cases(["momentum", "nesterov", "adam", "rmsprop", "adam-master"])
 @pytest.mark.parametrize("value", [0, 1, 0.999, -0.5, float("nan")])
 def test_any_scalar(device, rule, dtype, value):
-    for name in rule.scalars.keys() - {"rate"}:
+    for name in rule.scalars.keys() - {"lr"}:
         check(device, rule, [rule.values(1003, dtype)], **{name: value})
 
 
@@ -269,12 +269,12 @@ def test_a_master_keeps_what_its_half_rounds_away(device):
     master = Operand(device, half.astype(SINGLE))
     given = Operand(device, grad).buffer
     for _ in range(100):
-        sgd([[alone.buffer, given], [kept.buffer, master.buffer, given]], rate=2.0**-13)
+        sgd([[alone.buffer, given], [kept.buffer, master.buffer, given]], lr=2.0**-13)
     assert (alone.array == 1).all()
     assert (master.array == 1 - 100 * 2.0**-13).all()
     assert (kept.array == np.float16(1 - 100 * 2.0**-13)).all()
     kept.array[:20] = 5  # assigned to
-    sgd([[kept.buffer, master.buffer, given]], rate=2.0**-13)
+    sgd([[kept.buffer, master.buffer, given]], lr=2.0**-13)
     assert (master.array[:20] == 5 - 2.0**-13).all()
     assert (master.array[20:] == 1 - 101 * 2.0**-13).all()
 
@@ -297,18 +297,18 @@ def test_the_gradient_may_be_read_only_and_nothing_else(device, rule):
 @settings(max_examples=examples(30), deadline=None)
 @given(
     case=st.sampled_from([(name, dtype) for name in RULES for dtype in RULES[name].dtypes]),
-    rate=st.floats(width=32),
+    lr=st.floats(width=32),
     sizes=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 40_000)), min_size=1, max_size=8),
     starts=st.lists(st.integers(0, 5), min_size=5, max_size=5),
 )
-def test_many_rows_are_as_one_launch_each(device, case, rate, sizes, starts):
+def test_many_rows_are_as_one_launch_each(device, case, lr, sizes, starts):
     rule, dtype = RULES[case[0]], case[1]
     places = starts[: rule.num_operands]
     rows = [rule.values(size, dtype, seed=size) for size in sizes]
     together, alone = ([operands(device, row, places) for row in rows] for _ in range(2))
-    rule.launch([buffers(row) for row in together], rate=rate)
+    rule.launch([buffers(row) for row in together], lr=lr)
     for row in alone:
-        rule.launch([buffers(row)], rate=rate)
+        rule.launch([buffers(row)], lr=lr)
     for row, other in zip(together, alone, strict=True):
         for one, two in zip(row, other, strict=True):
             assert same(one.array, two.array)

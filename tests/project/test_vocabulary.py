@@ -109,8 +109,6 @@ NOT_YET = {
     "given": "*",
     "joint": "joint",
     "near": "_near near",
-    "rate": "ops/*",
-    "rest1": "rest1",
     "shown": "_Shown _shown is_shown shown shown_to",
     "spread": "SPREAD_SIZE _spread spread",
     "told": "told",

@@ -8,47 +8,47 @@ import numpy as np
 # results to the dtype.
 
 
-def sgd_rule(var, grad, rate):
-    return [var - rate * grad]
+def sgd_rule(var, grad, lr):
+    return [var - lr * grad]
 
 
-def momentum_rule(var, mom, grad, rate, decay):
+def momentum_rule(var, mom, grad, lr, decay):
     mom = decay * mom + grad
-    return [var - rate * mom, mom]
+    return [var - lr * mom, mom]
 
 
-def nesterov_rule(var, mom, grad, rate, decay):
+def nesterov_rule(var, mom, grad, lr, decay):
     mom = decay * mom + grad
-    return [var - (rate * grad + rate * decay * mom), mom]
+    return [var - (lr * grad + lr * decay * mom), mom]
 
 
 def adam_rule(  # noqa: PLR0913  # operands and scalars
-    var, mom, square, grad, rate, rest1, rest2, epsilon
+    var, mom, square, grad, lr, one_minus_beta1, one_minus_beta2, epsilon
 ):
-    mom = mom + rest1 * (grad - mom)
-    square = square + rest2 * (grad * grad - square)
-    return [var - rate * mom / (np.sqrt(square) + epsilon), mom, square]
+    mom = mom + one_minus_beta1 * (grad - mom)
+    square = square + one_minus_beta2 * (grad * grad - square)
+    return [var - lr * mom / (np.sqrt(square) + epsilon), mom, square]
 
 
-def adagrad_rule(var, total, grad, rate):
+def adagrad_rule(var, total, grad, lr):
     total = total + grad * grad
-    return [var - rate * grad / np.sqrt(total), total]
+    return [var - lr * grad / np.sqrt(total), total]
 
 
 def rmsprop_rule(  # noqa: PLR0913  # operands and scalars
-    var, square, mom, grad, rate, rest, decay, epsilon
+    var, square, mom, grad, lr, one_minus_decay, decay, epsilon
 ):
-    square = square + rest * (grad * grad - square)
-    mom = decay * mom + rate * grad / np.sqrt(square + epsilon)
+    square = square + one_minus_decay * (grad * grad - square)
+    mom = decay * mom + lr * grad / np.sqrt(square + epsilon)
     return [var - mom, square, mom]
 
 
 def rmsprop_centered_rule(  # noqa: PLR0913  # operands and scalars
-    var, square, mean, mom, grad, rate, rest, decay, epsilon
+    var, square, mean, mom, grad, lr, one_minus_decay, decay, epsilon
 ):
-    square = square + rest * (grad * grad - square)
-    mean = mean + rest * (grad - mean)
-    mom = decay * mom + rate * grad / np.sqrt(square - mean * mean + epsilon)
+    square = square + one_minus_decay * (grad * grad - square)
+    mean = mean + one_minus_decay * (grad - mean)
+    mom = decay * mom + lr * grad / np.sqrt(square - mean * mean + epsilon)
     return [var - mom, square, mean, mom]
 
 

@@ -25,42 +25,42 @@ __all__ = [
 def _adam_reference(
     table: Sequence[Arrays],
     num_written: int,
-    rate: float,
-    rest1: float,
-    rest2: float,
+    lr: float,
+    one_minus_beta1: float,
+    one_minus_beta2: float,
     epsilon: float,
 ) -> None:
-    """``m += rest1 (grad - m); v += rest2 (grad² - v); var -= rate m / (sqrt(v) + epsilon)``."""
-    run_plain(table, RULES["adam"], (rate, rest1, rest2, epsilon))
+    """Both means ``m``, ``v`` are updated; then ``var -= lr m / (sqrt(v) + epsilon)``."""
+    run_plain(table, RULES["adam"], (lr, one_minus_beta1, one_minus_beta2, epsilon))
 
 
-def _adagrad_reference(table: Sequence[Arrays], num_written: int, rate: float) -> None:
-    """``sum += grad²; var -= rate grad / sqrt(sum)``."""
-    run_plain(table, RULES["adagrad"], (rate,))
+def _adagrad_reference(table: Sequence[Arrays], num_written: int, lr: float) -> None:
+    """``sum += grad²; var -= lr grad / sqrt(sum)``."""
+    run_plain(table, RULES["adagrad"], (lr,))
 
 
 def _rmsprop_reference(
     table: Sequence[Arrays],
     num_written: int,
-    rate: float,
-    rest: float,
+    lr: float,
+    one_minus_decay: float,
     decay: float,
     epsilon: float,
 ) -> None:
-    """``s += rest (grad² - s); m = decay m + rate grad / sqrt(s + epsilon); var -= m``."""
-    run_plain(table, RULES["rmsprop"], (rate, rest, decay, epsilon))
+    """``s += one_minus_decay (grad² - s); m = decay m + lr grad / sqrt(s + epsilon); var -= m``."""
+    run_plain(table, RULES["rmsprop"], (lr, one_minus_decay, decay, epsilon))
 
 
 def _rmsprop_centered_reference(
     table: Sequence[Arrays],
     num_written: int,
-    rate: float,
-    rest: float,
+    lr: float,
+    one_minus_decay: float,
     decay: float,
     epsilon: float,
 ) -> None:
-    """As rmsprop with the variance: ``c += rest (grad - c)``, ``sqrt(s - c² + epsilon)``."""
-    run_plain(table, RULES["rmsprop_centered"], (rate, rest, decay, epsilon))
+    """As rmsprop, but divides by ``sqrt(s - c² + epsilon)``; ``c`` is the mean."""
+    run_plain(table, RULES["rmsprop_centered"], (lr, one_minus_decay, decay, epsilon))
 
 
 ADAM = rule_kernel("adam", "adaptive", _adam_reference, "plain")
@@ -72,24 +72,25 @@ RMSPROP_CENTERED = rule_kernel("rmsprop_centered", "adaptive", _rmsprop_centered
 def adam(
     rows: Sequence[Update],
     *,
-    rate: float,
-    rest1: float,
-    rest2: float,
+    lr: float,
+    one_minus_beta1: float,
+    one_minus_beta2: float,
     epsilon: float,
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """``variable -= rate * moment / (sqrt(square) + epsilon)``, after updating both means.
+    """``variable -= lr * moment / (sqrt(square) + epsilon)``, after updating both means.
 
-    ``moment += rest1 * (grad - moment); square += rest2 * (grad * grad - square)``.
+    ``moment += one_minus_beta1 * (grad - moment)``, and
+    ``square += one_minus_beta2 * (grad * grad - square)``.
 
     One launch for all rows of the same dtypes.
 
     Args:
         rows: variable, moment, square and gradient. See ``Update``.
-        rate: the learning rate, with bias correction.
-        rest1: 1 - beta1.
-        rest2: 1 - beta2.
+        lr: the learning rate, with bias correction.
+        one_minus_beta1: 1 - beta1.
+        one_minus_beta2: 1 - beta2.
         epsilon: added to the square root.
         device: launches on its queue; default that of the first variable. Adds no stream
             waits.
@@ -98,23 +99,23 @@ def adam(
     Raises:
         ValueError: a row is not as ``Update`` describes.
     """
-    update(ADAM, rows, (rate, rest1, rest2, epsilon), device, queue)
+    update(ADAM, rows, (lr, one_minus_beta1, one_minus_beta2, epsilon), device, queue)
 
 
 def adagrad(
     rows: Sequence[Update],
     *,
-    rate: float,
+    lr: float,
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """``total += grad * grad; variable -= rate * grad / sqrt(total)``.
+    """``total += grad * grad; variable -= lr * grad / sqrt(total)``.
 
     One launch for all rows of the same dtypes.
 
     Args:
         rows: variable, total and gradient. See ``Update``.
-        rate: the learning rate.
+        lr: the learning rate.
         device: launches on its queue; default that of the first variable. Adds no stream
             waits.
         queue: the queue to launch on.
@@ -122,29 +123,29 @@ def adagrad(
     Raises:
         ValueError: a row is not as ``Update`` describes.
     """
-    update(ADAGRAD, rows, (rate,), device, queue)
+    update(ADAGRAD, rows, (lr,), device, queue)
 
 
 def rmsprop(
     rows: Sequence[Update],
     *,
-    rate: float,
-    rest: float,
+    lr: float,
+    one_minus_decay: float,
     decay: float,
     epsilon: float,
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """``moment = decay * moment + rate * grad / sqrt(square + epsilon); variable -= moment``.
+    """``moment = decay * moment + lr * grad / sqrt(square + epsilon); variable -= moment``.
 
-    Before that ``square += rest * (grad * grad - square)``.
+    Before that ``square += one_minus_decay * (grad * grad - square)``.
 
     One launch for all rows of the same dtypes.
 
     Args:
         rows: variable, square, moment and gradient. See ``Update``.
-        rate: the learning rate.
-        rest: 1 - the decay of the square.
+        lr: the learning rate.
+        one_minus_decay: 1 - the decay of the square.
         decay: of the moment.
         epsilon: added to the square, inside the square root.
         device: launches on its queue; default that of the first variable. Adds no stream
@@ -154,14 +155,14 @@ def rmsprop(
     Raises:
         ValueError: a row is not as ``Update`` describes.
     """
-    update(RMSPROP, rows, (rate, rest, decay, epsilon), device, queue)
+    update(RMSPROP, rows, (lr, one_minus_decay, decay, epsilon), device, queue)
 
 
 def rmsprop_centered(
     rows: Sequence[Update],
     *,
-    rate: float,
-    rest: float,
+    lr: float,
+    one_minus_decay: float,
     decay: float,
     epsilon: float,
     device: Device | None = None,
@@ -169,14 +170,14 @@ def rmsprop_centered(
 ) -> None:
     """As ``rmsprop`` with the variance ``square - mean * mean`` instead of ``square``.
 
-    Before that ``mean += rest * (grad - mean)``, like the square.
+    Before that ``mean += one_minus_decay * (grad - mean)``, like the square.
 
     One launch for all rows of the same dtypes.
 
     Args:
         rows: variable, square, mean, moment and gradient. See ``Update``.
-        rate: the learning rate.
-        rest: 1 - the decay of the square and of the mean.
+        lr: the learning rate.
+        one_minus_decay: 1 - the decay of the square and of the mean.
         decay: of the moment.
         epsilon: added to the variance, inside the square root.
         device: launches on its queue; default that of the first variable. Adds no stream
@@ -186,4 +187,4 @@ def rmsprop_centered(
     Raises:
         ValueError: a row is not as ``Update`` describes.
     """
-    update(RMSPROP_CENTERED, rows, (rate, rest, decay, epsilon), device, queue)
+    update(RMSPROP_CENTERED, rows, (lr, one_minus_decay, decay, epsilon), device, queue)

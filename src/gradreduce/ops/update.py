@@ -13,23 +13,19 @@ from .update_rules import RULES
 __all__ = ["MOMENTUM", "NESTEROV", "SGD", "momentum", "nesterov", "sgd"]
 
 
-def _sgd_reference(table: Sequence[Arrays], num_written: int, rate: float) -> None:
-    """``var -= rate * grad``."""
-    run_plain(table, RULES["sgd"], (rate,))
+def _sgd_reference(table: Sequence[Arrays], num_written: int, lr: float) -> None:
+    """``var -= lr * grad``."""
+    run_plain(table, RULES["sgd"], (lr,))
 
 
-def _momentum_reference(
-    table: Sequence[Arrays], num_written: int, rate: float, decay: float
-) -> None:
-    """``mom = decay * mom + grad; var -= rate * mom``."""
-    run_plain(table, RULES["momentum"], (rate, decay))
+def _momentum_reference(table: Sequence[Arrays], num_written: int, lr: float, decay: float) -> None:
+    """``mom = decay * mom + grad; var -= lr * mom``."""
+    run_plain(table, RULES["momentum"], (lr, decay))
 
 
-def _nesterov_reference(
-    table: Sequence[Arrays], num_written: int, rate: float, decay: float
-) -> None:
-    """``mom = decay * mom + grad; var -= rate * grad + rate * decay * mom``."""
-    run_plain(table, RULES["nesterov"], (rate, decay))
+def _nesterov_reference(table: Sequence[Arrays], num_written: int, lr: float, decay: float) -> None:
+    """``mom = decay * mom + grad; var -= lr * grad + lr * decay * mom``."""
+    run_plain(table, RULES["nesterov"], (lr, decay))
 
 
 SGD = rule_kernel("sgd", "update", _sgd_reference, "plain")
@@ -40,17 +36,17 @@ NESTEROV = rule_kernel("nesterov", "update", _nesterov_reference, "plain")
 def sgd(
     rows: Sequence[Update],
     *,
-    rate: float,
+    lr: float,
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """``variable -= rate * grad``.
+    """``variable -= lr * grad``.
 
     One launch for all rows of the same dtypes.
 
     Args:
         rows: variable and gradient. See ``Update``.
-        rate: the learning rate.
+        lr: the learning rate.
         device: launches on its queue; default that of the first variable. Adds no stream
             waits.
         queue: the queue to launch on.
@@ -58,24 +54,24 @@ def sgd(
     Raises:
         ValueError: a row is not as ``Update`` describes.
     """
-    update(SGD, rows, (rate,), device, queue)
+    update(SGD, rows, (lr,), device, queue)
 
 
 def momentum(
     rows: Sequence[Update],
     *,
-    rate: float,
+    lr: float,
     decay: float,
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """``moment = decay * moment + grad; variable -= rate * moment``.
+    """``moment = decay * moment + grad; variable -= lr * moment``.
 
     One launch for all rows of the same dtypes.
 
     Args:
         rows: variable, moment and gradient. See ``Update``.
-        rate: the learning rate.
+        lr: the learning rate.
         decay: of the moment.
         device: launches on its queue; default that of the first variable. Adds no stream
             waits.
@@ -84,24 +80,24 @@ def momentum(
     Raises:
         ValueError: a row is not as ``Update`` describes.
     """
-    update(MOMENTUM, rows, (rate, decay), device, queue)
+    update(MOMENTUM, rows, (lr, decay), device, queue)
 
 
 def nesterov(
     rows: Sequence[Update],
     *,
-    rate: float,
+    lr: float,
     decay: float,
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """As ``momentum``, but ``variable -= rate * grad + rate * decay * moment``.
+    """As ``momentum``, but ``variable -= lr * grad + lr * decay * moment``.
 
     One launch for all rows of the same dtypes.
 
     Args:
         rows: variable, moment and gradient. See ``Update``.
-        rate: the learning rate.
+        lr: the learning rate.
         decay: of the moment.
         device: launches on its queue; default that of the first variable. Adds no stream
             waits.
@@ -110,4 +106,4 @@ def nesterov(
     Raises:
         ValueError: a row is not as ``Update`` describes.
     """
-    update(NESTEROV, rows, (rate, decay), device, queue)
+    update(NESTEROV, rows, (lr, decay), device, queue)

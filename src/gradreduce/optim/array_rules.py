@@ -58,7 +58,7 @@ def _copied(row: Update, leader: Device) -> list[Buffer]:
     ops.pack(made, row[:-1], device=leader)
     if len(row) > 2 and made[1].dtype != made[0].dtype:
         zeros = leader.zeros(row[0].shape, row[0].dtype)
-        ops.sgd([[made[0], made[1], zeros]], rate=0.0, device=leader)
+        ops.sgd([[made[0], made[1], zeros]], lr=0.0, device=leader)
     return made
 
 

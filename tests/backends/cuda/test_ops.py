@@ -57,20 +57,28 @@ LAUNCHES = {
     "pack": Launch(lambda of: ops.pack(of[0], of[1]), 2),
     "pack divided": Launch(lambda of: ops.pack(of[0], of[1], divisor=10), 2, FLOATS + COMPLEX),
     "divide": Launch(lambda of: ops.divide(of[0], of[1], 3), 2, INTEGERS, mean_dtype),
-    "sgd": Launch(lambda of: ops.sgd(rows(of), rate=0.1), 2, FLOATS),
-    "momentum": Launch(lambda of: ops.momentum(rows(of), rate=0.1, decay=0.9), 3, FLOATS),
-    "nesterov": Launch(lambda of: ops.nesterov(rows(of), rate=0.1, decay=0.9), 3, FLOATS),
+    "sgd": Launch(lambda of: ops.sgd(rows(of), lr=0.1), 2, FLOATS),
+    "momentum": Launch(lambda of: ops.momentum(rows(of), lr=0.1, decay=0.9), 3, FLOATS),
+    "nesterov": Launch(lambda of: ops.nesterov(rows(of), lr=0.1, decay=0.9), 3, FLOATS),
     "adam": Launch(
-        lambda of: ops.adam(rows(of), rate=0.1, rest1=0.1, rest2=0.01, epsilon=0.01), 4, FLOATS
+        lambda of: ops.adam(
+            rows(of), lr=0.1, one_minus_beta1=0.1, one_minus_beta2=0.01, epsilon=0.01
+        ),
+        4,
+        FLOATS,
     ),
-    "adagrad": Launch(lambda of: ops.adagrad(rows(of), rate=0.1), 3, FLOATS),
+    "adagrad": Launch(lambda of: ops.adagrad(rows(of), lr=0.1), 3, FLOATS),
     "rmsprop_centered": Launch(
-        lambda of: ops.rmsprop_centered(rows(of), rate=0.1, rest=0.1, decay=0.9, epsilon=0.01),
+        lambda of: ops.rmsprop_centered(
+            rows(of), lr=0.1, one_minus_decay=0.1, decay=0.9, epsilon=0.01
+        ),
         5,
         FLOATS,
     ),
     "rmsprop": Launch(
-        lambda of: ops.rmsprop(rows(of), rate=0.1, rest=0.1, decay=0.9, epsilon=0.01), 4, FLOATS
+        lambda of: ops.rmsprop(rows(of), lr=0.1, one_minus_decay=0.1, decay=0.9, epsilon=0.01),
+        4,
+        FLOATS,
     ),
 }
 
