@@ -204,6 +204,18 @@ def test_names_and_texts_use_no_retired_word():
     assert not wrong, "\n".join(["", *wrong])
 
 
+def test_a_parameter_that_takes_cross_device_ops_is_called_so():
+    called = {
+        node.arg
+        for _, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.arg)
+        and node.annotation
+        and re.match(r"CrossDeviceOps\b", ast.unparse(node.annotation))
+    }
+    assert called == {"cross_device_ops"}
+
+
 def test_every_exception_is_still_needed():
     names = {
         path: {*defined(tree), *path.removesuffix(".py").split("/")} for path, tree in sources()

@@ -38,7 +38,7 @@ def state_of(shared_name: str | None) -> AccumulatorState | None:
 def shared_state(
     shared_name: str | None,
     state: AccumulatorState,
-    named_ops: CrossDeviceOps | None = None,
+    cross_device_ops: CrossDeviceOps | None = None,
 ) -> AccumulatorState:
     """Returns the state registered as ``shared_name``, registering ``state`` if there is none.
 
@@ -47,7 +47,7 @@ def shared_state(
     Args:
         shared_name: the constructor's argument.
         state: created from the constructor's other arguments.
-        named_ops: the constructor's ``cross_device_ops``, if passed.
+        cross_device_ops: the constructor's ``cross_device_ops``, if passed.
 
     Raises:
         ValueError: the name is registered with other arguments.
@@ -72,23 +72,22 @@ def shared_state(
         )
         raise ValueError(f"shared_name={brief(shared_name)} has device {had}, not {wanted}{other}")
     if (
-        named_ops is not None
+        cross_device_ops is not None
         and found.over_mesh
-        and _settings_of(found.cross_device_ops) != _settings_of(named_ops)
+        and _settings_of(found.cross_device_ops) != _settings_of(cross_device_ops)
     ):
         raise ValueError(
             f"shared_name={brief(shared_name)} has cross_device_ops "
-            f"{found.cross_device_ops!r}, "
-            f"not {named_ops!r}"
+            f"{found.cross_device_ops!r}, not {cross_device_ops!r}"
         )
     return found
 
 
-def _settings_of(ops: CrossDeviceOps) -> object:
-    """A key that is equal for ops that reduce in the same way."""
-    if isinstance(ops, AllReduceCrossDeviceOps) and is_all_reduce(ops):
-        return ops.settings
-    return ops
+def _settings_of(cross_device_ops: CrossDeviceOps) -> object:
+    """A key that is equal for CrossDeviceOps that reduce in the same way."""
+    if isinstance(cross_device_ops, AllReduceCrossDeviceOps) and is_all_reduce(cross_device_ops):
+        return cross_device_ops.settings
+    return cross_device_ops
 
 
 def defined(

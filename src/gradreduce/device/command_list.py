@@ -59,7 +59,7 @@ class CommandList:
     def add(
         self, command: Command, records: tuple[Record, ...], operands: Iterable[Buffer]
     ) -> None:
-        """Records a command that has just been submitted, and the memory it uses."""
+        """Appends a command to replay later, its records, and the memory it uses."""
         self._entries.append((command, records))
         for operand in operands:
             self._kept[id(operand.block)] = operand.block

@@ -162,10 +162,10 @@ class Optimizer(NotCopied):
         return self._cross_device_ops
 
     @cross_device_ops.setter
-    def cross_device_ops(self, chosen: CrossDeviceOps) -> None:
-        if not isinstance(chosen, CrossDeviceOps):
-            raise TypeError(f"cross_device_ops={brief(chosen)} is not a CrossDeviceOps")
-        self._cross_device_ops = chosen
+    def cross_device_ops(self, cross_device_ops: CrossDeviceOps) -> None:
+        if not isinstance(cross_device_ops, CrossDeviceOps):
+            raise TypeError(f"cross_device_ops={brief(cross_device_ops)} is not a CrossDeviceOps")
+        self._cross_device_ops = cross_device_ops
 
     def get_name(self) -> str:
         """The name given to the constructor."""

@@ -426,9 +426,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return reduce_requests(self.settings, reduce_op, requests, coalesce=coalesce)
 
 
-def is_all_reduce(ops: CrossDeviceOps) -> bool:
-    """Whether ``ops`` uses this all-reduce, and does not override ``reduce_batch``."""
-    return type(ops).reduce_batch is AllReduceCrossDeviceOps.reduce_batch
+def is_all_reduce(cross_device_ops: CrossDeviceOps) -> bool:
+    """Whether ``cross_device_ops`` does not override ``reduce_batch`` of this module."""
+    return type(cross_device_ops).reduce_batch is AllReduceCrossDeviceOps.reduce_batch
 
 
 class _StepArguments(NamedTuple):

@@ -131,8 +131,8 @@ class AGNOptimizer(Optimizer):
         return self._inner.cross_device_ops
 
     @cross_device_ops.setter
-    def cross_device_ops(self, chosen: CrossDeviceOps) -> None:
-        self._inner.cross_device_ops = chosen
+    def cross_device_ops(self, cross_device_ops: CrossDeviceOps) -> None:
+        self._inner.cross_device_ops = cross_device_ops
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Returns the slot ``name`` of a worker's or a center variable, or None."""
