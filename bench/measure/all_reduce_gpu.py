@@ -69,9 +69,9 @@ GPU_FLOORS = (
     Floor("plain step, host us a Buffer", RESNET, counted("num_packs=1, host us a Buffer"), "<=",
           6, f"4.0 to 4.6 {STUBBED}"),
     Floor("prepared step, host us of all Buffers", RESNET,
-          counted("num_packs=1, prepared, host us"), "<=", 40, f"21.5 {STUBBED}"),
+          counted("num_packs=1, prepared, host us"), "<=", 20, f"21.5 {STUBBED}"),
     Floor("captured step, host us of all Buffers", RESNET,
-          counted("num_packs=1, captured, host us"), "<=", 25, f"11.6 {STUBBED}"),
+          counted("num_packs=1, captured, host us"), "<=", 10, f"11.6 {STUBBED}"),
     Floor("NCCL, host us over a raw call", RANKS, counted("us over raw"), "<=", 10, NOT_YET),
     *(
         Floor(f"{nbytes // MIB} MiB, of raw NCCL", on_several(nbytes),
