@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from gradreduce.device import Buffer, Collective, Queue, accumulate_dtype
 
 from .device import SimDevice, memory_of, sim_device
+from .fp_warnings import without_warnings
 
 __all__ = ["SimCollective"]
 
@@ -35,13 +37,13 @@ class SimCollective(Collective):
 
         def work() -> None:
             total = terms[0].astype(wide)
-            with np.errstate(all="ignore"):
-                for term in terms[1:]:
-                    total += term
-                for array in arrays:
-                    array[...] = total
+            for term in terms[1:]:
+                total += term
+            for array in arrays:
+                array[...] = total
 
-        self._meet("all_reduce", buffers, work, queue, sources or ())
+        silent = partial(without_warnings, work)
+        self._meet("all_reduce", buffers, silent, queue, sources or ())
 
     def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
         """See ``Collective.broadcast``."""

@@ -39,6 +39,7 @@ from gradreduce.device.op_log import QUEUES, Fields
 from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.errors import DeviceMismatchError
 
+from .fp_warnings import without_warnings
 from .host_compile import host_kernel, is_loaded
 from .pool import SimPool
 from .scheduler import Event, Replay, Scheduler
@@ -371,8 +372,7 @@ class _ArrayInterface:
 
 
 def _run(kernel: Kernel, rows: Sequence[Arrays], scalars: Sequence[int | float]) -> None:
-    with np.errstate(all="ignore"):  # a GPU raises no floating-point warnings
-        kernel.reference(rows, *scalars)
+    without_warnings(kernel.reference, rows, *scalars)
 
 
 def memory_of(buffer: Buffer) -> np.ndarray:
