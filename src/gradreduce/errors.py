@@ -103,9 +103,9 @@ def about(what: str, error: TypeError | ValueError) -> TypeError | ValueError:
 
 def listed(items: Iterable[Any], most: int = 5) -> str:
     """Lists at most ``most`` items for a message: ``"a, b and 7 more"``."""
-    given = [str(item) for item in items]
-    rest = len(given) - most
-    return ", ".join(given[:most]) + (f" and {rest} more" if rest > 0 else "")
+    texts = [str(item) for item in items]
+    rest = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 _LIBRARIES = ("numpy", "cupy", "torch", "jax", "jaxlib")

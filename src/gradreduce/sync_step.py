@@ -227,11 +227,11 @@ def _checked_variables(variables: Sequence[Variable]) -> tuple[Variable, ...]:
     return found
 
 
-def _check_length(name: str, given: Any, wanted: int, of: str) -> None:
-    if not isinstance(given, Sequence):
-        raise TypeError(f"{name}={brief(given)} must be a list with one entry per {of}")
-    if len(given) != wanted:
-        raise ValueError(f"{name} has {len(given)} entries; expected {wanted}, one per {of}")
+def _check_length(name: str, value: Any, wanted: int, of: str) -> None:
+    if not isinstance(value, Sequence):
+        raise TypeError(f"{name}={brief(value)} must be a list with one entry per {of}")
+    if len(value) != wanted:
+        raise ValueError(f"{name} has {len(value)} entries; expected {wanted}, one per {of}")
 
 
 def _without_none(terms: Sequence[Any] | None) -> Sequence[Any] | None:

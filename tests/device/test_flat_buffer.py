@@ -267,7 +267,7 @@ def test_only_what_is_nobodys_is_written_between_tensors(mesh):
         rows = [[first, second[cut], third] for first, second, third in whole]
         given = [gr.PerReplica(column, mesh).buffers for column in zip(*rows, strict=True)]
         plans = plan_packing(tuple(each[0].size for each in given), (floats,) * 3, 1, 0, 0)
-        (laid,) = lay_out(plans, given, mesh.devices, Options(given=given), [1])
+        (laid,) = lay_out(plans, given, mesh.devices, Options(targets=given), [1])
         assert plans[0].has_gaps
         for out, buffer, moved in zip(laid.outs, flat.buffers, laid.given, strict=True):
             assert (out.block is buffer.block) == (moved is None) == in_place

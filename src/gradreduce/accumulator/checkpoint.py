@@ -70,7 +70,7 @@ class CheckedState:
     hosts: tuple[Any, ...]
 
 
-def checked_state(state: AccumulatorState, given: Mapping[str, Any]) -> CheckedState:
+def checked_state(state: AccumulatorState, saved: Mapping[str, Any]) -> CheckedState:
     """Validates ``given`` and converts it to the types of ``AccumulatorState``.
 
     Raises:
@@ -78,48 +78,48 @@ def checked_state(state: AccumulatorState, given: Mapping[str, Any]) -> CheckedS
         TypeError: a value has a wrong type.
         ValueError: a value is out of range, or contradicts the accumulator or another value.
     """
-    _check_keys(state, given)
+    _check_keys(state, saved)
     definition = {
         "dtype": str(state.dtype),
         "reduction_type": state.reduction_type,
         "shape": state.shape,
     }
     for key, wanted in definition.items():
-        found = _shape(key, given[key]) if key == "shape" else _text(key, given[key])
+        found = _shape(key, saved[key]) if key == "shape" else _text(key, saved[key])
         if found != wanted:
             raise ValueError(f"state[{key!r}] is {brief(found)}; the accumulator has {wanted!r}")
     step, count, num_dropped = (
-        _integer(key, given[key]) for key in ("global_step", "num_accumulated", "num_dropped")
+        _integer(key, saved[key]) for key in ("global_step", "num_accumulated", "num_dropped")
     )
     for key, number in (("num_accumulated", count), ("num_dropped", num_dropped)):
         if number < 0:
             raise ValueError(f"state[{key!r}]={number} must not be negative")
     as_step("state['global_step']", step)
-    sum_shape = _sum_shape(state, given["sum_shape"], count)
-    kind = _kind(state.devices[0], given["kind"], count)
-    hosts = _hosts(state, given["partial_sums"], count, sum_shape)
+    sum_shape = _sum_shape(state, saved["sum_shape"], count)
+    kind = _kind(state.devices[0], saved["kind"], count)
+    hosts = _hosts(state, saved["partial_sums"], count, sum_shape)
     return CheckedState(step, count, num_dropped, sum_shape, kind, hosts)
 
 
-def _check_keys(state: AccumulatorState, given: Mapping[str, Any]) -> None:
-    if not isinstance(given, Mapping):
-        raise TypeError(f"state is a {type(given).__name__}; pass a dict from state_dict()")
+def _check_keys(state: AccumulatorState, saved: Mapping[str, Any]) -> None:
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"state is a {type(saved).__name__}; pass a dict from state_dict()")
     wanted = sums_of(state).format
-    if "format" in given and _text("format", given["format"]) != wanted:  # which has other keys
+    if "format" in saved and _text("format", saved["format"]) != wanted:  # which has other keys
         raise ValueError(
-            f"state['format'] is {brief(_plain(given['format']))}; expected {wanted!r}"
+            f"state['format'] is {brief(_plain(saved['format']))}; expected {wanted!r}"
         )
     for what, keys in (
-        ("lacks the keys", [key for key in _KEYS if key not in given]),
-        ("has unknown keys", [key for key in given if key not in _KEYS]),
+        ("lacks the keys", [key for key in _KEYS if key not in saved]),
+        ("has unknown keys", [key for key in saved if key not in _KEYS]),
     ):
         if keys:
             raise KeyError(f"state {what} {listed(map(repr, keys))}")
 
 
-def _sum_shape(state: AccumulatorState, given: Any, count: int) -> tuple[int, ...] | None:
+def _sum_shape(state: AccumulatorState, saved: Any, count: int) -> tuple[int, ...] | None:
     """Validates the shape of the sums; None without any."""
-    value = _plain(given)
+    value = _plain(saved)
     if state.sparse and (isinstance(value, list | tuple) or is_array(value)):
         value = [None if index == 0 and extent == UNKNOWN else extent
                  for index, extent in enumerate(value)]  # fmt: skip
@@ -135,12 +135,12 @@ def _sum_shape(state: AccumulatorState, given: Any, count: int) -> tuple[int, ..
     return tuple(UNKNOWN if extent is None else extent for extent in shape)
 
 
-def _kind(device: Device, given: Any, count: int) -> Kind:
+def _kind(device: Device, saved: Any, count: int) -> Kind:
     """Validates the array type that the next take returns."""
-    _check_presence("kind", _plain(given) is not None, count)
+    _check_presence("kind", _plain(saved) is not None, count)
     if not count:
         return "native"
-    kind = _text("kind", given)
+    kind = _text("kind", saved)
     if kind not in get_args(Kind):
         raise ValueError(f"state['kind']={brief(kind)} is not one of {get_args(Kind)}")
     if kind in ("cupy", "cuda") and device.mesh_state.backend == "sim":
@@ -154,20 +154,20 @@ def _kind(device: Device, given: Any, count: int) -> Kind:
 
 
 def _hosts(
-    state: AccumulatorState, given: Any, count: int, sum_shape: tuple[int, ...] | None
+    state: AccumulatorState, saved: Any, count: int, sum_shape: tuple[int, ...] | None
 ) -> tuple[Any, ...]:
     """Validates the partial sum of each device; None where there is none."""
-    if not isinstance(given, list | tuple):
+    if not isinstance(saved, list | tuple):
         raise TypeError(
-            f"state['partial_sums'] is a {type(given).__name__}; expected a list with an entry "
+            f"state['partial_sums'] is a {type(saved).__name__}; expected a list with an entry "
             "for each device"
         )
-    if len(given) != len(state.devices):
+    if len(saved) != len(state.devices):
         raise ValueError(
-            f"state['partial_sums'] has {len(given)} entries; the accumulator is on "
+            f"state['partial_sums'] has {len(saved)} entries; the accumulator is on "
             f"{len(state.devices)} devices"
         )
-    filled = sum(each is not None for each in given)
+    filled = sum(each is not None for each in saved)
     _check_presence("partial_sums", filled > 0, count)
     if filled > count:
         raise ValueError(
@@ -180,7 +180,7 @@ def _hosts(
         else sums.checked(
             f"state['partial_sums'][{index}]", each, state.dtype, sum_shape or (), count
         )
-        for index, each in enumerate(given)
+        for index, each in enumerate(saved)
     )
 
 
@@ -256,18 +256,18 @@ class DenseSums:
         return wanted is None or compatible([extent or 0 for extent in shape], wanted)
 
     @staticmethod
-    def checked(name: str, given: Any, dtype: DType, shape: tuple[int, ...], count: int) -> Any:
+    def checked(name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int) -> Any:
         """Validates a host array of ``shape`` in the accumulate dtype of ``dtype``."""
-        if not is_array(given):
-            raise TypeError(f"{name} is a {type(given).__name__}; expected an array or None")
+        if not is_array(saved):
+            raise TypeError(f"{name} is a {type(saved).__name__}; expected an array or None")
         try:
-            found = shape_and_dtype(given)
+            found = shape_and_dtype(saved)
         except TypeError as error:
             raise about(name, error) from None
         wanted = (shape, accumulate_dtype(dtype))
         if found != wanted:
             raise ValueError(f"{name} is {found[1]}{found[0]}; expected {wanted[1]}{wanted[0]}")
-        return host_array(given)
+        return host_array(saved)
 
     @staticmethod
     def uploaded(device: Device, host: Any) -> Buffer:
@@ -305,19 +305,19 @@ class SparseSums:
 
     @classmethod
     def checked(
-        cls, name: str, given: Any, dtype: DType, shape: tuple[int, ...], count: int
+        cls, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
     ) -> dict[str, Any]:
         """Validates the three arrays."""
-        if not isinstance(given, Mapping):
-            raise TypeError(f"{name} is a {type(given).__name__}; expected a dict or None")
-        if set(given) != set(cls._KEYS):
+        if not isinstance(saved, Mapping):
+            raise TypeError(f"{name} is a {type(saved).__name__}; expected a dict or None")
+        if set(saved) != set(cls._KEYS):
             raise KeyError(
-                f"{name} has the keys {sorted(map(str, given))}; expected {list(cls._KEYS)}"
+                f"{name} has the keys {sorted(map(str, saved))}; expected {list(cls._KEYS)}"
             )
-        values, acc_dtype = given["values"], accumulate_dtype(dtype)
+        values, acc_dtype = saved["values"], accumulate_dtype(dtype)
         try:
-            slices = IndexedSlices(values, given["indices"], shape)
-            touches = joined_indices([host_array(given["num_touches"])])
+            slices = IndexedSlices(values, saved["indices"], shape)
+            touches = joined_indices([host_array(saved["num_touches"])])
         except (TypeError, ValueError) as error:
             raise about(name, error) from None
         indices = slices.indices
@@ -391,14 +391,14 @@ def _rest(end: float | None) -> float | None:
     return None if end is None else max(end - time.monotonic(), 1e-6)
 
 
-def load_state(state: AccumulatorState, given: Mapping[str, Any]) -> None:
+def load_state(state: AccumulatorState, saved: Mapping[str, Any]) -> None:
     """Validates and loads a state; see ``ConditionalAccumulatorBase.load_state_dict``.
 
     Checks, uploads, and then replaces everything under the lock: on error, nothing has changed.
     """
     mesh_state = state.devices[0].mesh_state
     generation = mesh_state.generation
-    checked = checked_state(state, given)
+    checked = checked_state(state, saved)
     sums = sums_of(state)
     totals = [
         None if host is None else sums.uploaded(device, host)
@@ -417,5 +417,5 @@ def load_state(state: AccumulatorState, given: Mapping[str, Any]) -> None:
         state.sum_shape = checked.sum_shape
         state.kind = checked.kind
         state.totals = totals
-        joint = complete_ready([state])
-    complete_multi(joint)
+        completed = complete_ready([state])
+    complete_multi(completed)

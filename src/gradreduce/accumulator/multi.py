@@ -212,14 +212,14 @@ def _all_or_none(
     accumulators: Sequence[ConditionalAccumulatorBase], grads: Sequence[Any], step: int, cast: bool
 ) -> bool:
     states = [each.accumulator_ref for each in accumulators]
-    given = [(state, grad, cast) for state, grad in zip(states, grads, strict=True)]
+    calls = [(state, grad, cast) for state, grad in zip(states, grads, strict=True)]
     name_of = partial(_name_of, accumulators)
     if is_stale(states, step):  # gradients that will be dropped are not converted
-        counts = for_each(_num_gradients, given, name_of)
+        counts = for_each(_num_gradients, calls, name_of)
         if drop_stale(states, counts, step):
             return False
     with StreamScope():
-        pending_gradients = for_each(_pending_gradient, given, name_of)
+        pending_gradients = for_each(_pending_gradient, calls, name_of)
         reading([_rows_of(part) for each in pending_gradients for _, part in each.parts])
         with DeferInterrupts():  # also completes the takes that now have enough
             kept, joint = apply_pending(pending_gradients, step, name_of)
@@ -361,16 +361,16 @@ def take_now(
 
 def _results_of(pending_take: PendingTake, output_type: str | None = None) -> list[Any]:
     """Converts the taken Buffers to the arrays that callers get."""
-    given: list[Any] = []
+    results: list[Any] = []
     with StreamScope():
         for state, buffers, first in zip(
             pending_take.states, pending_take.taken, pending_take.kinds, strict=True
         ):
             kind = as_result_kind(output_type, first)
             if not buffers:
-                given.append(None)
+                results.append(None)
             elif state.over_mesh:
-                given.append(Mirrored.of(buffers, kind))
+                results.append(Mirrored.of(buffers, kind))
             else:
-                given.append(_as_result(buffers[0], kind))
-    return given
+                results.append(_as_result(buffers[0], kind))
+    return results

@@ -315,24 +315,24 @@ def pending_sparse_gradient(state: AccumulatorState, grad: Any, cast: bool) -> P
 
 def num_sparse_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
     """Counts sparse gradients that will be dropped; checks them without converting."""
-    given = _checked(state, grad, cast)
-    for slices in given:
+    parts = _checked(state, grad, cast)
+    for slices in parts:
         if isinstance(slices.values, Buffer):
             to_buffer(slices.values, state.devices[0])  # raises for another mesh
-    return len(given)
+    return len(parts)
 
 
 def _checked(state: AccumulatorState, grad: Any, cast: bool) -> list[IndexedSlices]:
     """The IndexedSlices of each gradient, checked."""
-    given: Sequence[Any] = grad.parts if isinstance(grad, PerReplica) else [grad]
-    for slices in given:
+    parts: Sequence[Any] = grad.parts if isinstance(grad, PerReplica) else [grad]
+    for slices in parts:
         if not isinstance(slices, IndexedSlices):
             raise TypeError(
                 f"a SparseConditionalAccumulator expects IndexedSlices, got {type(slices).__name__}"
             )
         check_dtype(state, slices.dtype, cast)
         _check_sparse_shape(state, slices)
-    return list(given)
+    return list(parts)
 
 
 def _gradient(state: AccumulatorState, slices: IndexedSlices, rows: Buffer) -> SparseGradient:
@@ -348,9 +348,9 @@ def _check_sparse_shape(state: AccumulatorState, slices: IndexedSlices) -> None:
     wanted = state.shape
     if not wanted:
         return
-    given = slices.dense_shape
-    if given is not None:
-        _check_extents("shape", wanted, (None if given[0] == UNKNOWN else given[0], *given[1:]))
+    dense_shape = slices.dense_shape
+    if dense_shape is not None:
+        _check_extents("shape", wanted, (None if dense_shape[0] == UNKNOWN else dense_shape[0], *dense_shape[1:]))
     if wanted[0] is not None and len(slices.indices):
         last = int(slices.indices.max())
         if last >= wanted[0]:
@@ -363,12 +363,12 @@ def _check_sparse_shape(state: AccumulatorState, slices: IndexedSlices) -> None:
 
 
 def _check_extents(
-    what: str, wanted: tuple[int | None, ...], given: tuple[int | None, ...]
+    what: str, wanted: tuple[int | None, ...], shape: tuple[int | None, ...]
 ) -> None:
     """Raises ``InvalidArgumentError`` if known extents differ or dimensions are missing."""
-    if len(given) < len(wanted):
-        raise InvalidArgumentError(f"expected {what} rank at least {len(wanted)}, got {len(given)}")
-    for index, (extent, known) in enumerate(zip(given, wanted, strict=False)):
+    if len(shape) < len(wanted):
+        raise InvalidArgumentError(f"expected {what} rank at least {len(wanted)}, got {len(shape)}")
+    for index, (extent, known) in enumerate(zip(shape, wanted, strict=False)):
         if extent is not None and known is not None and extent != known:
             raise InvalidArgumentError(f"expected {what} dim {index} to be {known}, got {extent}")
 

@@ -241,8 +241,8 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
     if kind == "buffer":
         if value.device.mesh_state is not device.mesh_state:
             raise DeviceMismatchError(f"{value} belongs to another mesh than {device.name}")
-        given: Buffer = value
-        return given
+        same: Buffer = value
+        return same
     buffer = _entered(value, kind, device, dtype)
     if buffer.array_owner is None:  # set already where the array was copied
         buffer.array_owner = _array_owner(buffer, kind)
@@ -438,21 +438,21 @@ class _Gradients:
                 self._check(tensor, grad, f"{name}.grad")
         return found
 
-    def _check(self, tensor: int, given: Any, name: str) -> None:
+    def _check(self, tensor: int, grad: Any, name: str) -> None:
         """Raises unless the view has the shape, dtype and device of this gradient or parameter."""
         device, _, shape, dtype = self._spans[tensor]
-        if given.layout is not sys.modules["torch"].strided:
-            raise ValueError(f"{name} has layout {given.layout}; only dense gradients are allowed")
-        found = shape_and_dtype(given)
+        if grad.layout is not sys.modules["torch"].strided:
+            raise ValueError(f"{name} has layout {grad.layout}; only dense gradients are allowed")
+        found = shape_and_dtype(grad)
         if found != (shape, dtype):
             raise ValueError(
                 f"{name} is {found[1]}{list(found[0])}, but its view in the flat buffer is "
                 f"{dtype}{list(shape)}; make a new flat buffer for the new shapes and dtype"
             )
         wanted = ("cuda", device.physical) if device.mesh_state.backend == "cuda" else ("cpu", None)
-        if (given.device.type, given.device.index) != wanted:
+        if (grad.device.type, grad.device.index) != wanted:
             raise DeviceMismatchError(
-                f"{name} is on {given.device}, but its view is on {device.name}"
+                f"{name} is on {grad.device}, but its view is on {device.name}"
             )
 
     def attach_again(self, block: Block, replaced: list[tuple[int, Any, Any]]) -> None:

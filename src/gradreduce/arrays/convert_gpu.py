@@ -81,11 +81,11 @@ def adopt_foreign(
     if unchecked(device, stream):  # DLPack makes CuPy's stream wait
         _check_streams(device, stream)
     shared = _by_dlpack(array) or _by_interface(array)
-    given = shared.array if dtype is None else shared.array.view(dtype)
+    memory = shared.array if dtype is None else shared.array.view(dtype)
     writable = writable and not shared.read_only
     if stream is None:
-        return _adopt(given, device, shared.stream, once=shared.once, writable=writable)
-    return _adopt(given, device, stream, writable=writable)
+        return _adopt(memory, device, shared.stream, once=shared.once, writable=writable)
+    return _adopt(memory, device, stream, writable=writable)
 
 
 def reading(buffers: Iterable[Buffer]) -> None:

@@ -207,15 +207,15 @@ class IndexedSlices:
         )
 
 
-def as_slices(given: Any) -> Any:
+def as_slices(array: Any) -> Any:
     """Converts a ``torch.sparse_coo`` tensor to IndexedSlices; returns anything else unchanged.
 
     Raises:
         ValueError: a tensor of another ``sparse_dim`` than 1, or that requires grad.
     """
-    if not is_coo(given):
-        return given
-    tensor = given
+    if not is_coo(array):
+        return array
+    tensor = array
     if tensor.sparse_dim() != 1:
         raise ValueError(
             f"a sparse tensor with sparse_dim {tensor.sparse_dim()} has no rows; pass one with "
@@ -306,10 +306,10 @@ def check_indices(indices: Indices, dense_shape: tuple[int, ...] | None) -> None
         )
 
 
-def _as_indices(given: Any) -> Indices:
+def _as_indices(value: Any) -> Indices:
     """Copies row numbers to a read-only int64 array on the host, and checks them."""
-    indices = host_array(given)
-    if isinstance(given, list | tuple) and not given:  # which says nothing of its dtype
+    indices = host_array(value)
+    if isinstance(value, list | tuple) and not value:  # which says nothing of its dtype
         indices = indices.astype("int64")
     if indices.dtype.kind not in "iu":
         raise TypeError(f"indices must be integers, got {indices.dtype}")
@@ -338,15 +338,15 @@ def _looked_up(inner: IndexedSlices, outer: Indices) -> Indices:
     return found
 
 
-def _as_dense_shape(given: Any, values_shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def _as_dense_shape(value: Any, values_shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Returns ``dense_shape`` as a tuple, checked against the shape of the values."""
-    if given is None:
+    if value is None:
         return None
-    entries = given if isinstance(given, list | tuple) else host_array(given).tolist()
+    entries = value if isinstance(value, list | tuple) else host_array(value).tolist()
     try:
         shape = tuple(as_index(entry) for entry in entries)
     except TypeError:
-        raise TypeError(f"dense_shape={brief(given)} must be a list of integers, or None") from None
+        raise TypeError(f"dense_shape={brief(value)} must be a list of integers, or None") from None
     if not shape or min(shape[1:], default=0) < 0 or shape[0] < UNKNOWN:
         raise InvalidArgumentError(
             f"dense_shape={shape} must have at least one dimension, none negative except -1 as the "

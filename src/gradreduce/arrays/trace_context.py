@@ -94,9 +94,9 @@ class Traceable:
         raise NotImplementedError
 
 
-def holds_traceable(given: Any) -> bool:
+def holds_traceable(value: Any) -> bool:
     """Whether an argument is ``Traceable``, or a list or tuple with a ``Traceable`` element."""
-    within = given if isinstance(given, list | tuple) else (given,)
+    within = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(each, Traceable) for each in within)
 
 
@@ -128,8 +128,8 @@ def traceable(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def dispatched(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        for given in (*args, *kwargs.values()):
-            for each in given if isinstance(given, list | tuple) else (given,):
+        for arg in (*args, *kwargs.values()):
+            for each in arg if isinstance(arg, list | tuple) else (arg,):
                 if isinstance(each, Traceable):
                     made: _R = each.__array_function__(dispatched, (), args, kwargs)
                     return made

@@ -249,8 +249,8 @@ class Variable(NotCopied, Readable):
             RuntimeError: inside a loss that has read this Variable, likewise.
         """
         check_unread([self])
-        given = [self._checked(value, buffer) for buffer in self._buffers]
-        near = [self._apart(source) for source in given]
+        sources = [self._checked(value, buffer) for buffer in self._buffers]
+        near = [self._apart(source) for source in sources]
         with self._all_copies():
             for buffer, source in zip(self._buffers, near, strict=True):
                 copy_over(buffer.device, buffer, source)
@@ -265,10 +265,10 @@ class Variable(NotCopied, Readable):
     def _ready_add(self, delta: Any) -> Callable[[], None]:
         """Checks, copies and compiles for ``assign_add``; returns a function that launches it."""
         check_unread([self])
-        given = [self._checked(delta, buffer) for buffer in self._buffers]
+        sources = [self._checked(delta, buffer) for buffer in self._buffers]
         near = [
             _near(buffer.device, self._apart(source))
-            for buffer, source in zip(self._buffers, given, strict=True)
+            for buffer, source in zip(self._buffers, sources, strict=True)
         ]
         for buffer in self._buffers:
             ops.prepare_accumulate_n(buffer.device, self.dtype, self.dtype)
@@ -319,16 +319,16 @@ class Variable(NotCopied, Readable):
         if isinstance(value, Variable):
             value = next((b for b in value.buffers if b.device is buffer.device), value.buffers[0])
         try:
-            given = to_buffer(value, buffer.device, dtype=self.dtype)
+            source = to_buffer(value, buffer.device, dtype=self.dtype)
         except (TypeError, ValueError) as error:
             raise about(f"the value for the variable {brief(self.name)}", error) from None
-        reading([given])
-        if (given.shape, given.dtype) != (self.shape, self.dtype):
+        reading([source])
+        if (source.shape, source.dtype) != (self.shape, self.dtype):
             raise ValueError(
-                f"the value is {given.dtype}{list(given.shape)}, but the variable "
+                f"the value is {source.dtype}{list(source.shape)}, but the variable "
                 f"{brief(self.name)} is {self.dtype}{list(self.shape)}"
             )
-        return given
+        return source
 
 
 def get_variable(
@@ -372,12 +372,12 @@ def get_variable(
         raise ValueError("name is empty; a variable must have a name")
     reuse = as_flag("reuse", reuse)
     options = {"shape": shape, "dtype": dtype, "reuse": reuse or None}
-    given = {name: value for name, value in options.items() if value is not None}
+    others = {name: value for name, value in options.items() if value is not None}
     if custom_getter is None:
-        return _make_or_find(name, initial_value, trainable=trainable, **given)
+        return _make_or_find(name, initial_value, trainable=trainable, **others)
     if not callable(custom_getter):
         raise TypeError(f"custom_getter={brief(custom_getter)} is not callable")
-    made = custom_getter(_make_or_find, name, initial_value, trainable=trainable, **given)
+    made = custom_getter(_make_or_find, name, initial_value, trainable=trainable, **others)
     if not isinstance(made, Variable):
         raise TypeError(
             f"custom_getter={brief(custom_getter)} returned {brief(made)}; return a Variable"
@@ -430,9 +430,9 @@ def reused(
     if found is None:
         raise ValueError(f"reuse=True: get_variable has made no {name!r} that still exists")
     if is_array(initial_value):
-        given = shape_and_dtype(initial_value)
-        shape = given[0] if shape is None else shape
-        dtype = given[1] if dtype is None else dtype
+        initial = shape_and_dtype(initial_value)
+        shape = initial[0] if shape is None else shape
+        dtype = initial[1] if dtype is None else dtype
     if shape is not None and tuple(shape) != found.shape:
         raise ValueError(f"reuse=True: {brief(found)} has shape {found.shape}, not {tuple(shape)}")
     if dtype is not None and as_dtype(dtype) != found.dtype:
@@ -474,10 +474,10 @@ def _near(device: Device, source: Buffer) -> Buffer:
 
 def _copied(value: Any, device: Device, dtype: DType) -> Buffer:
     """Copies ``value``, cast to ``dtype``, into a new Buffer."""
-    given = to_buffer(value, device, dtype=dtype)
-    reading([given])
-    if given.dtype != dtype:
-        given = device.upload(converted(given.numpy(), dtype))
-    copied = device.empty(given.shape, dtype)
-    copy_over(device, copied, given)
+    source = to_buffer(value, device, dtype=dtype)
+    reading([source])
+    if source.dtype != dtype:
+        source = device.upload(converted(source.numpy(), dtype))
+    copied = device.empty(source.shape, dtype)
+    copy_over(device, copied, source)
     return copied

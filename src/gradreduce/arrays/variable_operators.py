@@ -173,19 +173,19 @@ class Readable(Traceable):
         return self.read("jax")
 
 
-def _read(given: Any, output_type: str | None = None) -> Any:
+def _read(value: Any, output_type: str | None = None) -> Any:
     """Replaces Variables in an argument, list or tuple by their values."""
-    if isinstance(given, Readable):
-        return given.read(output_type)
-    if isinstance(given, list | tuple) and any(isinstance(each, Readable) for each in given):
-        within = [_read(each, output_type) for each in given]
-        return tuple(within) if isinstance(given, tuple) else within
-    return given
+    if isinstance(value, Readable):
+        return value.read(output_type)
+    if isinstance(value, list | tuple) and any(isinstance(each, Readable) for each in value):
+        within = [_read(each, output_type) for each in value]
+        return tuple(within) if isinstance(value, tuple) else within
+    return value
 
 
-def _is_readable(given: Any) -> bool:
+def _is_readable(value: Any) -> bool:
     """Whether an argument, or an element of a list or tuple, is ``Readable``."""
-    within = given if isinstance(given, list | tuple) else (given,)
+    within = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(each, Readable) for each in within)
 
 

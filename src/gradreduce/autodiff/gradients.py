@@ -295,32 +295,32 @@ def _checked_seed(grad_loss: Any) -> Any:
     """Validates ``grad_loss``, and reads its Variables outside of the loss."""
     if grad_loss is None:
         return None
-    given = resolve(grad_loss)
-    if isinstance(given, np.ndarray):
-        check_operand(given)
-    name = str(given.dtype if is_array(given) else np.asarray(given).dtype)
+    seed = resolve(grad_loss)
+    if isinstance(seed, np.ndarray):
+        check_operand(seed)
+    name = str(seed.dtype if is_array(seed) else np.asarray(seed).dtype)
     if not any(kind in name for kind in ("float", "int", "bool")):
         raise ValueError(f"grad_loss has dtype {name}; it must be real numbers")
-    return given
+    return seed
 
 
 def _seed(value: Any, grad_loss: Any) -> Any:
     """The gradient of the loss, of its shape, dtype and library."""
     if grad_loss is None:
         return np.ones_like(value)
-    given = grad_loss
-    if not isinstance(given, Traced):
+    seed = grad_loss
+    if not isinstance(seed, Traced):
         base = value
         while isinstance(base, Traced):
             base = base.value
-        if not is_array(given):
+        if not is_array(seed):
             host = isinstance(base, np.generic)
-            given = np.asarray(given) if host else np.asarray(given, like=base)
-    if given.shape != value.shape:
+            seed = np.asarray(seed) if host else np.asarray(seed, like=base)
+    if seed.shape != value.shape:
         raise ValueError(
-            f"grad_loss has shape {given.shape}; expected that of the loss, {value.shape}"
+            f"grad_loss has shape {seed.shape}; expected that of the loss, {value.shape}"
         )
-    return given.astype(value.dtype)  # a copy: a gradient may be this very array
+    return seed.astype(value.dtype)  # a copy: a gradient may be this very array
 
 
 def _own(gradient: Any, seen: set[int]) -> Any:

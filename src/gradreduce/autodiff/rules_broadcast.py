@@ -52,14 +52,14 @@ def total(x: Any, axis: Any = None, *, keepdims: bool = False) -> Any:
 
 def like(term: Any, shape: Shape) -> Any:
     """Sums ``term`` over the axes along which an operand of ``shape`` was broadcast."""
-    given = shape_of(term)
-    if given == shape:
+    found = shape_of(term)
+    if found == shape:
         return term
-    lead = len(given) - len(shape)
+    lead = len(found) - len(shape)
     axes = tuple(range(lead)) + tuple(
         lead + index
         for index, extent in enumerate(shape)
-        if extent == 1 and given[lead + index] != 1
+        if extent == 1 and found[lead + index] != 1
     )
     summed = total(term, axes, keepdims=True) if axes else term
     return np.reshape(summed, shape) if shape_of(summed) != shape else summed

@@ -106,8 +106,8 @@ def _labels(subscripts: str, operands: Sequence[Any]) -> tuple[list[str], str]:
     Raises:
         NotImplementedError: a letter occurs twice in one operand.
     """
-    given, arrow, result = subscripts.replace(" ", "").partition("->")
-    terms = given.split(",")
+    inputs, arrow, result = subscripts.replace(" ", "").partition("->")
+    terms = inputs.split(",")
     unused = [chr(code) for code in range(ord("A"), ord("z")) if chr(code).isalpha()]
     unused = [letter for letter in unused if letter not in subscripts]
     ranks = [
@@ -117,8 +117,8 @@ def _labels(subscripts: str, operands: Sequence[Any]) -> tuple[list[str], str]:
     widest = max([rank for rank, term in zip(ranks, terms, strict=True) if "..." in term] or [0])
     extra = "".join(unused[:widest])
     if not arrow:
-        once = sorted(x for x in set(given) if x.isalpha() and given.count(x) == 1)
-        result = ("..." if "..." in given else "") + "".join(once)
+        once = sorted(x for x in set(inputs) if x.isalpha() and inputs.count(x) == 1)
+        result = ("..." if "..." in inputs else "") + "".join(once)
     spelled = [
         term.replace("...", extra[widest - rank :] if "..." in term else "")
         for rank, term in zip(ranks, terms, strict=True)

@@ -178,8 +178,8 @@ class Traced(ArrayMethods, Traceable):
                 return function(*map(resolve, args), **_resolve_all(kwargs, out))
             raise would_write(name_of(function))
         if "out" in kwargs:
-            kwargs = {name: given for name, given in kwargs.items() if name != "out"}
-        if not any(holds_traceable(given) for given in (*args, *kwargs.values())):
+            kwargs = {name: arg for name, arg in kwargs.items() if name != "out"}
+        if not any(holds_traceable(arg) for arg in (*args, *kwargs.values())):
             with on_gpu_of(self.node.device):
                 return made_like(function, args, kwargs, _unwrap(self))
         return apply(function, args, kwargs)
@@ -221,9 +221,9 @@ class Traced(ArrayMethods, Traceable):
         return f"Traced({self.value!r})"
 
 
-def _after_loss(given: Traced, what: str) -> Any:
+def _after_loss(value: Traced, what: str) -> Any:
     """Returns the plain data of a traced value after the end of its loss."""
-    plain = resolve(given)
+    plain = resolve(value)
     if isinstance(plain, Traced):
         raise TypeError(
             f"cannot convert a traced value to {what} inside its loss, because its gradient would "
@@ -234,15 +234,15 @@ def _after_loss(given: Traced, what: str) -> Any:
 
 def _is_open(args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operand is traced by a loss that has not ended."""
-    given = [resolve(each) for each in (*args, *kwargs.values())]
-    return _highest(given) is not None
+    values = [resolve(each) for each in (*args, *kwargs.values())]
+    return _highest(values) is not None
 
 
 def _resolve_all(kwargs: dict[str, Any], out: Any) -> dict[str, Any]:
     """Resolves keyword arguments to plain data, if the result is written to ``out``."""
     if any(isinstance(each, Traced) for each in (out if isinstance(out, tuple) else (out,))):
         raise TypeError("a traced value cannot be written, not even after its loss")
-    return {name: resolve(given) for name, given in kwargs.items()}
+    return {name: resolve(arg) for name, arg in kwargs.items()}
 
 
 _REDUCED = {np.add: np.sum, np.multiply: np.prod, np.maximum: np.max, np.minimum: np.min}
@@ -258,14 +258,14 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """
     if kwargs:
         args, kwargs = _bound(function, args, kwargs)
-    args = [resolve(given) for given in args]
+    args = [resolve(arg) for arg in args]
     top = _highest(args)
     if top is None:
         return function(*args, **kwargs)
     if function in COMPOSED:
         return _by_rule(function, COMPOSED[function], args, kwargs)
     operands: list[tuple[int, int | None, Node]] = []
-    raw = [_plain(given, top, index, operands) for index, given in enumerate(args)]
+    raw = [_plain(arg, top, index, operands) for index, arg in enumerate(args)]
     parents = [node for _, _, node in operands]
     with on_gpu_of(parents[0].device):
         if function in CONSTANT:
@@ -315,10 +315,10 @@ def _by_rule(function: Any, rule: Any, args: Sequence[Any], kwargs: dict[str, An
 def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Moves operands passed by name to their position in the rule's parameters."""
     check_operand([*kwargs.values()])
-    if not any(holds_traceable(given) for given in kwargs.values()):
+    if not any(holds_traceable(arg) for arg in kwargs.values()):
         return args, kwargs
     if function in CONSTANT:
-        return args, {name: _unwrap(given) for name, given in kwargs.items()}
+        return args, {name: _unwrap(arg) for name, arg in kwargs.items()}
     rule = COMPOSED.get(function) or RULES.get(function)
     if rule is None:
         raise no_rule(name_of(function))
@@ -328,55 +328,55 @@ def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name not in rest:
             break
         placed.append(rest.pop(name))
-    if any(holds_traceable(given) for given in rest.values()):
+    if any(holds_traceable(arg) for arg in rest.values()):
         raise no_rule(f"{name_of(function)} with {', '.join(rest)}= of traced values")
     return placed, rest
 
 
-def _unwrap(given: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     """The plain array of an argument that needs no gradient."""
-    given = resolve(given)
-    while isinstance(given, Traced):
-        given = given.value
-    return given
+    value = resolve(value)
+    while isinstance(value, Traced):
+        value = value.value
+    return value
 
 
-def resolve(given: Any) -> Any:
+def resolve(value: Any) -> Any:
     """Reads the Variables of an argument, and unwraps values of losses that have ended."""
-    if isinstance(given, Traced):
-        while isinstance(given, Traced) and given.node.trace.closed:
-            given = given.value
-        return given
-    if isinstance(given, Traceable):
-        return given.read()  # type: ignore[attr-defined]  # a Variable
-    if isinstance(given, list | tuple) and holds_traceable(given):
-        within = [resolve(each) for each in given]
-        return tuple(within) if isinstance(given, tuple) else within
-    return given
+    if isinstance(value, Traced):
+        while isinstance(value, Traced) and value.node.trace.closed:
+            value = value.value
+        return value
+    if isinstance(value, Traceable):
+        return value.read()  # type: ignore[attr-defined]  # a Variable
+    if isinstance(value, list | tuple) and holds_traceable(value):
+        within = [resolve(each) for each in value]
+        return tuple(within) if isinstance(value, tuple) else within
+    return value
 
 
 def _highest(args: Sequence[Any]) -> Trace | None:
     """The innermost trace of the operands."""
     top: Trace | None = None
-    for given in args:
-        for each in given if isinstance(given, list | tuple) else (given,):
+    for arg in args:
+        for each in arg if isinstance(arg, list | tuple) else (arg,):
             if isinstance(each, Traced) and (top is None or each.node.trace.level > top.level):
                 top = each.node.trace
     return top
 
 
-def _plain(given: Any, top: Trace, place: int, operands: list[tuple[int, int | None, Node]]) -> Any:
+def _plain(value: Any, top: Trace, place: int, operands: list[tuple[int, int | None, Node]]) -> Any:
     """Unwraps values of ``top`` in an argument, and appends their nodes to ``operands``."""
-    if isinstance(given, Traced):
-        if given.node.trace is not top:
-            return given
-        operands.append((place, None, given.node))
-        return given.value
-    check_operand(given)
-    if not isinstance(given, list | tuple) or not any(isinstance(each, Traced) for each in given):
-        return given
+    if isinstance(value, Traced):
+        if value.node.trace is not top:
+            return value
+        operands.append((place, None, value.node))
+        return value.value
+    check_operand(value)
+    if not isinstance(value, list | tuple) or not any(isinstance(each, Traced) for each in value):
+        return value
     within = []
-    for item, each in enumerate(given):
+    for item, each in enumerate(value):
         if isinstance(each, Traced) and each.node.trace is top:
             operands.append((place, item, each.node))
             within.append(each.value)

@@ -85,23 +85,23 @@ def check_keywords(ufunc: Any, kwargs: dict[str, Any]) -> None:
             raise no_rule(f"{name_of(ufunc)}(..., {key}=)")
 
 
-def check_operand(given: Any) -> None:
+def check_operand(value: Any) -> None:
     """Raises for arrays whose arithmetic differs from NumPy's.
 
     Raises:
         TypeError: a PyTorch tensor, a masked array or an np.matrix, also in a list.
     """
-    if type(given) in _PLAIN:
+    if type(value) in _PLAIN:
         return
-    if isinstance(given, list | tuple):
-        for each in given:
+    if isinstance(value, list | tuple):
+        for each in value:
             check_operand(each)
-    elif isinstance(given, np.ndarray):
-        if isinstance(given, np.matrix):
+    elif isinstance(value, np.ndarray):
+        if isinstance(value, np.matrix):
             raise TypeError("np.matrix is not supported: pass np.asarray(matrix)")
-        if hasattr(given, "mask"):
+        if hasattr(value, "mask"):
             raise TypeError("masked arrays are not supported: pass .filled(0)")
-    elif is_tensor(given):
+    elif is_tensor(value):
         raise beside_tensor()
 
 

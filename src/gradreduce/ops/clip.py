@@ -16,11 +16,11 @@ __all__ = ["CLIP", "clip", "prepare_clip"]
 
 def _clip_reference(table: Sequence[Arrays], limit: float) -> None:
     """``out = in * factor``, with ``factor = limit * min(1 / norm, 1 / limit)``."""
-    for out, given, norm in table:
+    for out, source, norm in table:
         most, least = np.float64(1) / np.float64(limit), np.float64(1) / norm[0]
         factor = np.float64(limit) * (least if least < most else most) + (norm[0] - norm[0])
-        acc_dtype = accumulate_dtype(given.dtype)
-        out[...] = np.multiply(given, acc_dtype.type(factor), dtype=acc_dtype)
+        acc_dtype = accumulate_dtype(source.dtype)
+        out[...] = np.multiply(source, acc_dtype.type(factor), dtype=acc_dtype)
 
 
 CLIP = Kernel(
@@ -59,11 +59,11 @@ def clip(
             norm, or is read-only.
     """
     launches: dict[str, list[list[Buffer]]] = {}
-    for out, given in zip(outs, inputs, strict=True):
-        if given.dtype.name not in FLOATS or given.dtype != out.dtype:
-            raise ValueError(f"clip: input {given} and output {out} must have one float dtype")
+    for out, source in zip(outs, inputs, strict=True):
+        if source.dtype.name not in FLOATS or source.dtype != out.dtype:
+            raise ValueError(f"clip: input {source} and output {out} must have one float dtype")
         check_apart("clip", out, norm)
-        launches.setdefault(given.dtype.name, []).append([out, given])
+        launches.setdefault(source.dtype.name, []).append([out, source])
     if norm.dtype != np.float64 or norm.size != 1:
         raise ValueError(f"clip: norm is {norm}; expected one float64")
     for rows in launches.values():

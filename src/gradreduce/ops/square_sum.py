@@ -19,11 +19,11 @@ _DOUBLE = np.dtype(np.float64)
 
 def _square_sum_reference(table: Sequence[Arrays], squared: int, rooted: int) -> None:
     """``out[p] = in[p]² + in[p + P]² + …``, from zero, in float64."""
-    for out, given in table:
+    for out, source in table:
         out[...] = 0
         scratch = np.empty(out.size)
-        for start in range(0, given.size, out.size):
-            part = given[start : start + out.size]
+        for start in range(0, source.size, out.size):
+            part = source[start : start + out.size]
             terms = scratch[: part.size]
             np.copyto(terms, part)
             if squared:
@@ -70,13 +70,13 @@ def square_sum(
             overlaps its input.
     """
     launches: dict[str, list[list[Buffer]]] = {}
-    for out, given in zip(outs, inputs, strict=True):
-        if given.dtype.name not in FLOATS or out.dtype != _DOUBLE:
+    for out, source in zip(outs, inputs, strict=True):
+        if source.dtype.name not in FLOATS or out.dtype != _DOUBLE:
             raise ValueError(
-                f"square_sum: input {given} must be a float, output {out} must be float64"
+                f"square_sum: input {source} must be a float, output {out} must be float64"
             )
-        check_apart("square_sum", out, given)
-        launches.setdefault(given.dtype.name, []).append([out, given])
+        check_apart("square_sum", out, source)
+        launches.setdefault(source.dtype.name, []).append([out, source])
     check_writable("square_sum", outs)
     for name, rows in launches.items():
         scalars = (int(squared), int(rooted))
@@ -88,7 +88,7 @@ def norm_of(inputs: Sequence[Buffer], device: Device) -> Buffer:
 
     A few launches on ``device``, each over fewer elements; the host does not wait.
     """
-    sizes = [_num_sums(given.size) for given in inputs]
+    sizes = [_num_sums(source.size) for source in inputs]
     flat = device.empty((sum(sizes),), _DOUBLE)
     starts = np.cumsum([0, *sizes])
     outs = [flat.view(int(start), (size,)) for start, size in zip(starts[:-1], sizes, strict=True)]

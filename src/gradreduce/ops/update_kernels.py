@@ -145,9 +145,9 @@ def run_plain(table: Sequence[Arrays], rule: Rule, scalars: Sequence[float]) -> 
     """NumPy reference of a plain update."""
 
     def block(operands: Sequence[np.ndarray], scratch: Sequence[np.ndarray]) -> None:
-        rule.step(*operands, *scratch, *given)
+        rule.step(*operands, *scratch, *converted)
 
-    given = _given(table, scalars)
+    converted = _converted_scalars(table, scalars)
     run_blocks(table, 2 + rule.num_slots, block, rule.num_scratch)
 
 
@@ -160,9 +160,9 @@ def run_local(table: Sequence[Arrays], rule: Rule, first: int, scalars: Sequence
             np.copyto(total, grad)
         else:
             np.add(total, grad, out=total)
-        rule.step(*changed, grad, *scratch, *given)
+        rule.step(*changed, grad, *scratch, *converted)
 
-    given = _given(table, scalars)
+    converted = _converted_scalars(table, scalars)
     run_blocks(table, 3 + rule.num_slots, block, rule.num_scratch)
 
 
@@ -173,14 +173,14 @@ def run_global(table: Sequence[Arrays], rule: Rule, period: int, scalars: Sequen
         *changed, copy, total = operands
         mean, *spare = scratch
         np.true_divide(total, by, out=mean)
-        rule.step(*changed, mean, *spare, *given)
+        rule.step(*changed, mean, *spare, *converted)
         np.copyto(copy, changed[0])
 
-    by, *given = _given(table, (period, *scalars))
+    by, *converted = _converted_scalars(table, (period, *scalars))
     run_blocks(table, 3 + rule.num_slots, block, rule.num_scratch + 1)
 
 
-def _given(table: Sequence[Arrays], scalars: Sequence[float]) -> list[Any]:
+def _converted_scalars(table: Sequence[Arrays], scalars: Sequence[float]) -> list[Any]:
     """The scalars in the accumulate dtype; unchanged if the table is empty."""
     if not table:
         return list(scalars)
@@ -340,11 +340,11 @@ def update_unchecked(
     must have the same dtypes and go to the compute queue of ``device``; it launches faster.
     """
     for launched in [rows] if writer is not None else _alike(kernel, rows):
-        template, given = kernel.template_of(launched[0]), (len(launched[0]) - 1, *scalars)
+        template, all_scalars = kernel.template_of(launched[0]), (len(launched[0]) - 1, *scalars)
         if writer is None:
-            device.launch(kernel, template, launched, given, queue=queue)
+            device.launch(kernel, template, launched, all_scalars, queue=queue)
         else:
-            writer.launch(kernel, template, launched, given)
+            writer.launch(kernel, template, launched, all_scalars)
 
 
 def _alike(kernel: RuleKernel, rows: Sequence[Update]) -> list[list[Update]]:

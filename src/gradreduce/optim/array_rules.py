@@ -62,13 +62,13 @@ def _copied(row: Update, leader: Device) -> list[Buffer]:
     return made
 
 
-def _call(apply: OnArrays, names: Sequence[str], shown: Sequence[Buffer], leader: Device) -> None:
+def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], leader: Device) -> None:
     with SuspendedScope():
         with StreamScope():
-            variable, *slots, gradient = [from_buffer(each, "native") for each in shown]
-        given = dict(zip(names, slots, strict=True))
+            variable, *slots, gradient = [from_buffer(each, "native") for each in buffers]
+        by_name = dict(zip(names, slots, strict=True))
         with on_gpu_of(leader):  # where CuPy computes
-            made = apply(variable, given, _only_read(gradient, leader))
+            made = apply(variable, by_name, _only_read(gradient, leader))
     if made is not None:  # a rule that returns its result has changed nothing
         name = getattr(apply, "__qualname__", "_apply")
         raise ValueError(
@@ -76,13 +76,13 @@ def _call(apply: OnArrays, names: Sequence[str], shown: Sequence[Buffer], leader
             "slots in place, as in variable -= 0.1 * gradient or variable[...] = new"
         )
     for name, slot in zip(names, slots, strict=True):
-        if given.get(name) is not slot:  # otherwise the new value would be lost silently
+        if by_name.get(name) is not slot:  # otherwise the new value would be lost silently
             raise ValueError(
                 f"_apply replaced the array slots[{name!r}]; change it in place, as in "
                 f"slots[{name!r}][...] = new"
             )
     if leader.mesh_state.backend != "sim":
-        fence_in(shown[0], "native")
+        fence_in(buffers[0], "native")
 
 
 def _only_read(gradient: Any, leader: Device) -> Any:

@@ -120,8 +120,8 @@ def checked_state(
             "that name"
         )
     return {
-        owners[name]: _checked_slots(f"state['slots'][{name!r}]", slots, owners[name], given)
-        for name, given in state["slots"].items()
+        owners[name]: _checked_slots(f"state['slots'][{name!r}]", slots, owners[name], saved)
+        for name, saved in state["slots"].items()
     }
 
 
@@ -134,14 +134,14 @@ def by_name(variables: Sequence[Variable]) -> dict[str, Variable]:
     return owners
 
 
-def check_keys(what: str, given: Any, wanted: Sequence[str]) -> None:
+def check_keys(what: str, saved: Any, wanted: Sequence[str]) -> None:
     """Raises unless a dictionary has exactly these keys."""
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{what} is a {type(given).__name__}, not a dict from state_dict()")
-    keys = {"missing": set(wanted) - set(given), "unknown": set(given) - set(wanted)}
-    told = [f"{listed(sorted(map(repr, found)))} {kind}" for kind, found in keys.items() if found]
-    if told:
-        raise KeyError(f"{what} must have exactly the keys from state_dict(): {', '.join(told)}")
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"{what} is a {type(saved).__name__}, not a dict from state_dict()")
+    keys = {"missing": set(wanted) - set(saved), "unknown": set(saved) - set(wanted)}
+    wrong = [f"{listed(sorted(map(repr, found)))} {kind}" for kind, found in keys.items() if found]
+    if wrong:
+        raise KeyError(f"{what} must have exactly the keys from state_dict(): {', '.join(wrong)}")
 
 
 def plain(value: Any) -> Any:
@@ -149,32 +149,32 @@ def plain(value: Any) -> Any:
     return value.item() if is_array(value) and not tuple(value.shape) else value
 
 
-def _checked_slots(where: str, slots: Slots, var: Variable, given: Any) -> dict[str, Any]:
+def _checked_slots(where: str, slots: Slots, var: Variable, saved: Any) -> dict[str, Any]:
     names = slots.names_for(var)
-    check_keys(where, given, names)
+    check_keys(where, saved, names)
     wanted = (var.shape, accumulate_dtype(slots.state_dtype(var)))
     found = {}
     for name in names:
-        found[name] = checked_array(f"{where}[{name!r}]", given[name], *wanted)
+        found[name] = checked_array(f"{where}[{name!r}]", saved[name], *wanted)
     return found
 
 
-def checked_array(where: str, given: Any, wanted: tuple[int, ...], of_dtype: DType) -> Any:
+def checked_array(where: str, saved: Any, wanted: tuple[int, ...], of_dtype: DType) -> Any:
     """Validates an array of a state and returns it in host memory.
 
     Raises:
         TypeError: it is not an array.
         ValueError: it has another shape or dtype.
     """
-    if not is_array(given):
-        raise TypeError(f"{where} is a {type(given).__name__}, not an array")
+    if not is_array(saved):
+        raise TypeError(f"{where} is a {type(saved).__name__}, not an array")
     try:
-        shape, dtype = shape_and_dtype(given)
+        shape, dtype = shape_and_dtype(saved)
     except TypeError as error:
         raise about(where, error) from None
     if (shape, dtype) != (wanted, of_dtype):
         raise ValueError(f"{where} is {dtype}{shape}, must be {of_dtype}{wanted}")
-    return host_array(given)
+    return host_array(saved)
 
 
 def checked_numbers(
@@ -196,17 +196,17 @@ def checked_numbers(
         TypeError: a value is not a number.
         ValueError: a number that is not a decay, or no numbers although slots were updated.
     """
-    given = state["numbers"]
-    if given == {}:
+    saved = state["numbers"]
+    if saved == {}:
         found = [each for by in slots.values() for each in by.items() if each[0] != MASTER]
         if wanted and any([(value != start(name)).any() for name, value in found]):
             raise ValueError(
                 f"state['numbers'] must have {sorted(wanted)}, because its slots were updated"
             )
         return {}
-    check_keys("state['numbers']", given, wanted)
+    check_keys("state['numbers']", saved, wanted)
     try:
-        numbers = {name: float(plain(value)) for name, value in given.items()}
+        numbers = {name: float(plain(value)) for name, value in saved.items()}
         for name, number in numbers.items():
             check_decay(name, number)
     except (TypeError, ValueError) as error:
@@ -215,11 +215,11 @@ def checked_numbers(
 
 
 def loaded_slots(
-    slots: Slots, given: Mapping[Variable, Mapping[str, Any]]
+    slots: Slots, values_of: Mapping[Variable, Mapping[str, Any]]
 ) -> dict[str, dict[Variable, Variable]]:
     """Creates new slots with these values on every device of their variables."""
     made: dict[str, dict[Variable, Variable]] = {name: {} for name in slots.by_name}
-    for var, values in given.items():
+    for var, values in values_of.items():
         for name, value in values.items():
             slot = slots.named(var, name)
             slot.assign(converted(value, slot.dtype))

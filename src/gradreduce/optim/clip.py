@@ -142,19 +142,19 @@ def _clipped(
     parts: Mapping[int, Part], limit: float, norm: float | None, home: Device
 ) -> tuple[list[Part], Buffer]:
     """Returns clipped copies on ``home``, and the norm in the accumulate dtype."""
-    given = [buffer_of(part) for part in parts.values()]
-    for index, buffer in zip(parts, given, strict=True):
+    buffers = [buffer_of(part) for part in parts.values()]
+    for index, buffer in zip(parts, buffers, strict=True):
         if buffer.dtype.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
             raise ValueError(f"t_list[{index}] is {buffer.dtype}; it must be of a float dtype")
-    reading(given)
-    accessible = [to_accessible(home, buffer) for buffer in given]
-    double, told = as_dtype("float64"), accumulate_dtype(given[0].dtype)
+    reading(buffers)
+    accessible = [to_accessible(home, buffer) for buffer in buffers]
+    double, acc_dtype = as_dtype("float64"), accumulate_dtype(buffers[0].dtype)
     for dtype in {buffer.dtype for buffer in accessible}:
         ops.prepare_norm_of(home, dtype)
         ops.prepare_clip(home, dtype)
-    ops.prepare_pack(home, told, double)
+    ops.prepare_pack(home, acc_dtype, double)
     outs = [home.empty(buffer.shape, buffer.dtype) for buffer in accessible]
-    found = home.empty((1,), told)
+    found = home.empty((1,), acc_dtype)
     devices = [home, *(buffer.device for buffer in accessible)]
     if norm is not None:
         total = to_buffer([norm], home, dtype=double)

@@ -136,21 +136,21 @@ def to_variables(
             the variable does not have.
         TypeError: a gradient that is not an array.
     """
-    given = [_placed(grad, var) for grad, var in zip(gradients, variables, strict=True)]
-    for grad, var in zip(given, variables, strict=True):
+    placed = [_placed(grad, var) for grad, var in zip(gradients, variables, strict=True)]
+    for grad, var in zip(placed, variables, strict=True):
         if type(grad) is Buffer:
             _check_dense(grad, var)
         else:
             _check_parts(grad, var)
-    reading([part for grad in given for part in _buffers(grad)])
-    spread = [(grad, grad) for grad in given if isinstance(grad, PerReplica)]
+    reading([part for grad in placed for part in _buffers(grad)])
+    spread = [(grad, grad) for grad in placed if isinstance(grad, PerReplica)]
     reduced: Sequence[Mirrored] = ()
     if spread:
         assert cross_device_ops is not None
         reduced = cross_device_ops.batch_reduce(ReduceOp.MEAN, spread)
     ready = iter(reduced)
     found = []
-    for grad, var in zip(given, variables, strict=True):
+    for grad, var in zip(placed, variables, strict=True):
         if isinstance(grad, PerReplica):
             grad = next(ready)
         if isinstance(grad, Mirrored):
@@ -245,9 +245,9 @@ def _everywhere(grad: Part, var: Variable) -> Colocated:
 
 
 def _moved(grad: Part, device: Device) -> Part:
-    given = buffer_of(grad)
-    copied = device.empty(given.shape, given.dtype)
-    copy_over(device, copied, given)
+    source = buffer_of(grad)
+    copied = device.empty(source.shape, source.dtype)
+    copy_over(device, copied, source)
     if isinstance(grad, IndexedSlices):
         return IndexedSlices.of(copied, grad.indices, grad.dense_shape)
     return copied

@@ -15,50 +15,50 @@ __all__ = ["Number", "as_count", "as_number", "check_decay", "no_attribute", "sh
 Number = float | Variable | Callable[[], float]
 
 
-def as_number(name: str, given: Number) -> Number:
+def as_number(name: str, value: Number) -> Number:
     """Validates a hyperparameter; converts anything but a callable or Variable to float.
 
     Raises:
         TypeError: it is none of these.
         ValueError: a string that is not a number, or a Variable that is not a scalar.
     """
-    if isinstance(given, Variable):
-        if given.shape:
-            raise ValueError(f"{name}={brief(given)} must hold one number")
-        return given
-    return given if callable(given) else _as_float(name, given, given)
+    if isinstance(value, Variable):
+        if value.shape:
+            raise ValueError(f"{name}={brief(value)} must hold one number")
+        return value
+    return value if callable(value) else _as_float(name, value, value)
 
 
-def value_of(name: str, given: Number) -> float:
+def value_of(name: str, value: Number) -> float:
     """Returns the current value; reading a Variable waits for its device."""
-    said = given() if callable(given) else given
-    return _as_float(name, given, said.numpy() if isinstance(said, Variable) else said)
+    number = value() if callable(value) else value
+    return _as_float(name, value, number.numpy() if isinstance(number, Variable) else number)
 
 
-def _as_float(name: str, given: Any, said: Any) -> float:
+def _as_float(name: str, value: Any, number: Any) -> float:
     try:
-        return float(said)
+        return float(number)
     except (TypeError, ValueError) as error:
-        what = f"{name}={shown(given)} must be"
-        if said is not given:
-            what = f"{name}={shown(given)} returned {brief(said)}; it must return"
+        what = f"{name}={text_of(value)} must be"
+        if number is not value:
+            what = f"{name}={text_of(value)} returned {brief(number)}; it must return"
         raise type(error)(f"{what} a number") from None
 
 
-def shown(given: Any) -> str:
+def text_of(value: Any) -> str:
     """Formats a hyperparameter for a ``repr``; a callable by its name."""
-    if callable(given):
-        return getattr(given, "__qualname__", type(given).__qualname__)
-    return brief(given)
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return brief(value)
 
 
-def check_decay(name: str, given: Number) -> None:
+def check_decay(name: str, value: Number) -> None:
     """Raises unless a number is at least 0 and below 1; skips callables and Variables."""
-    if not callable(given) and not isinstance(given, Variable) and not 0 <= given < 1:
-        raise ValueError(f"{name}={brief(given)} must be at least 0 and below 1")
+    if not callable(value) and not isinstance(value, Variable) and not 0 <= value < 1:
+        raise ValueError(f"{name}={brief(value)} must be at least 0 and below 1")
 
 
-def as_count(name: str, given: Any, *, least: int) -> int:
+def as_count(name: str, value: Any, *, least: int) -> int:
     """Validates an integer that must be at least ``least``.
 
     Raises:
@@ -66,11 +66,11 @@ def as_count(name: str, given: Any, *, least: int) -> int:
         ValueError: it is smaller.
     """
     try:
-        number = as_index(given)
+        number = as_index(value)
     except TypeError:
-        raise TypeError(f"{name}={brief(given)} must be an integer") from None
+        raise TypeError(f"{name}={brief(value)} must be an integer") from None
     if number < least:
-        raise ValueError(f"{name}={brief(given)} must be at least {least}")
+        raise ValueError(f"{name}={brief(value)} must be at least {least}")
     return number
 
 

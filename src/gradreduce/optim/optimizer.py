@@ -31,7 +31,7 @@ from .gradient_inputs import (
     ready_count,
     to_variables,
 )
-from .hyperparameters import as_number, no_attribute, shown, value_of
+from .hyperparameters import as_number, no_attribute, text_of, value_of
 from .slots import Slots
 from .update_plan import Job, Plan, by_kernel, devices_of
 
@@ -93,9 +93,9 @@ class Optimizer(NotCopied):
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        told = [f"{name}={shown(getattr(self, name))}" for name in
+        fields = [f"{name}={text_of(getattr(self, name))}" for name in
                 (*self._hyperparameters, *self._settings)]  # fmt: skip
-        return f"<{type(self).__name__} {self._name!r}{' ' if told else ''}{', '.join(told)}>"
+        return f"<{type(self).__name__} {self._name!r}{' ' if fields else ''}{', '.join(fields)}>"
 
     # -- the two hooks ----------------------------------------------------------------------------
 
@@ -333,8 +333,8 @@ class Optimizer(NotCopied):
             ValueError: the loss uses none of the variables; and what the two methods raise.
         """
         as_deadline(deadline)  # a wrong one is told before the loss is called
-        given = (var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops)
-        pairs = self.compute_gradients(loss, *given, grad_loss, engine=engine)
+        options = (var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops)
+        pairs = self.compute_gradients(loss, *options, grad_loss, engine=engine)
         return self.apply_gradients(pairs, global_step, name, deadline=deadline)
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
@@ -367,9 +367,9 @@ class Optimizer(NotCopied):
             ValueError: another class or format, a slot of another shape or dtype, two variables
                 of the same name, or no powers (numbers from 0 to below 1) beside Adam's slots.
         """
-        given = checked_state(type(self).__name__, self._slots, variables, state)
-        numbers = checked_numbers(state, self._hyperparameter_names, given, self._slot_start)
-        self._slots.by_name = loaded_slots(self._slots, given)
+        slots = checked_state(type(self).__name__, self._slots, variables, state)
+        numbers = checked_numbers(state, self._hyperparameter_names, slots, self._slot_start)
+        self._slots.by_name = loaded_slots(self._slots, slots)
         self._plan = None
         self._load_hyperparameters(numbers)
 

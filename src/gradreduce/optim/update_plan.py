@@ -181,10 +181,10 @@ class _Rows:
     """
 
     def __init__(self, written: list[Buffer], slices: IndexedSlices, leader: Device) -> None:
-        self.written, self.given = written, slices.values
+        self.written, self.grad_rows = written, slices.values
         self.segments = ops.plan_segments(slices.indices)
         shape = (self.segments.num_segments, *written[0].shape[1:])
-        self.merged = leader.empty(shape, self.given.dtype)
+        self.merged = leader.empty(shape, self.grad_rows.dtype)
         self.taken = [leader.empty(shape, operand.dtype) for operand in written]
 
     @property
@@ -200,7 +200,7 @@ def _ready(rows: Sequence[_Rows], leader: Device) -> tuple[Callable[[], None], C
         ops.prepare_take_rows(leader, dtype)
     merge = ops.ready_segment_sum(
         [row.merged for row in rows],
-        [row.given for row in rows],
+        [row.grad_rows for row in rows],
         [row.segments for row in rows],
         device=leader,
     )

@@ -328,14 +328,14 @@ def destination_devices(destination: Any, place: int, mesh: Mesh) -> tuple[Devic
     if isinstance(destination, DistributedValues | Variable | Mesh):
         devices = tuple(destination.devices)
     else:
-        given = destination if isinstance(destination, list | tuple) else [destination]
-        if not given or not all(is_device_like(each) and each != "" for each in given):
+        entries = destination if isinstance(destination, list | tuple) else [destination]
+        if not entries or not all(is_device_like(each) and each != "" for each in entries):
             raise ValueError(
                 f"destination {place} is {brief(destination)}: it must be a PerReplica, Mirrored, "
                 "Variable, Mesh, device, device name, torch.device, or a non-empty list of the "
                 "last three"
             )
-        devices = tuple([as_device(each, f"destination {place}: ", mesh) for each in given])
+        devices = tuple([as_device(each, f"destination {place}: ", mesh) for each in entries])
         if len(set(devices)) != len(devices):
             twice = listed(device.name for device in repeated(devices))
             raise ValueError(f"destination {place} names a device twice: {twice}")
@@ -397,16 +397,16 @@ def outs_of(out: Any, grads: Sequence[Any], keys: Sequence[Any]) -> list[list[An
     return [[entry[key] for entry in out] for key in keys]
 
 
-def _check_entries(name: str, given: Any, count: int, why: str) -> None:
-    if not isinstance(given, list | tuple):
-        hint = getattr(given, "_instead", "") if name == "grads" else ""
+def _check_entries(name: str, entries: Any, count: int, why: str) -> None:
+    if not isinstance(entries, list | tuple):
+        hint = getattr(entries, "_instead", "") if name == "grads" else ""
         raise ValueError(
             f"{name} must be a list or tuple with one entry for each of {count} devices, not "
-            f"{type(given).__name__}{hint}"
+            f"{type(entries).__name__}{hint}"
         )
-    if len(given) != count:
+    if len(entries) != count:
         raise ValueError(
-            f"{name} has {len(given)} entries; it must have one entry for each of {count} "
+            f"{name} has {len(entries)} entries; it must have one entry for each of {count} "
             f"devices{why}"
         )
 

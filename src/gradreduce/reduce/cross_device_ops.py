@@ -253,9 +253,9 @@ class CrossDeviceOps(ABC):
         requests = []
         for index, tensor in enumerate(tensors):
             name = f"tensor[{index}]" if many else "tensor"
-            given = single_value(tensor, name, self.mesh or named_mesh(destinations))
-            devices = destination_devices(destinations, 0, given.mesh)
-            value, form = as_reduced(given, index, out)
+            value_given = single_value(tensor, name, self.mesh or named_mesh(destinations))
+            devices = destination_devices(destinations, 0, value_given.mesh)
+            value, form = as_reduced(value_given, index, out)
             requests.append(Request(value, devices, False, None, form))
         return requests
 
@@ -352,8 +352,8 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def _repr_fields(self) -> list[str]:
         where, how = self.reduce_to_device, self.accumulation_fn
-        given = {"reduce_to_device": where, "accumulation_fn": how}
-        return [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        fields = {"reduce_to_device": where, "accumulation_fn": how}
+        return [f"{name}={value!r}" for name, value in fields.items() if value is not None]
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool

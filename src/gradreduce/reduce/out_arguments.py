@@ -43,7 +43,7 @@ def with_outs(
             f"out must be a list or tuple with one entry for each of {len(requests)} values, not "
             f"{type(out).__name__}{count}"
         )
-    given, outs = [], []
+    checked, outs = [], []
     for index, (request, entry) in enumerate(zip(requests, out, strict=True)):
         if request.value.is_sparse:
             raise ValueError(
@@ -58,9 +58,9 @@ def with_outs(
         if isinstance(entry, DistributedValues):  # its arrays are of this kind
             made = [each._replace(kind=entry.kind) for each in made]
         outs.append(made)
-        given.append(request._replace(out=tuple(each.buffer for each in outs[-1])))
-    _check_apart(given, outs)
-    return given, outs
+        checked.append(request._replace(out=tuple(each.buffer for each in outs[-1])))
+    _check_apart(checked, outs)
+    return checked, outs
 
 
 def note_partial(devices: Sequence[Device]) -> AbstractContextManager[None]:

@@ -45,12 +45,12 @@ class Options:
 
     Attributes:
         consume: gradients may be overwritten, and what lies between them in a flat buffer.
-        given: ``given[tensor][replica]``, where the results go; None: into new memory.
-        in_place: whether what is given may be written while other replicas are still read.
+        targets: ``targets[tensor][replica]``, where the results go; None: into new memory.
+        in_place: whether these may be written while other replicas are still read.
     """
 
     consume: bool = False
-    given: Sequence[Sequence[Buffer]] | None = None
+    targets: Sequence[Sequence[Buffer]] | None = None
     in_place: bool = True
 
 
@@ -63,9 +63,9 @@ class PackBuffers:
         inputs: one for each replica.
         outs: one for each replica; the inputs themselves where those are ours to overwrite.
         results: one for each replica: the outs, or where they are cast to; None where the results
-            go into given memory.
+            go into ``targets``.
         filling: for each replica what is moved into its input; None if it lies there.
-        given: for each replica where its sums are moved; None if the results are their place.
+        targets: for each replica where its sums are moved; None if the results are their place.
         divisor: of what is moved.
     """
 
@@ -74,14 +74,14 @@ class PackBuffers:
     outs: tuple[Buffer, ...]
     results: tuple[Buffer, ...] | None
     filling: tuple[Sequence[Buffer] | None, ...]
-    given: tuple[Sequence[Buffer] | None, ...]
+    targets: tuple[Sequence[Buffer] | None, ...]
     divisor: float = 1
 
     @property
     def is_moved(self) -> bool:
         """Whether anything is packed into them or unpacked."""
         cast = self.results is not None and self.results[0] is not self.outs[0]
-        return cast or any(each is not None for each in (*self.filling, *self.given))
+        return cast or any(each is not None for each in (*self.filling, *self.targets))
 
 
 def lay_out(
@@ -108,8 +108,8 @@ def lay_out(
         Flat buffers, in the order of ``plans``.
     """
     owned_only = len(by_physical(devices)) > 1
-    # With ``given`` or ``consume`` much needs no new memory, and it is not known yet how much.
-    fresh = options.given is None and not options.consume
+    # With ``targets`` or ``consume`` much needs no new memory, and it is not known yet how much.
+    fresh = options.targets is None and not options.consume
     allocator = _Allocator(plans if fresh else ())
     made = []
     for plan, divisor in zip(plans, divisors, strict=True):
@@ -194,9 +194,9 @@ def _allocate(
 ) -> PackBuffers:
     allocator, owned_only = memory
     replicas = range(len(devices))
-    given = options.given
+    targets = options.targets
     tensors = [[gradients[tensor][replica] for tensor in plan.tensors] for replica in replicas]
-    targets = given and [[given[tensor][at] for tensor in plan.tensors] for at in replicas]
+    wanted = targets and [[targets[tensor][at] for tensor in plan.tensors] for at in replicas]
     as_it_is = plan.wire == plan.dtype and divisor == 1
     inputs, outs, filling, leaving = [], [], [], []
     for replica, device in enumerate(devices):
@@ -207,14 +207,14 @@ def _allocate(
             flat = allocator.take(plan, device, plan.wire)
         inputs.append(flat)
         out = None
-        if targets is not None and options.in_place and _is_written(plan):
-            out = _already_flat(plan, targets[replica], owned_only, written=True)
-        leaving.append(targets[replica] if targets is not None and out is None else None)
+        if wanted is not None and options.in_place and _is_written(plan):
+            out = _already_flat(plan, wanted[replica], owned_only, written=True)
+        leaving.append(wanted[replica] if wanted is not None and out is None else None)
         if out is None and ours and plan.wire == plan.sum_dtype:
             out = flat
         outs.append(allocator.take(plan, device, plan.sum_dtype) if out is None else out)
     return PackBuffers(
-        plan, tuple(inputs), tuple(outs), _results(plan, outs, allocator, given is not None),
+        plan, tuple(inputs), tuple(outs), _results(plan, outs, allocator, wanted is not None),
         tuple(filling), tuple(leaving), divisor,
     )  # fmt: skip
 
@@ -224,10 +224,10 @@ def _is_written(plan: FlatPlan) -> bool:
 
 
 def _results(
-    plan: FlatPlan, outs: Sequence[Buffer], allocator: _Allocator, given: bool
+    plan: FlatPlan, outs: Sequence[Buffer], allocator: _Allocator, in_targets: bool
 ) -> tuple[Buffer, ...] | None:
     """Returns the flat buffers of the results: the outs themselves if their dtype is right."""
-    if given:
+    if in_targets:
         return None
     if _is_written(plan):
         return tuple(outs)
@@ -260,12 +260,12 @@ def unpack_into(parts: Iterable[tuple[PackBuffers, int, int]]) -> None:
     moves: list[_Move] = []
     for pack_buffers, start, stop in parts:
         for replica, out in enumerate(pack_buffers.outs):
-            given = pack_buffers.given[replica]
-            if given is not None:
+            targets = pack_buffers.targets[replica]
+            if targets is not None:
                 pieces = pack_buffers.plan.pieces(start, stop)
                 begins = [at.begin for at in pieces]
                 spans = [(at.stop - at.start,) for at in pieces]
-                move = (out.device, _parts_of(given, pieces), out.parts(begins, spans))
+                move = (out.device, _parts_of(targets, pieces), out.parts(begins, spans))
                 moves.append(move)
             elif pack_buffers.results is not None and pack_buffers.results[replica] is not out:
                 whole = ([start], [(stop - start,)])
@@ -315,9 +315,9 @@ def _parts_of(tensors: Sequence[Buffer], pieces: Sequence[Piece]) -> list[Buffer
     return found
 
 
-def move_into(given: Sequence[tuple[Buffer, Buffer]]) -> None:
+def move_into(pairs: Sequence[tuple[Buffer, Buffer]]) -> None:
     """Copies each second buffer into its first: one launch per physical device."""
-    _move([(out.device, [out], [part]) for out, part in given], 1)
+    _move([(out.device, [out], [part]) for out, part in pairs], 1)
 
 
 def _move(moves: Sequence[_Move], divisor: float) -> None:

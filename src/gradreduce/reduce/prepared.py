@@ -66,7 +66,7 @@ class StreamBoundary:
             for kind, device in dict.fromkeys(producers)
             if kind in _SHARED_KINDS and device.mesh_state.backend == "cuda"
         ]
-        self._given: list[tuple[str, Device]] = []  # on GPUs
+        self._boundaries: list[tuple[str, Device]] = []  # on GPUs
         self._host_consumers: list[Device] = []  # in host memory
         self._consumers: dict[tuple[str, Device], object] = {}  # the stream of the last call
         indices: set[tuple[bool, int]] = set()
@@ -76,7 +76,7 @@ class StreamBoundary:
                     self._host_consumers.append(device)
             elif kind in _ON_GPU and (kind == "torch", device.physical) not in indices:
                 indices.add((kind == "torch", device.physical))
-                self._given.append((kind, device))
+                self._boundaries.append((kind, device))
 
     def enter(self) -> None:
         """Makes our compute queues wait for the callers' current streams.
@@ -85,7 +85,7 @@ class StreamBoundary:
             CaptureError: one of these, or of those that will wait for us, is capturing a CUDA
                 graph. Nothing was changed.
         """
-        for kind, device in self._given:
+        for kind, device in self._boundaries:
             device.check_stream(current_of(device, kind))
         for kind, device in self._producers:
             wait_for_stream(device, current_of(device, kind), checked=True)
@@ -96,7 +96,7 @@ class StreamBoundary:
         Args:
             results: whose arrays are read there from here on, and may be dropped meanwhile.
         """
-        for kind, device in self._given:
+        for kind, device in self._boundaries:
             consumer = current_of(device, kind)
             block_stream(device, consumer)
             if self._consumers.get((kind, device)) != consumer:  # not again at each call
@@ -168,8 +168,8 @@ class PreparedStep(NotCopied):
             join_streams(self._devices[0], self._devices)
             fork_streams(self._devices[0], self._devices)
         self._command_list.close()
-        self._given = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
-        self._written = spans_of(self._given)
+        self._outputs = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
+        self._written = spans_of(self._outputs)
         self._read = self._mesh_state.last_read
         self.results: list[Mirrored] = as_results(requests, outs)
         if outs:
@@ -224,7 +224,7 @@ class PreparedStep(NotCopied):
             self._play()
         count_writes(self._tensors)
         for each in boundaries:
-            each.leave(self._given)  # which may wait: no lock is held by then
+            each.leave(self._outputs)  # which may wait: no lock is held by then
         if self.flat is not None:
             self.flat.release(deadline=deadline)
         return self.results

@@ -148,8 +148,8 @@ class AGNCenter(NotCopied):
     _copied_as = "pass its state_dict(), and load that into a new one"
 
     def __init__(self, mesh: Mesh | DeviceLike | None = None) -> None:
-        given = default_mesh() if mesh is None else mesh
-        self.devices: tuple[Device, ...] = as_devices(given, "mesh=")
+        location = default_mesh() if mesh is None else mesh
+        self.devices: tuple[Device, ...] = as_devices(location, "mesh=")
         self.version = 0
         self._mutex = threading.RLock()
         self._variables: dict[str, Variable] = {}

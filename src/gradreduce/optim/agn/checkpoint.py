@@ -58,8 +58,8 @@ def ready_center(
     made = None
     if slots is not None:
         owners = list(variables.values())
-        given = {} if saved is None else checked_state(rule, slots, owners, saved)
-        made = loaded_slots(slots, given)
+        checked = {} if saved is None else checked_state(rule, slots, owners, saved)
+        made = loaded_slots(slots, checked)
     buffers = placed(values, variables)
 
     def load() -> None:
@@ -81,7 +81,7 @@ def check_format(state: Mapping[str, Any], wanted: str) -> None:
 
 def checked_values(
     where: str,
-    given: Any,
+    saved: Any,
     variables: Mapping[str, Variable],
     *,
     all_of_them: bool = True,
@@ -90,17 +90,17 @@ def checked_values(
 
     Args:
         where: name of the dictionary in messages.
-        given: the dictionary.
+        saved: the dictionary.
         variables: by name.
         all_of_them: whether every variable must have an array.
     """
     names = set(variables)
-    if not all_of_them and isinstance(given, Mapping):
-        names &= set(given)
-    check_keys(where, given, sorted(names))
+    if not all_of_them and isinstance(saved, Mapping):
+        names &= set(saved)
+    check_keys(where, saved, sorted(names))
     return {
         name: checked_array(
-            f"{where}[{name!r}]", given[name], variables[name].shape,
+            f"{where}[{name!r}]", saved[name], variables[name].shape,
             accumulate_dtype(variables[name].dtype),
         )
         for name in names

@@ -149,13 +149,13 @@ class DenseStep:
 
     def launch(self, then: Callable[[], None]) -> None:
         """Launches the step; see ``Step``."""
-        plan, given = self._plan, (int(bool(self._plan.first)), *self._scalars)
+        plan, scalars = self._plan, (int(bool(self._plan.first)), *self._scalars)
         kernel = plan.kernel
         assert kernel is not None
         mesh_state = plan.devices[0].mesh_state
         with mesh_state.launch_lock, mesh_state.fail_on_partial_write(plan.devices):
             for job, writer in zip(self._jobs, plan.writers, strict=True):
-                job.run(by_kernel(kernel, given, writer))
+                job.run(by_kernel(kernel, scalars, writer))
             plan.added()
             then()
 
@@ -279,9 +279,9 @@ def _launches(
         job = Job([written for written, _, _ in group], parts)
         return [partial(job.run, by_kernel(kernel, scalars))]
     written = [[*row, total] for row, _, total in group if total is not None]
-    local, given = ops.local_update_of(kernel), (int(kind == _FIRST), *scalars)
+    local, local_scalars = ops.local_update_of(kernel), (int(kind == _FIRST), *scalars)
     job = Job(written, parts)
-    return [partial(job.run, by_kernel(local, given))]
+    return [partial(job.run, by_kernel(local, local_scalars))]
 
 
 def _by_arrays(

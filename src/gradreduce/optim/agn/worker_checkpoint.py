@@ -121,13 +121,13 @@ def load_worker(
     step, is_due = _checked_counts(state)
     if is_due and not sums and not rows:
         raise ValueError("state['is_due'] is true, but there are no sums to push")
-    given = checked_state(
+    checked = checked_state(
         type(inner).__name__, inner._slots, list(variables.values()), state["optimizer"]
     )
     numbers = checked_numbers(
-        state["optimizer"], inner._hyperparameter_names, given, inner._slot_start
+        state["optimizer"], inner._hyperparameter_names, checked, inner._slot_start
     )
-    slots, buffers = loaded_slots(inner._slots, given), placed(values, variables)
+    slots, buffers = loaded_slots(inner._slots, checked), placed(values, variables)
     pulled_variables = {}
     for name, value in pulled.items():
         var = variables[name]
@@ -154,21 +154,21 @@ def _checked_counts(state: Mapping[str, Any]) -> tuple[int, bool]:
     return step, is_due
 
 
-def _checked_rows(given: Any, variables: Mapping[str, Variable]) -> dict[str, IndexedSlices]:
+def _checked_rows(saved: Any, variables: Mapping[str, Variable]) -> dict[str, IndexedSlices]:
     """Validates the sparse sums and returns them by variable name."""
-    names = set(given) & set(variables) if isinstance(given, Mapping) else set(variables)
-    check_keys("state['rows']", given, sorted(names))
+    names = set(saved) & set(variables) if isinstance(saved, Mapping) else set(variables)
+    check_keys("state['rows']", saved, sorted(names))
     found = {}
     for name in names:
         here, var = f"state['rows'][{name!r}]", variables[name]
-        check_keys(here, given[name], ("indices", "values"))
+        check_keys(here, saved[name], ("indices", "values"))
         try:
-            rows = IndexedSlices(given[name]["values"], given[name]["indices"], var.shape)
+            rows = IndexedSlices(saved[name]["values"], saved[name]["indices"], var.shape)
         except (TypeError, ValueError) as error:
             raise about(here, error) from None
         shape = (len(rows.indices), *var.shape[1:])
         values = checked_array(
-            f"{here}['values']", given[name]["values"], shape, accumulate_dtype(var.dtype)
+            f"{here}['values']", saved[name]["values"], shape, accumulate_dtype(var.dtype)
         )
         placed = var.devices[0].upload(values)
         found[name] = IndexedSlices.of(placed, rows.indices, var.shape)
