@@ -10,7 +10,7 @@ from support.exact_data import FLOATS, random_data, same
 from support.implementations import (
     INLINE_ROWS,
     NUM_THREADS,
-    SPREAD_SIZE,
+    PARALLEL_SIZE,
     Operand,
     buffers,
     operands,
@@ -185,7 +185,7 @@ class FormBody:
     @few
     def test_large_rows_are_spread_over_threads(self, device, case):
         with spread(device) as num_jobs:
-            self.check(device, case, [self.row_of(case, SPREAD_SIZE)])
+            self.check(device, case, [self.row_of(case, PARALLEL_SIZE)])
         assert num_jobs == [NUM_THREADS]
 
     def test_each_dtype_is_a_launch_and_masters_are_another(self, device):

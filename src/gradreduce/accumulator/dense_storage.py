@@ -109,13 +109,13 @@ class DenseAdditions:
                 device = state.devices[index]
                 total = state.totals[index]
                 assert not isinstance(total, SparseSum)
-                near = [to_accessible(device, gradient) for gradient in gradients]
-                addition = _Addition(state, index, device, near, total)
+                accessible = [to_accessible(device, gradient) for gradient in gradients]
+                addition = _Addition(state, index, device, accessible, total)
                 self._additions.append(addition)
                 if total is None:
                     self._fresh.append(addition)
                 else:
-                    self._rows.append((addition, near))
+                    self._rows.append((addition, accessible))
                     self.kept.append(device)
         if self._fresh:
             _allocate_sums(self._fresh)

@@ -222,8 +222,8 @@ def _all_or_none(
         pending_gradients = for_each(_pending_gradient, calls, name_of)
         reading([_rows_of(part) for each in pending_gradients for _, part in each.parts])
         with DeferInterrupts():  # also completes the takes that now have enough
-            kept, joint = apply_pending(pending_gradients, step, name_of)
-            complete_multi(joint)
+            kept, completed = apply_pending(pending_gradients, step, name_of)
+            complete_multi(completed)
             release_inputs()
     return kept
 
@@ -273,7 +273,7 @@ def _states_of(accumulators: Sequence[ConditionalAccumulatorBase]) -> list[Accum
 
 
 def _as_result(part: Part, kind: Kind) -> Any:
-    return from_buffer(part, kind) if isinstance(part, Buffer) else part.shown(kind)
+    return from_buffer(part, kind) if isinstance(part, Buffer) else part.as_result(kind)
 
 
 def _rows_of(part: Buffer | SparseGradient) -> Buffer:

@@ -130,9 +130,9 @@ class SparseAdditions:
             growing = self._sums[state, device_index] = _GrowingSum(
                 state, device_index, device, total, slots
             )
-        near = to_accessible(device, gradient.values)
+        values = to_accessible(device, gradient.values)
         growing.slots, into = growing.slots.touched(gradient.segments.indices)
-        growing.steps.append((near, gradient.segments, into))
+        growing.steps.append((values, gradient.segments, into))
 
     def launch_out_of_place(self) -> None:
         """Writes new sums; on error, the existing sums are unchanged."""

@@ -184,8 +184,8 @@ def join(pending_take: PendingTake) -> None:
             state.check_devices()  # else it would wait without end
         for state in pending_take.states:
             state.queue.append(pending_take)
-        joint = complete_ready(pending_take.states)
-    complete_multi(joint)
+        completed = complete_ready(pending_take.states)
+    complete_multi(completed)
 
 
 def await_take(pending_take: PendingTake, timeout: float | None) -> None:
@@ -219,8 +219,8 @@ def withdraw(pending_take: PendingTake, timeout: float | None = None) -> None:
                 return
             pending_take.error = DeadlineExceededError(_missing(pending_take, timeout))
             pending_take.leave()
-            joint = complete_ready(pending_take.states)
-        complete_multi(joint)
+            completed = complete_ready(pending_take.states)
+        complete_multi(completed)
 
 
 def close(state: AccumulatorState) -> None:
@@ -264,8 +264,8 @@ def cancel_waiting(state: AccumulatorState) -> None:
                 pending_take.leave()
     for other in dict.fromkeys(each for pending_take in waiting for each in pending_take.states):
         with locked([other]):
-            joint = complete_ready([other])
-        complete_multi(joint)
+            completed = complete_ready([other])
+        complete_multi(completed)
 
 
 def complete_ready(states: Sequence[AccumulatorState]) -> list[PendingTake]:
@@ -274,7 +274,7 @@ def complete_ready(states: Sequence[AccumulatorState]) -> list[PendingTake]:
     Returns:
         Takes at the head of a queue that need further locks; for ``complete_multi``.
     """
-    joint: list[PendingTake] = []
+    completed: list[PendingTake] = []
     progress = any([state.queue for state in states])  # mostly nobody waits
     held = set(states) if progress else set()
     while progress:
@@ -284,12 +284,12 @@ def complete_ready(states: Sequence[AccumulatorState]) -> list[PendingTake]:
             if head is None or state.count < head.num_required:
                 continue
             if not held.issuperset(head.states):
-                if head not in joint:
-                    joint.append(head)
+                if head not in completed:
+                    completed.append(head)
             elif head.is_ready():
                 _complete(head)
                 progress = True
-    return joint
+    return completed
 
 
 def complete_multi(pending_takes: Sequence[PendingTake]) -> None:

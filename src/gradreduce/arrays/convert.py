@@ -180,8 +180,8 @@ def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
     """
     kind = kind_of(array)
     if kind == "cuda":
-        shown = array.__cuda_array_interface__
-        return tuple(shown["shape"]), as_dtype(shown["typestr"])
+        interface = array.__cuda_array_interface__
+        return tuple(interface["shape"]), as_dtype(interface["typestr"])
     if kind == "torch":
         _check_tensor(array)
         return tuple(array.shape), as_dtype(str(array.dtype).removeprefix("torch."))

@@ -158,17 +158,17 @@ def _by_interface(array: Any) -> _Shared:
 
     CuPy's own conversion would make the *host* wait for that stream.
     """
-    shown = getattr(array, "__cuda_array_interface__", None)
-    if shown is None:
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None:
         raise TypeError(
             f"the GPU memory of {type(array).__name__} cannot be shared by DLPack or by "
             "__cuda_array_interface__"
         )
-    if shown.get("mask") is not None:
+    if interface.get("mask") is not None:
         raise TypeError("a masked array would lose its mask: pass an array without one")
     cupy = sys.modules["cupy"]
-    dtype, shape, strides = np.dtype(shown["typestr"]), shown["shape"], shown.get("strides")
-    address, read_only = shown["data"]
+    dtype, shape, strides = np.dtype(interface["typestr"]), interface["shape"], interface.get("strides")
+    address, read_only = interface["data"]
     gpu = int(cupy.cuda.runtime.pointerGetAttributes(address).device) if address else 0
     nbytes = math.prod(shape) * dtype.itemsize
     if strides is not None and nbytes:  # the last byte that a step of each extent can reach
@@ -177,7 +177,7 @@ def _by_interface(array: Any) -> _Shared:
     memory = cupy.cuda.UnownedMemory(address, nbytes, array, gpu)
     pointer = cupy.cuda.MemoryPointer(memory, 0)
     made = cupy.ndarray(shape, dtype, pointer, strides)
-    return _Shared(made, shown.get("stream"), once=True, read_only=bool(read_only))
+    return _Shared(made, interface.get("stream"), once=True, read_only=bool(read_only))
 
 
 def _adopt(
@@ -190,8 +190,8 @@ def _adopt(
     gpu = int(array.device.id)
     if device.mesh_state.backend != "cuda":
         raise DeviceMismatchError(f"the array is on GPU {gpu}, but {device.name} is simulated")
-    near = [device, *device.mesh.devices]
-    home = next((each for each in near if each.physical == gpu), None)
+    candidates = [device, *device.mesh.devices]
+    home = next((each for each in candidates if each.physical == gpu), None)
     if home is None:
         raise DeviceMismatchError(
             f"the array is on GPU {gpu}, which is not in the mesh {device.mesh}"
@@ -293,5 +293,5 @@ def _to_torch(buffer: Buffer) -> Any:
 
 
 def _released(buffer: Buffer, consumer: Stream) -> Any:
-    buffer.block.is_shown(consumer)
+    buffer.block.record_stream(consumer)
     return buffer.device.release(buffer, unfenced(buffer.device, consumer, leaving=True))

@@ -266,12 +266,12 @@ class DistributedValues(NotCopied):
         if self._kind == "buffer" and not self.is_sparse:
             return self.parts
         with StreamScope():
-            return tuple(self._shown(part) for part in self._own)
+            return tuple(self._as_result(part) for part in self._own)
 
     @property
     def primary(self) -> Any:
         """The first value."""
-        return self._shown(self._own[0])
+        return self._as_result(self._own[0])
 
     def get(self, device: DeviceLike | None = None) -> Any:
         """The value on ``device``; without one, that of the replica ``gr.replica`` names.
@@ -294,12 +294,12 @@ class DistributedValues(NotCopied):
                 raise ValueError(
                     f"there is no replica {index}: the value has {len(self._devices)} replicas"
                 )
-            return self._shown(self._own[index])
+            return self._as_result(self._own[index])
         found = as_device(device, "device=", self.mesh)
         if found not in self._devices:
             names = listed(device.name for device in self._devices)
             raise ValueError(f"Device {found!r} not found in those of the values: {names}")
-        return self._shown(self._own[self._devices.index(found)])
+        return self._as_result(self._own[self._devices.index(found)])
 
     def __len__(self) -> int:
         return len(self._own)
@@ -322,7 +322,7 @@ class DistributedValues(NotCopied):
                 f"an index must be a replica number or a slice, not {brief(place)}; use "
                 "value.get(device) for the value on a device"
             ) from None
-        return self._shown(part)
+        return self._as_result(part)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if len(self) > 1:
@@ -347,7 +347,7 @@ class DistributedValues(NotCopied):
         if self._kept is not None:
             return self._kept[part]
         if not isinstance(part, Buffer):
-            return part.shown(self._kind)
+            return part.as_result(self._kind)
         if self._form is None:
             return from_buffer(part, self._kind)
         if self._kind == "buffer":
@@ -355,14 +355,14 @@ class DistributedValues(NotCopied):
         return in_order(from_buffer(part, self._kind), inverse(self._form))
 
     def __repr__(self) -> str:
-        shown = []
+        parts = []
         for part, device in zip(self._own, self._devices, strict=True):
             rows = "" if isinstance(part, Buffer) else f"{len(part.indices)} rows of "
             shape = "[?]" if part.shape is None else list(part.shape)
             if self._form is not None:
                 shape = [part.shape[axis] for axis in inverse(self._form)]
-            shown.append(f"{device.name}: {rows}{part.dtype}{shape}")
-        return f"{type(self).__name__}({listed(shown)})"
+            parts.append(f"{device.name}: {rows}{part.dtype}{shape}")
+        return f"{type(self).__name__}({listed(parts)})"
 
 
 class PerReplica(DistributedValues):
@@ -396,8 +396,8 @@ def _devices(
     if isinstance(devices, str):
         raise TypeError(f"devices={brief(devices)} must be a list with a device for each value")
     if devices is not None:
-        near = [own.mesh for value in values if (own := _own_device(value)) is not None]
-        named_in = mesh or (near[0] if near else None)
+        meshes = [own.mesh for value in values if (own := _own_device(value)) is not None]
+        named_in = mesh or (meshes[0] if meshes else None)
         found = tuple(
             [as_device(each, f"devices[{i}]=", named_in) for i, each in enumerate(devices)]
         )

@@ -175,7 +175,7 @@ class IndexedSlices:
         (rows,) = on_current_devices([self._values])
         return IndexedSlices.of(rows, self._indices, self._dense_shape)
 
-    def shown(self, kind: Kind) -> Any:
+    def as_result(self, kind: Kind) -> Any:
         """Converts rows in a Buffer to ``kind``; "coo" makes a ``torch.sparse_coo`` tensor."""
         made = IndexedSlices.of(from_buffer(self._values, kind), self._indices, self._dense_shape)
         return made.as_coo() if kind == "coo" else made
@@ -189,7 +189,7 @@ class IndexedSlices:
         if not self.is_known:
             return self
         torch, rows = sys.modules["torch"], self._indices
-        # PyTorch 2.11's and 2.12's ``sparse_coo_tensor`` warns, whatever it is told of its checks.
+        # PyTorch 2.11's and 2.12's ``sparse_coo_tensor`` warns, even with check_invariants=False.
         return torch.ops.aten._sparse_coo_tensor_unsafe(
             torch.from_numpy(rows.copy())[None].to(self._values.device),
             self._values,
@@ -198,11 +198,11 @@ class IndexedSlices:
         )
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(str, self._indices[:6].tolist()))
+        indices = ", ".join(map(str, self._indices[:6].tolist()))
         more = ", …" if len(self._indices) > 6 else ""
         shape, _ = shape_and_dtype(self._values)
         return (
-            f"IndexedSlices(indices=[{shown}{more}], values={self.dtype}"
+            f"IndexedSlices(indices=[{indices}{more}], values={self.dtype}"
             f"{list(shape)}, dense_shape={self._dense_shape})"
         )
 

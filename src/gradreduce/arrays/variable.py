@@ -250,9 +250,9 @@ class Variable(NotCopied, Readable):
         """
         check_unread([self])
         sources = [self._checked(value, buffer) for buffer in self._buffers]
-        near = [self._apart(source) for source in sources]
+        separate = [self._apart(source) for source in sources]
         with self._all_copies():
-            for buffer, source in zip(self._buffers, near, strict=True):
+            for buffer, source in zip(self._buffers, separate, strict=True):
                 copy_over(buffer.device, buffer, source)
         return self
 
@@ -266,8 +266,8 @@ class Variable(NotCopied, Readable):
         """Checks, copies and compiles for ``assign_add``; returns a function that launches it."""
         check_unread([self])
         sources = [self._checked(delta, buffer) for buffer in self._buffers]
-        near = [
-            _near(buffer.device, self._apart(source))
+        accessible = [
+            _accessible(buffer.device, self._apart(source))
             for buffer, source in zip(self._buffers, sources, strict=True)
         ]
         for buffer in self._buffers:
@@ -275,7 +275,7 @@ class Variable(NotCopied, Readable):
 
         def add() -> None:
             with self._all_copies():
-                for buffer, source in zip(self._buffers, near, strict=True):
+                for buffer, source in zip(self._buffers, accessible, strict=True):
                     ops.accumulate_n([buffer], [[source]])
 
         return add
@@ -443,10 +443,10 @@ def reused(
 
 
 def _devices(device: DeviceLike | Mesh | None, initial_value: Any) -> Sequence[Device]:
-    near = initial_value.device if isinstance(initial_value, Buffer) else None
+    own = initial_value.device if isinstance(initial_value, Buffer) else None
     if device is not None:
-        return as_devices(device, "device=", None if near is None else near.mesh)
-    return default_mesh().devices[:1] if near is None else (near,)
+        return as_devices(device, "device=", None if own is None else own.mesh)
+    return default_mesh().devices[:1] if own is None else (own,)
 
 
 def _wanted_dtype(initial_value: Any, dtype: Any, device: Device) -> DType:
@@ -463,7 +463,7 @@ def _filled(device: Device, shape: tuple[int, ...], dtype: DType, value: float) 
     return device.upload(one.repeat(math.prod(shape)).reshape(shape))
 
 
-def _near(device: Device, source: Buffer) -> Buffer:
+def _accessible(device: Device, source: Buffer) -> Buffer:
     """Returns ``source``, or a copy of it on ``device`` if it is on another one."""
     if source.device is device:
         return source

@@ -41,7 +41,7 @@ class TermAccumulator:
         self._method = method
         self._keep_rows = keep_rows
         self._held: list[tuple[Order, Any, Device]] = []
-        self._spread: MultiDeviceSum | None = None
+        self._device_sum: MultiDeviceSum | None = None
         self._kind: Kind = "native"  # of the sum: that of the first term
         self.home: Device | None = None
 
@@ -59,12 +59,12 @@ class TermAccumulator:
             self.home = device
         if isinstance(term, IndexedSlices):
             term = self._taken(term)
-        if self._spread is not None and isinstance(term, Traceable):
+        if self._device_sum is not None and isinstance(term, Traceable):
             self._held = [((-1, -1), self.result(), device)]  # traced terms are added all at once
-        if self._spread is None:
+        if self._device_sum is None:
             self._held.append((order, term, device))
             if len(self._held) > 1 and self._streams():
-                self._spread = MultiDeviceSum(aggregator_of(self._method))
+                self._device_sum = MultiDeviceSum(aggregator_of(self._method))
                 self._kind = kind_of_term(self._held[0][1])
                 while self._held:
                     _, first, its_device = self._held.pop(0)
@@ -74,10 +74,10 @@ class TermAccumulator:
 
     def result(self) -> Any:
         """Returns the gradient: a single term itself, or a new sum; None without terms."""
-        if self._spread is not None:
-            spread, self._spread = self._spread, None
+        if self._device_sum is not None:
+            device_sum, self._device_sum = self._device_sum, None
             with StreamScope():
-                return from_buffer(spread.result(), self._kind)
+                return from_buffer(device_sum.result(), self._kind)
         held, self._held = sorted(self._held, key=lambda each: each[0]), []
         if len(held) < 2:
             return held[0][1] if held else None
@@ -88,19 +88,19 @@ class TermAccumulator:
             return aggregate(rows, self._method)
         held = [(order, _dense(term), device) for order, term, device in held]  # before the scope
         with StreamScope():
-            spread = MultiDeviceSum(aggregator_of(self._method))
+            device_sum = MultiDeviceSum(aggregator_of(self._method))
             buffers = [to_buffer(term, device) for _, term, device in held]
             for buffer in buffers:
-                spread.check(buffer.shape, buffer.dtype)
-                spread.push(buffer)
-            return from_buffer(spread.result(), kind_of_term(held[0][1]))
+                device_sum.check(buffer.shape, buffer.dtype)
+                device_sum.push(buffer)
+            return from_buffer(device_sum.result(), kind_of_term(held[0][1]))
 
     def _taken(self, rows: IndexedSlices) -> Any:
         """Keeps rows as a term or converts them to dense; ACCUMULATE_N becomes TREE."""
         if self._method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N:
             self._method = AggregationMethod.EXPERIMENTAL_TREE
-            if self._spread is not None:
-                self._spread.use_tree()
+            if self._device_sum is not None:
+                self._device_sum.use_tree()
         return rows if self._keep_rows else rows.to_dense()
 
     def _streams(self) -> bool:
@@ -114,11 +114,11 @@ class TermAccumulator:
 
     def _add(self, term: Any, device: Device) -> None:
         """Adds one term; its library's stream then waits for that, so it may be freed."""
-        assert self._spread is not None
+        assert self._device_sum is not None
         with StreamScope():
             buffer = to_buffer(_dense(term), device)
-            self._spread.check(buffer.shape, buffer.dtype)
-            self._spread.push(buffer)
+            self._device_sum.check(buffer.shape, buffer.dtype)
+            self._device_sum.push(buffer)
             is_read_later(buffer.block)  # possibly by the next push
 
 

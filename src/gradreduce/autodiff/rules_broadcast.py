@@ -20,7 +20,7 @@ __all__ = [
     "reduced_axes",
     "scaled",
     "shape_of",
-    "spread",
+    "gradient_of_sum",
     "total",
     "widened",
 ]
@@ -90,6 +90,6 @@ def kept_shape(shape: Shape, axis: Any) -> Shape:
     return tuple(1 if index in axes else extent for index, extent in enumerate(shape))
 
 
-def spread(g: Any, shape: Shape, axis: Any) -> Any:
+def gradient_of_sum(g: Any, shape: Shape, axis: Any) -> Any:
     """Broadcasts the gradient of a sum over ``axis`` to ``shape``, as a view."""
     return np.broadcast_to(np.reshape(g, kept_shape(shape, axis)), shape)

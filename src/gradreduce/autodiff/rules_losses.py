@@ -127,8 +127,8 @@ def _logsumexp(out: Any, x: Any, axis: Any = None, keepdims: bool = False) -> tu
     def vjp(g: Any) -> Any:
         if not is_half(x):
             return np.reshape(g, kept) * np.exp(x - np.reshape(out, kept))
-        wide = widened(x)  # out is rounded: recompute it in float32
-        share = np.exp(wide - logsumexp(wide, axis, keepdims=True))
+        x32 = widened(x)  # out is rounded: recompute it in float32
+        share = np.exp(x32 - logsumexp(x32, axis, keepdims=True))
         return _rounded(np.reshape(g, kept) * share, x)
 
     return (lambda: vjp,)
@@ -137,9 +137,9 @@ def _logsumexp(out: Any, x: Any, axis: Any = None, keepdims: bool = False) -> tu
 def _softmax_cross_entropy(out: Any, logits: Any, labels: Any) -> tuple[Maker, Maker]:
     def to_logits() -> VJP:
         def vjp(g: Any) -> Any:
-            wide = widened(logits)
-            share = np.exp(wide - logsumexp(wide, axis=-1, keepdims=True))
-            wanted = _as_probabilities(wide, labels)
+            x32 = widened(logits)
+            share = np.exp(x32 - logsumexp(x32, axis=-1, keepdims=True))
+            wanted = _as_probabilities(x32, labels)
             total = np.sum(wanted, axis=-1, keepdims=True)
             return _rounded(g[..., None] * (share * total - wanted), logits)
 
@@ -147,8 +147,8 @@ def _softmax_cross_entropy(out: Any, logits: Any, labels: Any) -> tuple[Maker, M
 
     def to_labels() -> VJP:
         def vjp(g: Any) -> Any:
-            wide = widened(logits)
-            return _rounded(g[..., None] * (logsumexp(wide, axis=-1, keepdims=True) - wide), logits)
+            x32 = widened(logits)
+            return _rounded(g[..., None] * (logsumexp(x32, axis=-1, keepdims=True) - x32), logits)
 
         return vjp
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from .array_methods import astype
 from .registry import COMPOSED, CONSTANT, RULES, VJP, Maker
-from .rules_broadcast import is_half, kept_shape, reduced_axes, shape_of, spread, widened
+from .rules_broadcast import is_half, kept_shape, reduced_axes, shape_of, gradient_of_sum, widened
 from .rules_elementwise import chosen
 from .unsupported import no_rule
 
@@ -47,7 +47,7 @@ def _sum(
 ) -> tuple[Maker]:
     _only("sum", where=where)  # initial is only added
     shape = shape_of(a)
-    return (lambda: lambda g: spread(g, shape, axis),)
+    return (lambda: lambda g: gradient_of_sum(g, shape, axis),)
 
 
 def _mean(
@@ -63,7 +63,7 @@ def _mean(
     _only("mean", where=where)
     shape = shape_of(a)
     count = _num_reduced(shape, axis)
-    return (lambda: lambda g: spread(_over(g, count), shape, axis),)
+    return (lambda: lambda g: gradient_of_sum(_over(g, count), shape, axis),)
 
 
 def _max(
@@ -110,7 +110,7 @@ def _prod(
         x = np.reshape(np.transpose(a, order), rows)
         others = _product_before(x) * np.flip(_product_before(np.flip(x, -1)), -1)
         back = [order.index(index) for index in range(len(shape))]
-        return spread(g, shape, axis) * np.transpose(np.reshape(others, moved), back)
+        return gradient_of_sum(g, shape, axis) * np.transpose(np.reshape(others, moved), back)
 
     return (lambda: vjp,)
 
@@ -127,8 +127,8 @@ def _product_before(x: Any) -> Any:
 
 
 def _centred(a: Any, axis: Any) -> Any:
-    wide = widened(a)
-    found = wide - np.mean(wide, axis=axis, keepdims=True)
+    x32 = widened(a)
+    found = x32 - np.mean(x32, axis=axis, keepdims=True)
     return astype(found, a.dtype) if is_half(a) else found
 
 
@@ -158,7 +158,7 @@ def _deviation(
         count = max(_num_reduced(shape, axis) - ddof, 0)
         axes = reduced_axes(axis, len(shape))
         scale = factor(out)
-        return (lambda: lambda g: spread(scale(g, count), shape, axis) * _centred(a, axes),)
+        return (lambda: lambda g: gradient_of_sum(scale(g, count), shape, axis) * _centred(a, axes),)
 
     return rule
 

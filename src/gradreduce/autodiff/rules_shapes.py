@@ -96,11 +96,11 @@ def _repeat(a: Any, repeats: Any, axis: int | None = None) -> Any:
     if axis is None:
         a, axis = np.ravel(a), 0
     along = normalized(axis, a.ndim) + 1
-    wide = np.expand_dims(a, along)
-    shape = (*wide.shape[:along], int(repeats), *wide.shape[along + 1 :])
+    expanded = np.expand_dims(a, along)
+    shape = (*expanded.shape[:along], int(repeats), *expanded.shape[along + 1 :])
     joined = [*a.shape]
     joined[along - 1] *= int(repeats)
-    return np.reshape(np.broadcast_to(wide, shape), joined)
+    return np.reshape(np.broadcast_to(expanded, shape), joined)
 
 
 def _tile(A: Any, reps: Any) -> Any:  # NumPy's name
@@ -109,8 +109,8 @@ def _tile(A: Any, reps: Any) -> Any:  # NumPy's name
     times = [1] * (len(shape) - len(times)) + times
     inner = [each for extent in shape for each in (1, extent)]
     outer = [each for pair in zip(times, shape, strict=True) for each in pair]
-    wide = np.broadcast_to(np.reshape(A, inner), outer)
-    return np.reshape(wide, [a * b for a, b in zip(times, shape, strict=True)])
+    repeated = np.broadcast_to(np.reshape(A, inner), outer)
+    return np.reshape(repeated, [a * b for a, b in zip(times, shape, strict=True)])
 
 
 def _at_least_2d(x: Any, *, column: bool = False) -> Any:

@@ -120,12 +120,12 @@ class Block:
         self.readers: dict[tuple[Device, Queue, int, int], Mark] = {}
         self.touched: set[tuple[Device, User]] = set()
 
-    def is_shown(self, stream: Stream) -> None:
+    def record_stream(self, stream: Stream) -> None:
         """Records that a caller's stream may still use the block."""
         if self.owned:
             self.touched.add((self.device, stream))
 
-    def is_read(self, mark: Mark, part: Buffer) -> None:
+    def record_reader(self, mark: Mark, part: Buffer) -> None:
         """Records that a copy on the mark's queue reads ``part``."""
         start = part.offset
         if len(self.readers) >= MAX_READERS:  # one for each queue: the last says it for all

@@ -18,7 +18,7 @@ __all__ = ["DeferredFree"]
 
 # Blocks whose size nobody asks for again must not pile up.
 MAX_AWAITING_LEADER = 32
-_Shown = tuple[FreedBlock, list[tuple["Device", User]]]
+_FreedUsers = tuple[FreedBlock, list[tuple["Device", User]]]
 
 
 class DeferredFree:
@@ -104,7 +104,7 @@ class DeferredFree:
                 else:
                     self._deferred.append((freed, marks))
 
-    def shown_to(self, stream: Stream) -> list[_Shown]:
+    def used_by(self, stream: Stream) -> list[_FreedUsers]:
         """Freed blocks that were exposed to a caller's stream; for ``passed``."""
         handle = handle_of(stream)
         # PER_THREAD names this thread's stream; those of other threads may still use the memory.
@@ -117,13 +117,13 @@ class DeferredFree:
                 found.append((freed, users))
         return found
 
-    def passed(self, shown: Iterable[_Shown]) -> None:
+    def passed(self, freed_users: Iterable[_FreedUsers]) -> None:
         """Removes a stream as a user: the compute queue has waited for it.
 
         So in a training loop, where a call brings arrays of the stream that had the last results,
         their memory is at hand at once, however far the host is ahead.
         """
-        for freed, users in shown:
+        for freed, users in freed_users:
             freed.touched.difference_update(users)
 
     def _settle(self, freed: FreedBlock, home: Device) -> None:

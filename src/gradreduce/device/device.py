@@ -448,7 +448,7 @@ class Device(NotCopied, Backend):
         if self.mesh_state.has_deadline:
             self._noted(Record(*what), command, (dst, src))
         if src.device is not self or queue != "compute":
-            (self.mesh_state.capture or src.block).is_read(self.mark(queue), src)
+            (self.mesh_state.capture or src.block).record_reader(self.mark(queue), src)
             self.mesh_state.last_read = object()  # after it: who sees this one sees the reader too
 
     def launch(

@@ -93,11 +93,11 @@ def _plain(
         for each in present.values()
     ]
     clipped, found = _clipped(parts, limit, norm, device_of(next(iter(parts.values()))))
-    shown = [
-        part.shown(kind) if isinstance(part, IndexedSlices) else from_buffer(part, kind)
+    results = [
+        part.as_result(kind) if isinstance(part, IndexedSlices) else from_buffer(part, kind)
         for part, kind in zip(clipped, kinds, strict=True)
     ]
-    return shown, from_buffer(found, kinds[0])
+    return results, from_buffer(found, kinds[0])
 
 
 def _mirrored(

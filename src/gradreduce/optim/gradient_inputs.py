@@ -143,11 +143,11 @@ def to_variables(
         else:
             _check_parts(grad, var)
     reading([part for grad in placed for part in _buffers(grad)])
-    spread = [(grad, grad) for grad in placed if isinstance(grad, PerReplica)]
+    per_replica = [(grad, grad) for grad in placed if isinstance(grad, PerReplica)]
     reduced: Sequence[Mirrored] = ()
-    if spread:
+    if per_replica:
         assert cross_device_ops is not None
-        reduced = cross_device_ops.batch_reduce(ReduceOp.MEAN, spread)
+        reduced = cross_device_ops.batch_reduce(ReduceOp.MEAN, per_replica)
     ready = iter(reduced)
     found = []
     for grad, var in zip(placed, variables, strict=True):

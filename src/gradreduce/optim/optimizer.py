@@ -397,8 +397,8 @@ class Optimizer(NotCopied):
                     check_apart(variables, [(part,) for part in plain], plan.ranges)
                     plan.remember_addresses(plain)
                 return plain
-        spread = any([isinstance(grad, PerReplica) for grad in gradients])
-        found = to_variables(gradients, variables, self.cross_device_ops if spread else None)
+        has_replicas = any([isinstance(grad, PerReplica) for grad in gradients])
+        found = to_variables(gradients, variables, self.cross_device_ops if has_replicas else None)
         ranges = self._slots.ranges(variables) if plan is None else plan.ranges
         check_apart(variables, found, ranges)
         if self._densifies:

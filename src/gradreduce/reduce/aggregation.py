@@ -116,7 +116,7 @@ def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
     """
     with StreamScope():
         placed = [term.placed() for term in terms]
-        return joined(placed, placed[0].values.device).shown(kind)
+        return joined(placed, placed[0].values.device).as_result(kind)
 
 
 def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
@@ -148,7 +148,7 @@ def rows_together(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buf
     Args:
         groups: where to, and Buffers with rows of one shape and dtype, at least one.
     """
-    wholes, near, far = [], dict[Device, list[_Move]](), dict[tuple[Device, Device], list[_Move]]()
+    wholes, local, remote = [], dict[Device, list[_Move]](), dict[tuple[Device, Device], list[_Move]]()
     for home, parts in groups:
         num_rows = sum(part.shape[0] for part in parts)
         whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
@@ -158,15 +158,15 @@ def rows_together(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buf
             move = (whole.view(start, part.shape), part)
             start += part.size
             if can_access(home, part):
-                near.setdefault(home, []).append(move)
+                local.setdefault(home, []).append(move)
             else:
-                far.setdefault((home, part.device), []).append(move)
-    for (home, _), moves in far.items():
+                remote.setdefault((home, part.device), []).append(move)
+    for (home, _), moves in remote.items():
         if len(moves) == 1:
             copy_over(home, *moves[0])
         else:
-            near.setdefault(home, []).extend(_arrived(home, moves))
-    for home, moves in near.items():
+            local.setdefault(home, []).extend(_arrived(home, moves))
+    for home, moves in local.items():
         _pack(home, moves)
     return wholes
 

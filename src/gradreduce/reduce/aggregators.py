@@ -204,9 +204,9 @@ class MultiDeviceSum:
         acc_dtype = accumulate_dtype(dtype)
         joined.push(first.total(acc_dtype))
         for device, part in others:
-            near = ensure_accessible(home, part.total(acc_dtype))
-            join_streams(home, [near.device])
-            joined.push(near)
+            partial_sum = ensure_accessible(home, part.total(acc_dtype))
+            join_streams(home, [partial_sum.device])
+            joined.push(partial_sum)
             fork_streams(home, [device])
         return joined.total(dtype)
 

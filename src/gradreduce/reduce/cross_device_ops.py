@@ -60,8 +60,8 @@ class CrossDeviceOps(ABC):
     _elementwise = False  # whether ``reduce_batch`` may get arrays with their axes in another order
 
     def __repr__(self) -> str:
-        shown = [*self._repr_fields(), *([] if self.mesh is None else [f"mesh={self.mesh!r}"])]
-        return f"<{type(self).__name__}{' ' if shown else ''}{', '.join(shown)}>"
+        fields = [*self._repr_fields(), *([] if self.mesh is None else [f"mesh={self.mesh!r}"])]
+        return f"<{type(self).__name__}{' ' if fields else ''}{', '.join(fields)}>"
 
     def _repr_fields(self) -> list[str]:
         """Returns what ``repr`` shows besides the class and the mesh."""

@@ -192,13 +192,13 @@ class _Staged:
         self.leader = devices[main]
         self.partner = devices[other[group.index(main) % len(other)]] if other else self.leader
         self._groups = [(self.leader, group)] + ([(self.partner, other)] if other else [])
-        self._near: list[list[Buffer]] = []
+        self._accessible: list[list[Buffer]] = []
         self._partials: list[Buffer] = []
 
     def copy_inputs(self, queue: Queue) -> None:
         """Copies the replicas of each group to the device that adds them, if not accessible."""
         for device, group in self._groups:
-            self._near.append(
+            self._accessible.append(
                 [ensure_accessible(device, self._job.inputs[index], queue) for index in group]
             )
 
@@ -207,23 +207,23 @@ class _Staged:
 
         A single replica is exact as it is: it is copied in its own dtype.
         """
-        for (device, _), near in zip(self._groups, self._near, strict=True):
-            partial = near[0] if len(near) == 1 else _group_sum(device, near)
+        for (device, _), terms in zip(self._groups, self._accessible, strict=True):
+            partial = terms[0] if len(terms) == 1 else _group_sum(device, terms)
             self._partials.append(ensure_accessible(self.leader, partial, queue))
-        self._near.clear()
+        self._accessible.clear()
 
     def add_both(self, queue: Queue) -> None:
         """Adds the two sums, and copies the result to each other GPU."""
         job, leader = self._job, self.leader
-        near = by_physical(self._devices)[leader.physical]
+        replicas = by_physical(self._devices)[leader.physical]
         partials = self._partials
         if len({partial.dtype for partial in partials}) > 1:  # one launch reads one dtype
             partials = [_group_sum(leader, [partial]) for partial in partials]
-        sharing = [self._devices[replica] for replica in near]
+        sharing = [self._devices[replica] for replica in replicas]
         sharing += [partial.device for partial in partials]
         join_streams(leader, sharing)
         ops.all_sum(
-            [[job.outs[replica] for replica in near]],
+            [[job.outs[replica] for replica in replicas]],
             [partials],
             len(partials) - 1,
             divisor=job.divisor,
@@ -272,14 +272,14 @@ def _wait_for_copies(devices: Sequence[Device], queue: Queue) -> None:
         device.wait(device.mark(queue))
 
 
-def _group_sum(device: Device, near: Sequence[Buffer]) -> Buffer:
+def _group_sum(device: Device, terms: Sequence[Buffer]) -> Buffer:
     """Adds buffers that ``device`` can access left to right, in the accumulate type."""
-    acc_dtype = accumulate_dtype(near[0].dtype)
-    if len(near) == 1 and near[0].dtype == acc_dtype:
-        return near[0]
-    total = device.empty(near[0].shape, acc_dtype)
-    sharing = [buffer.device for buffer in near]
+    acc_dtype = accumulate_dtype(terms[0].dtype)
+    if len(terms) == 1 and terms[0].dtype == acc_dtype:
+        return terms[0]
+    total = device.empty(terms[0].shape, acc_dtype)
+    sharing = [buffer.device for buffer in terms]
     join_streams(device, sharing)
-    ops.add_n([total], [near], device=device)
+    ops.add_n([total], [terms], device=device)
     fork_streams(device, sharing)
     return total

@@ -104,25 +104,25 @@ def nccl(jobs: Sequence[Job], *, stages: Sequence[Stage] = ()) -> None:
     sharing = list(by_physical(devices).values())
     with devices[0].mesh_state.launch_lock:
         if len(sharing) == 1:
-            run_stages(stages, len(jobs), lambda places, _: _near([jobs[at] for at in places]))
+            run_stages(stages, len(jobs), lambda places, _: _on_one_gpu([jobs[at] for at in places]))
             return
         collective = devices[0].mesh.collective
         parts = [[_part(job, places, len(sharing)) for job in jobs] for places in sharing]
 
         def steps_of(places: Sequence[int], queue: Queue) -> Steps:
-            here = [[near[at] for at in places] for near in parts]
-            return _far([jobs[at] for at in places], sharing, here, collective, queue)
+            here = [[gpu_parts[at] for at in places] for gpu_parts in parts]
+            return _over_gpus([jobs[at] for at in places], sharing, here, collective, queue)
 
         run_stages(stages, len(jobs), steps_of)
 
 
-def _near(jobs: Sequence[Job]) -> Steps:
+def _on_one_gpu(jobs: Sequence[Job]) -> Steps:
     """Reduces jobs on one physical device: reads n buffers, writes n."""
     _finish([(job, job.inputs) for job in jobs], range(len(jobs[0].inputs)))
     yield
 
 
-def _far(
+def _over_gpus(
     jobs: Sequence[Job],
     sharing: Sequence[Sequence[int]],
     parts: Sequence[Sequence[_Part]],
@@ -131,19 +131,19 @@ def _far(
 ) -> Steps:
     """Reduces jobs over several physical devices; ``sharing`` are the replicas of each."""
     leaders = [jobs[0].inputs[indices[0]].device for indices in sharing]
-    for indices, near in zip(sharing, parts, strict=True):
-        _fold(jobs, near, indices)
+    for indices, gpu_parts in zip(sharing, parts, strict=True):
+        _fold(jobs, gpu_parts, indices)
     for leader in leaders:
         join_streams(leader, [leader], queue)
     for group in plan_groups([part.folded.nbytes for part in parts[0]]):
         with collective.group():
             for index in group:
-                _cross(collective, [near[index] for near in parts], queue)
+                _cross(collective, [gpu_parts[index] for gpu_parts in parts], queue)
     yield
     for leader in leaders:
         fork_streams(leader, [leader], queue)
-    for indices, near in zip(sharing, parts, strict=True):
-        _finish([(job, part.terms) for job, part in zip(jobs, near, strict=True)], indices)
+    for indices, gpu_parts in zip(sharing, parts, strict=True):
+        _finish([(job, part.terms) for job, part in zip(jobs, gpu_parts, strict=True)], indices)
 
 
 def check_library(devices: Sequence[Device]) -> None:

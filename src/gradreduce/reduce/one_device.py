@@ -69,8 +69,8 @@ def added_on(
     if accumulate is None:
         buffers = [to_accessible(device, buffer) for buffer in dense]
     else:  # the caller's function may launch anything
-        near = [to_local(device, buffer) for buffer in dense]
-        buffers = [_accumulated(device, near, accumulate, kind)]
+        local = [to_local(device, buffer) for buffer in dense]
+        buffers = [_accumulated(device, local, accumulate, kind)]
     total = device.empty(buffers[0].shape, buffers[0].dtype)
     _write([total], buffers, 1 if counts else divisor, device)
     return quotients([total], divisor)[0] if counts else total
@@ -144,12 +144,12 @@ def _copies(
     ]
     for physical, indices in by_physical(devices).items():
         rest = [outs[index] for index in indices if outs[index] is not source]
-        near = source
+        local = source
         if rest and physical != source.device.physical:
-            near = rest.pop(0)
-            copy_over(near.device, near, source)
+            local = rest.pop(0)
+            copy_over(local.device, local, source)
         if rest:
-            _write(rest, [near], 1, near.device)
+            _write(rest, [local], 1, local.device)
     return tuple(outs)
 
 

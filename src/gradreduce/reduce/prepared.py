@@ -103,7 +103,7 @@ class StreamBoundary:
                 self._consumers[kind, device] = consumer
                 for result in results:
                     if result.device.physical == device.physical:
-                        result.block.is_shown(consumer)
+                        result.block.record_stream(consumer)
         for device in self._host_consumers:
             block_stream(device, None)
 

@@ -266,7 +266,7 @@ class CudaDevice(CudaQueues):
         if stream is not None:
             self._block_stream(stream)
             if not isinstance(stream, int):  # whose stream may have ended by the time we ask it
-                buffer.block.is_shown(stream)
+                buffer.block.record_stream(stream)
         if buffer.array is not None:
             return buffer.array
         memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, buffer.block, self.physical)
@@ -512,7 +512,7 @@ class CudaDevice(CudaQueues):
         return True
 
     def _wait_for_stream(self, stream: Stream) -> None:
-        freed = self._deferred_free.shown_to(stream)
+        freed = self._deferred_free.used_by(stream)
         with self.gpu:
             self._ready("compute").wait_event(self._event(stream))
         self._submitted("compute")

@@ -33,10 +33,10 @@ class SimCollective(Collective):
             )
         terms = [memory_of(each) for each in self._check_sources("all_reduce", buffers, sources)]
         arrays = [memory_of(buffer) for buffer in buffers]
-        wide = accumulate_dtype(buffers[0].dtype)
+        acc_dtype = accumulate_dtype(buffers[0].dtype)
 
         def work() -> None:
-            total = terms[0].astype(wide)
+            total = terms[0].astype(acc_dtype)
             for term in terms[1:]:
                 total += term
             for array in arrays:

@@ -76,14 +76,14 @@ class HostCounter(LazyVariable):
         super().__init__(name)
         self.value = 0
         self._device = device
-        self._shown: tuple[int, Buffer] | None = None
+        self._uploaded: tuple[int, Buffer] | None = None
 
     @property
     def _computed_buffers(self) -> tuple[Buffer, ...]:
-        if self._shown is None or self._shown[0] != self.value:
+        if self._uploaded is None or self._uploaded[0] != self.value:
             number = numbers(self.value, as_dtype("int32"))
-            self._shown = (self.value, self._device.upload(number))
-        return (self._shown[1],)
+            self._uploaded = (self.value, self._device.upload(number))
+        return (self._uploaded[1],)
 
 
 # Content of the memory of a sum: invalid or not allocated, or the sum.
