@@ -17,11 +17,6 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidVariableError",
     "MixedDtypesError",
-    "NotCopied",
-    "about",
-    "brief",
-    "listed",
-    "repeated",
 ]
 
 
@@ -80,16 +75,16 @@ class NotCopied:
     """Base class of objects that hold devices and cannot be pickled or copied.
 
     Attributes:
-        _copied_as: what to do instead, as the end of the error message.
+        _copy_hint: what to do instead, as the end of the error message.
     """
 
     __slots__ = ()
 
-    _copied_as = ""
+    _copy_hint = ""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         name = type(self).__name__
-        raise TypeError(f"{name} objects cannot be pickled or copied; {self._copied_as}")
+        raise TypeError(f"{name} objects cannot be pickled or copied; {self._copy_hint}")
 
 
 def about(what: str, error: TypeError | ValueError) -> TypeError | ValueError:

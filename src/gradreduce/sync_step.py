@@ -13,7 +13,7 @@ from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
 from gradreduce.accumulator.validate import as_required, as_step
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import to_buffer
-from gradreduce.arrays.convert_gpu import reading
+from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
@@ -61,7 +61,7 @@ class SyncStep(NotCopied):
         TypeError: an argument of another type.
     """
 
-    _copied_as = ("pass the state_dict() of its optimizer and of each of its accumulators, and "
+    _copy_hint = ("pass the state_dict() of its optimizer and of each of its accumulators, and "
                   "load them into a new step")  # fmt: skip
 
     def __init__(
@@ -257,7 +257,7 @@ def _checked_terms(
         placed = [to_buffer(term, device, dtype=variable.dtype) for term in terms]
     except (TypeError, ValueError) as error:
         raise about(where, error) from None
-    reading(placed)
+    wait_for_inputs(placed)
     for buffer in placed:
         if (buffer.shape, buffer.dtype) != (variable.shape, variable.dtype):
             raise ValueError(

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradreduce.ops import RowIndex, alike, merged_row_index, plan_segments
+from gradreduce.ops import RowIndex, expand_divisors, merged_row_index, plan_segments
 from gradreduce.ops.row_index import MAX_TOUCHES
 
 ROWS = st.lists(st.integers(0, 12), unique=True, max_size=8).map(sorted)
@@ -94,8 +94,8 @@ def test_equal_counts_are_one_number():
 
 def test_divisors_are_numbers_only_if_they_are_one():
     plans = [plan_segments(np.arange(size)) for size in (2, 3)]
-    assert alike([3.0, 3.0], plans) == [3.0, 3.0]
+    assert expand_divisors([3.0, 3.0], plans) == [3.0, 3.0]
     for both in ([3.0, 2.0], [3.0, np.array([3.0, 3.0, 3.0])]):
-        made = alike(both, plans)
+        made = expand_divisors(both, plans)
         assert [by.tolist() for by in made] == [[3.0, 3.0], np.broadcast_to(both[1], 3).tolist()]
         assert {by.dtype for by in made} == {np.dtype("float64")}

@@ -8,7 +8,7 @@ from support.exact_data import DTYPES, random_data, same
 from support.implementations import Operand, recorded, start_patterns, wide_of
 
 from gradreduce.device import as_dtype
-from gradreduce.ops import plan_segments, ready_segment_sum, segment_sum
+from gradreduce.ops import plan_segments, segment_sum_command, segment_sum
 from gradreduce.ops.segment_sum import SEGMENT_SUM
 
 INDICES = np.array([3, 9, 3, 0, 3, 9, 5, 2**40, 0, 3])  # five segments
@@ -95,7 +95,7 @@ def test_one_launch_for_sums_that_are_new_and_sums_that_are_there(device):
 def test_what_is_ready_has_uploaded_and_not_launched(device):
     out, term = (Operand(device, random_data((size,), "float32")) for size in (28, 40))
     with recorded(device) as journal:
-        launch = ready_segment_sum(
+        launch = segment_sum_command(
             [out.buffer.view(0, (7, 4))], [term.buffer.view(0, (10, 4))],
             [plan_segments(INDICES)], into=[MIXED],
         )  # fmt: skip

@@ -129,7 +129,7 @@ def test_a_gradient_may_lie_elsewhere_at_a_later_step(mesh):
 def test_what_was_lent_before_is_read_in_order(mesh, monkeypatch):
     """A Buffer of a PerReplica is still the memory of its library, whose stream has gone on."""
     read = []
-    monkeypatch.setattr("gradreduce.optim.update_plan.reading", read.extend)
+    monkeypatch.setattr("gradreduce.optim.update_plan.wait_for_inputs", read.extend)
     lent = gr.PerReplica([np.ones(3, "float32")] * len(mesh), mesh).buffers[0]
     variable = gr.Variable(np.zeros(3, "float32"), device=mesh.devices[0])
     optimizer = gr.GradientDescentOptimizer(1.0)

@@ -33,14 +33,14 @@ def mesh(monkeypatch):
 def lane(monkeypatch):
     """Whether each sum was made so."""
     taken = []
-    usual = ops.added_on_host
+    usual = ops.add_on_host
 
     def watched(terms, device):
         made = usual(terms, device)
         taken.append(made is not None)
         return made
 
-    monkeypatch.setattr(ops, "added_on_host", watched)
+    monkeypatch.setattr(ops, "add_on_host", watched)
     return taken
 
 

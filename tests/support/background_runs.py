@@ -86,7 +86,7 @@ def _key(mark: pytest.Mark) -> Hashable:
     return mark.args, frozenset(mark.kwargs.items())
 
 
-_beside = pytest.StashKey[Beside]()
+_make_like = pytest.StashKey[Beside]()
 
 
 @pytest.hookimpl(trylast=True)
@@ -99,13 +99,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Starts the first process, once all tests of the run are known."""
     marks = [mark for item in session.items for mark in item.iter_markers("early")]
     if marks and not session.config.option.collectonly:
-        session.config.stash[_beside] = Beside(marks)
+        session.config.stash[_make_like] = Beside(marks)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Ends a process that still runs, whatever ended the run."""
-    if _beside in config.stash:
-        config.stash[_beside].stop()
+    if _make_like in config.stash:
+        config.stash[_make_like].stop()
 
 
 def environment(**changed: str) -> dict[str, str]:
@@ -118,4 +118,4 @@ def environment(**changed: str) -> dict[str, str]:
 @pytest.fixture
 def early(request: pytest.FixtureRequest) -> Ended:
     """The result of this test's process."""
-    return request.config.stash[_beside].ended(request.node.get_closest_marker("early"))
+    return request.config.stash[_make_like].ended(request.node.get_closest_marker("early"))

@@ -29,7 +29,7 @@ class ConditionalAccumulatorBase(NotCopied):
     a flag there instead.
     """
 
-    _copied_as = "pass its state_dict(), and load that into a new one"
+    _copy_hint = "pass its state_dict(), and load that into a new one"
 
     def __init__(self, state: AccumulatorState, name: str) -> None:
         self._state = state

@@ -14,7 +14,7 @@ from typing import Any
 
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.convert import as_result_kind, from_buffer
-from gradreduce.arrays.convert_gpu import Kind, reading
+from gradreduce.arrays.convert_gpu import Kind, wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part
 from gradreduce.arrays.indexed_slices import as_slices
 from gradreduce.arrays.variable import Variable
@@ -220,7 +220,7 @@ def _all_or_none(
             return False
     with StreamScope():
         pending_gradients = for_each(_pending_gradient, calls, name_of)
-        reading([_rows_of(part) for each in pending_gradients for _, part in each.parts])
+        wait_for_inputs([_rows_of(part) for each in pending_gradients for _, part in each.parts])
         with DeferInterrupts():  # also completes the takes that now have enough
             kept, completed = apply_pending(pending_gradients, step, name_of)
             complete_multi(completed)

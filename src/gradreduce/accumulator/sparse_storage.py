@@ -30,7 +30,7 @@ from gradreduce.device import (
     to_accessible,
 )
 from gradreduce.errors import brief
-from gradreduce.ops import Indices, RowIndex, Segments, alike, merged_row_index, plan_segments
+from gradreduce.ops import Indices, RowIndex, Segments, expand_divisors, merged_row_index, plan_segments
 from gradreduce.reduce.aggregation import rows_together
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.arguments import Request
@@ -187,7 +187,7 @@ def _additions(growing: Sequence[_GrowingSum], wave: int) -> list[tuple[bool, Ca
         sharing = [growing[index] for index in indices]
         steps = [each.steps[wave] for each in sharing]
         devices = [each.device for each in sharing] + [rows.device for rows, _, _ in steps]
-        add = ops.ready_segment_sum(
+        add = ops.segment_sum_command(
             [each.values for each in sharing if each.values is not None],
             [rows for rows, _, _ in steps],
             [segments for _, segments, _ in steps],
@@ -278,7 +278,7 @@ def _merged(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...
         (plan.num_segments, *rows.shape[1:]) for rows, plan in zip(values, plans, strict=True)
     ]
     outs, flat_buffers = _allocate_results(states, shapes)
-    coalesced(values, plans, outs=outs, divisors=alike(divisors, plans))
+    coalesced(values, plans, outs=outs, divisors=expand_divisors(divisors, plans))
     found: list[Sequence[Part]] = [(out,) for out in outs]
     for flat, offsets in flat_buffers:
         copies = broadcast_values(flat, states[next(iter(offsets))].devices)

@@ -17,12 +17,12 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError
 __all__ = [
     "StreamScope",
     "SuspendedScope",
-    "is_read",
-    "is_read_later",
+    "keep_alive",
+    "keep_alive_longer",
     "record_input",
     "release_inputs",
     "unchecked",
-    "unfenced",
+    "unsynchronized",
 ]
 
 _Place = tuple[Device, int]  # whose compute queue, and the handle of a caller's stream
@@ -138,7 +138,7 @@ class SuspendedScope:
             _thread.suspended, _thread.scope = self._outer, self._scope
 
 
-def unfenced(device: Device, stream: Stream | None, *, leaving: bool) -> Stream | None:
+def unsynchronized(device: Device, stream: Stream | None, *, leaving: bool) -> Stream | None:
     """Returns ``stream``, or None if this call has synchronized with it already."""
     scope = _thread.scope
     if scope is None or stream is None:
@@ -171,7 +171,7 @@ def record_input(device: Device, stream: Stream, *, read: bool = False) -> None:
         scope.inputs[index] = (first, read or was_read)
 
 
-def is_read(block: Block) -> None:
+def keep_alive(block: Block) -> None:
     """Keeps a caller's array alive until its stream waits for this call."""
     scope = _thread.scope or _thread.suspended
     if scope is not None and not block.owned:
@@ -179,7 +179,7 @@ def is_read(block: Block) -> None:
         scope.read.add(block.remains)
 
 
-def is_read_later(block: Block) -> None:
+def keep_alive_longer(block: Block) -> None:
     """Keeps a caller's array alive beyond this call, since later work reads it too."""
     if _thread.scope is not None and hasattr(block, "remains"):
         _thread.scope.read.discard(block.remains)

@@ -26,8 +26,8 @@ from .convert_gpu import (
     adopt_cupy,
     adopt_foreign,
     download_foreign,
-    fence_in,
-    fence_out,
+    wait_for_current_stream,
+    block_current_stream,
     from_gpu,
 )
 
@@ -86,7 +86,7 @@ def _kind_of_class(cls: type) -> Kind:
             return kind
     if hasattr(cls, "__cuda_array_interface__"):  # Numba, RMM, ...: what CuPy would make of it
         return "cuda"
-    hint = getattr(cls, "_instead", "")  # of traced values of ``autodiff``
+    hint = getattr(cls, "_hint", "")  # of traced values of ``autodiff``
     raise TypeError(f"{cls.__name__} is not an array, a list of numbers or a Buffer{hint}")
 
 
@@ -345,7 +345,7 @@ class _FlatConverter:
         """Makes our queues wait for the library's current streams; host arrays are ready."""
         for buffer in buffers:
             if buffer.device.mesh_state.backend != "sim" and output_type != "buffer":
-                fence_in(buffer, as_result_kind(output_type, "native"))
+                wait_for_current_stream(buffer, as_result_kind(output_type, "native"))
 
     def from_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
         """Makes the library's current streams wait for our queues; host arrays: the host waits."""
@@ -425,7 +425,7 @@ class _Gradients:
     def replaced(self) -> list[tuple[int, Any, Any]]:
         """Finds the parameters whose ``.grad`` is no longer their view; see ``Attached``."""
         found = []
-        for tensor, (owner, view, address) in enumerate(self._rows):  # at each play: only compares
+        for tensor, (owner, view, address) in enumerate(self._rows):  # at each replay: only compares
             parameter = owner()
             if parameter is not None:
                 grad = parameter.grad
@@ -470,7 +470,7 @@ class _Gradients:
                 parameter.grad = view
                 self._rows[tensor] = (self._rows[tensor][0], ref(view), self._rows[tensor][2])
         if replaced and block.device.mesh_state.backend == "cuda":
-            fence_in(buffer, "torch")
+            wait_for_current_stream(buffer, "torch")
 
 
 def _no_view() -> None:
@@ -482,7 +482,7 @@ def hand_over(buffer: Buffer, kind: Kind) -> None:
     if buffer.device.mesh_state.backend == "sim":
         buffer.device.release(buffer)
     else:
-        fence_out(buffer, kind)
+        block_current_stream(buffer, kind)
 
 
 FlatBuffer.array_converter = _FlatConverter()

@@ -18,7 +18,7 @@ from gradreduce.device import Buffer, Device, Stream, handle_of, wait_for_stream
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import CaptureError, DeviceMismatchError
 
-from .caller_streams import is_read, record_input, unchecked, unfenced
+from .caller_streams import keep_alive, record_input, unchecked, unsynchronized
 
 __all__ = [
     "Kind",
@@ -26,11 +26,11 @@ __all__ = [
     "adopt_foreign",
     "current_of",
     "download_foreign",
-    "fence_in",
-    "fence_out",
+    "wait_for_current_stream",
+    "block_current_stream",
     "from_gpu",
     "on_gpu_of",
-    "reading",
+    "wait_for_inputs",
 ]
 
 # "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
@@ -88,7 +88,7 @@ def adopt_foreign(
     return _adopt(memory, device, stream, writable=writable)
 
 
-def reading(buffers: Iterable[Buffer]) -> None:
+def wait_for_inputs(buffers: Iterable[Buffer]) -> None:
     """Makes a call wait for the streams of callers' arrays that it reads.
 
     Those are the current streams of their libraries, as if the arrays (of a ``PerReplica``, say)
@@ -98,12 +98,12 @@ def reading(buffers: Iterable[Buffer]) -> None:
     for kind, device in {(buffer.array_owner, buffer.device) for buffer in external}:
         if kind is not None and device.mesh_state.backend == "cuda":
             stream = current_of(device, kind)
-            if unfenced(device, stream, leaving=False) is not None:
+            if unsynchronized(device, stream, leaving=False) is not None:
                 wait_for_stream(device, stream)
             record_input(device, stream)
     for buffer in external:
         if buffer.device.mesh_state.backend == "cuda":
-            is_read(buffer.block)
+            keep_alive(buffer.block)
 
 
 def download_foreign(array: Any) -> np.ndarray:
@@ -197,11 +197,11 @@ def _adopt(
             f"the array is on GPU {gpu}, which is not in the mesh {device.mesh}"
         )
     if array.flags.c_contiguous:
-        fenced = unfenced(home, stream, leaving=False) if once else stream
+        fenced = unsynchronized(home, stream, leaving=False) if once else stream
         buffer = home.adopt(array, fenced, writable=writable)
         if stream is not None and (writable or once):
             record_input(home, stream)
-            is_read(buffer.block)
+            keep_alive(buffer.block)
         return buffer
     current = sys.modules["cupy"].cuda.get_current_stream(gpu)
     home.mesh_state.check_free(home, "a copy of an array that is not contiguous")
@@ -242,12 +242,12 @@ def _current(gpu: int) -> Stream:
 # ---- out -----------------------------------------------------------------------------------------
 
 
-def fence_in(buffer: Buffer, kind: Kind) -> None:
+def wait_for_current_stream(buffer: Buffer, kind: Kind) -> None:
     """Makes our queue wait for the current stream of the library of ``kind``."""
     wait_for_stream(buffer.device, current_of(buffer.device, kind))
 
 
-def fence_out(buffer: Buffer, kind: Kind) -> None:
+def block_current_stream(buffer: Buffer, kind: Kind) -> None:
     """Makes the current stream of the library of ``kind`` wait for our queue."""
     _released(buffer, current_of(buffer.device, kind))
 
@@ -294,4 +294,4 @@ def _to_torch(buffer: Buffer) -> Any:
 
 def _released(buffer: Buffer, consumer: Stream) -> Any:
     buffer.block.record_stream(consumer)
-    return buffer.device.release(buffer, unfenced(buffer.device, consumer, leaving=True))
+    return buffer.device.release(buffer, unsynchronized(buffer.device, consumer, leaving=True))

@@ -72,8 +72,8 @@ class DistributedValues(NotCopied):
             An error about one value names its replica.
     """
 
-    _copied_as = "pass NumPy arrays, [buffer.numpy() for buffer in value.buffers]"
-    _instead = (
+    _copy_hint = "pass NumPy arrays, [buffer.numpy() for buffer in value.buffers]"
+    _hint = (
         "; use AllReduceCrossDeviceOps().reduce(op, value, value) to sum the replicas, or value[0] "
         "for one of them"
     )
@@ -207,7 +207,7 @@ class DistributedValues(NotCopied):
         """The axis order of ``values`` in memory; None for C order."""
         return self._form
 
-    def forget_copies(self) -> None:
+    def discard_copies(self) -> None:
         """Drops ``parts`` that are copies of ``values``; the next use copies again.
 
         Each call that reads ``parts`` calls this first: the arrays may have been written since.

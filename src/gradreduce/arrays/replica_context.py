@@ -12,7 +12,7 @@ from gradreduce.device import Buffer, Device, Mesh, as_index
 from gradreduce.errors import about, brief
 
 from .convert import kind_of, to_buffer
-from .convert_gpu import reading
+from .convert_gpu import wait_for_inputs
 from .trace_context import current_reader
 
 __all__ = ["current_device", "current_replica", "on_current_devices", "replica", "replica_on"]
@@ -89,7 +89,7 @@ def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
             except (TypeError, ValueError) as error:
                 raise (about(f"input {index}", error) if len(values) > 1 else error) from None
         placed.append(value)
-    reading(placed)
+    wait_for_inputs(placed)
     return placed
 
 

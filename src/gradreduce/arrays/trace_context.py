@@ -2,7 +2,7 @@
 
 NumPy's functions find a traced value by NumPy's own protocols. Our functions that accept one
 (``gr.add_n``) are ``traceable``: they dispatch a call in the same way. NumPy also dispatches
-``np.asarray(x, like=variable)``: ``made_like``.
+``np.asarray(x, like=variable)``: ``make_like``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
     "check_unread",
     "current_reader",
     "holds_traceable",
-    "made_like",
+    "make_like",
     "reading_by",
     "traceable",
 ]
@@ -100,7 +100,7 @@ def holds_traceable(value: Any) -> bool:
     return any(isinstance(each, Traceable) for each in within)
 
 
-def made_like(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], array: Any) -> Any:
+def make_like(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], array: Any) -> Any:
     """Runs NumPy's creating ``function`` with ``like=array``, a plain array.
 
     For a call that NumPy dispatches because of ``like=``, which it has removed: none of its

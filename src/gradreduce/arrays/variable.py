@@ -38,9 +38,9 @@ from .convert import (
     shape_and_dtype,
     to_buffer,
 )
-from .convert_gpu import on_gpu_of, reading
+from .convert_gpu import on_gpu_of, wait_for_inputs
 from .replica_context import current_replica
-from .trace_context import check_unread, current_reader, made_like
+from .trace_context import check_unread, current_reader, make_like
 from .variable_operators import Readable
 
 __all__ = ["Variable", "get_variable", "reused"]
@@ -71,7 +71,7 @@ class Variable(NotCopied, Readable):
         ValueError: ``trainable`` with a dtype that is not a float, or a device outside the mesh.
     """
 
-    _copied_as = "pass variable.numpy(), and make a new Variable of it"
+    _copy_hint = "pass variable.numpy(), and make a new Variable of it"
 
     @StreamScope()
     def __init__(
@@ -214,10 +214,10 @@ class Variable(NotCopied, Readable):
             copy_over(current.device, copied, current)
             return from_buffer(copied, kind)
 
-    def _beside(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _make_like(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         current = self._current()
         with StreamScope(), on_gpu_of(current.device):
-            return made_like(function, args, kwargs, from_buffer(current, "native"))
+            return make_like(function, args, kwargs, from_buffer(current, "native"))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
@@ -322,7 +322,7 @@ class Variable(NotCopied, Readable):
             source = to_buffer(value, buffer.device, dtype=self.dtype)
         except (TypeError, ValueError) as error:
             raise about(f"the value for the variable {brief(self.name)}", error) from None
-        reading([source])
+        wait_for_inputs([source])
         if (source.shape, source.dtype) != (self.shape, self.dtype):
             raise ValueError(
                 f"the value is {source.dtype}{list(source.shape)}, but the variable "
@@ -475,7 +475,7 @@ def _accessible(device: Device, source: Buffer) -> Buffer:
 def _copied(value: Any, device: Device, dtype: DType) -> Buffer:
     """Copies ``value``, cast to ``dtype``, into a new Buffer."""
     source = to_buffer(value, device, dtype=dtype)
-    reading([source])
+    wait_for_inputs([source])
     if source.dtype != dtype:
         source = device.upload(converted(source.numpy(), dtype))
     copied = device.empty(source.shape, dtype)

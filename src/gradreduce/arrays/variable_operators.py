@@ -81,7 +81,7 @@ class Readable(Traceable):
         """Returns the value."""
 
     @abstractmethod
-    def _beside(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _make_like(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs NumPy's creating ``function`` on the value's device, without reading the value."""
 
     __add__, __radd__ = _before(operator.add), _after(operator.add)
@@ -146,7 +146,7 @@ class Readable(Traceable):
         self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
     ) -> Any:
         if not any(holds_traceable(each) for each in (*args, *kwargs.values())):
-            return self._beside(function, args, kwargs)
+            return self._make_like(function, args, kwargs)
         if _writes_readable(function, args, kwargs):
             _reject_in_place(self, None)
         named = {name: _read(each) for name, each in kwargs.items()}

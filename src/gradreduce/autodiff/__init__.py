@@ -6,13 +6,11 @@ Start reading with ``tape.py``.
 from __future__ import annotations
 
 from .array_methods import stop_gradient
-from .gradients import gradients_of
 from .rules_indexing import embedding_lookup
 from .rules_losses import logsumexp, relu, sigmoid, softmax_cross_entropy
 
 __all__ = [
     "embedding_lookup",
-    "gradients_of",
     "logsumexp",
     "relu",
     "sigmoid",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradreduce.arrays.caller_streams import StreamScope, is_read_later
+from gradreduce.arrays.caller_streams import StreamScope, keep_alive_longer
 from gradreduce.arrays.convert import from_buffer, to_buffer
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import IndexedSlices
@@ -119,7 +119,7 @@ class TermAccumulator:
             buffer = to_buffer(_dense(term), device)
             self._device_sum.check(buffer.shape, buffer.dtype)
             self._device_sum.push(buffer)
-            is_read_later(buffer.block)  # possibly by the next push
+            keep_alive_longer(buffer.block)  # possibly by the next push
 
 
 def _dense(term: Any) -> Any:

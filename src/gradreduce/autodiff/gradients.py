@@ -14,7 +14,7 @@ import numpy as np
 
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer, is_array
-from gradreduce.arrays.convert_gpu import Kind, fence_in, on_gpu_of
+from gradreduce.arrays.convert_gpu import Kind, wait_for_current_stream, on_gpu_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.trace_context import Reader, current_reader, reading_by
 from gradreduce.arrays.variable import Variable
@@ -265,7 +265,7 @@ def _follow(copies: Iterable[Buffer], kind: Kind) -> None:
         if copy.device.mesh_state.backend != "sim":
             # A failed device cannot be written any more.
             with suppress(BackendUnavailableError, CollectiveError):
-                fence_in(copy, kind)
+                wait_for_current_stream(copy, kind)
 
 
 def _plain(copy: Buffer) -> Any:

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from gradreduce.arrays.convert_gpu import on_gpu_of
-from gradreduce.arrays.trace_context import Traceable, holds_traceable, made_like
+from gradreduce.arrays.trace_context import Traceable, holds_traceable, make_like
 from gradreduce.device import Device
 
 from .accumulate_terms import TermAccumulator
@@ -123,7 +123,7 @@ class Traced(ArrayMethods, Traceable):
     """
 
     __slots__ = ("is_view", "node", "value")
-    _instead = ": gr.autodiff.stop_gradient(x) is the plain value of what a loss computes with"
+    _hint = ": gr.autodiff.stop_gradient(x) is the plain value of what a loss computes with"
     __array_priority__ = 1000  # above CuPy's 100
 
     def __init__(self, value: Any, node: Node, *, is_view: bool = False) -> None:
@@ -181,7 +181,7 @@ class Traced(ArrayMethods, Traceable):
             kwargs = {name: arg for name, arg in kwargs.items() if name != "out"}
         if not any(holds_traceable(arg) for arg in (*args, *kwargs.values())):
             with on_gpu_of(self.node.device):
-                return made_like(function, args, kwargs, _unwrap(self))
+                return make_like(function, args, kwargs, _unwrap(self))
         return apply(function, args, kwargs)
 
     def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:

@@ -196,7 +196,7 @@ class Buffer(NotCopied):
             memory it is, or ``"copy"`` if it holds a copy of one; None for every other.
     """
 
-    _copied_as = "pass buffer.numpy(), and upload it with device.put(array)"
+    _copy_hint = "pass buffer.numpy(), and upload it with device.put(array)"
 
     __slots__ = (
         "__weakref__",

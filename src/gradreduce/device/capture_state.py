@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["CaptureState"]
 
 
-class _Mine(threading.local):
+class _ThreadState(threading.local):
     """The capture that the current thread is in, of any mesh."""
 
     capture: Capture | None = None
 
 
-_mine = _Mine()
+_thread_state = _ThreadState()
 
 
 class CaptureState(ABC):
@@ -37,31 +37,31 @@ class CaptureState(ABC):
     recorder: Recorder
 
     def __init__(self) -> None:
-        self._mine = _mine
+        self._thread_state = _thread_state
         self.check_outside("opening a mesh")
 
     @property
     def capture(self) -> Capture | None:
         """The capture that records this thread's work; None outside of one."""
-        return self._mine.capture
+        return self._thread_state.capture
 
     @property
     def sink(self) -> Sink:
         """Receives this thread's records: the open capture, else the journals."""
-        return self._mine.capture or self.recorder
+        return self._thread_state.capture or self.recorder
 
     @contextmanager
     def capturing(self, capture: Capture) -> Iterator[None]:
         """Context manager: ``capture`` records this thread's work."""
-        self._mine.capture = capture
+        self._thread_state.capture = capture
         try:
             yield
         finally:
-            self._mine.capture = None
+            self._thread_state.capture = None
 
     def entering(self, device: Device, stream: Stream | None) -> Stream | None:
         """Returns the stream to wait for now; None in a capture, which waits per call."""
-        capture = self._mine.capture
+        capture = self._thread_state.capture
         if capture is None or stream is None:
             return stream
         capture.enters(device, stream)
@@ -69,7 +69,7 @@ class CaptureState(ABC):
 
     def new_mark(self, device: Device, queue: Queue, event: Any) -> Mark:
         """Makes a mark; one made inside a capture has no meaning outside."""
-        capture = self._mine.capture
+        capture = self._thread_state.capture
         if capture is None:
             self.flight_recorder.marked(device, queue, event)
             return Mark(device, queue, event)
@@ -83,7 +83,7 @@ class CaptureState(ABC):
         Raises:
             CaptureError: it was made inside a capture, and this is outside.
         """
-        capture = self._mine.capture
+        capture = self._thread_state.capture
         if capture is not None:
             return capture.waits_for(mark)
         if type(mark) is CapturedMark:
@@ -100,7 +100,7 @@ class CaptureState(ABC):
 
     def check_outside(self, what: str) -> None:
         """Raises ``CaptureError`` inside a capture of any mesh."""
-        if self._mine.capture is not None:
+        if self._thread_state.capture is not None:
             raise CaptureError(
                 f"{what} is not allowed inside a capture, which records only launches, copies, "
                 "marks and waits: do it before the capture"
@@ -108,7 +108,7 @@ class CaptureState(ABC):
 
     def check_compiled(self, device: Device, kernel: Kernel, template: Template) -> None:
         """Raises ``CaptureError`` inside a capture for a kernel that must be compiled."""
-        if self._mine.capture is not None and not device._is_prepared(kernel, template):
+        if self._thread_state.capture is not None and not device._is_prepared(kernel, template):
             self.check_free(device, f"compiling {kernel.name}")
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 A reduction runs once while a command list is open. Each launch, copy, wait and collective is kept
 as a function that submits it again, with the arguments, tables and memory of the first time: to
-play the list allocates nothing, checks no operand and builds no table.
+replay the list allocates nothing, checks no operand and builds no table.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def wait_for_readers(spans: Iterable[Span]) -> None:
 class CommandList:
     """The commands that a thread submitted while this was open, in order.
 
-    Marks made before it was opened are not waited for when it is played: whoever plays it says
-    what comes before, and plays it again only behind itself (``join`` at its end does that).
+    Marks made before it was opened are not waited for when it is replayed: whoever replays it says
+    what comes before, and replays it only behind itself (``join`` at its end does that).
     """
 
     def __init__(self) -> None:
         self._entries: list[tuple[Command, tuple[Record, ...]]] = []
         self._kept: dict[int, Any] = {}  # blocks, alive as long as the list
-        # id of a mark -> the mark, where its event is at each play, its place, whether waited for
+        # id of a mark -> the mark, where its event is at each replay, its place, whether waited for
         self._marks: dict[int, tuple[Mark, list[Any], int]] = {}
         self._waited: set[int] = set()
 
@@ -92,7 +92,7 @@ class CommandList:
         self._entries = [each for index, each in enumerate(self._entries) if index not in idle]
         self._marks.clear()
 
-    def play(self, recorder: Sink) -> None:
+    def replay(self, recorder: Sink) -> None:
         """Submits all commands again, in order."""
         for command, records in self._entries:
             command()

@@ -218,7 +218,7 @@ class Device(NotCopied, Backend):
         defers: whether work may still be waiting when the call that gave it has returned.
     """
 
-    _copied_as = "open a mesh by gr.open_mesh where it is needed"
+    _copy_hint = "open a mesh by gr.open_mesh where it is needed"
 
     mesh: Mesh
     defers: bool = False

@@ -167,9 +167,9 @@ class Capture:
                 self.backend.abandon()
                 raise
 
-    def play(self, command_list: CommandList) -> None:
+    def capture_commands(self, command_list: CommandList) -> None:
         """Captures the commands of a list, which must outlive this capture with its memory."""
-        command_list.play(self)
+        command_list.replay(self)
 
     def __call__(self) -> None:
         """Runs the captured work; the host does not wait.
@@ -261,7 +261,7 @@ class Capture:
         self._earlier.append(mark)
         return False
 
-    def is_read(self, mark: Mark, part: Buffer) -> None:
+    def record_reader(self, mark: Mark, part: Buffer) -> None:
         """Records a copy inside that reads ``part``; later writers wait for the call."""
         self._reads.append((mark, part))
 

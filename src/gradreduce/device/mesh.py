@@ -42,7 +42,7 @@ class Mesh(NotCopied):
         num_processes: that share the work.
     """
 
-    _copied_as = "open one by gr.open_mesh where it is needed"
+    _copy_hint = "open one by gr.open_mesh where it is needed"
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ class MeshState(CaptureState):
         on_wake: what to call, in a thread of its own, so that who waits in a queue looks again.
         on_failure: what to call when the mesh fails, in that thread; it must not wait.
         library_error: what the collective library says is wrong, for the watchdog, which asks it.
-        library_ended: whether the library has ended what it did when the mesh failed, within so
+        library_finished: whether the library has ended what it did when the mesh failed, within so
             many seconds.
         recorder: where devices write what they did.
         flight_recorder: the last operations given to the devices, always.
@@ -83,7 +83,7 @@ class MeshState(CaptureState):
         self.on_failure: list[Callable[[], None]] = []
         self.on_wake: list[Callable[[], None]] = []
         self.library_error: Callable[[], str | None] = lambda: None
-        self.library_ended: Callable[[float], bool] = lambda seconds: True
+        self.library_finished: Callable[[float], bool] = lambda seconds: True
         self.launch_lock = threading.RLock()
         self.order_lock = threading.RLock()
         self.failed: dict[int, str] = {}
@@ -158,7 +158,7 @@ class MeshState(CaptureState):
     @property
     def pending_call(self) -> PendingCall | None:
         """The call with a deadline that this thread is in; None inside a capture."""
-        return self._issued.pending_call if self._mine.capture is None else None
+        return self._issued.pending_call if self._thread_state.capture is None else None
 
     @property
     def has_deadline(self) -> bool:
@@ -186,7 +186,7 @@ class MeshState(CaptureState):
         except BaseException as error:
             self._issued.count += not (defers and isinstance(error, Exception))
             raise
-        if self._mine.capture is None:
+        if self._thread_state.capture is None:
             flight = (
                 self.flight_recorder
             )  # as its `add` does, whose call would be a fifth of all this costs
@@ -400,7 +400,7 @@ class MeshState(CaptureState):
             raise BackendUnavailableError(
                 f"device {device.name} was lost: {self.failed[device.physical]}"
             )
-        capture = self._mine.capture
+        capture = self._thread_state.capture
         if capture is not None:
             capture.check(device)
 

@@ -65,25 +65,25 @@ def _watch(mesh_state: ReferenceType[MeshState], inbox: _Inbox) -> None:
                 arrived()
             del arrived
             pause = _FIRST_LOOK
-        calls = _looked_at(mesh_state(), calls)
+        calls = _check_calls(mesh_state(), calls)
 
 
 def _rest(calls: list[PendingCall], pause: float) -> float:
     return max(0.0, min(pause, *(pending.remaining for pending in calls)))
 
 
-def _looked_at(mesh_state: MeshState | None, calls: list[PendingCall]) -> list[PendingCall]:
+def _check_calls(mesh_state: MeshState | None, calls: list[PendingCall]) -> list[PendingCall]:
     """Returns calls that are still open; fails the mesh if one is late or lost."""
     if mesh_state is None or mesh_state.reason is not None:
         return []
     try:
-        return _judged(mesh_state, calls)
+        return _still_open(mesh_state, calls)
     except Exception as error:  # of a driver: nobody would look any more, and nobody know
         mesh_state.fail(f"the devices cannot be queried: {error!r}")
         return []
 
 
-def _judged(mesh_state: MeshState, calls: list[PendingCall]) -> list[PendingCall]:
+def _still_open(mesh_state: MeshState, calls: list[PendingCall]) -> list[PendingCall]:
     ours = [pending for pending in calls if pending.generation == mesh_state.generation]
     open_ones = [pending for pending in ours if not pending.is_resolved]
     checks: tuple[Callable[[], str | None], ...] = (

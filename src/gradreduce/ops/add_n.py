@@ -13,7 +13,7 @@ from gradreduce.device.kernel import Arrays
 
 from .validate import SAME, TO_WIDE, as_elements, by_dtype, paired
 
-__all__ = ["ADD_N", "add_n", "added", "added_on_host", "cast_unchecked", "prepare_add_n"]
+__all__ = ["ADD_N", "add_n", "add_unchecked", "add_on_host", "cast_unchecked", "prepare_add_n"]
 
 # Up to this many inputs, the count is a template argument: all loads are in flight together.
 UNROLLED = 8
@@ -93,7 +93,7 @@ def cast_unchecked(outs: Sequence[Buffer], inputs: Sequence[Buffer], *, device: 
         device.launch(ADD_N, _template(to, of, 1), operands, (1,))
 
 
-def added(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
+def add_unchecked(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
     """Returns the sum of ``terms``, left to right, in a new Buffer on their device.
 
     As ``add_n`` without validation, which would dominate the host time of a small sum.
@@ -113,12 +113,12 @@ def added(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
     return out
 
 
-def added_on_host(terms: Sequence[Any], device: Device) -> Any:
+def add_on_host(terms: Sequence[Any], device: Device) -> Any:
     """Sums small NumPy arrays on the host, left to right; returns None if it cannot.
 
     It cannot if ``device`` does not compute on the host, there are fewer than two terms, or a term
     is not a NumPy array, is larger than ``SMALL``, differs in shape or dtype from the others, or is
-    not contiguous and aligned: then the caller validates, and calls ``added``.
+    not contiguous and aligned: then the caller validates, and calls ``add_unchecked``.
 
     Args:
         terms: any objects.

@@ -16,7 +16,7 @@ import numpy as np
 from .segment_sum import Divisor
 from .segments import Segments, plan_segments
 
-__all__ = ["RowIndex", "alike", "merged_row_index"]
+__all__ = ["RowIndex", "expand_divisors", "merged_row_index"]
 
 # Number of gradients whose touched rows are kept as lists. Counting each at once would cost a pass
 # over the counts of all rows for every gradient, even if it touches few.
@@ -128,7 +128,7 @@ def merged_row_index(sums: Sequence[RowIndex], *, mean: bool) -> tuple[Segments,
     return segments, float(by[0]) if (by == by[0]).all() else by
 
 
-def alike(divisors: Sequence[Divisor], segments: Sequence[Segments]) -> list[Divisor]:
+def expand_divisors(divisors: Sequence[Divisor], segments: Sequence[Segments]) -> list[Divisor]:
     """Expands divisors to arrays if they differ, so that one launch takes all."""
     numbers = {by for by in divisors if isinstance(by, float)}
     if len(numbers) < 2 and all(isinstance(by, float) for by in divisors):

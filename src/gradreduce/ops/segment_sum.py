@@ -32,7 +32,7 @@ from .validate import (
     elements,
 )
 
-__all__ = ["SEGMENT_SUM", "Divisor", "prepare_segment_sum", "ready_segment_sum", "segment_sum"]
+__all__ = ["SEGMENT_SUM", "Divisor", "prepare_segment_sum", "segment_sum_command", "segment_sum"]
 
 # The NumPy reference adds the k-th rows of all segments at once while k is below this, and then the
 # rest of each long segment on its own: both few long and many short ones need few NumPy calls.
@@ -146,12 +146,12 @@ def segment_sum(
         ValueError: sizes, rows or dtypes do not match, an output overlaps its values, ``into`` has
             a row twice or out of range, or integers would be divided.
     """
-    ready_segment_sum(
+    segment_sum_command(
         outs, values, segments, into=into, divisor=divisor, device=device, queue=queue
     )()
 
 
-def ready_segment_sum(
+def segment_sum_command(
     outs: Sequence[Buffer],
     values: Sequence[Buffer],
     segments: Sequence[Segments],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Indices", "Segments", "each_row", "joined_indices", "plan_segments"]
+__all__ = ["Indices", "Segments", "single_row_segments", "joined_indices", "plan_segments"]
 
 Indices = np.ndarray  # for modules that hold indices and do not import NumPy
 
@@ -55,7 +55,7 @@ def plan_segments(indices: np.ndarray) -> Segments:
     return Segments(ranked[starts], order, bounds)
 
 
-def each_row(num_rows: int) -> Segments:
+def single_row_segments(num_rows: int) -> Segments:
     """Segments of one row each, in the order of the rows."""
     return Segments(np.arange(num_rows), np.arange(num_rows), np.arange(num_rows + 1))
 

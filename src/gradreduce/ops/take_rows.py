@@ -14,7 +14,7 @@ from gradreduce.device.kernel import Arrays
 from .segments import Indices
 from .validate import check_apart, check_writable
 
-__all__ = ["TAKE_ROWS", "prepare_take_rows", "ready_take_rows", "take_rows"]
+__all__ = ["TAKE_ROWS", "prepare_take_rows", "take_rows_command", "take_rows"]
 
 
 def _take_rows_reference(table: Sequence[Arrays]) -> None:
@@ -62,10 +62,10 @@ def take_rows(
         ValueError: shapes or dtypes do not match, an output overlaps its values, or a row number
             is out of range.
     """
-    ready_take_rows(outs, values, rows, device=device, queue=queue)()
+    take_rows_command(outs, values, rows, device=device, queue=queue)()
 
 
-def ready_take_rows(
+def take_rows_command(
     outs: Sequence[Buffer],
     values: Sequence[Buffer],
     rows: Sequence[Indices],

@@ -8,7 +8,7 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.convert import from_buffer
-from gradreduce.arrays.convert_gpu import fence_in, on_gpu_of
+from gradreduce.arrays.convert_gpu import wait_for_current_stream, on_gpu_of
 from gradreduce.device import Buffer, Device
 from gradreduce.ops import Update
 
@@ -82,7 +82,7 @@ def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], lead
                 f"slots[{name!r}][...] = new"
             )
     if leader.mesh_state.backend != "sim":
-        fence_in(buffers[0], "native")
+        wait_for_current_stream(buffers[0], "native")
 
 
 def _only_read(gradient: Any, leader: Device) -> Any:

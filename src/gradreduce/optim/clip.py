@@ -8,7 +8,7 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import as_result_kind, from_buffer, host_array, kind_of, to_buffer
-from gradreduce.arrays.convert_gpu import reading
+from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, buffer_of, device_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.replica_context import current_device
@@ -115,7 +115,7 @@ def _mirrored(
                 f"t_list[{at}] and t_list[{index}] are on different devices; all Mirrored "
                 "tensors must be on the same ones"
             )
-        each.forget_copies()
+        each.discard_copies()
     on_each = [
         _clipped({p: each.parts[on] for p, each in present.items()}, limit, norm, device)
         for on, device in enumerate(first.devices)
@@ -146,7 +146,7 @@ def _clipped(
     for index, buffer in zip(parts, buffers, strict=True):
         if buffer.dtype.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
             raise ValueError(f"t_list[{index}] is {buffer.dtype}; it must be of a float dtype")
-    reading(buffers)
+    wait_for_inputs(buffers)
     accessible = [to_accessible(home, buffer) for buffer in buffers]
     double, acc_dtype = as_dtype("float64"), accumulate_dtype(buffers[0].dtype)
     for dtype in {buffer.dtype for buffer in accessible}:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradreduce import ops
 from gradreduce.arrays.convert import shape_and_dtype, to_buffer
-from gradreduce.arrays.convert_gpu import reading
+from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
 from gradreduce.arrays.trace_context import check_unread
@@ -142,7 +142,7 @@ def to_variables(
             _check_dense(grad, var)
         else:
             _check_parts(grad, var)
-    reading([part for grad in placed for part in _buffers(grad)])
+    wait_for_inputs([part for grad in placed for part in _buffers(grad)])
     per_replica = [(grad, grad) for grad in placed if isinstance(grad, PerReplica)]
     reduced: Sequence[Mirrored] = ()
     if per_replica:
@@ -163,7 +163,7 @@ def to_variables(
 def _placed(grad: Any, var: Variable) -> Given:
     """Converts a gradient to a Buffer or to IndexedSlices of one; keeps distributed ones."""
     if isinstance(grad, PerReplica | Mirrored):
-        grad.forget_copies()
+        grad.discard_copies()
         return grad
     first = var.buffers[0]
     try:

@@ -66,7 +66,7 @@ class Optimizer(NotCopied):
         ValueError: the name is empty, or ``master_dtype`` is something else.
     """
 
-    _copied_as = "pass its state_dict(), and load that into a new one"
+    _copy_hint = "pass its state_dict(), and load that into a new one"
 
     GATE_NONE = 0
     GATE_OP = 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.arrays.convert_gpu import reading
+from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import Part, device_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.staging import Staging
@@ -77,7 +77,7 @@ class Plan:
                 return None
             is_external = is_external or grad.array_owner is not None
         if is_external:
-            reading(gradients)
+            wait_for_inputs(gradients)
         return gradients
 
     def _from_host(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
@@ -198,7 +198,7 @@ def _ready(rows: Sequence[_Rows], leader: Device) -> tuple[Callable[[], None], C
     for dtype in {buffer.dtype for row in rows for buffer in row.update}:
         ops.prepare_segment_sum(leader, dtype, dtype)
         ops.prepare_take_rows(leader, dtype)
-    merge = ops.ready_segment_sum(
+    merge = ops.segment_sum_command(
         [row.merged for row in rows],
         [row.grad_rows for row in rows],
         [row.segments for row in rows],
@@ -209,16 +209,16 @@ def _ready(rows: Sequence[_Rows], leader: Device) -> tuple[Callable[[], None], C
         for row in rows
         for whole, part in zip(row.written, row.taken, strict=True)
     ]
-    take = ops.ready_take_rows(
+    take = ops.take_rows_command(
         [part for _, _, part in pairs],
         [whole for _, whole, _ in pairs],
         [row.segments.indices for row, _, _ in pairs],
         device=leader,
     )
-    put_back = ops.ready_segment_sum(
+    put_back = ops.segment_sum_command(
         [whole for _, whole, _ in pairs],
         [part for _, _, part in pairs],
-        [ops.each_row(row.segments.num_segments) for row, _, _ in pairs],
+        [ops.single_row_segments(row.segments.num_segments) for row, _, _ in pairs],
         into=[row.segments.indices for row, _, _ in pairs],
         device=leader,
     )

@@ -384,7 +384,7 @@ def _aggregate(
         method = AggregationMethod.EXPERIMENTAL_TREE
     tree = method is AggregationMethod.EXPERIMENTAL_TREE
     if kind == "native" and not tree:
-        made = ops.added_on_host(terms, current_device())
+        made = ops.add_on_host(terms, current_device())
         if made is not None:
             return made
     total = MultiDeviceSum(_AGGREGATORS[method], dtype_error)
@@ -489,7 +489,7 @@ def _on_current_device(term: Any) -> Buffer | IndexedSlices:
 def _described(inputs: Any) -> str:
     """Describes wrong inputs briefly, for an error message."""
     if not isinstance(inputs, list | tuple):
-        return f"one {type(inputs).__name__}{getattr(inputs, '_instead', '')}"
+        return f"one {type(inputs).__name__}{getattr(inputs, '_hint', '')}"
     if not inputs:
         return "none"
     indices = [str(index) for index, term in enumerate(inputs) if term is None]

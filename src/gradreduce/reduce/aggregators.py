@@ -51,7 +51,7 @@ class AddN(Aggregator):
 
     def total(self, dtype: DType) -> Buffer:
         """See ``Aggregator.total``."""
-        return self._terms[0] if len(self._terms) == 1 else ops.added(self._terms, dtype)
+        return self._terms[0] if len(self._terms) == 1 else ops.add_unchecked(self._terms, dtype)
 
 
 class OneBuffer(Aggregator):
@@ -231,7 +231,7 @@ def aggregate_buffers(
     if len(gradients) == 1 and not tree:
         terms = gradients[0]
         if not [term for term in terms if term.device is not device]:
-            return [terms[0] if len(terms) == 1 else ops.added(terms, terms[0].dtype)]
+            return [terms[0] if len(terms) == 1 else ops.add_unchecked(terms, terms[0].dtype)]
     made = [terms[0] for terms in gradients]
     direct, folded = [], []
     for index, terms in enumerate(gradients):

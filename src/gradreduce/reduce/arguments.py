@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import Form, axis_order, in_order, is_array, kind_of, to_buffer
-from gradreduce.arrays.convert_gpu import reading
+from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import (
     DistributedValues,
     Mirrored,
@@ -126,7 +126,7 @@ def checked_requests(
             value, destination = pair
             if not isinstance(value, DistributedValues):
                 value = _as_distributed(value, index, mesh or named_mesh(destination))
-            value.forget_copies()
+            value.discard_copies()
             matches = destination is value
             value, form = as_reduced(value, index, out) if elementwise else (value, None)
             _check_replicas(value, index)
@@ -141,7 +141,7 @@ def checked_requests(
             named = value.devices if matches else devices
             requests.append(Request(value, named, matches, None, form))
         external = [request.value for request in requests if request.value.external]
-        reading(buffer_of(part) for value in external for part in value.parts)
+        wait_for_inputs(buffer_of(part) for value in external for part in value.parts)
     return requests
 
 
@@ -399,7 +399,7 @@ def outs_of(out: Any, grads: Sequence[Any], keys: Sequence[Any]) -> list[list[An
 
 def _check_entries(name: str, entries: Any, count: int, why: str) -> None:
     if not isinstance(entries, list | tuple):
-        hint = getattr(entries, "_instead", "") if name == "grads" else ""
+        hint = getattr(entries, "_hint", "") if name == "grads" else ""
         raise ValueError(
             f"{name} must be a list or tuple with one entry for each of {count} devices, not "
             f"{type(entries).__name__}{hint}"

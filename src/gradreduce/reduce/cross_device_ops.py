@@ -12,7 +12,7 @@ from typing import Any
 
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.convert import as_result_kind
-from gradreduce.arrays.convert_gpu import Kind, reading
+from gradreduce.arrays.convert_gpu import Kind, wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
 from gradreduce.arrays.outputs import Out, release_outputs
 from gradreduce.backends.device_names import DeviceLike, as_device, is_device_like
@@ -238,7 +238,7 @@ class CrossDeviceOps(ABC):
         if out is not None:
             requests, outs = with_outs(requests, out, ReduceOp.SUM)
         devices = devices_of(requests)
-        reading([buffer_of(request.value.parts[0]) for request in requests])
+        wait_for_inputs([buffer_of(request.value.parts[0]) for request in requests])
         partial = note_partial(devices) if outs else nullcontext()
         with deadline_scope("broadcast", seconds, devices), partial:
             copied = [_copied(index, request) for index, request in enumerate(requests)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from gradreduce.arrays.caller_streams import StreamScope, is_read_later
+from gradreduce.arrays.caller_streams import StreamScope, keep_alive_longer
 from gradreduce.arrays.convert_gpu import Kind, current_of
 from gradreduce.arrays.distributed import Mirrored, Part
 from gradreduce.arrays.outputs import Out, count_writes, tensors_of
@@ -134,7 +134,7 @@ class PreparedStep(NotCopied):
         results: one ``Mirrored`` for each pair.
     """
 
-    _copied_as = "prepare the step again where it is needed"
+    _copy_hint = "prepare the step again where it is needed"
 
     _called = "a prepared step"
     flat: FlatBuffer | None = None  # set by ``FlatBuffer.prepare_all_reduce``: fenced by each call
@@ -152,7 +152,7 @@ class PreparedStep(NotCopied):
         self._lock = threading.Lock()
         self._held = [request.value for request in requests]  # what is read stays alive
         for buffer in _buffers_of(requests, outs):
-            is_read_later(buffer.block)
+            keep_alive_longer(buffer.block)
         self._boundary = _boundary_of(requests, kinds, outs)
         self._tensors = tensors_of(each for row in outs for each in row)
         self._pack_buffers = _flat_blocks_of(requests, outs)
@@ -221,7 +221,7 @@ class PreparedStep(NotCopied):
             if self._read is not self._mesh_state.last_read:  # somebody copies; maybe from a result
                 self._read = self._mesh_state.last_read
                 wait_for_readers(self._written)
-            self._play()
+            self._replay()
         count_writes(self._tensors)
         for each in boundaries:
             each.leave(self._outputs)  # which may wait: no lock is held by then
@@ -238,11 +238,11 @@ class PreparedStep(NotCopied):
             return [self._boundary, self._attached]
         return [self._boundary]
 
-    def _play(self) -> None:
+    def _replay(self) -> None:
         flight = self._mesh_state.flight_recorder
         label = flight.labelled(None)
         try:
-            self._command_list.play(self._mesh_state.recorder)
+            self._command_list.replay(self._mesh_state.recorder)
         finally:  # a call that fails leaves its pack's label set
             flight.labelled(label)
 
@@ -274,9 +274,9 @@ class CapturedStep(PreparedStep):
             requests, kinds, outs, lambda device: first_devices[device.physical]
         )
         with self._capture.recorded():
-            self._capture.play(self._command_list)
+            self._capture.capture_commands(self._command_list)
 
-    def _play(self) -> None:
+    def _replay(self) -> None:
         self._capture.submit()
 
 

@@ -85,7 +85,7 @@ def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algori
     with pytest.raises(CollectiveError, match=words):
         results[0][0].numpy()
     await_death(mesh)
-    assert mesh.mesh_state.library_ended(PATIENCE)
+    assert mesh.mesh_state.library_finished(PATIENCE)
     with pytest.raises(CollectiveError, match=r"queues have not finished: .*cuda:3"):
         mesh.reset(timeout=0.02)
     with pytest.raises(CollectiveError, match=words):
@@ -239,7 +239,7 @@ def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, 
     with inside_of_nccl(mesh, call):
         clock.pass_by(6)
         assert "the call itself has not submitted all" in await_death(mesh)
-        assert mesh.mesh_state.library_ended(PATIENCE)
+        assert mesh.mesh_state.library_finished(PATIENCE)
         assert [each._ended for each in before] == ["abort"] * 3
         with pytest.raises(CollectiveError, match="a call is still submitting work to the devices"):
             mesh.reset(timeout=0.02)
@@ -258,7 +258,7 @@ def test_an_abort_waits_for_a_thread_that_is_inside_of_nccl(here, mesh, monkeypa
     with inside_of_nccl(mesh, lambda: mesh.collective.all_reduce(buffers)):
         mesh.mesh_state.fail("for a test")
         await_death(mesh)
-        assert not mesh.mesh_state.library_ended(0.02)
+        assert not mesh.mesh_state.library_finished(0.02)
         assert [each._ended for each in before] == [""] * 3
     mesh.reset(timeout=PATIENCE)
     assert [each._ended for each in before] == ["abort"] * 3
@@ -334,7 +334,7 @@ def test_cliques_that_hang_on_one_gpu_are_aborted_at_once(here, mesh, version):
         mesh.collective.all_reduce(buffers)
     mesh.mesh_state.fail("for a test")
     await_death(mesh)
-    assert mesh.mesh_state.library_ended(PATIENCE)
+    assert mesh.mesh_state.library_finished(PATIENCE)
     assert [each._ended for each in before] == ["abort"] * len(before)
     free(here)
     mesh.reset(timeout=PATIENCE)

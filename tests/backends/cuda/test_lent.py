@@ -146,7 +146,7 @@ def test_an_array_is_held_until_the_call_that_reads_it_is_over(mesh, torch):
 
 
 @pytest.fixture
-def unfenced(monkeypatch):
+def unsynchronized(monkeypatch):
     """Inside, calls cannot tell a stream that lent to wait."""
 
     def refuse(device, stream):
@@ -161,22 +161,22 @@ def unfenced(monkeypatch):
     return patched
 
 
-def test_an_array_is_held_where_its_stream_could_not_be_told_to_wait(mesh, torch, unfenced):
+def test_an_array_is_held_where_its_stream_could_not_be_told_to_wait(mesh, torch, unsynchronized):
     tensor = on(torch, 0, data(SHAPE))
     lent = ref(tensor.array)
-    with unfenced():
+    with unsynchronized():
         made = gr.add_n([tensor, tensor], output_type="buffer")
     del tensor
     assert lent() is not None
     assert same(made.numpy(), data(SHAPE) * 2)
 
 
-def test_an_array_that_a_second_call_reads_is_held_again(mesh, torch, unfenced):
+def test_an_array_that_a_second_call_reads_is_held_again(mesh, torch, unsynchronized):
     tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
     lent, value = [ref(tensor.array) for tensor in tensors], gr.PerReplica(tensors, mesh)
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     ops.reduce(SUM, value, mesh, output_type="buffer")
-    with unfenced():
+    with unsynchronized():
         ops.reduce(SUM, value, mesh, output_type="buffer")
     del tensors, value
     assert all(array() is not None for array in lent)

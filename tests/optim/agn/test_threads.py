@@ -44,12 +44,12 @@ class Run:
         homes = {var.devices for var in center.variables()}
         assert len(homes) == 2
         self.order, self.pulled = [], [[] for _ in self.team]
-        self._mine, pushing = threading.local(), center.pushing
+        self._thread_state, pushing = threading.local(), center.pushing
 
         @contextmanager
         def noted(**how):
             with pushing(**how):
-                self.order.append(self._mine.place)
+                self.order.append(self._thread_state.place)
                 yield
 
         center.pushing = noted
@@ -61,7 +61,7 @@ class Run:
             assert not thread.is_alive(), "deadlock: a worker did not end"
 
     def work(self, place):
-        self._mine.place, worker = place, self.team[place]
+        self._thread_state.place, worker = place, self.team[place]
         grads = {name: np.zeros_like(value) for name, value in self.start.items()}
         for name, grad in grads.items():
             grad[place] = -2

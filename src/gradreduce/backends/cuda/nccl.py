@@ -430,7 +430,7 @@ class SharedNccl:
         self._made: NcclCollective | None = None
         mesh_state.on_failure.append(self._abort)
         mesh_state.library_error = self._error
-        mesh_state.library_ended = self._ended
+        mesh_state.library_finished = self._ended
 
     def __call__(self) -> NcclCollective:
         """Returns the collective.

@@ -297,7 +297,7 @@ class Replay(Recording):
 
     Args:
         scheduler: that plays it.
-        origin: the queue that a play is given to.
+        origin: the queue that a replay is submitted to.
     """
 
     def __init__(self, scheduler: Scheduler, origin: Hashable) -> None:
@@ -316,7 +316,7 @@ class Replay(Recording):
     def end(self) -> Command:
         """See ``Recording.end``."""
         weakref.finalize(self, _forget, self._scheduler, tuple(self._own.values()))
-        return self._play
+        return self._replay
 
     def submit(self, queue: Hashable, work: Work) -> None:
         """Records work at the end of a queue."""
@@ -344,7 +344,7 @@ class Replay(Recording):
         made = ("captured", object(), queue) if self._scheduler.defers else queue
         return self._own.setdefault(queue, made)
 
-    def _play(self) -> None:
+    def _replay(self) -> None:
         scheduler, origin = self._scheduler, self._origin
         begun = scheduler.record(origin)
         for queue in self._own.values():

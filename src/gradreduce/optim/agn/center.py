@@ -145,7 +145,7 @@ class AGNCenter(NotCopied):
         ValueError: a name of a device that the default mesh does not have.
     """
 
-    _copied_as = "pass its state_dict(), and load that into a new one"
+    _copy_hint = "pass its state_dict(), and load that into a new one"
 
     def __init__(self, mesh: Mesh | DeviceLike | None = None) -> None:
         location = default_mesh() if mesh is None else mesh

@@ -136,7 +136,7 @@ class PushPlan:
         config: PushConfig,
     ) -> None:
         self.members, self._places = list(sums), list(sums.values())
-        self._version, self._mine = center.version, optimizer._slots.by_name
+        self._version, self._slots_seen = center.version, optimizer._slots.by_name
         self._center, self._optimizer, self._config = center, optimizer, config
         self._kernel = optimizer._kernel
         # A loaded checkpoint may have had no slots, and can be loaded at any time.
@@ -296,7 +296,7 @@ class PushPlan:
         """Whether it can run again for these sums: only their values have changed."""
         if self._center.version != self._version:
             return False
-        if self._optimizer._slots.by_name is not self._mine:
+        if self._optimizer._slots.by_name is not self._slots_seen:
             return False
         if self._optimizer._kernel is not self._kernel:  # use_nesterov may have changed
             return False
@@ -355,7 +355,7 @@ def _merge(
 ) -> Callable[[], None]:
     """Returns a launch that sorts rows of sums by index, one for each device."""
     outs, values, plans = zip(*rows, strict=True)
-    return ops.ready_segment_sum(outs, values, plans, device=device)
+    return ops.segment_sum_command(outs, values, plans, device=device)
 
 
 def _fenced(leader: Device, others: Sequence[Device], launch: Callable[[], None]) -> None:
@@ -394,4 +394,4 @@ class _RowGather:
 
     def _ready(self, device: Device) -> Callable[[], None]:
         outs, wholes, indices = zip(*self._of[device], strict=True)
-        return ops.ready_take_rows(outs, wholes, indices, device=device)
+        return ops.take_rows_command(outs, wholes, indices, device=device)

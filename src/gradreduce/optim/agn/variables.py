@@ -302,7 +302,7 @@ class AGNCustomGetter(NotCopied):
         ValueError: a name of a device that the mesh does not have.
     """
 
-    _copied_as = "create one for each worker"
+    _copy_hint = "create one for each worker"
 
     def __init__(
         self, worker_device: DeviceLike | Mesh, *, center: AGNCenter | None = None
