@@ -42,7 +42,7 @@ NEVER = 1 << 40  # a period that no run comes to the end of
 TINY = "161 tiny variables"
 PUSH = "a communication, sgd"
 # Ten workers push 100 MB each to a center on four devices.
-SPREAD, WORKERS, PARALLEL_SIZE, CENTER_DEVICES = "ten workers push", 10, 25_000_000, 4
+SPREAD, WORKERS, SPLIT_SIZE, CENTER_DEVICES = "ten workers push", 10, 25_000_000, 4
 
 NOT_YET = "nothing yet: no GPU was there, 2026-11"
 BESIDE = "the table of bench/README.md, 2026-11"
@@ -198,7 +198,7 @@ class Bench:
 
     def spread(self) -> None:
         """Measures concurrent pushes on a simulated mesh without peer access."""
-        size = QUICK_SIZE if self.quick else PARALLEL_SIZE
+        size = QUICK_SIZE if self.quick else SPLIT_SIZE
         sizes = sizes_of(size, QUICK_VARIABLES * 4 if self.quick else NUM_VARIABLES)
         figures: dict[str, float] = {}
         for number in (1, CENTER_DEVICES):

@@ -48,7 +48,7 @@ def small_blocks():
 def spread_small_launches(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("GRADREDUCE_SIM_THREADS", "3")
     patch.setenv("GRADREDUCE_BACKEND", "sim")
-    patch.setattr(workers, "PARALLEL_SIZE", SIZE)
+    patch.setattr(workers, "SPLIT_SIZE", SIZE)
     for module in (sim, workers):
         patch.setattr(module, "BLOCK_SIZE", 16)
 

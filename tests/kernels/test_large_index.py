@@ -50,7 +50,7 @@ TAKE_ROWS, SEGMENT_SUM = (
 )
 
 
-# Updates share their indices: the rule with the most operands stands for the others in every form.
+# Updates share their indices: the rule with the most operands stands for the others everywhere.
 LARGE = [
     pytest.param(kernel, id=kernel.name, marks=() if is_first else pytest.mark.exhaustive)
     for kernel in ELEMENTWISE

@@ -43,8 +43,10 @@ ONE_BY_ONE = ("pack", "segment_sum", "square_sum", "take_rows")
 
 
 def has_a_stand_in(kernel):
-    """Of AGN's two forms of a rule that of the largest stands for the others, but on one GPU."""
-    return isinstance(kernel, RuleKernel) and kernel.form != "plain" and rule_of(kernel) != "adam"
+    """Of AGN's two variants of a rule that of the largest stands for the others, but on one GPU."""
+    return (
+        isinstance(kernel, RuleKernel) and kernel.variant != "plain" and rule_of(kernel) != "adam"
+    )
 
 
 def few(kernel):

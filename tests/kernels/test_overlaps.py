@@ -81,7 +81,7 @@ def of_a_rule(kernel: ops.RuleKernel) -> Call:
     }
     found = [layout(kernel, template) for template in UPDATED]
     rows = [tuple(dtype for _, dtype in row) for row in found]
-    return Call(launches[kernel.form], len(rows[0]) - 1, rows)
+    return Call(launches[kernel.variant], len(rows[0]) - 1, rows)
 
 
 CALLS |= {

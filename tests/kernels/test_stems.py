@@ -43,7 +43,7 @@ def entries_of(stem):
     text = text_of(stem)
     found = list(ENTRY.finditer(text))
     assert found, stem
-    assert len(found) == text.count("__global__"), f"{stem}.cu has an entry of another form"
+    assert len(found) == text.count("__global__"), f"{stem}.cu has an entry of another variant"
     return found
 
 
@@ -89,7 +89,7 @@ def test_scalars_are_alike_in_entry_declaration_and_reference(kernel):
     names = [name for name, _ in kernel.scalars]
     if kernel.source in FAMILIES:
         names[1:] = ["lead", "scalars"]  # one reference for all rules and both forms
-        assert kernel.name == f"{kernel.form}_{name_of(kernel.rule)}"
+        assert kernel.name == f"{kernel.variant}_{name_of(kernel.rule)}"
         assert tuple(name for name, _ in kernel.scalars[2:]) == kernel.rule.scalars
     assert reference == ["table", *names]
 

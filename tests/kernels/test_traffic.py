@@ -135,7 +135,7 @@ def of_a_rule(kernel: RuleKernel, *, first: int = 0):
     template = TEMPLATES.get(rule, ("float32", "float32"))
     kinds, dtypes = zip(*layout(kernel, template), strict=True)
     moved = dict.fromkeys(("var", "master", "slot"), BOTH) | {"grad": READ, "copy": WRITTEN}
-    moved["sum"] = READ if kernel.form == "global" else WRITTEN if first else BOTH
+    moved["sum"] = READ if kernel.variant == "global" else WRITTEN if first else BOTH
     scalars = all_scalars(kernel, template, FORMULAS[rule][2], first=first)
     return template, scalars, dtypes, [moved[kind] for kind in kinds]
 
@@ -156,7 +156,7 @@ def test_every_element_is_moved_once(counter, kernel):
 def test_the_first_gradient_of_a_period_does_not_read_the_sum(counter):
     """With a master and without."""
     for kernel in UPDATES:
-        if kernel.form == "local" and rule_of(kernel) in ("sgd", "adam"):
+        if kernel.variant == "local" and rule_of(kernel) in ("sgd", "adam"):
             check(counter, kernel, *of_a_rule(kernel, first=1))
 
 

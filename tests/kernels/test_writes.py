@@ -28,7 +28,7 @@ LAUNCHES = {
     "clip": (3, (1000.0,)),
     "distance_scale": (4, (0.5,)),
 }
-# rule -> its scalars, in every form, by which a half of 100 becomes another
+# rule -> its scalars, in every variant, by which a half of 100 becomes another
 SCALARS = {name: (0.5,) * len(scalars) for name, (_, _, scalars) in FORMULAS.items()}
 SCALARS["adagrad"] = (500.0,)
 
@@ -114,7 +114,7 @@ def test_the_number_written_comes_from_the_declaration(kernel):
     assert len(scalars) == len(kernel.scalars)
     expected = 2 if kernel.name == "all_sum" else 1
     if isinstance(kernel, RuleKernel):  # the variable, its slots, a sum or a copy
-        expected += FORMULAS[rule_of(kernel)][1] + (kernel.form != "plain")
+        expected += FORMULAS[rule_of(kernel)][1] + (kernel.variant != "plain")
     assert kernel.num_written(scalars) == expected
 
 

@@ -12,7 +12,7 @@ from support.implementations import (
     INLINE_ROWS,
     NUM_THREADS,
     SIZES,
-    PARALLEL_SIZE,
+    SPLIT_SIZE,
     Operand,
     buffers,
     operands,
@@ -124,8 +124,11 @@ def test_a_thousand_tiny_rows_are_one_launch(device):
 def test_large_rows_are_spread_over_threads(device, dtype):
     with spread(device) as num_jobs:
         for starts in ([0, 0, 0], [0, 1, 2]):
-            check(device, [random_terms(3, PARALLEL_SIZE, dtype)], [starts])
-        check(device, [random_terms(2, size, dtype) for size in (PARALLEL_SIZE // 2, 5, PARALLEL_SIZE)])
+            check(device, [random_terms(3, SPLIT_SIZE, dtype)], [starts])
+        check(
+            device,
+            [random_terms(2, size, dtype) for size in (SPLIT_SIZE // 2, 5, SPLIT_SIZE)],
+        )
     assert num_jobs == [NUM_THREADS] * 3
 
 

@@ -12,7 +12,7 @@ from support.implementations import (
     INLINE_ROWS,
     NUM_THREADS,
     SIZES,
-    PARALLEL_SIZE,
+    SPLIT_SIZE,
     Operand,
     blank,
     operands,
@@ -194,8 +194,8 @@ def test_a_thousand_tiny_rows_are_one_launch(device):
 def test_large_rows_are_spread_over_threads(device, dtype):
     with spread(device) as num_jobs:
         for starts in start_patterns(2):
-            check(device, [random_data((PARALLEL_SIZE,), dtype)], starts=[starts])
-        sizes = (PARALLEL_SIZE // 2, 5, PARALLEL_SIZE)
+            check(device, [random_data((SPLIT_SIZE,), dtype)], starts=[starts])
+        sizes = (SPLIT_SIZE // 2, 5, SPLIT_SIZE)
         check(device, [random_data((size,), dtype) for size in sizes])
     assert num_jobs == [NUM_THREADS] * 5
 

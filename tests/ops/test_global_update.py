@@ -11,7 +11,7 @@ from gradreduce.ops import global_update
 
 
 class TestGlobalUpdate(FormBody):
-    form = "global"
+    variant = "global"
     launcher = staticmethod(global_update)
     lead, leads = "period", (1, 10)
 

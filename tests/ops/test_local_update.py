@@ -11,7 +11,7 @@ from gradreduce.ops import local_update
 
 
 class TestLocalUpdate(FormBody):
-    form = "local"
+    variant = "local"
     launcher = staticmethod(local_update)
     lead, leads = "first", (1, 0)
 

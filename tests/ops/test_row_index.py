@@ -45,7 +45,7 @@ def test_rows_lie_in_the_order_in_which_they_came(gradients):
     slots, model = grown(gradients)
     assert slots.num_rows == len(model.places)
     assert slots.indices.tolist() == sorted(model.places)
-    assert slots.places.tolist() == [model.places[index] for index in sorted(model.places)]
+    assert slots.rows.tolist() == [model.places[index] for index in sorted(model.places)]
     assert slots.num_touches().tolist() == [model.counts[index] for index in sorted(model.counts)]
 
 
@@ -80,9 +80,9 @@ def test_counts_are_those_of_every_touch_however_many():
 def test_slots_stay_as_they_are():
     """A call that fails after it has planned must find the slots of before."""
     slots, _ = grown([[1, 4], [4, 6]])
-    kept = [slots.indices.tolist(), slots.places.tolist(), slots.num_touches().tolist()]
+    kept = [slots.indices.tolist(), slots.rows.tolist(), slots.num_touches().tolist()]
     slots.touched(np.array([0, 4, 9]))
-    assert [slots.indices.tolist(), slots.places.tolist(), slots.num_touches().tolist()] == kept
+    assert [slots.indices.tolist(), slots.rows.tolist(), slots.num_touches().tolist()] == kept
 
 
 def test_equal_counts_are_one_number():

@@ -13,7 +13,7 @@ from support.exhaustive import examples
 from support.implementations import (
     INLINE_ROWS,
     NUM_THREADS,
-    PARALLEL_SIZE,
+    SPLIT_SIZE,
     Operand,
     blank,
     recorded,
@@ -280,7 +280,7 @@ def test_nothing_is_launched_for_nothing(device):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "uint8"])
 def test_tensors_are_spread_over_threads(device, dtype):
     """The host builds cut anywhere; a twin gets whole tensors."""
-    size = PARALLEL_SIZE // 17
+    size = SPLIT_SIZE // 17
     indices = np.arange(size) // 2 * 2
     tensors = [Rows(device, random_data((size, 36), dtype, seed=k), indices) for k in range(3)]
     with spread(device) as num_jobs:

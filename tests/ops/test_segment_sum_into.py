@@ -8,7 +8,7 @@ from support.exact_data import DTYPES, random_data, same
 from support.implementations import Operand, recorded, start_patterns, wide_of
 
 from gradreduce.device import as_dtype
-from gradreduce.ops import plan_segments, segment_sum_command, segment_sum
+from gradreduce.ops import plan_segments, segment_sum, segment_sum_command
 from gradreduce.ops.segment_sum import SEGMENT_SUM
 
 INDICES = np.array([3, 9, 3, 0, 3, 9, 5, 2**40, 0, 3])  # five segments

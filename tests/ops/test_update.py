@@ -12,7 +12,7 @@ from support.implementations import (
     INLINE_ROWS,
     NUM_THREADS,
     SIZES,
-    PARALLEL_SIZE,
+    SPLIT_SIZE,
     Operand,
     buffers,
     operands,
@@ -178,7 +178,7 @@ def test_a_thousand_tiny_rows_are_one_launch(device, rule):
 def test_large_rows_are_spread_over_threads(device, rule, dtype):
     with spread(device) as num_jobs:
         for starts in start_patterns(rule.num_operands)[::3]:
-            check(device, rule, [rule.values(PARALLEL_SIZE, dtype)], [starts])
+            check(device, rule, [rule.values(SPLIT_SIZE, dtype)], [starts])
     assert num_jobs == [NUM_THREADS] * 2
 
 

@@ -38,7 +38,7 @@ NUM_THREADS = 3  # on every machine, and so that no size here is cut into equal 
 
 # Around vectors of 1 to 16 elements and around the chunk of a table.
 SIZES = (0, 1, 3, 7, 8, 15, 16, 17, 255, 16_383, 16_384, 16_385)
-PARALLEL_SIZE = 2**18 + 13  # enough for several threads
+SPLIT_SIZE = 2**18 + 13  # enough for several threads
 INLINE_ROWS = INLINE_WORDS // (ROW_HEADER + 2)  # of two operands; more leave the inline table
 # Bytes. As a float of any size: positive and at least 200; negative and tiny.
 AROUND, BLANK = 0x5A, 0xA5

@@ -10,7 +10,7 @@ from support.exact_data import FLOATS, random_data, same
 from support.implementations import (
     INLINE_ROWS,
     NUM_THREADS,
-    PARALLEL_SIZE,
+    SPLIT_SIZE,
     Operand,
     buffers,
     operands,
@@ -28,7 +28,7 @@ from gradreduce.ops import KERNELS, RuleKernel
 
 def rule_of(kernel: RuleKernel) -> str:
     """The name of the kernel's rule."""
-    return kernel.name.removeprefix(f"{kernel.form}_")
+    return kernel.name.removeprefix(f"{kernel.variant}_")
 
 
 def layout(kernel: RuleKernel, template: Template) -> list[tuple[str, str]]:
@@ -46,7 +46,7 @@ def layout(kernel: RuleKernel, template: Template) -> list[tuple[str, str]]:
         ("var", dtype),
         *[("master", state)] * has_master,
         *[("slot", state)] * num_slots,
-        *more[kernel.form],
+        *more[kernel.variant],
     ]
 
 
@@ -59,7 +59,7 @@ def all_scalars(
     period: int = 3,
 ) -> tuple[float, ...]:
     """All scalars of the kernel; ``scalars`` are those of its rule."""
-    lead = {"plain": (), "local": (first,), "global": (period,)}[kernel.form]
+    lead = {"plain": (), "local": (first,), "global": (period,)}[kernel.variant]
     return (len(layout(kernel, template)) - 1, *lead, *scalars)
 
 
@@ -91,13 +91,13 @@ class FormBody:
     """Tests one variant with every rule and implementation against its formula, bit by bit.
 
     Attributes:
-        form: the variant.
+        variant: the variant.
         launcher: its launcher.
         lead: name of the scalar that it takes besides those of the rule.
         leads: two values of it.
     """
 
-    form: str
+    variant: str
     launcher: Callable[..., None]
     lead: str
     leads: tuple[int, int]
@@ -107,7 +107,7 @@ class FormBody:
         raise NotImplementedError
 
     def kernel_of(self, name):
-        return next(kernel for kernel in KERNELS if kernel.name == f"{self.form}_{name}")
+        return next(kernel for kernel in KERNELS if kernel.name == f"{self.variant}_{name}")
 
     def row_of(self, case, size, seed=0):
         """Random operands; every third master equals its variable, the others differ."""
@@ -147,7 +147,7 @@ class FormBody:
         """A row of SGD with these dtypes raises, and no row of the call changes."""
         good = operands(device, self.row_of(("sgd", "float64", False), 16))
         row = [Operand(device, random_data((16,), dtype)) for dtype in dtypes]
-        match = f"{self.form}_sgd: .*{message}"
+        match = f"{self.variant}_sgd: .*{message}"
         with recorded(device) as journal, pytest.raises(ValueError, match=match):
             self.launch("sgd", [buffers(good), buffers(row)])
         assert journal.launches == 0
@@ -179,13 +179,13 @@ class FormBody:
         with recorded(device) as journal:
             self.check(device, case, [self.row_of(case, size, seed=size) for size in sizes])
         assert [(record.name, record.num_rows) for record in journal.records] == [
-            (f"{self.form}_{case[0]}", len(sizes) - 1)
+            (f"{self.variant}_{case[0]}", len(sizes) - 1)
         ]
 
     @few
     def test_large_rows_are_spread_over_threads(self, device, case):
         with spread(device) as num_jobs:
-            self.check(device, case, [self.row_of(case, PARALLEL_SIZE)])
+            self.check(device, case, [self.row_of(case, SPLIT_SIZE)])
         assert num_jobs == [NUM_THREADS]
 
     def test_each_dtype_is_a_launch_and_masters_are_another(self, device):

@@ -290,7 +290,7 @@ class SparseSums:
     def downloaded(cls, copy: SparseSum, deadline: float | None) -> dict[str, Any]:
         """Downloads indices, touches of each and rows; waits for the device."""
         slots = copy.slots
-        rows = DenseSums.downloaded(copy.values, deadline)[slots.places]
+        rows = DenseSums.downloaded(copy.values, deadline)[slots.rows]
         return dict(zip(cls._KEYS, (slots.indices.copy(), slots.num_touches(), rows), strict=True))
 
     @classmethod

@@ -30,7 +30,14 @@ from gradreduce.device import (
     to_accessible,
 )
 from gradreduce.errors import brief
-from gradreduce.ops import Indices, RowIndex, Segments, expand_divisors, merged_row_index, plan_segments
+from gradreduce.ops import (
+    Indices,
+    RowIndex,
+    Segments,
+    expand_divisors,
+    merged_row_index,
+    plan_segments,
+)
 from gradreduce.reduce.aggregation import rows_together
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.arguments import Request

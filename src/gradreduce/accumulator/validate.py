@@ -350,7 +350,11 @@ def _check_sparse_shape(state: AccumulatorState, slices: IndexedSlices) -> None:
         return
     dense_shape = slices.dense_shape
     if dense_shape is not None:
-        _check_extents("shape", wanted, (None if dense_shape[0] == UNKNOWN else dense_shape[0], *dense_shape[1:]))
+        _check_extents(
+            "shape",
+            wanted,
+            (None if dense_shape[0] == UNKNOWN else dense_shape[0], *dense_shape[1:]),
+        )
     if wanted[0] is not None and len(slices.indices):
         last = int(slices.indices.max())
         if last >= wanted[0]:

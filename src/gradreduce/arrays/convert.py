@@ -25,10 +25,10 @@ from .convert_gpu import (
     Kind,
     adopt_cupy,
     adopt_foreign,
-    download_foreign,
-    wait_for_current_stream,
     block_current_stream,
+    download_foreign,
     from_gpu,
+    wait_for_current_stream,
 )
 
 __all__ = [
@@ -412,8 +412,8 @@ class _Gradients:
         views: what their gradients shall be.
     """
 
-    def __init__(self, place: int, parameters: Sequence[Any], views: Sequence[Buffer]) -> None:
-        self._place = place
+    def __init__(self, replica: int, parameters: Sequence[Any], views: Sequence[Buffer]) -> None:
+        self._place = replica
         self._spans = [(view.device, view.offset, view.shape, view.dtype) for view in views]
         # The last view of each parameter; one of another memory, as ``model.double()`` makes it of
         # the same tensor, has another address.
@@ -425,7 +425,7 @@ class _Gradients:
     def replaced(self) -> list[tuple[int, Any, Any]]:
         """Finds the parameters whose ``.grad`` is no longer their view; see ``Attached``."""
         found = []
-        for tensor, (owner, view, address) in enumerate(self._rows):  # at each replay: only compares
+        for tensor, (owner, view, address) in enumerate(self._rows):  # at each replay
             parameter = owner()
             if parameter is not None:
                 grad = parameter.grad

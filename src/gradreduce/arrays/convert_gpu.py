@@ -24,12 +24,12 @@ __all__ = [
     "Kind",
     "adopt_cupy",
     "adopt_foreign",
+    "block_current_stream",
     "current_of",
     "download_foreign",
-    "wait_for_current_stream",
-    "block_current_stream",
     "from_gpu",
     "on_gpu_of",
+    "wait_for_current_stream",
     "wait_for_inputs",
 ]
 
@@ -167,7 +167,11 @@ def _by_interface(array: Any) -> _Shared:
     if interface.get("mask") is not None:
         raise TypeError("a masked array would lose its mask: pass an array without one")
     cupy = sys.modules["cupy"]
-    dtype, shape, strides = np.dtype(interface["typestr"]), interface["shape"], interface.get("strides")
+    dtype, shape, strides = (
+        np.dtype(interface["typestr"]),
+        interface["shape"],
+        interface.get("strides"),
+    )
     address, read_only = interface["data"]
     gpu = int(cupy.cuda.runtime.pointerGetAttributes(address).device) if address else 0
     nbytes = math.prod(shape) * dtype.itemsize

@@ -83,7 +83,7 @@ class DistributedValues(NotCopied):
     _is_sparse: bool | None = None
     external: bool = False  # whether any may be a caller's memory
     _form: Form = None
-    _given: tuple[Any, ...] = ()  # the arrays that ``_lying`` are of, if a caller gave them
+    _values: tuple[Any, ...] = ()  # the arrays that ``_lying`` are of, if a caller gave them
     _lying: tuple[Part, ...] = ()  # Buffers whose axes are in the order of ``_form``
     _parts: tuple[Part, ...] | None = None  # None: not yet made of these
     _devices: tuple[Device, ...]
@@ -116,7 +116,7 @@ class DistributedValues(NotCopied):
             self._parts = self._placed(values)
         else:
             self._lying = self._placed([in_order(value, order) for value in values])
-            self._form, self._given = order, values
+            self._form, self._values = order, values
         first = values[0]
         kind: Kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
         self._kind = "coo" if is_coo(first) else kind
@@ -162,17 +162,17 @@ class DistributedValues(NotCopied):
         made.__init__([entry[key] for entry in grads], mesh)  # type: ignore[misc]
         return made
 
-    def name_of(self, place: int, replica: int | None = None, of: str = "grads") -> str:
+    def name_of(self, index: int, replica: int | None = None, of: str = "grads") -> str:
         """Returns the name of this value, or of one of its replicas, for error messages.
 
         Args:
-            place: of this value in its batch.
+            index: of this value in its batch.
             replica: which of its replicas; None: all of them.
             of: ``"grads"`` or ``"out"``: the argument that it came in.
         """
         if self._key is not _NO_KEY:
             return f"{of}[{'…' if replica is None else replica}][{brief(self._key)}]"
-        name = f"{'value' if of == 'grads' else of} {place}"
+        name = f"{'value' if of == 'grads' else of} {index}"
         return name if replica is None else f"{name}: replica {replica}"
 
     def keep_arrays(self, arrays: Sequence[Any] | None = None) -> None:
@@ -189,7 +189,7 @@ class DistributedValues(NotCopied):
         """The Buffer, or IndexedSlices of a Buffer, on each device, in the order of ``devices``."""
         parts = self._parts  # another thread's call may forget them meanwhile
         if parts is None:
-            arrays: Sequence[Any] = self._given
+            arrays: Sequence[Any] = self._values
             if not arrays and self._form is not None:
                 axes = inverse(self._form)
                 with SuspendedScope():
@@ -342,7 +342,7 @@ class DistributedValues(NotCopied):
             array = array.transpose(inverse(self._form))
         return array if dtype is None else array.astype(dtype)
 
-    def _shown(self, part: Part) -> Any:
+    def _as_result(self, part: Part) -> Any:
         """Returns a part as an array of the caller's kind."""
         if self._kept is not None:
             return self._kept[part]

@@ -35,7 +35,7 @@ class TermAccumulator:
         home: the device of the first term, and of the gradient.
     """
 
-    __slots__ = ("_held", "_keep_rows", "_kind", "_method", "_spread", "home")
+    __slots__ = ("_device_sum", "_held", "_keep_rows", "_kind", "_method", "home")
 
     def __init__(self, method: AggregationMethod, *, keep_rows: bool = False) -> None:
         self._method = method

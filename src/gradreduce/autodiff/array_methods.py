@@ -140,9 +140,9 @@ class ArrayMethods(NDArrayOperatorsMixin):
     def __format__(self, spec: str) -> str:
         return format(self.value, spec) if spec else str(self)
 
-    def item(self, *place: Any) -> Any:
+    def item(self, *index: Any) -> Any:
         """The number, as a constant."""
-        return self.value.item(*place)
+        return self.value.item(*index)
 
     def numpy(self) -> Any:
         """A copy of the value in host memory, as a constant."""

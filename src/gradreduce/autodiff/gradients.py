@@ -14,7 +14,7 @@ import numpy as np
 
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer, is_array
-from gradreduce.arrays.convert_gpu import Kind, wait_for_current_stream, on_gpu_of
+from gradreduce.arrays.convert_gpu import Kind, on_gpu_of, wait_for_current_stream
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.trace_context import Reader, current_reader, reading_by
 from gradreduce.arrays.variable import Variable

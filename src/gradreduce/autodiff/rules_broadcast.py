@@ -13,6 +13,7 @@ import numpy as np
 from .array_methods import astype
 
 __all__ = [
+    "gradient_of_sum",
     "is_half",
     "kept_shape",
     "like",
@@ -20,7 +21,6 @@ __all__ = [
     "reduced_axes",
     "scaled",
     "shape_of",
-    "gradient_of_sum",
     "total",
     "widened",
 ]

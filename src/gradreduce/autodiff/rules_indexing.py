@@ -152,14 +152,14 @@ def _take(
     extent = math.prod(shape) if flat else shape[along]
 
     def make() -> VJP:
-        places = _on_host(indices)
-        places = np.asarray(places)
-        places = np.clip(places, 0, extent - 1) if mode == "clip" else places % extent
+        positions = _on_host(indices)
+        positions = np.asarray(positions)
+        positions = np.clip(positions, 0, extent - 1) if mode == "clip" else positions % extent
         if along == 0 and not flat:
-            return _gathered(shape, places)
+            return _gathered(shape, positions)
         if flat:
-            return lambda g: _scattered(g, places.ravel(), shape)
-        index = (slice(None),) * along + (places,)
+            return lambda g: _scattered(g, positions.ravel(), shape)
+        index = (slice(None),) * along + (positions,)
         return lambda g: _scattered(
             g, np.arange(math.prod(shape)).reshape(shape)[index].ravel(), shape
         )
@@ -171,13 +171,13 @@ def _take_along_axis(arr: Any, indices: Any, axis: int | None = -1) -> Any:
     if axis is None:
         raise no_rule("np.take_along_axis(..., axis=None)")
     along = normalized(axis, arr.ndim)
-    places = np.asarray(host_array(indices))
-    if places.ndim != arr.ndim:
+    positions = np.asarray(host_array(indices))
+    if positions.ndim != arr.ndim:
         raise ValueError("`indices` and `arr` must have the same number of dimensions")
-    if places.dtype.kind not in "iu":
+    if positions.dtype.kind not in "iu":
         raise IndexError("`indices` must be an integer array")
     grid = list(np.ogrid[tuple(slice(extent) for extent in arr.shape)])  # either is broadcast
-    grid[along] = places
+    grid[along] = positions
     return arr[tuple(grid)]
 
 

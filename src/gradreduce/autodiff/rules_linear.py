@@ -133,14 +133,14 @@ def _einsum(out: Any, subscripts: Any, *operands: Any, **kwargs: Any) -> tuple[M
         raise no_rule("np.einsum without a string of subscripts")
     labels, result = _labels(subscripts, operands)
 
-    def maker(place: int) -> Maker:
-        mine, shape = labels[place], shape_of(operands[place])
-        rest = [operand for other, operand in enumerate(operands) if other != place]
-        of_rest = [label for other, label in enumerate(labels) if other != place]
+    def maker(index: int) -> Maker:
+        mine, shape = labels[index], shape_of(operands[index])
+        rest = [operand for other, operand in enumerate(operands) if other != index]
+        of_rest = [label for other, label in enumerate(labels) if other != index]
         known = set(result).union(*of_rest)
         there = "".join(letter for letter in mine if letter in known)
         formula = f"{','.join([result, *of_rest])}->{there}"
-        kept = [place for place, letter in enumerate(mine) if letter in known]
+        kept = [index for index, letter in enumerate(mine) if letter in known]
 
         def vjp(g: Any) -> Any:
             found = np.einsum(formula, g, *rest)
@@ -156,7 +156,7 @@ def _einsum(out: Any, subscripts: Any, *operands: Any, **kwargs: Any) -> tuple[M
 
         return lambda: vjp
 
-    return (lambda: None, *(maker(place) for place in range(len(operands))))  # type: ignore[return-value,arg-type]
+    return (lambda: None, *(maker(index) for index in range(len(operands))))  # type: ignore[return-value,arg-type]
 
 
 RULES[np.matmul] = _matmul

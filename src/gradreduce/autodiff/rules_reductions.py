@@ -10,7 +10,7 @@ import numpy as np
 
 from .array_methods import astype
 from .registry import COMPOSED, CONSTANT, RULES, VJP, Maker
-from .rules_broadcast import is_half, kept_shape, reduced_axes, shape_of, gradient_of_sum, widened
+from .rules_broadcast import gradient_of_sum, is_half, kept_shape, reduced_axes, shape_of, widened
 from .rules_elementwise import chosen
 from .unsupported import no_rule
 
@@ -158,7 +158,9 @@ def _deviation(
         count = max(_num_reduced(shape, axis) - ddof, 0)
         axes = reduced_axes(axis, len(shape))
         scale = factor(out)
-        return (lambda: lambda g: gradient_of_sum(scale(g, count), shape, axis) * _centred(a, axes),)
+        return (
+            lambda: lambda g: gradient_of_sum(scale(g, count), shape, axis) * _centred(a, axes),
+        )
 
     return rule
 

@@ -282,15 +282,15 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return Traced(value, Node(top, value, parents[0].device, parents, vjps), is_view=is_view)
 
 
-def _vjp(function: Any, makers: Sequence[Maker], place: int, item: int | None) -> VJP:
+def _vjp(function: Any, makers: Sequence[Maker], index: int, item: int | None) -> VJP:
     """The VJP of one operand: an argument, or an element of a list of arrays."""
-    if place >= len(makers):
-        raise no_rule(f"{name_of(function)} with a traced argument {place}")
+    if index >= len(makers):
+        raise no_rule(f"{name_of(function)} with a traced argument {index}")
     if item is None:
-        return makers[place]()
+        return makers[index]()
     if function not in JOINS:
         raise no_rule(f"{name_of(function)} of a list of traced values, unless np.stack joins it,")
-    return makers[place](item)
+    return makers[index](item)
 
 
 def _is_part(value: Any, of: Any) -> bool:
@@ -365,12 +365,14 @@ def _highest(args: Sequence[Any]) -> Trace | None:
     return top
 
 
-def _plain(value: Any, top: Trace, place: int, operands: list[tuple[int, int | None, Node]]) -> Any:
+def _plain(
+    value: Any, top: Trace, position: int, operands: list[tuple[int, int | None, Node]]
+) -> Any:
     """Unwraps values of ``top`` in an argument, and appends their nodes to ``operands``."""
     if isinstance(value, Traced):
         if value.node.trace is not top:
             return value
-        operands.append((place, None, value.node))
+        operands.append((position, None, value.node))
         return value.value
     check_operand(value)
     if not isinstance(value, list | tuple) or not any(isinstance(each, Traced) for each in value):
@@ -378,7 +380,7 @@ def _plain(value: Any, top: Trace, place: int, operands: list[tuple[int, int | N
     within = []
     for item, each in enumerate(value):
         if isinstance(each, Traced) and each.node.trace is top:
-            operands.append((place, item, each.node))
+            operands.append((position, item, each.node))
             within.append(each.value)
         else:
             within.append(each)

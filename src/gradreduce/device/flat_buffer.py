@@ -258,13 +258,13 @@ class FlatBuffer:
                 self.array_converter.from_buffers(self.buffers, kind)
 
 
-def _as_shape(shape: Sequence[int], place: int) -> tuple[int, ...]:
+def _as_shape(shape: Sequence[int], index: int) -> tuple[int, ...]:
     try:
         extents = tuple(as_index(extent) for extent in shape)
     except TypeError:
         extents = (-1,)
     if min(extents, default=0) < 0:
-        raise ValueError(f"shapes[{place}]={brief(shape)} must be a list of integers from 0 up")
+        raise ValueError(f"shapes[{index}]={brief(shape)} must be a list of integers from 0 up")
     return extents
 
 

@@ -138,11 +138,11 @@ class Tables:
     """The cached tables of one device; thread-safe.
 
     Args:
-        place: puts words where the device sees them: their address, and what keeps them.
+        upload: puts words where the device sees them: their address, and what keeps them.
     """
 
-    def __init__(self, place: Callable[[np.ndarray], tuple[int, Any]]) -> None:
-        self._place = place
+    def __init__(self, upload: Callable[[np.ndarray], tuple[int, Any]]) -> None:
+        self._upload = upload
         self._lock = threading.RLock()
         self._made: OrderedDict[tuple[int, int, bytes], Table] = OrderedDict()
         self._num_words = 0
@@ -182,7 +182,7 @@ class Tables:
         words, num_chunks = row_words(items, last_sizes, addresses, chunk_size)
         address, held = 0, None
         if words.size > INLINE_WORDS:
-            address, held = self._place(np.append(words, row_map(words, num_chunks)))
+            address, held = self._upload(np.append(words, row_map(words, num_chunks)))
         made = struct(words, num_chunks, address=address, chunk_size=chunk_size)
         return Table(made, num_chunks, held, made.ctypes.data)
 

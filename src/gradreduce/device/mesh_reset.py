@@ -35,7 +35,9 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
         rest.need(
             mesh_state.failure_reported.wait(rest.seconds), "some waiting threads have not returned"
         )
-        rest.need(mesh_state.library_finished(rest.seconds), "the communicators are not aborted yet")
+        rest.need(
+            mesh_state.library_finished(rest.seconds), "the communicators are not aborted yet"
+        )
         busy = "a call is still submitting work to the devices"
         rest.need(acquired_in_time(mesh_state.launch_lock, rest.seconds, empty_queues), busy)
         for kept, (_, empty) in mesh_state.listeners():

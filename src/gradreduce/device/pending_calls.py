@@ -224,11 +224,11 @@ class PendingCall:
             return "every device has finished meanwhile"
         return "the call itself has not submitted all its work to the devices"
 
-    def _late(self, place: int, stage: _Stage, late: Sequence[_Mark]) -> str:
+    def _late(self, index: int, stage: _Stage, late: Sequence[_Mark]) -> str:
         pack_info = stage.pack_info
         if pack_info is None and not stage.leaves:  # the call's begin: its first pack is missing
             packs = [
-                each.pack_info for each in self._stages[place + 1 :] if each.pack_info is not None
+                each.pack_info for each in self._stages[index + 1 :] if each.pack_info is not None
             ]
             pack_info = packs[0] if packs else None
         what = self.call if pack_info is None else str(pack_info)

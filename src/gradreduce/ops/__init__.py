@@ -13,7 +13,7 @@ from .adaptive import (
     rmsprop,
     rmsprop_centered,
 )
-from .add_n import ADD_N, add_n, add_unchecked, add_on_host, cast_unchecked, prepare_add_n
+from .add_n import ADD_N, add_n, add_on_host, add_unchecked, cast_unchecked, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .clip import CLIP, clip, prepare_clip
 from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
@@ -22,10 +22,10 @@ from .global_update import GLOBAL_UPDATES, global_update, global_update_of
 from .local_update import LOCAL_UPDATES, local_update, local_update_of
 from .pack import PACK, pack, pack_unchecked, prepare_pack
 from .row_index import RowIndex, expand_divisors, merged_row_index
-from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum_command, segment_sum
-from .segments import Indices, Segments, single_row_segments, joined_indices, plan_segments
+from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum, segment_sum_command
+from .segments import Indices, Segments, joined_indices, plan_segments, single_row_segments
 from .square_sum import SQUARE_SUM, norm_of, prepare_norm_of, square_sum
-from .take_rows import TAKE_ROWS, prepare_take_rows, take_rows_command, take_rows
+from .take_rows import TAKE_ROWS, prepare_take_rows, take_rows, take_rows_command
 from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, sgd
 from .update_kernels import RuleKernel, Update, prepare_rule, update_unchecked
 from .validate import Ranges
@@ -44,15 +44,14 @@ __all__ = [
     "adagrad",
     "adam",
     "add_n",
-    "add_unchecked",
     "add_on_host",
-    "expand_divisors",
+    "add_unchecked",
     "all_sum",
     "cast_unchecked",
     "clip",
     "distance_scale",
     "divide",
-    "single_row_segments",
+    "expand_divisors",
     "global_update",
     "global_update_of",
     "joined_indices",
@@ -76,14 +75,15 @@ __all__ = [
     "prepare_rule",
     "prepare_segment_sum",
     "prepare_take_rows",
-    "segment_sum_command",
-    "take_rows_command",
     "rmsprop",
     "rmsprop_centered",
     "segment_sum",
+    "segment_sum_command",
     "sgd",
+    "single_row_segments",
     "square_sum",
     "take_rows",
+    "take_rows_command",
     "update_unchecked",
 ]
 

@@ -9,7 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
-from .validate import SAME, TO_WIDE, by_dtype, paired
+from .validate import SAME, TO_ACC, by_dtype, paired
 
 __all__ = ["ACCUMULATE_N", "accumulate_n", "accumulate_unchecked", "prepare_accumulate_n"]
 
@@ -34,7 +34,7 @@ ACCUMULATE_N = Kernel(
     source="accumulate_n",
     reference=_accumulate_n_reference,
     scalars=(("num_inputs", "int64"),),
-    templates=(*SAME, *TO_WIDE),
+    templates=(*SAME, *TO_ACC),
     streams=True,
 )
 

@@ -11,9 +11,9 @@ from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulat
 from gradreduce.device.dtypes import is_known
 from gradreduce.device.kernel import Arrays
 
-from .validate import SAME, TO_WIDE, as_elements, by_dtype, paired
+from .validate import SAME, TO_ACC, as_elements, by_dtype, paired
 
-__all__ = ["ADD_N", "add_n", "add_unchecked", "add_on_host", "cast_unchecked", "prepare_add_n"]
+__all__ = ["ADD_N", "add_n", "add_on_host", "add_unchecked", "cast_unchecked", "prepare_add_n"]
 
 # Up to this many inputs, the count is a template argument: all loads are in flight together.
 UNROLLED = 8
@@ -46,7 +46,7 @@ ADD_N = Kernel(
     scalars=(("num_inputs", "int64"),),
     templates=tuple(
         (*pair, count)
-        for pairs, counts in ((SAME, range(UNROLLED + 1)), (TO_WIDE, range(2)))
+        for pairs, counts in ((SAME, range(UNROLLED + 1)), (TO_ACC, range(2)))
         for pair in pairs
         for count in counts
     ),

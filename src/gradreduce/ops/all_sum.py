@@ -9,7 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
-from .validate import FROM_WIDE, SAME, by_dtype, check_divisor
+from .validate import FROM_ACC, SAME, by_dtype, check_divisor
 
 __all__ = ["ALL_SUM", "all_sum", "prepare_all_sum"]
 
@@ -72,7 +72,7 @@ ALL_SUM = Kernel(
         ("split", "int64"),
         ("divisor", "float64"),
     ),
-    templates=(*SAME, *FROM_WIDE),
+    templates=(*SAME, *FROM_ACC),
     writes="num_outs",
     streams=True,
 )

@@ -29,14 +29,14 @@ class RowIndex:
 
     Attributes:
         indices: int64, ``(num_rows,)``: every index once, ascending.
-        places: int64, ``(num_rows,)``: the row of the sum that holds each index.
+        rows: int64, ``(num_rows,)``: the row of the sum that holds each index.
         counts: int64: for the first rows of the sum, the number of gradients that touched each,
             not counting those in ``touches``.
         touches: for each later gradient the rows that it touched, int64, without duplicates.
     """
 
     indices: np.ndarray
-    places: np.ndarray
+    rows: np.ndarray
     counts: np.ndarray
     touches: tuple[np.ndarray, ...]
 
@@ -60,7 +60,7 @@ class RowIndex:
     def by_row(self) -> np.ndarray:
         """The index of each row of the sum, int64, ``(num_rows,)``."""
         found = np.empty_like(self.indices)
-        found[self.places] = self.indices
+        found[self.rows] = self.indices
         return found
 
     def touched(self, indices: np.ndarray) -> tuple[Self, np.ndarray]:
@@ -79,20 +79,20 @@ class RowIndex:
         fresh = ~known
         num_fresh = int(np.count_nonzero(fresh))
         rows = np.empty_like(indices)
-        rows[known] = self.places[at[known]]
+        rows[known] = self.rows[at[known]]
         rows[fresh] = np.arange(self.num_rows, self.num_rows + num_fresh)
-        found, places = self.indices, self.places
+        found, sum_rows = self.indices, self.rows
         if num_fresh:
             found = np.insert(found, at[fresh], indices[fresh])
-            places = np.insert(places, at[fresh], rows[fresh])
+            sum_rows = np.insert(sum_rows, at[fresh], rows[fresh])
         counts, touches = self.counts, (*self.touches, rows)
         if len(touches) > MAX_TOUCHES:
             counts, touches = _counted(counts, touches, found.size), ()
-        return type(self)(found, places, counts, touches), np.where(known, ~rows, rows)
+        return type(self)(found, sum_rows, counts, touches), np.where(known, ~rows, rows)
 
     def num_touches(self) -> np.ndarray:
         """The number of gradients that touched each index, in the order of ``indices``."""
-        counts: np.ndarray = _counted(self.counts, self.touches, self.num_rows)[self.places]
+        counts: np.ndarray = _counted(self.counts, self.touches, self.num_rows)[self.rows]
         return counts
 
 
@@ -117,7 +117,7 @@ def merged_row_index(sums: Sequence[RowIndex], *, mean: bool) -> tuple[Segments,
     """
     ends = np.cumsum([each.num_rows for each in sums])
     indices = np.concatenate(
-        [each.places + end - each.num_rows for each, end in zip(sums, ends, strict=True)]
+        [each.rows + end - each.num_rows for each, end in zip(sums, ends, strict=True)]
     )
     plan = plan_segments(np.concatenate([each.indices for each in sums]))
     segments = Segments(plan.indices, indices[plan.order], plan.bounds)

@@ -22,9 +22,9 @@ from gradreduce.device.kernel import Arrays
 
 from .segments import Segments
 from .validate import (
-    FROM_WIDE,
+    FROM_ACC,
     SAME,
-    TO_WIDE,
+    TO_ACC,
     as_elements,
     check_apart,
     check_divisor,
@@ -32,7 +32,7 @@ from .validate import (
     elements,
 )
 
-__all__ = ["SEGMENT_SUM", "Divisor", "prepare_segment_sum", "segment_sum_command", "segment_sum"]
+__all__ = ["SEGMENT_SUM", "Divisor", "prepare_segment_sum", "segment_sum", "segment_sum_command"]
 
 # The NumPy reference adds the k-th rows of all segments at once while k is below this, and then the
 # rest of each long segment on its own: both few long and many short ones need few NumPy calls.
@@ -107,7 +107,7 @@ SEGMENT_SUM = Kernel(
     source="segment_sum",
     reference=_segment_sum_reference,
     scalars=(("has_into", "int64"), ("has_divisors", "int64"), ("divisor", "float64")),
-    templates=(*SAME, *TO_WIDE, *FROM_WIDE),
+    templates=(*SAME, *TO_ACC, *FROM_ACC),
     items=_items,
 )
 

@@ -14,7 +14,7 @@ from gradreduce.device.kernel import Arrays
 from .segments import Indices
 from .validate import check_apart, check_writable
 
-__all__ = ["TAKE_ROWS", "prepare_take_rows", "take_rows_command", "take_rows"]
+__all__ = ["TAKE_ROWS", "prepare_take_rows", "take_rows", "take_rows_command"]
 
 
 def _take_rows_reference(table: Sequence[Arrays]) -> None:

@@ -37,8 +37,8 @@ Update = Sequence[Buffer]
 
 # plain: no extra operands. local: before the gradient the sum of a period, in the accumulate dtype.
 # global: the pulled copy, and its master if the variable has one; the gradient is the sum.
-Form = Literal["plain", "local", "global"]
-_MORE: dict[Form, int] = {"plain": 0, "local": 1, "global": 1}
+Variant = Literal["plain", "local", "global"]
+_MORE: dict[Variant, int] = {"plain": 0, "local": 1, "global": 1}
 
 # Elements of a block; the simulation splits launches into blocks of this size.
 # SGD, momentum and Adam over 16M float32 in 50 variables, best of 12 in turns on two busy cores,
@@ -58,21 +58,21 @@ class RuleKernel(Kernel):
 
     Attributes:
         rule: the NumPy formula.
-        form: the variant: plain, local or global.
+        variant: plain, local or global.
     """
 
     rule: Rule = RULES["sgd"]
-    form: Form = "plain"
+    variant: Variant = "plain"
 
     @property
     def num_plain(self) -> int:
         """The number of operands of a row without masters."""
-        return 2 + self.rule.num_slots + _MORE[self.form]
+        return 2 + self.rule.num_slots + _MORE[self.variant]
 
     @property
     def num_masters(self) -> int:
         """The number of masters of a row that has them."""
-        return 2 if self.form == "global" else 1
+        return 2 if self.variant == "global" else 1
 
     def template_of(self, row: Update) -> tuple[str, str]:
         """The template arguments for a row: the dtypes of its variable and of its slots."""
@@ -82,48 +82,50 @@ class RuleKernel(Kernel):
     def leaders(self, *, has_master: bool) -> list[int]:
         """For each operand, the index of the operand whose dtype it must have."""
         state = [int(has_master)] * (self.rule.num_slots + has_master)
-        if self.form == "plain":
+        if self.variant == "plain":
             return [0, *state, 0]
-        if self.form == "local":
+        if self.variant == "local":
             return [0, *state, len(state) + 1, 0]
         copies = [0, 1] if has_master else [0]
         return [0, *state, *copies, 1 + len(state) + len(copies)]
 
 
-def rule_kernel(name: str, source: str, reference: Callable[..., None], form: Form) -> RuleKernel:
+def rule_kernel(
+    name: str, source: str, reference: Callable[..., None], variant: Variant
+) -> RuleKernel:
     """Creates the kernel of a rule in one variant.
 
     Args:
         name: of the entry function, which ends in that of the rule.
         source: stem of its file.
         reference: see ``Kernel``.
-        form: the variant.
+        variant: the variant.
     """
-    rule = RULES[name.removeprefix(f"{form}_")]
-    lead: dict[Form, tuple[str, ...]] = {"plain": (), "local": ("first",), "global": ("period",)}
+    rule = RULES[name.removeprefix(f"{variant}_")]
+    lead: dict[Variant, tuple[str, ...]] = {"plain": (), "local": ("first",), "global": ("period",)}
     return RuleKernel(
         name,
         source,
         reference,
         (
             ("num_written", "int64"),
-            *((scalar, "int64") for scalar in lead[form]),
+            *((scalar, "int64") for scalar in lead[variant]),
             *((scalar, "float64") for scalar in rule.scalars),
         ),
         UPDATES,
         writes="num_written",
         rule=rule,
-        form=form,
+        variant=variant,
     )
 
 
 def rule_kernels(
-    form: Form, run: Callable[[Sequence[Arrays], Rule, int, Sequence[float]], None]
+    variant: Variant, run: Callable[[Sequence[Arrays], Rule, int, Sequence[float]], None]
 ) -> dict[Rule, RuleKernel]:
     """Creates the kernels of all rules in one variant: ``FORM_RULE`` of ``FORM_update.cu``.
 
     Args:
-        form: local or global.
+        variant: local or global.
         run: their NumPy reference, for any rule.
     """
 
@@ -136,7 +138,7 @@ def rule_kernels(
         return reference
 
     return {
-        rule: rule_kernel(f"{form}_{name}", f"{form}_update", reference_of(rule), form)
+        rule: rule_kernel(f"{variant}_{name}", f"{variant}_update", reference_of(rule), variant)
         for name, rule in RULES.items()
     }
 
@@ -297,7 +299,7 @@ def update(
             raise ValueError(
                 f"{kernel.name}: a row has {len(row)} operands; expected a variable, at most one "
                 f"master, {kernel.rule.num_slots} slots and a gradient"
-                if kernel.form == "plain"
+                if kernel.variant == "plain"
                 else f"{kernel.name}: a row has {len(row)} operands; expected {sizes[0]}, or "
                 f"{sizes[1]} with masters"
             )
@@ -315,8 +317,8 @@ def _check_alike(kernel: RuleKernel, rows: Sequence[Update]) -> None:
     # Treats all operands as written: a rule must not read what it has written.
     leaders = kernel.leaders(has_master=has_master)
     check_rows(kernel.name, rows, num_operands, leaders=leaders)
-    if kernel.form != "plain":
-        total = first[-2 if kernel.form == "local" else -1]
+    if kernel.variant != "plain":
+        total = first[-2 if kernel.variant == "local" else -1]
         if total.dtype != accumulate_dtype(first[0].dtype):
             raise ValueError(
                 f"{kernel.name}: sum {total} must have the accumulate dtype of {first[0]}"

@@ -16,10 +16,10 @@ from gradreduce.device.dtypes import ELEMENTS, Element
 __all__ = [
     "CASTS",
     "FLOATS",
-    "FROM_WIDE",
+    "FROM_ACC",
     "MEAN",
     "SAME",
-    "TO_WIDE",
+    "TO_ACC",
     "UPDATES",
     "Ranges",
     "as_elements",
@@ -37,11 +37,11 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 # <T, T>
 SAME: tuple[Template, ...] = tuple((element, element) for element in ELEMENTS)
 # A gradient added to a sum of a wider dtype (or, with cast=True, of another float).
-TO_WIDE: tuple[Template, ...] = tuple(
+TO_ACC: tuple[Template, ...] = tuple(
     (total, term) for total in ("float32", "float64") for term in FLOATS if term != total
 )
 # A float32 sum rounded to a 16-bit float.
-FROM_WIDE: tuple[Template, ...] = (("float16", "float32"), ("bfloat16", "float32"))
+FROM_ACC: tuple[Template, ...] = (("float16", "float32"), ("bfloat16", "float32"))
 # Every float into every other: the dtype of a tensor and the wire dtype are independent.
 CASTS: tuple[Template, ...] = tuple((out, term) for out in FLOATS for term in FLOATS if out != term)
 # Of an update: a variable and its slots, which are float32 if there is a master.

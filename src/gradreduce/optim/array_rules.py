@@ -8,7 +8,7 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.convert import from_buffer
-from gradreduce.arrays.convert_gpu import wait_for_current_stream, on_gpu_of
+from gradreduce.arrays.convert_gpu import on_gpu_of, wait_for_current_stream
 from gradreduce.device import Buffer, Device
 from gradreduce.ops import Update
 
@@ -32,8 +32,8 @@ def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
     """
     copies = [_copied(row, job.leader) for row in job.updates]
     for row, copied in zip(job.updates, copies, strict=True):
-        shown = [*copied[-len(names) - 1 :], row[-1]]  # from a master on, if there is one
-        _call(apply, names, shown, job.leader)
+        buffers = [*copied[-len(names) - 1 :], row[-1]]  # from a master on, if there is one
+        _call(apply, names, buffers, job.leader)
 
     def copy_back(rows: Sequence[Update], device: Device) -> None:
         outs = [operand for row in rows for operand in row[:-1]]

@@ -129,13 +129,13 @@ def _mirrored(
     return clipped, Mirrored.of([found for _, found in on_each], first.kind)
 
 
-def _placed(place: int, tensor: Any) -> Part:
+def _placed(index: int, tensor: Any) -> Part:
     try:
         if isinstance(tensor, IndexedSlices):
             return tensor.placed()
         return tensor if isinstance(tensor, Buffer) else to_buffer(tensor, current_device())
     except (TypeError, ValueError) as error:
-        raise about(f"t_list[{place}]", error) from None
+        raise about(f"t_list[{index}]", error) from None
 
 
 def _clipped(

@@ -30,7 +30,7 @@ __all__ = [
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 Pair = tuple[Any, Variable]
-Given = Part | PerReplica | Mirrored
+GradientValue = Part | PerReplica | Mirrored
 # For each copy of a variable, a gradient on the same physical device.
 Colocated = tuple[Part, ...]
 
@@ -107,8 +107,8 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
     return gradients, variables
 
 
-def _check_pair(pair: Any, place: int) -> None:
-    name = f"grads_and_vars[{place}]"
+def _check_pair(pair: Any, index: int) -> None:
+    name = f"grads_and_vars[{index}]"
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise TypeError(f"{name} is {brief(pair)}, not a (gradient, variable) pair")
     if not isinstance(pair[1], Variable):
@@ -160,7 +160,7 @@ def to_variables(
     return found
 
 
-def _placed(grad: Any, var: Variable) -> Given:
+def _placed(grad: Any, var: Variable) -> GradientValue:
     """Converts a gradient to a Buffer or to IndexedSlices of one; keeps distributed ones."""
     if isinstance(grad, PerReplica | Mirrored):
         grad.discard_copies()
@@ -176,7 +176,7 @@ def _placed(grad: Any, var: Variable) -> Given:
         raise about(f"the gradient of {var!r}", error) from None
 
 
-def _buffers(grad: Given) -> Sequence[Buffer]:
+def _buffers(grad: GradientValue) -> Sequence[Buffer]:
     if type(grad) is Buffer:
         return (grad,)
     parts = grad.parts if isinstance(grad, PerReplica | Mirrored) else (grad,)
@@ -192,7 +192,7 @@ def _check_dense(part: Buffer, var: Variable) -> None:
         )
 
 
-def _check_parts(grad: Given, var: Variable) -> None:
+def _check_parts(grad: GradientValue, var: Variable) -> None:
     parts: Sequence[Part] = (grad,) if isinstance(grad, Part) else grad.parts
     if isinstance(grad, PerReplica | Mirrored) and set(grad.devices) != set(var.devices):
         devices = listed(device.name for device in grad.devices)

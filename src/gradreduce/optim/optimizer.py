@@ -428,7 +428,7 @@ class Optimizer(NotCopied):
         scalars = self._scalars()
         jobs = [
             Job([plan.written[index] for index in indices], [parts[index] for index in indices])
-            for indices in plan.places
+            for indices in plan.indices_by_gpu
         ]
         both = zip(jobs, plan.writers, strict=True)
         ready = [self._ready(job, scalars, each if job.is_dense else None) for job, each in both]

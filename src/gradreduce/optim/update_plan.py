@@ -49,14 +49,14 @@ class Plan:
         self.written = [row for var in variables for row in rows_of(var)]
         self.devices = [row[0].device for row in self.written]
         self.ranges = ops.Ranges([operand for row in self.written for operand in row])
-        self.places = list(by_physical(self.devices).values())
+        self.indices_by_gpu = list(by_physical(self.devices).values())
         self._wanted = [(row[0].device, row[0].dtype, row[0].shape) for row in self.written]
         kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in self.written}
         self.writers = [
             LaunchBatch(self.devices[indices[0]], [self.written[index] for index in indices])
             if len(kinds) == 1
             else None
-            for indices in self.places
+            for indices in self.indices_by_gpu
         ]
         self._staging = Staging(self._wanted)
         self._addresses: list[int] = []

@@ -148,7 +148,11 @@ def rows_together(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buf
     Args:
         groups: where to, and Buffers with rows of one shape and dtype, at least one.
     """
-    wholes, local, remote = [], dict[Device, list[_Move]](), dict[tuple[Device, Device], list[_Move]]()
+    wholes, local, remote = (
+        [],
+        dict[Device, list[_Move]](),
+        dict[tuple[Device, Device], list[_Move]](),
+    )
     for home, parts in groups:
         num_rows = sum(part.shape[0] for part in parts)
         whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)

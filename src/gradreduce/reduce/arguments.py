@@ -146,20 +146,20 @@ def checked_requests(
 
 
 def as_reduced(
-    value: DistributedValues, place: int, out: Any = None
+    value: DistributedValues, index: int, out: Any = None
 ) -> tuple[DistributedValues, Form]:
     """Returns the value in memory order, if ``out`` allows it, and the result's form.
 
     Args:
         value: checked.
-        place: of its array in ``out``.
+        index: of its array in ``out``.
         out: not checked; None: new memory.
     """
     form = value.form
     if form is None:
         return value, form
     if out is not None and not (
-        isinstance(out, list | tuple) and place < len(out) and _has_order(out[place], form)
+        isinstance(out, list | tuple) and index < len(out) and _has_order(out[index], form)
     ):
         return value, None
     return value.in_memory_order(), form
@@ -206,11 +206,11 @@ def checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
     return pairs
 
 
-def _as_distributed(value: Any, place: int, mesh: Mesh | None) -> DistributedValues:
+def _as_distributed(value: Any, index: int, mesh: Mesh | None) -> DistributedValues:
     """Returns the value of a pair as ``DistributedValues``; an array has one replica."""
     if isinstance(value, DistributedValues):
         return value
-    return _alone(value, f"value {place}", mesh)
+    return _alone(value, f"value {index}", mesh)
 
 
 def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues:
@@ -265,7 +265,7 @@ def _placed_alone(value: Any, mesh: Mesh | None) -> PerReplica:
     return PerReplica.of([to_buffer(lying, current_device(mesh))], kind_of(value), form)
 
 
-def _check_replicas(value: DistributedValues, place: int) -> None:
+def _check_replicas(value: DistributedValues, index: int) -> None:
     """Raises ``ValueError`` for replicas that differ in shape or dtype."""
     parts = value.parts
     first = parts[0]
@@ -278,14 +278,14 @@ def _check_replicas(value: DistributedValues, place: int) -> None:
     for replica, part in enumerate(parts):
         found = _signature(part, value)
         if found != wanted:
-            name = value.name_of(place, replica)
-            other = value.name_of(place, 0).rpartition(": ")[2]
+            name = value.name_of(index, replica)
+            other = value.name_of(index, 0).rpartition(": ")[2]
             raise ValueError(
                 f"{name} is {_as_text(found)}, {other} is {_as_text(wanted)}; replicas must agree "
                 "in shape and dtype"
             )
         if isinstance(part, IndexedSlices):
-            _check_indices(part, first, value.name_of(place, replica))
+            _check_indices(part, first, value.name_of(index, replica))
 
 
 def _check_usable(value: DistributedValues, usable: set[Device]) -> None:
@@ -319,7 +319,7 @@ def _as_text(signature: tuple[DType, tuple[int, ...] | None, str]) -> str:
     return f"{dtype}{'[?]' if shape is None else list(shape)}{rows}"
 
 
-def destination_devices(destination: Any, place: int, mesh: Mesh) -> tuple[Device, ...]:
+def destination_devices(destination: Any, index: int, mesh: Mesh) -> tuple[Device, ...]:
     """Returns the devices that a destination names, in its order.
 
     Raises:
@@ -331,18 +331,18 @@ def destination_devices(destination: Any, place: int, mesh: Mesh) -> tuple[Devic
         entries = destination if isinstance(destination, list | tuple) else [destination]
         if not entries or not all(is_device_like(each) and each != "" for each in entries):
             raise ValueError(
-                f"destination {place} is {brief(destination)}: it must be a PerReplica, Mirrored, "
+                f"destination {index} is {brief(destination)}: it must be a PerReplica, Mirrored, "
                 "Variable, Mesh, device, device name, torch.device, or a non-empty list of the "
                 "last three"
             )
-        devices = tuple([as_device(each, f"destination {place}: ", mesh) for each in entries])
+        devices = tuple([as_device(each, f"destination {index}: ", mesh) for each in entries])
         if len(set(devices)) != len(devices):
             twice = listed(device.name for device in repeated(devices))
-            raise ValueError(f"destination {place} names a device twice: {twice}")
+            raise ValueError(f"destination {index} names a device twice: {twice}")
     for device in devices:
         if device.mesh_state is not mesh.mesh_state:
             raise DeviceMismatchError(
-                f"destination {place}: {device} belongs to another mesh than the value"
+                f"destination {index}: {device} belongs to another mesh than the value"
             )
         device.mesh_state.check_usable(device)
     return devices

@@ -253,9 +253,9 @@ class CrossDeviceOps(ABC):
         requests = []
         for index, tensor in enumerate(tensors):
             name = f"tensor[{index}]" if many else "tensor"
-            value_given = single_value(tensor, name, self.mesh or named_mesh(destinations))
-            devices = destination_devices(destinations, 0, value_given.mesh)
-            value, form = as_reduced(value_given, index, out)
+            replicas = single_value(tensor, name, self.mesh or named_mesh(destinations))
+            devices = destination_devices(destinations, 0, replicas.mesh)
+            value, form = as_reduced(replicas, index, out)
             requests.append(Request(value, devices, False, None, form))
         return requests
 
@@ -369,18 +369,18 @@ class ReductionToOneDevice(CrossDeviceOps):
             results.append(each)
         return results
 
-    def _home(self, request: Request, place: int) -> Device:
+    def _home(self, request: Request, index: int) -> Device:
         if self.reduce_to_device is None:
             return request.devices[0]
-        label = f"value {place}: reduce_to_device="
+        label = f"value {index}: reduce_to_device="
         home = as_device(self.reduce_to_device, label, request.value.mesh)
-        return destination_devices(home, place, request.value.mesh)[0]
+        return destination_devices(home, index, request.value.mesh)[0]
 
 
-def _copied(place: int, request: Request) -> tuple[Part, ...]:
+def _copied(index: int, request: Request) -> tuple[Part, ...]:
     """Copies the only replica of a value to each of the request's devices."""
     (part,) = request.value.parts
-    with device_of(part).mesh_state.pack_scope(PackInfo((place,))):
+    with device_of(part).mesh_state.pack_scope(PackInfo((index,))):
         return copied_to(part, request.devices, request.out)
 
 

@@ -112,11 +112,11 @@ def hierarchical_copy(
         return
     devices = [buffer.device for buffer in jobs[0].inputs]
     groups = reduction_groups_of(len(devices), reduction_groups)
-    mains = [places[0] for places in by_physical(devices).values()]
+    mains = [replicas[0] for replicas in by_physical(devices).values()]
     direct = all(_can_access(devices[main], devices) for main in mains)
 
-    def steps_of(places: Sequence[int], queue: Queue) -> Steps:
-        together = [jobs[index] for index in places]
+    def steps_of(indices: Sequence[int], queue: Queue) -> Steps:
+        together = [jobs[index] for index in indices]
         packs = [(job.inputs[0].size, _narrower(job)) for job in together]
         work = [
             (part.main, together[part.job].part(part.start, part.stop))

@@ -104,14 +104,16 @@ def nccl(jobs: Sequence[Job], *, stages: Sequence[Stage] = ()) -> None:
     sharing = list(by_physical(devices).values())
     with devices[0].mesh_state.launch_lock:
         if len(sharing) == 1:
-            run_stages(stages, len(jobs), lambda places, _: _on_one_gpu([jobs[at] for at in places]))
+            run_stages(
+                stages, len(jobs), lambda indices, _: _on_one_gpu([jobs[at] for at in indices])
+            )
             return
         collective = devices[0].mesh.collective
-        parts = [[_part(job, places, len(sharing)) for job in jobs] for places in sharing]
+        parts = [[_part(job, indices, len(sharing)) for job in jobs] for indices in sharing]
 
-        def steps_of(places: Sequence[int], queue: Queue) -> Steps:
-            here = [[gpu_parts[at] for at in places] for gpu_parts in parts]
-            return _over_gpus([jobs[at] for at in places], sharing, here, collective, queue)
+        def steps_of(indices: Sequence[int], queue: Queue) -> Steps:
+            here = [[gpu_parts[at] for at in indices] for gpu_parts in parts]
+            return _over_gpus([jobs[at] for at in indices], sharing, here, collective, queue)
 
         run_stages(stages, len(jobs), steps_of)
 
@@ -167,28 +169,28 @@ def _is_gathered(dtype: DType) -> bool:
     return dtype.kind in "iu" and dtype.itemsize == 2
 
 
-def _part(job: Job, places: Sequence[int], num_ranks: int) -> _Part:
-    """Allocates the memory of one job on the device of ``places[0]``; launches nothing."""
-    first, out = job.inputs[places[0]], job.outs[places[0]]
+def _part(job: Job, indices: Sequence[int], num_ranks: int) -> _Part:
+    """Allocates the memory of one job on the device of ``indices[0]``; launches nothing."""
+    first, out = job.inputs[indices[0]], job.outs[indices[0]]
     gathers = _is_gathered(first.dtype)
     gathered = first.device.empty((num_ranks, first.size), first.dtype) if gathers else None
-    alone = len(places) == 1
+    alone = len(indices) == 1
     if gathers and alone:
         return _Part(first, first, gathered)  # which nobody overwrites
     folded = out if out.dtype == first.dtype else first.device.empty(first.shape, first.dtype)
     return _Part(folded, first if alone else folded, gathered)
 
 
-def _fold(jobs: Sequence[Job], parts: Sequence[_Part], places: Sequence[int]) -> None:
+def _fold(jobs: Sequence[Job], parts: Sequence[_Part], indices: Sequence[int]) -> None:
     """Adds the replicas on one physical device, if there are several."""
-    if len(places) == 1:
+    if len(indices) == 1:
         return
-    sharing = [jobs[0].inputs[index].device for index in places]
+    sharing = [jobs[0].inputs[index].device for index in indices]
     leader = sharing[0]
     join_streams(leader, sharing)
     ops.all_sum(
         [[part.folded] for part in parts],
-        [[job.inputs[index] for index in places] for job in jobs],
+        [[job.inputs[index] for index in indices] for job in jobs],
         device=leader,
     )
 
@@ -204,14 +206,14 @@ def _cross(collective: Collective, ranks: Sequence[_Part], queue: Queue) -> None
         collective.all_reduce(folded, sources=sources, queue=queue)
 
 
-def _finish(finished: Sequence[tuple[Job, tuple[Buffer, ...]]], places: Sequence[int]) -> None:
-    """Adds the remaining terms, divides, and writes every out on the devices of ``places``."""
-    devices = [finished[0][0].outs[index].device for index in places]
+def _finish(finished: Sequence[tuple[Job, tuple[Buffer, ...]]], indices: Sequence[int]) -> None:
+    """Adds the remaining terms, divides, and writes every out on the devices of ``indices``."""
+    devices = [finished[0][0].outs[index].device for index in indices]
     leader = devices[0]
     join_streams(leader, devices)
     by_divisor: dict[float, list[tuple[list[Buffer], tuple[Buffer, ...]]]] = {}
     for job, inputs in finished:
-        outs = [job.outs[index] for index in places]
+        outs = [job.outs[index] for index in indices]
         alone = len(outs) == len(inputs) == 1
         if alone and outs[0].address == inputs[0].address and job.divisor == 1:
             continue  # the library wrote it in place

@@ -107,7 +107,7 @@ def _listed(request: Request, entry: Any) -> Sequence[Any]:
     return entry
 
 
-def _outs_of(request: Request, place: int, arrays: Sequence[Any], reduce_op: ReduceOp) -> list[Out]:
+def _outs_of(request: Request, index: int, arrays: Sequence[Any], reduce_op: ReduceOp) -> list[Out]:
     first = request.value.buffers[0]
     dtype = mean_dtype(first.dtype) if reduce_op is ReduceOp.MEAN else first.dtype
     made = []
@@ -116,7 +116,7 @@ def _outs_of(request: Request, place: int, arrays: Sequence[Any], reduce_op: Red
             turned = None if isinstance(array, Buffer) else request.form
             made.append(as_out(array, device, first.shape, dtype, turned))
         except (TypeError, ValueError) as error:
-            raise about(request.value.name_of(place, replica, "out"), error) from None
+            raise about(request.value.name_of(index, replica, "out"), error) from None
     return [_as_input(out, request) for out in made]
 
 
@@ -154,14 +154,14 @@ def _check_apart(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> 
 
 
 def _overlapping(
-    part: Buffer, place: int, spans: Sequence[tuple[int, int, int]], starts: Sequence[int]
+    part: Buffer, index: int, spans: Sequence[tuple[int, int, int]], starts: Sequence[int]
 ) -> int | None:
     """Returns the index of an out that partly overlaps this input, or None."""
     begin, end = part.address, part.address + part.nbytes
     at = max(0, bisect_left(starts, begin) - 1)
     while begin < end and at < len(spans) and spans[at][0] < end:
         start, stop, other = spans[at]
-        if stop > begin and (start, stop, other) != (begin, end, place):
+        if stop > begin and (start, stop, other) != (begin, end, index):
             return other
         at += 1
     return None

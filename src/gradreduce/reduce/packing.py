@@ -85,14 +85,14 @@ class Piece(NamedTuple):
     """A part of a tensor in a range of a flat buffer.
 
     Attributes:
-        place: of the tensor in the plan's ``tensors``.
+        tensor: its index in the plan's ``tensors``.
         begin: the part's first element in the flat buffer.
         end: one past the last, the gap behind the tensor included.
         start: the part's first element in the tensor.
         stop: one past the last.
     """
 
-    place: int
+    tensor: int
     begin: int
     end: int
     start: int

@@ -131,7 +131,7 @@ def _reduce_dense(
     settings: Settings,
     reduce_op: ReduceOp,
     gradients: Sequence[tuple[Buffer, ...]],
-    places: Sequence[int],
+    positions: Sequence[int],
     out: Sequence[tuple[Buffer, ...]] | None,
 ) -> list[tuple[Buffer, ...]]:
     """Reduces one batch of dense values; means of integers are added, then divided."""
@@ -140,7 +140,7 @@ def _reduce_dense(
     counts = mean and gradients[0][0].dtype.kind in "iu"
     divisor = _divisor_of(reduce_op, gradients)
     written = None if counts else out
-    reduced = reduce_buffers(settings, gradients, divisor=divisor, out=written, places=places)
+    reduced = reduce_buffers(settings, gradients, divisor=divisor, out=written, positions=positions)
     if not counts:
         return reduced
     means = iter(quotients([total for totals in reduced for total in totals], num_replicas))
@@ -207,7 +207,7 @@ def reduce_buffers(
     out_dtypes: Sequence[DType] | None = None,
     consume: ExitStack | None = None,
     out: Sequence[Sequence[Buffer]] | None = None,
-    places: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
 ) -> list[tuple[Buffer, ...]]:
     """Sums ``gradients[tensor][replica]`` across devices, and divides the sums.
 
@@ -222,7 +222,7 @@ def reduce_buffers(
             and the end of this ``ExitStack``: sums and gradients could not be told apart.
         out: ``out[tensor][replica]``, where the results go, of their dtype; each apart from all
             others, and from all gradients but its own. Default: new memory.
-        places: numbers of the tensors in errors and in the flight record; default their indices
+        positions: numbers of the tensors in errors and in the flight record; default their indices
             here.
 
     Returns:
@@ -243,7 +243,9 @@ def reduce_buffers(
     pack_buffers = lay_out(
         plans, gradients, devices, options, _pack_divisors(settings, plans, divisor)
     )
-    jobs, stages = _jobs_and_stages(pack_buffers, divisor, devices, places or range(len(gradients)))
+    jobs, stages = _jobs_and_stages(
+        pack_buffers, divisor, devices, positions or range(len(gradients))
+    )
     reduction_groups = (
         {} if settings.reduction_groups is None else {"reduction_groups": settings.reduction_groups}
     )
@@ -284,7 +286,7 @@ def _jobs_and_stages(
     pack_buffers: Sequence[PackBuffers],
     divisor: float,
     devices: Sequence[Device],
-    places: Sequence[int],
+    positions: Sequence[int],
 ) -> tuple[list[Job], list[Stage]]:
     """Returns a job for each pack, and the stages in which they overlap."""
     packs = [(each, start, stop) for each in pack_buffers for start, stop in each.plan.packs]
@@ -302,7 +304,7 @@ def _jobs_and_stages(
     stages = []
     for group in groups:
         parts = [packs[index] for index in group]
-        pack_info = _pack_info(parts, group, len(packs), places)
+        pack_info = _pack_info(parts, group, len(packs), positions)
         watched = partial(devices[0].mesh_state.pack_scope, pack_info, devices)
         stages.append(Stage(group, partial(fill, parts), partial(unpack_into, parts), watched))
     return jobs, stages
@@ -312,13 +314,13 @@ def _pack_info(
     parts: Sequence[tuple[PackBuffers, int, int]],
     group: Sequence[int],
     num_packs: int,
-    places: Sequence[int],
+    positions: Sequence[int],
 ) -> PackInfo:
     """Returns the packs of a stage, counted from 1, and their tensors."""
     if len(group) == num_packs:
-        return PackInfo(places, range(1, num_packs + 1), num_packs)
+        return PackInfo(positions, range(1, num_packs + 1), num_packs)
     inside = {
-        places[each.plan.tensors[piece.place]]: None
+        positions[each.plan.tensors[piece.tensor]]: None
         for each, start, stop in parts
         for piece in each.plan.pieces(start, stop)
     }

@@ -212,11 +212,11 @@ def _dry_run(
     dry_run_mesh = DryRunMesh(mesh)
     requests = _dry_run_requests(dry_run_mesh, signatures)
     packs = []
-    for places in batches_of(requests, reduce_op):
-        gradients = [requests[index].value.buffers for index in places]
-        indices = [device.index for device in requests[places[0]].devices]
+    for positions in batches_of(requests, reduce_op):
+        gradients = [requests[index].value.buffers for index in positions]
+        indices = [device.index for device in requests[positions[0]].devices]
         pack_buffers = laid_out(settings, reduce_op, gradients)
-        packs += _packs_of(pack_buffers, places, settings.all_reduce_alg, indices)
+        packs += _packs_of(pack_buffers, positions, settings.all_reduce_alg, indices)
     packs += [
         _pack_of_one(request, index)
         for index, request in enumerate(requests)
@@ -272,13 +272,13 @@ def _dry_run_buffers(dry_run_mesh: DryRunMesh, signature: Signature, rows: _Rows
 
 
 def _packs_of(
-    pack_buffers: Sequence[PackBuffers], places: Sequence[int], way: str, devices: Sequence[int]
+    pack_buffers: Sequence[PackBuffers], positions: Sequence[int], way: str, devices: Sequence[int]
 ) -> list[PlannedPack]:
     """Describes the packs of flat buffers.
 
     Args:
         pack_buffers: of the tensors of one batch.
-        places: of each of these tensors in the whole call.
+        positions: of each of these tensors in the whole call.
         way: see ``PlannedPack``.
         devices: see ``PlannedPack``.
     """
@@ -288,7 +288,7 @@ def _packs_of(
         moved = sum(tensors is not None for tensors in each.filling)
         crossing = _crossing(way, [buffer.device for buffer in each.inputs])
         for start, stop in plan.packs:
-            inside = [places[plan.tensors[piece.place]] for piece in plan.pieces(start, stop)]
+            inside = [positions[plan.tensors[piece.tensor]] for piece in plan.pieces(start, stop)]
             nbytes = (stop - start) * plan.wire.itemsize
             made.append(
                 PlannedPack(
@@ -330,12 +330,12 @@ def _transfer_text(pack: PlannedPack) -> str:
     return ", ".join(["", *words, crossings[pack.crossing]])
 
 
-def _pack_of_one(request: Request, place: int) -> PlannedPack:
+def _pack_of_one(request: Request, index: int) -> PlannedPack:
     """Describes a value that is added on one device."""
     rows = _rows_of(request.value.parts[0])
     indices = tuple(device.index for device in request.value.devices)
     return PlannedPack(
-        (place,), rows.dtype, rows.dtype, rows.nbytes, "one device", indices, 0,
+        (index,), rows.dtype, rows.dtype, rows.nbytes, "one device", indices, 0,
         _crossing_to_one(request),
     )  # fmt: skip
 

@@ -17,12 +17,12 @@ from support.exact_data import random_data, same
 
 from gradreduce.backends import open_mesh
 from gradreduce.backends.sim import workers as sim_workers
-from gradreduce.backends.sim.workers import BLOCK_SIZE, PARALLEL_SIZE, Workers
+from gradreduce.backends.sim.workers import BLOCK_SIZE, SPLIT_SIZE, Workers
 from gradreduce.device import Device
 from gradreduce.ops.add_n import ADD_N
 
 PAIR = ("float32", "float32", 2)
-LARGE = PARALLEL_SIZE + 13
+LARGE = SPLIT_SIZE + 13
 TIMEOUT = 60
 
 
@@ -106,7 +106,7 @@ def test_rows_that_are_not_elementwise_come_whole():
     assert sorted(seen) == [[[5] * 3], [[LARGE] * 3], [[LARGE] * 3]]
 
 
-@pytest.mark.parametrize("size", [1000, PARALLEL_SIZE - 1])
+@pytest.mark.parametrize("size", [1000, SPLIT_SIZE - 1])
 def test_a_small_launch_stays_in_the_callers_thread(size):
     with opened(3) as device:
         rows = operands(device, size)
@@ -233,7 +233,7 @@ def test_several_callers_share_the_threads():
 )
 def test_blocks_are_shared_out_by_what_they_cost(costs, num_threads, sizes):
     blocks = list(range(len(costs)))
-    parts = Workers(num_threads).shares(blocks, PARALLEL_SIZE, costs)
+    parts = Workers(num_threads).shares(blocks, SPLIT_SIZE, costs)
     assert [len(part) for part in parts] == sizes
     assert [block for part in parts for block in part] == blocks
 

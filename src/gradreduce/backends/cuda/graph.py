@@ -28,14 +28,14 @@ class GraphRecording(Recording):
     """Records the queues of devices on one or more GPUs into one graph.
 
     Args:
-        places: a number for each device, and what makes its GPU current, the first one first.
+        devices: a number for each device, and what makes its GPU current, the first one first.
         home: the queue that a launch is given to, of the first device.
     """
 
-    def __init__(self, places: Iterable[tuple[int, Any]], home: StreamState) -> None:
+    def __init__(self, devices: Iterable[tuple[int, Any]], home: StreamState) -> None:
         self._home = home
         self._streams: dict[tuple[int, Queue], tuple[Any, Any]] = {}
-        for index, gpu in places:
+        for index, gpu in devices:
             with gpu:
                 for queue in ("compute", "transfer"):
                     stream = cupy.cuda.Stream(non_blocking=True)

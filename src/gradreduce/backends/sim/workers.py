@@ -16,10 +16,10 @@ from queue import SimpleQueue
 from typing import Any
 from weakref import finalize
 
-__all__ = ["BLOCK_SIZE", "PARALLEL_SIZE", "Workers"]
+__all__ = ["BLOCK_SIZE", "SPLIT_SIZE", "Workers"]
 
 # Handing work to another thread costs about 50 us: below this many elements one thread is faster.
-PARALLEL_SIZE = 1 << 18
+SPLIT_SIZE = 1 << 18
 # Elements of a reference's block: few enough for its scratch to stay in the cache and for every
 # launch that is spread over threads to be cut, enough for threads not to wait for each other's
 # turn with the interpreter. 8-term add of 8M float32 on two cores, in turns, 2026-11: 2^14 23 ms,
@@ -167,7 +167,7 @@ class Workers:
             size: elements in all of them.
             costs: of each block, in elements or what takes as long. None: all cost the same.
         """
-        if self.num_threads == 1 or len(blocks) == 1 or size < PARALLEL_SIZE:
+        if self.num_threads == 1 or len(blocks) == 1 or size < SPLIT_SIZE:
             return [blocks]
         num_parts = min(self.num_threads, len(blocks))
         if costs is None:

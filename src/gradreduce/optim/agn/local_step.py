@@ -140,7 +140,7 @@ class DenseStep:
         self._plan, self._scalars = plan, tuple(scalars)
         self._jobs = [
             Job([plan.written[index] for index in indices], [gradients[index] for index in indices])
-            for indices in plan.places
+            for indices in plan.indices_by_gpu
         ]
 
     def sums(self) -> dict[Member, Buffer | SparseSum]:
