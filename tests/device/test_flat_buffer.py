@@ -269,7 +269,7 @@ def test_only_what_is_nobodys_is_written_between_tensors(mesh):
         plans = plan_packing(tuple(each[0].size for each in given), (floats,) * 3, 1, 0, 0)
         (laid,) = lay_out(plans, given, mesh.devices, Options(targets=given), [1])
         assert plans[0].has_gaps
-        for out, buffer, moved in zip(laid.outs, flat.buffers, laid.given, strict=True):
+        for out, buffer, moved in zip(laid.outs, flat.buffers, laid.targets, strict=True):
             assert (out.block is buffer.block) == (moved is None) == in_place
         assert all(moved is None for moved in laid.filling)  # to read past a tensor harms nobody
 

@@ -18,7 +18,7 @@ from gradreduce.accumulator.take_queue import await_take, join
 from gradreduce.backends import open_mesh
 from gradreduce.backends.sim.scheduler import RandomScheduler
 from gradreduce.device import Mesh, deadline_scope, pending_calls
-from gradreduce.device.watchdog import _looked_at
+from gradreduce.device.watchdog import _check_calls
 from gradreduce.errors import BackendUnavailableError, CancelledError, CollectiveError
 
 from .contract import BACKENDS, FLOAT, SIZE, data, uploaded
@@ -165,7 +165,7 @@ def test_a_call_that_raises_is_not_watched_any_more(clock):
             uploaded(mesh.devices[1], 1)
             raise KeyError
         clock.pass_by(6)
-        assert _looked_at(mesh.mesh_state, [watched]) == []
+        assert _check_calls(mesh.mesh_state, [watched]) == []
         assert mesh.mesh_state.reason is None
 
 
@@ -175,7 +175,7 @@ def test_a_call_of_before_a_reset_is_not_watched_any_more(clock):
         mesh.mesh_state.fail("for a test")
         mesh.reset(timeout=PATIENCE)
         clock.pass_by(6)
-        assert _looked_at(mesh.mesh_state, [watched]) == []
+        assert _check_calls(mesh.mesh_state, [watched]) == []
         assert mesh.mesh_state.reason is None
 
 
