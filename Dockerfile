@@ -42,6 +42,7 @@ COPY tests tests
 COPY examples examples
 COPY docs docs
 COPY bench bench
+COPY tools tools
 
 # The CUDA of the wheels, 12 or 13, and other libraries beside them. All of them must be of one CUDA:
 # the NCCL wheels of both put their library in the same place. PyTorch's wheels are of CUDA 13 from

@@ -35,8 +35,8 @@ NUM_SAMPLED = 100
 SEED = 0
 NUM_PROCESSES = 2
 LIMIT_S = 300  # of one process
-COPIED = ("src", "kernels", "tests", "bench", "examples", "docs", "pyproject.toml", "Dockerfile",
-          "README.md", "CONTRIBUTING.md")  # fmt: skip
+COPIED = ("src", "kernels", "tests", "bench", "examples", "docs", "tools", "pyproject.toml",
+          "Dockerfile", "README.md", "CONTRIBUTING.md")  # fmt: skip
 FAKE_CUPY = "tests/backends/cuda/"  # tests that run on the fake CuPy
 OPTIONS = (
     "-x", "-q", "--tb=short", "--no-header", "-p", "no:cacheprovider",
