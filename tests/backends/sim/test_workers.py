@@ -238,6 +238,16 @@ def test_blocks_are_shared_out_by_what_they_cost(costs, num_threads, sizes):
     assert [block for part in parts for block in part] == blocks
 
 
+@pytest.mark.parametrize(
+    ("size", "num_parts"),
+    [(SPLIT_SIZE - 1, 1), (SPLIT_SIZE, 3), (5 * BLOCK_SIZE, 5), (100 * BLOCK_SIZE, 12)],
+)
+def test_large_work_is_cut_into_several_parts_per_thread(size, num_parts):
+    parts = Workers(3).shares(range(100), size)
+    assert len(parts) == num_parts
+    assert [block for part in parts for block in part] == list(range(100))
+
+
 @pytest.mark.parametrize("num_started", [0, 1])
 def test_where_threads_cannot_start_the_caller_does_each_job_once(monkeypatch, num_started):
     real, workers, times = sim_workers.start_new_thread, Workers(4), [0] * 40
