@@ -359,5 +359,5 @@ def test_buffers_of_a_callers_arrays_are_lent_however_they_come():
         lent = gr.PerReplica([np.ones(3, np.float32) for _ in mesh], mesh)
         ours = [device.zeros((3,), "float32") for device in mesh]
         for options in ({"mesh": mesh}, {"devices": mesh.devices}):
-            assert gr.PerReplica(lent.buffers, **options).external
-            assert not gr.PerReplica(ours, **options).external
+            assert gr.PerReplica(lent.buffers, **options)._external
+            assert not gr.PerReplica(ours, **options)._external

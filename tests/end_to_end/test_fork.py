@@ -85,7 +85,7 @@ def use(mesh, name):
         "center.state_dict": center.state_dict,
         "center.load_state_dict": lambda: center.load_state_dict(of_center),
         "center.variables": center.variables,
-        "center.lost_workers": lambda: center.lost_workers,
+        "center.failed_workers": lambda: center.failed_workers,
         "center.start_worker": lambda: center.start_worker(0, print),
         "get_variable": lambda: gr.get_variable("u", np.zeros(2), custom_getter=getter),
         "AGN": lambda: agn.minimize(lambda: np.sum(v * v), var_list=[v]),

@@ -138,9 +138,9 @@ def test_an_interruption_leaves_no_lock_of_a_center_behind(first):
     center = gr.AGNCenter(gr.open_mesh(1, backend="sim"))
 
     def call() -> bool:
-        center.begin(0)
+        center._begin(0)
         with suppress(DeadlineExceededError):
-            center.wait_for(2, 1e-4)
+            center._wait_for(2, 1e-4)
         center.load_state_dict(center.state_dict())
         return True
 

@@ -273,7 +273,7 @@ def _states_of(accumulators: Sequence[ConditionalAccumulatorBase]) -> list[Accum
 
 
 def _as_result(part: Part, kind: Kind) -> Any:
-    return from_buffer(part, kind) if isinstance(part, Buffer) else part.as_result(kind)
+    return from_buffer(part, kind) if isinstance(part, Buffer) else part._as_result(kind)
 
 
 def _rows_of(part: Buffer | SparseGradient) -> Buffer:

@@ -139,7 +139,7 @@ def _replicas(
         raise DeviceMismatchError(
             f"the gradient is on another mesh than the accumulator, which is on {devices}"
         )
-    grad.discard_copies()
+    grad._discard_copies()
     first = grad.buffers[0].shape
     for replica, buffer in enumerate(grad.buffers):
         check_dtype(state, buffer.dtype, cast)

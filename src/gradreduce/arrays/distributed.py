@@ -79,9 +79,9 @@ class DistributedValues(NotCopied):
     )
 
     _key: Any = _NO_KEY  # of the tensor of ``all_reduce``'s grads
-    _kept: dict[Part, Any] | None = None  # the arrays of ``keep_arrays``
+    _kept: dict[Part, Any] | None = None  # the arrays of ``_keep_arrays``
     _is_sparse: bool | None = None
-    external: bool = False  # whether any may be a caller's memory
+    _external: bool = False  # whether any may be a caller's memory
     _form: Form = None
     _values: tuple[Any, ...] = ()  # the arrays that ``_lying`` are of, if a caller gave them
     _lying: tuple[Part, ...] = ()  # Buffers whose axes are in the order of ``_form``
@@ -104,7 +104,7 @@ class DistributedValues(NotCopied):
         if mesh is not None and devices is None and _lie_there(values, mesh):
             self._parts, self._devices, self._kind = values, mesh.devices, "buffer"
             self._is_sparse = False
-            self.external = any([each.array_owner is not None for each in values])
+            self._external = any([each.array_owner is not None for each in values])
             return
         self._devices = _devices(values, mesh, devices)
         if len(values) != len(self._devices):
@@ -120,7 +120,7 @@ class DistributedValues(NotCopied):
         first = values[0]
         kind: Kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
         self._kind = "coo" if is_coo(first) else kind
-        self.external = any(
+        self._external = any(
             [type(each) is not Buffer or each.array_owner is not None for each in values]
         )
 
@@ -131,7 +131,7 @@ class DistributedValues(NotCopied):
                 try:
                     parts.append(_placed(value, self._devices[replica]))
                 except (TypeError, ValueError) as error:
-                    name = self.name_of(0, replica)  # alone it has no place
+                    name = self._name_of(0, replica)  # alone it has no place
                     raise about(name.removeprefix("value 0: "), error) from None
         return tuple(parts)
 
@@ -162,7 +162,7 @@ class DistributedValues(NotCopied):
         made.__init__([entry[key] for entry in grads], mesh)  # type: ignore[misc]
         return made
 
-    def name_of(self, index: int, replica: int | None = None, of: str = "grads") -> str:
+    def _name_of(self, index: int, replica: int | None = None, of: str = "grads") -> str:
         """Returns the name of this value, or of one of its replicas, for error messages.
 
         Args:
@@ -175,7 +175,7 @@ class DistributedValues(NotCopied):
         name = f"{'value' if of == 'grads' else of} {index}"
         return name if replica is None else f"{name}: replica {replica}"
 
-    def keep_arrays(self, arrays: Sequence[Any] | None = None) -> None:
+    def _keep_arrays(self, arrays: Sequence[Any] | None = None) -> None:
         """Makes ``values`` return these arrays from now on, without synchronizing again.
 
         Args:
@@ -207,7 +207,7 @@ class DistributedValues(NotCopied):
         """The axis order of ``values`` in memory; None for C order."""
         return self._form
 
-    def discard_copies(self) -> None:
+    def _discard_copies(self) -> None:
         """Drops ``parts`` that are copies of ``values``; the next use copies again.
 
         Each call that reads ``parts`` calls this first: the arrays may have been written since.
@@ -215,15 +215,15 @@ class DistributedValues(NotCopied):
         if self._lying:
             self._parts = None
 
-    def in_memory_order(self) -> DistributedValues:
+    def _in_memory_order(self) -> DistributedValues:
         """Returns the same values with axes in memory order (``form``), without copies."""
         if self.form is None:
             return self
         made = type(self).of(self._lying, self._kind)
-        made._key, made.external = self._key, self.external
+        made._key, made._external = self._key, self._external
         return made
 
-    def alone(self) -> Self:
+    def _first_replica(self) -> Self:
         """Returns a value with the first replica only."""
         return type(self).of(self._own[:1], self._kind, self._form)
 
@@ -347,7 +347,7 @@ class DistributedValues(NotCopied):
         if self._kept is not None:
             return self._kept[part]
         if not isinstance(part, Buffer):
-            return part.as_result(self._kind)
+            return part._as_result(self._kind)
         if self._form is None:
             return from_buffer(part, self._kind)
         if self._kind == "buffer":

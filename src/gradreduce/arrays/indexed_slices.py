@@ -151,7 +151,7 @@ class IndexedSlices:
         """
         kind = as_result_kind(output_type, self.kind)
         segments = plan_segments(self._indices)
-        (rows,) = coalesced([self.placed().values], [segments])
+        (rows,) = coalesced([self._in_buffer().values], [segments])
         return IndexedSlices.of(from_buffer(rows, kind), segments.indices, self._dense_shape)
 
     @StreamScope()
@@ -168,19 +168,19 @@ class IndexedSlices:
             ValueError: ``dense_shape`` is unknown.
         """
         kind = as_result_kind(output_type, self.kind)
-        return from_buffer(densified([self.placed()])[0], kind)
+        return from_buffer(densified([self._in_buffer()])[0], kind)
 
-    def placed(self) -> IndexedSlices:
+    def _in_buffer(self) -> IndexedSlices:
         """Puts the rows into a Buffer, on the device of ``gr.replica``, else the first."""
         (rows,) = on_current_devices([self._values])
         return IndexedSlices.of(rows, self._indices, self._dense_shape)
 
-    def as_result(self, kind: Kind) -> Any:
+    def _as_result(self, kind: Kind) -> Any:
         """Converts rows in a Buffer to ``kind``; "coo" makes a ``torch.sparse_coo`` tensor."""
         made = IndexedSlices.of(from_buffer(self._values, kind), self._indices, self._dense_shape)
-        return made.as_coo() if kind == "coo" else made
+        return made._as_coo() if kind == "coo" else made
 
-    def as_coo(self) -> Any:
+    def _as_coo(self) -> Any:
         """Converts rows that are a tensor to ``torch.sparse_coo``, on the same memory.
 
         The tensor is coalesced if every index comes once, in rising order. Without a known

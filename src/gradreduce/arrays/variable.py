@@ -99,7 +99,7 @@ class Variable(NotCopied, Readable):
         self._buffers = tuple(_copied(initial_value, device, wanted) for device in devices)
 
     @classmethod
-    def filled_like(
+    def _filled_like(
         cls, variable: Variable, name: str, value: float = 0.0, *, dtype: DType | None = None
     ) -> Variable:
         """Makes a slot: a non-trainable Variable like another one, filled with one number.

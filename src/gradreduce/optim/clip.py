@@ -94,7 +94,7 @@ def _plain(
     ]
     clipped, found = _clipped(parts, limit, norm, device_of(next(iter(parts.values()))))
     results = [
-        part.as_result(kind) if isinstance(part, IndexedSlices) else from_buffer(part, kind)
+        part._as_result(kind) if isinstance(part, IndexedSlices) else from_buffer(part, kind)
         for part, kind in zip(clipped, kinds, strict=True)
     ]
     return results, from_buffer(found, kinds[0])
@@ -115,7 +115,7 @@ def _mirrored(
                 f"t_list[{at}] and t_list[{index}] are on different devices; all Mirrored "
                 "tensors must be on the same ones"
             )
-        each.discard_copies()
+        each._discard_copies()
     on_each = [
         _clipped({p: each.parts[on] for p, each in present.items()}, limit, norm, device)
         for on, device in enumerate(first.devices)
@@ -132,7 +132,7 @@ def _mirrored(
 def _placed(index: int, tensor: Any) -> Part:
     try:
         if isinstance(tensor, IndexedSlices):
-            return tensor.placed()
+            return tensor._in_buffer()
         return tensor if isinstance(tensor, Buffer) else to_buffer(tensor, current_device())
     except (TypeError, ValueError) as error:
         raise about(f"t_list[{index}]", error) from None

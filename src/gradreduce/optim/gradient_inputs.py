@@ -163,7 +163,7 @@ def to_variables(
 def _placed(grad: Any, var: Variable) -> GradientValue:
     """Converts a gradient to a Buffer or to IndexedSlices of one; keeps distributed ones."""
     if isinstance(grad, PerReplica | Mirrored):
-        grad.discard_copies()
+        grad._discard_copies()
         return grad
     first = var.buffers[0]
     try:

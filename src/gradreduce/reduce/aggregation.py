@@ -115,8 +115,8 @@ def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
         ValueError: shapes of a row differ, or an index is not below the first ``dense_shape[0]``.
     """
     with StreamScope():
-        placed = [term.placed() for term in terms]
-        return joined(placed, placed[0].values.device).as_result(kind)
+        placed = [term._in_buffer() for term in terms]
+        return joined(placed, placed[0].values.device)._as_result(kind)
 
 
 def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
@@ -462,7 +462,7 @@ def _alone(term: Any, output_type: str | None) -> Any:
     kind = kind_of_term(term)
     wanted = as_result_kind(output_type, kind)
     if wanted == kind or (kind == "native" and wanted == "numpy" and is_array(term)):
-        return term.as_coo() if kind == "coo" else term
+        return term._as_coo() if kind == "coo" else term
     if isinstance(term, IndexedSlices):
         return concatenated([term], wanted)
     with StreamScope():
@@ -487,7 +487,7 @@ def _any_sparse(terms: Sequence[Any]) -> bool:
 
 def _on_current_device(term: Any) -> Buffer | IndexedSlices:
     """Puts a term on its device: a Buffer, or IndexedSlices of a Buffer."""
-    return term.placed() if isinstance(term, IndexedSlices) else on_current_devices([term])[0]
+    return term._in_buffer() if isinstance(term, IndexedSlices) else on_current_devices([term])[0]
 
 
 def _described(inputs: Any) -> str:

@@ -126,7 +126,7 @@ def checked_requests(
             value, destination = pair
             if not isinstance(value, DistributedValues):
                 value = _as_distributed(value, index, mesh or named_mesh(destination))
-            value.discard_copies()
+            value._discard_copies()
             matches = destination is value
             value, form = as_reduced(value, index, out) if elementwise else (value, None)
             _check_replicas(value, index)
@@ -140,7 +140,7 @@ def checked_requests(
             last = (destination, value)
             named = value.devices if matches else devices
             requests.append(Request(value, named, matches, None, form))
-        external = [request.value for request in requests if request.value.external]
+        external = [request.value for request in requests if request.value._external]
         wait_for_inputs(buffer_of(part) for value in external for part in value.parts)
     return requests
 
@@ -162,7 +162,7 @@ def as_reduced(
         isinstance(out, list | tuple) and index < len(out) and _has_order(out[index], form)
     ):
         return value, None
-    return value.in_memory_order(), form
+    return value._in_memory_order(), form
 
 
 def _has_order(entry: Any, order: tuple[int, ...]) -> bool:
@@ -228,7 +228,7 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
     if isinstance(tensor, Mirrored) or (
         isinstance(tensor, DistributedValues) and len(tensor.devices) == 1
     ):
-        return tensor.alone()
+        return tensor._first_replica()
     if isinstance(tensor, DistributedValues):
         count = len(tensor.devices)
         raise ValueError(
@@ -278,14 +278,14 @@ def _check_replicas(value: DistributedValues, index: int) -> None:
     for replica, part in enumerate(parts):
         found = _signature(part, value)
         if found != wanted:
-            name = value.name_of(index, replica)
-            other = value.name_of(index, 0).rpartition(": ")[2]
+            name = value._name_of(index, replica)
+            other = value._name_of(index, 0).rpartition(": ")[2]
             raise ValueError(
                 f"{name} is {_as_text(found)}, {other} is {_as_text(wanted)}; replicas must agree "
                 "in shape and dtype"
             )
         if isinstance(part, IndexedSlices):
-            _check_indices(part, first, value.name_of(index, replica))
+            _check_indices(part, first, value._name_of(index, replica))
 
 
 def _check_usable(value: DistributedValues, usable: set[Device]) -> None:

@@ -47,13 +47,13 @@ def with_outs(
     for index, (request, entry) in enumerate(zip(requests, out, strict=True)):
         if request.value.is_sparse:
             raise ValueError(
-                f"{request.value.name_of(index, of='out')} is not supported: its value contains "
+                f"{request.value._name_of(index, of='out')} is not supported: its value contains "
                 "IndexedSlices, and the number of rows of their sum is not known in advance"
             )
         try:
             arrays = _listed(request, entry)
         except (TypeError, ValueError) as error:
-            raise about(request.value.name_of(index, of="out"), error) from None
+            raise about(request.value._name_of(index, of="out"), error) from None
         made = _outs_of(request, index, arrays, reduce_op)
         if isinstance(entry, DistributedValues):  # its arrays are of this kind
             made = [each._replace(kind=entry.kind) for each in made]
@@ -76,14 +76,14 @@ def as_results(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> li
 def _as_result(request: Request, outs: Sequence[Out]) -> Mirrored:
     made = Mirrored.of([each.buffer for each in outs], outs[0].kind, request.form)
     if outs[0].kind == "buffer" or not isinstance(outs[0].array, Buffer):
-        made.keep_arrays([each.array for each in outs])
+        made._keep_arrays([each.array for each in outs])
     return made
 
 
 def _listed(request: Request, entry: Any) -> Sequence[Any]:
     """Returns the arrays of an entry of ``out``, one for each device."""
     if isinstance(entry, DistributedValues):
-        entry = entry.in_memory_order() if request.form else entry  # of the same order then
+        entry = entry._in_memory_order() if request.form else entry  # of the same order then
         found = dict(zip(entry.devices, entry.buffers, strict=True))
         if set(found) != set(request.devices):
             names = [listed(d.name for d in each.devices) for each in (entry, request)]
@@ -116,7 +116,7 @@ def _outs_of(request: Request, index: int, arrays: Sequence[Any], reduce_op: Red
             turned = None if isinstance(array, Buffer) else request.form
             made.append(as_out(array, device, first.shape, dtype, turned))
         except (TypeError, ValueError) as error:
-            raise about(request.value.name_of(index, replica, "out"), error) from None
+            raise about(request.value._name_of(index, replica, "out"), error) from None
     return [_as_input(out, request) for out in made]
 
 
@@ -139,16 +139,16 @@ def _check_apart(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> 
     )
     for (_, stop, index), (start, _, other) in pairwise(spans):
         if start < stop:
-            names = [requests[each].value.name_of(each, of="out") for each in (index, other)]
+            names = [requests[each].value._name_of(each, of="out") for each in (index, other)]
             raise ValueError(f"{names[0]} and {names[1]} overlap; each must have its own memory")
     starts = [start for start, _, _ in spans]
     for index, request in enumerate(requests):
         for replica, part in enumerate(request.value.buffers):
             found = _overlapping(part, index, spans, starts)
             if found is not None:
-                name = requests[found].value.name_of(found, of="out")
+                name = requests[found].value._name_of(found, of="out")
                 raise ValueError(
-                    f"{name} overlaps {request.value.name_of(index, replica)}; an out may be a "
+                    f"{name} overlaps {request.value._name_of(index, replica)}; an out may be a "
                     "replica of its own value, but must not share memory with another input"
                 )
 

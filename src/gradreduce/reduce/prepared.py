@@ -180,7 +180,7 @@ class PreparedStep(NotCopied):
         with StreamScope():
             for request, parts, kind in made:
                 self.results.append(Mirrored.of(parts, kind, request.form))
-                self.results[-1].keep_arrays()
+                self.results[-1]._keep_arrays()
 
     def __repr__(self) -> str:
         names = listed(device.name for device in self._devices)

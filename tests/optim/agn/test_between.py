@@ -109,15 +109,15 @@ def test_a_center_is_loaded_while_workers_step(mesh, num_loads):
             center.load_state_dict(states[turn % 2])
             for _, optimizer in team:
                 plan = optimizer._worker._local
-                if plan is not None and plan._version == center.version:
-                    slots = [slot.buffers[0] for slot in center.slot_variables()]
+                if plan is not None and plan._version == center._version:
+                    slots = [slot.buffers[0] for slot in center._slot_variables()]
                     assert all(plan.ranges.shared_by([slot]) == 0 for slot in slots)
     finally:
         ended.set()
         sys.setswitchinterval(interval)
     for thread in threads:
         thread.join(LIMIT_S)
-    assert center.lost_workers == ()
+    assert center.failed_workers == ()
 
 
 def loaded_once(center, state, method) -> None:
@@ -139,7 +139,7 @@ def test_a_plan_that_was_made_while_the_center_was_loaded_is_made_again(mesh, mo
     optimizer.prepare([var])
     state, planned = center.state_dict(), optimizer._worker._local_step
     monkeypatch.setattr(optimizer._worker, "_local_step", lambda *given: (
-        loaded_once(center, state, "slots_of"), planned(*given))[1])  # fmt: skip
+        loaded_once(center, state, "_slots_of"), planned(*given))[1])  # fmt: skip
     optimizer.apply_gradients([(ONE, var)])
     monkeypatch.undo()
     optimizer.apply_gradients([(ONE, var)])
@@ -155,7 +155,7 @@ def test_no_gradient_lies_where_slots_lay_that_are_loaded_meanwhile(mesh, monkey
     state, arrived = center.state_dict(), optimizer._inner._colocated_gradients
 
     def loading(gradients, *more):
-        lay = center.slot_variables()[0].buffers[0].address
+        lay = center._slot_variables()[0].buffers[0].address
         center.load_state_dict(state)
         made = [device.zeros((2,), "float32") for _ in range(8)]
         return arrived([min(made, key=lambda each: each.address != lay)], *more)
@@ -171,7 +171,7 @@ def test_a_center_is_loaded_without_slots_while_a_push_is_planned(mesh):
     state = center.state_dict()
     optimizer.apply_gradients([(ONE, var)])
     optimizer._worker._push = None
-    loaded_once(center, state, "prepare")
+    loaded_once(center, state, "_prepare")
     assert optimizer.apply_gradients([(ONE, var)]) is True
     assert (getter.center_variable(var).numpy() == -1).all()
 
@@ -182,14 +182,14 @@ def test_a_push_that_was_planned_before_the_center_was_loaded_goes_to_the_loaded
     optimizer.apply_gradients([(ONE, var)])
     state, loaded = center.state_dict(), []
     optimizer.apply_gradients([(ONE, var)])
-    entered = center.pushing
+    entered = center._pushing
 
     def pushing(**how):
         if not loaded:
             loaded.append(center.load_state_dict(state))
         return entered(**how)
 
-    center.pushing = pushing
+    center._pushing = pushing
     assert optimizer.apply_gradients([(ONE, var)]) is True
     assert loaded == [None]
     # The loaded momentum is 1, and this push is the second after it.
@@ -316,23 +316,23 @@ def test_a_getter_and_an_inner_optimizer_have_one_owner(mesh):
 def test_a_second_round_waits_again_and_a_lost_worker_ends_its_own(mesh):
     center = gr.AGNCenter(mesh)
     for task in range(2):
-        center.begin(task)
-    center.wait_for(2, 0.0)
-    center.end(0)
-    center.wait_for(2, 0.0)  # one of them goes on: its round is not over
-    center.end(1)
-    center.begin(0)
+        center._begin(task)
+    center._wait_for(2, 0.0)
+    center._end(0)
+    center._wait_for(2, 0.0)  # one of them goes on: its round is not over
+    center._end(1)
+    center._begin(0)
     with pytest.raises(
         gr.errors.DeadlineExceededError, match=r"1 of 2 workers have started, \[0\]"
     ):
-        center.wait_for(2, 0.0)
-    center.begin(1)
-    center.mark_failed(1, ValueError("gone"))
-    center.wait_for(2, 0.0)  # it had begun
-    center.end(0)
-    center.begin(0)
+        center._wait_for(2, 0.0)
+    center._begin(1)
+    center._mark_failed(1, ValueError("gone"))
+    center._wait_for(2, 0.0)  # it had begun
+    center._end(0)
+    center._begin(0)
     with pytest.raises(gr.errors.DeadlineExceededError, match=r"1 of \[1\] are missing"):
-        center.wait_for(2, 0.0)
-    assert center.lost_workers == (1,)
+        center._wait_for(2, 0.0)
+    assert center.failed_workers == (1,)
     center.start_worker(1, lambda: None).join(LIMIT_S)
-    assert center.lost_workers == ()
+    assert center.failed_workers == ()

@@ -123,18 +123,18 @@ def test_a_center_is_not_loaded_inside_a_push_that_does_not_lock(mesh):
     optimizer.apply_gradients([(ONE, var)])
     center = getter.center
     state = center.state_dict()
-    with center.pushing(use_locking=False):
+    with center._pushing(use_locking=False):
         loading = threading.Thread(target=center.load_state_dict, args=(state,))
         loading.start()
         reached(lambda: center._loading)
         pushing = center.start_worker(0, lambda: optimizer.apply_gradients([(ONE, var)]))
         reached(lambda: len(center._waiters._waiters) == 2)  # or it would never come to its turn
-        assert center.version == 0
+        assert center._version == 0
     loading.join(LIMIT_S)
     pushing.join(LIMIT_S)
     assert not loading.is_alive()
     assert not pushing.is_alive()
-    assert center.version == 1
+    assert center._version == 1
     optimizer.apply_gradients([(ONE, var)])
 
 
@@ -260,21 +260,21 @@ def test_a_scale_that_a_float32_cannot_hold_is_refused(mesh):
 
 def test_who_waits_does_not_miss_a_worker_that_is_lost_at_once(mesh):
     center = gr.AGNCenter(mesh)
-    center.begin(1)
-    waiting = center.start_worker(1, lambda: center.wait_for(2, LIMIT_S))
+    center._begin(1)
+    waiting = center.start_worker(1, lambda: center._wait_for(2, LIMIT_S))
     with center._lock:
-        center.begin(0)
-        center.mark_failed(0, ValueError("gone"))
+        center._begin(0)
+        center._mark_failed(0, ValueError("gone"))
     waiting.join(LIMIT_S)
-    assert center.lost_workers == (0,)
+    assert center.failed_workers == (0,)
 
 
 def test_who_waits_does_not_miss_a_round_that_is_over_at_once(mesh):
     center = gr.AGNCenter(mesh)
-    waiting = center.start_worker(2, lambda: center.wait_for(2, LIMIT_S))
+    waiting = center.start_worker(2, lambda: center._wait_for(2, LIMIT_S))
     reached(lambda: center._waiters._waiters)
     with center._lock:
-        for call in (center.begin, center.end):
+        for call in (center._begin, center._end):
             call(0)
             call(1)
     waiting.join(LIMIT_S)

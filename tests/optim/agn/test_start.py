@@ -80,7 +80,7 @@ def test_two_workers_in_turn_in_one_thread(mesh):
     hook.begin()
     hook.after_create_session(None, None)
     assert (first.local["v"] == -2).all()
-    assert first.getter.center.lost_workers == ()
+    assert first.getter.center.failed_workers == ()
 
 
 def test_a_hook_with_a_timeout_waits_for_all(mesh):
@@ -113,9 +113,9 @@ def test_a_hook_names_who_is_missing(mesh):
     text = r"after 0.0 s 2 of 4 workers have started, \[0, 2\]; 2 of \[1, 3\] are missing"
     with pytest.raises(DeadlineExceededError, match=text), hook:
         raise AssertionError
-    assert workers[0].getter.center.lost_workers == (0,)
+    assert workers[0].getter.center.failed_workers == (0,)
     hook.begin()
-    assert workers[0].getter.center.lost_workers == ()
+    assert workers[0].getter.center.failed_workers == ()
     with pytest.raises(DeadlineExceededError, match=text):
         hook.after_create_session()
 
@@ -154,10 +154,10 @@ def test_a_worker_that_dies_leaves_the_others_running(mesh, caplog):
                 threads[1].join(LIMIT_S)
     said = [record.getMessage() for record in caplog.records]
     assert said == ["worker 1 failed, the other workers continue: RuntimeError: out of luck"]
-    assert center.lost_workers == (1,)
+    assert center.failed_workers == (1,)
     assert (workers[0].center["v"] == -5).all()
     with workers[1].optimizer.make_session_run_hook(False, 1):
-        assert center.lost_workers == ()
+        assert center.failed_workers == ()
         workers[1].step({"v": np.ones(3, "float32")})
     assert (workers[1].local["v"] == -5.5).all()
 
@@ -168,7 +168,7 @@ def test_a_worker_without_a_hook_is_lost_too(mesh):
     for thread in threads:
         with pytest.raises(KeyError, match="no key"):
             thread.join(LIMIT_S)
-    assert sorted(center.lost_workers) == [3, 7]
+    assert sorted(center.failed_workers) == [3, 7]
 
 
 def test_what_is_no_worker(mesh):
@@ -191,4 +191,4 @@ def test_what_is_no_worker(mesh):
     ]:
         with pytest.raises(error, match=text):
             call()
-    assert center.lost_workers == ()
+    assert center.failed_workers == ()

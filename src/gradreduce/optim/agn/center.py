@@ -137,8 +137,6 @@ class AGNCenter(NotCopied):
 
     Attributes:
         devices: of the variables.
-        version: how often a checkpoint has replaced the slots.
-        getters: weak references to the getters of its workers.
 
     Raises:
         TypeError: ``mesh`` is something else.
@@ -150,7 +148,7 @@ class AGNCenter(NotCopied):
     def __init__(self, mesh: Mesh | DeviceLike | None = None) -> None:
         location = default_mesh() if mesh is None else mesh
         self.devices: tuple[Device, ...] = as_devices(location, "mesh=")
-        self.version = 0
+        self._version = 0  # how often a checkpoint has replaced the slots
         self._mutex = threading.RLock()
         self._variables: dict[str, Variable] = {}
         self._slots: Slots | None = None
@@ -161,9 +159,9 @@ class AGNCenter(NotCopied):
         self._ended: set[int] = set()
         self._unlocked = 0  # pushes that run without locking
         self._loading: object = None  # the load that runs, or waits for those pushes
-        self.getters: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._getters: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waiters = Waiters(self._mutex)
-        self._lost: list[int] = []
+        self._failed: list[int] = []
 
     # Check before each use: in a forked child the thread that holds the lock may not exist.
 
@@ -181,14 +179,14 @@ class AGNCenter(NotCopied):
     def variables(self) -> list[Variable]:
         """Returns center variables and their slots, sorted by name."""
         with self._lock:
-            found = [*self._variables.values(), *self.slot_variables()]
+            found = [*self._variables.values(), *self._slot_variables()]
             return sorted(found, key=lambda each: each.name)
 
     @property
-    def lost_workers(self) -> tuple[int, ...]:
+    def failed_workers(self) -> tuple[int, ...]:
         """Task indices of the workers that an exception ended, in that order."""
         with self._lock:
-            return tuple(self._lost)
+            return tuple(self._failed)
 
     def start_worker(self, task_index: int, work: Callable[[], object]) -> threading.Thread:
         """Runs a worker in its own thread.
@@ -199,7 +197,7 @@ class AGNCenter(NotCopied):
 
         Returns:
             The running daemon thread; call its ``join``, which raises the exception that ended the
-            worker, if any. Other workers continue, and ``lost_workers`` contains the task index.
+            worker, if any. Other workers continue, and ``failed_workers`` contains the task index.
 
         Raises:
             TypeError: a ``task_index`` that is not an integer, or ``work`` is not callable.
@@ -208,8 +206,8 @@ class AGNCenter(NotCopied):
         if not callable(work):
             raise TypeError(f"work={work!r} is not callable")
         number = as_count("task_index", task_index, least=0)
-        self._not_lost(number)
-        worker = WorkerThread(number, work, self.mark_failed)
+        self._clear_failure(number)
+        worker = WorkerThread(number, work, self._mark_failed)
         worker.start()
         return worker
 
@@ -228,7 +226,7 @@ class AGNCenter(NotCopied):
             self._lock,
             self.devices[0].mesh_state.launch_lock,
         ):  # each push holds the second, at least
-            self.check_usable()
+            self._check_usable()
             finish = saved_center(self._rule, self._variables, self._slots)
         return finish(seconds)
 
@@ -259,7 +257,7 @@ class AGNCenter(NotCopied):
             if self._loading is not mine or self._unlocked:
                 return False
             load = ready_center(self._rule, self._variables, self._slots, state)
-            self.version += 1
+            self._version += 1
             self._fault = "a load_state_dict failed part-way"
             load()
             self._fault = None
@@ -276,7 +274,7 @@ class AGNCenter(NotCopied):
 
     # -- what getters and optimizers ask ----------------------------------------------------------
 
-    def check_same_mesh(self, devices: Sequence[Device]) -> None:
+    def _check_same_mesh(self, devices: Sequence[Device]) -> None:
         """Raises unless a worker's devices belong to the center's mesh."""
         for device in devices:
             if device.mesh_state is not self.devices[0].mesh_state:
@@ -285,7 +283,7 @@ class AGNCenter(NotCopied):
                     "to different meshes; pass center=gr.AGNCenter(mesh) with the worker's mesh"
                 )
 
-    def variable_for(self, name: str, local: Variable) -> Variable:
+    def _variable_for(self, name: str, local: Variable) -> Variable:
         """Returns the center variable of a name; the first call creates it from ``local``.
 
         Raises:
@@ -313,7 +311,7 @@ class AGNCenter(NotCopied):
             held[variable.devices[0]] += variable.buffers[0].nbytes
         return min(self.devices, key=lambda device: held[device])
 
-    def join(self, optimizer: Optimizer) -> Slots:
+    def _join(self, optimizer: Optimizer) -> Slots:
         """Returns the center's slots; the first optimizer defines the rule.
 
         Raises:
@@ -338,7 +336,7 @@ class AGNCenter(NotCopied):
                 )
             return self._slots
 
-    def prepare(
+    def _prepare(
         self, optimizer: Optimizer, variables: Sequence[Variable]
     ) -> dict[Variable, list[Buffer]]:
         """Creates missing slots of center variables.
@@ -352,8 +350,8 @@ class AGNCenter(NotCopied):
                     variable.devices[0], optimizer._slots.state_dtype(variable), variable.dtype
                 )
         with self._lock:
-            self.check_usable()
-            slots = self.join(optimizer)
+            self._check_usable()
+            slots = self._join(optimizer)
             slots.make(variables, optimizer._slot_start)
             return {variable: slots.rows(variable)[0] for variable in variables}
 
@@ -362,17 +360,17 @@ class AGNCenter(NotCopied):
         with self._lock:
             return self._slots.by_name.get(name, {}).get(variable) if self._slots else None
 
-    def slots_of(self, variable: Variable) -> list[Variable]:
+    def _slots_of(self, variable: Variable) -> list[Variable]:
         """Returns the existing slots of a center variable."""
         with self._lock:
             return self._slots.of(variable) if self._slots else []
 
-    def slot_variables(self) -> list[Variable]:
+    def _slot_variables(self) -> list[Variable]:
         """Returns every slot of every center variable."""
         with self._lock:
             return self._slots.all() if self._slots else []
 
-    def pushing(self, *, use_locking: bool) -> AbstractContextManager[object]:
+    def _pushing(self, *, use_locking: bool) -> AbstractContextManager[object]:
         """Context manager around a push: no load meanwhile, and with locking no other push."""
         return self._lock if use_locking else self._pushing_unlocked()
 
@@ -394,20 +392,20 @@ class AGNCenter(NotCopied):
                 self._unlocked -= 1
                 self._waiters.notify()
 
-    def check_usable(self, version: int | None = None) -> None:
+    def _check_usable(self, version: int | None = None) -> None:
         """Raises ``CollectiveError`` if a push failed part-way.
 
         Args:
             version: for which a push was planned; raises ``StalePushError`` if it has changed.
         """
-        if version is not None and version != self.version:
+        if version is not None and version != self._version:
             raise StalePushError("the center was loaded after the push was planned")
         if self._fault is not None:
             raise CollectiveError(
                 f"the center is only partly updated: {self._fault}; restore it with load_state_dict"
             )
 
-    def half_pushed(self, task: str, error: BaseException) -> None:
+    def _half_pushed(self, task: str, error: BaseException) -> None:
         """Records that a push failed part-way; later pushes raise."""
         self._fault = f"a push failed part-way: {task}: {error!r}"
         error.add_note(
@@ -416,27 +414,27 @@ class AGNCenter(NotCopied):
 
     # -- registration of workers -------------------------------------------------------------------
 
-    def begin(self, task_index: int) -> None:
-        """Registers a worker, which is no longer among ``lost_workers``."""
+    def _begin(self, task_index: int) -> None:
+        """Registers a worker, which is no longer among ``failed_workers``."""
         with self._lock:
             self._begun.add(task_index)
             self._ended.discard(task_index)
-            self._not_lost(task_index)
+            self._clear_failure(task_index)
             self._waiters.notify()
 
-    def end(self, task_index: int) -> None:
+    def _end(self, task_index: int) -> None:
         """Unregisters a worker. After all have ended, workers that begin form a new round."""
         with self._lock:
             self._ended.add(task_index)
             if self._ended >= self._begun:  # waiters still hold the old sets
                 self._begun, self._ended = set(), set()
 
-    def _not_lost(self, task_index: int) -> None:
+    def _clear_failure(self, task_index: int) -> None:
         with self._lock:
-            if task_index in self._lost:
-                self._lost.remove(task_index)
+            if task_index in self._failed:
+                self._failed.remove(task_index)
 
-    def wait_for(self, num_worker: int, timeout: float) -> None:
+    def _wait_for(self, num_worker: int, timeout: float) -> None:
         """Blocks until ``num_worker`` workers have begun, including those that failed since.
 
         Raises:
@@ -459,13 +457,13 @@ class AGNCenter(NotCopied):
                 f"[{listed(begun)}]; {num_worker - len(begun)} of [{listed(missing)}] are missing"
             )
 
-    def mark_failed(self, task_index: int, error: BaseException) -> None:
+    def _mark_failed(self, task_index: int, error: BaseException) -> None:
         """Records that an exception ended a worker, and logs one warning."""
         with self._lock:
-            if task_index in self._lost:
+            if task_index in self._failed:
                 return
-            self._lost.append(task_index)
-            self.end(task_index)
+            self._failed.append(task_index)
+            self._end(task_index)
         _log.warning(
             "worker %d failed, the other workers continue: %s: %s",
             task_index, type(error).__name__, str(error),  # as text: a handler may store the record
@@ -488,8 +486,8 @@ def process_wide(device: Device, getter: object) -> AGNCenter:
         center = None if _latest is None else _latest()
         mesh_state = None if center is None else center.devices[0].mesh_state
         gone = mesh_state is None or mesh_state.is_closed or mesh_state.is_inherited
-        if center is None or gone or not center.getters:
+        if center is None or gone or not center._getters:
             center = AGNCenter(device.mesh)
             _latest = weakref.ref(center)
-        center.getters.add(getter)
+        center._getters.add(getter)
         return center

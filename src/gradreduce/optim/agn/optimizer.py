@@ -103,7 +103,7 @@ class AGNOptimizer(Optimizer):
             optimizer, custom_getter, config, resets=as_flag("reset_momentum", reset_momentum)
         )
         _check_free(custom_getter, optimizer)
-        self._center.join(optimizer)
+        self._center._join(optimizer)
         for owned in (custom_getter, optimizer):
             _owners[owned] = weakref.ref(self)
 
@@ -145,7 +145,7 @@ class AGNOptimizer(Optimizer):
 
     def variables(self) -> list[Variable]:
         """Returns the slots of worker and center variables, sorted by name."""
-        found = [*self._inner.variables(), *self._center.slot_variables()]
+        found = [*self._inner.variables(), *self._center._slot_variables()]
         return sorted(found, key=lambda each: each.name)
 
     def _differentiated(self, gradients: Callable[[], Pairs]) -> Pairs:
@@ -202,7 +202,7 @@ class AGNOptimizer(Optimizer):
         Raises:
             KeyError: a variable that the getter did not create.
         """
-        self._worker.prepare([self._getter.member(var) for var in variables])
+        self._worker.prepare([self._getter._member(var) for var in variables])
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
         """Returns a function that copies the center to this worker.
@@ -219,7 +219,7 @@ class AGNOptimizer(Optimizer):
             TypeError: a ``task_index`` that is not an integer.
         """
         as_count("task_index", task_index, least=0)
-        if not self._getter.members:
+        if not self._getter._all_members:
             raise ValueError("the list of local variables should not be empty: create them with "
                              "gr.get_variable(..., custom_getter=getter)")  # fmt: skip
         return self._worker.start
@@ -260,7 +260,7 @@ class AGNOptimizer(Optimizer):
 
         """
         seconds = as_deadline(deadline)
-        return saved_worker(self._inner, self._getter.members, self._worker.state, seconds)
+        return saved_worker(self._inner, self._getter._all_members, self._worker.state, seconds)
 
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None
@@ -279,7 +279,10 @@ class AGNOptimizer(Optimizer):
             ValueError: another format or rule, or an array of another shape or dtype.
         """
         self._worker.state = load_worker(
-            self._inner, self._getter.members, state, by_distance=self._worker.by_distance
+            self._inner,
+            self._getter._all_members,
+            state,
+            by_distance=self._worker.by_distance,
         )
 
 

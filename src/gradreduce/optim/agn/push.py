@@ -136,12 +136,12 @@ class PushPlan:
         config: PushConfig,
     ) -> None:
         self.members, self._places = list(sums), list(sums.values())
-        self._version, self._slots_seen = center.version, optimizer._slots.by_name
+        self._version, self._slots_seen = center._version, optimizer._slots.by_name
         self._center, self._optimizer, self._config = center, optimizer, config
         self._kernel = optimizer._kernel
         # A loaded checkpoint may have had no slots, and can be loaded at any time.
-        self._rows = center.prepare(optimizer, [member.center for member in sums])
-        self._slots = center.join(optimizer)
+        self._rows = center._prepare(optimizer, [member.center for member in sums])
+        self._slots = center._join(optimizer)
         self._pulled = pulled
         self._merges: dict[Device, list[tuple[Buffer, Buffer, ops.Segments]]] = {}
         self._pushes: list[DevicePush] = []
@@ -294,7 +294,7 @@ class PushPlan:
 
     def serves(self, sums: Mapping[Member, Sum]) -> bool:
         """Whether it can run again for these sums: only their values have changed."""
-        if self._center.version != self._version:
+        if self._center._version != self._version:
             return False
         if self._optimizer._slots.by_name is not self._slots_seen:
             return False
@@ -319,8 +319,8 @@ class PushPlan:
             for mover, to, of in push.copies_in:
                 copy_over(mover, to, of)
         # A Python rule reads the center and writes it later.
-        with self._center.pushing(use_locking=self._config.use_locking or bool(self._jobs)):
-            self._center.check_usable(self._version)
+        with self._center._pushing(use_locking=self._config.use_locking or bool(self._jobs)):
+            self._center._check_usable(self._version)
             for push in self._pushes:
                 for read in push.reads:
                     read()
@@ -332,7 +332,7 @@ class PushPlan:
 
     def _launch(self, scalars: tuple[float, ...], then: Callable[[], None]) -> None:
         mesh_state = self._center.devices[0].mesh_state
-        failed = partial(self._center.half_pushed, self._config.task)
+        failed = partial(self._center._half_pushed, self._config.task)
         steps = [self._pushes] if self._config.use_locking else [[each] for each in self._pushes]
         with ExitStack() as stack:
             for pushes in steps:

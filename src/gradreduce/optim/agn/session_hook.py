@@ -15,7 +15,7 @@ class AGNHook:
     """Context manager around a worker's training that registers it with the center.
 
     Entering calls ``begin`` and ``after_create_session``, leaving calls ``end``. Exceptions
-    propagate, and the center adds the worker to its ``lost_workers``.
+    propagate, and the center adds the worker to its ``failed_workers``.
 
     Args:
         center: of the worker.
@@ -38,7 +38,7 @@ class AGNHook:
 
     def begin(self) -> None:
         """Registers the worker with the center."""
-        self._center.begin(self._task)
+        self._center._begin(self._task)
 
     def after_create_session(self, session: Any = None, coord: Any = None) -> None:
         """Waits for the other workers if a timeout was set, and copies the center.
@@ -52,7 +52,7 @@ class AGNHook:
                 message lists the missing ones.
         """
         if self._timeout is not None:
-            self._center.wait_for(self._num_worker, self._timeout)
+            self._center._wait_for(self._num_worker, self._timeout)
         self._start()
 
     def end(self, session: Any = None) -> None:
@@ -61,14 +61,14 @@ class AGNHook:
         Args:
             session: ignored; TensorFlow's.
         """
-        self._center.end(self._task)
+        self._center._end(self._task)
 
     def __enter__(self) -> Self:
         self.begin()
         try:
             self.after_create_session()
         except BaseException as error:
-            self._center.mark_failed(self._task, error)
+            self._center._mark_failed(self._task, error)
             raise
         return self
 
@@ -79,5 +79,5 @@ class AGNHook:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            self._center.mark_failed(self._task, error)
+            self._center._mark_failed(self._task, error)
         self.end()

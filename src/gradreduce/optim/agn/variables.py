@@ -315,7 +315,7 @@ class AGNCustomGetter(NotCopied):
         for device in self.devices:
             device.mesh_state.check_usable(device)
         self.center = process_wide(self.devices[0], self) if center is None else center
-        self.center.check_same_mesh(self.devices)
+        self.center._check_same_mesh(self.devices)
         self._members: dict[Variable, Member] = {}
         self._made: dict[str, Variable] = {}
         self._changes = Revision()
@@ -356,7 +356,7 @@ class AGNCustomGetter(NotCopied):
         local = getter(name, initial_value, trainable=trainable, **options)
         if local.trainable:
             total = Accumulation(local, f"grad_variable/{name}", self._changes)
-            self._members[local] = Member(local, self.center.variable_for(name, local), total)
+            self._members[local] = Member(local, self.center._variable_for(name, local), total)
         self._made[name] = local
         return local
 
@@ -371,7 +371,7 @@ class AGNCustomGetter(NotCopied):
         Raises:
             KeyError: another variable.
         """
-        return self.member(var).center
+        return self._member(var).center
 
     def accumulation(self, var: Variable) -> Variable:
         """Returns the read-only sum of gradients of a variable since the last push.
@@ -385,9 +385,9 @@ class AGNCustomGetter(NotCopied):
         Raises:
             KeyError: another variable.
         """
-        return self.member(var).total
+        return self._member(var).total
 
-    def member(self, var: Variable) -> Member:
+    def _member(self, var: Variable) -> Member:
         """Returns all copies of a worker's variable; ``KeyError`` for another one."""
         found = self._members.get(var) if isinstance(var, Variable) else None
         if found is None:
@@ -395,6 +395,6 @@ class AGNCustomGetter(NotCopied):
         return found
 
     @property
-    def members(self) -> list[Member]:
+    def _all_members(self) -> list[Member]:
         """All trainable variables with their copies, in the order of creation."""
         return list(self._members.values())

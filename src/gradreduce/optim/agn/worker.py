@@ -88,9 +88,9 @@ class Worker:
             global_step: counts the pushes; or None.
             seconds: until the deadline, from ``as_deadline``.
         """
-        plan, version = self._local, self._center.version
+        plan, version = self._local, self._center._version
         plan = plan if plan and plan.serves(self._inner, variables, version) else None
-        members = plan.members if plan else [self._getter.member(var) for var in variables]
+        members = plan.members if plan else [self._getter._member(var) for var in variables]
         devices = [device for var in variables for device in var.devices] if seconds else []
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
             parts = self._checked(gradients, variables, members, plan)
@@ -139,7 +139,7 @@ class Worker:
     def _written_besides(self, members: Sequence[Member]) -> list[Buffer]:
         """Returns what a call writes besides the worker's variables and their slots."""
         written = [member.center for member in members] + list(self.pulled.values())
-        written += [slot for member in members for slot in self._center.slots_of(member.center)]
+        written += [slot for member in members for slot in self._center._slots_of(member.center)]
         copies = [copy for each in written for copy in each.buffers]
         return copies + [copy for member in members for copy in member.total.allocated]
 
@@ -174,7 +174,7 @@ class Worker:
             if is_due:
                 self._plan_push(self._current_sums() | step.sums(), global_step, ahead)
             if plan is None and isinstance(step, LocalStep) and step.is_dense:
-                version = self._center.version  # read before the slots: a load may come between
+                version = self._center._version  # read before the slots: a load may come between
                 others = self._written_besides(members)
                 planned = LocalPlan(inner, members, others, version)
         except BaseException:
@@ -198,7 +198,7 @@ class Worker:
     def prepare(self, members: Sequence[Member]) -> None:
         """Compiles the kernels of a step, and creates slots of worker and center."""
         self._inner.prepare([member.local for member in members])
-        self._center.prepare(self._inner, [member.center for member in members])
+        self._center._prepare(self._inner, [member.center for member in members])
         for member in members if self._config.gamma is not None else ():
             # Without a start, the worker's initial values count as pulled.
             if member.local not in self.pulled:
@@ -223,7 +223,7 @@ class Worker:
         """Returns the sums of the current period."""
         return {
             member: member.total.current
-            for member in self._getter.members
+            for member in self._getter._all_members
             if not member.total.is_empty
         }
 
@@ -278,13 +278,13 @@ class Worker:
 
     def start(self) -> None:
         """Copies the center to the worker and clears its sums."""
-        members = self._getter.members
+        members = self._getter._all_members
         check_unread([member.local for member in members])
         mesh_state = self._center.devices[
             0
         ].mesh_state  # whose launch lock each push holds, at least
-        with DeferInterrupts(), self._center.pushing(use_locking=self._config.use_locking):
-            self._center.check_usable()
+        with DeferInterrupts(), self._center._pushing(use_locking=self._config.use_locking):
+            self._center._check_usable()
             masters = [self._masters(member) for member in members]  # before the second lock
             with mesh_state.launch_lock:
                 for member, (theirs, mine) in zip(members, masters, strict=True):
