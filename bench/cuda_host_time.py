@@ -1,0 +1,145 @@
+"""Compares our Python's time per CUDA call in two checkouts, on a driver that does nothing.
+
+    python bench/cuda_host_time.py OLD [NEW] [--json FILE] [--quick]
+
+OLD and NEW (default: this one) are checkouts. Each runs in a process of its own, with
+``measure/stub_cupy.py`` in CuPy's place; the two take turns, so that load hits both, and are
+compared by processor time. The gradients are ResNet-50's 161 tensors on eight logical devices of
+one GPU. Needs neither GPU nor CuPy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+NUM_LOGICAL = 8
+ROUNDS, QUICK_ROUNDS = 25, 1
+# Case -> calls in a round.
+CASES = {
+    "plain": 4,
+    "plain, one tensor": 100,
+    "prepared": 2000,
+    "captured": 2000,
+    "prepared, CuPy arrays": 400,
+    "captured, CuPy arrays": 1000,
+    "plain, CuPy arrays": 3,
+}
+
+
+def calls_of() -> dict[str, Callable[[], Any]]:
+    """Returns the calls of the checkout whose ``src`` comes first in ``sys.path``."""
+    from measure import stub_cupy
+    from measure.resnet50 import resnet50
+
+    stub_cupy.install()
+    import cupy
+
+    import gradreduce as gr
+
+    mesh = gr.open_mesh([0] * NUM_LOGICAL, backend="cuda")
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh)
+    mean = gr.ReduceOp.MEAN
+    own, lent = [], []
+    for shape in resnet50():
+        value = gr.PerReplica([device.zeros(shape, "float32") for device in mesh], mesh)
+        own.append((value, value))
+        value = gr.PerReplica([cupy.ndarray(shape, "float32") for _ in mesh], mesh)
+        lent.append((value, value))
+    return {
+        "plain": lambda: ops.batch_reduce(mean, own),
+        "plain, one tensor": lambda: ops.batch_reduce(mean, own[:1]),
+        "prepared": ops.prepare(mean, own),
+        "captured": ops.capture(mean, own),
+        "prepared, CuPy arrays": ops.prepare(mean, lent),
+        "captured, CuPy arrays": ops.capture(mean, lent),
+        "plain, CuPy arrays": lambda: ops.batch_reduce(mean, lent),
+    }
+
+
+def work() -> None:
+    """Measures what the parent process asks for: a case and a number of calls per line."""
+    calls = calls_of()
+    for call in calls.values():
+        for _ in range(3):  # fills caches
+            call()
+    gc.collect()
+    gc.freeze()  # so that no case pays for what the others keep
+    for line in sys.stdin:
+        name, number = json.loads(line)
+        call = calls[name]
+        start = time.process_time()
+        for _ in range(number):
+            call()
+        print((time.process_time() - start) / number, flush=True)
+
+
+class Worker:
+    """A process that measures one checkout."""
+
+    def __init__(self, checkout: Path) -> None:
+        code = (
+            "import sys; sys.path[:0] = sys.argv[1:]; import cuda_host_time; cuda_host_time.work()"
+        )
+        paths = [str(checkout.resolve() / "src"), str(Path(__file__).resolve().parent)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, *paths],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def seconds(self, name: str, number: int) -> float:
+        """Returns the time of one of so many calls."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([name, number]) + "\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.communicate()
+
+
+def measured(old: Path, new: Path, *, quick: bool) -> dict[str, dict[str, float]]:
+    """Returns the medians of each case in microseconds, and of the ratios of each round."""
+    workers = [Worker(old), Worker(new)]
+    figures = {}
+    for name, number in CASES.items():
+        pairs: list[list[float]] = []
+        for index in range(QUICK_ROUNDS if quick else ROUNDS):
+            turn = 1 if index % 2 else -1  # who is first
+            taken = [worker.seconds(name, 1 if quick else number) for worker in workers[::turn]]
+            pairs.append(taken[::turn])
+        before, after = (statistics.median(column) * 1e6 for column in zip(*pairs, strict=True))
+        ratio = statistics.median(pair[1] / pair[0] for pair in pairs)
+        figures[name] = {"old_us": before, "new_us": after, "ratio": ratio}
+        print(f"{name:24} old {before:9.2f} us   new {after:9.2f} us   ratio {ratio:5.3f}")
+    for worker in workers:
+        worker.close()
+    return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the measurement of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("old", type=Path, help="a checkout")
+    parser.add_argument("new", type=Path, nargs="?", default=Path(__file__).resolve().parents[1])
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--quick", action="store_true", help="one call each: shows that it runs")
+    options = parser.parse_args(arguments)
+    figures = measured(options.old, options.new, quick=options.quick)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

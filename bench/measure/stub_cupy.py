@@ -1,0 +1,201 @@
+"""A CuPy whose calls do nothing: what is left of a call's time is our own Python.
+
+``install()`` puts it in CuPy's place. It holds the names that the CUDA backend uses, without any
+check; ``tests/fake_cupy`` is the fake that checks. Memory is a range of numbers, kernels are not
+compiled, events have always passed.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from itertools import count
+from typing import Any, Self
+
+import numpy as np
+
+__all__ = ["install"]
+
+_addresses = count(1 << 40, 1 << 30)  # each block has a gigabyte
+_handles = count(1 << 20)
+
+
+def _nothing(*arguments: Any, **options: Any) -> None:
+    """Stands for every driver call without a result."""
+
+
+def _zero(*arguments: Any) -> int:
+    """Stands for every driver call that returns a status or a number."""
+    return 0
+
+
+class CUDARuntimeError(RuntimeError):
+    """Never raised."""
+
+    status = 0
+
+
+class Device:
+    """A GPU."""
+
+    attributes = types.MappingProxyType({
+        "MultiProcessorCount": 132,
+        "MaxThreadsPerBlock": 1024,
+        "MaxThreadsPerMultiProcessor": 2048,
+        "WarpSize": 32,
+    })  # fmt: skip
+
+    def __init__(self, device: int = 0) -> None:
+        self.id = device
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Stream:
+    """A stream; also the graph of one that captured."""
+
+    def __init__(self, *, non_blocking: bool = False) -> None:
+        self.ptr = next(_handles)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def end_capture(self) -> Stream:
+        """Returns the graph."""
+        return self
+
+    begin_capture = launch = synchronize = upload = wait_event = _nothing
+
+
+class Event:
+    """An event, which has passed."""
+
+    __slots__ = ("ptr",)
+    done = True
+
+    def __init__(self, *, disable_timing: bool = False) -> None:
+        self.ptr = 0
+
+    record = _nothing
+
+
+class MemoryPointer:
+    """An address."""
+
+    def __init__(self, memory: Any, offset: int) -> None:
+        self.ptr: int = memory.ptr + offset
+
+
+class UnownedMemory:
+    """Memory of somebody else."""
+
+    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
+        self.ptr = ptr
+        self.owner = owner
+
+
+class MemoryPool:
+    """Hands out addresses."""
+
+    def malloc(self, size: int) -> UnownedMemory:
+        """Returns a new range of addresses."""
+        return UnownedMemory(next(_addresses), size, None)
+
+    free_all_blocks = _nothing
+    total_bytes = _zero
+
+
+class PinnedMemory(bytearray):
+    """Pinned memory."""
+
+    ptr = 0
+
+
+class Array:
+    """A contiguous ``cupy.ndarray``."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, memptr: Any = None) -> None:
+        self.shape = shape
+        self.dtype = np.dtype(dtype)
+        self.size = int(np.prod(shape))
+        self.nbytes = self.size * self.dtype.itemsize
+        self.data = MemoryPool().malloc(self.nbytes) if memptr is None else memptr
+        self.device = Device(0)
+        self.flags = types.SimpleNamespace(c_contiguous=True)
+
+
+class Kernel:
+    """A kernel; also the module that it comes from."""
+
+    __call__ = launch = _nothing
+
+    def __init__(self, **options: Any) -> None:
+        self.kernel = self
+
+    def get_function(self, name: str) -> Kernel:
+        """Returns the kernel."""
+        return self
+
+
+class CPointer:
+    """A pointer to an argument."""
+
+    def __init__(self, p: int = 0) -> None:
+        self.ptr = p
+
+
+def install() -> None:
+    """Makes ``import cupy`` import this stub."""
+    current = Stream()
+    runtime = _module(
+        "cupy.cuda.runtime",
+        CUDARuntimeError=CUDARuntimeError,
+        getDeviceCount=lambda: 1,
+        **dict.fromkeys(("eventQuery", "getDevice", "streamIsCapturing", "streamQuery"), _zero),
+        **dict.fromkeys(
+            ("eventRecord", "memcpyAsync", "memsetAsync", "setDevice", "streamWaitEvent"), _nothing
+        ),
+        **dict.fromkeys(
+            (
+                "memcpyDefault",
+                "memcpyDeviceToDevice",
+                "memcpyDeviceToHost",
+                "memcpyHostToDevice",
+                "streamCaptureModeThreadLocal",
+            ),
+            0,
+        ),
+    )
+    cuda = _module(
+        "cupy.cuda",
+        Device=Device,
+        Event=Event,
+        MemoryPointer=MemoryPointer,
+        MemoryPool=MemoryPool,
+        Stream=Stream,
+        UnownedMemory=UnownedMemory,
+        alloc_pinned_memory=PinnedMemory,
+        compiler=_module("cupy.cuda.compiler", CompileException=RuntimeError),
+        function=_module("cupy.cuda.function", CPointer=CPointer),
+        get_current_stream=lambda device_id=-1: current,
+        runtime=runtime,
+    )
+    Array.__module__ = "cupy"  # by which our code recognizes its arrays
+    Array.get = _nothing  # type: ignore[attr-defined]  # and by this
+    _module("cupy", RawModule=Kernel, cuda=cuda, ndarray=Array)
+
+
+def _module(name: str, **content: Any) -> types.ModuleType:
+    made = sys.modules[name] = types.ModuleType(name)
+    made.__spec__ = ModuleSpec(name, None)
+    made.__path__ = []
+    vars(made).update(content)
+    return made
