@@ -44,44 +44,45 @@ def join_streams(leader: Device, others: Iterable[Device], queue: Queue = "compu
 
     Say it after the last allocation: memory comes in the order of its device's compute queue.
     """
-    others = dict.fromkeys(others)
-    if not _is_all(leader, others, queue):
-        join_streams_each([leader], others, queue)
+    distinct = tuple(dict.fromkeys(others))
+    if not _is_all(leader, distinct, queue):
+        _fenced(_join_streams, (leader,), distinct, queue)
 
 
 def join_streams_each(leaders: Iterable[Device], others: Iterable[Device], queue: Queue) -> None:
     """As ``join_streams`` for several leaders; marks each of the others once."""
-    _fenced(_join_streams, dict.fromkeys(leaders), dict.fromkeys(others), queue)
+    joining = tuple(dict.fromkeys(leaders))
+    if joining:
+        _fenced(_join_streams, joining, tuple(dict.fromkeys(others)), queue)
 
 
 def fork_streams(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
     """Makes the others' queues wait for what the leader's queue holds so far."""
-    others = dict.fromkeys(others)
-    if not _is_all(leader, others, queue):
-        _fenced(_fork_streams, (leader,), others, queue)
+    distinct = tuple(dict.fromkeys(others))
+    if not _is_all(leader, distinct, queue):
+        _fenced(_fork_streams, (leader,), distinct, queue)
 
 
-def _is_all(leader: Device, others: dict[Device, None], queue: Queue) -> bool:
+def _is_all(leader: Device, others: Sequence[Device], queue: Queue) -> bool:
     """Whether the leader is the only device, so that no wait is needed."""
     return queue == "compute" and len(others) == 1 and leader in others
 
 
 def _fenced(
     fence: Callable[[Sequence[Device], Sequence[Device], Queue], None],
-    leaders: Iterable[Device],
-    others: Iterable[Device],
+    leaders: Sequence[Device],
+    others: Sequence[Device],
     queue: Queue,
 ) -> None:
     """Queues waits; a command list records them all, as a replay may skip others."""
-    again = partial(fence, tuple(leaders), tuple(others), queue)
-    mesh_state = again.args[0][0].mesh_state if again.args[0] else None
-    if mesh_state is None or mesh_state.command_list is None:
-        again()
-        return
+    mesh_state = leaders[0].mesh_state
     command_list = mesh_state.command_list
+    if command_list is None:
+        fence(leaders, others, queue)
+        return
     with mesh_state.recording_commands(None):
-        again()
-    command_list.add(again, (), ())
+        fence(leaders, others, queue)
+    command_list.add(partial(fence, leaders, others, queue), (), ())
 
 
 def _join_streams(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:

@@ -72,18 +72,24 @@ GIVING = {
 }
 
 
+def operands_of(device, other, away):
+    """What the calls of ``GIVING`` take."""
+    near = {name: device.upload(np.ones(3, np.float32)) for name in "ab"}
+    near |= {"other": other, "far": away.upload(np.ones(3, np.float32))}
+    near["foreign"] = device.release(near["b"], 0)
+    capture = near["graph"] = Capture([device])
+    ops.add_n([near["b"]], [[near["a"]]], device=device)
+    with capture.recorded():
+        ops.add_n([near["b"]], [[near["a"]]], device=device)
+    return near
+
+
 @pytest.mark.parametrize("way", GIVING)
 def test_a_queue_is_marked_again_when_it_was_given_something(way, gpus):
     machine = gpus(0)
     with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
         device, other, away = mesh.devices
-        near = {name: device.upload(np.ones(3, np.float32)) for name in "ab"}
-        near |= {"other": other, "far": away.upload(np.ones(3, np.float32))}
-        near["foreign"] = device.release(near["b"], 0)
-        capture = near["graph"] = Capture([device])
-        ops.add_n([near["b"]], [[near["a"]]], device=device)
-        with capture.recorded():
-            ops.add_n([near["b"]], [[near["a"]]], device=device)
+        near = operands_of(device, other, away)
         mark = device.mark()
         assert counted(machine, lambda: [device.mark() for _ in "abc"]) == {}
         assert device.mark().event is mark.event
@@ -93,6 +99,20 @@ def test_a_queue_is_marked_again_when_it_was_given_something(way, gpus):
         assert counted(machine, device.mark) == {"record": 1}
         assert counted(machine, device.mark) == {"record": 1}
         assert stream is device.stream()
+
+
+@pytest.mark.parametrize("way", GIVING)
+def test_a_leader_waits_again_for_a_follower_that_was_given_something(way, gpus):
+    machine = gpus(0)
+    with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
+        leader, follower, away = mesh.devices
+        near, sharing = operands_of(follower, leader, away), [leader, follower]
+        for _ in range(2):
+            join_streams(leader, sharing)
+            fork_streams(leader, sharing)
+        assert counted(machine, lambda: join_streams(leader, sharing)) == {}
+        GIVING[way](follower, near)
+        assert "wait" in counted(machine, lambda: join_streams(leader, sharing))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -63,6 +63,7 @@ class CudaQueues(Device):
             queue: StreamState(self.gpu, mesh_state.order_lock) for queue in queues
         }
         self._streams = {queue: line.stream for queue, line in self._stream_states.items()}
+        self._compute = self._stream_states["compute"]
 
     def stream(self, queue: Queue = "compute") -> Any:
         """Returns the CuPy stream of a queue, for work that this device does not see.
@@ -81,8 +82,7 @@ class CudaQueues(Device):
         capture = self.mesh_state.capture
         if capture is None:
             return self._stream_states[queue].ready()
-        assert isinstance(capture.backend, GraphRecording)
-        return capture.backend.stream(self.index, queue)
+        return cast("GraphRecording", capture.backend).stream(self.index, queue)
 
     def _submitted(self, queue: Queue) -> None:
         """Notes that work was submitted to a queue, after ``_ready``."""
@@ -104,25 +104,26 @@ class CudaQueues(Device):
 
     def _wait(self, mark: Mark, queue: Queue) -> None:
         if self.mesh_state.capture is None:
-            assert isinstance(mark.device, CudaQueues)
-            self._stream_states[queue].wait(mark.device._stream_states[mark.queue], mark.event)
+            device = cast("CudaQueues", mark.device)
+            self._stream_states[queue].wait(device._stream_states[mark.queue], mark.event)
             return
         with self.gpu:
             self._ready(queue).wait_event(mark.event)
 
     def _recording(self, devices: Sequence[Device]) -> GraphRecording:
         indices = [(each.index, each.gpu) for each in devices if isinstance(each, CudaQueues)]
-        return GraphRecording(indices, self._stream_states["compute"])
+        return GraphRecording(indices, self._compute)
 
     def _needs_wait(self, others: Iterable[Device]) -> list[Device]:
         if self.mesh_state.capture is not None:
             return super()._needs_wait(others)
-        line, physical = self._stream_states["compute"], self.physical
+        line, physical = self._compute, self.physical
         waiting: list[Device] = []
         with self.mesh_state.order_lock:  # nobody is on the way behind an end that was earlier
-            for other in others:
-                assert isinstance(other, CudaQueues)
-                behind = other._stream_states["compute"]
+            if line.is_followed_by(others):
+                return waiting
+            for other in cast("Iterable[CudaQueues]", others):
+                behind = other._compute
                 if behind.leader is line or behind is line:
                     continue
                 if other.physical != physical or not behind.follow_lazily(line):
@@ -132,36 +133,38 @@ class CudaQueues(Device):
     def _unsynchronized(self, others: Iterable[Device]) -> list[Device]:
         if self.mesh_state.capture is not None:
             return super()._unsynchronized(others)
-        line = self._stream_states["compute"]
+        line = self._compute
+        if line.is_followed_by(others):
+            return []
+        changed = line.changed  # before the followers are looked at
         found: list[Device] = []
-        for other in others:
-            assert isinstance(other, CudaQueues)
-            behind = other._stream_states["compute"]
+        for other in cast("Iterable[CudaQueues]", others):
+            behind = other._compute
             if behind is not line and not behind.follows_lazily(line):
                 found.append(other)
+        if not found:
+            line.all_follow(others, changed)
         return found
 
     def _comes_behind(self, device: Device, queue: Queue) -> bool:
-        assert isinstance(device, CudaQueues)
         same_gpu = device.physical == self.physical  # and lost with it, if ever
-        return same_gpu and self._stream_states["compute"].comes_behind(
-            device._stream_states[queue]
-        )
+        other = cast("CudaQueues", device)
+        return same_gpu and self._compute.comes_behind(other._stream_states[queue])
 
     def _event(self, stream: Stream) -> Any:
         return event_of(self.gpu, stream)
 
     def _all_streams(self) -> list[Any]:
         """Its own streams, and those it follows lazily: they may use its memory."""
-        leader = self._stream_states["compute"].leader
+        leader = self._compute.leader
         return [*self._streams.values(), *([] if leader is None else [leader.stream])]
 
     @property
     def _follows_lazily(self) -> bool:
-        return self._stream_states["compute"].leader is not None
+        return self._compute.leader is not None
 
     def _catch_up(self) -> None:
-        self._stream_states["compute"].ready()
+        self._compute.ready()
 
 
 # Between two looks at a queue that must come to its end before a mesh is usable again.
@@ -180,7 +183,7 @@ def _scalar_arguments(
     """Converts scalars to the types that the kernel declares, for CuPy."""
     kinds: dict[str, Any] = {"int64": np.int64, "float64": np.float64}
     declared = zip(kernel.scalars, scalars, strict=True)
-    return tuple(kinds[kind](value) for (_, kind), value in declared)
+    return tuple(Argument(np.array(value, kinds[kind])) for (_, kind), value in declared)
 
 
 def _narrowest(row: Row) -> int:

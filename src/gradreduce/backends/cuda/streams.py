@@ -185,9 +185,21 @@ class StreamState:
             on; None where it waits already.
         exposed: whether the stream was handed out. What it holds is not known here from then on:
             nothing is left out.
+        changed: another object after each use of a queue that followed this one lazily.
     """
 
-    __slots__ = ("_behind", "_end", "_gpu", "_lock", "_marked", "exposed", "leader", "stream")
+    __slots__ = (
+        "_behind",
+        "_end",
+        "_followers",
+        "_gpu",
+        "_lock",
+        "_marked",
+        "changed",
+        "exposed",
+        "leader",
+        "stream",
+    )  # fmt: skip
 
     def __init__(self, gpu: Any, lock: threading.RLock) -> None:
         self._gpu = gpu
@@ -199,6 +211,8 @@ class StreamState:
         self._end = object()  # another one after whatever was given
         self._marked: tuple[object, Any] = (None, None)  # an end, and the event there
         self._behind: dict[StreamState, Any] = {}  # of others the last event that it waits for
+        self.changed = object()
+        self._followers: tuple[object, object] = (None, None)  # devices, and `changed` by then
 
     def ready(self) -> Any:
         """Returns the stream, after submitting all waits that it needs."""
@@ -209,6 +223,9 @@ class StreamState:
     def submitted(self) -> None:
         """Notes that work was submitted: earlier marks are no longer the stream's end."""
         self._end = object()
+        leader = self.leader
+        if leader is not None:  # it catches up, or memory was allocated in its order
+            leader.changed = object()
 
     def expose(self) -> Any:
         """As ``ready``, for a caller whose work is not seen here."""
@@ -257,6 +274,15 @@ class StreamState:
         end, event = self._marked
         return end is self._end and leader._behind.get(self) is event
 
+    def all_follow(self, devices: object, changed: object) -> None:
+        """Notes that all ``devices`` followed it lazily while ``changed`` was the last change."""
+        self._followers = (devices, changed)
+
+    def is_followed_by(self, devices: object) -> bool:
+        """Whether all these devices are known to follow it lazily, which ``all_follow`` noted."""
+        followers, changed = self._followers
+        return changed is self.changed and followers == devices
+
     def comes_behind(self, other: StreamState) -> bool:
         """Whether its later work runs after all that the other queue holds now."""
         with self._lock:
@@ -278,6 +304,7 @@ class StreamState:
                 self._behind[leader] = event
                 self.submitted()
             self.leader = None
+            leader.changed = object()
 
 
 def event_of(gpu: Any, stream: Stream) -> Any:
