@@ -145,11 +145,11 @@ class Kernel:
         return self
 
 
-class CPointer:
-    """A pointer to an argument."""
+class CNumpyArray:
+    """An argument of a launch."""
 
-    def __init__(self, p: int = 0) -> None:
-        self.ptr = p
+    def __init__(self, v: Any) -> None:
+        self.val = v
 
 
 def install() -> None:
@@ -184,7 +184,7 @@ def install() -> None:
         UnownedMemory=UnownedMemory,
         alloc_pinned_memory=PinnedMemory,
         compiler=_module("cupy.cuda.compiler", CompileException=RuntimeError),
-        function=_module("cupy.cuda.function", CPointer=CPointer),
+        function=_module("cupy.cuda.function", CNumpyArray=CNumpyArray),
         get_current_stream=lambda device_id=-1: current,
         runtime=runtime,
     )

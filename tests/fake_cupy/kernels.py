@@ -16,7 +16,15 @@ import numpy as np
 from .machine import READ, WRITE, Access, Call, Machine, current
 from .recorder import Entry, Refused, entry, layout_faults
 
-__all__ = ["CompileException", "Declared", "Function", "RawKernel", "RawModule", "declared"]
+__all__ = [
+    "CNumpyArray",
+    "CompileException",
+    "Declared",
+    "Function",
+    "RawKernel",
+    "RawModule",
+    "declared",
+]
 
 MAX_THREADS = 1024
 MAX_ARGUMENT_BYTES = 4096
@@ -53,6 +61,14 @@ def declared(what: Declared):
         yield
     finally:
         _local.declared = None
+
+
+class CNumpyArray:
+    """The bytes of a NumPy array as an argument of a launch, which is read at each launch."""
+
+    def __init__(self, v) -> None:
+        self.val = v
+        self._address, _ = v.__array_interface__["data"]
 
 
 class RawModule:
@@ -196,6 +212,8 @@ def packed_argument(argument: Any) -> tuple[str, bytes, np.dtype | None]:
     """
     if argument is None:
         return "p", bytes(8), None
+    if isinstance(argument, CNumpyArray):
+        argument = argument.val
     address = getattr(getattr(argument, "data", argument), "ptr", None)
     if address is not None:
         return "p", int(address).to_bytes(8, "little"), None

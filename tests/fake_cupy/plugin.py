@@ -105,12 +105,14 @@ def inject() -> None:
         **nccl.CONSTANTS,
     )
     compiler = _module("cupy.cuda.compiler", CompileException=kernels.CompileException)
+    function = _module("cupy.cuda.function", CNumpyArray=kernels.CNumpyArray)
     driver = _module("cupy.cuda.driver", CUDADriverError=surface.CUDADriverError)
     cuda = _module(
         "cupy.cuda",
         runtime=runtime,
         driver=driver,
         compiler=compiler,
+        function=function,
         Device=surface.Device,
         Stream=surface.Stream,
         ExternalStream=surface.ExternalStream,
@@ -136,7 +138,7 @@ def inject() -> None:
         RawModule=kernels.RawModule,
         RawKernel=kernels.RawKernel,
     )
-    for made in (cupy, cuda, runtime, driver, compiler, nccl_module):
+    for made in (cupy, cuda, runtime, driver, compiler, function, nccl_module):
         sys.modules[made.__name__] = made
     sys.modules["cupyx"] = None  # type: ignore[assignment]  # importing it fails
 

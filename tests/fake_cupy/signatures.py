@@ -41,6 +41,7 @@ OFFERED = {
     "cupy.cuda.MemoryPointer": "device",
     "cupy.cuda.compiler": "CompileException",
     "cupy.cuda.driver": "CUDADriverError",
+    "cupy.cuda.function": "CNumpyArray",
     "cupy.cuda.runtime": (
         "CUDARuntimeError getDevice setDevice getDeviceCount deviceCanAccessPeer "
         "deviceEnablePeerAccess deviceDisablePeerAccess memcpyAsync memcpyPeerAsync memsetAsync "
@@ -201,6 +202,8 @@ PROBES = {
     "cuda.UnownedMemory(np.int64(4096), 4, None, 0)": "TypeError",
     "cuda.UnownedMemory(4096.0, 4, None, 0)": "TypeError",
     "cuda.UnownedMemory(4096, 0, None, 0)": "",
+    "cuda.function.CNumpyArray(np.zeros(1))": "",
+    "cuda.function.CNumpyArray(5)": "AttributeError",
     "cuda.ExternalStream(5, 0)": "DeprecationWarning",
     "cuda.Device(1)": "",
     "cuda.Event(disable_timing=True)": "",

@@ -125,13 +125,13 @@ class Table(NamedTuple):
         struct: what the kernel takes by value; never written.
         num_chunks: how many there are.
         held: what keeps the words that are not inline; None if they are.
-        address: of the struct, in host memory.
+        argument: the struct as the backend passes it to a kernel.
     """
 
     struct: np.ndarray
     num_chunks: int
     held: Any
-    address: int
+    argument: Any
 
 
 class Tables:
@@ -139,10 +139,16 @@ class Tables:
 
     Args:
         upload: puts words where the device sees them: their address, and what keeps them.
+        as_argument: makes the ``argument`` of a table from its struct. Default: its address.
     """
 
-    def __init__(self, upload: Callable[[np.ndarray], tuple[int, Any]]) -> None:
+    def __init__(
+        self,
+        upload: Callable[[np.ndarray], tuple[int, Any]],
+        as_argument: Callable[[np.ndarray], Any] = lambda struct: struct.ctypes.data,
+    ) -> None:
         self._upload = upload
+        self._as_argument = as_argument
         self._lock = threading.RLock()
         self._made: OrderedDict[tuple[int, int, bytes], Table] = OrderedDict()
         self._num_words = 0
@@ -184,7 +190,7 @@ class Tables:
         if words.size > INLINE_WORDS:
             address, held = self._upload(np.append(words, row_map(words, num_chunks)))
         made = struct(words, num_chunks, address=address, chunk_size=chunk_size)
-        return Table(made, num_chunks, held, made.ctypes.data)
+        return Table(made, num_chunks, held, self._as_argument(made))
 
 
 def _words_of(key: tuple[int, int, bytes]) -> int:

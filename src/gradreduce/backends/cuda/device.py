@@ -20,6 +20,7 @@ from typing import Any, cast
 import cupy
 import numpy as np
 from cupy.cuda import runtime
+from cupy.cuda.function import CNumpyArray as Argument  # CuPy would make one at every launch
 
 from gradreduce.device import (
     Block,
@@ -207,7 +208,7 @@ class CudaDevice(CudaQueues):
         _STREAMS[id(self)] = self._streams
         mesh_state.on_failure.append(self._retain)
         self._geometry = Geometry.of(self.gpu.attributes)
-        self._tables = Tables(self._place)
+        self._tables = Tables(self._place, Argument)
 
     def close(self) -> None:
         """Waits for queued work, so that its memory is not reused too early.
@@ -450,14 +451,15 @@ class CudaDevice(CudaQueues):
                 self.wait(self.mark("compute"), queue=queue)
             # 0.0 == -0.0, but a product with it is not: such scalars are told apart by their text.
             exact = repr(scalars) if 0 in scalars else ""
-            arguments = (table.struct, *_scalar_arguments(kernel, tuple(scalars), exact))
+            arguments = (table.argument, *_scalar_arguments(kernel, tuple(scalars), exact))
         block = self._geometry.block(total, table.num_chunks, itemsize)
-        shape, held = ((table.num_chunks,), (block,)), table.held
+        grid, threads, state = (table.num_chunks,), (block,), self._stream_states[queue]
 
-        def command(_held: object = held) -> None:
+        def command(_held: object = table.held) -> None:
             with self.gpu:
-                entry(*shape, arguments, stream=self._ready(queue))
-            self._submitted(queue)
+                stream = state.ready() if self.mesh_state.capture is None else self._ready(queue)
+                entry(grid, threads, arguments, stream=stream)
+            state.submitted()
 
         return command
 

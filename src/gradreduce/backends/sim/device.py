@@ -294,7 +294,7 @@ class SimDevice(Device):
         workers = self.options.workers
         shares = workers.shares(range(table.num_chunks), sum(items))
         if len(shares) == 1 and len(shares[0]) == table.num_chunks:
-            return partial(job, table.struct, table.address, held)
+            return partial(job, table.struct, table.argument, held)
         jobs = []
         for chunks in shares:
             part = table.struct.copy()
