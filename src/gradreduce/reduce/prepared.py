@@ -51,21 +51,32 @@ _ON_GPU = ("native", "torch", "cupy", "cuda")
 class StreamBoundary:
     """Orders repeated work with the streams of the libraries whose arrays it reads and writes.
 
+    Once for each GPU and library: the first device of a GPU waits for the stream and the others
+    follow it; the work ends with each of its devices waiting for all of it, so one is enough.
+
     Args:
+        devices: that work, in order.
         producers: kind of library and device of every input array; Buffers have no library.
-        consumers: the same for the results. The work ends with each of its devices waiting for all
-            of it, so one device of a GPU is enough. Libraries of inputs wait like those of
-            results, because they may write their arrays again.
+        consumers: the same for the results. Libraries of inputs wait like those of results,
+            because they may write their arrays again.
     """
 
     def __init__(
-        self, producers: Iterable[tuple[str, Device]], consumers: Iterable[tuple[str, Device]]
+        self,
+        devices: Sequence[Device],
+        producers: Iterable[tuple[str, Device]],
+        consumers: Iterable[tuple[str, Device]],
     ) -> None:
-        self._producers = [
-            (kind, device)
-            for kind, device in dict.fromkeys(producers)
+        sharing: dict[int, list[Device]] = {}  # a GPU
+        for device in devices:
+            sharing.setdefault(device.physical, []).append(device)
+        entering = dict.fromkeys(
+            (kind, device.physical)
+            for kind, device in producers
             if kind in _SHARED_KINDS and device.mesh_state.backend == "cuda"
-        ]
+        )
+        self._producers = [(kind, sharing[physical][0]) for kind, physical in entering]
+        self._sharing = [sharing[each] for each in dict.fromkeys(gpu for _, gpu in entering)]
         self._boundaries: list[tuple[str, Device]] = []  # on GPUs
         self._host_consumers: list[Device] = []  # in host memory
         self._consumers: dict[tuple[str, Device], object] = {}  # the stream of the last call
@@ -76,7 +87,7 @@ class StreamBoundary:
                     self._host_consumers.append(device)
             elif kind in _ON_GPU and (kind == "torch", device.physical) not in indices:
                 indices.add((kind == "torch", device.physical))
-                self._boundaries.append((kind, device))
+                self._boundaries.append((kind, sharing[device.physical][0]))
 
     def enter(self) -> None:
         """Makes our compute queues wait for the callers' current streams.
@@ -89,6 +100,8 @@ class StreamBoundary:
             device.check_stream(current_of(device, kind))
         for kind, device in self._producers:
             wait_for_stream(device, current_of(device, kind), checked=True)
+        for sharing in self._sharing:
+            fork_streams(sharing[0], sharing)
 
     def leave(self, results: Iterable[Buffer] = ()) -> None:
         """Makes those streams wait for our compute queues; for host arrays the host waits.
@@ -158,7 +171,7 @@ class PreparedStep(NotCopied):
         self._pack_buffers = _flat_blocks_of(requests, outs)
         attach_again(self._pack_buffers)
         writers = [("torch", block.device) for block in self._pack_buffers]  # of attached gradients
-        self._attached = StreamBoundary(writers, writers)
+        self._attached = StreamBoundary(self._devices, writers, writers)
         boundaries = self._boundaries()
         for each in boundaries:
             each.enter()
@@ -266,13 +279,6 @@ class CapturedStep(PreparedStep):
     ) -> None:
         self._capture = Capture(devices_of(requests))  # raises before anything is launched
         super().__init__(requests, kinds, reduce, outs)
-        # A call gathers all devices of a GPU in the first: what that waits for, all wait for.
-        first_devices: dict[int, Device] = {}
-        for device in self._devices:
-            first_devices.setdefault(device.physical, device)
-        self._boundary = _boundary_of(
-            requests, kinds, outs, lambda device: first_devices[device.physical]
-        )
         with self._capture.recorded():
             self._capture.capture_commands(self._command_list)
 
@@ -293,27 +299,25 @@ def _flat_blocks_of(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) 
 
 
 def _boundary_of(
-    requests: Sequence[Request],
-    kinds: Sequence[Kind],
-    outs: Sequence[Sequence[Out]],
-    device_of_gpu: Callable[[Device], Device] = lambda device: device,
+    requests: Sequence[Request], kinds: Sequence[Kind], outs: Sequence[Sequence[Out]]
 ) -> StreamBoundary:
     """Makes the boundary with the libraries of a step's values and results."""
     producers = [
-        (buffer.array_owner, device_of_gpu(buffer.device))
+        (buffer.array_owner, buffer.device)
         for request in requests
         for buffer in request.value.buffers
         if buffer.array_owner is not None
     ]
-    written = [(each.kind, device_of_gpu(each.buffer.device)) for row in outs for each in row]
+    written = [(each.kind, each.buffer.device) for row in outs for each in row]
+    devices = devices_of(requests)
     if outs:  # whose owners may still read or write them
-        return StreamBoundary([*producers, *written], written)
+        return StreamBoundary(devices, [*producers, *written], written)
     consumers = [
-        (kind, device_of_gpu(device))
+        (kind, device)
         for request, kind in zip(requests, kinds, strict=True)
         for device in request.devices
     ]
-    return StreamBoundary(producers, consumers)
+    return StreamBoundary(devices, producers, consumers)
 
 
 def check_preparable(

@@ -189,6 +189,24 @@ def test_outs_are_written_between_the_streams_of_their_moment(library, mesh, way
         assert same(found, np.full(found.shape, 6 * turn, np.float32))
 
 
+@pytest.mark.parametrize("way", ["prepare", "capture"])
+def test_values_of_different_devices_of_a_gpu_come_behind_its_stream(new_machine, way):
+    new_machine(0)
+    with gr.open_mesh([0] * 4, backend="cuda") as mesh:
+        values = [
+            gr.PerReplica([cupy.asarray(np.zeros(4, np.float32)) for _ in pair], devices=pair)
+            for pair in (mesh.devices[:2], mesh.devices[2:])
+        ]
+        pairs = [(value, value) for value in values]
+        step = getattr(gr.HierarchicalCopyAllReduce(), way)(SUM, pairs)
+        for turn in range(1, 4):
+            for value in values:
+                for array in value.values:
+                    array[...] = turn
+            found = [array for result in step() for array in result.values]
+            assert all(same(each.get(), np.full(4, 2 * turn, np.float32)) for each in found)
+
+
 def test_a_call_fences_each_stream_once(here, mesh):
     library = Library("cupy")
 
