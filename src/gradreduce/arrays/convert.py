@@ -1,8 +1,8 @@
 """Converts arrays of NumPy, CuPy, PyTorch and JAX to Buffers and back.
 
-The only module that knows other array libraries, with ``convert_gpu.py`` for arrays on GPUs. It
-never imports one: their arrays exist only if the caller has imported the library, so it is found
-in ``sys.modules``. On simulated devices arrays are passed as NumPy arrays on the same host memory.
+Only this module, ``convert_gpu.py`` (arrays on GPUs) and ``flat_arrays.py`` know other array
+libraries. They never import one: a caller who passes its arrays has imported it, so it is in
+``sys.modules``. On simulated devices arrays are passed as NumPy arrays on the same host memory.
 
 bfloat16 crosses as a 16-bit view: neither NumPy's DLPack nor PyTorch's ``numpy()`` knows it.
 """
@@ -10,17 +10,15 @@ bfloat16 crosses as a 16-bit view: neither NumPy's DLPack nor PyTorch's ``numpy(
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from weakref import ref
 
 import numpy as np
 
-from gradreduce.device import Attached, Block, Buffer, Device, FlatBuffer, as_dtype
+from gradreduce.device import Buffer, Device, as_dtype
 from gradreduce.device.dtypes import BFLOAT16
-from gradreduce.errors import DeviceMismatchError, about, brief
+from gradreduce.errors import DeviceMismatchError, brief
 
-from .caller_streams import StreamScope
 from .convert_gpu import (
     Kind,
     adopt_cupy,
@@ -28,13 +26,13 @@ from .convert_gpu import (
     block_current_stream,
     download_foreign,
     from_gpu,
-    wait_for_current_stream,
 )
 
 __all__ = [
     "Form",
     "as_result_kind",
     "axis_order",
+    "check_tensor",
     "common_order",
     "converted",
     "from_buffer",
@@ -50,7 +48,7 @@ __all__ = [
     "to_buffer",
 ]
 
-_AS_KINDS = ("numpy", "cupy", "torch", "jax", "buffer")
+_OUTPUT_TYPES = ("numpy", "cupy", "torch", "jax", "buffer")
 _INT16 = np.dtype("int16")
 # How the arrays of a caller differ from the Buffers: these have their axes in this order.
 Form = tuple[int, ...] | None
@@ -99,8 +97,8 @@ def as_result_kind(output_type: str | None, kind: Kind, device: Device | None = 
     """
     if output_type is None:
         return kind
-    if output_type not in _AS_KINDS:
-        raise ValueError(f"output_type={brief(output_type)} is not one of {_AS_KINDS}")
+    if output_type not in _OUTPUT_TYPES:
+        raise ValueError(f"output_type={brief(output_type)} is not one of {_OUTPUT_TYPES}")
     if output_type in ("cupy", "torch", "jax") and output_type not in sys.modules:
         raise ValueError(
             f"output_type={brief(output_type)}: {output_type} is not imported; import it first"
@@ -129,7 +127,7 @@ def axis_order(array: Any) -> tuple[int, ...] | None:
     try:
         kind = kind_of(array)
         if kind == "torch":
-            _check_tensor(array)
+            check_tensor(array)
     except TypeError:
         return None  # whoever converts it says why
     if kind == "torch":
@@ -183,7 +181,7 @@ def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
         interface = array.__cuda_array_interface__
         return tuple(interface["shape"]), as_dtype(interface["typestr"])
     if kind == "torch":
-        _check_tensor(array)
+        check_tensor(array)
         return tuple(array.shape), as_dtype(str(array.dtype).removeprefix("torch."))
     return tuple(array.shape), as_dtype(array.dtype)
 
@@ -205,7 +203,7 @@ def host_array(value: Any) -> np.ndarray:
     elif kind == "jax":
         _check_traced(value)
     elif kind == "torch":
-        _check_tensor(value)
+        check_tensor(value)
         value = value.detach().cpu()
         if value.dtype is sys.modules["torch"].bfloat16:
             value = value.float()  # NumPy has no bfloat16
@@ -321,162 +319,6 @@ def converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return array.astype(dtype)
 
 
-class _FlatConverter:
-    """Converts views of flat buffers to arrays and back: see ``device/flat_buffer.py``."""
-
-    def shared(
-        self, buffers: Sequence[Sequence[Buffer]], output_type: str | None
-    ) -> list[list[Any]]:
-        """See ``FlatBuffer.arrays``."""
-        device = buffers[0][0].device if buffers and buffers[0] else None
-        kind = as_result_kind(output_type, "native", device)
-        if kind == "jax":
-            raise ValueError(
-                "output_type='jax': JAX arrays are immutable and cannot be filled in place"
-            )
-        if kind == "numpy" and device is not None and device.mesh_state.backend != "sim":
-            raise ValueError(
-                f"output_type='numpy': {device.name} is a GPU, whose memory NumPy cannot access"
-            )
-        with StreamScope():
-            return [[from_buffer(buffer, kind) for buffer in row] for row in buffers]
-
-    def to_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
-        """Makes our queues wait for the library's current streams; host arrays are ready."""
-        for buffer in buffers:
-            if buffer.device.mesh_state.backend != "sim" and output_type != "buffer":
-                wait_for_current_stream(buffer, as_result_kind(output_type, "native"))
-
-    def from_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
-        """Makes the library's current streams wait for our queues; host arrays: the host waits."""
-        for buffer in buffers:
-            if output_type != "buffer":
-                hand_over(buffer, as_result_kind(output_type, "native"))
-
-    def attached(
-        self, views: Sequence[Sequence[Buffer]], parameters: Iterable[Iterable[Any]]
-    ) -> list[Attached]:
-        """See ``FlatBuffer.attach``."""
-        rows = []
-        for index, row in enumerate(parameters):
-            if not isinstance(row, Iterable):
-                raise TypeError(
-                    f"parameters[{index}] is {type(row).__name__}; pass the parameters of each "
-                    "device: [model.parameters() for model in models]"
-                )
-            rows.append(list(row))
-        counts, wanted = [len(row) for row in rows], [len(row) for row in views]
-        if counts != wanted:
-            raise ValueError(
-                f"parameters must have {wanted[0]} for each of {len(wanted)} devices, one for each "
-                f"tensor of the flat buffer; it has {brief(counts)}"
-            )
-        seen: dict[int, str] = {}
-        for index, row in enumerate(rows):
-            for tensor, parameter in enumerate(row):
-                name = f"parameters[{index}][{tensor}]"
-                _check_parameter(parameter, name)
-                if id(parameter) in seen:
-                    raise ValueError(
-                        f"{name} is the same tensor as {seen[id(parameter)]}, which can have only "
-                        "one gradient: list a shared parameter once"
-                    )
-                seen[id(parameter)] = name
-        return [_Gradients(*each) for each in zip(range(len(rows)), rows, views, strict=True)]
-
-
-def _check_parameter(parameter: Any, name: str) -> None:
-    """Raises unless it is a PyTorch tensor whose ``.grad`` can be a view."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(parameter, torch.Tensor):
-        raise TypeError(f"{name} is {type(parameter).__name__}; pass a PyTorch tensor")
-    try:
-        _check_tensor(parameter)
-    except TypeError as error:
-        raise about(name, error) from None
-    if not parameter.is_leaf:
-        raise ValueError(
-            f"{name} is computed from other tensors (is_leaf is False) and gets no .grad; pass "
-            "the parameter itself"
-        )
-
-
-class _Gradients:
-    """Keeps the ``.grad`` of parameters as views of one device's flat buffer.
-
-    Holds no parameter and no view: both hold the block, which holds this.
-
-    Args:
-        place: of the device, for errors.
-        parameters: tensors of PyTorch.
-        views: what their gradients shall be.
-    """
-
-    def __init__(self, replica: int, parameters: Sequence[Any], views: Sequence[Buffer]) -> None:
-        self._place = replica
-        self._spans = [(view.device, view.offset, view.shape, view.dtype) for view in views]
-        # The last view of each parameter; one of another memory, as ``model.double()`` makes it of
-        # the same tensor, has another address.
-        self._rows: list[tuple[ref[Any], Callable[[], Any], int]] = [
-            (ref(parameter), _no_view, view.address)
-            for parameter, view in zip(parameters, views, strict=True)
-        ]
-
-    def replaced(self) -> list[tuple[int, Any, Any]]:
-        """Finds the parameters whose ``.grad`` is no longer their view; see ``Attached``."""
-        found = []
-        for tensor, (owner, view, address) in enumerate(self._rows):  # at each replay
-            parameter = owner()
-            if parameter is not None:
-                grad = parameter.grad
-                if grad is None or grad is not view() or grad.data_ptr() != address:
-                    found.append((tensor, parameter, grad))
-        for tensor, parameter, grad in found:
-            name = f"parameters[{self._place}][{tensor}]"
-            self._check(tensor, parameter, name)
-            if grad is not None:
-                self._check(tensor, grad, f"{name}.grad")
-        return found
-
-    def _check(self, tensor: int, grad: Any, name: str) -> None:
-        """Raises unless the view has the shape, dtype and device of this gradient or parameter."""
-        device, _, shape, dtype = self._spans[tensor]
-        if grad.layout is not sys.modules["torch"].strided:
-            raise ValueError(f"{name} has layout {grad.layout}; only dense gradients are allowed")
-        found = shape_and_dtype(grad)
-        if found != (shape, dtype):
-            raise ValueError(
-                f"{name} is {found[1]}{list(found[0])}, but its view in the flat buffer is "
-                f"{dtype}{list(shape)}; make a new flat buffer for the new shapes and dtype"
-            )
-        wanted = ("cuda", device.physical) if device.mesh_state.backend == "cuda" else ("cpu", None)
-        if (grad.device.type, grad.device.index) != wanted:
-            raise DeviceMismatchError(
-                f"{name} is on {grad.device}, but its view is on {device.name}"
-            )
-
-    def attach_again(self, block: Block, replaced: list[tuple[int, Any, Any]]) -> None:
-        """Replaces gradients by their views, on PyTorch's current stream; see ``Attached``."""
-        with StreamScope():
-            for tensor, parameter, grad in replaced:
-                buffer = Buffer(block, *self._spans[tensor][1:])
-                view = from_buffer(buffer, "torch")
-                if grad is None:
-                    view.zero_()
-                    if not parameter.requires_grad:
-                        continue  # frozen: by a .grad its optimizer would move it
-                else:
-                    view.copy_(grad.detach())
-                parameter.grad = view
-                self._rows[tensor] = (self._rows[tensor][0], ref(view), self._rows[tensor][2])
-        if replaced and block.device.mesh_state.backend == "cuda":
-            wait_for_current_stream(buffer, "torch")
-
-
-def _no_view() -> None:
-    """Stands for the view of a parameter that has none yet."""
-
-
 def hand_over(buffer: Buffer, kind: Kind) -> None:
     """Makes the library of ``kind`` wait for the work queued on ``buffer``."""
     if buffer.device.mesh_state.backend == "sim":
@@ -485,28 +327,25 @@ def hand_over(buffer: Buffer, kind: Kind) -> None:
         block_current_stream(buffer, kind)
 
 
-FlatBuffer.array_converter = _FlatConverter()
-
-
 # ---- PyTorch -------------------------------------------------------------------------------------
 
 
 _PLAIN = ("Tensor", "Parameter", "Buffer")
-_tensors: dict[type, str] = {}  # of each class of tensors, once: why it is refused, or ""
+_tensors: dict[type, str] = {}  # class -> why it is not supported, or ""
 
 
-def _check_tensor(tensor: Any) -> None:
+def check_tensor(tensor: Any) -> None:
     """Raises ``TypeError`` unless the tensor is a plain one, whose memory holds its values."""
     why = _tensors.get(type(tensor))
     if why is None:
-        why = _tensors[type(tensor)] = _why_refused(type(tensor))
+        why = _tensors[type(tensor)] = _unsupported(type(tensor))
     if why:
         raise TypeError(why)
     if getattr(tensor, "is_nested", False):
         raise TypeError("nested tensors are not arrays: pass .to_padded_tensor(0), or the parts")
 
 
-def _why_refused(cls: type) -> str:
+def _unsupported(cls: type) -> str:
     if cls.__name__ in _PLAIN and cls.__module__.partition(".")[0] == "torch":
         return ""
     names = [ancestor.__name__ for ancestor in cls.__mro__]
@@ -532,7 +371,7 @@ def _check_traced(array: Any) -> None:
 
 
 def _from_torch(tensor: Any, device: Device) -> Buffer:
-    _check_tensor(tensor)
+    check_tensor(tensor)
     if tensor.requires_grad:
         raise ValueError("the tensor requires grad: pass tensor.detach()")
     try:

@@ -1,0 +1,175 @@
+"""Arrays of flat buffers, and ``.grad`` of PyTorch parameters as views of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import ref
+
+from gradreduce.device import Attached, Block, Buffer
+from gradreduce.errors import DeviceMismatchError, about, brief
+
+from .caller_streams import StreamScope
+from .convert import as_result_kind, check_tensor, from_buffer, hand_over, shape_and_dtype
+from .convert_gpu import wait_for_current_stream
+
+__all__ = ["FlatArrayConverter"]
+
+
+class FlatArrayConverter:
+    """Converts views of flat buffers to arrays and back; see ``ArrayConverter``."""
+
+    def shared(
+        self, buffers: Sequence[Sequence[Buffer]], output_type: str | None
+    ) -> list[list[Any]]:
+        """See ``FlatBuffer.arrays``."""
+        device = buffers[0][0].device if buffers and buffers[0] else None
+        kind = as_result_kind(output_type, "native", device)
+        if kind == "jax":
+            raise ValueError(
+                "output_type='jax': JAX arrays are immutable and cannot be filled in place"
+            )
+        if kind == "numpy" and device is not None and device.mesh_state.backend != "sim":
+            raise ValueError(
+                f"output_type='numpy': {device.name} is a GPU, whose memory NumPy cannot access"
+            )
+        with StreamScope():
+            return [[from_buffer(buffer, kind) for buffer in row] for row in buffers]
+
+    def to_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
+        """Makes our queues wait for the library's current streams; host arrays are ready."""
+        for buffer in buffers:
+            if buffer.device.mesh_state.backend != "sim" and output_type != "buffer":
+                wait_for_current_stream(buffer, as_result_kind(output_type, "native"))
+
+    def from_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
+        """Makes the library's current streams wait for our queues; host arrays: the host waits."""
+        for buffer in buffers:
+            if output_type != "buffer":
+                hand_over(buffer, as_result_kind(output_type, "native"))
+
+    def attached(
+        self, views: Sequence[Sequence[Buffer]], parameters: Iterable[Iterable[Any]]
+    ) -> list[Attached]:
+        """See ``FlatBuffer.attach``."""
+        rows = []
+        for index, row in enumerate(parameters):
+            if not isinstance(row, Iterable):
+                raise TypeError(
+                    f"parameters[{index}] is {type(row).__name__}; pass the parameters of each "
+                    "device: [model.parameters() for model in models]"
+                )
+            rows.append(list(row))
+        counts, wanted = [len(row) for row in rows], [len(row) for row in views]
+        if counts != wanted:
+            raise ValueError(
+                f"parameters must have {wanted[0]} for each of {len(wanted)} devices, one for each "
+                f"tensor of the flat buffer; it has {brief(counts)}"
+            )
+        seen: dict[int, str] = {}
+        for index, row in enumerate(rows):
+            for tensor, parameter in enumerate(row):
+                name = f"parameters[{index}][{tensor}]"
+                _check_parameter(parameter, name)
+                if id(parameter) in seen:
+                    raise ValueError(
+                        f"{name} is the same tensor as {seen[id(parameter)]}, which can have only "
+                        "one gradient: list a shared parameter once"
+                    )
+                seen[id(parameter)] = name
+        return [
+            _AttachedGradients(*each) for each in zip(range(len(rows)), rows, views, strict=True)
+        ]
+
+
+def _check_parameter(parameter: Any, name: str) -> None:
+    """Raises unless it is a PyTorch tensor whose ``.grad`` can be a view."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(parameter, torch.Tensor):
+        raise TypeError(f"{name} is {type(parameter).__name__}; pass a PyTorch tensor")
+    try:
+        check_tensor(parameter)
+    except TypeError as error:
+        raise about(name, error) from None
+    if not parameter.is_leaf:
+        raise ValueError(
+            f"{name} is computed from other tensors (is_leaf is False) and gets no .grad; pass "
+            "the parameter itself"
+        )
+
+
+class _AttachedGradients:
+    """Keeps the ``.grad`` of parameters as views of one device's flat buffer.
+
+    Holds no parameter and no view: both hold the block, which holds this.
+
+    Args:
+        replica: index of the device, for errors.
+        parameters: tensors of PyTorch.
+        views: what their gradients shall be.
+    """
+
+    def __init__(self, replica: int, parameters: Sequence[Any], views: Sequence[Buffer]) -> None:
+        self._replica = replica
+        self._spans = [(view.device, view.offset, view.shape, view.dtype) for view in views]
+        # The last view of each parameter; one of another memory, as ``model.double()`` makes it of
+        # the same tensor, has another address.
+        self._rows: list[tuple[ref[Any], Callable[[], Any], int]] = [
+            (ref(parameter), _no_view, view.address)
+            for parameter, view in zip(parameters, views, strict=True)
+        ]
+
+    def replaced(self) -> list[tuple[int, Any, Any]]:
+        """Finds the parameters whose ``.grad`` is no longer their view; see ``Attached``."""
+        found = []
+        for tensor, (owner, view, address) in enumerate(self._rows):  # at each replay
+            parameter = owner()
+            if parameter is not None:
+                grad = parameter.grad
+                if grad is None or grad is not view() or grad.data_ptr() != address:
+                    found.append((tensor, parameter, grad))
+        for tensor, parameter, grad in found:
+            name = f"parameters[{self._replica}][{tensor}]"
+            self._check(tensor, parameter, name)
+            if grad is not None:
+                self._check(tensor, grad, f"{name}.grad")
+        return found
+
+    def _check(self, tensor: int, grad: Any, name: str) -> None:
+        """Raises unless the view has the shape, dtype and device of this gradient or parameter."""
+        device, _, shape, dtype = self._spans[tensor]
+        if grad.layout is not sys.modules["torch"].strided:
+            raise ValueError(f"{name} has layout {grad.layout}; only dense gradients are allowed")
+        found = shape_and_dtype(grad)
+        if found != (shape, dtype):
+            raise ValueError(
+                f"{name} is {found[1]}{list(found[0])}, but its view in the flat buffer is "
+                f"{dtype}{list(shape)}; make a new flat buffer for the new shapes and dtype"
+            )
+        wanted = ("cuda", device.physical) if device.mesh_state.backend == "cuda" else ("cpu", None)
+        if (grad.device.type, grad.device.index) != wanted:
+            raise DeviceMismatchError(
+                f"{name} is on {grad.device}, but its view is on {device.name}"
+            )
+
+    def attach_again(self, block: Block, replaced: list[tuple[int, Any, Any]]) -> None:
+        """Replaces gradients by their views, on PyTorch's current stream; see ``Attached``."""
+        with StreamScope():
+            for tensor, parameter, grad in replaced:
+                buffer = Buffer(block, *self._spans[tensor][1:])
+                view = from_buffer(buffer, "torch")
+                if grad is None:
+                    view.zero_()
+                    if not parameter.requires_grad:
+                        continue  # frozen: by a .grad its optimizer would move it
+                else:
+                    view.copy_(grad.detach())
+                parameter.grad = view
+                self._rows[tensor] = (self._rows[tensor][0], ref(view), self._rows[tensor][2])
+        if replaced and block.device.mesh_state.backend == "cuda":
+            wait_for_current_stream(buffer, "torch")
+
+
+def _no_view() -> None:
+    """Stands for the view of a parameter that has none yet."""
