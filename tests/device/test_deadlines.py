@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +54,18 @@ def is_right(results) -> bool:
     )
 
 
+STUCK = (
+    "the deadline of 30 s for batch_reduce passed: sim:2 has not joined packs 1 to 2 of 2 (tensors "
+    "0 to 2)"
+)
+
+
+@pytest.mark.repo
+def test_the_documentation_quotes_the_message():
+    page = Path(__file__).parents[2] / "docs" / "debugging.md"
+    assert f"> {STUCK}\n" in page.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("seed", [0, 1, 5])
 @pytest.mark.parametrize("peers", [True, False])
 @pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
@@ -64,8 +77,7 @@ def test_a_stuck_device_is_named_with_its_pack_and_tensors(clock, algorithm, pee
         results = reduce_all(mesh, ops, deadline=30)
         assert mesh.mesh_state.reason is None
         clock.pass_by(30)
-        words = r"the deadline of 30 s for batch_reduce passed: sim:2 has not joined packs 1 to 2 "
-        words += r"of 2 \(tensors 0 to 2\)"
+        words = re.escape(STUCK)
         with pytest.raises(CollectiveError, match=words):
             results[3][0].numpy()
         for use in (

@@ -1,4 +1,4 @@
-"""The data and the comparison of ``exact.py``: a test that could not fail proves nothing."""
+"""The data and the comparison of ``exact_data.py``: a test that could not fail proves nothing."""
 
 from __future__ import annotations
 
