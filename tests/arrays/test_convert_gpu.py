@@ -1,6 +1,6 @@
 """Real PyTorch tensors on a real GPU: shared both ways, and ordered with PyTorch's own streams.
 
-The same on stand-ins, with every fence checked: ``tests/backends/cuda/test_foreign.py``.
+The same on stand-ins, with every fence checked: ``tests/backends/cuda/test_convert_gpu.py``.
 """
 
 from __future__ import annotations

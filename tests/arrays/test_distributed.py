@@ -354,7 +354,7 @@ def test_tasks_of_one_thread_each_have_their_replica():
     assert current_replica() is None
 
 
-def test_buffers_of_a_callers_arrays_are_lent_however_they_come():
+def test_buffers_of_a_callers_arrays_are_external_however_they_come():
     with gr.open_mesh(2, backend="sim") as mesh:
         lent = gr.PerReplica([np.ones(3, np.float32) for _ in mesh], mesh)
         ours = [device.zeros((3,), "float32") for device in mesh]

@@ -179,7 +179,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused_at_the_door(mesh, case):
+def test_what_does_not_fit_is_refused_at_validation(mesh, case):
     values, indices, dense_shape, error, text = case
     with refused(mesh, error, text):
         gr.IndexedSlices(values, indices, dense_shape)

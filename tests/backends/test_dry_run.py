@@ -1,4 +1,4 @@
-"""Ghosts: as many devices, the same links, no memory."""
+"""Dry runs: as many devices, the same links, no memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dry_run_mesh(mesh):
     return DryRunMesh(mesh_signature(mesh[1:2]))  # of the whole mesh, whatever part is given
 
 
-def test_a_ghost_mesh_is_like_the_other(mesh, dry_run_mesh):
+def test_a_dry_run_mesh_is_like_the_other(mesh, dry_run_mesh):
     assert [device.physical for device in dry_run_mesh.mesh] == [0, 1, 1]
     assert [device.name for device in dry_run_mesh.mesh] == [device.name for device in mesh]
     assert dry_run_mesh.mesh.mesh_state is not mesh.mesh_state
@@ -30,7 +30,7 @@ def test_a_ghost_mesh_is_like_the_other(mesh, dry_run_mesh):
     assert mesh_signature(dry_run_mesh.mesh) == mesh_signature(mesh)
 
 
-def test_a_ghost_buffer_is_like_the_other_and_shares_what_that_shares(mesh, dry_run_mesh):
+def test_a_dry_run_buffer_is_like_the_other_and_shares_what_that_shares(mesh, dry_run_mesh):
     flat = mesh.devices[2].empty((100,), "float32")
     other = mesh.devices[0].put(np.zeros((3, 2), np.float16)[1:])
     blocks = {}

@@ -178,7 +178,7 @@ def block_at(device, start: int, nbytes: int) -> Block:
     return Block(device, object(), start, nbytes, owned=True, writable=True)
 
 
-def test_lent_memory_is_found_by_all_of_its_bytes(mesh):
+def test_external_memory_is_found_by_all_of_its_bytes(mesh):
     lent = ExternalBuffers()
     assert lent.find(100, 1) is None
     low, high = block_at(mesh.devices[0], 100, 50), block_at(mesh.devices[0], 200, 8)

@@ -77,7 +77,7 @@ def test_it_names_what_a_thread_works_for(mesh):
     assert said == ["", *["pack 3 of 8 (tensors 5 to 7)"] * 2, "", ""]
 
 
-def test_a_play_is_in_it_as_the_plain_call_is(mesh):
+def test_a_replay_is_in_it_as_the_plain_call_is(mesh):
     value = gr.PerReplica([uploaded(device, 1) for device in mesh.devices], mesh)
     step = gr.HierarchicalCopyAllReduce(2, mesh=mesh).prepare(gr.ReduceOp.SUM, [(value, value)])
     count = mesh.flight_record()[-1].sequence

@@ -142,7 +142,7 @@ def test_segments_of_every_length(device, dtype, width):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "uint8"])
-def test_segments_longer_than_the_twin_takes_at_a_time(device, dtype):
+def test_segments_longer_than_the_reference_takes_at_a_time(device, dtype):
     size = PART_SIZE + LEVELS + 3
     check(device, Rows(device, random_data((size, 1), dtype), np.full(size, 7)))
     check(device, Rows(device, random_data((9, PART_SIZE + 1), dtype), np.full(9, 7)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from optim.test_rules import RULES, Model
 from optim.test_sparse import INDICES, SHAPE, merged, slices
+from optim.test_update_rules import RULES, Model
 from support.exact_data import FLOATS, exact_data, random_data
 
 import gradreduce as gr

@@ -322,7 +322,7 @@ def test_a_closed_mesh(algorithm):
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_a_lost_device_stops_a_batch_before_the_others_are_asked(mesh, ops, lost):
+def test_a_failed_device_stops_a_batch_before_the_others_are_asked(mesh, ops, lost):
     """Whether a replica lies there or a result should."""
     value = per_replica(mesh, lambda replica: np.ones(4, np.float32), owned)
     near = gr.PerReplica([value.buffers[2 - lost]])

@@ -306,7 +306,7 @@ def test_what_is_gathered_travels_with_the_others(make_jobs):
 
 @pytest.mark.parametrize("num_packs", [0, 1, 3])
 @pytest.mark.parametrize("dtype", GATHERED)
-def test_integers_that_are_gathered_through_the_door(mesh, dtype, num_packs):
+def test_integers_that_are_gathered_through_validation(mesh, dtype, num_packs):
     shapes = [(33, 7), (), (0,), (5,)]
     grads = [
         [exact_data(shape, dtype, seed=10 * replica + turn) for turn, shape in enumerate(shapes)]

@@ -248,7 +248,7 @@ def unread(seed, placement, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
-def test_a_play_comes_behind_the_one_before_it(algorithm):
+def test_a_replay_comes_behind_the_one_before_it(algorithm):
     for placement in ([0, 1, 2], [0, 0, 1, 1]):
         expected = unread(None, placement, algorithm)
         for seed in range(30):
@@ -256,7 +256,7 @@ def test_a_play_comes_behind_the_one_before_it(algorithm):
 
 
 @pytest.mark.parametrize("form", ["prepare", "capture"])
-def test_a_lost_device_or_a_closed_mesh_stops_it(form):
+def test_a_failed_device_or_a_closed_mesh_stops_it(form):
     with MeshCase((0, 1)).open() as mesh:
         value = dense(mesh, (4,), "float32", 1)
         step = getattr(gr.HierarchicalCopyAllReduce(), form)(SUM, [(value, value)])
@@ -292,7 +292,7 @@ def test_dtypes_of_the_results_are_those_of_the_plain_call():
         assert step()[0].buffers[0].dtype == as_dtype("float32")
 
 
-def test_a_play_that_fails_leaves_no_label_behind(monkeypatch):
+def test_a_replay_that_fails_leaves_no_label_behind(monkeypatch):
     """What comes after it is not for its pack: the flight record would say so."""
     with gr.open_mesh([0, 1], backend="sim") as mesh:
         value = gr.PerReplica([device.zeros((4,), "float32") for device in mesh])

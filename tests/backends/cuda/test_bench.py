@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from backends.cuda.test_lost import kill
+from backends.cuda.test_failed_devices import kill
 from support.background_runs import ROOT
 from support.reduction_calls import dense
 

@@ -117,7 +117,7 @@ def late_collection():
 
 
 @pytest.mark.gpu
-def test_a_mesh_that_dies_meanwhile_spoils_nothing(gpus, late_collection):
+def test_a_mesh_that_fails_meanwhile_spoils_nothing(gpus, late_collection):
     """Its end waits for its queues and frees its memory, which CUDA forbids here."""
     gpus(0)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:

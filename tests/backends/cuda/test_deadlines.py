@@ -354,7 +354,7 @@ def test_a_group_that_waited_for_the_lock_uses_no_aborted_communicator(here, mes
     assert collective._cliques is not old
 
 
-def test_a_gpu_that_dies_under_way_is_named(here, mesh, clock):
+def test_a_gpu_that_fails_under_way_is_named(here, mesh, clock):
     reduced(mesh)
     mesh.synchronize()
     stick(here, mesh.devices[3])
@@ -369,7 +369,7 @@ def test_a_gpu_that_dies_under_way_is_named(here, mesh, clock):
     here.freed.clear()
 
 
-def test_a_wait_for_a_gpu_that_dies_ends(here, mesh):
+def test_a_wait_for_a_gpu_that_fails_ends(here, mesh):
     buffer = mesh.devices[3].upload(np.ones(9, np.float32))
     mesh.devices[3].synchronize(deadline=PATIENCE)
     stick(here, mesh.devices[3])
@@ -390,7 +390,7 @@ def test_a_wait_for_a_gpu_that_dies_ends(here, mesh):
     free(here)
 
 
-def test_a_dead_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(here, clock):
+def test_a_failed_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(here, clock):
     """Closed, or forgotten: CUDA waits for a queue before it frees what the queue may use."""
     for ends in (Mesh.close, lambda mesh: None):
         mesh = open_mesh([0, 1], backend="cuda")
@@ -406,7 +406,7 @@ def test_a_dead_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(her
         cuda._RETAINED.clear()
 
 
-def test_a_dead_mesh_whose_queues_have_ended_is_freed(here):
+def test_a_failed_mesh_whose_queues_have_ended_is_freed(here):
     with open_mesh([0, 1], backend="cuda") as mesh:
         mesh.mesh_state.fail("for a test")
         await_death(mesh)

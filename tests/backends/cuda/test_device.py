@@ -111,7 +111,7 @@ def test_trim_gives_free_memory_back(mesh, here):
     assert here.counts["free_all_blocks"] == 3
 
 
-def test_trim_gives_parked_memory_back_behind_its_users(new_machine):
+def test_trim_gives_deferred_memory_back_behind_its_users(new_machine):
     """Those on another GPU, too, for which CUDA does not wait before it frees."""
     here = new_machine(0, num_gpus=2)
     with open_mesh([0, 1], backend="cuda") as mesh:
@@ -127,7 +127,7 @@ def test_trim_gives_parked_memory_back_behind_its_users(new_machine):
         assert same(read.numpy(), data((SIZE,), seed=1))
 
 
-def test_trim_leaves_a_callers_memory_parked(new_machine):
+def test_trim_leaves_a_callers_memory_deferred(new_machine):
     new_machine(0, num_gpus=1)
     with open_mesh(1, backend="cuda") as mesh:
         device = mesh.devices[0]

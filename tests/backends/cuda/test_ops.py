@@ -147,7 +147,7 @@ def after(
     [(name, dtype) for name, launch in LAUNCHES.items() for dtype in launch.dtypes],
     ids=str,
 )
-def test_a_launch_is_that_of_the_twin(device, reference, name, dtype):
+def test_a_launch_is_that_of_the_reference(device, reference, name, dtype):
     for start in (0, 1):
         found = after(device, LAUNCHES[name], dtype, start)
         wanted = after(reference, LAUNCHES[name], dtype, start)
@@ -160,7 +160,7 @@ def test_a_launch_is_that_of_the_twin(device, reference, name, dtype):
     "name",
     ["add_n of 3", "accumulate_n of 2", "all_sum of 5 in halves", "pack divided", "nesterov"],
 )
-def test_a_large_launch_is_that_of_the_twin(device, reference, name):
+def test_a_large_launch_is_that_of_the_reference(device, reference, name):
     dtype = as_dtype("float32")
     found = after(device, LAUNCHES[name], dtype, 1, LARGE)
     assert all(map(same, found, after(reference, LAUNCHES[name], dtype, 1, LARGE)))
@@ -169,7 +169,7 @@ def test_a_large_launch_is_that_of_the_twin(device, reference, name):
 @pytest.mark.parametrize(
     ("to", "of"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")]
 )
-def test_a_pack_casts_as_the_twin_does(device, reference, to, of):
+def test_a_pack_casts_as_the_reference_does(device, reference, to, of):
     def packed(place: Device) -> np.ndarray:
         term = place.upload(unflushed_data((SIZES[-1],), of))
         out = place.zeros((SIZES[-1] + AROUND,), as_dtype(to))

@@ -134,7 +134,7 @@ def test_released_memory_is_not_used_again_while_its_array_lives(mesh):
     assert address in {buffer.address for buffer in held}
 
 
-def test_parked_memory_comes_back_when_the_queues_that_used_it_have_passed():
+def test_deferred_memory_comes_back_when_the_queues_that_used_it_have_passed():
     with simulated(1, schedule_seed=0) as mesh:  # nothing runs before the host waits
         (device,) = mesh.devices
         out, source = device.empty((SIZE,), FLOAT), uploaded(device, 1)
@@ -214,7 +214,7 @@ def test_a_pool_that_cannot_grow_is_as_before():
     assert pool.allocate(8).bytes.nbytes == GRANULE
 
 
-def test_a_twin_that_writes_what_it_reads_is_caught(device):
+def test_a_reference_that_writes_what_it_reads_is_caught(device):
     def cheat(rows, num_inputs: int) -> None:
         for out, term in rows:
             out[...] = term
@@ -226,7 +226,7 @@ def test_a_twin_that_writes_what_it_reads_is_caught(device):
     assert same(term.numpy(), data((SIZE,), seed=1))
 
 
-def test_a_twin_writes_as_many_operands_as_its_kernel_says(device):
+def test_a_reference_writes_as_many_operands_as_its_kernel_says(device):
     def both(rows, num_inputs: int) -> None:
         for first, second in rows:
             first[...] = 1
@@ -240,7 +240,7 @@ def test_a_twin_writes_as_many_operands_as_its_kernel_says(device):
         device.launch(replace(ADD_N, reference=both, writes="num_inputs"), PAIR, [pair], (1,))
 
 
-def test_a_twin_that_fails_is_not_recorded(mesh):
+def test_a_reference_that_fails_is_not_recorded(mesh):
     def fail(rows, num_inputs: int) -> None:
         raise ZeroDivisionError("planted")
 
@@ -251,7 +251,7 @@ def test_a_twin_that_fails_is_not_recorded(mesh):
     assert journal.records == []
 
 
-def test_a_twin_may_overflow_without_a_warning(device):
+def test_a_reference_may_overflow_without_a_warning(device):
     largest = np.full(4, np.finfo(np.float32).max)
     out = device.upload(largest)
     add(device, out, out, out)

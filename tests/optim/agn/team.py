@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from optim.test_rules import RULES
+from optim.test_update_rules import RULES
 from support.exact_data import same
 
 import gradreduce as gr

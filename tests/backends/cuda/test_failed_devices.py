@@ -1,4 +1,4 @@
-"""A GPU that dies is lost in our words, with CUDA's own inside."""
+"""Errors of a GPU that fails: our message, with that of CUDA inside."""
 
 from __future__ import annotations
 

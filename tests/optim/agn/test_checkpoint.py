@@ -94,12 +94,12 @@ def test_training_goes_on_with_the_same_bits(mesh, implementation, way, num_befo
 IN_ANOTHER_PROCESS = """
 import pickle, sys
 import gradreduce as gr
-from optim.agn import test_saved
+from optim.agn import test_checkpoint
 with gr.open_mesh(2, backend="sim", strict=True) as mesh:
-    team = test_saved.team_of(mesh, "adam")
-    test_saved.loaded(team, pickle.load(sys.stdin.buffer))
-    test_saved.steps(team, range(8, 16))
-    print(test_saved.digest(team))
+    team = test_checkpoint.team_of(mesh, "adam")
+    test_checkpoint.loaded(team, pickle.load(sys.stdin.buffer))
+    test_checkpoint.steps(team, range(8, 16))
+    print(test_checkpoint.digest(team))
 """
 
 

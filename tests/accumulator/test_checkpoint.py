@@ -277,7 +277,7 @@ def test_a_deadline_ends_the_wait_and_a_load_the_loss(frail, crew):
 
 
 @pytest.mark.parametrize("method", ["download", "upload"])
-def test_a_mesh_that_dies_and_is_reset_meanwhile(frail, monkeypatch, method):
+def test_a_mesh_that_fails_and_is_reset_meanwhile(frail, monkeypatch, method):
     """Its memory is nobody's promise then: it is neither handed out nor put in."""
     mesh, acc = frail
     state = acc.state_dict()

@@ -1,4 +1,4 @@
-"""A device that is lost says so at every use, and takes nobody else with it."""
+"""A device that has failed says so at every use, and no other device fails with it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def says(name: str):
     return pytest.raises(BackendUnavailableError, match=re.escape(f"{name} was lost: {REASON}"))
 
 
-def test_every_use_of_a_lost_device_says_which_and_why(mesh):
+def test_every_use_of_a_failed_device_says_which_and_why(mesh):
     device = mesh.devices[2]
     buffer, other = uploaded(device, 1), uploaded(device, 2)
     device.synchronize()
@@ -54,7 +54,7 @@ def test_every_use_of_a_lost_device_says_which_and_why(mesh):
             use()
 
 
-def test_a_buffer_on_a_lost_device_is_refused_by_the_others(mesh):
+def test_a_buffer_on_a_failed_device_is_refused_by_the_others(mesh):
     lost, device = mesh.devices[2], mesh.devices[0]
     far, near = uploaded(lost, 1), uploaded(device, 2)
     lost.synchronize()
@@ -82,7 +82,7 @@ def test_the_logical_devices_of_a_lost_one_share_its_fate_and_others_go_on(mesh)
     assert same(total.numpy(), data((SIZE,), seed=1) + data((SIZE,), seed=2))
 
 
-def test_an_all_reduce_over_a_lost_device_launches_nothing(mesh):
+def test_an_all_reduce_over_a_failed_device_launches_nothing(mesh):
     rows = [[uploaded(device, place)] for place, device in enumerate(mesh.devices)]
     mesh.devices[3].mark_failed(REASON)
     with mesh.journal() as journal:
@@ -93,7 +93,7 @@ def test_an_all_reduce_over_a_lost_device_launches_nothing(mesh):
     assert (journal.launches, journal.copies) == (0, 0)
 
 
-def test_memory_that_a_lost_device_may_still_use_is_never_handed_out(mesh):
+def test_memory_that_a_failed_device_may_still_use_is_never_handed_out(mesh):
     device, other = mesh.devices[0], mesh.devices[2]
     buffer = uploaded(device, 1)
     other.copy(uploaded(other, 2), buffer)
@@ -105,7 +105,7 @@ def test_memory_that_a_lost_device_may_still_use_is_never_handed_out(mesh):
     assert address not in [each.address for each in later]
 
 
-def test_who_waits_for_a_lost_device_is_woken(mesh):
+def test_who_waits_for_a_failed_device_is_woken(mesh):
     waiting = gr.ConditionalAccumulator("float32", device=mesh.devices[2])
     healthy = gr.ConditionalAccumulator("float32", device=mesh.devices[3])
     outcomes: list[BaseException] = []
@@ -129,7 +129,7 @@ def test_who_waits_for_a_lost_device_is_woken(mesh):
     assert same(np.asarray(healthy.take_grad(1, output_type="numpy")), np.ones(3, np.float32))
 
 
-def test_a_failure_half_way_through_an_update_loses_the_devices(mesh, monkeypatch):
+def test_a_failure_half_way_through_an_update_fails_the_devices(mesh, monkeypatch):
     variable = gr.Variable(np.zeros(5, np.float32), device=mesh[2:4])
     optimizer = gr.GradientDescentOptimizer(1.0)
     grads = [(np.ones(5, np.float32), variable)]
@@ -167,7 +167,7 @@ def test_a_failure_before_the_first_launch_loses_nothing(mesh, monkeypatch):
     assert same(variable.numpy(), np.full(5, -1, np.float32))
 
 
-def test_a_failure_half_way_through_an_accumulation_loses_the_devices(mesh, monkeypatch):
+def test_a_failure_half_way_through_an_accumulation_fails_the_devices(mesh, monkeypatch):
     accumulator = gr.ConditionalAccumulator("float32", device=mesh)
     gradient = gr.PerReplica([np.ones(7, np.float32)] * 4, mesh)
     accumulator.apply_grad(gradient)

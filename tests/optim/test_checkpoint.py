@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from optim.test_rules import RULES
+from optim.test_update_rules import RULES
 from support.exact_data import exact_data, same
 
 import gradreduce as gr

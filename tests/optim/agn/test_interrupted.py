@@ -63,7 +63,7 @@ def test_a_push_that_is_stopped_before_it_counts_is_not_made_again(own, monkeypa
 
 
 @pytest.mark.parametrize("rows", [False, True])
-def test_a_step_that_is_stopped_before_it_counts_loses_the_device(own, monkeypatch, rows):
+def test_a_step_that_is_stopped_before_it_counts_fails_the_device(own, monkeypatch, rows):
     _, var, optimizer = made(own, period=9)
     gradient = gr.IndexedSlices(np.ones(1, "float32"), [0], (2,)) if rows else ONE
     for _ in range(2):  # which are worked out once
