@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections import defaultdict
 from importlib.machinery import ModuleSpec
 from itertools import count
 from typing import Any, Self
@@ -102,12 +103,28 @@ class UnownedMemory:
         self.owner = owner
 
 
-class MemoryPool:
-    """Hands out addresses."""
+class PooledMemory:
+    """Memory that goes back to its pool when it is dropped."""
 
-    def malloc(self, size: int) -> UnownedMemory:
-        """Returns a new range of addresses."""
-        return UnownedMemory(next(_addresses), size, None)
+    __slots__ = ("_free", "ptr")
+
+    def __init__(self, free: list[int]) -> None:
+        self._free = free
+        self.ptr = free.pop() if free else next(_addresses)
+
+    def __del__(self) -> None:
+        self._free.append(self.ptr)
+
+
+class MemoryPool:
+    """Hands out addresses, and those that were freed again."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+
+    def malloc(self, size: int) -> PooledMemory:
+        """Returns a range of addresses."""
+        return PooledMemory(self._free[size])
 
     free_all_blocks = _nothing
     total_bytes = _zero
