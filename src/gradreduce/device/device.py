@@ -25,7 +25,7 @@ from .graph_capture import Recording
 from .kernel import Kernel, Template
 from .mesh_state import MeshState
 from .op_log import Fields, Record
-from .peer_access import check_accessible, check_writable
+from .peer_access import check_accessible, check_all_accessible, check_writable
 from .pending_calls import WaitPolicy, as_deadline
 
 if TYPE_CHECKING:
@@ -479,20 +479,19 @@ class Device(NotCopied, Backend):
         if not rows:
             return
         away = [operand for row in rows for operand in row if operand.device is not self]
-        for operand in away:
-            check_accessible(self, operand)
+        if away:
+            check_all_accessible(self, away)
         self.mesh_state.check_compiled(self, kernel, template)
         num_written = kernel.num_written(scalars)
         written = [operand for row in rows for operand in row[:num_written]]
-        if not all([operand.block.writable for operand in written]):
+        blocks = {operand.block for operand in written}
+        if not all([block.writable for block in blocks]):
             for operand in written:
                 check_writable(operand)
-        touched = [away] if queue == "compute" else rows
-        crossing = self._touch(touched, queue) if away or queue != "compute" else 0
+        touched = away if queue == "compute" else [operand for row in rows for operand in row]
+        crossing = self._touch(touched, queue) if touched else 0
         # Of all of them, not of one for each block: each waits for the readers of its own bytes.
-        if self.mesh_state.capture is not None or any(
-            [operand.block.readers for operand in written]
-        ):
+        if self.mesh_state.capture is not None or any([block.readers for block in blocks]):
             for operand in written:
                 self._before_write(operand, queue)
         self._launch(kernel, template, rows, scalars, queue, crossing)
@@ -567,15 +566,15 @@ class Device(NotCopied, Backend):
 
     # -- fences and records -----------------------------------------------------------------------
 
-    def _touch(self, rows: Iterable[Row], queue: Queue) -> int:
+    def _touch(self, operands: Sequence[Buffer], queue: Queue) -> int:
         """Records that ``queue`` uses these operands; returns the bytes that cross a link."""
-        crossing = 0
-        for row in rows:
-            for operand in row:
-                operand.block.touched.add((self, queue))
-                if operand.device.physical != self.physical:
-                    crossing += operand.nbytes
-        return crossing
+        user, here, crosses = (self, queue), self.physical, False
+        for block in {operand.block for operand in operands}:
+            block.touched.add(user)
+            crosses = crosses or block.device.physical != here
+        if not crosses:
+            return 0
+        return sum([operand.nbytes for operand in operands if operand.device.physical != here])
 
     def _before_write(self, operand: Buffer, queue: Queue) -> None:
         kept = self.mesh_state.capture or operand.block

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .buffer import Row
 from .kernel import Kernel, Template
-from .peer_access import check_accessible, check_writable
+from .peer_access import check_accessible, check_all_accessible, check_writable
 
 if TYPE_CHECKING:
     from .device import Device
@@ -61,10 +61,11 @@ class LaunchBatch:
             device.launch(kernel, template, rows, scalars)
             return
         mesh_state.check_usable(device)
-        away = [row[-1] for row in rows if row[-1].device is not device]
-        for operand in (*self._away, *away):
-            check_accessible(device, operand)
-        crossing = device._touch([self._away, away], "compute") if self._away or away else 0
+        away = [*self._away, *[row[-1] for row in rows if row[-1].device is not device]]
+        crossing = 0
+        if away:
+            check_all_accessible(device, away)
+            crossing = device._touch(away, "compute")
         self._fence()
         device._launch(kernel, template, rows, scalars, "compute", crossing)
 

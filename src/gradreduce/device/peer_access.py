@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gradreduce.errors import DeviceMismatchError
@@ -11,7 +12,7 @@ from .buffer import Buffer
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["can_access", "check_accessible", "check_writable"]
+__all__ = ["can_access", "check_accessible", "check_all_accessible", "check_writable"]
 
 
 def can_access(device: Device, operand: Buffer) -> bool:
@@ -45,6 +46,16 @@ def check_accessible(device: Device, operand: Buffer) -> None:
         owned = operand.block.owned
         why = "no peer access" if owned else "peers can access only pool-allocated memory"
         raise DeviceMismatchError(f"{device.name} cannot access {operand}: {why}; copy it first")
+
+
+def check_all_accessible(device: Device, operands: Sequence[Buffer]) -> None:
+    """As ``check_accessible`` for all operands; faster if all are on this physical device."""
+    here, mesh_state = device.physical, device.mesh_state
+    homes = {operand.device for operand in operands}
+    if all([home.physical == here and home.mesh_state is mesh_state for home in homes]):
+        return
+    for operand in operands:
+        check_accessible(device, operand)
 
 
 def check_writable(operand: Buffer) -> None:

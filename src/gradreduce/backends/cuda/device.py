@@ -443,7 +443,10 @@ class CudaDevice(CudaQueues):
             self.mesh_state.recording_commands(None),
         ):  # a table is uploaded once, however often used
             entry = function(kernel, template, self.physical)
-            items = [kernel.num_items(row) for row in rows]
+            if kernel.items is None:
+                items = [row[0].size for row in rows]
+            else:
+                items = [kernel.num_items(row) for row in rows]
             total, itemsize = sum(items), _narrowest(rows[0])
             table = self._tables.find(rows, items, self._geometry.chunk_size(total, itemsize))
             if table.held is not None and queue != "compute":  # on which it was uploaded
