@@ -275,8 +275,9 @@ BUILD_ALL = """
 from gradreduce.backends.sim.host_compile import host_kernel
 from gradreduce.ops import KERNELS
 
-for kernel in reversed(KERNELS):  # the tests beside need the last ones last
-    host_kernel(kernel, "fast")
+for build in ("fast", "exact"):
+    for kernel in reversed(KERNELS):  # the tests beside need the last ones last
+        host_kernel(kernel, build)
 """
 
 
