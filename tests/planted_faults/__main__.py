@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # threads do not survive a fork
+os.environ.pop("CI", None)  # pytest would print whole differences: of bytes that takes 10 s
 
 import hypothesis  # noqa: F401  # imported once, before the forks
 import ml_dtypes  # noqa: F401
