@@ -15,7 +15,7 @@ from support.hanging_devices import PATIENCE, resume, stall
 import gradreduce as gr
 from gradreduce.backends import open_mesh
 from gradreduce.device import FlightEntry, PackInfo, op_log
-from gradreduce.device.pending_calls import together
+from gradreduce.device.pending_calls import merged_pack_infos
 from gradreduce.errors import CollectiveError
 
 from .contract import BACKENDS, FLOAT, SIZE, add, data, uploaded
@@ -178,7 +178,7 @@ def test_what_travels_is_said_in_short(travel, text):
     ],
 )
 def test_what_travels_in_turn_has_one_name(travels, text):
-    assert str(together(travels)) == text
+    assert str(merged_pack_infos(travels)) == text
 
 
 @pytest.fixture

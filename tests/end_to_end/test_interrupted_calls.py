@@ -116,7 +116,7 @@ def agn(mesh, warm=1, make=gr.AdamOptimizer, call=None):
 
 def agn_push_made_up(mesh):
     """One that has failed before it changed anything."""
-    return agn(mesh, call=lambda made, step: made._worker._make_up(step))
+    return agn(mesh, call=lambda made, step: made._worker._retry_push(step))
 
 
 def agn_start(mesh):

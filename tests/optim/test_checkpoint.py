@@ -10,6 +10,7 @@ from support.exact_data import exact_data, same
 import gradreduce as gr
 
 SHAPES = {"w": (4, 3), "b": (3,)}
+HYPER = "hyperparameters"
 
 
 @pytest.fixture(params=RULES)
@@ -33,8 +34,13 @@ def stored(state):
         owner: {name: np.asarray(array).copy() for name, array in by_name.items()}
         for owner, by_name in state["slots"].items()
     }
-    numbers = {name: np.asarray(value) for name, value in state["numbers"].items()}
-    return {**state, "format": np.asarray(state["format"]), "numbers": numbers, "slots": slots}
+    numbers = {name: np.asarray(value) for name, value in state["hyperparameters"].items()}
+    return {
+        **state,
+        "format": np.asarray(state["format"]),
+        "hyperparameters": numbers,
+        "slots": slots,
+    }
 
 
 @pytest.mark.parametrize("masters", [None, "float32"])
@@ -65,7 +71,7 @@ def test_what_is_loaded_goes_on_with_the_same_bits(mesh, make, dtype, masters):
 def test_before_the_first_update_there_is_nothing(mesh, make):
     optimizer, variables = make(), variables_on(mesh, "float32")
     empty = optimizer.state_dict()
-    assert (empty["slots"], empty["numbers"]) == ({}, {})
+    assert (empty["slots"], empty["hyperparameters"]) == ({}, {})
     step(optimizer, variables, 0)
     optimizer.load_state_dict(empty, variables)
     assert optimizer.get_slot_names() == optimizer.variables() == []
@@ -78,7 +84,7 @@ def test_slots_that_no_update_has_changed_have_no_powers(mesh):
     one, two = (gr.AdamOptimizer(0.5, master_dtype="float32") for _ in range(2))
     one.prepare([half])
     state = one.state_dict()
-    assert (list(state["slots"]), state["numbers"]) == (["h"], {})
+    assert (list(state["slots"]), state["hyperparameters"]) == (["h"], {})
     two.load_state_dict(state, half)
     assert two.get_slot_names() == ["m", "master", "v"]
     step(two, [half], 0)
@@ -143,11 +149,11 @@ def test_what_is_wrong_changes_nothing(mesh):
         (changed(state, "slots", "w", "m", to=np.ones((3, 4), "float32")), variables, ValueError,
          r"\['w'\]\['m'\] is float32\(3, 4\), must be float32\(4, 3\)"),
         (changed(state, "slots", "w", "m", to=np.ones((4, 3))), variables, ValueError, "float64"),
-        (changed(state, "numbers", "beta1_power", drop=True), variables, KeyError, "numbers"),
-        (changed(state, "numbers", "beta1_power", to="x"), variables, ValueError, "numbers"),
-        (changed(state, "numbers", to=None), variables, TypeError, "numbers"),
-        (changed(state, "numbers", to={}), variables, ValueError, r"\['beta1_power', 'be"),
-        *[(changed(state, "numbers", "beta2_power", to=wrong), variables, ValueError,
+        (changed(state, HYPER, "beta1_power", drop=True), variables, KeyError, HYPER),
+        (changed(state, HYPER, "beta1_power", to="x"), variables, ValueError, HYPER),
+        (changed(state, HYPER, to=None), variables, TypeError, HYPER),
+        (changed(state, HYPER, to={}), variables, ValueError, r"\['beta1_power', 'be"),
+        *[(changed(state, HYPER, "beta2_power", to=wrong), variables, ValueError,
            f"beta2_power={wrong} must be at least 0 and below 1")
           for wrong in (float("nan"), float("inf"), -0.5, 1.0)],
     ]:  # fmt: skip
@@ -156,7 +162,7 @@ def test_what_is_wrong_changes_nothing(mesh):
             optimizer.load_state_dict(given, those)
         assert slots == [optimizer.get_slot(var, name) for var in variables for name in ("m", "v")]
     after = optimizer.state_dict()
-    assert after["numbers"] == state["numbers"]
+    assert after["hyperparameters"] == state["hyperparameters"]
     assert all(same(after["slots"][owner][name], state["slots"][owner][name])
                for owner in SHAPES for name in ("m", "v"))  # fmt: skip
     step(optimizer, [reference], 0)

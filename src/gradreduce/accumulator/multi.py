@@ -31,8 +31,8 @@ from .validate import (
     as_required,
     as_step,
     as_timeout,
+    check_distinct,
     check_sum_shape,
-    check_together,
     for_each,
     num_gradients,
     num_sparse_gradients,
@@ -268,7 +268,7 @@ def _states_of(accumulators: Sequence[ConditionalAccumulatorBase]) -> list[Accum
         if not isinstance(each, ConditionalAccumulatorBase):
             raise TypeError(f"accumulators[{index}]={brief(each)} must be an accumulator")
     states = [each.accumulator_ref for each in accumulators]
-    check_together(states)
+    check_distinct(states)
     return states
 
 

@@ -38,7 +38,7 @@ from gradreduce.ops import (
     merged_row_index,
     plan_segments,
 )
-from gradreduce.reduce.aggregation import rows_together
+from gradreduce.reduce.aggregation import concatenated_rows
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.one_device import broadcast_values
@@ -336,5 +336,5 @@ def _gather_rows(
         else:
             there.append(None)
             groups.append((state.devices[0], rows))
-    gathered = iter(rows_together(groups))
+    gathered = iter(concatenated_rows(groups))
     return [next(gathered) if rows is None else rows for rows in there]

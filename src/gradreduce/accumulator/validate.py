@@ -30,9 +30,9 @@ __all__ = [
     "as_shape",
     "as_step",
     "as_timeout",
+    "check_distinct",
     "check_dtype",
     "check_sum_shape",
-    "check_together",
     "for_each",
     "num_gradients",
     "num_sparse_gradients",
@@ -148,7 +148,7 @@ def _replicas(
                 f"replicas differ in shape: replica {replica} has shape {list(buffer.shape)}, "
                 f"replica 0 has {list(first)}"
             )
-    return tuple([(_place(state, buffer), buffer) for buffer in grad.buffers])
+    return tuple([(_index_of_device(state, buffer), buffer) for buffer in grad.buffers])
 
 
 def to_sum_device(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
@@ -165,10 +165,10 @@ def to_sum_device(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
         named = current_device(device.mesh)
         device = named if named in state.devices else device
     buffer = to_buffer(grad, device, dtype=state.dtype)
-    return _place(state, buffer), buffer
+    return _index_of_device(state, buffer), buffer
 
 
-def _place(state: AccumulatorState, buffer: Buffer) -> int:
+def _index_of_device(state: AccumulatorState, buffer: Buffer) -> int:
     return state.devices.index(buffer.device) if buffer.device in state.devices else 0
 
 
@@ -208,7 +208,7 @@ def for_each(
     return made
 
 
-def check_together(states: Sequence[AccumulatorState]) -> None:
+def check_distinct(states: Sequence[AccumulatorState]) -> None:
     """Checks that one call can use all the accumulators.
 
     Raises:

@@ -101,7 +101,7 @@ class DistributedValues(NotCopied):
         values = _listed(values)
         if not values:
             raise ValueError("values is empty; pass one array for each device")
-        if mesh is not None and devices is None and _lie_there(values, mesh):
+        if mesh is not None and devices is None and _are_on_devices(values, mesh):
             self._parts, self._devices, self._kind = values, mesh.devices, "buffer"
             self._is_sparse = False
             self._external = any([each.array_owner is not None for each in values])
@@ -383,7 +383,7 @@ def _listed(values: Any) -> tuple[Any, ...]:
     return tuple(each)
 
 
-def _lie_there(values: tuple[Any, ...], mesh: Mesh) -> bool:
+def _are_on_devices(values: tuple[Any, ...], mesh: Mesh) -> bool:
     """Whether these are Buffers that already lie on the devices of the mesh, in order."""
     if not all([type(value) is Buffer for value in values]):
         return False

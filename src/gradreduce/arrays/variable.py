@@ -250,7 +250,7 @@ class Variable(NotCopied, Readable):
         """
         check_unread([self])
         sources = [self._checked(value, buffer) for buffer in self._buffers]
-        separate = [self._apart(source) for source in sources]
+        separate = [self._copied_if_overlapping(source) for source in sources]
         with self._all_copies():
             for buffer, source in zip(self._buffers, separate, strict=True):
                 copy_over(buffer.device, buffer, source)
@@ -267,7 +267,7 @@ class Variable(NotCopied, Readable):
         check_unread([self])
         sources = [self._checked(delta, buffer) for buffer in self._buffers]
         accessible = [
-            _accessible(buffer.device, self._apart(source))
+            _accessible(buffer.device, self._copied_if_overlapping(source))
             for buffer, source in zip(self._buffers, sources, strict=True)
         ]
         for buffer in self._buffers:
@@ -296,7 +296,7 @@ class Variable(NotCopied, Readable):
             yield
             release_inputs()
 
-    def _apart(self, source: Buffer) -> Buffer:
+    def _copied_if_overlapping(self, source: Buffer) -> Buffer:
         """Returns ``source``, or a copy of it if it overlaps this variable's memory."""
         if not any(overlap(source, buffer) for buffer in self._buffers):
             return source

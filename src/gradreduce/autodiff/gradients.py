@@ -204,8 +204,8 @@ class _Reading:
         self.trace.closed = True
         if self._jax is not None:  # the host has waited for JAX
             return
-        _follow(self._leaves, "native")
-        _follow(self._tensors, "torch")
+        _wait_for_current_streams(self._leaves, "native")
+        _wait_for_current_streams(self._tensors, "torch")
 
     def _is_wanted(self, variable: Variable) -> bool:
         if str(variable.dtype) not in _ALLOWED:
@@ -259,8 +259,8 @@ def _not_nested() -> NotImplementedError:
     )
 
 
-def _follow(copies: Iterable[Buffer], kind: Kind) -> None:
-    """Orders later writes of these copies behind queued work of the library ``kind``."""
+def _wait_for_current_streams(copies: Iterable[Buffer], kind: Kind) -> None:
+    """Makes the copies' devices wait for the work queued in the library ``kind``."""
     for copy in copies:
         if copy.device.mesh_state.backend != "sim":
             # A failed device cannot be written any more.

@@ -106,7 +106,7 @@ def check_operand(value: Any) -> None:
 
 
 def is_float(function: Any, value: Any) -> bool:
-    """Whether a result is differentiable: floats are, integers are constants."""
+    """Whether a result is differentiable (a float); raises if its dtype has no rules."""
     if not hasattr(value, "dtype") or is_tensor(value):
         raise no_rule(f"{name_of(function)} with {type(value).__name__} as its result")
     if value.dtype.kind == "c":

@@ -48,7 +48,7 @@ class DeferredFree:
         return block
 
     def free(self, freed: FreedBlock, home: Device) -> None:
-        """Returns memory to the pool, or to the caller."""
+        """Frees a block: its memory returns to the pool, or to its owner."""
         if freed.owned:
             home._recycle(freed.raw, freed.nbytes)
         self.held.discard(freed)
@@ -77,9 +77,9 @@ class DeferredFree:
             if len(self._awaiting_leader) > MAX_AWAITING_LEADER:
                 home._catch_up()
             for _ in range(len(self._awaiting_leader)):
-                self._settle(self._awaiting_leader.popleft(), home)
+                self._free_or_defer(self._awaiting_leader.popleft(), home)
             for _ in range(len(self.freed)):  # one that must wait comes back
-                self._settle(self.freed.popleft(), home)
+                self._free_or_defer(self.freed.popleft(), home)
             for _ in range(len(self._deferred)):
                 freed, marks = self._deferred.popleft()
                 if all(home._passed(mark) for mark in marks):
@@ -126,7 +126,7 @@ class DeferredFree:
         for freed, users in freed_users:
             freed.touched.difference_update(users)
 
-    def _settle(self, freed: FreedBlock, home: Device) -> None:
+    def _free_or_defer(self, freed: FreedBlock, home: Device) -> None:
         if freed.owned and not freed.touched:  # only its home queue knew it
             self.free(freed, home)
             return

@@ -398,7 +398,7 @@ class Device(NotCopied, Backend):
         # A collective that is aborted lets its queue go on: what comes behind it is worth nothing.
         if host is None or self.mesh_state.has_failed(generation):
             raise self.mesh_state.abort_wait(f"a download of {buffer}", self, wait_policy)
-        self.mesh_state.flight_recorder.over(number, self, "compute")
+        self.mesh_state.flight_recorder.mark_finished(number, self, "compute")
         return host
 
     def mark_failed(self, reason: str) -> None:
@@ -540,7 +540,7 @@ class Device(NotCopied, Backend):
         generation = self.mesh_state.generation
         if not self._synchronize(wait_policy) or self.mesh_state.has_failed(generation):
             raise self.mesh_state.abort_wait("synchronize", self, wait_policy)
-        self.mesh_state.flight_recorder.over(number, self, "compute", "transfer")
+        self.mesh_state.flight_recorder.mark_finished(number, self, "compute", "transfer")
         self.drain()
 
     def _wait_policy(self, deadline: float) -> WaitPolicy:

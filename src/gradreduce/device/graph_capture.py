@@ -20,7 +20,7 @@ from .buffer import Buffer, Mark, Stream, overlap
 from .command_list import Command, CommandList, Span, spans_of, wait_for_readers
 from .forks import after_fork
 from .op_log import CROSSING, Record
-from .pending_calls import PackInfo, PackInfoLike, PackInfos, names_of, together
+from .pending_calls import PackInfo, PackInfoLike, PackInfos, merged_pack_infos, names_of
 from .stream_sync import fork_streams, join_streams
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Capture:
                     yield self
                 self._again = self.backend.end()
                 self._spans = spans_of(self._written)
-                self._pack_info = together(self._pack_infos) if self._pack_infos else None
+                self._pack_info = merged_pack_infos(self._pack_infos) if self._pack_infos else None
                 # One for all of them: what a call costs is not to depend on what is in it.
                 self._flight_record = Record(
                     "launch",
@@ -225,7 +225,7 @@ class Capture:
         """Adds a record that each call will repeat."""
         self._records.append(record)
 
-    def carries(self, pack_info: PackInfoLike) -> None:
+    def add_pack_info(self, pack_info: PackInfoLike) -> None:
         """Adds the packs that the captured work is for."""
         self._pack_infos += pack_info if isinstance(pack_info, PackInfos) else [pack_info]
 

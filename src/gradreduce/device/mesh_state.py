@@ -331,7 +331,7 @@ class MeshState(CaptureState):
     def _stuck(self, device: Device) -> str:
         """Describes what a late device waits for, which may be another device's work."""
         devices = device.mesh.devices
-        late = self.flight_recorder.late(devices)
+        late = self.flight_recorder.late_devices(devices)
         if not late:
             return f"{device.name} has finished meanwhile"
         have, its = ("has", "its") if len(late) == 1 else ("have", "their")

@@ -257,7 +257,7 @@ class FlightRecorder:
         self.ring.append((number, what, self.thread.label))
         return number
 
-    def over(self, number: int, device: Device, *queues: Queue) -> None:
+    def mark_finished(self, number: int, device: Device, *queues: Queue) -> None:
         """Records that the host saw these queues finish, up to an operation number."""
         for queue in queues:
             key = device.index, queue
@@ -284,11 +284,11 @@ class FlightRecorder:
         """
         submitted = self._submitted()
         if fresh and submitted:
-            self._look(devices, submitted[-1][0])
+            self._query_marks(devices, submitted[-1][0])
         reached = self._reached()
         return [self._entry(number, what, label, reached) for number, what, label in submitted]
 
-    def late(self, devices: Sequence[Device]) -> list[Device]:
+    def late_devices(self, devices: Sequence[Device]) -> list[Device]:
         """Returns the devices whose queues are not empty.
 
         Without those whose queues are known to wait for another device, if any is left then.
@@ -296,7 +296,9 @@ class FlightRecorder:
         submitted = self._submitted()
         passed = {
             (device.index, queue)
-            for _, device, queue, event in self._look(devices, submitted[-1][0] if submitted else 0)
+            for _, device, queue, event in self._query_marks(
+                devices, submitted[-1][0] if submitted else 0
+            )
             if device._reached(event)
         }
         late = [
@@ -352,7 +354,7 @@ class FlightRecorder:
             done=number <= reached.get(key, 0) and not dropped,
         )
 
-    def _look(self, devices: Sequence[Device], last: int) -> list[_Place]:
+    def _query_marks(self, devices: Sequence[Device], last: int) -> list[_Place]:
         """Queries marks in a new thread, because a driver whose queue is full may block.
 
         Returns:

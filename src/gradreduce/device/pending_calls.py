@@ -34,8 +34,8 @@ __all__ = [
     "PendingCall",
     "WaitPolicy",
     "as_deadline",
+    "merged_pack_infos",
     "names_of",
-    "together",
 ]
 
 # How long the host sleeps between two looks at a device that it waits for: short at first, because
@@ -94,7 +94,7 @@ class PackInfos(tuple[PackInfo, ...]):
 PackInfoLike = PackInfo | PackInfos
 
 
-def together(pack_infos: Iterable[PackInfo]) -> PackInfoLike:
+def merged_pack_infos(pack_infos: Iterable[PackInfo]) -> PackInfoLike:
     """Merges the names of what is reduced together: the stages of one batch become one."""
     made: list[PackInfo] = []
     for each in pack_infos:
@@ -338,7 +338,7 @@ def _mark_queues(
     if pending_call is not None:
         pending_call.mark_queues(pack_info, leaves=leaves, devices=devices)
     elif not leaves and mesh_state.capture is not None:
-        mesh_state.capture.carries(pack_info)
+        mesh_state.capture.add_pack_info(pack_info)
 
 
 def _enter(mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...]) -> None:

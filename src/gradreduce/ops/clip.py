@@ -9,7 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
 from gradreduce.device.kernel import Arrays
 
-from .validate import FLOATS, check_apart, check_rows, check_writable
+from .validate import FLOATS, check_no_overlap, check_rows, check_writable
 
 __all__ = ["CLIP", "clip", "prepare_clip"]
 
@@ -62,7 +62,7 @@ def clip(
     for out, source in zip(outs, inputs, strict=True):
         if source.dtype.name not in FLOATS or source.dtype != out.dtype:
             raise ValueError(f"clip: input {source} and output {out} must have one float dtype")
-        check_apart("clip", out, norm)
+        check_no_overlap("clip", out, norm)
         launches.setdefault(source.dtype.name, []).append([out, source])
     if norm.dtype != np.float64 or norm.size != 1:
         raise ValueError(f"clip: norm is {norm}; expected one float64")

@@ -26,8 +26,8 @@ from .validate import (
     SAME,
     TO_ACC,
     as_elements,
-    check_apart,
     check_divisor,
+    check_no_overlap,
     check_writable,
     elements,
 )
@@ -245,7 +245,7 @@ def _check_rows(out: Buffer, values: Buffer, plan: Segments, into: np.ndarray | 
     else:
         _check_into(out, into)
     check_writable("segment_sum", [out])
-    check_apart("segment_sum", out, values)
+    check_no_overlap("segment_sum", out, values)
 
 
 def _check_into(out: Buffer, into: np.ndarray) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue
 from gradreduce.device.kernel import Arrays
 
-from .validate import FLOATS, check_apart, check_writable
+from .validate import FLOATS, check_no_overlap, check_writable
 
 __all__ = ["SQUARE_SUM", "norm_of", "prepare_norm_of", "square_sum"]
 
@@ -75,7 +75,7 @@ def square_sum(
             raise ValueError(
                 f"square_sum: input {source} must be a float, output {out} must be float64"
             )
-        check_apart("square_sum", out, source)
+        check_no_overlap("square_sum", out, source)
         launches.setdefault(source.dtype.name, []).append([out, source])
     check_writable("square_sum", outs)
     for name, rows in launches.items():

@@ -12,7 +12,7 @@ from gradreduce.device import Buffer, Device, Kernel, Queue
 from gradreduce.device.kernel import Arrays
 
 from .segments import Indices
-from .validate import check_apart, check_writable
+from .validate import check_no_overlap, check_writable
 
 __all__ = ["TAKE_ROWS", "prepare_take_rows", "take_rows", "take_rows_command"]
 
@@ -127,4 +127,4 @@ def _check(out: Buffer, values: Buffer, rows: Indices) -> None:
     if rows.size and not 0 <= rows.min() <= rows.max() < values.shape[0]:
         raise ValueError(f"take_rows: rows={reprlib.repr(rows)} are out of range for {values}")
     check_writable("take_rows", [out])
-    check_apart("take_rows", out, values)
+    check_no_overlap("take_rows", out, values)

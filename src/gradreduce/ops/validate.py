@@ -24,8 +24,8 @@ __all__ = [
     "Ranges",
     "as_elements",
     "by_dtype",
-    "check_apart",
     "check_divisor",
+    "check_no_overlap",
     "check_rows",
     "check_writable",
     "elements",
@@ -126,7 +126,7 @@ def _check_padded(name: str, out: Buffer, term: Buffer) -> None:
     if out.size < term.size:
         raise ValueError(f"{name}: output {out} is shorter than input {term}")
     _check_row(name, [out.view(0, term.shape)], [term], (0, 1))
-    check_apart(name, out.view(term.size, (out.size - term.size,)), term)
+    check_no_overlap(name, out.view(term.size, (out.size - term.size,)), term)
 
 
 def _same(buffer: Buffer, other: Buffer) -> bool:
@@ -161,7 +161,7 @@ def _all_fit(
     return True
 
 
-def check_apart(name: str, target: Buffer, other: Buffer) -> None:
+def check_no_overlap(name: str, target: Buffer, other: Buffer) -> None:
     """Raises ``ValueError`` if the two buffers overlap."""
     if overlap(target, other):
         raise ValueError(f"{name}: {target} overlaps {other}")

@@ -99,8 +99,8 @@ class AdamOptimizer(Optimizer):
     def _saved_hyperparameters(self) -> dict[str, float]:
         return dict(zip(self._hyperparameter_names, self._powers or (), strict=False))
 
-    def _load_hyperparameters(self, numbers: dict[str, float]) -> None:
-        power1, power2 = (numbers.get(name) for name in self._hyperparameter_names)
+    def _load_hyperparameters(self, hyperparameters: dict[str, float]) -> None:
+        power1, power2 = (hyperparameters.get(name) for name in self._hyperparameter_names)
         self._powers = None if power1 is None or power2 is None else (power1, power2)
 
     def _check_hyperparameters(self) -> None:

@@ -22,7 +22,7 @@ __all__ = [
     "by_name",
     "check_keys",
     "checked_array",
-    "checked_numbers",
+    "checked_hyperparameters",
     "checked_state",
     "copied",
     "downloaded",
@@ -34,25 +34,25 @@ __all__ = [
 ]
 
 FORMAT = "gradreduce optimizer 1"
-_KEYS = ("format", "optimizer", "numbers", "slots")
+_KEYS = ("format", "optimizer", "hyperparameters", "slots")
 
 
 def saved_state(
-    kind: str, slots: Slots, numbers: Mapping[str, float], deadline: float | None
+    kind: str, slots: Slots, hyperparameters: Mapping[str, float], deadline: float | None
 ) -> dict[str, Any]:
     """Returns the state of an optimizer; see ``Optimizer.state_dict``.
 
     Args:
         kind: name of the optimizer's class.
         slots: of the optimizer.
-        numbers: state besides the slots.
+        hyperparameters: state besides the slots.
         deadline: seconds from ``as_deadline``, for all downloads together.
     """
-    return queued_state(kind, slots, numbers)(end_of(deadline))
+    return queued_state(kind, slots, hyperparameters)(end_of(deadline))
 
 
 def queued_state(
-    kind: str, slots: Slots, numbers: Mapping[str, float]
+    kind: str, slots: Slots, hyperparameters: Mapping[str, float]
 ) -> Callable[[float | None], dict[str, Any]]:
     """Queues copies of the state; the returned function downloads them until a point in time."""
     copies: dict[str, dict[str, Buffer]] = {}
@@ -64,14 +64,14 @@ def queued_state(
                     f"two variables have the name {var.name!r}; states need unique names"
                 )
             copies.setdefault(var.name, {})[name] = copied(slot.buffers[0])
-    saved_numbers = dict(numbers)
+    scalars = dict(hyperparameters)
 
     def finish(end: float | None) -> dict[str, Any]:
         saved = {
             owner: {name: downloaded(copy, end) for name, copy in by_name.items()}
             for owner, by_name in copies.items()
         }
-        return {"format": FORMAT, "optimizer": kind, "numbers": saved_numbers, "slots": saved}
+        return {"format": FORMAT, "optimizer": kind, "hyperparameters": scalars, "slots": saved}
 
     return finish
 
@@ -177,13 +177,13 @@ def checked_array(where: str, saved: Any, wanted: tuple[int, ...], of_dtype: DTy
     return host_array(saved)
 
 
-def checked_numbers(
+def checked_hyperparameters(
     state: Mapping[str, Any],
     wanted: Sequence[str],
     slots: Mapping[Variable, Mapping[str, Any]],
     start: Callable[[str], float],
 ) -> dict[str, float]:
-    """Validates the numbers of a state: none, or the power of each decay.
+    """Validates the hyperparameters of a state: none, or the power of each decay.
 
     Args:
         state: to load.
@@ -194,24 +194,25 @@ def checked_numbers(
     Raises:
         KeyError: a key is missing or unknown.
         TypeError: a value is not a number.
-        ValueError: a number that is not a decay, or no numbers although slots were updated.
+        ValueError: a number that is not a decay, or no hyperparameters although slots were updated.
     """
-    saved = state["numbers"]
+    saved = state["hyperparameters"]
     if saved == {}:
         found = [each for by in slots.values() for each in by.items() if each[0] != MASTER]
         if wanted and any([(value != start(name)).any() for name, value in found]):
             raise ValueError(
-                f"state['numbers'] must have {sorted(wanted)}, because its slots were updated"
+                f"state['hyperparameters'] must have {sorted(wanted)}, because its slots were "
+                "updated"
             )
         return {}
-    check_keys("state['numbers']", saved, wanted)
+    check_keys("state['hyperparameters']", saved, wanted)
     try:
-        numbers = {name: float(plain(value)) for name, value in saved.items()}
-        for name, number in numbers.items():
+        hyperparameters = {name: float(plain(value)) for name, value in saved.items()}
+        for name, number in hyperparameters.items():
             check_decay(name, number)
     except (TypeError, ValueError) as error:
-        raise about("state['numbers']", error) from None
-    return numbers
+        raise about("state['hyperparameters']", error) from None
+    return hyperparameters
 
 
 def loaded_slots(

@@ -18,9 +18,9 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 __all__ = [
     "Colocated",
-    "check_apart",
     "check_float",
     "check_global_step",
+    "check_no_overlap",
     "checked_pairs",
     "made_dense",
     "ready_count",
@@ -156,7 +156,7 @@ def to_variables(
         if isinstance(grad, Mirrored):
             found.append(_in_order(grad, var))
         else:
-            found.append(_everywhere(grad, var))
+            found.append(_on_all_gpus(grad, var))
     return found
 
 
@@ -232,7 +232,7 @@ def _in_order(grad: Mirrored, var: Variable) -> Colocated:
     return tuple(by_device[device] for device in var.devices)
 
 
-def _everywhere(grad: Part, var: Variable) -> Colocated:
+def _on_all_gpus(grad: Part, var: Variable) -> Colocated:
     """Copies a plain gradient to each physical device of its variable where needed."""
     home = device_of(grad)
     if len(var.buffers) == 1 and home.physical == var.buffers[0].device.physical:
@@ -240,11 +240,11 @@ def _everywhere(grad: Part, var: Variable) -> Colocated:
     by_physical: dict[int, Part] = {home.physical: grad}
     for device in var.devices:
         if device.physical not in by_physical:
-            by_physical[device.physical] = _moved(grad, device)
+            by_physical[device.physical] = _copied_to(grad, device)
     return tuple(by_physical[device.physical] for device in var.devices)
 
 
-def _moved(grad: Part, device: Device) -> Part:
+def _copied_to(grad: Part, device: Device) -> Part:
     source = buffer_of(grad)
     copied = device.empty(source.shape, source.dtype)
     copy_over(device, copied, source)
@@ -272,7 +272,7 @@ def made_dense(gradients: Sequence[Colocated], variables: Sequence[Variable]) ->
     return [tuple(dense.get(id(part), part) for part in parts) for parts in gradients]
 
 
-def check_apart(
+def check_no_overlap(
     variables: Sequence[Variable], gradients: Sequence[Colocated], written: ops.Ranges
 ) -> None:
     """Raises if a gradient shares memory with what the update writes.

@@ -21,11 +21,11 @@ from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .array_rules import run_python_rule
-from .checkpoint import checked_numbers, checked_state, loaded_slots, saved_state
+from .checkpoint import checked_hyperparameters, checked_state, loaded_slots, saved_state
 from .compute_gradients import Pairs, ready_gradients
 from .gradient_inputs import (
-    check_apart,
     check_global_step,
+    check_no_overlap,
     checked_pairs,
     made_dense,
     ready_count,
@@ -146,7 +146,7 @@ class Optimizer(NotCopied):
         """Returns that state by name; empty before the first update."""
         return {}
 
-    def _load_hyperparameters(self, numbers: dict[str, float]) -> None:
+    def _load_hyperparameters(self, hyperparameters: dict[str, float]) -> None:
         """Restores what ``_saved_hyperparameters`` returned."""
 
     # -- members ----------------------------------------------------------------------------------
@@ -368,10 +368,12 @@ class Optimizer(NotCopied):
                 of the same name, or no powers (numbers from 0 to below 1) beside Adam's slots.
         """
         slots = checked_state(type(self).__name__, self._slots, variables, state)
-        numbers = checked_numbers(state, self._hyperparameter_names, slots, self._slot_start)
+        hyperparameters = checked_hyperparameters(
+            state, self._hyperparameter_names, slots, self._slot_start
+        )
         self._slots.by_name = loaded_slots(self._slots, slots)
         self._plan = None
-        self._load_hyperparameters(numbers)
+        self._load_hyperparameters(hyperparameters)
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles the kernels for these variables and creates their slots.
@@ -394,13 +396,13 @@ class Optimizer(NotCopied):
             plain = plan.plain(gradients)
             if plain is not None:
                 if not plan.has_known_addresses(plain):
-                    check_apart(variables, [(part,) for part in plain], plan.ranges)
+                    check_no_overlap(variables, [(part,) for part in plain], plan.ranges)
                     plan.remember_addresses(plain)
                 return plain
         has_replicas = any([isinstance(grad, PerReplica) for grad in gradients])
         found = to_variables(gradients, variables, self.cross_device_ops if has_replicas else None)
         ranges = self._slots.ranges(variables) if plan is None else plan.ranges
-        check_apart(variables, found, ranges)
+        check_no_overlap(variables, found, ranges)
         if self._densifies:
             found = made_dense(found, variables)
         return [part for parts in found for part in parts]

@@ -93,14 +93,14 @@ class Slots:
     def _made(self, var: Variable, name: str, start: Callable[[str], float]) -> Variable:
         made = self.named(var, name, 0.0 if name == MASTER else start(name))
         if name == MASTER:
-            _follow(made, var)
+            _copy_to_master(made, var)
         return made
 
-    def follow(self, var: Variable) -> None:
+    def update_master(self, var: Variable) -> None:
         """Copies a variable, which was assigned to, to its master if it has one."""
         master = self.by_name[MASTER].get(var) if self.has_masters else None
         if master is not None:
-            _follow(master, var)
+            _copy_to_master(master, var)
 
     def named(self, var: Variable, name: str, value: float = 0.0) -> Variable:
         """Returns a new slot of a variable, filled with a number and not registered."""
@@ -132,6 +132,6 @@ class Slots:
         return sorted(found, key=lambda slot: slot.name)
 
 
-def _follow(master: Variable, var: Variable) -> None:
+def _copy_to_master(master: Variable, var: Variable) -> None:
     for unrounded, copy in zip(master.buffers, var.buffers, strict=True):
         ops.pack([unrounded], [copy])

@@ -46,10 +46,10 @@ __all__ = [
     "all_sparse",
     "as_aggregation_method",
     "concatenated",
+    "concatenated_rows",
     "joined",
     "kind_of_term",
     "known_shape",
-    "rows_together",
     "with_dense",
 ]
 
@@ -135,11 +135,11 @@ def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
             )
     indices = ops.joined_indices([term.indices for term in placed])
     check_indices(indices, placed[0].dense_shape)
-    (whole,) = rows_together([(home, parts)])
+    (whole,) = concatenated_rows([(home, parts)])
     return IndexedSlices.of(whole, indices, placed[0].dense_shape)
 
 
-def rows_together(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buffer]:
+def concatenated_rows(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buffer]:
     """Concatenates the rows of each group of Buffers, in new memory on its device.
 
     One launch on each device copies all that it can access. Other rows come in one copy
@@ -169,13 +169,13 @@ def rows_together(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buf
         if len(moves) == 1:
             copy_over(home, *moves[0])
         else:
-            local.setdefault(home, []).extend(_arrived(home, moves))
+            local.setdefault(home, []).extend(_copied_packed(home, moves))
     for home, moves in local.items():
         _pack(home, moves)
     return wholes
 
 
-def _arrived(home: Device, moves: Sequence[_Move]) -> list[_Move]:
+def _copied_packed(home: Device, moves: Sequence[_Move]) -> list[_Move]:
     """Copies rows of one device to ``home`` through two flat buffers."""
     source = moves[0][1].device
     pack_buffers: dict[DType, list[_Move]] = {}

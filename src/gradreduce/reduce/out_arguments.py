@@ -59,7 +59,7 @@ def with_outs(
             made = [each._replace(kind=entry.kind) for each in made]
         outs.append(made)
         checked.append(request._replace(out=tuple(each.buffer for each in outs[-1])))
-    _check_apart(checked, outs)
+    _check_no_overlap(checked, outs)
     return checked, outs
 
 
@@ -129,7 +129,7 @@ def _as_input(out: Out, request: Request) -> Out:
     return out
 
 
-def _check_apart(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> None:
+def _check_no_overlap(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> None:
     """Raises ``ValueError`` if an out overlaps another one, or an input of another value."""
     spans = sorted(
         (each.address, each.address + each.buffer.nbytes, index)

@@ -179,9 +179,15 @@ _STREAMS: dict[int, Any] = {}
 
 @lru_cache(maxsize=1024)
 def _scalar_arguments(
-    kernel: Kernel, scalars: tuple[int | float, ...], exact: str
+    kernel: Kernel, scalars: tuple[int | float, ...], cache_key: str
 ) -> tuple[Any, ...]:
-    """Converts scalars to the types that the kernel declares, for CuPy."""
+    """Converts scalars to the types that the kernel declares, for CuPy.
+
+    Args:
+        kernel: declares the types.
+        scalars: to convert.
+        cache_key: differs where equal scalars have different bits: 0.0 and -0.0.
+    """
     kinds: dict[str, Any] = {"int64": np.int64, "float64": np.float64}
     declared = zip(kernel.scalars, scalars, strict=True)
     return tuple(Argument(np.array(value, kinds[kind])) for (_, kind), value in declared)
@@ -453,8 +459,8 @@ class CudaDevice(CudaQueues):
                 table.held.block.touched.add((self, queue))
                 self.wait(self.mark("compute"), queue=queue)
             # 0.0 == -0.0, but a product with it is not: such scalars are told apart by their text.
-            exact = repr(scalars) if 0 in scalars else ""
-            arguments = (table.argument, *_scalar_arguments(kernel, tuple(scalars), exact))
+            cache_key = repr(scalars) if 0 in scalars else ""
+            arguments = (table.argument, *_scalar_arguments(kernel, tuple(scalars), cache_key))
         block = self._geometry.block(total, table.num_chunks, itemsize)
         grid, threads, state = (table.num_chunks,), (block,), self._stream_states[queue]
 

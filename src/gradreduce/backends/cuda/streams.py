@@ -233,9 +233,9 @@ class StreamState:
         return self.ready()
 
     def mark(self) -> Any:
-        """Records an event at the end of the stream."""
+        """Returns an event at the end of the stream: the last one, if nothing followed it."""
         stream = self.ready()
-        end = self._end  # before the event: what is given meanwhile makes it another one
+        end = self._end  # read first: work that another thread submits meanwhile changes it
         last, event = self._marked
         if last is not end or self.exposed:
             event = event_of(self._gpu, stream)

@@ -43,7 +43,7 @@ class SimCollective(Collective):
                 array[...] = total
 
         silent = partial(without_warnings, work)
-        self._meet("all_reduce", buffers, silent, queue, sources or ())
+        self._run_after_all("all_reduce", buffers, silent, queue, sources or ())
 
     def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
         """See ``Collective.broadcast``."""
@@ -54,7 +54,7 @@ class SimCollective(Collective):
             for array in arrays[:root] + arrays[root + 1 :]:
                 array[...] = arrays[root]
 
-        self._meet("broadcast", buffers, work, queue)
+        self._run_after_all("broadcast", buffers, work, queue)
 
     def all_gather(
         self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
@@ -69,9 +69,9 @@ class SimCollective(Collective):
             for target in targets:
                 target[...] = gathered
 
-        self._meet("all_gather", inputs, work, queue, outputs)
+        self._run_after_all("all_gather", inputs, work, queue, outputs)
 
-    def _meet(
+    def _run_after_all(
         self,
         name: str,
         buffers: Sequence[Buffer],
@@ -79,7 +79,7 @@ class SimCollective(Collective):
         queue: Queue,
         kept: Sequence[Buffer] = (),
     ) -> None:
-        """Runs the work when every device's queue has reached it; queues wait for each other."""
+        """Runs work once when all devices' queues have reached it; they wait for its end."""
         devices: list[SimDevice] = [sim_device(buffer) for buffer in buffers]
         first = devices[0]
 

@@ -73,7 +73,7 @@ class WorkerThread(threading.Thread):
         except BaseException as error:  # raised by join()
             self._error = error
             self._mark_failed(self._task, error)
-            _let_go(error)
+            _clear_frames(error)
         finally:
             del self._work, self._mark_failed
 
@@ -102,7 +102,7 @@ class WorkerThread(threading.Thread):
             )
 
 
-def _let_go(error: BaseException) -> None:
+def _clear_frames(error: BaseException) -> None:
     """Clears the frames in the tracebacks of an error, its causes and contexts."""
     left: list[BaseException | None] = [error]
     known = set()
@@ -405,7 +405,7 @@ class AGNCenter(NotCopied):
                 f"the center is only partly updated: {self._fault}; restore it with load_state_dict"
             )
 
-    def _half_pushed(self, task: str, error: BaseException) -> None:
+    def _mark_push_failed(self, task: str, error: BaseException) -> None:
         """Records that a push failed part-way; later pushes raise."""
         self._fault = f"a push failed part-way: {task}: {error!r}"
         error.add_note(

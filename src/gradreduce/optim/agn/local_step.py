@@ -69,7 +69,9 @@ class LocalPlan(Plan):
         self._first: bool | None = None
         self.ranges = ops.Ranges([*(each for row in self.written for each in row), *others])
 
-    def serves(self, optimizer: Optimizer, variables: Sequence[Variable], version: int) -> bool:
+    def is_valid_for(
+        self, optimizer: Optimizer, variables: Sequence[Variable], version: int
+    ) -> bool:
         """Whether it fits these variables and this rule, and its memory is unchanged.
 
         Gradients may have been allocated in memory that was freed.
@@ -88,10 +90,10 @@ class LocalPlan(Plan):
     def first(self) -> bool | None:
         """Whether gradients are written to the sums, not added; None if neither works."""
         if self._seen != self._changes.count:
-            self._seen, self._first = self._changes.count, self._looked()
+            self._seen, self._first = self._changes.count, self._shared_is_first()
         return self._first
 
-    def _looked(self) -> bool | None:
+    def _shared_is_first(self) -> bool | None:
         pairs = list(zip(self.members, self._memory, strict=True))
         self._lies_there = all([each.total.memory is here for each, here in pairs])
         if not self._lies_there or any([each.total.rows is not None for each, _ in pairs]):

@@ -292,7 +292,7 @@ class PushPlan:
 
     # -- the communication ------------------------------------------------------------------------
 
-    def serves(self, sums: Mapping[Member, Sum]) -> bool:
+    def is_valid_for(self, sums: Mapping[Member, Sum]) -> bool:
         """Whether it can run again for these sums: only their values have changed."""
         if self._center._version != self._version:
             return False
@@ -332,7 +332,7 @@ class PushPlan:
 
     def _launch(self, scalars: tuple[float, ...], then: Callable[[], None]) -> None:
         mesh_state = self._center.devices[0].mesh_state
-        failed = partial(self._center._half_pushed, self._config.task)
+        failed = partial(self._center._mark_push_failed, self._config.task)
         steps = [self._pushes] if self._config.use_locking else [[each] for each in self._pushes]
         with ExitStack() as stack:
             for pushes in steps:

@@ -17,7 +17,7 @@ from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DeferInterrupts, clear, copy_over, deadline_scope
-from gradreduce.optim.gradient_inputs import Colocated, check_apart, ready_count
+from gradreduce.optim.gradient_inputs import Colocated, check_no_overlap, ready_count
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.optim.slots import MASTER
 
@@ -89,14 +89,14 @@ class Worker:
             seconds: until the deadline, from ``as_deadline``.
         """
         plan, version = self._local, self._center._version
-        plan = plan if plan and plan.serves(self._inner, variables, version) else None
+        plan = plan if plan and plan.is_valid_for(self._inner, variables, version) else None
         members = plan.members if plan else [self._getter._member(var) for var in variables]
         devices = [device for var in variables for device in var.devices] if seconds else []
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
             parts = self._checked(gradients, variables, members, plan)
             makes_up = self.is_due
             if makes_up:
-                self._make_up(global_step)
+                self._retry_push(global_step)
             self._inner._check_hyperparameters()
             if plan is None:
                 self._first_step(members, parts, global_step)
@@ -133,7 +133,7 @@ class Worker:
         parts = self._inner._colocated_gradients(gradients, variables, plan)
         if plan is None:
             colocated = _by_variable(members, parts)
-            check_apart(variables, colocated, ops.Ranges(self._written_besides(members)))
+            check_no_overlap(variables, colocated, ops.Ranges(self._written_besides(members)))
         return parts
 
     def _written_besides(self, members: Sequence[Member]) -> list[Buffer]:
@@ -163,10 +163,12 @@ class Worker:
             A plan for later steps like this one, if there was none.
         """
         inner, planned = self._inner, None
-        ahead = _copied(inner)  # its numbers advance before the step is made
+        ahead = _copied(inner)  # its hyperparameters advance before the step is made
         rows = [(each.total, each.total.state) for each in members if each.total.rows is not None]
         try:
-            scalars, numbers = _of_next(ahead)  # a callable may raise; nothing has been created yet
+            scalars, hyperparameters = _of_next(
+                ahead
+            )  # a callable may raise; nothing has been created yet
             if plan is None:
                 self.prepare(members)
             step = self._local_step(members, parts, plan, scalars)
@@ -184,7 +186,7 @@ class Worker:
 
         def count() -> None:
             inner._slots.commit()
-            inner._load_hyperparameters(numbers)
+            inner._load_hyperparameters(hyperparameters)
             self.step.value += 1
             self.is_due = is_due
 
@@ -238,11 +240,11 @@ class Worker:
             ahead: a copy of the inner optimizer with its state at the push.
         """
         check_unread([var for member in sums for var in (member.local, member.center)])
-        if self._push is None or not self._push.serves(sums):
+        if self._push is None or not self._push.is_valid_for(sums):
             self._push = PushPlan(self._center, self._inner, sums, self.pulled, self._config)
         self._next = _NextPush(*_of_next(ahead), global_step, ready_count(global_step))
 
-    def _make_up(self, global_step: Variable | None) -> None:
+    def _retry_push(self, global_step: Variable | None) -> None:
         """Plans and runs a push that has failed before."""
         self._plan_push(self._current_sums(), global_step, _copied(self._inner))
         self._communicate()
@@ -257,7 +259,7 @@ class Worker:
             with DeferInterrupts():
                 push.run(following.scalars, partial(self._pushed, push, following))
         except StalePushError:  # the center was loaded meanwhile: push the same sums again
-            self._make_up(following.global_step)
+            self._retry_push(following.global_step)
 
     def _pushed(self, push: PushPlan, following: _NextPush) -> None:
         """Updates the worker's state after a push was launched."""
@@ -289,7 +291,7 @@ class Worker:
             with mesh_state.launch_lock:
                 for member, (theirs, mine) in zip(members, masters, strict=True):
                     _copy_everywhere(member.center, member.local)
-                    self._inner._slots.follow(member.local)
+                    self._inner._slots.update_master(member.local)
                     if theirs is not None and mine is not None:
                         _copy_everywhere(theirs, mine)
             for member in members:
@@ -305,14 +307,14 @@ class Worker:
 
 
 def _copied(inner: Optimizer) -> Optimizer:
-    """Returns a copy of an optimizer that shares its slots but not its numbers."""
+    """Returns a copy of an optimizer that shares its slots but not its hyperparameters."""
     ahead = object.__new__(type(inner))
     vars(ahead).update(vars(inner))
     return ahead
 
 
 def _of_next(ahead: Optimizer) -> tuple[tuple[float, ...], dict[str, float]]:
-    """Returns the rule's scalars for the next update, and the numbers to save after it."""
+    """Returns the rule's scalars for the next update, and the hyperparameters to save after it."""
     scalars = ahead._scalars()
     ahead._finish()
     return scalars, ahead._saved_hyperparameters()

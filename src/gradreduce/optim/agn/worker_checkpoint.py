@@ -15,7 +15,7 @@ from gradreduce.optim.checkpoint import (
     by_name,
     check_keys,
     checked_array,
-    checked_numbers,
+    checked_hyperparameters,
     checked_state,
     copied,
     downloaded,
@@ -124,7 +124,7 @@ def load_worker(
     checked = checked_state(
         type(inner).__name__, inner._slots, list(variables.values()), state["optimizer"]
     )
-    numbers = checked_numbers(
+    hyperparameters = checked_hyperparameters(
         state["optimizer"], inner._hyperparameter_names, checked, inner._slot_start
     )
     slots, buffers = loaded_slots(inner._slots, checked), placed(values, variables)
@@ -136,7 +136,7 @@ def load_worker(
         )
     inner._slots.by_name = slots
     inner._plan = None
-    inner._load_hyperparameters(numbers)
+    inner._load_hyperparameters(hyperparameters)
     assign(buffers, variables)
     for name, member in owners.items():
         member.total.update(sums.get(name), rows.get(name))
