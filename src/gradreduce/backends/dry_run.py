@@ -24,14 +24,14 @@ from gradreduce.device import (
     Mark,
     Mesh,
     Queue,
-    Stream,
     Template,
-    handle_of,
 )
-from gradreduce.device.buffer import Row
+from gradreduce.device.backend import Event
+from gradreduce.device.buffer import Row, User
 from gradreduce.device.command_list import Command
 from gradreduce.device.graph_capture import Recording
 from gradreduce.device.mesh_state import MeshState
+from gradreduce.device.op_log import QUEUES
 from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.errors import DeviceMismatchError
 
@@ -120,6 +120,12 @@ class DryRunMesh:
         return Buffer(self._blocks[number], offset, shape, dtype)
 
 
+class _DryRunEvent:
+    """Every event: no work is queued."""
+
+    done = True
+
+
 class DryRunDevice(Device):
     """A device that checks and records calls, and has neither memory nor queues."""
 
@@ -146,17 +152,11 @@ class DryRunDevice(Device):
             f"{self.name} of a plan has no memory for a {type(array).__name__}"
         )
 
-    def _adopt(self, array: Any, stream: Stream | None, writable: bool) -> Buffer:
+    def _adopt(self, array: Any, writable: bool) -> Buffer:
         return self.put(array)
 
-    def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
+    def _array_of(self, buffer: Buffer) -> Any:
         raise DeviceMismatchError(f"{buffer} of a plan has no memory")
-
-    def _wait_for_stream(self, stream: Stream) -> None:
-        raise DeviceMismatchError(f"{self.name} of a plan has no stream {handle_of(stream):#x}")
-
-    def _block_stream(self, stream: Stream | None) -> None:
-        raise DeviceMismatchError(f"{self.name} of a plan has no queue to wait for")
 
     def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
         raise DeviceMismatchError(f"{buffer} of a plan has no memory")
@@ -164,28 +164,16 @@ class DryRunDevice(Device):
     def _allocate(self, nbytes: int) -> Block:
         return self.block(nbytes)
 
-    def _mark(self, queue: Queue) -> Any:
-        return 0
+    def _mark(self, queue: User) -> Event:
+        return _DryRunEvent()
 
-    def _passed(self, event: Any) -> bool:
-        return True
-
-    def _prepare(self, kernel: Kernel, template: Template) -> None:
-        """Compiles nothing."""
-
-    def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
+    def _prepare(self, kernel: Kernel, template: Template, may_compile: bool = True) -> bool:
         return True
 
     def _recording(self, devices: Sequence[Device]) -> Recording:
         raise DeviceMismatchError(f"{self.name} of a plan cannot record a capture")
 
-    def _recycle(self, raw: Any, nbytes: int) -> None:
-        """Does nothing: no memory was allocated."""
-
     def _trim(self) -> None:
-        """Does nothing: there is no pool."""
-
-    def _fill_fresh(self, buffer: Buffer) -> None:
         """Does nothing, as do the methods below that would write or wait."""
 
     def _fill_zero(self, buffer: Buffer) -> None:
@@ -210,9 +198,9 @@ class DryRunDevice(Device):
         self._touched.append(Touched(self, reads, writes))
         return lambda: None
 
-    def _wait(self, mark: Mark, queue: Queue) -> None: ...
+    def _wait(self, mark: Mark, queue: User) -> None: ...
 
-    def _synchronize(self, wait_policy: WaitPolicy) -> bool:
+    def _synchronize(self, wait_policy: WaitPolicy, queues: Sequence[Queue] = QUEUES) -> bool:
         return True
 
     def _abandon(self, seconds: float) -> bool:

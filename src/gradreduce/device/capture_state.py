@@ -108,7 +108,9 @@ class CaptureState(ABC):
 
     def check_compiled(self, device: Device, kernel: Kernel, template: Template) -> None:
         """Raises ``CaptureError`` inside a capture for a kernel that must be compiled."""
-        if self._thread_state.capture is not None and not device._is_prepared(kernel, template):
+        if self._thread_state.capture is None:
+            return
+        if not device._prepare(kernel, template, may_compile=False):
             self.check_free(device, f"compiling {kernel.name}")
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradreduce.errors import BackendUnavailableError
 
-from .buffer import PER_THREAD, Block, FreedBlock, Stream, User, handle_of
+from .buffer import LEGACY, PER_THREAD, Block, FreedBlock, Stream, User, handle_of
 
 if TYPE_CHECKING:
     from .device import Device
@@ -81,11 +81,11 @@ class DeferredFree:
             for _ in range(len(self.freed)):  # one that must wait comes back
                 self._free_or_defer(self.freed.popleft(), home)
             for _ in range(len(self._deferred)):
-                freed, marks = self._deferred.popleft()
-                if all(home._passed(mark) for mark in marks):
+                freed, events = self._deferred.popleft()
+                if all(event.done for event in events):
                     self.free(freed, home)
                 else:
-                    self._deferred.append((freed, marks))
+                    self._deferred.append((freed, events))
         except IndexError:  # another thread was faster
             pass
 
@@ -145,11 +145,12 @@ class DeferredFree:
         """Defers a block until marks pass; for ever where no mark can be made."""
         if not any(device.physical in home.mesh_state.failed for device, _ in users):
             with suppress(BackendUnavailableError):  # lost meanwhile
-                marks = [device._mark(queue) for device, queue in users]
-                if any(mark is None for mark in marks):
+                # In every thread PER_THREAD is another stream; LEGACY waits for all of them.
+                users = [(who, LEGACY if _is(user, PER_THREAD) else user) for who, user in users]
+                if any(who._is_capturing(user) for who, user in users if not isinstance(user, str)):
                     self.freed.append(freed)  # until a caller's capture has ended
                 else:
-                    self._deferred.append((freed, marks))
+                    self._deferred.append((freed, [who._mark(user) for who, user in users]))
 
 
 def _is(user: User, handle: int) -> bool:

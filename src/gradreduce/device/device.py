@@ -1,13 +1,11 @@
-"""The device interface: ``Backend`` is implemented, ``Device`` is called.
+"""Devices: check arguments, wait where they must, record, and call the ``Backend``.
 
-``Device`` checks arguments, waits where it must and records; ``Backend`` does the work.
 ``README.md`` beside this file lists what every backend promises.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,12 +14,12 @@ import numpy as np
 
 from gradreduce.errors import CaptureError, DeviceMismatchError, NotCopied
 
-from .buffer import Block, Buffer, Mark, Queue, Row, Stream, User, handle_of
+from .backend import Backend
+from .buffer import Buffer, Mark, Queue, Row, Stream, handle_of
 from .command_list import Command
 from .deferred_free import DeferredFree
 from .dtypes import as_dtype
 from .external_buffers import ExternalBuffers
-from .graph_capture import Recording
 from .kernel import Kernel, Template
 from .mesh_state import MeshState
 from .op_log import Fields, Record
@@ -31,174 +29,7 @@ from .pending_calls import WaitPolicy, as_deadline
 if TYPE_CHECKING:
     from .mesh import Mesh
 
-__all__ = ["Backend", "Device"]
-
-
-class Backend(ABC):
-    """The operations that each backend implements."""
-
-    def address_of(self, raw: Any) -> int:
-        """Returns the address of a block's ``raw``; for blocks made without an address."""
-        raise NotImplementedError(f"{self} cannot tell the address of {raw!r}")
-
-    def run_on_host(
-        self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
-    ) -> bool:
-        """Runs a kernel on one row of small host arrays, without Buffers, before it returns.
-
-        Making Buffers of three arrays of a hundred numbers takes five times as long as adding
-        them. Recorded as any launch.
-
-        Args:
-            kernel: an elementwise one.
-            row: flat arrays of the elements that kernels know, the written ones first.
-            scalars: as the kernel declares them.
-
-        Returns:
-            False if this device does not do that; then nothing was done.
-        """
-        return False
-
-    @abstractmethod
-    def _adopt(self, array: Any, stream: Stream | None, writable: bool) -> Buffer:
-        """See ``Device.adopt``."""
-
-    @abstractmethod
-    def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
-        """See ``Device.release``."""
-
-    @abstractmethod
-    def _wait_for_stream(self, stream: Stream) -> None:
-        """Makes the compute queue wait for a caller's stream."""
-
-    @abstractmethod
-    def _block_stream(self, stream: Stream | None) -> None:
-        """Makes a caller's stream, or the host, wait for the compute queue."""
-
-    def _is_capturing(self, stream: Stream) -> bool:
-        """Whether a caller's stream records a CUDA graph, or must wait for one that does."""
-        return False
-
-    @abstractmethod
-    def _prepare(self, kernel: Kernel, template: Template) -> None:
-        """Compiles, under a lock, what is not compiled yet."""
-
-    @abstractmethod
-    def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
-        """Whether a launch would compile nothing."""
-
-    @abstractmethod
-    def _recording(self, devices: Sequence[Device]) -> Recording:
-        """Returns a new recording of the work of these devices, this one first."""
-
-    @abstractmethod
-    def _allocate(self, nbytes: int) -> Block:
-        """Allocates a block of the pool, for use in the order of the compute queue."""
-
-    @abstractmethod
-    def _recycle(self, raw: Any, nbytes: int) -> None:
-        """Returns a freed block's memory to the pool; no queue uses it any more."""
-
-    @abstractmethod
-    def _trim(self) -> None:
-        """Releases the pool's free memory to the system."""
-
-    @abstractmethod
-    def _fill_fresh(self, buffer: Buffer) -> None:
-        """Fills fresh memory so that reads before writes show, where asked for."""
-
-    @abstractmethod
-    def _fill_zero(self, buffer: Buffer) -> None:
-        """Queues a fill with zeros on the compute queue."""
-
-    @abstractmethod
-    def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
-        """Queues a copy of a host array, which is read before this returns."""
-
-    @abstractmethod
-    def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
-        """Returns a host copy after the compute queue's work; None if the wait ended first."""
-
-    @abstractmethod
-    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
-        """Queues a copy; one end is this device's."""
-
-    @abstractmethod
-    def _resolved(
-        self,
-        kernel: Kernel,
-        template: Template,
-        rows: Sequence[Row],
-        scalars: Sequence[int | float],
-        queue: Queue,
-    ) -> Command:
-        """Returns a command that queues a kernel over rows that all have work.
-
-        It keeps what it needs to be called again, but not the operands' blocks.
-        """
-
-    @abstractmethod
-    def _mark(self, queue: User) -> Any:
-        """Returns the backend's event for what ``queue``, or a caller's stream, holds now.
-
-        None for a caller's stream that is capturing: it would belong to the capture for ever.
-        """
-
-    @abstractmethod
-    def _passed(self, event: Any) -> bool:
-        """Whether a queue has passed that event; does not wait."""
-
-    @abstractmethod
-    def _wait(self, mark: Mark, queue: Queue) -> None:
-        """Queues a wait for another queue's mark."""
-
-    def _needs_wait(self, others: Iterable[Device]) -> list[Device]:
-        """The devices whose compute queues must wait for this one's now.
-
-        The rest wait by themselves for what it holds by then, once they are given anything.
-        """
-        return [other for other in others if other is not self]
-
-    def _unsynchronized(self, others: Iterable[Device]) -> list[Device]:
-        """The devices whose compute queues hold work that this one's does not wait for yet."""
-        return [other for other in others if other is not self]
-
-    @property
-    def _follows_lazily(self) -> bool:
-        """Whether its compute queue follows another one lazily."""
-        return False
-
-    def _catch_up(self) -> None:  # noqa: B027  # most follow nobody lazily
-        """Makes its compute queue wait now for those it follows lazily."""
-
-    def _comes_behind(self, device: Device, queue: Queue) -> bool:
-        """Whether later work of its compute queue runs after all that queue holds now.
-
-        False also where it is not known.
-        """
-        return False
-
-    @abstractmethod
-    def _synchronize(self, wait_policy: WaitPolicy) -> bool:
-        """Waits on the host for both queues; False if the wait ended first."""
-
-    def _reached(self, event: Any) -> bool:
-        """As ``_passed``, for a mark of this device; notices a failed device."""
-        return self._passed(event)
-
-    def _progress(self) -> None:  # noqa: B027  # most work by themselves
-        """Runs queues that otherwise run only while the host waits."""
-
-    def _is_waiting(self, queue: Queue) -> bool:
-        """Whether a queue is known to wait for another's mark; False if unknown."""
-        return False
-
-    @abstractmethod
-    def _abandon(self, seconds: float) -> bool:
-        """Empties all queues, for ``reset``; False if that takes more than ``seconds``.
-
-        What was queued need not have been done, but all marks count as passed.
-        """
+__all__ = ["Device"]
 
 
 class Device(NotCopied, Backend):
@@ -263,7 +94,6 @@ class Device(NotCopied, Backend):
             block = self._allocate(nbytes)
         buffer = Buffer(block, 0, tuple(shape), dtype)
         buffer.address = block.address  # at hand here: to ask later takes far longer
-        self._fill_fresh(buffer)
         return buffer
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
@@ -296,13 +126,16 @@ class Device(NotCopied, Backend):
         stream = self.mesh_state.entering(self, stream)
         if stream is not None:
             self.check_stream(stream)
-        return self._adopt(array, stream, writable)
+        buffer = self._adopt(array, writable)
+        if stream is not None:
+            self._wait_for_stream(stream)
+        return buffer
 
     def release(self, buffer: Buffer, stream: Stream | None = None) -> Any:
         """Returns the backend's array of ``buffer``'s memory, without a copy.
 
-        ``stream`` (None for a host array) waits for our compute queue. Of the backend's own class,
-        not a raw handle, it is remembered: the array may be dropped while it is still used there.
+        ``stream`` (None: the host) waits for our compute queue. Of the backend's own class, not a
+        raw handle, it is remembered: the array may be dropped while it is still used there.
 
         Raises:
             CaptureError: ``stream`` is capturing a CUDA graph.
@@ -316,7 +149,10 @@ class Device(NotCopied, Backend):
                 f"{self.name}.release: {buffer} is on another device: call release there"
             )
         self._before_write(buffer, "compute")  # whoever gets the array may write it
-        return self._release(buffer, stream)
+        self._block_stream(stream)
+        if stream is not None and not isinstance(stream, int):  # which may have ended when asked
+            buffer.block.record_stream(stream)
+        return self._array_of(buffer)
 
     def check_stream(self, stream: Stream) -> None:
         """Raises ``CaptureError`` for a caller's stream that is capturing a CUDA graph.
@@ -332,16 +168,6 @@ class Device(NotCopied, Backend):
                 "as a CUDA graph, make a step with AllReduceCrossDeviceOps.capture and call it "
                 "outside other captures"
             )
-
-    @abstractmethod
-    def put(self, array: Any, address: int | None = None) -> Buffer:
-        """Returns ``array`` as a Buffer of this device, shared if possible, else copied.
-
-        Args:
-            array: in host memory, or on this device's GPU.
-            address: of its first element, from a caller who knows it: a library may know it faster
-                than NumPy does.
-        """
 
     def upload(
         self, array: np.ndarray, *, out: Buffer | None = None, queue: Queue = "compute"
@@ -565,6 +391,19 @@ class Device(NotCopied, Backend):
             self._deferred_free.drain(self)
 
     # -- fences and records -----------------------------------------------------------------------
+
+    def _wait_for_stream(self, stream: Stream) -> None:
+        """Makes the compute queue wait for a caller's stream."""
+        freed = self._deferred_free.used_by(stream)
+        self._wait(Mark(self, stream, self._mark(stream)), "compute")
+        self._deferred_free.passed(freed)
+
+    def _block_stream(self, stream: Stream | None) -> None:
+        """Makes a caller's stream, or the host, wait for the compute queue."""
+        if stream is not None:
+            self._wait(Mark(self, "compute", self._mark("compute")), stream)
+        elif self.defers and not self._synchronize(self._endless, ("compute",)):
+            raise self.mesh_state.abort_wait("a host wait for queued work", self, self._endless)
 
     def _touch(self, operands: Sequence[Buffer], queue: Queue) -> int:
         """Records that ``queue`` uses these operands; returns the bytes that cross a link."""

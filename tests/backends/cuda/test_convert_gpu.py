@@ -117,7 +117,9 @@ def test_a_tensor_on_a_gpu_outside_the_mesh_or_on_another_backend_is_refused(her
         to_buffer(Tensor(array), sim.devices[0])
     with (
         open_mesh(1, backend="sim") as sim,
-        pytest.raises(DeviceMismatchError, match="sim:0 is simulated and has no stream 0x"),
+        pytest.raises(
+            DeviceMismatchError, match="sim:0 on physical 0> has no streams, and so not 0x"
+        ),
     ):
         wait_for_stream(sim.devices[0], torch.stream)
 

@@ -34,10 +34,11 @@ from gradreduce.device import (
     as_dtype,
     handle_of,
 )
-from gradreduce.device.buffer import LEGACY, PER_THREAD, Row, User
+from gradreduce.device.buffer import Row, User
 from gradreduce.device.command_list import Command
 from gradreduce.device.launch_table import Tables
 from gradreduce.device.mesh_state import MeshState
+from gradreduce.device.op_log import QUEUES
 from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
@@ -94,22 +95,24 @@ class CudaQueues(Device):
 
     def _mark(self, queue: User) -> Any:
         if not isinstance(queue, str):
-            # In every thread this handle names that thread's own default stream. The legacy
-            # default stream waits for all of them.
-            stream = LEGACY if handle_of(queue) == PER_THREAD else queue
-            return None if self._is_capturing(stream) else self._event(stream)
+            return self._event(queue)
         ours = cast("Queue", queue)
         if self.mesh_state.capture is None:
             return self._stream_states[ours].mark()
         return self._event(self._ready(ours))
 
-    def _wait(self, mark: Mark, queue: Queue) -> None:
+    def _wait(self, mark: Mark, queue: User) -> None:
+        if not isinstance(queue, str):
+            with self.gpu:
+                runtime.streamWaitEvent(handle_of(queue), mark.event.ptr)
+            return
+        ours = cast("Queue", queue)
         if self.mesh_state.capture is None:
-            device = cast("CudaQueues", mark.device)
-            self._stream_states[queue].wait(device._stream_states[mark.queue], mark.event)
+            states = cast("CudaQueues", mark.device)._stream_states
+            self._stream_states[ours].wait(states.get(mark.queue), mark.event)
             return
         with self.gpu:
-            self._ready(queue).wait_event(mark.event)
+            self._ready(ours).wait_event(mark.event)
 
     def _recording(self, devices: Sequence[Device]) -> GraphRecording:
         indices = [(each.index, each.gpu) for each in devices if isinstance(each, CudaQueues)]
@@ -251,7 +254,7 @@ class CudaDevice(CudaQueues):
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def _adopt(self, array: Any, stream: Stream | None, writable: bool) -> Buffer:
+    def _adopt(self, array: Any, writable: bool) -> Buffer:
         if not isinstance(array, cupy.ndarray):
             raise DeviceMismatchError(f"{self.name} holds CuPy arrays, not {type(array).__name__}")
         dtype = as_dtype(array.dtype)
@@ -262,8 +265,6 @@ class CudaDevice(CudaQueues):
             )
         if not array.flags.c_contiguous:
             raise ValueError("an adopted array must be contiguous in C order: pass a copy")
-        if stream is not None:
-            self._wait_for_stream(stream)
         address, nbytes = array.data.ptr, array.nbytes
         if self.external_buffers is not None and writable:
             block = self.external_buffers.find(address, nbytes)
@@ -272,18 +273,14 @@ class CudaDevice(CudaQueues):
         block = Block(self, array, address, nbytes, owned=False, writable=writable)
         return Buffer(self._deferred_free.track(block), 0, array.shape, dtype, array)
 
-    def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
-        if stream is not None:
-            self._block_stream(stream)
-            if not isinstance(stream, int):  # whose stream may have ended by the time we ask it
-                buffer.block.record_stream(stream)
+    def _array_of(self, buffer: Buffer) -> Any:
         if buffer.array is not None:
             return buffer.array
         memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, buffer.block, self.physical)
         return cupy.ndarray(buffer.shape, buffer.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def put(self, array: Any, address: int | None = None) -> Buffer:
-        """See ``Device.put``: a CuPy array of this GPU is shared if contiguous, else copied.
+        """See ``Backend.put``: a CuPy array of this GPU is shared if contiguous, else copied.
 
         In the order of CuPy's current stream. A host array is copied.
 
@@ -320,9 +317,6 @@ class CudaDevice(CudaQueues):
         block = Block(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
         return self._deferred_free.track(block)
 
-    def _recycle(self, raw: Any, nbytes: int) -> None:
-        """CuPy's pool takes the memory when the last reference to ``raw`` is dropped."""
-
     def _shortage(self, nbytes: int) -> str:
         colocated = [each for each in self.mesh.devices if each.physical == self.physical]
         with self.gpu:
@@ -346,9 +340,6 @@ class CudaDevice(CudaQueues):
             self._deferred_free.join(self, self._streams["compute"].wait_event)
             self._submitted("compute")
             self._pool.free_all_blocks()
-
-    def _fill_fresh(self, buffer: Buffer) -> None:
-        """Does nothing: fresh GPU memory is not cleared."""
 
     def _fill_zero(self, buffer: Buffer) -> None:
         with self.gpu:
@@ -429,11 +420,10 @@ class CudaDevice(CudaQueues):
 
     # -- work -----------------------------------------------------------------------------------
 
-    def _prepare(self, kernel: Kernel, template: Template) -> None:
-        with self.gpu:
-            function(kernel, template, self.physical)
-
-    def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
+    def _prepare(self, kernel: Kernel, template: Template, may_compile: bool = True) -> bool:
+        if may_compile:
+            with self.gpu:
+                function(kernel, template, self.physical)
         return is_compiled(kernel, template, self.physical)
 
     def _resolved(
@@ -476,9 +466,6 @@ class CudaDevice(CudaQueues):
         held = self.upload(words)
         return held.address, held
 
-    def _passed(self, event: Any) -> bool:
-        return bool(event.done)
-
     def _reached(self, event: Any) -> bool:
         """See ``Backend._reached``; marks a GPU as lost if it met a fatal error."""
         return self._is_over(runtime.eventQuery(event.ptr))
@@ -489,9 +476,9 @@ class CudaDevice(CudaQueues):
             self.mesh_state.mark_failed(self.physical, str(runtime.CUDARuntimeError(status)))
         return status == 0
 
-    def _synchronize(self, wait_policy: WaitPolicy) -> bool:
+    def _synchronize(self, wait_policy: WaitPolicy, queues: Sequence[Queue] = QUEUES) -> bool:
         self._catch_up()
-        if not self._host_waits(wait_policy, self._streams.values()):
+        if not self._host_waits(wait_policy, [self._streams[queue] for queue in queues]):
             return False
         self._drop_staging()
         return True
@@ -524,18 +511,3 @@ class CudaDevice(CudaQueues):
         self._drop_staging()
         self._release_retained()
         return True
-
-    def _wait_for_stream(self, stream: Stream) -> None:
-        freed = self._deferred_free.used_by(stream)
-        with self.gpu:
-            self._ready("compute").wait_event(self._event(stream))
-        self._submitted("compute")
-        self._deferred_free.passed(freed)
-
-    def _block_stream(self, stream: Stream | None) -> None:
-        if stream is None:
-            if not self._host_waits(self._endless, [self._ready("compute")]):
-                raise self.mesh_state.abort_wait("a host wait for queued work", self, self._endless)
-            return
-        with self.gpu:
-            runtime.streamWaitEvent(handle_of(stream), self._mark("compute").ptr)

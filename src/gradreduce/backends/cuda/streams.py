@@ -210,7 +210,8 @@ class StreamState:
         self._lock = lock
         self._end = object()  # another one after whatever was given
         self._marked: tuple[object, Any] = (None, None)  # an end, and the event there
-        self._behind: dict[StreamState, Any] = {}  # of others the last event that it waits for
+        # Of others the last event that it waits for.
+        self._behind: dict[StreamState | None, Any] = {}
         self.changed = object()
         self._followers: tuple[object, object] = (None, None)  # devices, and `changed` by then
 
@@ -242,8 +243,8 @@ class StreamState:
             self._marked = (end, event)
         return event
 
-    def wait(self, other: StreamState, event: Any) -> None:
-        """Makes later work wait for an event of another queue."""
+    def wait(self, other: StreamState | None, event: Any) -> None:
+        """Makes later work wait for an event of another queue; None: of a caller's stream."""
         if self._behind.get(other) is event:
             return
         stream = self.ready()

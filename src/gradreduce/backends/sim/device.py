@@ -23,10 +23,8 @@ from gradreduce.device import (
     Mark,
     Queue,
     Record,
-    Stream,
     Template,
     as_dtype,
-    handle_of,
 )
 from gradreduce.device.buffer import Row
 from gradreduce.device.command_list import Command
@@ -95,7 +93,17 @@ class SimDevice(Device):
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def _adopt(self, array: Any, stream: Stream | None, writable: bool) -> Buffer:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
+        """See ``Device.empty``; ``strict`` fills the memory so that reads before writes show."""
+        buffer = super().empty(shape, dtype)
+        if self.options.strict:
+            kind = "f" if buffer.dtype == BFLOAT16 else buffer.dtype.kind
+            value: complex = {"f": np.nan, "c": complex(np.nan, np.nan)}.get(kind, 0xA5)
+            memory = memory_of(buffer) if kind in "fc" else memory_of(buffer).view(np.uint8)
+            self.scheduler.submit((self, "compute"), partial(memory.fill, value))
+        return buffer
+
+    def _adopt(self, array: Any, writable: bool) -> Buffer:
         if not isinstance(array, np.ndarray):
             raise DeviceMismatchError(f"{self.name} holds host arrays, not {type(array).__name__}")
         array = np.asarray(array)  # no subclass: np.matrix has no flat view
@@ -120,22 +128,8 @@ class SimDevice(Device):
             self._deferred_free.track(block)
         return Buffer(block, 0, array.shape, dtype, array)
 
-    def _release(self, buffer: Buffer, stream: Stream | None) -> np.ndarray:
-        self._block_stream(stream)
-        return self.array(buffer)
-
-    def _wait_for_stream(self, stream: Stream) -> None:
-        raise DeviceMismatchError(
-            f"{self.name} is simulated and has no stream {handle_of(stream):#x}"
-        )
-
-    def _block_stream(self, stream: Stream | None) -> None:
-        # A host array has no stream that could wait.
-        if not self.scheduler.finish((self, "compute"), self._endless):
-            raise self.mesh_state.abort_wait("handing out a host array", self, self._endless)
-
     def put(self, array: Any, address: int | None = None) -> Buffer:
-        """See ``Device.put``: a NumPy array is shared if contiguous and aligned, else copied.
+        """See ``Backend.put``: a NumPy array is shared if contiguous and aligned, else copied.
 
         Copied too where work is deferred: its owner may change it as soon as the call returns.
         """
@@ -149,14 +143,13 @@ class SimDevice(Device):
         return self.upload(array)
 
     def address_of(self, raw: np.ndarray) -> int:
-        """See ``Device.address_of``; five times as fast as asking NumPy."""
+        """See ``Backend.address_of``; five times as fast as asking NumPy."""
         try:
             return addressof(c_char.from_buffer(raw))  # type: ignore[arg-type]
         except (TypeError, ValueError):  # read-only, empty, or bfloat16
             return raw.ctypes.data
 
-    def array(self, buffer: Buffer) -> np.ndarray:
-        """Returns the NumPy array of ``buffer``'s memory; it keeps the block alive."""
+    def _array_of(self, buffer: Buffer) -> np.ndarray:
         if buffer.array is None:
             block = buffer.block
             if block.owned:
@@ -183,17 +176,6 @@ class SimDevice(Device):
     def _trim(self) -> None:
         self._pool.clear()
 
-    def _fill_fresh(self, buffer: Buffer) -> None:
-        if not self.options.strict:
-            return
-        kind = buffer.dtype.kind
-        if kind in "fc" or buffer.dtype == BFLOAT16:
-            value = complex(np.nan, np.nan) if kind == "c" else np.nan
-            work = partial(memory_of(buffer).fill, value)
-        else:
-            work = partial(memory_of(buffer).view(np.uint8).fill, 0xA5)
-        self.scheduler.submit((self, "compute"), work)
-
     def _fill_zero(self, buffer: Buffer) -> None:
         self.submit("compute", partial(memory_of(buffer).fill, 0))
 
@@ -205,17 +187,18 @@ class SimDevice(Device):
     def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
         if not self.scheduler.finish((self, "compute"), wait_policy):
             return None
-        return self.array(buffer).copy()
+        return self._array_of(buffer).copy()
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
         self.submit(queue, partial(np.copyto, memory_of(dst), memory_of(src)))
 
     # -- work -----------------------------------------------------------------------------------
 
-    def _prepare(self, kernel: Kernel, template: Template) -> None:
+    def _prepare(self, kernel: Kernel, template: Template, may_compile: bool = True) -> bool:
         build = IMPLEMENTATIONS[self.options.implementation]
-        if build is not None:
+        if build is not None and may_compile:
             host_kernel(kernel, build)
+        return build is None or is_loaded(kernel, build)
 
     def _resolved(
         self,
@@ -305,7 +288,7 @@ class SimDevice(Device):
     def run_on_host(
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
     ) -> bool:
-        """See ``Device.run_on_host``: by the NumPy reference, not inside captures."""
+        """See ``Backend.run_on_host``: by the NumPy reference, not inside captures."""
         plain = not (self.defers or self.options.strict or self.options.implementation != "numpy")
         if not plain or self.mesh_state.capture is not None:
             return False
@@ -319,10 +302,6 @@ class SimDevice(Device):
             self.mesh_state.recorder.add(Record(*what))
         return True
 
-    def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
-        build = IMPLEMENTATIONS[self.options.implementation]
-        return build is None or is_loaded(kernel, build)
-
     def _recording(self, devices: Sequence[Device]) -> Replay:
         return Replay(self.scheduler, (self, "compute"))
 
@@ -332,9 +311,6 @@ class SimDevice(Device):
             return self.scheduler.record((self, queue))
         return recording_of(capture).record((self, queue))
 
-    def _passed(self, event: Event) -> bool:
-        return event.passed
-
     def _wait(self, mark: Mark, queue: Queue) -> None:
         capture = self.mesh_state.capture
         if capture is None:
@@ -342,8 +318,8 @@ class SimDevice(Device):
         else:
             recording_of(capture).wait((self, queue), mark.event)
 
-    def _synchronize(self, wait_policy: WaitPolicy) -> bool:
-        return all(self.scheduler.finish((self, queue), wait_policy) for queue in QUEUES)
+    def _synchronize(self, wait_policy: WaitPolicy, queues: Sequence[Queue] = QUEUES) -> bool:
+        return all(self.scheduler.finish((self, queue), wait_policy) for queue in queues)
 
     def _progress(self) -> None:
         self.scheduler.progress()

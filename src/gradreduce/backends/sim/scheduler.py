@@ -34,13 +34,13 @@ class Event:
     """A position in a queue.
 
     Attributes:
-        passed: whether the queue has run up to it.
+        done: whether the queue has run up to it.
     """
 
-    __slots__ = ("passed",)
+    __slots__ = ("done",)
 
-    def __init__(self, passed: bool = False) -> None:
-        self.passed = passed
+    def __init__(self, done: bool = False) -> None:
+        self.done = done
 
 
 class Scheduler(ABC):
@@ -96,7 +96,7 @@ class EagerScheduler(Scheduler):
     """
 
     defers = False
-    _passed = Event(passed=True)
+    _passed = Event(done=True)
 
     def __init__(self) -> None:
         self._locks: defaultdict[Hashable, threading.RLock] = defaultdict(threading.RLock)
@@ -127,7 +127,7 @@ class _Passing:
         self._event = event
 
     def __call__(self) -> None:
-        self._event.passed = True
+        self._event.done = True
 
 
 class RandomScheduler(Scheduler):
@@ -289,7 +289,7 @@ class RandomScheduler(Scheduler):
         if not line:
             return False
         head = line[0]
-        return head.passed if isinstance(head, Event) else True
+        return head.done if isinstance(head, Event) else True
 
 
 class Replay(Recording):
