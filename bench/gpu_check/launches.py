@@ -52,7 +52,7 @@ def local_sgd(mesh: Mesh, size: int) -> Launch:
     """Runs AGN's local step of one variable."""
     row = [mesh.devices[0].zeros((size,), "float32") for _ in range(3)]
     kernel = next(each for each in LOCAL_UPDATES.values() if each.name == "local_sgd")
-    return lambda: ops.local_update(kernel, [row], first=0, scalars=(0.1,))
+    return lambda: ops.update_rows(kernel, [row], (0, 0.1), mesh.devices[0])
 
 
 LAUNCHES = {each.__name__: each for each in (add_n, pack, all_sum, local_sgd)}

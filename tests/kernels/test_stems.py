@@ -12,17 +12,16 @@ import pytest
 import gradreduce.ops
 from gradreduce.device.kernel import kernels_folder
 from gradreduce.device.launch_table import INLINE_WORDS, TABLE
-from gradreduce.ops import KERNELS
+from gradreduce.ops import KERNELS, RuleKernel
 from gradreduce.ops.update_rules import RULES
 
 KERNELS_FOLDER = kernels_folder()
 OPS = Path(gradreduce.ops.__file__).parent
 TESTS = Path(__file__).resolve().parent.parent / "ops"
 STEMS = sorted(path.stem for path in KERNELS_FOLDER.glob("*.cu"))
-# Their entries differ in the rule alone, and have one launcher, which is told the kernel.
-FAMILIES = ("local_update", "global_update")
+# One entry per rule.
 HEADERS = {"common.cuh": [], "rules.cuh": ['"common.cuh"']}
-RULE_STEMS = ("update", "adaptive", *FAMILIES)
+RULE_STEMS = ("update", "adaptive", "local_update", "global_update")
 HEADER_KEYS = ["order", "types", "aliasing", "launch", "limits", "reference", "source"]
 # C type of a scalar -> its kind in Kernel.scalars
 KINDS = {"i64": "int64", "double": "float64"}
@@ -70,9 +69,9 @@ def test_every_entry_has_a_kernel_and_the_other_way_round():
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_the_constant_and_the_reference_have_the_names_of_the_entry(kernel):
     module = import_module(f"gradreduce.ops.{kernel.source}")
-    if kernel.source in FAMILIES:
-        assert getattr(module, f"{kernel.source.upper()}S")[kernel.rule] is kernel
-        assert callable(getattr(gradreduce.ops, kernel.source))
+    if isinstance(kernel, RuleKernel):
+        family = getattr(module, f"{kernel.source.upper()}S", {})
+        assert family.get(kernel.rule, getattr(module, kernel.name.upper(), None)) is kernel
         return
     assert getattr(module, kernel.name.upper()) is kernel
     assert kernel.reference is getattr(module, f"_{kernel.name}_reference")
@@ -87,10 +86,11 @@ def test_scalars_are_alike_in_entry_declaration_and_reference(kernel):
     assert tuple((name, KINDS[kind]) for kind, name in scalars) == kernel.scalars
     reference = list(inspect.signature(kernel.reference).parameters)
     names = [name for name, _ in kernel.scalars]
-    if kernel.source in FAMILIES:
-        names[1:] = ["lead", "scalars"]  # one reference for all rules and both forms
-        assert kernel.name == f"{kernel.variant}_{name_of(kernel.rule)}"
-        assert tuple(name for name, _ in kernel.scalars[2:]) == kernel.rule.scalars
+    if isinstance(kernel, RuleKernel):
+        names[1:] = ["scalars"]
+        assert kernel.name.removeprefix(f"{kernel.variant}_") == name_of(kernel.rule)
+        rest = len(kernel.scalars) - len(kernel.rule.scalars)
+        assert tuple(name for name, _ in kernel.scalars[rest:]) == kernel.rule.scalars
     assert reference == ["table", *names]
 
 

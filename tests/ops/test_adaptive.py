@@ -1,4 +1,4 @@
-"""adam, adagrad and rmsprop: many steps against float64. test_update.py has the bits."""
+"""ADAM, ADAGRAD and RMSPROP: many steps against float64. test_update.py has the bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from support.implementations import Operand
 
-from gradreduce.ops import adagrad, adam, rmsprop
+from gradreduce.ops import update_rows
+from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP
 
 NUM_STEPS = 40
 
@@ -42,31 +43,25 @@ def rmsprop_steps(grads):
     return value
 
 
-def adam_launch(rows, step):
-    lr = 0.01 * math.sqrt(1 - 0.999**step) / (1 - 0.9**step)
-    adam(rows, lr=lr, one_minus_beta1=0.1, one_minus_beta2=0.001, epsilon=1e-8)
+def adam_scalars(step):
+    return 0.01 * math.sqrt(1 - 0.999**step) / (1 - 0.9**step), 0.1, 0.001, 1e-8
 
 
 @pytest.mark.parametrize(
-    ("launch", "starts", "model"),
+    ("kernel", "scalars", "starts", "model"),
     [
-        (adam_launch, (0, 0), adam_steps),
-        (lambda rows, step: adagrad(rows, lr=0.01), (0.1,), adagrad_steps),
-        (
-            lambda rows, step: rmsprop(
-                rows, lr=0.01, one_minus_decay=0.1, decay=0.5, epsilon=1e-10
-            ),
-            (1, 0),
-            rmsprop_steps,
-        ),
+        (ADAM, adam_scalars, (0, 0), adam_steps),
+        (ADAGRAD, lambda step: (0.01,), (0.1,), adagrad_steps),
+        (RMSPROP, lambda step: (0.01, 0.1, 0.5, 1e-10), (1, 0), rmsprop_steps),
     ],
     ids=["adam", "adagrad", "rmsprop"],
 )
-def test_many_steps_are_those_of_the_textbook(device, launch, starts, model):
+def test_many_steps_are_those_of_the_textbook(device, kernel, scalars, starts, model):
     grads = np.random.default_rng(0).standard_normal((NUM_STEPS, 37))
     for dtype, bound in ((np.float64, 1e-14), (np.float32, 1e-6)):
         row = [Operand(device, np.full(37, start, dtype)) for start in (0, *starts)]
         for step, grad in enumerate(grads.astype(dtype), 1):
-            launch([[*(operand.buffer for operand in row), device.upload(grad)]], step)
+            operands = [*(operand.buffer for operand in row), device.upload(grad)]
+            update_rows(kernel, [operands], scalars(step), device)
         wanted = [model(column) for column in grads.astype(dtype).astype(float).T]
         assert np.abs(row[0].array - wanted).max() < bound

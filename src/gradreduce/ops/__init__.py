@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from .accumulate_n import ACCUMULATE_N, accumulate_n, accumulate_unchecked, prepare_accumulate_n
-from .adaptive import (
-    ADAGRAD,
-    ADAM,
-    RMSPROP,
-    RMSPROP_CENTERED,
-    adagrad,
-    adam,
-    rmsprop,
-    rmsprop_centered,
-)
+from .adaptive import ADAGRAD, ADAM, RMSPROP, RMSPROP_CENTERED
 from .add_n import ADD_N, add_n, add_on_host, add_unchecked, cast_unchecked, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .clip import CLIP, clip, prepare_clip
 from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
 from .divide import DIVIDE, divide, prepare_divide
-from .global_update import GLOBAL_UPDATES, global_update, global_update_of
-from .local_update import LOCAL_UPDATES, local_update, local_update_of
+from .global_update import GLOBAL_UPDATES, global_update_of
+from .local_update import LOCAL_UPDATES, local_update_of
 from .pack import PACK, pack, pack_unchecked, prepare_pack
 from .row_index import RowIndex, expand_divisors, merged_row_index
 from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum, segment_sum_command
 from .segments import Indices, Segments, joined_indices, plan_segments, single_row_segments
 from .square_sum import SQUARE_SUM, norm_of, prepare_norm_of, square_sum
 from .take_rows import TAKE_ROWS, prepare_take_rows, take_rows, take_rows_command
-from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, sgd
-from .update_kernels import RuleKernel, Update, prepare_rule, update_unchecked
+from .update import MOMENTUM, NESTEROV, SGD
+from .update_kernels import RuleKernel, Update, prepare_rule, update_rows
 from .validate import Ranges
 
 __all__ = [
@@ -41,8 +32,6 @@ __all__ = [
     "Update",
     "accumulate_n",
     "accumulate_unchecked",
-    "adagrad",
-    "adam",
     "add_n",
     "add_on_host",
     "add_unchecked",
@@ -52,14 +41,10 @@ __all__ = [
     "distance_scale",
     "divide",
     "expand_divisors",
-    "global_update",
     "global_update_of",
     "joined_indices",
-    "local_update",
     "local_update_of",
     "merged_row_index",
-    "momentum",
-    "nesterov",
     "norm_of",
     "pack",
     "pack_unchecked",
@@ -75,16 +60,13 @@ __all__ = [
     "prepare_rule",
     "prepare_segment_sum",
     "prepare_take_rows",
-    "rmsprop",
-    "rmsprop_centered",
     "segment_sum",
     "segment_sum_command",
-    "sgd",
     "single_row_segments",
     "square_sum",
     "take_rows",
     "take_rows_command",
-    "update_unchecked",
+    "update_rows",
 ]
 
 KERNELS = (

@@ -1,11 +1,11 @@
-"""Launchers and NumPy references of update kernels: plain, local and global.
+"""Launcher and NumPy references of update kernels: plain, local and global.
 
 The formulas are in ``update_rules.py``. Source: own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
@@ -16,16 +16,14 @@ from gradreduce.device import Buffer, Device, Kernel, LaunchBatch, Queue, accumu
 from gradreduce.device.kernel import Arrays
 
 from .update_rules import RULES, Rule
-from .validate import FLOATS, UPDATES, check_rows, check_writable
+from .validate import UPDATES
 
 __all__ = [
     "RuleKernel",
     "Update",
     "prepare_rule",
-    "rule_kernel",
     "rule_kernels",
-    "update",
-    "update_unchecked",
+    "update_rows",
 ]
 
 # The operands of one tensor: the variable, a float; its master, if it has one; the slots of the
@@ -39,6 +37,9 @@ Update = Sequence[Buffer]
 # global: the pulled copy, and its master if the variable has one; the gradient is the sum.
 Variant = Literal["plain", "local", "global"]
 _MORE: dict[Variant, int] = {"plain": 0, "local": 1, "global": 1}
+# Scalars in front of those of the rule. first: 1 writes the gradient to the sum, 0 adds it.
+# period: divides the sum.
+_LEAD: dict[Variant, tuple[str, ...]] = {"plain": (), "local": ("first",), "global": ("period",)}
 
 # Elements of a block; the simulation splits launches into blocks of this size.
 # SGD, momentum and Adam over 16M float32 in 50 variables, best of 12 in turns on two busy cores,
@@ -69,78 +70,48 @@ class RuleKernel(Kernel):
         """The number of operands of a row without masters."""
         return 2 + self.rule.num_slots + _MORE[self.variant]
 
-    @property
-    def num_masters(self) -> int:
-        """The number of masters of a row that has them."""
-        return 2 if self.variant == "global" else 1
-
     def template_of(self, row: Update) -> tuple[str, str]:
         """The template arguments for a row: the dtypes of its variable and of its slots."""
         state = row[int(len(row) > self.num_plain)]
         return row[0].dtype.name, state.dtype.name
 
-    def leaders(self, *, has_master: bool) -> list[int]:
-        """For each operand, the index of the operand whose dtype it must have."""
-        state = [int(has_master)] * (self.rule.num_slots + has_master)
-        if self.variant == "plain":
-            return [0, *state, 0]
-        if self.variant == "local":
-            return [0, *state, len(state) + 1, 0]
-        copies = [0, 1] if has_master else [0]
-        return [0, *state, *copies, 1 + len(state) + len(copies)]
-
-
-def rule_kernel(
-    name: str, source: str, reference: Callable[..., None], variant: Variant
-) -> RuleKernel:
-    """Creates the kernel of a rule in one variant.
-
-    Args:
-        name: of the entry function, which ends in that of the rule.
-        source: stem of its file.
-        reference: see ``Kernel``.
-        variant: the variant.
-    """
-    rule = RULES[name.removeprefix(f"{variant}_")]
-    lead: dict[Variant, tuple[str, ...]] = {"plain": (), "local": ("first",), "global": ("period",)}
-    return RuleKernel(
-        name,
-        source,
-        reference,
-        (
-            ("num_written", "int64"),
-            *((scalar, "int64") for scalar in lead[variant]),
-            *((scalar, "float64") for scalar in rule.scalars),
-        ),
-        UPDATES,
-        writes="num_written",
-        rule=rule,
-        variant=variant,
-    )
-
 
 def rule_kernels(
-    variant: Variant, run: Callable[[Sequence[Arrays], Rule, int, Sequence[float]], None]
-) -> dict[Rule, RuleKernel]:
-    """Creates the kernels of all rules in one variant: ``FORM_RULE`` of ``FORM_update.cu``.
+    variant: Variant, source: str, names: Iterable[str] = tuple(RULES)
+) -> list[RuleKernel]:
+    """Creates the kernels of rules in one variant.
 
     Args:
-        variant: local or global.
-        run: their NumPy reference, for any rule.
+        variant: the variant; also the first word of an entry's name, unless it is plain.
+        source: stem of their file.
+        names: of the rules.
     """
+    prefix = "" if variant == "plain" else f"{variant}_"
+    return [
+        RuleKernel(
+            prefix + name,
+            source,
+            _reference_of(variant, RULES[name]),
+            (
+                ("num_written", "int64"),
+                *((scalar, "int64") for scalar in _LEAD[variant]),
+                *((scalar, "float64") for scalar in RULES[name].scalars),
+            ),
+            UPDATES,
+            writes="num_written",
+            rule=RULES[name],
+            variant=variant,
+        )
+        for name in names
+    ]
 
-    def reference_of(rule: Rule) -> Callable[..., None]:
-        def reference(
-            table: Sequence[Arrays], num_written: int, lead: int, *scalars: float
-        ) -> None:
-            run(table, rule, lead, scalars)
 
-        return reference
+def _reference_of(variant: Variant, rule: Rule) -> Callable[..., None]:
+    def reference(table: Sequence[Arrays], num_written: int, *scalars: float) -> None:
+        run(table, rule, scalars)
 
-    return {
-        rule: rule_kernel(f"{variant}_{name}", f"{variant}_update", reference_of(rule), variant)
-        for name, rule in RULES.items()
-    }
+    run = {"plain": run_plain, "local": run_local, "global": run_global}[variant]
+    return reference
 
 
 def run_plain(table: Sequence[Arrays], rule: Rule, scalars: Sequence[float]) -> None:
@@ -153,7 +124,7 @@ def run_plain(table: Sequence[Arrays], rule: Rule, scalars: Sequence[float]) -> 
     run_blocks(table, 2 + rule.num_slots, block, rule.num_scratch)
 
 
-def run_local(table: Sequence[Arrays], rule: Rule, first: int, scalars: Sequence[float]) -> None:
+def run_local(table: Sequence[Arrays], rule: Rule, scalars: Sequence[float]) -> None:
     """NumPy reference of a local update: the rule, and the gradient added to the sum."""
 
     def block(operands: Sequence[np.ndarray], scratch: Sequence[np.ndarray]) -> None:
@@ -164,11 +135,12 @@ def run_local(table: Sequence[Arrays], rule: Rule, first: int, scalars: Sequence
             np.add(total, grad, out=total)
         rule.step(*changed, grad, *scratch, *converted)
 
-    converted = _converted_scalars(table, scalars)
+    first, *rest = scalars
+    converted = _converted_scalars(table, rest)
     run_blocks(table, 3 + rule.num_slots, block, rule.num_scratch)
 
 
-def run_global(table: Sequence[Arrays], rule: Rule, period: int, scalars: Sequence[float]) -> None:
+def run_global(table: Sequence[Arrays], rule: Rule, scalars: Sequence[float]) -> None:
     """NumPy reference of a global update: the rule with the mean, and a copy."""
 
     def block(operands: Sequence[np.ndarray], scratch: Sequence[np.ndarray]) -> None:
@@ -178,7 +150,7 @@ def run_global(table: Sequence[Arrays], rule: Rule, period: int, scalars: Sequen
         rule.step(*changed, mean, *spare, *converted)
         np.copyto(copy, changed[0])
 
-    by, *converted = _converted_scalars(table, (period, *scalars))
+    by, *converted = _converted_scalars(table, scalars)
     run_blocks(table, 3 + rule.num_slots, block, rule.num_scratch + 1)
 
 
@@ -280,54 +252,7 @@ def _blocks(table: Sequence[Arrays]) -> list[tuple[list[Arrays], int]]:
     return blocks
 
 
-def update(
-    kernel: RuleKernel,
-    rows: Sequence[Update],
-    scalars: Sequence[float],
-    device: Device | None,
-    queue: Queue,
-    *lead: int,
-) -> None:
-    """Validates rows and launches a rule once for each dtype.
-
-    Raises:
-        ValueError: a row is not as ``Update`` describes.
-    """
-    sizes = (kernel.num_plain, kernel.num_plain + kernel.num_masters)
-    for row in rows:
-        if len(row) not in sizes:
-            raise ValueError(
-                f"{kernel.name}: a row has {len(row)} operands; expected a variable, at most one "
-                f"master, {kernel.rule.num_slots} slots and a gradient"
-                if kernel.variant == "plain"
-                else f"{kernel.name}: a row has {len(row)} operands; expected {sizes[0]}, or "
-                f"{sizes[1]} with masters"
-            )
-    for launched in _alike(kernel, rows):
-        _check_alike(kernel, launched)
-    if rows:
-        update_unchecked(kernel, rows, (*lead, *scalars), device or rows[0][0].device, queue)
-
-
-def _check_alike(kernel: RuleKernel, rows: Sequence[Update]) -> None:
-    """Validates the rows of one launch."""
-    first, num_operands = rows[0], len(rows[0])
-    has_master = num_operands > kernel.num_plain
-    _check_template(kernel, first, has_master)
-    # Treats all operands as written: a rule must not read what it has written.
-    leaders = kernel.leaders(has_master=has_master)
-    check_rows(kernel.name, rows, num_operands, leaders=leaders)
-    if kernel.variant != "plain":
-        total = first[-2 if kernel.variant == "local" else -1]
-        if total.dtype != accumulate_dtype(first[0].dtype):
-            raise ValueError(
-                f"{kernel.name}: sum {total} must have the accumulate dtype of {first[0]}"
-            )
-    for index in range(num_operands - 1):
-        check_writable(kernel.name, [row[index] for row in rows])
-
-
-def update_unchecked(
+def update_rows(
     kernel: RuleKernel,
     rows: Sequence[Update],
     scalars: Sequence[float],
@@ -336,7 +261,7 @@ def update_unchecked(
     *,
     writer: LaunchBatch | None = None,
 ) -> None:
-    """Launches a rule without validation, for rows that were created to match.
+    """Launches a rule once for each dtype, on rows that were created to match: no validation.
 
     ``scalars`` are all that the kernel takes after ``num_written``. With a ``writer``, all rows
     must have the same dtypes and go to the compute queue of ``device``; it launches faster.
@@ -363,11 +288,3 @@ def _alike(kernel: RuleKernel, rows: Sequence[Update]) -> list[list[Update]]:
 def prepare_rule(kernel: Kernel, device: Device, dtype: np.dtype, state: np.dtype) -> None:
     """Compiles a rule's kernel for variables of one dtype and slots of another."""
     device.prepare(kernel, (dtype.name, state.name))
-
-
-def _check_template(kernel: RuleKernel, row: Update, has_master: bool) -> None:
-    found = kernel.template_of(row)
-    if found[0] not in FLOATS:
-        raise ValueError(f"{kernel.name}: {row[0]} must have a float dtype: {', '.join(FLOATS)}")
-    if has_master and (found[0] == found[1] or found not in UPDATES):
-        raise ValueError(f"{kernel.name}: {row[1]} cannot be a master of {row[0]}")

@@ -11,6 +11,7 @@ from gradreduce.arrays.convert import from_buffer
 from gradreduce.arrays.convert_gpu import on_gpu_of, wait_for_current_stream
 from gradreduce.device import Buffer, Device
 from gradreduce.ops import Update
+from gradreduce.ops.update import SGD
 
 from .update_plan import Job, Rule
 
@@ -58,7 +59,7 @@ def _copied(row: Update, leader: Device) -> list[Buffer]:
     ops.pack(made, row[:-1], device=leader)
     if len(row) > 2 and made[1].dtype != made[0].dtype:
         zeros = leader.zeros(row[0].shape, row[0].dtype)
-        ops.sgd([[made[0], made[1], zeros]], lr=0.0, device=leader)
+        ops.update_rows(SGD, [[made[0], made[1], zeros]], (0.0,), leader)
     return made
 
 

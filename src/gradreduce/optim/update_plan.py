@@ -110,7 +110,7 @@ def by_kernel(
     kernel: ops.RuleKernel, scalars: Sequence[float], writer: LaunchBatch | None = None
 ) -> Rule:
     """Returns a rule that launches a kernel with these scalars."""
-    return lambda rows, at: ops.update_unchecked(kernel, rows, scalars, at, writer=writer)
+    return lambda rows, at: ops.update_rows(kernel, rows, scalars, at, writer=writer)
 
 
 class Job:

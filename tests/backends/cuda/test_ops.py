@@ -10,6 +10,7 @@ import pytest
 from support.exact_data import COMPLEX, DTYPES, FLOATS, INTEGERS, same, unflushed_data
 from support.implementations import wide_of
 from support.update_formulas import FORMULAS
+from support.update_operands import rule_of
 
 from gradreduce import ops
 from gradreduce.backends import open_mesh
@@ -57,51 +58,22 @@ LAUNCHES = {
     "pack": Launch(lambda of: ops.pack(of[0], of[1]), 2),
     "pack divided": Launch(lambda of: ops.pack(of[0], of[1], divisor=10), 2, FLOATS + COMPLEX),
     "divide": Launch(lambda of: ops.divide(of[0], of[1], 3), 2, INTEGERS, mean_dtype),
-    "sgd": Launch(lambda of: ops.sgd(rows(of), lr=0.1), 2, FLOATS),
-    "momentum": Launch(lambda of: ops.momentum(rows(of), lr=0.1, decay=0.9), 3, FLOATS),
-    "nesterov": Launch(lambda of: ops.nesterov(rows(of), lr=0.1, decay=0.9), 3, FLOATS),
-    "adam": Launch(
-        lambda of: ops.adam(
-            rows(of), lr=0.1, one_minus_beta1=0.1, one_minus_beta2=0.01, epsilon=0.01
-        ),
-        4,
-        FLOATS,
-    ),
-    "adagrad": Launch(lambda of: ops.adagrad(rows(of), lr=0.1), 3, FLOATS),
-    "rmsprop_centered": Launch(
-        lambda of: ops.rmsprop_centered(
-            rows(of), lr=0.1, one_minus_decay=0.1, decay=0.9, epsilon=0.01
-        ),
-        5,
-        FLOATS,
-    ),
-    "rmsprop": Launch(
-        lambda of: ops.rmsprop(rows(of), lr=0.1, one_minus_decay=0.1, decay=0.9, epsilon=0.01),
-        4,
-        FLOATS,
-    ),
 }
 
 LAUNCHES["distance_scale"] = Launch(
     lambda of: ops.distance_scale(*of, gamma=0.1), 4, FLOATS, wide_of, wide=(1,)
 )
-for _rule, (_, _slots, _scalars) in FORMULAS.items():
-    _local, _global = (
-        next(kernel for kernel in ops.KERNELS if kernel.name == f"{form}_{_rule}")
-        for form in ("local", "global")
+for _kernel in (each for each in ops.KERNELS if isinstance(each, ops.RuleKernel)):
+    _, _slots, _scalars = FORMULAS[rule_of(_kernel)]
+    _lead = {"plain": (), "local": (0,), "global": (3,)}[_kernel.variant]
+    LAUNCHES[_kernel.name] = Launch(
+        lambda of, kernel=_kernel, scalars=(*_lead, *_scalars): ops.update_rows(
+            kernel, rows(of), scalars, of[0][0].device
+        ),
+        _kernel.num_plain,
+        FLOATS,
+        wide={"plain": (), "local": (1 + _slots,), "global": (2 + _slots,)}[_kernel.variant],
     )
-    LAUNCHES[_local.name] = Launch(
-        lambda of, kernel=_local, scalars=_scalars: ops.local_update(
-            kernel, rows(of), first=0, scalars=scalars
-        ),
-        3 + _slots, FLOATS, wide=(1 + _slots,),
-    )  # fmt: skip
-    LAUNCHES[_global.name] = Launch(
-        lambda of, kernel=_global, scalars=_scalars: ops.global_update(
-            kernel, rows(of), period=3, scalars=scalars
-        ),
-        3 + _slots, FLOATS, wide=(2 + _slots,),
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

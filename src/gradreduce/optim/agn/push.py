@@ -199,7 +199,7 @@ class PushPlan:
         # No reference to the DevicePush: see ``fenced``.
         def update(scalars: tuple[float, ...]) -> None:
             join_streams(leader, others)
-            ops.update_unchecked(kernel, rows, (period, *scalars), leader, writer=writer)
+            ops.update_rows(kernel, rows, (period, *scalars), leader, writer=writer)
             fork_streams(leader, others)
 
         push.updates.append(update)
