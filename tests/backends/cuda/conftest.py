@@ -22,6 +22,7 @@ SHARED = {
         "agn",
         "arrays",
         "capture",
+        "capture_conflicts",
         "digits",
         "flows",
         "gradients",
