@@ -1,4 +1,4 @@
-"""Tests our errors after a failed assertion in a PyTorch kernel: the device is lost.
+"""Tests our errors after a failed assertion in a PyTorch kernel: the device has failed.
 
     python -m gpu_check.torch_assert [--json FILE] [--quick]
 
@@ -34,11 +34,11 @@ def said_after(fail: Callable[[], None]) -> list[str]:
         mesh.synchronize()
         fail()
         calls = [*(device.synchronize for device in mesh), *(buffer.numpy for buffer in buffers)]
-        return [lost(call) for call in (*calls, lambda: gr.add_n(buffers))]
+        return [failure_of(call) for call in (*calls, lambda: gr.add_n(buffers))]
 
 
-def lost(call: Callable[[], object]) -> str:
-    """Returns the error of a call on a lost device.
+def failure_of(call: Callable[[], object]) -> str:
+    """Returns the error of a call on a failed device.
 
     Raises:
         AssertionError: nothing.
@@ -47,7 +47,7 @@ def lost(call: Callable[[], object]) -> str:
         call()
     except BackendUnavailableError as error:
         return str(error)
-    raise AssertionError("a call on a device that is lost raised nothing")
+    raise AssertionError("a call on a failed device raised nothing")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

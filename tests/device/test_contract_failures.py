@@ -26,7 +26,7 @@ def mesh(request):
 
 
 def says(name: str):
-    return pytest.raises(BackendUnavailableError, match=re.escape(f"{name} was lost: {REASON}"))
+    return pytest.raises(BackendUnavailableError, match=re.escape(f"{name} failed: {REASON}"))
 
 
 def test_every_use_of_a_failed_device_says_which_and_why(mesh):

@@ -180,7 +180,7 @@ def test_a_call_of_before_a_reset_is_not_watched_any_more(clock):
 
 
 def test_an_update_that_a_death_cuts_short_loses_no_device():
-    """After a reset its content is undefined anyway; a lost device would stay so."""
+    """After a reset its content is undefined anyway; a failed device would stay so."""
     with queued() as mesh:
         buffer, other = (uploaded(mesh.devices[0], seed) for seed in (1, 2))
         with pytest.raises(CollectiveError), mesh.mesh_state.fail_on_partial_write(mesh.devices):

@@ -162,9 +162,9 @@ class Variable(NotCopied, Readable):
         """Returns a view of the memory of the current ``gr.replica``, else of the first copy.
 
         Nothing is copied. The stream that is current in the library waits for our queue; later
-        updates write the same memory, behind what that stream held when it lent their gradients.
-        To read what they wrote on a GPU, ask for a view again. Only to be read: change a variable
-        by ``assign``.
+        updates write the same memory, after what that stream held when their gradients were
+        passed. To read what they wrote on a GPU, ask for a view again. Only to be read: change a
+        variable by ``assign``.
 
         Args:
             output_type: ``"numpy"`` (on the simulation), ``"cupy"`` (on GPUs), ``"torch"`` or

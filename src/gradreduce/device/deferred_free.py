@@ -144,7 +144,7 @@ class DeferredFree:
     def _defer(self, freed: FreedBlock, users: list[tuple[Device, User]], home: Device) -> None:
         """Defers a block until marks pass; for ever where no mark can be made."""
         if not any(device.physical in home.mesh_state.failed for device, _ in users):
-            with suppress(BackendUnavailableError):  # lost meanwhile
+            with suppress(BackendUnavailableError):  # failed meanwhile
                 # In every thread PER_THREAD is another stream; LEGACY waits for all of them.
                 users = [(who, LEGACY if _is(user, PER_THREAD) else user) for who, user in users]
                 if any(who._is_capturing(user) for who, user in users if not isinstance(user, str)):

@@ -213,7 +213,7 @@ class Device(NotCopied, Backend):
 
         Raises:
             CollectiveError: the deadline passed, or the mesh failed meanwhile.
-            BackendUnavailableError: the device was lost meanwhile.
+            BackendUnavailableError: the device failed meanwhile.
         """
         wait_policy = self._endless if deadline is None else self._wait_policy(deadline)
         self.mesh_state.check_free(self, "download")
@@ -228,7 +228,7 @@ class Device(NotCopied, Backend):
         return host
 
     def mark_failed(self, reason: str) -> None:
-        """Marks the device as lost: later uses raise ``BackendUnavailableError``.
+        """Marks the device as failed: later uses raise ``BackendUnavailableError``.
 
         Of its physical device, that is: the logical ones on it share their fate.
         """
@@ -358,7 +358,7 @@ class Device(NotCopied, Backend):
 
         Raises:
             CollectiveError: the deadline passed, or the mesh failed meanwhile.
-            BackendUnavailableError: the device was lost meanwhile.
+            BackendUnavailableError: the device failed meanwhile.
         """
         wait_policy = self._endless if deadline is None else self._wait_policy(deadline)
         self.mesh_state.check_free(self, "synchronize")
@@ -380,7 +380,7 @@ class Device(NotCopied, Backend):
         self.drop_free_memory()
 
     def drop_free_memory(self) -> None:
-        """As ``trim``, also for a closed mesh; a lost device frees nothing."""
+        """As ``trim``, also for a closed mesh; a failed device frees nothing."""
         if self.physical not in self.mesh_state.failed:
             self.drain()
             self._trim()

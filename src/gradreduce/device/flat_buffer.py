@@ -164,7 +164,7 @@ class FlatBuffer:
                 they change anything.
             TypeError: what is no tensor of PyTorch, or no list of them for each device.
             DeviceMismatchError: a parameter on another device than its view.
-            BackendUnavailableError: the mesh is closed, or a device lost.
+            BackendUnavailableError: the mesh is closed, or a device failed.
         """
         made = self.array_converter.attached(self.views, parameters)
         replaced = [each.replaced() for each in made]
@@ -211,7 +211,7 @@ class FlatBuffer:
             deadline: seconds from now in which the devices must be done, or the mesh fails.
 
         Raises:
-            BackendUnavailableError: the mesh is closed, or a device lost. Nothing was cleared.
+            BackendUnavailableError: the mesh is closed, or a device failed. Nothing was cleared.
             CollectiveError: the mesh has failed, or failed while the host waited.
             ValueError: ``deadline`` is no number above 0, or an attached gradient does not fit;
                 see ``attach``.
@@ -231,7 +231,7 @@ class FlatBuffer:
         a call that takes the arrays themselves, or a prepared step: they do it.
 
         Raises:
-            BackendUnavailableError: the mesh is closed, or a device lost.
+            BackendUnavailableError: the mesh is closed, or a device failed.
         """
         for buffer in self.buffers:
             buffer.device.mesh_state.check_usable(buffer.device)
@@ -248,7 +248,7 @@ class FlatBuffer:
             deadline: seconds from now in which the devices must be done, or the mesh fails.
 
         Raises:
-            BackendUnavailableError: the mesh is closed, or a device lost.
+            BackendUnavailableError: the mesh is closed, or a device failed.
             CollectiveError: the mesh has failed, or failed while the host waited.
             ValueError: ``deadline`` is no number above 0.
         """
@@ -273,7 +273,7 @@ def attach_again(blocks: Iterable[Block]) -> None:
 
     Raises:
         ValueError, DeviceMismatchError: a gradient does not fit its view; nothing was changed.
-        BackendUnavailableError: the mesh is closed, or a device lost, where one was replaced.
+        BackendUnavailableError: the mesh is closed, or a device failed, where one was replaced.
     """
     attached = [(block, block.attached) for block in blocks if block.attached is not None]
     found = [(block, each, each.replaced()) for block, each in attached]

@@ -139,7 +139,7 @@ class Capture:
 
         Raises:
             CaptureError: inside a capture, or CUDA cannot make a graph of what was kept.
-            BackendUnavailableError: the mesh is closed, or a device is lost.
+            BackendUnavailableError: the mesh is closed, or a device has failed.
         """
         mesh_state = self._mesh_state
         self._check_alone()
@@ -176,7 +176,7 @@ class Capture:
 
         Raises:
             CaptureError: inside a capture, or nothing was captured.
-            BackendUnavailableError: the mesh is closed, or a device is lost.
+            BackendUnavailableError: the mesh is closed, or a device has failed.
         """
         for device in self.devices:
             self._mesh_state.check_free(device, "calling a captured step")

@@ -105,7 +105,7 @@ class Mesh(NotCopied):
 
         Raises:
             CollectiveError: the deadline passed, or the mesh failed meanwhile.
-            BackendUnavailableError: a device was lost, or the mesh closed.
+            BackendUnavailableError: a device has failed, or the mesh closed.
         """
         seconds = as_deadline(deadline)
         end = None if seconds is None else time.monotonic() + seconds
@@ -136,7 +136,7 @@ class Mesh(NotCopied):
         never ran is dropped. Communicators are made again at their next use. **What unfinished work
         would have written is undefined**: Buffers, Variables and results of the time before hold
         whatever they hold. Accumulators over these devices are empty afterwards, at the global
-        step that they had. Prepared steps can be called again. Lost devices stay lost.
+        step that they had. Prepared steps can be called again. Failed devices stay failed.
 
         A mesh that has not failed is left as it is. Calls of other threads should have come back
         (they raise) before.

@@ -117,7 +117,7 @@ class MeshState(CaptureState):
 
         Args:
             key: with its ``devices``.
-            on_close: when the mesh is closed or fails, or one of the key's devices is lost: who
+            on_close: when the mesh is closed or fails, or one of the key's devices fails: who
                 waits for work on them would wait for ever.
             on_reset: when the mesh is made usable again: what the key keeps in device memory may
                 be half written.
@@ -138,7 +138,7 @@ class MeshState(CaptureState):
         self._wake(None)
 
     def mark_failed(self, physical: int, reason: str) -> None:
-        """Marks a physical device as lost: later uses raise with the first reason.
+        """Marks a physical device as failed: later uses raise with the first reason.
 
         Who waits for work on it is woken, by another thread: whoever meets a fault may hold the
         locks that waking takes.
@@ -212,7 +212,7 @@ class MeshState(CaptureState):
             raise
 
     def fail_on_partial_write(self, devices: Iterable[Device]) -> AbstractContextManager[None]:
-        """Context manager: marks the devices as lost if an in-place update fails half way.
+        """Context manager: marks the devices as failed if an in-place update fails half way.
 
         If it fails half way the state is half of the old and half of the new, and nobody may use
         it. A failed mesh does not fail again: what its memory holds after a reset is
@@ -389,7 +389,7 @@ class MeshState(CaptureState):
         """Raises if the device cannot be used.
 
         Raises:
-            BackendUnavailableError: it is lost, or what ``check_open`` raises.
+            BackendUnavailableError: it has failed, or what ``check_open`` raises.
             CollectiveError: its mesh has failed.
         """
         if self.is_closed or self._forks != forks[0]:
@@ -398,7 +398,7 @@ class MeshState(CaptureState):
             raise self._failure_error(self.reason)
         if self.failed and device.physical in self.failed:
             raise BackendUnavailableError(
-                f"device {device.name} was lost: {self.failed[device.physical]}"
+                f"device {device.name} failed: {self.failed[device.physical]}"
             )
         capture = self._thread_state.capture
         if capture is not None:

@@ -367,7 +367,7 @@ class FlightRecorder:
                 for queue in QUEUES:
                     try:
                         made.append((last, device, queue, device._mark(queue)))
-                    except Exception:  # a lost device cannot be queried
+                    except Exception:  # a failed device cannot be queried
                         continue
                 device._progress()
 

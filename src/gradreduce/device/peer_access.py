@@ -30,7 +30,7 @@ def check_accessible(device: Device, operand: Buffer) -> None:
     Raises:
         DeviceMismatchError: it is of another mesh, or of a device that is no peer, or a caller's
             memory on a peer.
-        BackendUnavailableError: its device is lost.
+        BackendUnavailableError: its device has failed.
     """
     home = operand.device
     if home is device:

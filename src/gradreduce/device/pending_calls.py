@@ -206,7 +206,7 @@ class PendingCall:
         return all([mark.passed for mark in self._stages[-1].marks])
 
     def failed_devices(self) -> list[Device]:
-        """Returns lost devices that have not finished their work."""
+        """Returns failed devices that have not finished their work."""
         marks = self._stages[-1].marks if self._stages else ()
         return [
             mark.device
@@ -240,7 +240,7 @@ class PendingCall:
 
 
 class WaitPolicy:
-    """How long the host waits: until a deadline, a lost device or a failed mesh.
+    """How long the host waits: until a deadline, a failed device or a failed mesh.
 
     Args:
         device: that it waits for.

@@ -111,7 +111,7 @@ def ensure_accessible(device: Device, buffer: Buffer, queue: Queue = "compute") 
     and if another queue than ``compute`` copied, its mark must be waited for.
 
     Raises:
-        BackendUnavailableError: its device is lost.
+        BackendUnavailableError: its device has failed.
     """
     if _is_read(device, buffer):
         return buffer
@@ -135,7 +135,7 @@ def to_local(device: Device, buffer: Buffer) -> Buffer:
 
 
 def _is_read(device: Device, buffer: Buffer) -> bool:
-    """Whether launches of ``device`` can read it in place; raises if its device is lost."""
+    """Whether launches of ``device`` can read it in place; raises if its device has failed."""
     if not can_access(device, buffer):
         return False
     check_accessible(device, buffer)

@@ -73,7 +73,7 @@ def _rest(calls: list[PendingCall], pause: float) -> float:
 
 
 def _check_calls(mesh_state: MeshState | None, calls: list[PendingCall]) -> list[PendingCall]:
-    """Returns calls that are still open; fails the mesh if one is late or lost."""
+    """Returns calls that are still open; fails the mesh if one is late or failed."""
     if mesh_state is None or mesh_state.reason is not None:
         return []
     try:
@@ -88,7 +88,7 @@ def _still_open(mesh_state: MeshState, calls: list[PendingCall]) -> list[Pending
     open_ones = [pending for pending in ours if not pending.is_resolved]
     checks: tuple[Callable[[], str | None], ...] = (
         mesh_state.library_error,
-        lambda: _loss(mesh_state, open_ones),
+        lambda: _failure(mesh_state, open_ones),
         lambda: _lateness(open_ones),
     )
     for check in checks if open_ones else ():
@@ -99,7 +99,7 @@ def _still_open(mesh_state: MeshState, calls: list[PendingCall]) -> list[Pending
     return open_ones
 
 
-def _loss(mesh_state: MeshState, calls: list[PendingCall]) -> str | None:
+def _failure(mesh_state: MeshState, calls: list[PendingCall]) -> str | None:
     if not mesh_state.failed:
         return None
     for pending in calls:
@@ -109,7 +109,7 @@ def _loss(mesh_state: MeshState, calls: list[PendingCall]) -> str | None:
         if gone:
             why = mesh_state.failed[gone[0].physical]
             stall = pending.describe_stall()
-            return f"{names_of(gone)} was lost ({why}) during {pending.call}: {stall}"
+            return f"{names_of(gone)} failed ({why}) during {pending.call}: {stall}"
     return None
 
 

@@ -64,14 +64,14 @@ def test_every_floor_of_the_hosts_time_has_its_figure(gpus, monkeypatch):
     assert figures[0] * 8 * 2 == pytest.approx(case.figures["num_packs=1, host us"])
 
 
-def test_every_call_behind_a_failed_assertion_says_that_the_gpu_is_lost(gpus):
+def test_every_call_behind_a_failed_assertion_says_that_the_gpu_has_failed(gpus):
     """Which the program for a real GPU lets PyTorch fail; 710 is CUDA's number of it."""
     from gpu_check.torch_assert import said_after
 
     machine = gpus(1)
     said = said_after(lambda: kill(machine, 0, 710))
     assert len(said) == 5
-    assert all("lost" in text for text in said)
+    assert all("failed" in text for text in said)
     machine.freed.clear()
     with pytest.raises(AssertionError, match="raised nothing"):
         said_after(lambda: None)

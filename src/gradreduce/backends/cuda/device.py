@@ -151,7 +151,7 @@ class CudaQueues(Device):
         return found
 
     def _comes_behind(self, device: Device, queue: Queue) -> bool:
-        same_gpu = device.physical == self.physical  # and lost with it, if ever
+        same_gpu = device.physical == self.physical  # and fails with it
         other = cast("CudaQueues", device)
         return same_gpu and self._compute.comes_behind(other._stream_states[queue])
 
@@ -224,7 +224,7 @@ class CudaDevice(CudaQueues):
 
         Not for a failed mesh, whose queues may never end: what they may use is never freed.
         """
-        with suppress(BackendUnavailableError):  # a lost device has nothing left to wait for
+        with suppress(BackendUnavailableError):  # a failed device has nothing left to wait for
             if self.mesh_state.reason is None:
                 self._synchronize(WaitPolicy(self))
                 self.drain()
@@ -236,7 +236,7 @@ class CudaDevice(CudaQueues):
         if sys.is_finalizing():
             return
         _kept = _STREAMS.pop(id(self), None)  # until this returns
-        with suppress(BackendUnavailableError):  # closed, lost, or from before a fork
+        with suppress(BackendUnavailableError):  # closed, failed, or from before a fork
             self.mesh_state.check_open()
             if self.mesh_state.reason is None and (
                 self._follows_lazily or self._staging or self._deferred_free.held
@@ -467,11 +467,11 @@ class CudaDevice(CudaQueues):
         return held.address, held
 
     def _reached(self, event: Any) -> bool:
-        """See ``Backend._reached``; marks a GPU as lost if it met a fatal error."""
+        """See ``Backend._reached``; marks a GPU as failed if it met a fatal error."""
         return self._is_over(runtime.eventQuery(event.ptr))
 
     def _is_over(self, status: int) -> bool:
-        """Whether a query says done; a fatal error marks the GPU as lost."""
+        """Whether a query says done; a fatal error marks the GPU as failed."""
         if status in FATAL:
             self.mesh_state.mark_failed(self.physical, str(runtime.CUDARuntimeError(status)))
         return status == 0

@@ -123,7 +123,7 @@ _CAPTURE = frozenset(range(900, 909))
 
 
 class Gpu:
-    """Context manager: makes a GPU current; marks it as lost on a fatal error.
+    """Context manager: makes a GPU current; marks it as failed on a fatal error.
 
     Every driver call of ours is inside of one.
     """
@@ -153,7 +153,7 @@ class Gpu:
             self._device.__exit__()
         if getattr(error, "status", 0) in FATAL:
             self._owner.mark_failed(str(error))
-            text = f"device {self._owner.name} was lost: {error}"
+            text = f"device {self._owner.name} failed: {error}"
             raise BackendUnavailableError(text) from error
         if getattr(error, "status", 0) in _CAPTURE:
             raise CaptureError(
@@ -234,7 +234,7 @@ class StreamState:
         return self.ready()
 
     def mark(self) -> Any:
-        """Returns an event at the end of the stream: the last one, if nothing followed it."""
+        """Returns an event at the end of the stream, reused if nothing followed it."""
         stream = self.ready()
         end = self._end  # read first: work that another thread submits meanwhile changes it
         last, event = self._marked
