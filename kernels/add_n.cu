@@ -37,5 +37,5 @@ template <typename Out, typename In, int N> struct AddN {
 
 template <typename Out, typename In, int N>
 __global__ void add_n(TABLE_ARGUMENT table, i64 num_inputs) {
-    elementwise<AddN<Out, In, N>, lanes_of<Out, In>::value>(table, num_inputs);
+    elementwise<AddN<Out, In, N>, lanes_of<Out, In>::value, true>(table, num_inputs);
 }

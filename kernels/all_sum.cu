@@ -38,6 +38,6 @@ template <typename Out, typename In> struct AllSum {
 template <typename Out, typename In>
 __global__ void all_sum(
     TABLE_ARGUMENT table, i64 num_outs, i64 num_inputs, i64 split, double divisor) {
-    elementwise<AllSum<Out, In>, lanes_of<Out, In>::value>(
+    elementwise<AllSum<Out, In>, lanes_of<Out, In>::value, true>(
         table, num_outs, num_inputs, split, divisor);
 }

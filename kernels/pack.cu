@@ -40,5 +40,5 @@ template <typename Out, typename In> struct Pack {
 };
 
 template <typename Out, typename In> __global__ void pack(TABLE_ARGUMENT table, double divisor) {
-    elementwise<Pack<Out, In>, lanes_of<Out, In>::value>(table, divisor);
+    elementwise<Pack<Out, In>, lanes_of<Out, In>::value, true>(table, divisor);
 }
