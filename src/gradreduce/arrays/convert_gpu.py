@@ -298,4 +298,5 @@ def _to_torch(buffer: Buffer) -> Any:
 
 def _released(buffer: Buffer, consumer: Stream) -> Any:
     buffer.block.record_stream(consumer)
-    return buffer.device.release(buffer, unsynchronized(buffer.device, consumer, leaving=True))
+    waited = unsynchronized(buffer.device, consumer, leaving=True) is None
+    return buffer.device.release(buffer, consumer, waited=waited)

@@ -131,25 +131,31 @@ class Device(NotCopied, Backend):
             self._wait_for_stream(stream)
         return buffer
 
-    def release(self, buffer: Buffer, stream: Stream | None = None) -> Any:
+    def release(self, buffer: Buffer, stream: Stream | None = None, *, waited: bool = False) -> Any:
         """Returns the backend's array of ``buffer``'s memory, without a copy.
 
         ``stream`` (None: the host) waits for our compute queue. Of the backend's own class, not a
         raw handle, it is remembered: the array may be dropped while it is still used there.
+
+        Args:
+            buffer: of this device.
+            stream: of the caller, or its raw handle.
+            waited: whether ``stream`` waits already for all that was queued for ``buffer``.
 
         Raises:
             CaptureError: ``stream`` is capturing a CUDA graph.
             DeviceMismatchError: the buffer is another device's.
         """
         self.mesh_state.check_free(self, "release")
-        if stream is not None:
+        if stream is not None and not waited:
             self.check_stream(stream)
         if buffer.device is not self:
             raise DeviceMismatchError(
                 f"{self.name}.release: {buffer} is on another device: call release there"
             )
         self._before_write(buffer, "compute")  # whoever gets the array may write it
-        self._block_stream(stream)
+        if not waited:
+            self._block_stream(stream)
         if stream is not None and not isinstance(stream, int):  # which may have ended when asked
             buffer.block.record_stream(stream)
         return self._array_of(buffer)

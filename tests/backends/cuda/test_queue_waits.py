@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cupy
 import numpy as np
 import pytest
 from support.reduction_calls import dense
@@ -52,6 +53,17 @@ def test_a_step_of_devices_on_one_gpu_is_its_launches(num_packs, gpus):
             buffer.device.upload(np.zeros(5, np.float32), out=buffer)
         found = counted(machine, step)
         assert (found["record"], found["wait"]) == (7, 7)
+
+
+def test_results_in_gpu_memory_do_not_make_the_host_wait(gpus):
+    """Several for each device, for which a stream of their library waits once."""
+    machine = gpus(1)
+    with gr.open_mesh([0, 0], backend="cuda") as mesh:
+        rows = [[cupy.asarray(np.ones(3, np.float32)) for _ in range(3)] for _ in mesh]
+        cross, reduced = gr.HierarchicalCopyAllReduce(mesh=mesh), []
+        found = counted(machine, lambda: reduced.extend(cross.all_reduce(rows, op=SUM)))
+        assert "synchronize" not in found
+        assert all((array.get() == 2).all() for row in reduced for array in row)
 
 
 def moved(device, near):
