@@ -47,6 +47,7 @@ RETIRED = {
 # Retired in names alone: in a sentence some of them are plain English.
 RETIRED_IN_NAMES = {
     "arrivals": "gradient inputs",
+    "as_kind as_kinds": "output_type",
     "become becomes": "update",
     "border": "StreamBoundary",
     "bring brought": "ensure_accessible",
@@ -54,6 +55,7 @@ RETIRED_IN_NAMES = {
     "captures": "CaptureState",
     "due": "deadline_scope",
     "emptied": "reset",
+    "explain": "profile",
     "fetch pull": "to_local",
     "gather gathered": "join_streams",
     "gave give": "submit",
@@ -61,7 +63,7 @@ RETIRED_IN_NAMES = {
     "hand_back handed": "release, broadcast",
     "joint": "multi",
     "landed": "copy_to_out",
-    "lose loses": "mark_failed",
+    "lose loses lost": "mark_failed, failed",
     "near": "colocated",
     "one_call": "StreamScope",
     "outline": "Signature",

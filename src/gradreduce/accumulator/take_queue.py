@@ -240,16 +240,16 @@ def discard_sums(state: AccumulatorState) -> None:
     The step stays, so that later gradients of this step are added.
     """
     with state.lock:
-        lost = state.count
+        num_discarded = state.count
         step = state.step
         state.reset()
         state.step = step
-    if lost:  # a handler may do anything: no lock is held
+    if num_discarded:  # a handler may do anything: no lock is held
         _log.warning(
             "accumulator %r at step %d discarded %d gradients: its mesh failed",
             state.name,
             step,
-            lost,
+            num_discarded,
         )
 
 

@@ -82,7 +82,7 @@ class DistributedValues(NotCopied):
     _kept: dict[Part, Any] | None = None  # the arrays of ``_keep_arrays``
     _is_sparse: bool | None = None
     _external: bool = False  # whether any may be a caller's memory
-    _form: Form = None
+    _form: Form = None  # the axis order of ``values`` in memory; None for C order
     _values: tuple[Any, ...] = ()  # the arrays that ``_lying`` are of, if a caller gave them
     _lying: tuple[Part, ...] = ()  # Buffers whose axes are in the order of ``_form``
     _parts: tuple[Part, ...] | None = None  # None: not yet made of these
@@ -202,11 +202,6 @@ class DistributedValues(NotCopied):
         """The parts on the memory of ``values``: ``parts``, or Buffers in memory order."""
         return self._lying or self._parts or ()
 
-    @property
-    def form(self) -> Form:
-        """The axis order of ``values`` in memory; None for C order."""
-        return self._form
-
     def _discard_copies(self) -> None:
         """Drops ``parts`` that are copies of ``values``; the next use copies again.
 
@@ -216,8 +211,8 @@ class DistributedValues(NotCopied):
             self._parts = None
 
     def _in_memory_order(self) -> DistributedValues:
-        """Returns the same values with axes in memory order (``form``), without copies."""
-        if self.form is None:
+        """Returns the same values with axes in memory order, without copies."""
+        if self._form is None:
             return self
         made = type(self).of(self._lying, self._kind)
         made._key, made._external = self._key, self._external

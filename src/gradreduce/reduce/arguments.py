@@ -155,7 +155,7 @@ def as_reduced(
         index: of its array in ``out``.
         out: not checked; None: new memory.
     """
-    form = value.form
+    form = value._form
     if form is None:
         return value, form
     if out is not None and not (
@@ -167,7 +167,7 @@ def as_reduced(
 
 def _has_order(entry: Any, order: tuple[int, ...]) -> bool:
     if isinstance(entry, DistributedValues):
-        return entry.form == order
+        return entry._form == order
     return isinstance(entry, list | tuple) and all(axis_order(each) == order for each in entry)
 
 
