@@ -241,7 +241,7 @@ def test_inputs_of_every_kind_are_never_written(mesh, num_packs, algorithm):
         gr.PerReplica([array[:, ::2] for array in arrays], mesh),
         gr.PerReplica([array[1] for array in arrays], mesh),
     ]
-    watched = [buffer.device.array(buffer) for buffer in flat.buffers]
+    watched = [buffer.device._array_of(buffer) for buffer in flat.buffers]
     for values in (owned_ones, adopted_ones, owned_ones + adopted_ones):
         with unchanged(*watched, *arrays):
             results = gr.AllReduceCrossDeviceOps(algorithm, num_packs).batch_reduce(
