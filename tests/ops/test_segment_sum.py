@@ -290,15 +290,6 @@ def test_tensors_are_spread_over_threads(device, dtype):
     assert num_jobs == [NUM_THREADS, 1 if whole else NUM_THREADS]
 
 
-def test_another_queue_launches(device):
-    values = random_data((INDICES.size, 4), "float32")
-    tensor = Rows(device, values, INDICES)
-    with recorded(device) as journal:
-        segment_sum([tensor.out], [tensor.buffer], [tensor.plan], queue="transfer")
-    assert {record.queue for record in journal.records} == {"transfer"}
-    assert tensor.right()
-
-
 def test_preparing_launches_nothing(device):
     with recorded(device) as journal:
         prepare_segment_sum(device, as_dtype("float32"), as_dtype("bfloat16"))

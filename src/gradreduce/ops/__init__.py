@@ -16,7 +16,7 @@ from .row_index import RowIndex, expand_divisors, merged_row_index
 from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum, segment_sum_command
 from .segments import Indices, Segments, joined_indices, plan_segments, single_row_segments
 from .square_sum import SQUARE_SUM, norm_of, prepare_norm_of, square_sum
-from .take_rows import TAKE_ROWS, prepare_take_rows, take_rows, take_rows_command
+from .take_rows import TAKE_ROWS, prepare_take_rows, take_rows_command
 from .update import MOMENTUM, NESTEROV, SGD
 from .update_kernels import RuleKernel, Update, prepare_rule, update_rows
 from .validate import Ranges
@@ -64,7 +64,6 @@ __all__ = [
     "segment_sum_command",
     "single_row_segments",
     "square_sum",
-    "take_rows",
     "take_rows_command",
     "update_rows",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
+from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype
 from gradreduce.device.kernel import Arrays
 
 from .validate import FLOATS, check_no_overlap, check_rows, check_writable
@@ -40,7 +40,6 @@ def clip(
     *,
     limit: float,
     device: Device | None = None,
-    queue: Queue = "compute",
 ) -> None:
     """``outs[t] = inputs[t] * limit * min(1 / norm, 1 / limit)`` for every tensor t.
 
@@ -51,8 +50,7 @@ def clip(
         inputs: floats, one per tensor.
         norm: float64, one element; if it is infinite or NaN, every output is NaN.
         limit: above 0.
-        device: launches on its queue; default that of ``outs[0]``. Adds no stream waits.
-        queue: the queue to launch on.
+        device: launches on its compute queue; default that of ``outs[0]``. Adds no stream waits.
 
     Raises:
         ValueError: sizes or dtypes differ, or an output partly overlaps its input, overlaps the
@@ -71,7 +69,7 @@ def clip(
     check_writable("clip", outs)
     for name, rows in launches.items():
         table = [[*row, norm] for row in rows]
-        (device or outs[0].device).launch(CLIP, (name,), table, (float(limit),), queue=queue)
+        (device or outs[0].device).launch(CLIP, (name,), table, (float(limit),))
 
 
 def prepare_clip(device: Device, dtype: np.dtype) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
+from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype
 from gradreduce.device.kernel import Arrays
 
 from .validate import FLOATS, check_rows, check_writable
@@ -42,7 +42,6 @@ def distance_scale(
     *,
     gamma: float,
     device: Device | None = None,
-    queue: Queue = "compute",
 ) -> None:
     """``outs[t] = sums[t] / ((centers[t] - pulled[t])**2 / gamma + 1)`` for every tensor t.
 
@@ -55,8 +54,7 @@ def distance_scale(
         centers: one per tensor, of a float dtype.
         pulled: one per tensor, of the same dtype: the center as it was pulled.
         gamma: the squared distance that halves a sum; above 0.
-        device: launches on its queue; default that of ``outs[0]``. Adds no stream waits.
-        queue: the queue to launch on.
+        device: launches on its compute queue; default that of ``outs[0]``. Adds no stream waits.
 
     Raises:
         ValueError: dtypes or sizes do not match, an operand overlaps an output, or ``gamma`` is
@@ -81,9 +79,7 @@ def distance_scale(
         check_rows("distance_scale", rows, 1, leaders=(0, 0, 2, 2))
         check_writable("distance_scale", [row[0] for row in rows])
     for name, rows in groups.items():
-        (device or outs[0].device).launch(
-            DISTANCE_SCALE, (name,), rows, (float(gamma),), queue=queue
-        )
+        (device or outs[0].device).launch(DISTANCE_SCALE, (name,), rows, (float(gamma),))
 
 
 def prepare_distance_scale(device: Device, dtype: np.dtype) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, mean_dtype
+from gradreduce.device import Buffer, Device, Kernel, mean_dtype
 from gradreduce.device.buffer import Row
 from gradreduce.device.kernel import Arrays
 
@@ -40,7 +40,6 @@ def divide(
     divisor: float,
     *,
     device: Device | None = None,
-    queue: Queue = "compute",
 ) -> None:
     """``outs[t] = inputs[t] / divisor`` for every tensor t of integers: true division.
 
@@ -51,8 +50,7 @@ def divide(
             bits it may be exactly its input.
         inputs: one per tensor, of any integer dtype; only read.
         divisor: rounded to the output's dtype; 0, infinities and NaN as in IEEE 754.
-        device: launches on its queue; default that of ``outs[0]``. Adds no stream waits.
-        queue: the queue to launch on.
+        device: launches on its compute queue; default that of ``outs[0]``. Adds no stream waits.
 
     Raises:
         ValueError: an input is not an integer, an output does not have ``mean_dtype`` or the
@@ -69,7 +67,7 @@ def divide(
     check_writable("divide", outs)
     for template, launched in launches.items():
         device = device or outs[0].device
-        device.launch(DIVIDE, template, launched, (float(divisor),), queue=queue)
+        device.launch(DIVIDE, template, launched, (float(divisor),))
 
 
 def prepare_divide(device: Device, dtype: np.dtype) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
+from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
 from .validate import CASTS, SAME, check_divisor, paired
@@ -45,7 +45,6 @@ def pack(
     *,
     divisor: float = 1,
     device: Device | None = None,
-    queue: Queue = "compute",
 ) -> None:
     """``outs[t] = inputs[t] / divisor`` for every tensor t, cast to the out's dtype.
 
@@ -56,8 +55,7 @@ def pack(
             input is filled up with zeros.
         inputs: one per tensor.
         divisor: in the accumulate dtype of the input; 1 means no division.
-        device: launches on its queue; default that of ``outs[0]``. Adds no stream waits.
-        queue: the queue to launch on.
+        device: launches on its compute queue; default that of ``outs[0]``. Adds no stream waits.
 
     Raises:
         ValueError: an output is shorter than its input, partly overlaps it, or integers would be
@@ -66,7 +64,7 @@ def pack(
     check_divisor("pack", divisor, inputs)
     for (to, of, _, _), operands in paired(PACK, outs, inputs).items():
         device = device or outs[0].device
-        device.launch(PACK, (to, of), operands, (float(divisor),), queue=queue)
+        device.launch(PACK, (to, of), operands, (float(divisor),))
 
 
 def pack_unchecked(

@@ -13,7 +13,6 @@ from gradreduce.device import (
     Buffer,
     Device,
     Kernel,
-    Queue,
     accumulate_dtype,
     element_of,
     flat_layout,
@@ -120,7 +119,6 @@ def segment_sum(
     into: Sequence[np.ndarray | None] | None = None,
     divisor: Divisor | Sequence[Divisor] = 1,
     device: Device | None = None,
-    queue: Queue = "compute",
 ) -> None:
     """``outs[t][into[t][s]]`` becomes the sum of the rows in segment s, for every tensor t.
 
@@ -138,17 +136,14 @@ def segment_sum(
             the output. None (for one tensor or all): row s is segment s, and there are no others.
         divisor: of every sum, or one for each tensor: a number, or a float64 for each segment. In
             the accumulate dtype, before the one rounding; 1 means no division.
-        device: launches on its queue, and holds the plans; default that of ``outs[0]``. Adds no
-            stream waits.
-        queue: the queue to launch on.
+        device: launches on its compute queue, and holds the plans; default that of ``outs[0]``.
+            Adds no stream waits.
 
     Raises:
         ValueError: sizes, rows or dtypes do not match, an output overlaps its values, ``into`` has
             a row twice or out of range, or integers would be divided.
     """
-    segment_sum_command(
-        outs, values, segments, into=into, divisor=divisor, device=device, queue=queue
-    )()
+    segment_sum_command(outs, values, segments, into=into, divisor=divisor, device=device)()
 
 
 def segment_sum_command(
@@ -159,7 +154,6 @@ def segment_sum_command(
     into: Sequence[np.ndarray | None] | None = None,
     divisor: Divisor | Sequence[Divisor] = 1,
     device: Device | None = None,
-    queue: Queue = "compute",
 ) -> Callable[[], None]:
     """As ``segment_sum``, but only checks and uploads; calling what it returns launches.
 
@@ -169,14 +163,14 @@ def segment_sum_command(
     if not planned:
         return lambda: None
     home = device or outs[0].device
-    uploaded = _upload([row.plan for row in planned], home, queue)
+    uploaded = _upload([row.plan for row in planned], home)
     launches: dict[_Key, list[list[Buffer]]] = {}
     for row, plans in zip(planned, uploaded, strict=True):
         launches.setdefault(row.key, []).append([*row.operands, *plans])
 
     def launch() -> None:
         for (to, of, *scalars), rows in launches.items():
-            home.launch(SEGMENT_SUM, (to, of), rows, scalars, queue=queue)
+            home.launch(SEGMENT_SUM, (to, of), rows, scalars)
 
     return launch
 
@@ -271,16 +265,14 @@ def _check_divisors(values: Buffer, plan: Segments, divisor: Divisor) -> None:
         )
 
 
-def _upload(
-    tensors: Sequence[Sequence[np.ndarray]], device: Device, queue: Queue
-) -> list[list[Buffer]]:
+def _upload(tensors: Sequence[Sequence[np.ndarray]], device: Device) -> list[list[Buffer]]:
     """Uploads arrays of 8-byte numbers at once, each aligned to a vector boundary."""
     parts = [part for tensor in tensors for part in tensor]
     layout = flat_layout([part.size for part in parts], 8)
     words = np.zeros(layout.size, np.int64)
     for part, offset in zip(parts, layout.offsets, strict=True):
         words[offset : offset + part.size] = part.view(np.int64)
-    flat = device.upload(words, queue=queue)
+    flat = device.upload(words)
     views = (
         flat.view(offset, part.shape, part.dtype)
         for part, offset in zip(parts, layout.offsets, strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue
+from gradreduce.device import Buffer, Device, Kernel
 from gradreduce.device.kernel import Arrays
 
 from .validate import FLOATS, check_no_overlap, check_writable
@@ -50,7 +50,6 @@ def square_sum(
     squared: bool = True,
     rooted: bool = False,
     device: Device | None = None,
-    queue: Queue = "compute",
 ) -> None:
     """``outs[t][p]`` becomes the sum of the squares of every P-th element of ``inputs[t]``, from p.
 
@@ -62,8 +61,7 @@ def square_sum(
         inputs: floats, one per tensor.
         squared: False adds the elements themselves.
         rooted: take the square root of each sum.
-        device: launches on its queue; default that of ``outs[0]``. Adds no stream waits.
-        queue: the queue to launch on.
+        device: launches on its compute queue; default that of ``outs[0]``. Adds no stream waits.
 
     Raises:
         ValueError: an input is not a float, or an output is not float64, is read-only, or
@@ -80,7 +78,7 @@ def square_sum(
     check_writable("square_sum", outs)
     for name, rows in launches.items():
         scalars = (int(squared), int(rooted))
-        (device or outs[0].device).launch(SQUARE_SUM, (name,), rows, scalars, queue=queue)
+        (device or outs[0].device).launch(SQUARE_SUM, (name,), rows, scalars)
 
 
 def norm_of(inputs: Sequence[Buffer], device: Device) -> Buffer:

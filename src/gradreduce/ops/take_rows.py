@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue
+from gradreduce.device import Buffer, Device, Kernel
 from gradreduce.device.kernel import Arrays
 
 from .segments import Indices
 from .validate import check_no_overlap, check_writable
 
-__all__ = ["TAKE_ROWS", "prepare_take_rows", "take_rows", "take_rows_command"]
+__all__ = ["TAKE_ROWS", "prepare_take_rows", "take_rows_command"]
 
 
 def _take_rows_reference(table: Sequence[Arrays]) -> None:
@@ -37,43 +37,30 @@ TAKE_ROWS = Kernel(
 )
 
 
-def take_rows(
-    outs: Sequence[Buffer],
-    values: Sequence[Buffer],
-    rows: Sequence[Indices],
-    *,
-    device: Device | None = None,
-    queue: Queue = "compute",
-) -> None:
-    """``outs[t][k] = values[t][rows[t][k]]`` for every tensor t.
-
-    One upload of all row numbers; one launch for all tensors whose elements are of one size.
-
-    Args:
-        outs: one per tensor, ``(num_taken, …)``; overwritten. Shares no memory with ``values``.
-        values: one per tensor, ``(num_rows, …)``, of the out's dtype; only read.
-        rows: for each tensor the number of each row that is taken: int64, ``(num_taken,)``, from 0
-            on and below ``num_rows``, in any order.
-        device: launches on its queue, and holds the row numbers; default that of ``outs[0]``.
-            Adds no stream waits.
-        queue: the queue to launch on.
-
-    Raises:
-        ValueError: shapes or dtypes do not match, an output overlaps its values, or a row number
-            is out of range.
-    """
-    take_rows_command(outs, values, rows, device=device, queue=queue)()
-
-
 def take_rows_command(
     outs: Sequence[Buffer],
     values: Sequence[Buffer],
     rows: Sequence[Indices],
     *,
     device: Device | None = None,
-    queue: Queue = "compute",
 ) -> Callable[[], None]:
-    """As ``take_rows``, but only checks and uploads; calling what it returns launches."""
+    """Uploads row numbers; the function that it returns launches.
+
+    The launch writes ``outs[t][k] = values[t][rows[t][k]]`` for every tensor t. One upload of all
+    row numbers; one launch for all tensors whose elements are of one size.
+
+    Args:
+        outs: one per tensor, ``(num_taken, …)``; overwritten. Shares no memory with ``values``.
+        values: one per tensor, ``(num_rows, …)``, of the out's dtype; only read.
+        rows: for each tensor the number of each row that is taken: int64, ``(num_taken,)``, from 0
+            on and below ``num_rows``, in any order.
+        device: launches on its compute queue, and holds the row numbers; default that of
+            ``outs[0]``. Adds no stream waits.
+
+    Raises:
+        ValueError: shapes or dtypes do not match, an output overlaps its values, or a row number
+            is out of range.
+    """
     chosen: list[tuple[Buffer, Buffer, Indices]] = []
     for out, term, numbers in zip(outs, values, rows, strict=True):
         _check(out, term, numbers)
@@ -84,7 +71,7 @@ def take_rows_command(
     home = device or outs[0].device
     # Tensors of one variable take the same rows: uploaded once.
     own = {id(numbers): numbers for _, _, numbers in chosen}
-    flat = home.upload(np.concatenate(list(own.values())), queue=queue)
+    flat = home.upload(np.concatenate(list(own.values())))
     views: dict[int, Buffer] = {}
     start = 0
     for key, numbers in own.items():
@@ -99,7 +86,7 @@ def take_rows_command(
 
     def launch() -> None:
         for name, table in launches.items():
-            home.launch(TAKE_ROWS, (name,), table, (), queue=queue)
+            home.launch(TAKE_ROWS, (name,), table, ())
 
     return launch
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, LaunchBatch, Queue, accumulate_dtype
+from gradreduce.device import Buffer, Device, Kernel, LaunchBatch, accumulate_dtype
 from gradreduce.device.kernel import Arrays
 
 from .update_rules import RULES, Rule
@@ -257,7 +257,6 @@ def update_rows(
     rows: Sequence[Update],
     scalars: Sequence[float],
     device: Device,
-    queue: Queue = "compute",
     *,
     writer: LaunchBatch | None = None,
 ) -> None:
@@ -269,7 +268,7 @@ def update_rows(
     for launched in [rows] if writer is not None else _alike(kernel, rows):
         template, all_scalars = kernel.template_of(launched[0]), (len(launched[0]) - 1, *scalars)
         if writer is None:
-            device.launch(kernel, template, launched, all_scalars, queue=queue)
+            device.launch(kernel, template, launched, all_scalars)
         else:
             writer.launch(kernel, template, launched, all_scalars)
 
