@@ -138,14 +138,14 @@ class Steps:
             placed = [list(map(Device.upload, self.mesh, replicas)) for replicas in self.tensors]
         return [(value, value) for value in (gr.PerReplica(each, self.mesh) for each in placed)]
 
-    def ops(self, way: str) -> gr.AllReduceCrossDeviceOps:
+    def cross_device_ops(self, way: str) -> gr.AllReduceCrossDeviceOps:
         """Returns the ``CrossDeviceOps`` of a way; a flat buffer is one pack."""
         num_packs = 0 if way == NO_PACKS else 1
         return gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=self.mesh)
 
     def plain(self, way: str) -> Call:
         """Returns a plain ``batch_reduce`` call of Buffers."""
-        call = partial(self.ops(way).batch_reduce, gr.ReduceOp.MEAN, self.pairs(way))
+        call = partial(self.cross_device_ops(way).batch_reduce, gr.ReduceOp.MEAN, self.pairs(way))
         results = [value.values for value in call()]
         check(f"{self.implementation}, {way}", [[each.numpy() for each in row] for row in results],
               self.tensors)  # fmt: skip
@@ -153,12 +153,12 @@ class Steps:
 
     def prepared(self, way: str) -> Call:
         """Returns a prepared step of Buffers."""
-        return self.ops(way).prepare(gr.ReduceOp.MEAN, self.pairs(way))
+        return self.cross_device_ops(way).prepare(gr.ReduceOp.MEAN, self.pairs(way))
 
     def of_numpy(self, way: str) -> Call:
         """Returns a call with NumPy inputs and outputs."""
         grads = [list(column) for column in zip(*self.tensors, strict=True)]
-        call = partial(self.ops(way).all_reduce, grads)
+        call = partial(self.cross_device_ops(way).all_reduce, grads)
         check(f"{self.implementation}, {way}, NumPy", list(zip(*call(), strict=True)), self.tensors)
         return call
 

@@ -46,22 +46,22 @@ def calls_of() -> dict[str, Callable[[], Any]]:
     import gradreduce as gr
 
     mesh = gr.open_mesh([0] * NUM_LOGICAL, backend="cuda")
-    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh)
+    cross_device_ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh)
     mean = gr.ReduceOp.MEAN
-    own, lent = [], []
+    own, of_cupy = [], []
     for shape in resnet50():
         value = gr.PerReplica([device.zeros(shape, "float32") for device in mesh], mesh)
         own.append((value, value))
         value = gr.PerReplica([cupy.ndarray(shape, "float32") for _ in mesh], mesh)
-        lent.append((value, value))
+        of_cupy.append((value, value))
     return {
-        "plain": lambda: ops.batch_reduce(mean, own),
-        "plain, one tensor": lambda: ops.batch_reduce(mean, own[:1]),
-        "prepared": ops.prepare(mean, own),
-        "captured": ops.capture(mean, own),
-        "prepared, CuPy arrays": ops.prepare(mean, lent),
-        "captured, CuPy arrays": ops.capture(mean, lent),
-        "plain, CuPy arrays": lambda: ops.batch_reduce(mean, lent),
+        "plain": lambda: cross_device_ops.batch_reduce(mean, own),
+        "plain, one tensor": lambda: cross_device_ops.batch_reduce(mean, own[:1]),
+        "prepared": cross_device_ops.prepare(mean, own),
+        "captured": cross_device_ops.capture(mean, own),
+        "prepared, CuPy arrays": cross_device_ops.prepare(mean, of_cupy),
+        "captured, CuPy arrays": cross_device_ops.capture(mean, of_cupy),
+        "plain, CuPy arrays": lambda: cross_device_ops.batch_reduce(mean, of_cupy),
     }
 
 

@@ -60,7 +60,7 @@ BATCH_SIZE = 32  # images of one gradient
 
 
 def grad_accumulators(
-    variables: Sequence[gr.Variable], ops: gr.AllReduceCrossDeviceOps
+    variables: Sequence[gr.Variable], cross_device_ops: gr.AllReduceCrossDeviceOps
 ) -> list[gr.ConditionalAccumulator]:
     """Returns an accumulator per variable, shared by all workers.
 
@@ -72,7 +72,7 @@ def grad_accumulators(
             variable.shape,
             shared_name=f"{variable.name}/grad_accum",
             device=variable.devices[0].mesh,
-            cross_device_ops=ops,
+            cross_device_ops=cross_device_ops,
         )
         for variable in variables
     ]
@@ -107,8 +107,8 @@ class SyncReplicas:
         self._moved = threading.Condition()
         self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         # Shared by all accumulators, so that their sums are reduced together.
-        self.ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
-        self.accumulators = grad_accumulators(variables, self.ops)
+        self.cross_device_ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
+        self.accumulators = grad_accumulators(variables, self.cross_device_ops)
         for accumulator in self.accumulators:
             accumulator.set_global_step(global_step)
         # The first gradients of each worker need no token; if more are required, add tokens.
@@ -178,7 +178,7 @@ def work(
 
     Each worker has its own random generator, so its batches do not depend on other threads.
     """
-    accumulators = grad_accumulators(sync.variables, sync.ops)
+    accumulators = grad_accumulators(sync.variables, sync.cross_device_ops)
     local = [
         gr.Variable(np.zeros(each.shape), dtype=each.dtype, device=each.devices[worker])
         for each in sync.variables

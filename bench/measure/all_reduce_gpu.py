@@ -108,10 +108,12 @@ class GpuBench:
         with gr.open_mesh([0] * NUM_LOGICAL, backend="cuda") as mesh:
             clock = clock_of(mesh, quick=self.quick)
             for nbytes in QUICK_BYTES if self.quick else SWEEP_BYTES:
-                ops, pairs = _one_tensor(mesh, nbytes, "hierarchical_copy", gr.ReduceOp.MEAN)
+                cross_device_ops, pairs = _one_tensor(
+                    mesh, nbytes, "hierarchical_copy", gr.ReduceOp.MEAN
+                )
                 calls: dict[str, Call] = {
-                    f"{OURS}cuda": partial(ops.batch_reduce, gr.ReduceOp.MEAN, pairs),
-                    f"{OURS}cuda, prepared": ops.prepare(gr.ReduceOp.MEAN, pairs),
+                    f"{OURS}cuda": partial(cross_device_ops.batch_reduce, gr.ReduceOp.MEAN, pairs),
+                    f"{OURS}cuda, prepared": cross_device_ops.prepare(gr.ReduceOp.MEAN, pairs),
                 }
                 if nbytes == LARGE[0]:  # inputs and outs of their own: not too large
                     operands = [np.zeros(nbytes // 4, np.float32)] * NUM_LOGICAL
@@ -130,9 +132,9 @@ class GpuBench:
                                                 strict=True)]  # fmt: skip
         calls: dict[str, Call] = {}
         for name, num_packs, tensors in zip(PLAIN, (0, 1, 1), (own, own, flat), strict=True):
-            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=mesh)
+            cross_device_ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=mesh)
             values = [gr.PerReplica(each, mesh) for each in tensors]
-            calls |= _ways(ops, name, [(value, value) for value in values])
+            calls |= _ways(cross_device_ops, name, [(value, value) for value in values])
         number = QUICK_CALLS if self.quick else CALLS
         seconds = host_seconds(calls, number, quick=self.quick)
         mesh.synchronize()
@@ -199,13 +201,13 @@ class GpuBench:
                 self._on_several(mesh, raw, nbytes)
 
     def _on_several(self, mesh: Mesh, raw: RawNccl, nbytes: int) -> None:
-        ops, pairs = _one_tensor(mesh, nbytes, "nccl", gr.ReduceOp.SUM)
+        cross_device_ops, pairs = _one_tensor(mesh, nbytes, "nccl", gr.ReduceOp.SUM)
         calls: dict[str, Call] = {
             RAW: partial(raw.all_reduce, raw.arguments(pairs[0][0])),
-            f"{OURS}cuda": partial(ops.batch_reduce, gr.ReduceOp.SUM, pairs),
-            f"{OURS}cuda, prepared": ops.prepare(gr.ReduceOp.SUM, pairs),
+            f"{OURS}cuda": partial(cross_device_ops.batch_reduce, gr.ReduceOp.SUM, pairs),
+            f"{OURS}cuda, prepared": cross_device_ops.prepare(gr.ReduceOp.SUM, pairs),
         }
-        reduce: Callable[..., Any] = ops.batch_reduce
+        reduce: Callable[..., Any] = cross_device_ops.batch_reduce
         if "out" in inspect.signature(reduce).parameters:
             out = [pairs[0][0]]
             calls[OURS + IN_PLACE] = partial(reduce, gr.ReduceOp.SUM, pairs, out=out)
@@ -267,21 +269,21 @@ def _one_tensor(
 ) -> tuple[gr.AllReduceCrossDeviceOps, list[tuple[Any, Any]]]:
     """Returns a ``CrossDeviceOps`` after a first call, and its inputs."""
     value = gr.PerReplica([device.zeros((nbytes // 4,), "float32") for device in mesh], mesh)
-    ops = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh)
+    cross_device_ops = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh)
     pairs = [(value, value)]
-    ops.batch_reduce(op, pairs)
-    return ops, pairs
+    cross_device_ops.batch_reduce(op, pairs)
+    return cross_device_ops, pairs
 
 
 def _ways(
-    ops: gr.AllReduceCrossDeviceOps, name: str, pairs: Sequence[tuple[Any, Any]]
+    cross_device_ops: gr.AllReduceCrossDeviceOps, name: str, pairs: Sequence[tuple[Any, Any]]
 ) -> dict[str, Call]:
     """Returns plain, prepared and, where possible, captured calls."""
     made: dict[str, Call] = {
-        name: partial(ops.batch_reduce, gr.ReduceOp.MEAN, pairs),
-        f"{name}, prepared": ops.prepare(gr.ReduceOp.MEAN, pairs),
+        name: partial(cross_device_ops.batch_reduce, gr.ReduceOp.MEAN, pairs),
+        f"{name}, prepared": cross_device_ops.prepare(gr.ReduceOp.MEAN, pairs),
     }
-    capture: Callable[..., Call] | None = getattr(ops, "capture", None)
+    capture: Callable[..., Call] | None = getattr(cross_device_ops, "capture", None)
     if capture is not None:
         made[f"{name}, captured"] = capture(gr.ReduceOp.MEAN, pairs)
     return made

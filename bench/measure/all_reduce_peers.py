@@ -100,8 +100,8 @@ def _tensorflow(tensors: Tensors) -> dict[str, Call]:
         HIERARCHICAL: tf.distribute.HierarchicalCopyAllReduce(num_packs=1),
     }
     calls: dict[str, Call] = {}
-    for name, ops in ways.items():
-        reduce = partial(ops.batch_reduce, tf.distribute.ReduceOp.MEAN, pairs)
+    for name, cross_device_ops in ways.items():
+        reduce = partial(cross_device_ops.batch_reduce, tf.distribute.ReduceOp.MEAN, pairs)
         calls[name] = reduce
         calls[name + INSIDE] = tf.function(partial(_values, reduce))
     return calls

@@ -125,8 +125,8 @@ class HostClock:
     Args:
         quick: few rounds.
         copy_threads: that copy; default one for each core.
-        of_rounds: what is told of the rounds of a candidate; the best (``min``) on a machine that
-            others keep busy, where a median says how busy.
+        of_rounds: reduces the times of a candidate's rounds to one; the best (``min``) on a
+            machine that others keep busy, where a median says how busy.
         rounds: how many; few with ``quick``.
     """
 
@@ -144,8 +144,8 @@ class HostClock:
     def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
         """Measures in turns; see ``Clock``."""
         taken = self.in_turns({**calls, "copy": HostCopy(nbytes, self._copy_threads)})
-        told = {name: self._of_rounds(times) for name, times in taken.items()}
-        return {name: Took(seconds, seconds) for name, seconds in told.items()}
+        summary = {name: self._of_rounds(times) for name, times in taken.items()}
+        return {name: Took(seconds, seconds) for name, seconds in summary.items()}
 
     def in_turns(
         self, calls: Mapping[str, Call], number: int = 1, loops: int = 1

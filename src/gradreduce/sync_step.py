@@ -166,7 +166,7 @@ class SyncStep(NotCopied):
     def _validated(
         self, terms: Sequence[Sequence[Sequence[Any] | None]]
     ) -> tuple[list[int], list[list[list[Buffer]]]]:
-        """Returns the indices of variables with gradients, and ``[variable][replica]`` Buffers."""
+        """Returns the variables that have terms, by index, and ``[variable][replica][term]``."""
         _check_length("terms", terms, len(self.devices), "device")
         for replica, of_replica in enumerate(terms):
             _check_length(f"terms[{replica}]", of_replica, len(self.variables), "variable")

@@ -269,12 +269,14 @@ def cancel_waiting(state: AccumulatorState) -> None:
 
 
 def complete_ready(states: Sequence[AccumulatorState]) -> list[PendingTake]:
-    """Completes the takes that are ready; the caller holds the locks of the states.
+    """Completes takes that are ready; returns those that need the locks of more accumulators.
+
+    The caller holds the locks of the states.
 
     Returns:
-        Takes at the head of a queue that need further locks; for ``complete_multi``.
+        Takes at the head of a queue, for ``complete_multi``.
     """
-    completed: list[PendingTake] = []
+    incomplete: list[PendingTake] = []
     progress = any([state.queue for state in states])  # mostly nobody waits
     held = set(states) if progress else set()
     while progress:
@@ -284,12 +286,12 @@ def complete_ready(states: Sequence[AccumulatorState]) -> list[PendingTake]:
             if head is None or state.count < head.num_required:
                 continue
             if not held.issuperset(head.states):
-                if head not in completed:
-                    completed.append(head)
+                if head not in incomplete:
+                    incomplete.append(head)
             elif head.is_ready():
                 _complete(head)
                 progress = True
-    return completed
+    return incomplete
 
 
 def complete_multi(pending_takes: Sequence[PendingTake]) -> None:
