@@ -226,7 +226,10 @@ def test_training_goes_on_from_the_global_step(script):
         counter = gr.Variable(7, "global_step", trainable=False, device=mesh.devices[0])
         optimizer = gr.GradientDescentOptimizer(0.5)
         with script.SyncReplicas(variables, optimizer, counter, 2, 3) as sync:
-            (mine,), (other,) = sync.accumulators, script.grad_accumulators(variables, sync.ops)
+            (mine,), (other,) = (
+                sync.accumulators,
+                script.grad_accumulators(variables, sync.cross_device_ops),
+            )
             assert mine.accumulator_ref is other.accumulator_ref
             assert (
                 mine.accumulator_ref

@@ -417,5 +417,5 @@ def load_state(state: AccumulatorState, saved: Mapping[str, Any]) -> None:
         state.sum_shape = checked.sum_shape
         state.kind = checked.kind
         state.totals = totals
-        completed = complete_ready([state])
-    complete_multi(completed)
+        incomplete = complete_ready([state])
+    complete_multi(incomplete)

@@ -222,8 +222,8 @@ def _all_or_none(
         pending_gradients = for_each(_pending_gradient, calls, name_of)
         wait_for_inputs([_rows_of(part) for each in pending_gradients for _, part in each.parts])
         with DeferInterrupts():  # also completes the takes that now have enough
-            kept, completed = apply_pending(pending_gradients, step, name_of)
-            complete_multi(completed)
+            kept, incomplete = apply_pending(pending_gradients, step, name_of)
+            complete_multi(incomplete)
             release_inputs()
     return kept
 

@@ -184,8 +184,8 @@ def join(pending_take: PendingTake) -> None:
             state.check_devices()  # else it would wait without end
         for state in pending_take.states:
             state.queue.append(pending_take)
-        completed = complete_ready(pending_take.states)
-    complete_multi(completed)
+        incomplete = complete_ready(pending_take.states)
+    complete_multi(incomplete)
 
 
 def await_take(pending_take: PendingTake, timeout: float | None) -> None:
@@ -219,8 +219,8 @@ def withdraw(pending_take: PendingTake, timeout: float | None = None) -> None:
                 return
             pending_take.error = DeadlineExceededError(_missing(pending_take, timeout))
             pending_take.leave()
-            completed = complete_ready(pending_take.states)
-        complete_multi(completed)
+            incomplete = complete_ready(pending_take.states)
+        complete_multi(incomplete)
 
 
 def close(state: AccumulatorState) -> None:
@@ -264,8 +264,8 @@ def cancel_waiting(state: AccumulatorState) -> None:
                 pending_take.leave()
     for other in dict.fromkeys(each for pending_take in waiting for each in pending_take.states):
         with locked([other]):
-            completed = complete_ready([other])
-        complete_multi(completed)
+            incomplete = complete_ready([other])
+        complete_multi(incomplete)
 
 
 def complete_ready(states: Sequence[AccumulatorState]) -> list[PendingTake]:
