@@ -39,7 +39,7 @@ WRONG = {
                 "['partial_sums'][0] is float16(1, 2); expected float32(1, 2)"),
     "other": ({"partial_sums": [TOTAL[:, :1]]}, ValueError, "(1, 1); expected float32(1, 2)"),
     "swapped": ({"partial_sums": [TOTAL.astype(">f4")]}, TypeError, "sums'][0]: dtype >f4"),
-    "unknown": ({"stale": 1}, KeyError, "state has unknown keys 'stale'"),
+    "unknown": ({"stale": 1}, KeyError, "from state_dict(): 'stale' unknown"),
 }  # fmt: skip
 
 
@@ -61,8 +61,8 @@ def test_what_is_missing_is_named(filled):
     for key in EMPTY:
         state = EMPTY | FILLED
         del state[key]
-        check_refused(filled, state, KeyError, f"state lacks the keys {key!r}")
-    check_refused(filled, [EMPTY], TypeError, "state is a list; pass a dict from state_dict()")
+        check_refused(filled, state, KeyError, f"from state_dict(): {key!r} missing")
+    check_refused(filled, [EMPTY], TypeError, "state is a list; expected a dict from state_dict()")
     filled.load_state_dict(EMPTY | FILLED)
     assert same(filled.take_grad(2), TOTAL.astype("float16")), "a NaN is a sum as good as any"
 

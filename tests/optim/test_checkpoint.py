@@ -136,18 +136,18 @@ def test_what_is_wrong_changes_nothing(mesh):
     state = optimizer.state_dict()
     reference = gr.Variable([1.0], "w", device=mesh)
     for given, those, error, match in [
-        ([], variables, TypeError, "not a dict from state_dict"),
+        ([], variables, TypeError, "; expected a dict from state_dict"),
         (changed(state, "format", drop=True), variables, KeyError, "..: 'format' missing"),
         (changed(state, "more", to=1), variables, KeyError, "more"),
         (changed(state, "format", to="gradreduce optimizer 2"), variables, ValueError, "format"),
         (changed(state, "optimizer", to="MomentumOptimizer"), variables, ValueError, "optimizer"),
-        (changed(state, "slots", to=[]), variables, TypeError, "not a dict"),
+        (changed(state, "slots", to=[]), variables, TypeError, "expected a dict"),
         (state, variables[:1], KeyError, "no given variable has that name"),
         (state, [*variables, reference], ValueError, "two variables have the name 'w'"),
         (changed(state, "slots", "w", "m", drop=True), variables, KeyError, r"\['w'\]"),
-        (changed(state, "slots", "w", "m", to=[1.0]), variables, TypeError, "not an array"),
+        (changed(state, "slots", "w", "m", to=[1.0]), variables, TypeError, "expected an array"),
         (changed(state, "slots", "w", "m", to=np.ones((3, 4), "float32")), variables, ValueError,
-         r"\['w'\]\['m'\] is float32\(3, 4\), must be float32\(4, 3\)"),
+         r"\['w'\]\['m'\] is float32\(3, 4\); expected float32\(4, 3\)"),
         (changed(state, "slots", "w", "m", to=np.ones((4, 3))), variables, ValueError, "float64"),
         (changed(state, HYPER, "beta1_power", drop=True), variables, KeyError, HYPER),
         (changed(state, HYPER, "beta1_power", to="x"), variables, ValueError, HYPER),

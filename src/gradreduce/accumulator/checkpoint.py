@@ -7,16 +7,16 @@ before it changes anything.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from gradreduce.arrays.convert import as_result_kind, host_array, is_array, shape_and_dtype
+from gradreduce.arrays import snapshots
+from gradreduce.arrays.convert import as_result_kind, host_array, is_array
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices
 from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_index, compatible
-from gradreduce.errors import CollectiveError, about, brief, listed
+from gradreduce.errors import CollectiveError, about, brief
 from gradreduce.ops import RowIndex, joined_indices
 
 from .state import AccumulatorState, SparseSum
@@ -78,7 +78,8 @@ def checked_state(state: AccumulatorState, saved: Mapping[str, Any]) -> CheckedS
         TypeError: a value has a wrong type.
         ValueError: a value is out of range, or contradicts the accumulator or another value.
     """
-    _check_keys(state, saved)
+    snapshots.check_keys("state", saved, _KEYS)
+    snapshots.check_entry(saved, "format", sums_of(state).format)
     definition = {
         "dtype": str(state.dtype),
         "reduction_type": state.reduction_type,
@@ -101,25 +102,9 @@ def checked_state(state: AccumulatorState, saved: Mapping[str, Any]) -> CheckedS
     return CheckedState(step, count, num_dropped, sum_shape, kind, hosts)
 
 
-def _check_keys(state: AccumulatorState, saved: Mapping[str, Any]) -> None:
-    if not isinstance(saved, Mapping):
-        raise TypeError(f"state is a {type(saved).__name__}; pass a dict from state_dict()")
-    wanted = sums_of(state).format
-    if "format" in saved and _text("format", saved["format"]) != wanted:  # which has other keys
-        raise ValueError(
-            f"state['format'] is {brief(_plain(saved['format']))}; expected {wanted!r}"
-        )
-    for what, keys in (
-        ("lacks the keys", [key for key in _KEYS if key not in saved]),
-        ("has unknown keys", [key for key in saved if key not in _KEYS]),
-    ):
-        if keys:
-            raise KeyError(f"state {what} {listed(map(repr, keys))}")
-
-
 def _sum_shape(state: AccumulatorState, saved: Any, count: int) -> tuple[int, ...] | None:
     """Validates the shape of the sums; None without any."""
-    value = _plain(saved)
+    value = snapshots.plain(saved)
     if state.sparse and (isinstance(value, list | tuple) or is_array(value)):
         value = [None if index == 0 and extent == UNKNOWN else extent
                  for index, extent in enumerate(value)]  # fmt: skip
@@ -137,7 +122,7 @@ def _sum_shape(state: AccumulatorState, saved: Any, count: int) -> tuple[int, ..
 
 def _kind(device: Device, saved: Any, count: int) -> Kind:
     """Validates the array type that the next take returns."""
-    _check_presence("kind", _plain(saved) is not None, count)
+    _check_presence("kind", snapshots.plain(saved) is not None, count)
     if not count:
         return "native"
     kind = _text("kind", saved)
@@ -190,13 +175,8 @@ def _check_presence(key: str, present: bool, count: int) -> None:
         raise ValueError(f"state[{key!r}] {what}, because state['num_accumulated']={count}")
 
 
-def _plain(value: Any) -> Any:
-    """Unwraps a zero-dimensional array; some checkpoint formats know only arrays."""
-    return value.item() if is_array(value) and not tuple(value.shape) else value
-
-
 def _text(key: str, value: Any) -> str:
-    text = _plain(value)
+    text = snapshots.plain(value)
     if not isinstance(text, str):
         raise TypeError(f"state[{key!r}]={brief(value)} must be a string")
     return text
@@ -204,13 +184,13 @@ def _text(key: str, value: Any) -> str:
 
 def _integer(key: str, value: Any) -> int:
     try:
-        return as_index(_plain(value))
+        return as_index(snapshots.plain(value))
     except TypeError:
         raise TypeError(f"state[{key!r}]={brief(value)} must be an integer") from None
 
 
 def _shape(key: str, value: Any) -> _Shape:
-    extents = _plain(value)
+    extents = snapshots.plain(value)
     if extents is None:
         return None
     try:
@@ -236,17 +216,8 @@ class DenseSums:
 
     format = "gradreduce dense accumulator 1"
 
-    @staticmethod
-    def copied(total: Buffer) -> Buffer:
-        """Queues a copy into new memory on the same device; the host does not wait."""
-        copy = total.device.empty(total.shape, total.dtype)
-        total.device.copy(copy, total)
-        return copy
-
-    @staticmethod
-    def downloaded(copy: Buffer, deadline: float | None) -> Any:
-        """Downloads the copy as a host array; waits for the device."""
-        return copy.numpy(deadline=deadline)
+    copied = staticmethod(snapshots.copied)
+    downloaded = staticmethod(snapshots.downloaded)
 
     @staticmethod
     def fits(shape: _Shape, wanted: _Shape) -> bool:
@@ -258,16 +229,7 @@ class DenseSums:
     @staticmethod
     def checked(name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int) -> Any:
         """Validates a host array of ``shape`` in the accumulate dtype of ``dtype``."""
-        if not is_array(saved):
-            raise TypeError(f"{name} is a {type(saved).__name__}; expected an array or None")
-        try:
-            found = shape_and_dtype(saved)
-        except TypeError as error:
-            raise about(name, error) from None
-        wanted = (shape, accumulate_dtype(dtype))
-        if found != wanted:
-            raise ValueError(f"{name} is {found[1]}{found[0]}; expected {wanted[1]}{wanted[0]}")
-        return host_array(saved)
+        return snapshots.checked_array(name, saved, shape, accumulate_dtype(dtype))
 
     @staticmethod
     def uploaded(device: Device, host: Any) -> Buffer:
@@ -284,13 +246,13 @@ class SparseSums:
     @staticmethod
     def copied(total: SparseSum) -> SparseSum:
         """Queues a copy of the rows; the row index is immutable."""
-        return SparseSum(total.slots, DenseSums.copied(total.rows))
+        return SparseSum(total.slots, snapshots.copied(total.rows))
 
     @classmethod
-    def downloaded(cls, copy: SparseSum, deadline: float | None) -> dict[str, Any]:
+    def downloaded(cls, copy: SparseSum, end: float | None) -> dict[str, Any]:
         """Downloads indices, touches of each and rows; waits for the device."""
         slots = copy.slots
-        rows = DenseSums.downloaded(copy.values, deadline)[slots.rows]
+        rows = snapshots.downloaded(copy.values, end)[slots.rows]
         return dict(zip(cls._KEYS, (slots.indices.copy(), slots.num_touches(), rows), strict=True))
 
     @classmethod
@@ -308,12 +270,7 @@ class SparseSums:
         cls, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
     ) -> dict[str, Any]:
         """Validates the three arrays."""
-        if not isinstance(saved, Mapping):
-            raise TypeError(f"{name} is a {type(saved).__name__}; expected a dict or None")
-        if set(saved) != set(cls._KEYS):
-            raise KeyError(
-                f"{name} has the keys {sorted(map(str, saved))}; expected {list(cls._KEYS)}"
-            )
+        snapshots.check_keys(name, saved, cls._KEYS)
         values, acc_dtype = saved["values"], accumulate_dtype(dtype)
         try:
             slices = IndexedSlices(values, saved["indices"], shape)
@@ -356,7 +313,7 @@ def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, An
         state: the accumulator.
         deadline: seconds from ``as_deadline``, for all downloads together.
     """
-    end = None if deadline is None else time.monotonic() + deadline
+    end = snapshots.end_of(deadline)
     sums = sums_of(state)
     mesh_state = state.devices[0].mesh_state
     with state.lock:
@@ -376,19 +333,12 @@ def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, An
             "kind": state.kind if filled else None,
         }
         copies = [None if total is None else sums.copied(total) for total in state.totals]
-    made["partial_sums"] = [
-        None if copy is None else sums.downloaded(copy, _rest(end)) for copy in copies
-    ]
+    made["partial_sums"] = [None if copy is None else sums.downloaded(copy, end) for copy in copies]
     if mesh_state.has_failed(generation):  # and was reset before a download could fail
         raise CollectiveError(
             "the mesh failed while the state of an accumulator was saved; load an older checkpoint"
         )
     return made
-
-
-def _rest(end: float | None) -> float | None:
-    """Seconds left until ``end``, above 0."""
-    return None if end is None else max(end - time.monotonic(), 1e-6)
 
 
 def load_state(state: AccumulatorState, saved: Mapping[str, Any]) -> None:

@@ -6,13 +6,13 @@ any backend can load it. Float16 and bfloat16 slots are saved as float32.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gradreduce.arrays.convert import converted, host_array, is_array, shape_and_dtype
+from gradreduce.arrays import snapshots
+from gradreduce.arrays.convert import converted
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, DType, accumulate_dtype
+from gradreduce.device import Buffer, accumulate_dtype
 from gradreduce.errors import about, listed
 
 from .hyperparameters import check_decay
@@ -20,15 +20,9 @@ from .slots import MASTER, Slots
 
 __all__ = [
     "by_name",
-    "check_keys",
-    "checked_array",
     "checked_hyperparameters",
     "checked_state",
-    "copied",
-    "downloaded",
-    "end_of",
     "loaded_slots",
-    "plain",
     "queued_state",
     "saved_state",
 ]
@@ -48,7 +42,7 @@ def saved_state(
         hyperparameters: state besides the slots.
         deadline: seconds from ``as_deadline``, for all downloads together.
     """
-    return queued_state(kind, slots, hyperparameters)(end_of(deadline))
+    return queued_state(kind, slots, hyperparameters)(snapshots.end_of(deadline))
 
 
 def queued_state(
@@ -63,35 +57,17 @@ def queued_state(
                 raise ValueError(
                     f"two variables have the name {var.name!r}; states need unique names"
                 )
-            copies.setdefault(var.name, {})[name] = copied(slot.buffers[0])
+            copies.setdefault(var.name, {})[name] = snapshots.copied(slot.buffers[0])
     scalars = dict(hyperparameters)
 
     def finish(end: float | None) -> dict[str, Any]:
         saved = {
-            owner: {name: downloaded(copy, end) for name, copy in by_name.items()}
+            owner: {name: snapshots.downloaded(copy, end) for name, copy in by_name.items()}
             for owner, by_name in copies.items()
         }
         return {"format": FORMAT, "optimizer": kind, "hyperparameters": scalars, "slots": saved}
 
     return finish
-
-
-def end_of(deadline: float | None) -> float | None:
-    """Converts seconds from now to a point in time."""
-    return None if deadline is None else time.monotonic() + deadline
-
-
-def copied(buffer: Buffer) -> Buffer:
-    """Queues a copy on the device, so that a state is from one moment."""
-    copy = buffer.device.empty(buffer.shape, buffer.dtype)
-    buffer.device.copy(copy, buffer)
-    return copy
-
-
-def downloaded(copy: Buffer, end: float | None) -> Any:
-    """Downloads a buffer in the accumulate dtype until a point in time."""
-    deadline = None if end is None else max(end - time.monotonic(), 1e-6)
-    return converted(copy.numpy(deadline=deadline), accumulate_dtype(copy.dtype))
 
 
 def checked_state(
@@ -106,13 +82,12 @@ def checked_state(
         TypeError: a value of another type.
         ValueError: a value of another format, shape or dtype.
     """
-    check_keys("state", state, _KEYS)
-    for key, wanted in (("format", FORMAT), ("optimizer", kind)):
-        if plain(state[key]) != wanted:
-            raise ValueError(f"state[{key!r}] is {plain(state[key])!r}, not {wanted!r}")
+    snapshots.check_keys("state", state, _KEYS)
+    snapshots.check_entry(state, "format", FORMAT)
+    snapshots.check_entry(state, "optimizer", kind)
     owners = by_name([variables] if isinstance(variables, Variable) else variables)
     if not isinstance(state["slots"], Mapping):
-        raise TypeError(f"state['slots'] is a {type(state['slots']).__name__}, not a dict")
+        raise TypeError(f"state['slots'] is a {type(state['slots']).__name__}; expected a dict")
     unknown = [name for name in state["slots"] if name not in owners]
     if unknown:
         raise KeyError(
@@ -134,47 +109,14 @@ def by_name(variables: Sequence[Variable]) -> dict[str, Variable]:
     return owners
 
 
-def check_keys(what: str, saved: Any, wanted: Sequence[str]) -> None:
-    """Raises unless a dictionary has exactly these keys."""
-    if not isinstance(saved, Mapping):
-        raise TypeError(f"{what} is a {type(saved).__name__}, not a dict from state_dict()")
-    keys = {"missing": set(wanted) - set(saved), "unknown": set(saved) - set(wanted)}
-    wrong = [f"{listed(sorted(map(repr, found)))} {kind}" for kind, found in keys.items() if found]
-    if wrong:
-        raise KeyError(f"{what} must have exactly the keys from state_dict(): {', '.join(wrong)}")
-
-
-def plain(value: Any) -> Any:
-    """Returns the Python value of a zero-dimensional array, as stores of arrays write it."""
-    return value.item() if is_array(value) and not tuple(value.shape) else value
-
-
 def _checked_slots(where: str, slots: Slots, var: Variable, saved: Any) -> dict[str, Any]:
     names = slots.names_for(var)
-    check_keys(where, saved, names)
+    snapshots.check_keys(where, saved, names)
     wanted = (var.shape, accumulate_dtype(slots.state_dtype(var)))
     found = {}
     for name in names:
-        found[name] = checked_array(f"{where}[{name!r}]", saved[name], *wanted)
+        found[name] = snapshots.checked_array(f"{where}[{name!r}]", saved[name], *wanted)
     return found
-
-
-def checked_array(where: str, saved: Any, wanted: tuple[int, ...], of_dtype: DType) -> Any:
-    """Validates an array of a state and returns it in host memory.
-
-    Raises:
-        TypeError: it is not an array.
-        ValueError: it has another shape or dtype.
-    """
-    if not is_array(saved):
-        raise TypeError(f"{where} is a {type(saved).__name__}, not an array")
-    try:
-        shape, dtype = shape_and_dtype(saved)
-    except TypeError as error:
-        raise about(where, error) from None
-    if (shape, dtype) != (wanted, of_dtype):
-        raise ValueError(f"{where} is {dtype}{shape}, must be {of_dtype}{wanted}")
-    return host_array(saved)
 
 
 def checked_hyperparameters(
@@ -205,9 +147,9 @@ def checked_hyperparameters(
                 "updated"
             )
         return {}
-    check_keys("state['hyperparameters']", saved, wanted)
+    snapshots.check_keys("state['hyperparameters']", saved, wanted)
     try:
-        hyperparameters = {name: float(plain(value)) for name, value in saved.items()}
+        hyperparameters = {name: float(snapshots.plain(value)) for name, value in saved.items()}
         for name, number in hyperparameters.items():
             check_decay(name, number)
     except (TypeError, ValueError) as error:

@@ -175,8 +175,8 @@ def changed(state, *path, to=None, drop=False):
 
 WRONG = np.ones((3, 3), "float32")
 OF_A_WORKER = [
-    (((), None), TypeError, "state is a NoneType, not a dict from state_dict()"),
-    ((("format",), "x"), ValueError, "state['format'] is 'x', not 'gradreduce AGN worker 1'"),
+    (((), None), TypeError, "state is a NoneType; expected a dict from state_dict()"),
+    ((("format",), "x"), ValueError, "state['format'] is 'x'; expected 'gradreduce AGN worker 1'"),
     ((("sums",), ...), KeyError, "state_dict(): 'sums' missing"),
     ((("more",), 1), KeyError, "more"),
     ((("optimizer", "optimizer"), "AdamOptimizer"), ValueError, "'MomentumOptimizer'"),
@@ -186,10 +186,14 @@ OF_A_WORKER = [
         KeyError,
         "state['variables'] must have exactly the keys from state_dict(): 'weights' missing",
     ),
-    ((("variables", "weights"), WRONG), ValueError, "must be float32(5,)"),
-    ((("variables", "weights"), np.ones(5)), ValueError, "is float64(5,), must be float32(5,)"),
+    ((("variables", "weights"), WRONG), ValueError, "expected float32(5,)"),
+    ((("variables", "weights"), np.ones(5)), ValueError, "is float64(5,); expected float32(5,)"),
     ((("sums",), []), TypeError, "state['sums'] is a list"),
-    ((("sums", "weights"), [1.0]), TypeError, "state['sums']['weights'] is a list, not an array"),
+    (
+        (("sums", "weights"), [1.0]),
+        TypeError,
+        "state['sums']['weights'] is a list; expected an array",
+    ),
     ((("sums", "nobody"), WRONG), KeyError, "state['sums']"),
     ((("pulled", "weights"), WRONG), ValueError, "state['pulled']['weights'] is float32(3, 3)"),
     ((("sums", "table"), np.ones((6, 2), "float32")), ValueError, "both have ['table']"),
@@ -201,18 +205,18 @@ OF_A_WORKER = [
     ((("local_step",), -1), ValueError, "state['local_step']=-1 must be at least 0"),
 ]
 OF_A_CENTER = [
-    (((), []), TypeError, "state is a list, not a dict from state_dict()"),
+    (((), []), TypeError, "state is a list; expected a dict from state_dict()"),
     ((("format",), ...), KeyError, "state_dict(): 'format' missing"),
-    ((("format",), "x"), ValueError, "not 'gradreduce AGN center 1'"),
+    ((("format",), "x"), ValueError, "expected 'gradreduce AGN center 1'"),
     (
         (("variables", "weights"), ...),
         KeyError,
         "state['variables'] must have exactly the keys from state_dict(): 'weights' missing",
     ),
     ((("variables", "nobody"), WRONG), KeyError, "state_dict(): 'nobody' unknown"),
-    ((("variables", "weights"), WRONG), ValueError, "must be float32(5,)"),
+    ((("variables", "weights"), WRONG), ValueError, "expected float32(5,)"),
     ((("optimizer", "optimizer"), "AdamOptimizer"), ValueError, "'MomentumOptimizer'"),
-    ((("optimizer", "slots"), 3), TypeError, "not a dict"),
+    ((("optimizer", "slots"), 3), TypeError, "expected a dict"),
 ]
 
 

@@ -8,23 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gradreduce.arrays import snapshots
 from gradreduce.arrays.convert import converted
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, accumulate_dtype
-from gradreduce.optim.checkpoint import (
-    check_keys,
-    checked_array,
-    checked_state,
-    copied,
-    downloaded,
-    end_of,
-    loaded_slots,
-    plain,
-    queued_state,
-)
+from gradreduce.optim.checkpoint import checked_state, loaded_slots, queued_state
 from gradreduce.optim.slots import Slots
 
-__all__ = ["assign", "check_format", "checked_values", "placed", "ready_center", "saved_center"]
+__all__ = ["assign", "checked_values", "placed", "ready_center", "saved_center"]
 
 _CENTER = "gradreduce AGN center 1"
 
@@ -33,12 +24,12 @@ def saved_center(
     rule: str, variables: Mapping[str, Variable], slots: Slots | None
 ) -> Callable[[float | None], dict[str, Any]]:
     """Queues copies of a center; the returned function downloads them before a deadline."""
-    values = {name: copied(variable.buffers[0]) for name, variable in variables.items()}
+    values = {name: snapshots.copied(variable.buffers[0]) for name, variable in variables.items()}
     finish = None if slots is None else queued_state(rule, slots, {})
 
     def download(deadline: float | None) -> dict[str, Any]:
-        end = end_of(deadline)
-        found = {name: downloaded(copy, end) for name, copy in values.items()}
+        end = snapshots.end_of(deadline)
+        found = {name: snapshots.downloaded(copy, end) for name, copy in values.items()}
         optimizer = None if finish is None else finish(end)
         return {"format": _CENTER, "variables": found, "optimizer": optimizer}
 
@@ -49,10 +40,10 @@ def ready_center(
     rule: str, variables: Mapping[str, Variable], slots: Slots | None, state: Any
 ) -> Callable[[], None]:
     """Validates a center's state and allocates memory; the returned function loads it."""
-    check_keys("state", state, ("format", "variables", "optimizer"))
-    check_format(state, _CENTER)
+    snapshots.check_keys("state", state, ("format", "variables", "optimizer"))
+    snapshots.check_entry(state, "format", _CENTER)
     values = checked_values("state['variables']", state["variables"], variables)
-    saved = plain(state["optimizer"])
+    saved = snapshots.plain(state["optimizer"])
     if saved is not None and slots is None:
         raise ValueError("state['optimizer'] has slots; create the workers' AGNOptimizers first")
     made = None
@@ -73,12 +64,6 @@ def ready_center(
 # -- values ---------------------------------------------------------------------------------------
 
 
-def check_format(state: Mapping[str, Any], wanted: str) -> None:
-    """Raises ``ValueError`` if a state has another format."""
-    if plain(state["format"]) != wanted:
-        raise ValueError(f"state['format'] is {plain(state['format'])!r}, not {wanted!r}")
-
-
 def checked_values(
     where: str,
     saved: Any,
@@ -97,9 +82,9 @@ def checked_values(
     names = set(variables)
     if not all_of_them and isinstance(saved, Mapping):
         names &= set(saved)
-    check_keys(where, saved, sorted(names))
+    snapshots.check_keys(where, saved, sorted(names))
     return {
-        name: checked_array(
+        name: snapshots.checked_array(
             f"{where}[{name!r}]", saved[name], variables[name].shape,
             accumulate_dtype(variables[name].dtype),
         )

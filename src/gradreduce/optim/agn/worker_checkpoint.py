@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradreduce.arrays import snapshots
 from gradreduce.arrays.convert import converted
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
@@ -13,21 +14,15 @@ from gradreduce.device import Buffer, accumulate_dtype
 from gradreduce.errors import about, listed
 from gradreduce.optim.checkpoint import (
     by_name,
-    check_keys,
-    checked_array,
     checked_hyperparameters,
     checked_state,
-    copied,
-    downloaded,
-    end_of,
     loaded_slots,
-    plain,
     saved_state,
 )
 from gradreduce.optim.hyperparameters import as_count
 from gradreduce.optim.optimizer import Optimizer
 
-from .checkpoint import assign, check_format, checked_values, placed
+from .checkpoint import assign, checked_values, placed
 from .variables import Member
 
 __all__ = ["WorkerState", "load_worker", "saved_worker"]
@@ -58,30 +53,30 @@ def saved_worker(
     inner: Optimizer, members: Sequence[Member], worker: WorkerState, deadline: float | None
 ) -> dict[str, Any]:
     """Returns the state of a worker; see ``AGNOptimizer.state_dict``."""
-    end = end_of(deadline)
+    end = snapshots.end_of(deadline)
     owners = {member.local.name: member for member in members}
     by_name([member.local for member in members])
-    values = {name: copied(member.local.buffers[0]) for name, member in owners.items()}
+    values = {name: snapshots.copied(member.local.buffers[0]) for name, member in owners.items()}
     full = {name: member.total for name, member in owners.items() if not member.total.is_empty}
     sums = {
-        name: copied(total.current)
+        name: snapshots.copied(total.current)
         for name, total in full.items()
         if isinstance(total.current, Buffer)
     }
     rows = {name: total.merged() for name, total in full.items() if total.rows is not None}
-    pulled = {var.name: copied(kept.buffers[0]) for var, kept in worker.pulled.items()}
+    pulled = {var.name: snapshots.copied(kept.buffers[0]) for var, kept in worker.pulled.items()}
     return {
         "format": _WORKER,
         "optimizer": saved_state(
             type(inner).__name__, inner._slots, inner._saved_hyperparameters(), None
         ),
-        "variables": {name: downloaded(copy, end) for name, copy in values.items()},
-        "sums": {name: downloaded(copy, end) for name, copy in sums.items()},
+        "variables": {name: snapshots.downloaded(copy, end) for name, copy in values.items()},
+        "sums": {name: snapshots.downloaded(copy, end) for name, copy in sums.items()},
         "rows": {
-            name: {"indices": each.indices.copy(), "values": downloaded(each.values, end)}
+            name: {"indices": each.indices.copy(), "values": snapshots.downloaded(each.values, end)}
             for name, each in rows.items()
         },
-        "pulled": {name: downloaded(copy, end) for name, copy in pulled.items()},
+        "pulled": {name: snapshots.downloaded(copy, end) for name, copy in pulled.items()},
         "local_step": worker.local_step,
         "is_due": worker.is_due,
     }
@@ -98,8 +93,8 @@ def load_worker(
         state: to load.
         by_distance: whether the worker has a ``distance_scale``.
     """
-    check_keys("state", state, _KEYS)
-    check_format(state, _WORKER)
+    snapshots.check_keys("state", state, _KEYS)
+    snapshots.check_entry(state, "format", _WORKER)
     owners = {member.local.name: member for member in members}
     variables = by_name([member.local for member in members])
     values = checked_values("state['variables']", state["variables"], variables)
@@ -145,10 +140,10 @@ def load_worker(
 
 def _checked_counts(state: Mapping[str, Any]) -> tuple[int, bool]:
     """Validates and returns the local step, and whether a push is due."""
-    step = as_count("state['local_step']", plain(state["local_step"]), least=0)
+    step = as_count("state['local_step']", snapshots.plain(state["local_step"]), least=0)
     if step > _MOST_STEPS:
         raise ValueError(f"state['local_step'] is {step}, more than an int32 holds")
-    is_due = plain(state["is_due"])
+    is_due = snapshots.plain(state["is_due"])
     if not isinstance(is_due, bool):
         raise TypeError(f"state['is_due'] is {is_due!r}, must be True or False")
     return step, is_due
@@ -157,17 +152,17 @@ def _checked_counts(state: Mapping[str, Any]) -> tuple[int, bool]:
 def _checked_rows(saved: Any, variables: Mapping[str, Variable]) -> dict[str, IndexedSlices]:
     """Validates the sparse sums and returns them by variable name."""
     names = set(saved) & set(variables) if isinstance(saved, Mapping) else set(variables)
-    check_keys("state['rows']", saved, sorted(names))
+    snapshots.check_keys("state['rows']", saved, sorted(names))
     found = {}
     for name in names:
         here, var = f"state['rows'][{name!r}]", variables[name]
-        check_keys(here, saved[name], ("indices", "values"))
+        snapshots.check_keys(here, saved[name], ("indices", "values"))
         try:
             rows = IndexedSlices(saved[name]["values"], saved[name]["indices"], var.shape)
         except (TypeError, ValueError) as error:
             raise about(here, error) from None
         shape = (len(rows.indices), *var.shape[1:])
-        values = checked_array(
+        values = snapshots.checked_array(
             f"{here}['values']", saved[name]["values"], shape, accumulate_dtype(var.dtype)
         )
         placed = var.devices[0].upload(values)
