@@ -150,7 +150,7 @@ def test_a_failure_half_way_through_an_update_fails_the_devices(mesh, monkeypatc
     assert mesh.devices[0].zeros((1,), FLOAT).numpy() == 0
 
 
-def test_a_failure_before_the_first_launch_loses_nothing(mesh, monkeypatch):
+def test_a_failure_before_the_first_launch_fails_no_device(mesh, monkeypatch):
     variable = gr.Variable(np.zeros(5, np.float32), device=mesh[2:4])
     optimizer = gr.GradientDescentOptimizer(1.0)
     device = mesh.devices[2]

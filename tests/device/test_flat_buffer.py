@@ -132,7 +132,7 @@ def test_an_array_is_known_however_it_was_viewed_since(mesh, kind):
         assert back.block.owned  # a copy, as of any array
 
 
-def test_what_is_not_lent_here_comes_in_as_ever(mesh):
+def test_what_is_not_external_here_comes_in_as_ever(mesh):
     flat = mesh.flat_buffer(SHAPES, "float32")
     array = flat.arrays()[-1][0]
     device = mesh.devices[-1]

@@ -123,7 +123,7 @@ def test_an_idle_thread_keeps_no_mesh_alive():
     assert ended(list(set(watchdogs()) - before))
 
 
-def test_the_first_reason_stays_and_a_second_death_has_its_own(clock):
+def test_the_first_reason_stays_and_a_second_failure_has_its_own(clock):
     with queued() as mesh:
         stall(mesh.devices[1])
         for call in ("first", "second"):
@@ -179,7 +179,7 @@ def test_a_call_of_before_a_reset_is_not_watched_any_more(clock):
         assert mesh.mesh_state.reason is None
 
 
-def test_an_update_that_a_death_cuts_short_loses_no_device():
+def test_an_update_that_a_failed_mesh_cuts_short_fails_no_device():
     """After a reset its content is undefined anyway; a failed device would stay so."""
     with queued() as mesh:
         buffer, other = (uploaded(mesh.devices[0], seed) for seed in (1, 2))
@@ -222,7 +222,7 @@ def test_a_device_that_cannot_be_looked_at_ends_the_mesh(clock, monkeypatch):
         assert "cannot be queried: ZeroDivisionError" in await_death(mesh)
 
 
-def test_neither_the_thread_nor_a_death_takes_a_lock(clock):
+def test_neither_the_thread_nor_a_failure_takes_a_lock(clock):
     """Every lock of ours is held by a call that hangs; the mesh dies all the same."""
     with queued() as mesh:
         stall(mesh.devices[1])
@@ -253,7 +253,7 @@ def test_neither_the_thread_nor_a_death_takes_a_lock(clock):
         mesh.reset(timeout=PATIENCE)
 
 
-def test_where_no_thread_can_start_a_death_is_told_all_the_same(clock, monkeypatch, tmp_path):
+def test_where_no_thread_can_start_a_failure_is_reported_all_the_same(clock, monkeypatch, tmp_path):
     """The thread that looks at deadlines is there since the first of them."""
     monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "flight.json"))
     with queued() as mesh, no_thread_starts() as refused:
@@ -283,7 +283,7 @@ def test_where_no_thread_can_start_a_host_wait_ends_by_its_deadline():
         await_death(mesh)
 
 
-def test_where_no_thread_can_start_a_loss_is_told_by_the_caller():
+def test_where_no_thread_can_start_a_failed_device_is_reported_by_the_caller():
     with queued() as mesh, no_thread_starts() as refused:
         ticket = waiting_take(mesh)
         refused.append(True)
@@ -373,7 +373,7 @@ def test_a_mesh_that_is_closed_lets_go_who_waits():
     assert "was closed" in outcomes[0]
 
 
-def test_patience_is_polled_only_where_there_was_a_deadline():
+def test_the_host_polls_only_where_there_was_a_deadline():
     with queued() as mesh:
         device = mesh.devices[0]
         assert not pending_calls.WaitPolicy(device).polls

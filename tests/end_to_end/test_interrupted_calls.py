@@ -374,7 +374,7 @@ def test_interrupts_by_the_clock(rounds):
 
 
 @pytest.mark.parametrize("name", ["optimizer", "agn step", "apply", "assign"])
-def test_streams_that_lend_gradients_wait_before_a_late_ctrl_c(name, monkeypatch):
+def test_streams_of_gradients_wait_before_a_late_ctrl_c(name, monkeypatch):
     """It may come in front of the end of the call, where they would be told to wait."""
     told = []
     monkeypatch.setattr(caller_streams, "block_stream", lambda *who: told.append(who))

@@ -168,7 +168,9 @@ class Backend(ABC):
         Raises:
             DeviceMismatchError: no stream is this backend's, which is the default.
         """
-        raise DeviceMismatchError(f"{self} has no streams, and so not {handle_of(stream):#x}")
+        raise DeviceMismatchError(
+            f"stream={handle_of(stream):#x} was passed, but {self} has no streams"
+        )
 
     def _reached(self, event: Event) -> bool:
         """Returns ``event.done``, for an event of this device; notices a failed device."""

@@ -98,7 +98,7 @@ def records(here, call) -> int:
     return here.counts.get("record", 0) - before
 
 
-def test_a_stream_that_lends_is_fenced_once_a_call(mesh, here, torch):
+def test_a_callers_stream_is_waited_for_once_a_call(mesh, here, torch):
     tensors = [on(torch, 0, data(SHAPE)) for _ in range(6)]
     accs = [gr.ConditionalAccumulator("float32", device=mesh.devices[0]) for _ in tensors]
     gr.apply_grads(accs, tensors)
@@ -272,7 +272,7 @@ def test_a_stream_may_end_when_the_device_is_synchronized(mesh, torch, monkeypat
     assert same(device.upload(data(SHAPE)).numpy(), data(SHAPE))
 
 
-def test_a_stream_that_lent_may_end_inside_the_call(mesh):
+def test_a_callers_stream_may_end_inside_the_call(mesh):
     def terms():
         yield cupy.asarray(data(SHAPE))
         yield cupy.asarray(data(SHAPE))

@@ -73,7 +73,7 @@ PASSING = (2, 46, 701, 704, 711, 712, 713, 720, 801)
 
 
 @pytest.mark.parametrize("use", ["launch", "mark"])
-def test_errors_that_stay_lose_the_gpu_and_errors_that_pass_do_not(new_machine, use):
+def test_errors_that_stay_fail_the_gpu_and_errors_that_pass_do_not(new_machine, use):
     here = new_machine(1, num_gpus=1)
     for status in (*STICKY, *PASSING):
         with open_mesh(1, backend="cuda") as mesh:

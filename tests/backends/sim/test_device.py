@@ -39,7 +39,7 @@ def numbers(array: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (5, 7)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strict_memory_is_born_dirty(device, dtype, shape):
+def test_strict_memory_is_filled_at_allocation(device, dtype, shape):
     def fresh() -> np.ndarray:
         return np.atleast_1d(device.empty(shape, dtype).numpy())
 
