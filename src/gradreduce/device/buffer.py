@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from weakref import ref
 
 import numpy as np
@@ -293,8 +293,7 @@ class Buffer(NotCopied):
         return f"Buffer(shape={self.shape}, dtype={self.dtype}, device={self.device.name!r})"
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A position in a device's queue that another queue can wait for.
 
     Attributes:

@@ -106,10 +106,10 @@ class DeferredFree:
 
     def used_by(self, stream: Stream) -> list[_FreedUsers]:
         """Freed blocks that were exposed to a caller's stream; for ``passed``."""
-        handle = handle_of(stream)
         # PER_THREAD names this thread's stream; those of other threads may still use the memory.
-        if not self.freed or handle == PER_THREAD:
+        if not self.freed or handle_of(stream) == PER_THREAD:
             return []
+        handle = handle_of(stream)
         found = []
         for freed in self.freed.copy():
             users = [each for each in list(freed.touched) if _is(each[1], handle)]

@@ -70,24 +70,26 @@ class StreamBoundary:
         sharing: dict[int, list[Device]] = {}  # a GPU
         for device in devices:
             sharing.setdefault(device.physical, []).append(device)
-        entering = dict.fromkeys(
-            (kind, device.physical)
-            for kind, device in producers
+        shared = [
+            (kind, device)
+            for kind, device in dict.fromkeys(producers)
             if kind in _SHARED_KINDS and device.mesh_state.backend == "cuda"
-        )
-        self._producers = [(kind, sharing[physical][0]) for kind, physical in entering]
-        self._sharing = [sharing[each] for each in dict.fromkeys(gpu for _, gpu in entering)]
-        self._boundaries: list[tuple[str, Device]] = []  # on GPUs
+        ]
+        read = {(kind == "torch", device.physical) for kind, device in shared}
+        # On GPUs: a kind, the first device, and if arrays are read the others behind it.
+        self._boundaries: list[tuple[str, Device, list[Device]]] = []
         self._host_consumers: list[Device] = []  # in host memory
         self._consumers: dict[tuple[str, Device], object] = {}  # the stream of the last call
         indices: set[tuple[bool, int]] = set()
-        for kind, device in dict.fromkeys((*consumers, *self._producers)):
+        for kind, device in dict.fromkeys((*consumers, *shared)):
+            index = (kind == "torch", device.physical)
             if device.mesh_state.backend != "cuda":
                 if kind in _ON_HOST and device not in self._host_consumers:
                     self._host_consumers.append(device)
-            elif kind in _ON_GPU and (kind == "torch", device.physical) not in indices:
-                indices.add((kind == "torch", device.physical))
-                self._boundaries.append((kind, sharing[device.physical][0]))
+            elif kind in _ON_GPU and index not in indices:
+                indices.add(index)
+                others = sharing[device.physical]
+                self._boundaries.append((kind, others[0], others if index in read else []))
 
     def enter(self) -> None:
         """Makes our compute queues wait for the callers' current streams.
@@ -96,12 +98,15 @@ class StreamBoundary:
             CaptureError: one of these, or of those that will wait for us, is capturing a CUDA
                 graph. Nothing was changed.
         """
-        for kind, device in self._boundaries:
-            device.check_stream(current_of(device, kind))
-        for kind, device in self._producers:
-            wait_for_stream(device, current_of(device, kind), checked=True)
-        for sharing in self._sharing:
-            fork_streams(sharing[0], sharing)
+        waits = []
+        for kind, device, others in self._boundaries:
+            stream = current_of(device, kind)
+            device.check_stream(stream)
+            if others:
+                waits.append((device, stream, others))
+        for device, stream, others in waits:
+            wait_for_stream(device, stream, checked=True)
+            fork_streams(device, others)
 
     def leave(self, results: Iterable[Buffer] = ()) -> None:
         """Makes those streams wait for our compute queues; for host arrays the host waits.
@@ -109,7 +114,7 @@ class StreamBoundary:
         Args:
             results: whose arrays are read there from here on, and may be dropped meanwhile.
         """
-        for kind, device in self._boundaries:
+        for kind, device, _ in self._boundaries:
             consumer = current_of(device, kind)
             block_stream(device, consumer)
             if self._consumers.get((kind, device)) != consumer:  # not again at each call
