@@ -89,14 +89,6 @@ class ArrayMethods(NDArrayOperatorsMixin):
             ValueError: ``made`` has another shape.
         """
 
-    __iadd__, __isub__ = _replacing(operator.add), _replacing(operator.sub)
-    __imul__, __itruediv__ = _replacing(operator.mul), _replacing(operator.truediv)
-    __ifloordiv__, __imod__ = _replacing(operator.floordiv), _replacing(operator.mod)
-    __ipow__, __imatmul__ = _replacing(operator.pow), _replacing(operator.matmul)
-    __iand__, __ior__ = _replacing(operator.and_), _replacing(operator.or_)
-    __ixor__ = _replacing(operator.xor)
-    __ilshift__, __irshift__ = _replacing(operator.lshift), _replacing(operator.rshift)
-
     @property
     def ndim(self) -> int:
         """As of an array."""
@@ -171,30 +163,6 @@ class ArrayMethods(NDArrayOperatorsMixin):
             axes = axes[0]
         return np.transpose(self, axes or None)
 
-    swapaxes = _forwarded(np.swapaxes)
-    squeeze = _forwarded(np.squeeze)
-    take = _forwarded(np.take)
-    repeat = _forwarded(np.repeat)
-    dot = _forwarded(np.dot)
-    clip = _forwarded(np.clip)
-    round = _forwarded(np.round)
-    sum = _forwarded(np.sum)
-    mean = _forwarded(np.mean)
-    prod = _forwarded(np.prod)
-    max = _forwarded(np.max)
-    min = _forwarded(np.min)
-    var = _forwarded(np.var)
-    std = _forwarded(np.std)
-    cumsum = _forwarded(np.cumsum)
-    diagonal = _forwarded(np.diagonal)
-    trace = _forwarded(np.trace)
-    argmax = _forwarded(np.argmax)
-    argmin = _forwarded(np.argmin)
-    argsort = _forwarded(np.argsort)
-    nonzero = _forwarded(np.nonzero)
-    all = _forwarded(np.all)
-    any = _forwarded(np.any)
-
     def tolist(self) -> Any:
         """The numbers, as constants."""
         return self.value.tolist()
@@ -206,6 +174,21 @@ class ArrayMethods(NDArrayOperatorsMixin):
                 "PyTorch tensor from the loss, which PyTorch differentiates"
             )
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+_FORWARDED = (
+    "swapaxes", "squeeze", "take", "repeat", "dot", "clip", "round", "sum", "mean", "prod", "max",
+    "min", "var", "std", "cumsum", "diagonal", "trace", "argmax", "argmin", "argsort", "nonzero",
+    "all", "any",
+)  # fmt: skip
+_IN_PLACE = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor",
+    "lshift", "rshift",
+)  # fmt: skip
+for _name in _FORWARDED:
+    setattr(ArrayMethods, _name, _forwarded(getattr(np, _name)))
+for _name in _IN_PLACE:
+    setattr(ArrayMethods, f"__i{_name}__", _replacing(getattr(operator, f"__{_name}__")))
 
 
 class NoMethodError(NotImplementedError, AttributeError):
