@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.accumulator_states import EMPTY, check_refused, frozen
 from support.exact_data import FLOATS, random_data, same
 from support.hanging_devices import PATIENCE, stall
-from support.saved_accumulators import EMPTY, check_refused, frozen
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype

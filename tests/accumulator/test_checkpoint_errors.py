@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.accumulator_states import EMPTY, check_refused, frozen
 from support.exact_data import same
-from support.saved_accumulators import EMPTY, check_refused, frozen
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError, CancelledError

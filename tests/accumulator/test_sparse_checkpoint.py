@@ -8,8 +8,8 @@ import pickle
 
 import numpy as np
 import pytest
+from support.accumulator_states import EMPTY, check_refused, frozen
 from support.exact_data import FLOATS, random_data, same
-from support.saved_accumulators import EMPTY, check_refused, frozen
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from support.saved_accumulators import frozen
+from support.accumulator_states import frozen
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError

@@ -165,7 +165,7 @@ class Job:
         fork_streams(self.leader, self._devices)
 
     def run(self, rule: Rule) -> None:
-        """Calls ``begin`` and ``end``."""
+        """Updates the copies by a rule: ``begin``, then ``end``."""
         self.begin()
         self.end(rule)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.accumulator_states import frozen
 from support.exact_data import same, unflushed_data
-from support.saved_accumulators import frozen
 
 import gradreduce as gr
 from gradreduce.device import Mesh
