@@ -334,4 +334,5 @@ def test_a_table_may_lie_outside_the_parameters(implementation, num_rows):
 def test_an_unknown_template_is_an_error():
     entry = host_compile.host_kernel(small(), BUILD)
     with pytest.raises(KeyError):
-        entry.run(("float64", "float64", 2), np.zeros(1, host_compile.TABLE).ctypes.data, (2,))
+        table = np.zeros(1, host_compile.TABLE)
+        entry.run(("float64", "float64", 2), table.ctypes.data, range(1), (2,))

@@ -268,22 +268,16 @@ class SimDevice(Device):
         items = [kernel.num_items(row) for row in rows]
         table = self._tables.find(rows, items, CHUNK_SIZE)
         entry = host_kernel(kernel, build)
-        # What must outlive the work: the words, and the memory (though not its ownership).
-        held = (table.held, [operand.block.raw for row in rows for operand in row])
+        # Must outlive the work (its ownership need not).
+        memory = [operand.block.raw for row in rows for operand in row]
 
-        def job(part: np.ndarray, address: int, _held: object) -> None:
-            entry.run(template, address, scalars, self.options.geometry)
+        def job(chunks: range, _memory: object) -> None:
+            entry.run(template, table.argument, chunks, scalars, self.options.geometry)
 
         workers = self.options.workers
         shares = workers.shares(range(table.num_chunks), sum(items))
-        if len(shares) == 1 and len(shares[0]) == table.num_chunks:
-            return partial(job, table.struct, table.argument, held)
-        jobs = []
-        for chunks in shares:
-            part = table.struct.copy()
-            part["first_chunk"], part["end_chunk"] = chunks[0], chunks[-1] + 1
-            jobs.append(partial(job, part, part.ctypes.data, held))
-        return partial(workers.run, jobs)
+        jobs = [partial(job, chunks, memory) for chunks in shares]
+        return jobs[0] if len(jobs) == 1 else partial(workers.run, jobs)
 
     def run_on_host(
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]

@@ -63,7 +63,10 @@ class HostKernel:
         self._entries: dict[Template, Any] = {}
         for position, template in enumerate(kernel.templates):
             entry = library[f"run_{position}"]
-            entry.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, *arguments]
+            entry.argtypes = [
+                ctypes.c_void_p, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_uint, ctypes.c_uint,
+                *arguments,
+            ]  # fmt: skip
             entry.restype = None
             self._entries[template] = entry
 
@@ -71,18 +74,20 @@ class HostKernel:
         self,
         template: Template,
         table: int,
+        chunks: range,
         scalars: Sequence[int | float],
         geometry: tuple[int, int] = (1, 1),
     ) -> None:
-        """Runs the chunks that ``table`` names.
+        """Runs some chunks of a launch.
 
         Args:
             template: which instantiation; one of ``kernel.templates``.
             table: the address of one element of ``TABLE``.
+            chunks: of all that the table has; not empty.
             scalars: as the kernel declares them.
             geometry: blocks, and threads of a block; the fast build has but one of each.
         """
-        self._entries[template](table, *geometry, *scalars)
+        self._entries[template](table, chunks.start, chunks.stop, *geometry, *scalars)
 
 
 _loaded: set[tuple[Kernel, str]] = set()
@@ -128,11 +133,14 @@ def _host_text(kernel: Kernel) -> str:
         offset = TABLE.fields[field][1]  # type: ignore[index]  # a structured dtype has fields
         parts.append(f'static_assert(offsetof(Table, {field}) == {offset}, "Table.{field}");\n')
     parameters = "".join(f", {_SCALARS[kind][0]} {name}" for name, kind in kernel.scalars)
-    call = ", ".join(["*table", *(name for name, _ in kernel.scalars)])
+    call = ", ".join(["part", *(name for name, _ in kernel.scalars)])
     for position, template in enumerate(kernel.templates):
         parts.append(
             f'extern "C" void run_{position}'
-            f"(const Table* table, unsigned grid, unsigned block{parameters}) {{\n"
+            "(const Table* table, long long first_chunk, long long end_chunk, unsigned grid, "
+            f"unsigned block{parameters}) {{\n"
+            "    Table part = *table;\n"
+            "    part.first_chunk = first_chunk; part.end_chunk = end_chunk;\n"
             "#if defined(GRADREDUCE_FAST)\n"
             f"    (void)grid; (void)block; {kernel.expression(template)}({call});\n"
             "#else\n"
