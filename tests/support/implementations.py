@@ -81,12 +81,12 @@ def recorded(device: Device) -> AbstractContextManager[Journal]:
 
 @contextmanager
 def spread(device: Device) -> Iterator[list[int]]:
-    """The number of threads that each launch of the device is split over."""
+    """The number of threads that can run the jobs of each launch of the device."""
     workers, num_jobs = device.options.workers, []
     run = workers.run
 
     def counted(jobs) -> None:
-        num_jobs.append(len(jobs))
+        num_jobs.append(min(len(jobs), NUM_THREADS))
         run(jobs)
 
     with pytest.MonkeyPatch.context() as patch:
