@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support.accumulator_states import EMPTY, check_refused, frozen
 from support.exact_data import FLOATS, random_data, same
-from support.hanging_devices import PATIENCE, stall
+from support.hanging_devices import TEST_TIMEOUT, stall
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype
@@ -249,12 +249,12 @@ def test_the_kind_of_the_next_result_is_what_it_was(accumulator, device, monkeyp
         check_refused(acc, state | {"kind": kind}, ValueError, text)
 
 
-# -- a mesh that dies -----------------------------------------------------------------------------
+# -- a mesh that fails ----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def frail():
-    """A mesh that may die, and an accumulator over it."""
+    """A mesh that may fail, and an accumulator over it."""
     with gr.open_mesh([0, 1, 2], backend="sim", strict=True, schedule_seed=3) as mesh:
         acc = gr.ConditionalAccumulator("float32", device=mesh)
         acc.apply_grad(gr.PerReplica([[2.0]] * 3, mesh), cast=True)
@@ -263,14 +263,14 @@ def frail():
 
 def test_a_deadline_ends_the_wait_and_a_load_the_loss(frail, crew):
     mesh, acc = frail
-    state = acc.state_dict(deadline=PATIENCE)
+    state = acc.state_dict(deadline=TEST_TIMEOUT)
     stall(mesh.devices[2])
     with pytest.raises(CollectiveError, match="passed: sim:2 has not finished its queues"):
         crew.start(acc.state_dict, deadline=0.01).result()
     for call in (acc.state_dict, lambda: acc.load_state_dict(state)):
         with pytest.raises(CollectiveError, match="the mesh has failed"):
             call()
-    mesh.reset(timeout=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
     assert acc.num_accumulated() == 0
     acc.load_state_dict(state)
     assert acc.take_grad(3).values[0].tolist() == [2.0]
@@ -289,7 +289,7 @@ def test_a_mesh_that_fails_and_is_reset_meanwhile(frail, monkeypatch, method):
             return real(self, *args, **kwargs)
         made = real(self, *args, **kwargs) if method == "upload" else None
         mesh.mesh_state.fail("planted")
-        mesh.reset(timeout=PATIENCE)
+        mesh.reset(timeout=TEST_TIMEOUT)
         return real(self, *args, **kwargs) if made is None else made
 
     monkeypatch.setattr(gr.Device, method, late)
@@ -329,7 +329,7 @@ else:
         accumulator.set_global_step(5)
     apply(0)
     apply(1)
-if mode == "die":
+if mode == "killed":
     path.write_bytes(pickle.dumps([accumulator.state_dict() for accumulator in accumulators]))
     apply(3)  # it is lost
     print("saved", flush=True)
@@ -357,7 +357,7 @@ def started(mode, path) -> subprocess.Popen:
 
 def test_a_process_that_was_killed_goes_on_in_another(tmp_path, crew):
     path = tmp_path / "checkpoint"
-    first, whole = processes = [started(mode, path) for mode in ("die", "live")]
+    first, whole = processes = [started(mode, path) for mode in ("killed", "whole")]
     try:
         said = crew.start(first.stdout.readline).result()
         os.kill(first.pid, signal.SIGKILL)

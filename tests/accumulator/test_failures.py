@@ -133,7 +133,7 @@ def test_a_take_that_does_not_wait(accumulator, device, plant, method):
 
 
 def test_a_take_that_another_threads_apply_serves(accumulator, device, plant, method, crew):
-    """The taker gets the error, the applier goes on, the next in the queue is looked at."""
+    """The consumer gets the error, the applier goes on, the next in the queue is looked at."""
     acc = accumulator("float16")
     takes = [crew.waiting(acc.take_grad, num_required) for num_required in (2, 2, 1)]
     acc.apply_grad([1.0])
@@ -164,7 +164,7 @@ def test_every_waiting_take_may_fail(accumulator, device, plant, method, crew):
 
 
 def test_a_take_that_a_timeout_serves(accumulator, device, plant, method, crew):
-    """The failure is the next taker's, not that of the one whose time ran out."""
+    """The failure is the next consumer's, not that of the one whose time ran out."""
     acc = accumulator("float16")
     acc.apply_grad([3.0])
     head = crew.expiring(acc.take_grad, 2)

@@ -156,7 +156,7 @@ def test_every_launch_of_these_takes_was_made_to_fail(implementation, case):
         assert len(tried) == len(case.outcomes)
 
 
-def test_the_taker_is_told_and_whoever_waits_behind_it(implementation, crew):
+def test_the_consumer_gets_the_error_and_whoever_waits_behind_it_too(implementation, crew):
     """Also where another thread's apply served it: that has kept its gradient, and goes on."""
     with gr.open_mesh([0, 0], backend="sim", kernels=implementation, strict=True) as mesh:
         first, second = (gr.ConditionalAccumulator("float32", device=each) for each in mesh.devices)

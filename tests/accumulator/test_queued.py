@@ -46,7 +46,7 @@ class Scene:
             buffer.device.upload(self.data(buffer.dtype), out=buffer)
 
     def consume(self, buffer, consumer):
-        """Another device reads a result, which then dies; what it makes of it is read late."""
+        """Another device reads a result, which is then freed; what it makes of it is read late."""
         other = consumer.upload(self.data(buffer.dtype))
         self.held.append(gr.add_n([other, buffer]))
 

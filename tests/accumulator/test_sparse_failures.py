@@ -253,7 +253,7 @@ def home(implementation):
 
 @pytest.mark.parametrize("number", [4, 5, 6, 7])
 def test_a_take_that_another_threads_apply_serves(home, crew, number):
-    """The taker gets the error, the applier goes on, the next in the queue is looked at."""
+    """The consumer gets the error, the applier goes on, the next in the queue is looked at."""
     acc = sparse(home.devices[1])
     heads = [crew.waiting(acc.take_grad, num_required) for num_required in (2, 2, 1)]
     acc.apply_indexed_slices_grad(rows([3, 1]))

@@ -18,7 +18,7 @@ from gradreduce.accumulator.take_queue import close
 from gradreduce.errors import CancelledError
 
 NUM_APPLIERS = 12
-NUM_TAKERS = 4
+NUM_CONSUMERS = 4
 NUM_EACH = 50
 HOT = 10_000  # a row that every gradient touches
 SIZE = NUM_APPLIERS * NUM_EACH
@@ -54,13 +54,13 @@ def places_of(sums):
 
 
 class Run:
-    """Appliers and takers that start together; then who was kept, taken and left over."""
+    """Appliers and consumers that start together; then who was kept, taken and left over."""
 
     def __init__(self, crew, accumulators):
         self.accumulators = accumulators
         self.kept, self.taken = [], []
-        self._start = threading.Barrier(NUM_APPLIERS + NUM_TAKERS)
-        takers = [crew.start(self.take, number) for number in range(NUM_TAKERS)]
+        self._start = threading.Barrier(NUM_APPLIERS + NUM_CONSUMERS)
+        consumers = [crew.start(self.take, number) for number in range(NUM_CONSUMERS)]
         appliers = [crew.start(self.apply, number) for number in range(NUM_APPLIERS)]
         for call in appliers:
             call.result()
@@ -70,7 +70,7 @@ class Run:
             self.left = [acc.state_dict() for acc in accumulators]
             for state in states:
                 close(state)  # a take from the next one alone may be served by that
-        for call in takers:
+        for call in consumers:
             with pytest.raises(CancelledError):
                 call.result()
 

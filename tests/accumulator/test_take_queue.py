@@ -158,7 +158,7 @@ def test_waiting_for_ever(accumulator, crew, timeout):
 
 @pytest.mark.parametrize(("timeout", "error"), [("1", TypeError), ([1], TypeError),
                                                 (np.nan, ValueError)])  # fmt: skip
-def test_a_wrong_timeout_leaves_no_ghost_in_the_queue(accumulator, timeout, error):
+def test_a_wrong_timeout_leaves_nothing_in_the_queue(accumulator, timeout, error):
     acc = accumulator()
     with pytest.raises(error, match="timeout"):
         acc.take_grad(1, timeout=timeout)

@@ -17,7 +17,7 @@ from gradreduce.accumulator.take_queue import close
 from gradreduce.errors import CancelledError, DeadlineExceededError
 
 NUM_APPLIERS = 48
-NUM_TAKERS = 16
+NUM_CONSUMERS = 16
 LONG = (pytest.mark.exhaustive, pytest.mark.slow)
 LONG_S = 180.0  # for what takes ten seconds where nobody else works
 
@@ -62,7 +62,7 @@ class Watched(deque):
 
 
 class Run:
-    """Appliers and takers that start together, and what becomes of every gradient.
+    """Appliers and consumers that start together, and what becomes of every gradient.
 
     The k-th gradient of an applier says whose it is and that it is the k-th: it holds 1 at the
     applier's place, and k at its place in the second half. An applier's gradients are kept in
@@ -81,8 +81,8 @@ class Run:
             state.queue = Watched()
         self.kept = [[] for _ in range(NUM_APPLIERS)]
         self.results = {}  # of the takes of each thread, [accumulator or None]
-        self._start = threading.Barrier(NUM_APPLIERS + NUM_TAKERS)
-        takers = [crew.start(self.take, number) for number in range(NUM_TAKERS)]
+        self._start = threading.Barrier(NUM_APPLIERS + NUM_CONSUMERS)
+        consumers = [crew.start(self.take, number) for number in range(NUM_CONSUMERS)]
         appliers = [crew.start(self.apply, number) for number in range(NUM_APPLIERS)]
         for call in appliers:
             call.result(LONG_S)
@@ -95,7 +95,7 @@ class Run:
                 self.counts.append(state.count)
                 self.steps.append(state.step)
                 close(state)  # a take from the next one alone may be served by that
-        for call in takers:
+        for call in consumers:
             with pytest.raises(CancelledError):
                 call.result()
 

@@ -92,7 +92,7 @@ def test_what_is_no_gradient(accumulator, grad, error):
     assert counters(acc) == (0, 0, 0)
 
 
-def test_values_of_other_rooms_are_no_gradients(accumulator, device):
+def test_values_of_other_modules_are_no_gradients(accumulator, device):
     acc = accumulator()
     for grad in (gr.Variable([1.0], device=device), gr.Mirrored([[1.0]], devices=[device])):
         with pytest.raises(TypeError, match=type(grad).__name__):

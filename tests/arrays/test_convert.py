@@ -1,4 +1,4 @@
-"""The door: which arrays come in, whether they are copied, and in which kind they go out."""
+"""Conversion: which arrays come in, whether they are copied, and in which kind they go out."""
 
 from __future__ import annotations
 

@@ -356,8 +356,8 @@ def test_tasks_of_one_thread_each_have_their_replica():
 
 def test_buffers_of_a_callers_arrays_are_external_however_they_come():
     with gr.open_mesh(2, backend="sim") as mesh:
-        lent = gr.PerReplica([np.ones(3, np.float32) for _ in mesh], mesh)
+        external = gr.PerReplica([np.ones(3, np.float32) for _ in mesh], mesh)
         ours = [device.zeros((3,), "float32") for device in mesh]
         for options in ({"mesh": mesh}, {"devices": mesh.devices}):
-            assert gr.PerReplica(lent.buffers, **options)._external
+            assert gr.PerReplica(external.buffers, **options)._external
             assert not gr.PerReplica(ours, **options)._external

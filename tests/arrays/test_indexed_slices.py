@@ -1,4 +1,4 @@
-"""IndexedSlices: what is refused at the door, merged rows, whole arrays, and what it costs."""
+"""IndexedSlices: validation, merged rows, whole arrays, and what it costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exact_data import DTYPES, exact_data, random_data, same
 from support.exhaustive import examples
-from support.implementations import wide_of
+from support.implementations import accumulate_dtype_of
 from support.meshes import refused
 
 import gradreduce as gr
@@ -44,7 +44,7 @@ def slices_of(dtype="float32", *, width=5, num_rows=6, seed=0):
 def merged(slices):
     """The rows of each index, added in a loop in the accumulate type; the indices in order."""
     found = {}
-    values = slices.values.astype(wide_of(slices.values.dtype))
+    values = slices.values.astype(accumulate_dtype_of(slices.values.dtype))
     with np.errstate(all="ignore"):
         for index, row in zip(slices.indices.tolist(), values, strict=True):
             found[index] = found[index] + row if index in found else row
@@ -321,15 +321,15 @@ def test_partial_sums_are_wide_and_divided_row_by_row(mesh):
     """What an accumulator of halves needs: float32 sums, then each row by its own count."""
     slices, plan = slices_of("float16"), plan_segments(np.array(INDICES))
     values = mesh.devices[0].put(slices.values)
-    room = mesh.devices[0].empty((plan.num_segments, *values.shape[1:]), as_dtype("float32"))
-    (wide,) = coalesced([values], [plan], outs=[room])
-    assert wide is room
+    out = mesh.devices[0].empty((plan.num_segments, *values.shape[1:]), as_dtype("float32"))
+    (wide,) = coalesced([values], [plan], outs=[out])
+    assert wide is out
     rows = gr.IndexedSlices(slices.values.astype("float32"), INDICES)
     assert same(wide.numpy(), merged(rows)[1])
     counts = np.diff(plan.bounds).astype("float64")
     each = plan_segments(plan.indices)
-    room = mesh.devices[0].empty(wide.shape, as_dtype("float16"))
-    (mean,) = coalesced([wide], [each], outs=[room], divisors=[counts])
+    out = mesh.devices[0].empty(wide.shape, as_dtype("float16"))
+    (mean,) = coalesced([wide], [each], outs=[out], divisors=[counts])
     with np.errstate(all="ignore"):
         expected = (merged(rows)[1] / counts[:, None].astype("float32")).astype("float16")
     assert same(mean.numpy(), expected)

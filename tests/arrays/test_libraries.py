@@ -1,4 +1,4 @@
-"""PyTorch's and JAX's own arrays through the door and through every public call, on the CPU."""
+"""PyTorch's and JAX's own arrays through conversion and every public call, on the CPU."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def differences(loss, operands):
 
 @pytest.fixture(autouse=True)
 def rows_of_numpy(monkeypatch):
-    """Rows added on the host, of an array like CuPy's too: the room that does it has tests."""
+    """Rows added on the host, of an array like CuPy's too: the module that does it has tests."""
 
     def added(values, rows, shape):
         bare = values.array if isinstance(values, StrictArray) else values

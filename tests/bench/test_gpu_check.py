@@ -120,7 +120,7 @@ def hangs(folders: Folders) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a dead one that nobody has asked about does not."""
+    """Whether a process runs; an ended one that nobody has waited for does not."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):

@@ -45,7 +45,7 @@ def test_tensors_lie_in_order_and_apart(sizes, itemsize):
 
 
 @given(st.integers(0, 30), itemsizes)
-def test_tensors_of_size_zero_take_no_room(num_tensors, itemsize):
+def test_tensors_of_size_zero_take_no_memory(num_tensors, itemsize):
     assert flat_layout([0] * num_tensors, itemsize).size == 0
     layout = flat_layout([3, *[0] * num_tensors, 5], itemsize)
     assert layout.size == flat_layout([3, 5], itemsize).size

@@ -116,12 +116,12 @@ def test_who_waits_for_a_failed_device_is_woken(mesh):
         except BaseException as error:
             outcomes.append(error)
 
-    taker = threading.Thread(target=take)
-    taker.start()
+    consumer = threading.Thread(target=take)
+    consumer.start()
     while not waiting.accumulator_ref.queue:  # the thread's deadline is the take's
-        assert taker.is_alive()
+        assert consumer.is_alive()
     mesh.devices[2].mark_failed(REASON)
-    taker.join(60)
+    consumer.join(60)
     assert isinstance(outcomes[0], gr.errors.CancelledError)
     with says(mesh.devices[2].name):
         waiting.take_grad(1)

@@ -177,12 +177,12 @@ def test_a_call_that_raises_forgets_no_fence(apart):
 
 
 def test_any_queue_waits_for_any_mark(apart):
-    for giver, taker in product(apart.devices, repeat=2):
+    for giver, consumer in product(apart.devices, repeat=2):
         for given, taken in product(QUEUES, repeat=2):
             mark = giver.mark(given)
             assert (mark.device, mark.queue) == (giver, given)
             with apart.journal() as journal:
-                assert taker.wait(mark, queue=taken) is None
+                assert consumer.wait(mark, queue=taken) is None
             assert journal.records == []
     apart.synchronize()
 

@@ -52,7 +52,7 @@ def test_memory_that_another_queue_still_uses_is_not_given_away(apart):
         add(beside, outs[1], source)
         del source
         far.copy(outs[2], make(near, 1))
-        kept = overwrite(near)  # the sources are dead, the work may not have begun
+        kept = overwrite(near)  # the sources are freed, the work may not have begun
         apart.synchronize()
         for out in outs:
             assert same(out.numpy(), wanted)
@@ -91,7 +91,7 @@ def test_a_block_ends_with_the_last_that_looks_into_it(near):
     assert held.size == SIZE
 
 
-def test_a_block_that_dies_in_another_thread_comes_home(near):
+def test_a_block_freed_in_another_thread_returns_to_its_pool(near):
     device = near.devices[0]
     held = [uploaded(device, 1)]
     thread = threading.Thread(target=held.clear)
@@ -103,7 +103,7 @@ def test_a_block_that_dies_in_another_thread_comes_home(near):
     assert not device.freed
 
 
-def test_no_python_code_runs_when_a_block_dies(near):
+def test_no_python_code_runs_when_a_block_is_freed(near):
     """Ctrl-C would end it there, and the memory would be free while work still uses it."""
     held, seen = [uploaded(near.devices[0], 1)], []
     sys.setprofile(lambda frame, event, called: seen.append(event))
@@ -270,7 +270,7 @@ def test_no_call_works_after_close(near):
         near.devices[1].empty((3,), FLOAT)
 
 
-def test_buffers_may_die_after_close(near):
+def test_buffers_may_be_freed_after_close(near):
     buffers = overwrite(near.devices[0])
     near.close()
     del buffers

@@ -1,4 +1,4 @@
-"""Calls with a deadline: who is named, who is not blocked, and what a dead mesh still does."""
+"""Calls with a deadline: who is named, who is not blocked, and what a failed mesh still does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.exact_data import same
-from support.hanging_devices import PATIENCE, await_death, clock, resume, stall, watchdogs
+from support.hanging_devices import TEST_TIMEOUT, clock, resume, stall, wait_for_failure, watchdogs
 
 import gradreduce as gr
 from gradreduce.device import Mesh, pending_calls
@@ -90,8 +90,8 @@ def test_a_stuck_device_is_named_with_its_pack_and_tensors(clock, algorithm, pee
         ):
             with pytest.raises(CollectiveError, match=words + ".*" + REFUSED):
                 use()
-        mesh[0:2].reset(timeout=PATIENCE)
-        assert is_right(reduce_all(mesh, ops, deadline=PATIENCE))
+        mesh[0:2].reset(timeout=TEST_TIMEOUT)
+        assert is_right(reduce_all(mesh, ops, deadline=TEST_TIMEOUT))
 
 
 @pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
@@ -108,7 +108,7 @@ def test_the_pack_at_which_a_device_hangs_is_named(clock, monkeypatch, algorithm
             ops.all_reduce(grads, deadline=5)
             clock.pass_by(6)
             words = r"sim:3 has not joined (.*): ear|all devices have joined (.*), but .*sim:3 ha"
-            found = re.search(words, await_death(mesh))
+            found = re.search(words, wait_for_failure(mesh))
             assert found, mesh.mesh_state.reason
             packs.add(found[1] or found[2])
     tensors = ("1 of 3 (tensor 0)", "2 of 3 (tensors 0 to 1)", "3 of 3 (tensors 1 to 2)")
@@ -129,7 +129,7 @@ def test_who_has_joined_but_not_finished_is_told_apart(mesh, clock, monkeypatch)
     reduce_all(mesh, ops, deadline=30)
     clock.pass_by(31)
     assert "all devices have joined pack 1 of 1 (tensors 0 to 2), but sim:3 has not finished" in (
-        await_death(mesh)
+        wait_for_failure(mesh)
     )
 
 
@@ -139,14 +139,14 @@ def test_a_call_that_stands_behind_another_names_the_one_before(mesh, clock):
         reduce_all(mesh, deadline=deadline)
     clock.pass_by(6)
     words = "; before it, in batch_reduce: sim:3 has not joined packs 1 to 2 of 2 (tensors 0 to 2)"
-    assert words in await_death(mesh)
+    assert words in wait_for_failure(mesh)
 
 
 def test_a_call_that_is_done_in_time_costs_nobody_anything(mesh, clock):
     results = reduce_all(mesh, deadline=30)
     clock.pass_by(31)  # nothing ran yet: the simulation works while somebody looks
     assert is_right(results)
-    mesh.synchronize(deadline=PATIENCE)
+    mesh.synchronize(deadline=TEST_TIMEOUT)
     assert mesh.mesh_state.reason is None
 
 
@@ -179,7 +179,9 @@ def test_every_call_across_devices_takes_a_deadline(mesh, clock, call):
     stall(mesh.devices[2])
     OTHERS[call](mesh, gr.HierarchicalCopyAllReduce(mesh=mesh), value)
     clock.pass_by(10)
-    assert re.search(r"of 9 s for \w+ passed: sim:2 has not joined .*tensor 0", await_death(mesh))
+    assert re.search(
+        r"of 9 s for \w+ passed: sim:2 has not joined .*tensor 0", wait_for_failure(mesh)
+    )
 
 
 def test_a_prepared_step_names_its_packs_and_works_again_after_a_reset(mesh, clock):
@@ -191,12 +193,12 @@ def test_a_prepared_step_names_its_packs_and_works_again_after_a_reset(mesh, clo
     stall(mesh.devices[1])
     step(deadline=5)
     clock.pass_by(6)
-    reason = await_death(mesh)
+    reason = wait_for_failure(mesh)
     assert "for a prepared step passed: sim:1 has not joined packs 1 to 3 of 3 (tensors" in reason
     with pytest.raises(CollectiveError, match=REFUSED):
         step()
-    mesh.reset(timeout=PATIENCE)
-    first, _ = step(deadline=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
+    first, _ = step(deadline=TEST_TIMEOUT)
     assert same(first.buffers[2].numpy(), np.full(SIZES[0], 10, np.float32))
 
 
@@ -213,10 +215,10 @@ def test_a_captured_step_names_its_packs_and_works_again_after_a_reset(mesh, clo
     stall(mesh.devices[1])
     step(deadline=5)
     clock.pass_by(6)
-    reason = await_death(mesh)
+    reason = wait_for_failure(mesh)
     assert f"of 5 s for a captured step passed: sim:1 has not joined {tensors}:" in reason
-    mesh.reset(timeout=PATIENCE)
-    first, *_ = step(deadline=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
+    first, *_ = step(deadline=TEST_TIMEOUT)
     assert same(first.buffers[2].numpy(), np.full(SIZES[0], 10, np.float32))
 
 
@@ -224,15 +226,17 @@ def test_a_step_of_training_takes_a_deadline(mesh, clock):
     variable = gr.Variable(np.zeros(4, np.float32), device=mesh)
     step = gr.SyncStep([variable], gr.MomentumOptimizer(1.0, 0.5), gr.NcclAllReduce(mesh=mesh))
     terms = [[[np.ones(4, np.float32)]]] * 4
-    assert step(terms, deadline=PATIENCE)
+    assert step(terms, deadline=TEST_TIMEOUT)
     mesh.synchronize()
     stall(mesh.devices[3])
     step(terms, deadline=5)
     clock.pass_by(6)
-    assert "for a SyncStep passed: sim:3 has not joined pack 1 of 1 (tensor 0)" in await_death(mesh)
-    mesh.reset(timeout=PATIENCE)
-    assert step(terms, deadline=PATIENCE)
-    mesh.synchronize(deadline=PATIENCE)
+    assert "for a SyncStep passed: sim:3 has not joined pack 1 of 1 (tensor 0)" in wait_for_failure(
+        mesh
+    )
+    mesh.reset(timeout=TEST_TIMEOUT)
+    assert step(terms, deadline=TEST_TIMEOUT)
+    mesh.synchronize(deadline=TEST_TIMEOUT)
 
 
 def in_thread(call) -> tuple[threading.Thread, list]:
@@ -259,16 +263,16 @@ def test_takes_that_wait_are_cancelled_and_accumulators_are_empty_after_a_reset(
         accumulator.set_global_step(7)
     first.apply_grad(ones, 7)
     calls = [lambda: gr.take_grads([first, second], 4), lambda: alone.take_grad(2, deadline=1)]
-    takers = [in_thread(call) for call in calls]
+    consumers = [in_thread(call) for call in calls]
     while not (alone.accumulator_ref.queue and second.accumulator_ref.queue):
-        assert all(thread.is_alive() for thread, _ in takers)
+        assert all(thread.is_alive() for thread, _ in consumers)
     clock.pass_by(1000)  # a take that waits for arrivals has no deadline yet
     stall(mesh.devices[2])
     reduce_all(mesh, deadline=5)
     clock.pass_by(6)
-    await_death(mesh)
-    for thread, outcomes in takers:
-        thread.join(PATIENCE)
+    wait_for_failure(mesh)
+    for thread, outcomes in consumers:
+        thread.join(TEST_TIMEOUT)
         assert isinstance(outcomes[0], CancelledError)
         words = (
             "TakeGrad operation was cancelled: the mesh has failed: the deadline of 5 s for batch"
@@ -278,7 +282,7 @@ def test_takes_that_wait_are_cancelled_and_accumulators_are_empty_after_a_reset(
     for call in (lambda: first.take_grad(1), lambda: first.apply_grad(ones, 7)):
         with pytest.raises(CollectiveError, match=REFUSED):
             call()
-    mesh.reset(timeout=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
     assert "at step 7 discarded 4 gradients" in caplog.text
     assert [each.num_accumulated() for each in (first, second, alone)] == [0, 0, 0]
     assert (first.global_step, alone.global_step) == (7, 7)
@@ -298,8 +302,8 @@ def test_a_take_has_its_deadline_from_when_it_is_served(mesh, clock):
     accumulator.apply_grad(gr.PerReplica([np.ones(5, np.float32)] * 4, mesh))
     assert mesh.mesh_state.reason is None
     clock.pass_by(5)
-    assert re.search(r"for take_grad passed: sim:2 has not joined pack 1", await_death(mesh))
-    thread.join(PATIENCE)
+    assert re.search(r"for take_grad passed: sim:2 has not joined pack 1", wait_for_failure(mesh))
+    thread.join(TEST_TIMEOUT)
     assert isinstance(outcomes[0], CollectiveError)
 
 
@@ -309,7 +313,7 @@ def test_a_wait_without_a_deadline_ends_with_the_mesh(mesh, clock):
     thread, outcomes = in_thread(buffers[1][0].numpy)
     reduce_all(mesh, deadline=5)
     clock.pass_by(6)
-    thread.join(PATIENCE)
+    thread.join(TEST_TIMEOUT)
     assert not thread.is_alive()
     assert isinstance(outcomes[0], CollectiveError)
 
@@ -319,7 +323,7 @@ def test_a_queue_that_goes_on_in_time_harms_nothing(mesh, clock):
     results = reduce_all(mesh, deadline=5)
     thread, outcomes = in_thread(lambda: is_right(results))
     resume(mesh.devices[1])
-    thread.join(PATIENCE)
+    thread.join(TEST_TIMEOUT)
     assert outcomes == [True]
     clock.pass_by(6)
     mesh.synchronize()
@@ -330,9 +334,9 @@ def test_a_device_that_is_lost_under_way_is_named(mesh, clock):
     stall(mesh.devices[3])
     reduce_all(mesh, gr.NcclAllReduce(1, mesh=mesh), deadline=1000)
     mesh.devices[3].mark_failed("it fell off the bus")
-    reason = await_death(mesh)
+    reason = wait_for_failure(mesh)
     assert "sim:3 failed (it fell off the bus) during batch_reduce: sim:3 has not joined" in reason
-    mesh.reset(timeout=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
     with pytest.raises(BackendUnavailableError, match="it fell off the bus"):
         mesh.devices[3].synchronize()
     assert is_right(reduce_all(mesh[0:3]))
@@ -345,7 +349,7 @@ def test_the_flight_record_is_written_when_a_deadline_passes(clock, tmp_path, mo
         reduce_all(mesh, deadline=5)
         assert list(tmp_path.iterdir()) == []
         clock.pass_by(6)
-        reason = await_death(mesh)
+        reason = wait_for_failure(mesh)
         (path,) = tmp_path.iterdir()
         assert re.fullmatch(rf"flight\.{os.getpid()}-\d+\.json", path.name)
         written = json.loads(path.read_text())
@@ -365,7 +369,7 @@ def test_a_record_that_cannot_be_written_hides_nothing(clock, tmp_path, monkeypa
         stall(mesh.devices[2])
         reduce_all(mesh, deadline=5)
         clock.pass_by(6)
-        assert "sim:2 has not joined" in await_death(mesh)
+        assert "sim:2 has not joined" in wait_for_failure(mesh)
     assert "was not written" in caplog.text
 
 
@@ -381,6 +385,6 @@ def test_without_a_deadline_no_mark_is_made_and_no_thread_runs(mesh, monkeypatch
     assert (made, set(watchdogs()) - before) == ([], set())
     monkeypatch.undo()
     with mesh.journal() as watched:
-        reduce_all(mesh, deadline=PATIENCE)
+        reduce_all(mesh, deadline=TEST_TIMEOUT)
     assert watched.records == plain.records
     assert len(set(watchdogs()) - before) == 1

@@ -179,37 +179,37 @@ def block_at(device, start: int, nbytes: int) -> Block:
 
 
 def test_external_memory_is_found_by_all_of_its_bytes(mesh):
-    lent = ExternalBuffers()
-    assert lent.find(100, 1) is None
+    external = ExternalBuffers()
+    assert external.find(100, 1) is None
     low, high = block_at(mesh.devices[0], 100, 50), block_at(mesh.devices[0], 200, 8)
-    lent.add(high)
-    lent.add(low)
-    assert [lent.find(at, 8) for at in (99, 100, 142, 143, 199, 200, 201)] == [
+    external.add(high)
+    external.add(low)
+    assert [external.find(at, 8) for at in (99, 100, 142, 143, 199, 200, 201)] == [
         None, low, low, None, None, high, None,
     ]  # fmt: skip
-    assert lent.find(150, 0) is lent.find(120, 0) is None
+    assert external.find(150, 0) is external.find(120, 0) is None
     del low
-    assert lent.find(100, 8) is None
-    assert lent.find(200, 8) is high
+    assert external.find(100, 8) is None
+    assert external.find(200, 8) is high
     other = block_at(mesh.devices[0], 90, 60)
-    lent.add(other)
-    assert lent.find(100, 50) is other
+    external.add(other)
+    assert external.find(100, 50) is other
 
 
 def test_a_block_that_is_dying_is_not_found(mesh):
     """Nor in another thread, when its memory may be somebody else's."""
-    lent, found, parking = ExternalBuffers(), [], DeferredFree()
+    external, found, deferred = ExternalBuffers(), [], DeferredFree()
 
     class Ends(deque):
         def append(self, end):
-            found.append(lent.find(100, 8))
+            found.append(external.find(100, 8))
             assert end.raw is memory
 
-    parking.freed = Ends()
+    deferred.freed = Ends()
     memory = object()
     block = Block(mesh.devices[0], memory, 100, 50, owned=True, writable=True)
-    lent.add(parking.track(block))
-    assert lent.find(100, 8) is block
+    external.add(deferred.track(block))
+    assert external.find(100, 8) is block
     del block
     assert found == [None]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.hanging_devices import PATIENCE, resume, stall
+from support.hanging_devices import TEST_TIMEOUT, resume, stall
 
 import gradreduce as gr
 from gradreduce.backends import open_mesh
@@ -102,7 +102,7 @@ def test_done_is_what_is_known_to_be_over():
         assert late == [("copy", "compute"), ("upload", "transfer"), ("copy", "transfer")]
         assert all(each.device == stuck.index for each in entries if not each.done)
         resume(stuck)
-        stuck.synchronize(deadline=PATIENCE)
+        stuck.synchronize(deadline=TEST_TIMEOUT)
         assert all(each.done for each in mesh.flight_record())
 
 
@@ -131,7 +131,7 @@ def test_what_a_reset_drops_is_never_done():
             mark = stuck.mark()
             with pytest.raises(CollectiveError):
                 stuck.synchronize(deadline=0.01)
-            mesh.reset(timeout=PATIENCE)
+            mesh.reset(timeout=TEST_TIMEOUT)
             assert stuck._reached(mark.event)
         mesh.synchronize()
         entries = [each for each in mesh.flight_record() if each.device == stuck.index]
@@ -188,15 +188,15 @@ def wanted(tmp_path, monkeypatch):
     return path
 
 
-def opened_and_dead(reason: str) -> None:
+def opened_and_failed(reason: str) -> None:
     with open_mesh(1, backend="sim") as mesh:
         mesh.mesh_state.fail(reason)
-        assert mesh.mesh_state.failure_reported.wait(PATIENCE)
+        assert mesh.mesh_state.failure_reported.wait(TEST_TIMEOUT)
 
 
 def test_each_mesh_writes_a_file_of_its_own(wanted):
-    opened_and_dead("one")
-    opened_and_dead("another")
+    opened_and_failed("one")
+    opened_and_failed("another")
     reasons = [json.loads(path.read_text())["reason"] for path in wanted.parent.iterdir()]
     assert sorted(reasons) == ["another", "one"]
     assert not wanted.exists()
@@ -206,7 +206,7 @@ def test_what_is_no_regular_file_is_written_to(wanted):
     os.mkfifo(wanted)
     reader = os.open(wanted, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        opened_and_dead("broken")
+        opened_and_failed("broken")
         assert json.loads(os.read(reader, 1 << 16))["reason"] == "broken"
     finally:
         os.close(reader)
@@ -216,7 +216,7 @@ def test_what_is_no_regular_file_is_written_to(wanted):
 
 def test_a_full_device_is_told_of_and_left(wanted, caplog):
     wanted.symlink_to("/dev/full")
-    opened_and_dead("broken")
+    opened_and_failed("broken")
     assert f"{wanted} was not written: [Errno 28]" in caplog.text
     assert wanted.is_symlink()
 

@@ -1,10 +1,10 @@
-"""Host waits with a deadline: they end, and blame the device that keeps them waiting."""
+"""Host waits with a deadline: they end, and name the device that keeps them waiting."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.hanging_devices import PATIENCE, stall
+from support.hanging_devices import TEST_TIMEOUT, stall
 
 import gradreduce as gr
 from gradreduce.device import Mesh
@@ -42,8 +42,8 @@ def test_who_waits_inside_of_a_call_is_let_go_in_time(mesh, how, monkeypatch):
     stall(mesh.devices[2])
     with pytest.raises(CollectiveError, match=r"passed: sim:2 has not "):
         calls[how](0.01)
-    mesh.reset(timeout=PATIENCE)
-    calls[how](PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
+    calls[how](TEST_TIMEOUT)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_a_host_wait_ends_when_its_own_deadline_passes(mesh, wait):
     words = r"passed: sim:2 has not finished its queues; the first .* is \w+, #\d+"
     with pytest.raises(CollectiveError, match=words):
         wait(mesh, buffer, 0.01)
-    mesh.reset(timeout=PATIENCE)
-    wait(mesh, buffer, PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
+    wait(mesh, buffer, TEST_TIMEOUT)
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
@@ -77,7 +77,7 @@ def test_a_wait_that_an_abort_ends_raises(mesh, monkeypatch, wait, is_reset):
     def aborted(*arguments):
         mesh.mesh_state.fail("aborted")
         if is_reset:
-            mesh.reset(timeout=PATIENCE)
+            mesh.reset(timeout=TEST_TIMEOUT)
         return succeeds(*arguments)
 
     monkeypatch.setattr(device, wait, aborted)

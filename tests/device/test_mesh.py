@@ -112,7 +112,7 @@ def test_other_backends_are_refused(backend):
 
 
 @pytest.mark.parametrize("kernels", ["cupy", "", "fast"])
-def test_other_faces_are_refused(kernels):
+def test_other_implementations_are_refused(kernels):
     text = f"kernels={kernels!r} is not one of ('numpy', 'compiled', 'exact', 'sanitized')"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         opened(1, kernels=kernels)

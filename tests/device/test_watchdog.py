@@ -9,7 +9,14 @@ import weakref
 import numpy as np
 import pytest
 from support.exact_data import same
-from support.hanging_devices import PATIENCE, await_death, clock, no_thread_starts, stall, watchdogs
+from support.hanging_devices import (
+    TEST_TIMEOUT,
+    clock,
+    no_thread_starts,
+    stall,
+    wait_for_failure,
+    watchdogs,
+)
 from support.signal_injection import ctrl_c
 
 import gradreduce as gr
@@ -46,7 +53,7 @@ def waiting_take(mesh: Mesh) -> PendingTake:
 
 def ended(threads: list[threading.Thread]) -> bool:
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(TEST_TIMEOUT)
     return not any(thread.is_alive() for thread in threads)
 
 
@@ -54,18 +61,18 @@ def test_work_that_is_done_in_time_is_let_go(mesh):
     """On every backend: the waits that end early give what those give that do not."""
     buffer = uploaded(mesh.devices[0], 1)
     assert not mesh.mesh_state.is_guarded
-    with deadline_scope("a call", PATIENCE, mesh.devices):
+    with deadline_scope("a call", TEST_TIMEOUT, mesh.devices):
         mesh.devices[1].copy(buffer, uploaded(mesh.devices[1], 2))
     assert mesh.mesh_state.is_guarded
     mesh.devices[0].wait(mesh.devices[1].mark())
-    assert same(buffer.numpy(deadline=PATIENCE), data((SIZE,), seed=2))
+    assert same(buffer.numpy(deadline=TEST_TIMEOUT), data((SIZE,), seed=2))
     assert same(buffer.numpy(), data((SIZE,), seed=2))
-    mesh.synchronize(deadline=PATIENCE)
+    mesh.synchronize(deadline=TEST_TIMEOUT)
     mesh.synchronize()
     assert mesh.mesh_state.reason is None
 
 
-def test_a_reset_of_what_is_not_dead_does_nothing(mesh):
+def test_a_reset_of_what_has_not_failed_does_nothing(mesh):
     buffer = uploaded(mesh.devices[0], 1)
     with mesh.journal() as journal:
         mesh.reset()
@@ -81,7 +88,7 @@ def test_one_thread_for_each_mesh_that_ends_with_it():
     before = set(watchdogs())
     with queued() as mesh:
         for _ in range(3):
-            mesh.synchronize(deadline=PATIENCE)
+            mesh.synchronize(deadline=TEST_TIMEOUT)
         assert len(set(watchdogs()) - before) == 1
     assert ended(list(set(watchdogs()) - before))
 
@@ -98,8 +105,8 @@ def test_ctrl_c_while_the_thread_is_started_leaves_none_behind(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                mesh.synchronize(deadline=PATIENCE)
-        mesh.synchronize(deadline=PATIENCE)
+                mesh.synchronize(deadline=TEST_TIMEOUT)
+        mesh.synchronize(deadline=TEST_TIMEOUT)
         assert len(set(watchdogs()) - before) == 1
     assert ended(list(set(watchdogs()) - before))
 
@@ -107,14 +114,14 @@ def test_ctrl_c_while_the_thread_is_started_leaves_none_behind(monkeypatch):
 def test_an_idle_thread_keeps_no_mesh_alive():
     before = set(watchdogs())
     mesh = queued()
-    mesh.synchronize(deadline=PATIENCE)
-    with deadline_scope("a call", PATIENCE, mesh.devices):
+    mesh.synchronize(deadline=TEST_TIMEOUT)
+    with deadline_scope("a call", TEST_TIMEOUT, mesh.devices):
         uploaded(mesh.devices[0], 1)
     mesh.synchronize()
     here = weakref.ref(mesh.mesh_state)
     del mesh
     gone = threading.Event()
-    for _ in range(int(PATIENCE / 0.005)):
+    for _ in range(int(TEST_TIMEOUT / 0.005)):
         gc.collect()
         if here() is None:
             break
@@ -130,18 +137,20 @@ def test_the_first_reason_stays_and_a_second_failure_has_its_own(clock):
             with deadline_scope(call, 5, mesh.devices):
                 uploaded(mesh.devices[1], 1)
         clock.pass_by(6)
-        assert "for first passed" in await_death(mesh)
+        assert "for first passed" in wait_for_failure(mesh)
         mesh.mesh_state.fail("later reasons do not count")
         with pytest.raises(CollectiveError, match="for first passed"):
             mesh.synchronize()
-        mesh.reset(timeout=PATIENCE)
+        mesh.reset(timeout=TEST_TIMEOUT)
         clock.pass_by(100)  # who watched before the reset does not any more
-        assert same(uploaded(mesh.devices[1], 4).numpy(deadline=PATIENCE), data((SIZE,), seed=4))
+        assert same(
+            uploaded(mesh.devices[1], 4).numpy(deadline=TEST_TIMEOUT), data((SIZE,), seed=4)
+        )
         stall(mesh.devices[0])
         with deadline_scope("third", 5, mesh.devices):
             uploaded(mesh.devices[0], 1)
         clock.pass_by(6)
-        assert "for third passed: sim:0 has not joined third" in await_death(mesh)
+        assert "for third passed: sim:0 has not joined third" in wait_for_failure(mesh)
 
 
 def test_a_call_that_never_ends_on_the_host_is_named(clock):
@@ -152,7 +161,7 @@ def test_a_call_that_never_ends_on_the_host_is_named(clock):
         deadline_scope("a call", 5, mesh.devices),
     ):
         clock.pass_by(6)
-        assert "the call itself has not submitted all its work" in await_death(mesh)
+        assert "the call itself has not submitted all its work" in wait_for_failure(mesh)
         uploaded(mesh.devices[0], 1)
     mesh.close()
 
@@ -173,7 +182,7 @@ def test_a_call_of_before_a_reset_is_not_watched_any_more(clock):
     with queued() as mesh, deadline_scope("a call", 5, mesh.devices):
         watched = mesh.mesh_state.pending_call
         mesh.mesh_state.fail("for a test")
-        mesh.reset(timeout=PATIENCE)
+        mesh.reset(timeout=TEST_TIMEOUT)
         clock.pass_by(6)
         assert _check_calls(mesh.mesh_state, [watched]) == []
         assert mesh.mesh_state.reason is None
@@ -188,8 +197,8 @@ def test_an_update_that_a_failed_mesh_cuts_short_fails_no_device():
             mesh.mesh_state.fail("for a test")
             mesh.devices[0].copy(other, buffer)
         assert mesh.mesh_state.failed == {}
-        mesh.reset(timeout=PATIENCE)
-        mesh.synchronize(deadline=PATIENCE)
+        mesh.reset(timeout=TEST_TIMEOUT)
+        mesh.synchronize(deadline=TEST_TIMEOUT)
 
 
 def test_a_wait_for_work_that_is_dropped_does_not_believe_it_done():
@@ -198,19 +207,19 @@ def test_a_wait_for_work_that_is_dropped_does_not_believe_it_done():
     scheduler.submit("a", lambda: None)
     waits, found = threading.Event(), []
 
-    class Patience:
-        remaining = PATIENCE
+    class Endless:
+        remaining = TEST_TIMEOUT
 
         @property
         def is_over(self) -> bool:
             waits.set()
             return False
 
-    waiting = threading.Thread(target=lambda: found.append(scheduler.finish("a", Patience())))
+    waiting = threading.Thread(target=lambda: found.append(scheduler.finish("a", Endless())))
     waiting.start()
-    assert waits.wait(PATIENCE)
+    assert waits.wait(TEST_TIMEOUT)
     scheduler.drop()  # which has the lock as soon as the other waits
-    waiting.join(PATIENCE)
+    waiting.join(TEST_TIMEOUT)
     assert found == [False]
 
 
@@ -219,11 +228,11 @@ def test_a_device_that_cannot_be_looked_at_ends_the_mesh(clock, monkeypatch):
         patch.setattr(type(mesh.devices[0]), "_reached", lambda *_: 1 / 0)
         with deadline_scope("a call", 5, mesh.devices):
             pass
-        assert "cannot be queried: ZeroDivisionError" in await_death(mesh)
+        assert "cannot be queried: ZeroDivisionError" in wait_for_failure(mesh)
 
 
 def test_neither_the_thread_nor_a_failure_takes_a_lock(clock):
-    """Every lock of ours is held by a call that hangs; the mesh dies all the same."""
+    """Every lock of ours is held by a call that hangs; the mesh fails all the same."""
     with queued() as mesh:
         stall(mesh.devices[1])
         with deadline_scope("a call", 5, mesh.devices):
@@ -237,20 +246,20 @@ def test_neither_the_thread_nor_a_failure_takes_a_lock(clock):
                 mesh.mesh_state.reset_lock,
             ):
                 held.set()
-                assert let_go.wait(PATIENCE)
+                assert let_go.wait(TEST_TIMEOUT)
 
         holder = threading.Thread(target=hang)
         holder.start()
-        assert held.wait(PATIENCE)
+        assert held.wait(TEST_TIMEOUT)
         clock.pass_by(6)
-        assert "sim:1 has not joined" in await_death(mesh)
+        assert "sim:1 has not joined" in wait_for_failure(mesh)
         with pytest.raises(
             CollectiveError, match="cannot be reset yet: another thread is resetting it"
         ):
             mesh.reset(timeout=0.01)
         let_go.set()
-        holder.join(PATIENCE)
-        mesh.reset(timeout=PATIENCE)
+        holder.join(TEST_TIMEOUT)
+        mesh.reset(timeout=TEST_TIMEOUT)
 
 
 def test_where_no_thread_can_start_a_failure_is_reported_all_the_same(clock, monkeypatch, tmp_path):
@@ -258,15 +267,15 @@ def test_where_no_thread_can_start_a_failure_is_reported_all_the_same(clock, mon
     monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "flight.json"))
     with queued() as mesh, no_thread_starts() as refused:
         ticket = waiting_take(mesh)
-        mesh.synchronize(deadline=PATIENCE)
+        mesh.synchronize(deadline=TEST_TIMEOUT)
         stall(mesh.devices[1])
         with deadline_scope("a call", 5, mesh.devices):
             uploaded(mesh.devices[1], 1)
         refused.append(True)
         clock.pass_by(6)
-        assert "sim:1 has not joined" in await_death(mesh)
+        assert "sim:1 has not joined" in wait_for_failure(mesh)
         with pytest.raises(CancelledError, match="the mesh has failed"):
-            await_take(ticket, PATIENCE)
+            await_take(ticket, TEST_TIMEOUT)
         with pytest.raises(CollectiveError, match="the mesh has failed"):
             mesh.synchronize()
     assert list(tmp_path.iterdir())
@@ -274,13 +283,13 @@ def test_where_no_thread_can_start_a_failure_is_reported_all_the_same(clock, mon
 
 def test_where_no_thread_can_start_a_host_wait_ends_by_its_deadline():
     with queued() as mesh, no_thread_starts() as refused:
-        mesh.synchronize(deadline=PATIENCE)
+        mesh.synchronize(deadline=TEST_TIMEOUT)
         stall(mesh.devices[1])
         buffer = uploaded(mesh.devices[1], 1)
         refused.append(True)
         with pytest.raises(CollectiveError, match="sim:1 has not finished its queues"):
             buffer.numpy(deadline=1e-6)
-        await_death(mesh)
+        wait_for_failure(mesh)
 
 
 def test_where_no_thread_can_start_a_failed_device_is_reported_by_the_caller():
@@ -289,56 +298,56 @@ def test_where_no_thread_can_start_a_failed_device_is_reported_by_the_caller():
         refused.append(True)
         mesh.devices[1].mark_failed("for a test")
         with pytest.raises(CancelledError):
-            await_take(ticket, PATIENCE)
+            await_take(ticket, TEST_TIMEOUT)
 
 
 def test_where_no_thread_can_start_a_loss_is_told_by_the_watchdog():
     """Whoever meets the fault may hold a lock that others wait for."""
     with queued() as mesh, no_thread_starts() as refused:
         ticket = waiting_take(mesh)
-        mesh.synchronize(deadline=PATIENCE)
+        mesh.synchronize(deadline=TEST_TIMEOUT)
         held, let_go = threading.Event(), threading.Event()
 
         def hang() -> None:
             with ticket.states[0].lock:
                 held.set()
-                assert let_go.wait(PATIENCE)
+                assert let_go.wait(TEST_TIMEOUT)
 
         holder = threading.Thread(target=hang)
         holder.start()
-        assert held.wait(PATIENCE)
+        assert held.wait(TEST_TIMEOUT)
         refused.append(True)
         mesh.devices[1].mark_failed("for a test")
         let_go.set()
         with pytest.raises(CancelledError):
-            await_take(ticket, PATIENCE)
-        holder.join(PATIENCE)
+            await_take(ticket, TEST_TIMEOUT)
+        holder.join(TEST_TIMEOUT)
 
 
 def test_a_reset_waits_for_a_call_that_still_gives_work(clock):
     with queued() as mesh:
         mesh.mesh_state.fail("for a test")
-        await_death(mesh)
+        wait_for_failure(mesh)
         held, let_go = threading.Event(), threading.Event()
 
         def hang() -> None:
             with mesh.mesh_state.launch_lock:
                 held.set()
-                assert let_go.wait(PATIENCE)
+                assert let_go.wait(TEST_TIMEOUT)
 
         holder = threading.Thread(target=hang)
         holder.start()
-        assert held.wait(PATIENCE)
+        assert held.wait(TEST_TIMEOUT)
         with pytest.raises(CollectiveError, match="a call is still submitting work to the devices"):
             mesh.reset(timeout=0.01)
         let_go.set()
-        holder.join(PATIENCE)
-        mesh.reset(timeout=PATIENCE)
-        mesh.reset(timeout=PATIENCE)
+        holder.join(TEST_TIMEOUT)
+        mesh.reset(timeout=TEST_TIMEOUT)
+        mesh.reset(timeout=TEST_TIMEOUT)
 
 
 def test_memory_of_the_time_before_a_reset_comes_home():
-    """Work that was dropped holds no block: parked memory returns to the pool."""
+    """Work that was dropped holds no block: deferred memory returns to the pool."""
     with queued([0, 1, 2]) as mesh:
         first, second, _ = mesh.devices
         buffer = uploaded(first, 1)
@@ -350,8 +359,8 @@ def test_memory_of_the_time_before_a_reset_comes_home():
         assert first.empty((SIZE,), FLOAT).address != address
         with pytest.raises(CollectiveError):
             second.synchronize(deadline=0.01)
-        mesh.reset(timeout=PATIENCE)
-        mesh.synchronize(deadline=PATIENCE)
+        mesh.reset(timeout=TEST_TIMEOUT)
+        mesh.synchronize(deadline=TEST_TIMEOUT)
         assert address in [first.empty((SIZE,), FLOAT).address for _ in range(4)]
 
 
@@ -369,7 +378,7 @@ def test_a_mesh_that_is_closed_lets_go_who_waits():
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-    waiting.join(PATIENCE)
+    waiting.join(TEST_TIMEOUT)
     assert "was closed" in outcomes[0]
 
 

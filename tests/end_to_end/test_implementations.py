@@ -1,4 +1,4 @@
-"""The whole flow runs one face of every kernel and never the other; both give the same bits."""
+"""The whole flow runs one implementation of every kernel alone; both give the same bits."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def sums(mesh: gr.Mesh) -> list[np.ndarray]:
 def run(
     implementation: str, monkeypatch
 ) -> tuple[list[np.ndarray], dict[str, list[str]], list[str]]:
-    """Results; which kernels ran as their twins and which as the text; and what was launched."""
+    """Results; which kernels ran as references and which as the text; and what was launched."""
     ran: dict[str, list[str]] = {"reference": [], "text": []}
     reference, text = sim.SimDevice._reference_work, sim.SimDevice._compiled_work
 
@@ -115,7 +115,7 @@ def run(
         for implementation in IMPLEMENTATIONS
     ],
 )
-def test_every_launch_runs_the_face_that_was_asked_for(implementation, monkeypatch):
+def test_every_launch_runs_the_implementation_that_was_asked_for(implementation, monkeypatch):
     _, ran, launched = run(implementation, monkeypatch)
     assert ran.pop(IMPLEMENTATIONS[implementation]) == launched
     assert list(ran.values()) == [[]]
@@ -123,6 +123,6 @@ def test_every_launch_runs_the_face_that_was_asked_for(implementation, monkeypat
 
 
 @pytest.mark.host
-def test_both_faces_give_the_same_bits(monkeypatch):
+def test_both_implementations_give_the_same_bits(monkeypatch):
     one, other = (run(implementation, monkeypatch)[0] for implementation in IMPLEMENTATIONS)
     assert all(map(same, one, other))

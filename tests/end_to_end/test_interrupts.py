@@ -205,7 +205,7 @@ def test_a_handler_that_waits_for_queued_work_spoils_none():
 
 
 class Brief:
-    """Patience that is over at the second look."""
+    """A wait policy that is over at the second look."""
 
     def __init__(self) -> None:
         self._looks = 0

@@ -18,9 +18,8 @@ from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.packing import plan_packing
 from gradreduce.reduce.stages import Job
 
-# By full name: functions of the same name hide `gradreduce.reduce.aggregation` and
-# `allreduce.nccl`.
-flats_room, aggregation, sparse, optimizer, arrivals, hierarchical, nccl_room = (
+# By full name: functions of the same name hide some of them.
+pack_buffers, aggregation, sparse, optimizer, arrivals, hierarchical, nccl_all_reduce = (
     importlib.import_module(f"gradreduce.{name}")
     for name in (
         "reduce.pack_buffers", "reduce.aggregators", "reduce.aggregation", "optim.update_plan",
@@ -59,7 +58,7 @@ def train(placement, algorithm, seed, *, peer_access=True, num_packs=1, method=M
 
 
 def reduce_and_free(placement, algorithm, seed, peer_access=True, **options):
-    """An all-reduce whose inputs die while it is queued, and new tensors in their place."""
+    """An all-reduce whose inputs are freed while it is queued, and new tensors in their place."""
     rng = np.random.default_rng(6)
     results = []
     with gr.open_mesh(
@@ -96,32 +95,32 @@ def test_training_has_the_same_bits_in_every_legal_order(algorithm, turns):
 
 @pytest.mark.parametrize("seeds", seeds(3, 10))
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_buffers_that_die_early_are_not_reused_early(algorithm, seeds):
+def test_buffers_freed_early_are_not_reused_early(algorithm, seeds):
     for placement, peers in itertools.product(PLACEMENTS, (True, False)):
         expected = reduce_and_free(placement, algorithm, None, peers)
         for seed in seeds:
             assert reduce_and_free(placement, algorithm, seed, peers) == expected, seed
 
 
-HALVES = {2: ((1, 0), ()), 4: ((2, 0), (1, 3)), 5: ((3, 0), (4, 2, 1))}
+REDUCTION_GROUPS = {2: ((1, 0), ()), 4: ((2, 0), (1, 3)), 5: ((3, 0), (4, 2, 1))}
 
 
 @pytest.mark.parametrize("seeds", seeds(3, 10))
-def test_other_halves_have_the_same_bits_in_every_legal_order(seeds):
+def test_other_reduction_groups_have_the_same_bits_in_every_legal_order(seeds):
     for placement, peers in itertools.product(PLACEMENTS, (True, False)):
-        halves = HALVES[len(placement)]
+        groups = REDUCTION_GROUPS[len(placement)]
         expected = reduce_and_free(
-            placement, "hierarchical_copy", None, peers, reduction_groups=halves
+            placement, "hierarchical_copy", None, peers, reduction_groups=groups
         )
         for seed in seeds:
             found = reduce_and_free(
-                placement, "hierarchical_copy", seed, peers, reduction_groups=halves
+                placement, "hierarchical_copy", seed, peers, reduction_groups=groups
             )
             assert found == expected, seed
 
 
 def gathered(placement, seed):
-    """16-bit integers by NCCL's way: what is gathered dies when the call returns, still queued."""
+    """16-bit integers by NCCL's way: what is gathered is freed before it has run."""
     rng = np.random.default_rng(10)
     results = []
     with gr.open_mesh(placement, backend="sim", strict=True, schedule_seed=seed) as mesh:
@@ -160,11 +159,11 @@ def over_the_transfer_queue(seed):
         for _ in range(4):
             source = here.upload(data(rng, (64,)), queue="transfer")
             here.wait(here.mark("transfer"))
-            landed = there.empty((64,), np.float32)
-            here.copy(landed, source, queue="transfer")
+            copies = there.empty((64,), np.float32)
+            here.copy(copies, source, queue="transfer")
             source.device.upload(data(rng, (64,)), out=source)  # must wait for the copy
             there.wait(here.mark("transfer"))
-            total = gr.add_n([landed, landed])
+            total = gr.add_n([copies, copies])
             results += [total.numpy().tobytes(), source.numpy().tobytes()]
         return results
 
@@ -196,9 +195,9 @@ class Scene:
 def packing_alone(scene):
     gradients = [scene.fresh(), scene.fresh((5, 3))]
     plans = plan_packing((37, 15), ((gradients[0][0].dtype,) * 2,) * 2, 1, 0, 0)
-    flats = flats_room.pack(plans, gradients, scene.mesh.devices, consume=False)
+    packed = pack_buffers.pack(plans, gradients, scene.mesh.devices, consume=False)
     scene.overwrite(*gradients)
-    scene.keep(flats[0].inputs)
+    scene.keep(packed[0].inputs)
 
 
 def all_reduce_alone(scene):
@@ -245,8 +244,8 @@ def accumulator_alone(scene):
     scene.keep(accumulator.take_grad(6).buffers)
 
 
-def each_room_alone(seed):
-    """Every room leaves the queues so that its inputs may be overwritten and its results read."""
+def each_module_alone(seed):
+    """Every module leaves the queues so that its inputs may be overwritten and its results read."""
     scene = Scene(seed)
     with scene.mesh:
         packing_alone(scene)
@@ -263,16 +262,16 @@ def copied_then_freed(seed):
     rng = np.random.default_rng(9)
     with gr.open_mesh([0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
         here, there = mesh.devices
-        landed = []
+        copies = []
         for _ in range(4):
             source = here.upload(data(rng, (64,)))
-            landed.append(there.empty((64,), np.float32))
-            there.copy(landed[-1], source)
+            copies.append(there.empty((64,), np.float32))
+            there.copy(copies[-1], source)
             del source
-        return [buffer.numpy().tobytes() for buffer in landed]
+        return [buffer.numpy().tobytes() for buffer in copies]
 
 
-SCENES = (over_the_transfer_queue, each_room_alone, copied_then_freed)
+SCENES = (over_the_transfer_queue, each_module_alone, copied_then_freed)
 
 
 @pytest.mark.parametrize("seeds", seeds(20, 60))

@@ -107,15 +107,15 @@ def test_nothing_is_asked_for_again(algorithm, setting, form, monkeypatch):
 def test_a_step_with_a_deadline_says_who_is_late_and_works_after_a_reset(form, clock):
     with gr.open_mesh([0, 1, 2], backend="sim", schedule_seed=0) as mesh:
         step = ready(mesh, "hierarchical_copy", "one pack", form, pytest.MonkeyPatch())
-        step(deadline=stuck.PATIENCE)
+        step(deadline=stuck.TEST_TIMEOUT)
         mesh.synchronize()
         stuck.stall(mesh.devices[2])
         step(deadline=5)
         clock.pass_by(6)
-        reason = stuck.await_death(mesh)
+        reason = stuck.wait_for_failure(mesh)
         assert f"of 5 s for a {form.__name__} step passed: sim:2 has not joined" in reason
         with pytest.raises(gr.errors.CollectiveError, match="the mesh has failed"):
             step()
-        mesh.reset(timeout=stuck.PATIENCE)
-        (first, *_) = step(deadline=stuck.PATIENCE)
+        mesh.reset(timeout=stuck.TEST_TIMEOUT)
+        (first, *_) = step(deadline=stuck.TEST_TIMEOUT)
         assert same(first.buffers[0].numpy(), np.full(SHAPES[0], 3, np.float32))

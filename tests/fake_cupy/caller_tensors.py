@@ -64,9 +64,9 @@ def check_overwritten(torch, mesh: Mesh, call: Callable[..., Check]) -> None:
     )
     check = call(mesh, tensors, gr.PerReplica(others, mesh))
     overwrite(torch, [*tensors, *others])
-    lent = [ref(each.array) for each in (*tensors, *(others if call in READ_VALUE else ()))]
+    arrays_ = [ref(each.array) for each in (*tensors, *(others if call in READ_VALUE else ()))]
     del tensors, others
-    held = sum(array() is not None for array in lent)
+    held = sum(array() is not None for array in arrays_)
     assert not held, f"{held} tensors are held after {call.__name__}"
     assert (check() == sum(map(values, range(3)))).all(), f"wrong values of {call.__name__}"
 

@@ -326,7 +326,7 @@ class Machine:
         self.number += 1
         slot = chunk.slot
         if not self._pending:
-            slot.generations = [one for one in slot.generations if one.died > self.number]
+            slot.generations = [one for one in slot.generations if one.freed_at > self.number]
         chunk.owner = Generation(chunk.start, nbytes, self.number)
         slot.generations.append(chunk.owner)
         if new:
@@ -341,7 +341,7 @@ class Machine:
         while self._dying:
             chunk, home = self._dying.popleft()
             self.number += 1
-            chunk.owner.died = self.number
+            chunk.owner.freed_at = self.number
             if home is None or home.gpu not in self.freed:
                 self._dirty(chunk, home, "the memory's end")
             self.heap.give(chunk, home)

@@ -66,13 +66,13 @@ class Generation:
         start: address of the part.
         nbytes: that were asked for; what lies behind them is nobody's.
         born: number of the first call that may use it.
-        died: number of the first call that may not.
+        freed_at: number of the first call that may not.
     """
 
     start: int
     nbytes: int
     born: int
-    died: float = float("inf")
+    freed_at: float = float("inf")
 
 
 class Slot:
@@ -98,7 +98,7 @@ class Slot:
     def owner(self, address: int, number: int) -> Generation | None:
         """Whose the byte was when call ``number`` was made."""
         for one in reversed(self.generations):
-            if one.born <= number < one.died and one.start <= address < one.start + one.nbytes:
+            if one.born <= number < one.freed_at and one.start <= address < one.start + one.nbytes:
                 return one
         return None
 

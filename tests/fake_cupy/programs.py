@@ -55,7 +55,7 @@ class Program:
         self.steps: list[Callable[[], None]] = [
             self.make, self.make, self.make_zeros, self.add, self.add, self.add, self.copy,
             self.copy, self.copy_and_forget, self.overwrite, self.forget, self.forget, self.look,
-            self.foreign, self.lend, self.collective, self.reduce, self.many, self.quiet,
+            self.foreign, self.release, self.collective, self.reduce, self.many, self.quiet,
             self.capture, self.lead,
         ]  # fmt: skip
 
@@ -224,7 +224,7 @@ class Program:
         self.used(device, queue, mine)
         self.values.append(mine)
 
-    def lend(self) -> None:
+    def release(self) -> None:
         """A buffer that CuPy's current stream writes, and that comes back."""
         value = self.like()
         if value is None or not value.buffer.block.owned:
@@ -343,7 +343,7 @@ def run(seed: int, num_steps: int = 40) -> int:
     cached, launch_table.CACHED_WORDS = (
         launch_table.CACHED_WORDS,
         1,
-    )  # tables die while launches use them
+    )  # tables are freed while launches use them
     try:
         with gr.open_mesh(placement, backend="cuda") as mesh:
             program = Program(mesh, seed)

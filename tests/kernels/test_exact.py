@@ -13,7 +13,7 @@ from support.exact_data import (
     same,
     unflushed_data,
 )
-from support.implementations import wide_of
+from support.implementations import accumulate_dtype_of
 
 from gradreduce.device import as_dtype
 
@@ -56,7 +56,7 @@ def test_exact_data_has_one_sum_in_any_order(dtype):
     for term in terms[1:]:  # in the dtype itself, not in a wider one
         expected = (expected + term).astype(dtype)
     for seed in range(5):
-        # Shuffled, halved again and again.
+        # In random order, halved again and again.
         left = list(np.random.default_rng(seed).permutation(terms))
         while len(left) > 1:
             pairs = zip(left[::2], left[1::2], strict=True)
@@ -66,7 +66,7 @@ def test_exact_data_has_one_sum_in_any_order(dtype):
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.kind not in "iu"], ids=str)
 def test_the_order_of_random_data_shows(dtype):
-    wide = wide_of(dtype)
+    wide = accumulate_dtype_of(dtype)
     terms = random_data((3, 1003), dtype, seed=2).astype(wide)
     with np.errstate(all="ignore"):
         forward, backward = (terms[0] + terms[1]) + terms[2], (terms[2] + terms[1]) + terms[0]
@@ -75,7 +75,7 @@ def test_the_order_of_random_data_shows(dtype):
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.kind not in "iu"], ids=str)
 def test_a_thousand_finite_terms_have_a_finite_sum_whose_order_shows(dtype):
-    terms = finite_data((1000, 50), dtype).astype(wide_of(dtype))
+    terms = finite_data((1000, 50), dtype).astype(accumulate_dtype_of(dtype))
     sums = []
     for order in (terms, terms[::-1]):
         total = order[0]

@@ -25,7 +25,7 @@ BEHIND = 100  # elements behind 2**32: vectors and a tail
 SIZE = 2**32 + BEHIND
 GAP = 37  # of pack
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's; Python names it from 3.13 on
-LAST = 3  # chunks, or blocks of a twin, that are run: the small row, and the end of the large one
+LAST = 3  # chunks, or blocks of a reference, that run: the small row, the end of the large one
 # kernel -> template, dtypes of the operands, scalars
 LAUNCHES: dict[str, tuple[Template, list[str], tuple]] = {
     "add_n": (("uint8", "uint8", 2), ["uint8"] * 3, (2,)),
@@ -96,7 +96,7 @@ def ends(arrays: list[np.ndarray], size: int) -> list[np.ndarray]:
 
 
 def right(device: Device, kernel: Kernel) -> bool:
-    """Whether the ends of both rows are what the twin makes of them, and the beginning is not."""
+    """Whether the ends of both rows are what the reference makes of them, the beginning not."""
     template, _, scalars = LAUNCHES[kernel.name]
     sizes = (SIZE, BEHIND)
     rows = [row_of(device, kernel, size) for size in sizes]
@@ -121,7 +121,7 @@ def host_device(request) -> Iterator[Device]:
         yield made
 
 
-# Of the shipped text alone: a twin adds whole tensors.
+# Of the shipped text alone: a reference adds whole tensors.
 @pytest.mark.host
 def test_rows_of_more_columns(host_device):
     values, out = reserved(2 * SIZE, "uint8"), reserved(SIZE, "uint8")

@@ -1,11 +1,11 @@
-"""Ten thousand tensors in one launch, and a thousand inputs of one, on every face."""
+"""Ten thousand tensors in one launch, and a thousand inputs of one, in every implementation."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from support.exact_data import finite_data, random_data, same
-from support.implementations import Operand, buffers, recorded, wide_of
+from support.implementations import Operand, accumulate_dtype_of, buffers, recorded
 
 from gradreduce.device import Buffer, as_dtype
 from gradreduce.ops import accumulate_n, add_n, all_sum, pack
@@ -29,7 +29,7 @@ def terms_of(count: int) -> list[np.ndarray]:
 
 def added(terms) -> np.ndarray:
     with np.errstate(all="ignore"):
-        total = terms[0].astype(wide_of(terms[0].dtype))
+        total = terms[0].astype(accumulate_dtype_of(terms[0].dtype))
         for term in terms[1:]:
             total = total + term.astype(total.dtype)
         return total.astype(terms[0].dtype)
@@ -105,4 +105,4 @@ def test_a_thousand_inputs(device, dtype, start):
 
 def sums_of(terms) -> np.ndarray:
     """As ``added``, not rounded."""
-    return added([term.astype(wide_of(term.dtype)) for term in terms])
+    return added([term.astype(accumulate_dtype_of(term.dtype)) for term in terms])

@@ -106,5 +106,5 @@ def test_too_many_words_do_not_fit_inline():
 
 
 def test_a_launch_fits_into_the_parameters_of_every_architecture():
-    """4 KiB, with room for the scalars."""
+    """4 KiB, with space for the scalars."""
     assert TABLE.itemsize + 8 * 8 <= 4096

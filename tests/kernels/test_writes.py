@@ -1,4 +1,4 @@
-"""What a kernel says it writes is what it writes, in every template and on every face."""
+"""What a kernel says it writes is what it writes, in every template and in every implementation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.implementations import Operand, buffers, opened, wide_of
+from support.implementations import Operand, accumulate_dtype_of, buffers, opened
 from support.update_formulas import FORMULAS
 from support.update_operands import all_scalars, layout, rule_of
 
@@ -43,7 +43,7 @@ def dtypes_of(kernel, template, num_operands, num_written):
     if isinstance(kernel, RuleKernel):
         found = [dtype for _, dtype in layout(kernel, template)]
     elif kernel.name == "distance_scale":
-        found = [wide_of(as_dtype(names[0]))] * 2 + [names[0]] * 2
+        found = [accumulate_dtype_of(as_dtype(names[0]))] * 2 + [names[0]] * 2
     else:
         found = [names[0]] * num_written + [names[-1]] * (num_operands - num_written)
     return [as_dtype(name) for name in found]
@@ -120,7 +120,7 @@ def test_the_number_written_comes_from_the_declaration(kernel):
 
 def test_a_kernel_that_declares_too_little_is_caught(device, implementation):
     liar = replace(MOMENTUM, writes=1)
-    if implementation == "numpy":  # a twin gets what it must not write as read-only views
+    if implementation == "numpy":  # a reference gets what it must not write as read-only views
         with pytest.raises(ValueError, match="read-only"):
             launch(device, liar, ("float32", "float32"))
     else:

@@ -1,4 +1,4 @@
-"""accumulate_n on every face, against a plain reference, bit by bit."""
+"""accumulate_n in every implementation, against a plain reference, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from support.implementations import (
     SIZES,
     SPLIT_SIZE,
     Operand,
+    accumulate_dtype_of,
     buffers,
     operands,
     random_terms,
     recorded,
     spread,
     start_patterns,
-    wide_of,
 )
 
 from gradreduce.device import as_dtype
@@ -30,7 +30,7 @@ from gradreduce.ops.accumulate_n import ACCUMULATE_N
 
 def reference(total, terms):
     """The total first, in *its* accumulate type, to which every term is cast."""
-    wide = wide_of(total.dtype)
+    wide = accumulate_dtype_of(total.dtype)
     with np.errstate(all="ignore"):
         running = total.astype(wide)
         for term in terms:

@@ -1,4 +1,4 @@
-"""add_n on every face, against a plain reference, bit by bit."""
+"""add_n in every implementation, against a plain reference, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from support.implementations import (
     SIZES,
     SPLIT_SIZE,
     Operand,
+    accumulate_dtype_of,
     blank,
     buffers,
     operands,
@@ -21,7 +22,6 @@ from support.implementations import (
     recorded,
     spread,
     start_patterns,
-    wide_of,
 )
 
 from gradreduce.device import as_dtype
@@ -30,7 +30,7 @@ from gradreduce.ops.add_n import ADD_N
 
 
 def reference(terms, out=None):
-    wide = wide_of(terms[0].dtype)
+    wide = accumulate_dtype_of(terms[0].dtype)
     with np.errstate(all="ignore"):
         total = terms[0].astype(wide)
         for term in terms[1:]:

@@ -1,4 +1,4 @@
-"""all_sum on every face, against a plain reference, bit by bit."""
+"""all_sum in every implementation, against a plain reference, bit by bit."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from support.implementations import (
     SIZES,
     SPLIT_SIZE,
     Operand,
+    accumulate_dtype_of,
     blank,
     buffers,
     operands,
@@ -23,7 +24,6 @@ from support.implementations import (
     recorded,
     spread,
     start_patterns,
-    wide_of,
 )
 from support.meshes import MeshCase
 
@@ -41,7 +41,7 @@ def left_to_right(terms, wide):
 
 
 def reference(terms, split=0, divisor=1, out=None):
-    wide = wide_of(terms[0].dtype)
+    wide = accumulate_dtype_of(terms[0].dtype)
     with np.errstate(all="ignore"):
         if split:
             total = left_to_right(terms[:split], wide) + left_to_right(terms[split:], wide)

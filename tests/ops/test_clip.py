@@ -1,11 +1,11 @@
-"""clip on every face, against its formula, bit by bit."""
+"""clip in every implementation, against its formula, bit by bit."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from support.exact_data import FLOATS, random_data, same
-from support.implementations import Operand, blank, recorded, start_patterns, wide_of
+from support.implementations import Operand, accumulate_dtype_of, blank, recorded, start_patterns
 
 from gradreduce.ops import clip
 
@@ -13,7 +13,7 @@ SIZES = [0, 1, 17, 1003, 16_385]
 
 
 def clipped(given, norm, limit):
-    wide = wide_of(given.dtype)
+    wide = accumulate_dtype_of(given.dtype)
     with np.errstate(all="ignore"):
         norm, limit = np.float64(norm), np.float64(limit)
         factor = limit * min(1 / norm, 1 / limit) + (norm - norm)

@@ -1,4 +1,4 @@
-"""Scaling by the distance of the center on every face, against its formula, bit by bit."""
+"""distance_scale in every implementation, against its formula, bit by bit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 from support.exact_data import FLOATS, random_data, same
 from support.implementations import (
     Operand,
+    accumulate_dtype_of,
     buffers,
     operands,
     random_terms,
     recorded,
     start_patterns,
-    wide_of,
 )
 
 from gradreduce.ops import distance_scale
@@ -23,7 +23,7 @@ GAMMA = 1e-4
 
 def row_of(dtype, size, seed=0):
     """Out, sum, center and pulled."""
-    sums = random_terms(2, size, wide_of(np.dtype(dtype)), seed=seed)
+    sums = random_terms(2, size, accumulate_dtype_of(np.dtype(dtype)), seed=seed)
     return [*sums, *random_terms(2, size, dtype, seed=seed + 1)]
 
 

@@ -1,4 +1,4 @@
-"""divide on every face, against a plain reference, bit by bit."""
+"""divide in every implementation, against a plain reference, bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AGN's push, global update and pull by every rule on every face, against its formula."""
+"""AGN's push, global update and pull by every rule in every implementation, against its formula."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""AGN's local update by every rule on every face, against its formula, bit by bit."""
+"""AGN's local update by every rule in every implementation, against its formula, bit by bit."""
 
 from __future__ import annotations
 
 import numpy as np
-from support.implementations import wide_of
+from support.implementations import accumulate_dtype_of
 from support.update_operands import FormBody, changed
 
 
@@ -13,7 +13,7 @@ class TestLocalUpdate(FormBody):
 
     def reference(self, case, values, lead):
         *_, total, grad = values
-        wide = grad.astype(wide_of(grad.dtype))
+        wide = grad.astype(accumulate_dtype_of(grad.dtype))
         return [*changed(case, values, wide), wide if lead else total + wide]
 
     def test_what_the_sum_held_is_not_read_by_the_first(self, device):

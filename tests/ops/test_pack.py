@@ -1,4 +1,4 @@
-"""pack on every face, against a plain reference, bit by bit."""
+"""pack in every implementation, against a plain reference, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from support.implementations import (
     SIZES,
     SPLIT_SIZE,
     Operand,
+    accumulate_dtype_of,
     blank,
     operands,
     random_terms,
     recorded,
     spread,
     start_patterns,
-    wide_of,
 )
 
 from gradreduce.device import as_dtype, flat_layout
@@ -33,7 +33,7 @@ GAPS = (0, 1, 7, 16, 40_000)
 def reference(term, gap=0, divisor=1, out=None):
     filled = term
     if divisor != 1:
-        wide = wide_of(term.dtype)
+        wide = accumulate_dtype_of(term.dtype)
         parts = term.astype(wide)
         parts = parts.view(parts.real.dtype)  # a complex number's parts are divided alone
         with np.errstate(all="ignore"):

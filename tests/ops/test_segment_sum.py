@@ -1,4 +1,4 @@
-"""segment_sum on every face, against a loop over the rows, bit by bit; and the plan it follows."""
+"""segment_sum in every implementation, against a loop over the rows; and its plan."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from support.implementations import (
     NUM_THREADS,
     SPLIT_SIZE,
     Operand,
+    accumulate_dtype_of,
     blank,
     recorded,
     spread,
     start_patterns,
-    wide_of,
 )
 
 from gradreduce.device import as_dtype
@@ -33,7 +33,7 @@ INDICES = np.array([3, 9, 3, 0, 3, 9, 5, 2**40, 0, 3])
 
 def sums(values, indices, divisors=1, out=None):
     """Row by row in a plain loop: the sums in the order of their indices."""
-    wide, found = wide_of(values.dtype), {}
+    wide, found = accumulate_dtype_of(values.dtype), {}
     with np.errstate(all="ignore"):
         for index, row in zip(indices.tolist(), values.astype(wide), strict=True):
             found[index] = found[index] + row if index in found else row
@@ -87,7 +87,7 @@ def check(device, *tensors, divisor=1):
 
 
 def indices_of(lengths, seed=0):
-    """Segments of these lengths, their rows shuffled."""
+    """Segments of these lengths, their rows in random order."""
     return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(lengths)) * 3, lengths))
 
 
@@ -279,7 +279,7 @@ def test_nothing_is_launched_for_nothing(device):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "uint8"])
 def test_tensors_are_spread_over_threads(device, dtype):
-    """The host builds cut anywhere; a twin gets whole tensors."""
+    """The host builds cut anywhere; a NumPy reference gets whole tensors."""
     size = SPLIT_SIZE // 17
     indices = np.arange(size) // 2 * 2
     tensors = [Rows(device, random_data((size, 36), dtype, seed=k), indices) for k in range(3)]

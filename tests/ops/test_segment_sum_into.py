@@ -1,11 +1,11 @@
-"""Sums that go on top of what rows hold: ``~row`` in segment_sum's ``into``, on every face."""
+"""Sums added to what rows hold: ``~row`` in ``into`` of segment_sum, in every implementation."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from support.exact_data import DTYPES, random_data, same
-from support.implementations import Operand, recorded, start_patterns, wide_of
+from support.implementations import Operand, accumulate_dtype_of, recorded, start_patterns
 
 from gradreduce.device import as_dtype
 from gradreduce.ops import plan_segments, segment_sum, segment_sum_command
@@ -19,7 +19,7 @@ WIDTHS = (1, 3, 8, 16, 17, 64)
 
 def combined(out, values, into, divisor=1):
     """The whole out in a plain loop."""
-    wide, total = wide_of(values.dtype), out.copy()
+    wide, total = accumulate_dtype_of(values.dtype), out.copy()
     with np.errstate(all="ignore"):
         for index, place in zip(np.unique(INDICES), into, strict=True):
             first, *rest = values[index == INDICES].astype(wide)
@@ -29,7 +29,9 @@ def combined(out, values, into, divisor=1):
             if divisor != 1:
                 row = (row.view(row.real.dtype) / row.real.dtype.type(divisor)).view(wide)
             if place < 0:
-                row = out[~place].astype(wide_of(out.dtype)) + row.astype(wide_of(out.dtype))
+                row = out[~place].astype(accumulate_dtype_of(out.dtype)) + row.astype(
+                    accumulate_dtype_of(out.dtype)
+                )
             total[~place if place < 0 else place] = row.astype(out.dtype)
     return total
 

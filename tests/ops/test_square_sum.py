@@ -1,4 +1,4 @@
-"""square_sum on every face, against a plain loop, bit by bit; and norms of many tensors."""
+"""square_sum in every implementation, against a plain loop; and norms of many tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""take_rows on every face, against NumPy's own indexing, bit by bit."""
+"""take_rows in every implementation, against NumPy's own indexing, bit by bit."""
 
 from __future__ import annotations
 

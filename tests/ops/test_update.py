@@ -1,4 +1,4 @@
-"""Every update rule on every face, against its formula, bit by bit."""
+"""Every update rule in every implementation, against its formula, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from support.implementations import (
     SIZES,
     SPLIT_SIZE,
     Operand,
+    accumulate_dtype_of,
     buffers,
     operands,
     random_terms,
     recorded,
     spread,
     start_patterns,
-    wide_of,
 )
 from support.update_formulas import (
     FORMULAS,
@@ -67,7 +67,7 @@ class Rule:
         return parts
 
     def reference(self, values, **scalars):
-        values, dtype, wide = list(values), values[0].dtype, wide_of(values[0].dtype)
+        values, dtype, wide = list(values), values[0].dtype, accumulate_dtype_of(values[0].dtype)
         with np.errstate(all="ignore"):
             given = [wide.type(scalar) for scalar in (self.scalars | scalars).values()]
             if self.has_master:

@@ -126,16 +126,16 @@ def test_a_gradient_may_lie_elsewhere_at_a_later_step(mesh):
         assert variable.numpy().tolist() == [-1.0 - count] * 3
 
 
-def test_what_was_lent_before_is_read_in_order(mesh, monkeypatch):
+def test_external_memory_is_read_in_order_later_too(mesh, monkeypatch):
     """A Buffer of a PerReplica is still the memory of its library, whose stream has gone on."""
     read = []
     monkeypatch.setattr("gradreduce.optim.update_plan.wait_for_inputs", read.extend)
-    lent = gr.PerReplica([np.ones(3, "float32")] * len(mesh), mesh).buffers[0]
+    external = gr.PerReplica([np.ones(3, "float32")] * len(mesh), mesh).buffers[0]
     variable = gr.Variable(np.zeros(3, "float32"), device=mesh.devices[0])
     optimizer = gr.GradientDescentOptimizer(1.0)
     for _ in range(2):
-        optimizer.apply_gradients([(lent, variable)])
-    assert read == [lent]
+        optimizer.apply_gradients([(external, variable)])
+    assert read == [external]
 
 
 def test_a_rule_on_arrays_is_shown_the_array_that_was_given(mesh):

@@ -75,10 +75,10 @@ def crossed(has_copies, is_sparse, **options) -> list[np.ndarray]:
         optimizer = gr.MomentumOptimizer(0.5, 0.5)
         for turn in range(4):
             variable.assign_add(exact_data((6, 3), "float32", seed=turn))  # each copy in its queue
-            lender = home if has_copies else beside
-            given = lender.empty((6, 3), "float32")
+            owner = home if has_copies else beside
+            given = owner.empty((6, 3), "float32")
             for seed in range(40):  # the last one counts; others are read by who does not wait
-                lender.upload(exact_data((6, 3), "float32", seed=seed), out=given)
+                owner.upload(exact_data((6, 3), "float32", seed=seed), out=given)
             if is_sparse:
                 given = gr.IndexedSlices(given, [1, 4, 1, 0, 5, 4])
             optimizer.apply_gradients([(given, variable)])

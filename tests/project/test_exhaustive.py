@@ -23,9 +23,9 @@ def test_product(letter, number): pass
 @pytest.mark.parametrize("number", range(4))
 def test_whole(letter, number): pass
 
-@pytest.mark.parametrize("face", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
+@pytest.mark.parametrize("kernels", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
 @pytest.mark.parametrize("number", range(5))
-def test_needs(number, face): pass
+def test_needs(number, kernels): pass
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def test_by_hand(rounds): pass

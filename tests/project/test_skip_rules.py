@@ -1,4 +1,4 @@
-"""The law of skips, tried on small suites of its own, each run with the plugin alone."""
+"""The rules for skips, tried on small suites of its own, each run with the plugin alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def suite(pytester, monkeypatch):
     return run
 
 
-UNLAWFUL = """
+FORBIDDEN = """
 @pytest.mark.skip(reason="later")
 def test_mark(): pass
 
@@ -69,12 +69,12 @@ def test_passes(): pass
 
 
 def test_a_skip_of_its_own_fails_the_run(suite):
-    result = suite(UNLAWFUL, gpus=(1, ""))
+    result = suite(FORBIDDEN, gpus=(1, ""))
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=1, skipped=6)
     result.stdout.fnmatch_lines(
         [
-            "*unlawful skips*",
+            "*forbidden skips*",
             "*::test_mark: Skipped: later",
             "*::test_condition: Skipped: not here",
             "*::test_body: Skipped: in the body",
@@ -90,7 +90,7 @@ def test_a_skipped_module_fails_the_run(suite, pytester):
     pytester.makepyfile(test_other="def test_b(): pass")
     result = suite("pytest.importorskip('no_such_module')\ndef test_a(): pass")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["*unlawful skips*", "*could not import 'no_such_module'*"])
+    result.stdout.fnmatch_lines(["*forbidden skips*", "*could not import 'no_such_module'*"])
 
 
 def test_an_expected_failure_is_no_skip(suite):
@@ -114,7 +114,7 @@ def test_marked_tests_skip_with_a_reason_and_are_counted(suite):
     result.assert_outcomes(passed=1, skipped=4)
     result.stdout.fnmatch_lines(
         [
-            "lawful skips: gpu 2, multi_gpu 1, nccl 1",
+            "allowed skips: gpu 2, multi_gpu 1, nccl 1",
             "SKIPPED [[]2[]] *gpu: no CUDA device (ImportError: *cupy*)",
         ]
     )
@@ -128,7 +128,7 @@ def test_optional_tiers_skip_where_their_tool_is_absent(suite, monkeypatch):
         absent = suite(text)
     assert absent.ret == pytest.ExitCode.OK
     absent.assert_outcomes(skipped=2)
-    absent.stdout.fnmatch_lines(["lawful skips: host 1, nvrtc 1"])
+    absent.stdout.fnmatch_lines(["allowed skips: host 1, nvrtc 1"])
     absent.stdout.fnmatch_lines_random(["*host: no g++ on PATH", "*nvrtc: no *libnvrtc.so.12 of *"])
 
     monkeypatch.setattr(skips, "find_compiler", Path)

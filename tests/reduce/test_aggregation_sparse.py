@@ -159,14 +159,14 @@ def test_accumulate_n_adds_in_pairs_what_holds_a_sparse_term():
 @given(
     dtype=st.sampled_from(DTYPES),
     lists=st.lists(st.lists(st.integers(0, ROWS - 1), max_size=6), min_size=2, max_size=5),
-    shuffled=st.randoms(),
+    random=st.randoms(),
 )
-def test_joining_then_merging_is_adding(dtype, lists, shuffled):
+def test_joining_then_merging_is_adding(dtype, lists, random):
     terms = [slices_of(indices, dtype=dtype, seed=k) for k, indices in enumerate(lists)]
     joined, total = gr.aggregate(terms), gr.add_n(terms)
     assert same(joined.to_dense(), total)
     assert same(joined.coalesce().to_dense(), total)
-    shuffled.shuffle(terms)
+    random.shuffle(terms)
     assert same(gr.aggregate(terms).to_dense(), total)
 
 

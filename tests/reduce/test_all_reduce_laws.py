@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import meshes
 from support.exact_data import DTYPES, random_data, same
 from support.exhaustive import examples
-from support.implementations import wide_of
+from support.implementations import accumulate_dtype_of
 from support.meshes import MeshCase
 
 import gradreduce as gr
@@ -77,7 +77,9 @@ def equal(left, right) -> bool:
 
 def widened(columns):
     """In the dtype in which each is added."""
-    return [[array.astype(wide_of(array.dtype)) for array in column] for column in columns]
+    return [
+        [array.astype(accumulate_dtype_of(array.dtype)) for array in column] for column in columns
+    ]
 
 
 def quotients(sums, divisor, dtypes):

@@ -376,7 +376,7 @@ def test_what_it_uses_stays_alive_and_ends_with_it(mesh):
     assert not any("captured" in str(queue) for queue in getattr(scheduler, "_queues", ()))
 
 
-def test_memory_that_dies_meanwhile_comes_home_afterwards(mesh):
+def test_memory_freed_meanwhile_returns_to_its_pool_afterwards(mesh):
     first, second, _ = mesh.devices
     before = live_bytes(mesh)
     source, target = holding(first, 5), holding(second, 0)

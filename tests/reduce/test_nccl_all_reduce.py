@@ -268,11 +268,11 @@ def test_integers_that_are_gathered_wrap(mesh, make_jobs, dtype, in_place):
     ids=str,
 )
 def test_what_gathering_costs(make_jobs, monkeypatch, placement, launches, in_place):
-    sizes, rooms = [40, 1, 1003], []
+    sizes, gathered = [40, 1, 1003], []
     empty = Device.empty
 
     def noted(device, shape, dtype):
-        rooms.append((device.index, shape))
+        gathered.append((device.index, shape))
         return empty(device, shape, dtype)
 
     with MeshCase(placement).open() as mesh:
@@ -282,7 +282,7 @@ def test_what_gathering_costs(make_jobs, monkeypatch, placement, launches, in_pl
         journal, groups = run(mesh, jobs)
     ranks = [placement.index(physical) for physical in sorted(set(placement))]
     crossing = sizes if len(ranks) > 1 else []
-    assert rooms == [(rank, (len(ranks), size)) for rank in ranks for size in crossing]
+    assert gathered == [(rank, (len(ranks), size)) for rank in ranks for size in crossing]
     assert [(r.name, r.device, r.nbytes) for r in journal.of("collective")] == [
         ("all_gather", rank, 2 * size) for size in crossing for rank in ranks
     ]

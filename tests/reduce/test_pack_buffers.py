@@ -44,10 +44,10 @@ def plans_of(buffers, num_packs, *small, out_dtypes=None):
     )
 
 
-def check_round_trip(mesh, flats, arrays):
+def check_round_trip(mesh, packed, arrays):
     """Unpacking what was packed gives every array back."""
     back = unpack(
-        [replace(flat, results=flat.inputs) for flat in flats], [of[0].shape for of in arrays]
+        [replace(flat, results=flat.inputs) for flat in packed], [of[0].shape for of in arrays]
     )
     for replicas, expected in zip(back, arrays, strict=True):
         assert [buffer.device for buffer in replicas] == list(mesh.devices)
@@ -61,9 +61,9 @@ def test_unpack_undoes_pack(mesh, settings_of_one, place):
     dtypes = ["float32", "bfloat16", "float32", "float32", "complex64", "bfloat16", "int8"]
     buffers, arrays = gradients_of(mesh, SHAPES, dtypes, place)
     with unchanged(*(array for replicas in arrays for array in replicas)):
-        flats = pack(plans_of(buffers, *settings_of_one), buffers, mesh.devices, consume=False)
-    check_round_trip(mesh, flats, arrays)
-    for flat in flats:
+        packed = pack(plans_of(buffers, *settings_of_one), buffers, mesh.devices, consume=False)
+    check_round_trip(mesh, packed, arrays)
+    for flat in packed:
         for out, device in zip(flat.outs, mesh, strict=True):
             assert out.device is device
             assert out.block.owned
@@ -73,8 +73,8 @@ def test_unpack_undoes_pack(mesh, settings_of_one, place):
 
 def test_gaps_between_packed_tensors_are_zeros(mesh):
     buffers, _ = gradients_of(mesh, [(3,), (6,), (1,)], ["float32"] * 3, owned)
-    (flats,) = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
-    for flat in flats.inputs:
+    (packed,) = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
+    for flat in packed.inputs:
         content = flat.numpy()
         assert content.size == 16
         assert not content[[3, 10, 11, 13, 14, 15]].any()
@@ -103,10 +103,10 @@ def test_what_lies_in_a_flat_buffer_is_not_moved(mesh, dtype, num_packs):
     flat = mesh.flat_buffer(SHAPES, dtype)
     buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
     with mesh.journal() as journal:
-        (flats,) = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
+        (packed,) = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
     assert journal.records == []
-    assert [b.address for b in flats.inputs] == [b.address for b in flat.buffers]
-    for out, buffer in zip(flats.outs, flat.buffers, strict=True):
+    assert [b.address for b in packed.inputs] == [b.address for b in flat.buffers]
+    for out, buffer in zip(packed.outs, flat.buffers, strict=True):
         assert out.block is not buffer.block  # not ours to overwrite
 
 
@@ -140,9 +140,9 @@ def test_what_lies_otherwise_is_moved(mesh, change):
         for buffer, content in zip(replicas, contents, strict=True):
             buffer.device.upload(content, out=buffer)
     with mesh.journal() as journal:
-        flats = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
+        packed = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
     assert journal.launches == len(mesh.by_physical)
-    check_round_trip(mesh, flats, arrays)
+    check_round_trip(mesh, packed, arrays)
 
 
 def test_what_starts_off_a_vector_boundary_is_moved(mesh):
@@ -153,9 +153,9 @@ def test_what_starts_off_a_vector_boundary_is_moved(mesh):
         buffer.device.upload(array, out=buffer)
     for num_packs, launches in ((1, len(mesh.by_physical)), (0, 0)):  # alone it may lie anywhere
         with mesh.journal() as journal:
-            flats = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
+            packed = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
         assert journal.launches == launches
-        check_round_trip(mesh, flats, arrays)
+        check_round_trip(mesh, packed, arrays)
 
 
 def test_only_the_replicas_that_lie_otherwise_are_moved(mesh):
@@ -163,9 +163,9 @@ def test_only_the_replicas_that_lie_otherwise_are_moved(mesh):
     buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
     buffers[0][-1] = mesh.devices[-1].zeros((4,), "float32")
     with mesh.journal() as journal:
-        (flats,) = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
+        (packed,) = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
     assert [(r.device, r.num_rows) for r in journal.records] == [(len(mesh) - 1, 2)]
-    kept = [a.block is b.block for a, b in zip(flats.inputs, flat.buffers, strict=True)]
+    kept = [a.block is b.block for a, b in zip(packed.inputs, flat.buffers, strict=True)]
     assert kept == [True] * (len(mesh) - 1) + [False]
 
 
@@ -173,11 +173,11 @@ def test_only_the_replicas_that_lie_otherwise_are_moved(mesh):
 def test_tensors_that_travel_alone_stay_where_they_are(mesh, settings_of_one):
     buffers, arrays = gradients_of(mesh, [(3,), (0,), (5, 7)], ["float32"] * 3, owned)
     with mesh.journal() as journal:
-        flats = pack(plans_of(buffers, *settings_of_one), buffers, mesh.devices, consume=False)
+        packed = pack(plans_of(buffers, *settings_of_one), buffers, mesh.devices, consume=False)
     assert journal.records == []
-    for flat, replicas in zip(flats, buffers, strict=True):
+    for flat, replicas in zip(packed, buffers, strict=True):
         assert [b.address for b in flat.inputs] == [b.address for b in replicas]
-    check_round_trip(mesh, flats, arrays)
+    check_round_trip(mesh, packed, arrays)
 
 
 def test_a_peer_reads_no_memory_but_our_own(mesh):
@@ -185,11 +185,11 @@ def test_a_peer_reads_no_memory_but_our_own(mesh):
     several = len(mesh.by_physical) > 1
     for num_packs in (0, 1):
         with mesh.journal() as journal:
-            flats = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
+            packed = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
         if several:
-            assert all(buffer.block.owned for flat in flats for buffer in flat.inputs)
+            assert all(buffer.block.owned for flat in packed for buffer in flat.inputs)
         assert journal.launches == (len(mesh.by_physical) if several or num_packs else 0)
-        check_round_trip(mesh, flats, arrays)
+        check_round_trip(mesh, packed, arrays)
 
 
 def test_consumed_gradients_become_the_outs_where_the_dtype_stays(mesh):
@@ -212,9 +212,9 @@ def test_three_hundred_tensors_travel_in_one_launch_a_device(mesh):
         for replicas in arrays
     ]
     with mesh.journal() as journal:
-        flats = pack(plans_of(buffers, 3), buffers, mesh.devices, consume=False)
+        packed = pack(plans_of(buffers, 3), buffers, mesh.devices, consume=False)
     assert journal.launches == len(set(placement_of(mesh)))
-    check_round_trip(mesh, flats, arrays)
+    check_round_trip(mesh, packed, arrays)
 
 
 def test_the_same_memory_may_be_given_twice(mesh):
@@ -223,5 +223,5 @@ def test_the_same_memory_may_be_given_twice(mesh):
     overlapping = [buffer.view(2, (4,)) for buffer in replicas]
     buffers = [replicas, replicas, overlapping]
     for num_packs in (0, 1, 2):
-        flats = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
-        check_round_trip(mesh, flats, [arrays, arrays, [array[2:] for array in arrays]])
+        packed = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
+        check_round_trip(mesh, packed, [arrays, arrays, [array[2:] for array in arrays]])

@@ -183,7 +183,7 @@ def test_a_tensor_may_lie_across_packs_and_a_pack_may_hold_several():
     assert plan.packs == ((0, 12), (12, 28))
 
 
-def test_tensors_of_no_elements_take_no_room():
+def test_tensors_of_no_elements_take_no_memory():
     (plan,) = plan32([0, 5, 0], 3)
     assert plan.layout.offsets == (0, 0, 8)
     assert plan.packs == ((0, 4), (4, 8))

@@ -171,7 +171,7 @@ def test_the_plan_tells_what_one_device_reads():
     }
 
 
-def test_a_topology_is_planned_too():
+def test_reduction_groups_are_planned_too():
     with MeshCase((0, 1, 2, 3), peer_access=False).open() as mesh:
         ops = gr.HierarchicalCopyAllReduce(mesh=mesh, reduction_groups=([0], [3, 2, 1]))
         value = dense(mesh, (4,), "float32")

@@ -138,15 +138,15 @@ def test_its_memory_is_its_own_and_ends_with_it(numpy_mesh):
         for device, buffer in zip(value.devices, value.buffers, strict=True)
         for _ in range(4)
     ]
-    flats = [device.zeros((31_000,), "float32") for device in numpy_mesh.devices for _ in range(4)]
+    packed = [device.zeros((31_000,), "float32") for device in numpy_mesh.devices for _ in range(4)]
     refill(values, 400)
     step()
     assert all((other.numpy() == 3).all() for other in others)
-    assert not any(flat.numpy().any() for flat in flats)
+    assert not any(flat.numpy().any() for flat in packed)
     refill(values, 400)
     wanted = arrays_of(ops.batch_reduce(SUM, pairs_of(numpy_mesh, values)))
     assert all(map(same, arrays_of(step.results), wanted))
-    del step, others, flats
+    del step, others, packed
     gc.collect()
     assert live_bytes(numpy_mesh) == before
 

@@ -149,14 +149,14 @@ def test_results_in_host_memory_are_written_when_the_call_returns(seed):
             assert all((array == 3 * turn).all() for array in arrays)
 
 
-@pytest.mark.parametrize("lent", [False, True])
-def test_a_call_does_no_work_for_each_tensor(lent):
+@pytest.mark.parametrize("external", [False, True])
+def test_a_call_does_no_work_for_each_tensor(external):
     def counted(num_tensors):
         # Queued work: what a launch itself does comes later, when the host waits.
-        seed = None if lent else 0
+        seed = None if external else 0
         with gr.open_mesh([0, 1], backend="sim", schedule_seed=seed) as mesh:
             arrays = [[np.ones(5, np.float32) for _ in mesh] for _ in range(num_tensors)]
-            if lent:
+            if external:
                 for device in mesh:
                     device.scheduler.submit = lambda queue, work: None
             else:

@@ -119,7 +119,7 @@ def arrays_of(value):
 
 
 def test_gpus_and_links_work_side_by_side(rates):
-    """Ghosts of GPUs: the slowest of them is the floor, and of a collective a ring's links."""
+    """Dry runs of GPUs: the slowest of them is the floor, and of a collective a ring's links."""
     mesh = DryRunMesh(((0, 0, 1, 2), "cuda", True)).mesh
     told = hierarchical(mesh, 1, "nccl").profile(SUM, pairs_of(mesh, 600))
     added = stages_of(told)["all-reduce"]

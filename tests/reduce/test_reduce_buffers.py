@@ -1,4 +1,4 @@
-"""reduce_buffers, the flow below the door: what it may overwrite, and where results lie."""
+"""reduce_buffers, the flow below validation: what it may overwrite, and where results lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``reduction_groups=``: other halves than the first n // 2 replicas and the rest, in any order."""
+"""``reduction_groups=``: other groups than the first n // 2 replicas and the rest, in any order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SIZES = (1, 67, 33_001)  # as in test_hierarchical.py: a tail, and more than one slice
 
 
-def topologies(num_replicas: int) -> list[tuple[list[int], list[int]]]:
+def splits_of(num_replicas: int) -> list[tuple[list[int], list[int]]]:
     """All in one list, forwards and backwards; every other one; and some at random."""
     places = list(range(num_replicas))
     made = [(places[:], []), ([], places[::-1]), (places[1::2], places[::2])]
@@ -52,12 +52,12 @@ def check_outs(outs, wanted, what=None):
 def test_values_on_every_mesh(mesh, make_jobs, random_replicas, dtype, in_place):
     packs = [random_replicas(len(mesh), size, dtype) for size in SIZES]
     divisor = 1 if dtype.kind == "i" else len(mesh)
-    for halves in topologies(len(mesh)):
+    for groups in splits_of(len(mesh)):
         jobs = make_jobs(mesh, packs, divisor, in_place=in_place)
-        hierarchical_copy(jobs, as_reduction_groups(halves))
+        hierarchical_copy(jobs, as_reduction_groups(groups))
         for job, replicas in zip(jobs, packs, strict=True):
             check_outs(
-                job.outs, hierarchical_sum(replicas, divisor, reduction_groups=halves), halves
+                job.outs, hierarchical_sum(replicas, divisor, reduction_groups=groups), groups
             )
 
 
@@ -75,44 +75,44 @@ SPELLED_OUT = {
 }
 
 
-@pytest.mark.parametrize("halves", SPELLED_OUT, ids=str)
+@pytest.mark.parametrize("groups", SPELLED_OUT, ids=str)
 @pytest.mark.parametrize("peer_access", [True, False], ids=["peers", "copies"])
 @pytest.mark.parametrize("spread", [True, False], ids=["apart", "together"])
-def test_the_order_of_additions_spelled_out(halves, peer_access, spread):
-    num_replicas = sum(map(len, halves))
+def test_the_order_of_additions_spelled_out(groups, peer_access, spread):
+    num_replicas = sum(map(len, groups))
     rng = np.random.default_rng(num_replicas)
     replicas = [
         (rng.standard_normal(500) * 2.0 ** rng.integers(-8, 9, 500)).astype(np.float32)
         for _ in range(num_replicas)
     ]
-    wanted = SPELLED_OUT[halves](replicas)
+    wanted = SPELLED_OUT[groups](replicas)
     assert not same(wanted, hierarchical_sum(replicas))  # the data can tell
     placement = tuple(range(num_replicas)) if spread else (0,) * num_replicas
     with MeshCase(placement, peer_access).open() as mesh:
-        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, reduction_groups=halves)
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, reduction_groups=groups)
         value = per_replica(mesh, replicas.__getitem__)
         check_outs(ops.reduce(SUM, value, value).buffers, wanted)
 
 
 @pytest.mark.parametrize(
-    "halves",
+    "groups",
     [
         pytest.param(((2, 0), (1, 3)), id="4"),
         pytest.param(((3, 0), (4, 2, 1)), id="5", marks=pytest.mark.exhaustive),
     ],
 )
-def test_every_placement_gives_the_same_bits(make_jobs, halves):
-    num_replicas = sum(map(len, halves))
+def test_every_placement_gives_the_same_bits(make_jobs, groups):
+    num_replicas = sum(map(len, groups))
     packs = [
         [random_data((size,), dtype, seed=seed) for seed in range(num_replicas)]
         for dtype, size in (("float32", 5), ("float32", 16_390), ("bfloat16", 32_771))
     ]
-    expected = [hierarchical_sum(pack, num_replicas, reduction_groups=halves) for pack in packs]
+    expected = [hierarchical_sum(pack, num_replicas, reduction_groups=groups) for pack in packs]
     for placement in all_placements(num_replicas, 3):
         for peer_access in (True, False):
             with MeshCase(placement, peer_access).open() as mesh:
                 jobs = make_jobs(mesh, packs, num_replicas)
-                hierarchical_copy(jobs, halves)
+                hierarchical_copy(jobs, groups)
                 for job, wanted in zip(jobs, expected, strict=True):
                     check_outs(job.outs, wanted, placement)
 
@@ -134,27 +134,27 @@ def test_no_packing_changes_the_bits(numpy_mesh, options):
          for turn, shape in enumerate(shapes)]
         for replica in range(len(numpy_mesh))
     ]  # fmt: skip
-    for halves in topologies(len(numpy_mesh)):
+    for groups in splits_of(len(numpy_mesh)):
         ops = gr.AllReduceCrossDeviceOps(
-            "hierarchical_copy", mesh=numpy_mesh, reduction_groups=halves, **options
+            "hierarchical_copy", mesh=numpy_mesh, reduction_groups=groups, **options
         )
         with unchanged(*(array for of_one in grads for array in of_one)):
             reduced = ops.all_reduce(grads)
         for turn, column in enumerate(zip(*grads, strict=True)):
-            wanted = hierarchical_sum(column, len(numpy_mesh), reduction_groups=halves)
+            wanted = hierarchical_sum(column, len(numpy_mesh), reduction_groups=groups)
             assert all(same(row[turn], wanted) for row in reduced)
 
 
-def test_the_halves_themselves_are_the_default(mesh, make_jobs, random_replicas):
+def test_two_halves_are_the_default(mesh, make_jobs, random_replicas):
     packs = [random_replicas(len(mesh), 67, "float32")]
     places = list(range(len(mesh)))
-    halves = as_reduction_groups([places[: len(mesh) // 2], places[len(mesh) // 2 :]])
-    assert halves == reduction_groups_of(len(mesh))
+    groups = as_reduction_groups([places[: len(mesh) // 2], places[len(mesh) // 2 :]])
+    assert groups == reduction_groups_of(len(mesh))
     jobs, others = (make_jobs(mesh, packs) for _ in range(2))
     with mesh.journal() as journal:
         hierarchical_copy(jobs)
     with mesh.journal() as other:
-        hierarchical_copy(others, halves)
+        hierarchical_copy(others, groups)
     assert journal.records == other.records
     check_outs(others[0].outs, jobs[0].outs[0].numpy())
 
@@ -183,12 +183,12 @@ STAGED = {
 
 
 @pytest.mark.parametrize("case", STAGED, ids=str)
-def test_without_peers_the_halves_of_the_topology_are_added_apart(make_jobs, case):
-    placement, halves = case
+def test_without_peers_the_reduction_groups_are_added_apart(make_jobs, case):
+    placement, groups = case
     with MeshCase(placement, peer_access=False).open() as mesh:
         jobs = make_jobs(mesh, [[np.ones(100, np.float32)] * len(mesh)])
         with mesh.journal() as journal:
-            hierarchical_copy(jobs, halves)
+            hierarchical_copy(jobs, groups)
     copies, launches = STAGED[case]
     assert [(record.source, record.device) for record in journal.of("copy")] == copies
     assert [f"{record.name}@{record.device}" for record in journal.of("launch")] == launches
@@ -208,22 +208,22 @@ def test_all_that_is_launched_was_prepared(numpy_mesh, monkeypatch):
 
     monkeypatch.setattr(Device, "prepare", noted_prepare)
     monkeypatch.setattr(Device, "launch", noted_launch)
-    for halves in [None, *topologies(len(numpy_mesh))]:
+    for groups in [None, *splits_of(len(numpy_mesh))]:
         for dtype in ("float32", "bfloat16"):
             prepared.clear()
             launched.clear()
             numpy_mesh.mesh_state.prepared.clear()
-            ops = gr.HierarchicalCopyAllReduce(2, reduction_groups=halves)
+            ops = gr.HierarchicalCopyAllReduce(2, reduction_groups=groups)
             value = per_replica(numpy_mesh, lambda _, to=dtype: np.ones(9000, as_dtype(to)))
             ops.reduce(MEAN, value, value)
             assert launched
             assert launched <= prepared
 
 
-@pytest.mark.parametrize("halves", [([0], [1, 2]), ([2, 0], [1])], ids=str)
-def test_what_was_prepared_for_other_halves_is_not_taken_for_these(halves):
+@pytest.mark.parametrize("groups", [([0], [1, 2]), ([2, 0], [1])], ids=str)
+def test_what_was_prepared_for_other_reduction_groups_is_not_taken_for_these(groups):
     with MeshCase((0, 1, 2), peer_access=False).open() as mesh:
-        for reduction_groups in (None, halves, ([], [0, 1, 2])):
+        for reduction_groups in (None, groups, ([], [0, 1, 2])):
             ops = gr.HierarchicalCopyAllReduce(reduction_groups=reduction_groups)
             ops.compile_for(mesh.devices, as_dtype("float16"), as_dtype("float16"))
         assert len(mesh.mesh_state.prepared) == 3
@@ -257,7 +257,7 @@ def test_what_was_prepared_for_other_halves_is_not_taken_for_these(halves):
     ],
     ids=str,
 )
-def test_what_is_no_topology_is_refused_at_construction(reduction_groups, says):
+def test_what_are_no_reduction_groups_is_refused_at_construction(reduction_groups, says):
     for make in (
         lambda: gr.HierarchicalCopyAllReduce(reduction_groups=reduction_groups),
         lambda: gr.AllReduceCrossDeviceOps("hierarchical_copy", reduction_groups=reduction_groups),
@@ -272,7 +272,7 @@ def test_a_huge_replica_number_makes_no_huge_list():
 
 
 @pytest.mark.parametrize("reduction_groups", [([0], [1]), "wrong"])
-def test_nccl_chooses_its_own_topology(reduction_groups):
+def test_nccl_takes_no_reduction_groups(reduction_groups):
     for make in (
         lambda: gr.AllReduceCrossDeviceOps(reduction_groups=reduction_groups),
         lambda: gr.AllReduceCrossDeviceOps("nccl", reduction_groups=reduction_groups),
@@ -285,10 +285,10 @@ def test_nccl_chooses_its_own_topology(reduction_groups):
         gr.NcclAllReduce(reduction_groups=reduction_groups)
 
 
-def test_a_topology_is_kept_as_it_was():
-    halves = [[0, 2], range(1, 2)]
-    ops = gr.HierarchicalCopyAllReduce(reduction_groups=halves)
-    halves[0].append(1)
+def test_reduction_groups_are_kept_as_they_were():
+    groups = [[0, 2], range(1, 2)]
+    ops = gr.HierarchicalCopyAllReduce(reduction_groups=groups)
+    groups[0].append(1)
     assert ops.reduction_groups == ((0, 2), (1,))
     assert gr.HierarchicalCopyAllReduce(reduction_groups=([np.int64(1)], [0])).reduction_groups == (
         (1,),
@@ -307,7 +307,7 @@ def test_a_topology_is_kept_as_it_was():
     ],
     ids=str,
 )
-def test_a_topology_of_other_replicas_is_refused_at_the_call(reduction_groups, says):
+def test_groups_of_other_replicas_are_refused_at_the_call(reduction_groups, says):
     ops = gr.HierarchicalCopyAllReduce(reduction_groups=reduction_groups)
     with MeshCase((0, 0, 1)).open() as mesh:
         arrays = [np.full(4, replica, np.float32) for replica in range(3)]
@@ -339,7 +339,7 @@ def test_one_value_of_other_devices_stops_the_batch():
                 ops.batch_reduce(SUM, [(value, value) for value in batch])
 
 
-def test_what_is_added_on_one_device_has_no_halves():
+def test_what_is_added_on_one_device_has_no_reduction_groups():
     with MeshCase((0, 0, 1)).open() as mesh:
         ops = gr.HierarchicalCopyAllReduce(reduction_groups=([2], [1, 0]))
         arrays = [random_data((50,), "float32", seed=seed) for seed in range(3)]
@@ -360,13 +360,13 @@ def test_replicas_are_numbered_as_the_devices_of_the_value():
 
 
 @pytest.mark.parametrize("peer_access", [True, False])
-def test_a_training_step_takes_its_topology(peer_access):
-    halves = ([3, 0], [2, 4, 1])
+def test_a_training_step_takes_its_reduction_groups(peer_access):
+    groups = ([3, 0], [2, 4, 1])
     grads = [exact_data((40,), "float32", seed=seed) / 3 for seed in range(5)]
     with MeshCase((0, 1, 1, 2, 0), peer_access).open() as mesh:
-        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, reduction_groups=halves)
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, reduction_groups=groups)
         variable = gr.Variable(np.zeros(40, np.float32), device=mesh)
         step = gr.SyncStep([variable], gr.GradientDescentOptimizer(1), ops)
         assert step([[[grad]] for grad in grads])
-        wanted = np.float32(0) - hierarchical_sum(grads, 5, reduction_groups=halves)
+        wanted = np.float32(0) - hierarchical_sum(grads, 5, reduction_groups=groups)
         check_outs(variable.buffers, wanted)

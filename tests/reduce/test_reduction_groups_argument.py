@@ -116,7 +116,7 @@ STAGED = {
 
 
 @pytest.mark.parametrize("placement", STAGED, ids=str)
-def test_without_peers_halves_are_added_apart_and_copied(make_jobs, placement):
+def test_without_peers_groups_are_added_apart_and_copied(make_jobs, placement):
     journal = journal_on(placement, make_jobs, [SMALL], peer_access=False)
     copies, launches = STAGED[placement]
     assert directions(journal) == copies

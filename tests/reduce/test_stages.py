@@ -15,7 +15,7 @@ from gradreduce.reduce import pipeline
 from gradreduce.reduce.packing import STAGE_BYTES, plan_stages
 from gradreduce.reduce.stages import Stage, run_stages
 
-hierarchical, nccl_room = (
+hierarchical, nccl_all_reduce = (
     importlib.import_module(f"gradreduce.reduce.{name}")
     for name in ("hierarchical_copy", "nccl_all_reduce")
 )
@@ -120,8 +120,8 @@ def test_the_bits_are_those_of_one_stage_in_every_legal_order(
 
 
 FAULTS = {
-    "what travels by NCCL: begin": (nccl_room, "join_streams", ("nccl", [0, 1, 2], True)),
-    "what travels by NCCL: end": (nccl_room, "fork_streams", ("nccl", [0, 1, 2], True)),
+    "what travels by NCCL: begin": (nccl_all_reduce, "join_streams", ("nccl", [0, 1, 2], True)),
+    "what travels by NCCL: end": (nccl_all_reduce, "fork_streams", ("nccl", [0, 1, 2], True)),
     "what peers read: begin": (
         hierarchical,
         "join_streams_each",
@@ -134,9 +134,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fence_left_out_shows(fault, monkeypatch):
-    room, name, scene = FAULTS[fault]
+    module, name, scene = FAULTS[fault]
     expected = reduced(*scene, None)
-    monkeypatch.setattr(room, name, lambda *_arguments: None)
+    monkeypatch.setattr(module, name, lambda *_arguments: None)
     assert any(reduced(*scene, seed) != expected for seed in range(40))
 
 

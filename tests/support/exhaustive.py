@@ -144,7 +144,7 @@ def covering(cases: Sequence[Sequence[Value]], seed: int, fewest: int = FEWEST) 
     """Numbers of at least ``fewest`` cases that together cover every value of every parameter.
 
     The next case is the one that adds the most new values; among those, the most new pairs of
-    values; among those, the first in an order shuffled by the seed.
+    values; among those, the first in the order that the seed gives.
     """
     left = list(range(len(cases)))
     random.Random(seed).shuffle(left)

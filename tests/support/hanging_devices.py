@@ -11,7 +11,7 @@ import pytest
 from gradreduce.backends.sim import workers
 from gradreduce.device import Device, Mesh, pending_calls, waiting
 
-PATIENCE = 8.0  # seconds; a test that waits longer fails
+TEST_TIMEOUT = 8.0  # seconds; a test that waits longer fails
 
 
 class Clock:
@@ -47,9 +47,9 @@ def watchdogs() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == "gradreduce-watchdog"]
 
 
-def await_death(mesh: Mesh) -> str:
+def wait_for_failure(mesh: Mesh) -> str:
     """Waits until the mesh has failed and its waiters are woken; returns the reason."""
-    assert mesh.mesh_state.failure_reported.wait(PATIENCE), "the mesh has not failed"
+    assert mesh.mesh_state.failure_reported.wait(TEST_TIMEOUT), "the mesh has not failed"
     assert mesh.mesh_state.reason is not None
     return mesh.mesh_state.reason
 

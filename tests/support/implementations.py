@@ -94,7 +94,7 @@ def spread(device: Device) -> Iterator[list[int]]:
         yield num_jobs
 
 
-def wide_of(dtype: np.dtype) -> np.dtype:
+def accumulate_dtype_of(dtype: np.dtype) -> np.dtype:
     """The accumulate type of ``dtype``, defined independently of the source."""
     halves = (np.dtype("float16"), BFLOAT16)
     return np.dtype("float32") if dtype in halves else dtype

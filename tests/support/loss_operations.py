@@ -109,7 +109,7 @@ ELEMENTWISE = [
     of("astype", lambda np, x: x.astype(x.dtype) * 2, ((2, 3),)),
 ]  # fmt: skip
 
-ROOM: list[Any] = [((3, 4),), ((2, 3, 4),)]
+SEVERAL_AXES: list[Any] = [((3, 4),), ((2, 3, 4),)]
 
 
 def reduction(name: str, **options: Any) -> list[Operation]:
@@ -208,13 +208,13 @@ SHAPING = [
     of("reshape method", lambda np, x: x.reshape(3, 4) * x.reshape((3, 4)), ((2, 6),)),
     of("reshape to a scalar", lambda np, x: np.reshape(x, ()), ((1, 1),)),
     of("ravel", lambda np, x: np.ravel(x) * x.flatten(), ((2, 3),)),
-    of("transpose", lambda np, x: np.transpose(x), *ROOM),
+    of("transpose", lambda np, x: np.transpose(x), *SEVERAL_AXES),
     of("transpose of axes", lambda np, x: np.transpose(x, (2, 0, -2)), ((2, 3, 4),),
        oracle=lambda np, x: np.transpose(x, (2, 0, 1))),
     of("transpose method", lambda np, x: x.transpose(1, 0, 2) * x.T[0, 0, 0], ((3, 2, 4),),
        oracle=lambda np, x: np.swapaxes(x, 0, 1) * x[0, 0, 0]),
-    of("swapaxes", lambda np, x: np.swapaxes(x, 0, -1), *ROOM),
-    of("moveaxis", lambda np, x: np.moveaxis(x, 0, -1), *ROOM),
+    of("swapaxes", lambda np, x: np.swapaxes(x, 0, -1), *SEVERAL_AXES),
+    of("moveaxis", lambda np, x: np.moveaxis(x, 0, -1), *SEVERAL_AXES),
     of("moveaxis of two", lambda np, x: np.moveaxis(x, [0, 1], [2, 0]), ((2, 3, 4),)),
     of("squeeze", lambda np, x: np.squeeze(x), ((1, 3, 1),)),
     of("squeeze of an axis", lambda np, x: np.squeeze(x, axis=-1), ((1, 3, 1),)),

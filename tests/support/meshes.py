@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from support.exact_data import same
-from support.implementations import wide_of
+from support.implementations import accumulate_dtype_of
 
 import gradreduce as gr
 from gradreduce.device import Buffer, Device, Journal, Mesh
@@ -200,11 +200,11 @@ def collective_sum(
             return _finished(_left_to_right(replicas), divisor, first)
         folds = [_finished(_left_to_right(group), 1, first) for group in groups.values()]
         total = _finished(_left_to_right(folds), 1, first)
-        return _finished(_numbers(total).astype(_wide(first)), divisor, first)
+        return _finished(_numbers(total).astype(_accumulate_dtype(first)), divisor, first)
 
 
 def _left_to_right(terms: Sequence[np.ndarray]) -> np.ndarray:
-    total = _numbers(terms[0]).astype(_wide(terms[0]))
+    total = _numbers(terms[0]).astype(_accumulate_dtype(terms[0]))
     for term in terms[1:]:
         total = total + _numbers(term).astype(total.dtype)
     return total
@@ -225,8 +225,8 @@ def _numbers(array: np.ndarray) -> np.ndarray:
     return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
 
 
-def _wide(array: np.ndarray) -> np.dtype:
-    return wide_of(_numbers(array).dtype)
+def _accumulate_dtype(array: np.ndarray) -> np.dtype:
+    return accumulate_dtype_of(_numbers(array).dtype)
 
 
 def check_mirrored(result: gr.Mirrored, expected: np.ndarray) -> None:

@@ -57,15 +57,15 @@ class SkipLedger:
     Attributes:
         require_gpu: whether a missing GPU or NCCL is a failure instead of a skip.
         required: markers whose unmet need is a failure instead of a skip.
-        lawful: the marker for which each skipped test (by node id) was skipped.
-        unlawful: node id and reason of every other skip.
+        allowed: the marker for which each skipped test (by node id) was skipped.
+        forbidden: node id and reason of every other skip.
     """
 
     def __init__(self, *, require_gpu: bool, required: tuple[str, ...] = ()) -> None:
         self.require_gpu = require_gpu
         self.required = (*required, *(("gpu", "nccl") if require_gpu else ()))
-        self.lawful: dict[str, str] = {}
-        self.unlawful: list[tuple[str, str]] = []
+        self.allowed: dict[str, str] = {}
+        self.forbidden: list[tuple[str, str]] = []
         self._gpus: tuple[int, str] | None = None
         # Also the order of the checks: the need that says most about the machine comes first.
         self._needs: dict[str, Callable[[pytest.Mark], str | None]] = {
@@ -135,14 +135,14 @@ class SkipLedger:
                 if name in self.required:
                     option = "-gpu: " + name if name in ("gpu", "nccl") else f"={name}"
                     pytest.fail(f"--require{option}: {reason}", pytrace=False)
-                self.lawful[item.nodeid] = name
+                self.allowed[item.nodeid] = name
                 pytest.skip(f"{name}: {reason}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Records every skip that the setup above did not cause; an expected failure is no skip."""
         if not report.skipped or hasattr(report, "wasxfail"):
             return
-        if report.nodeid not in self.lawful:
+        if report.nodeid not in self.allowed:
             self._keep(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -153,26 +153,26 @@ class SkipLedger:
     def _keep(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         # A skip's longrepr is (path, line, "Skipped: why").
         reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
-        self.unlawful.append((report.nodeid, str(reason)))
+        self.forbidden.append((report.nodeid, str(reason)))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fails a run that passed but had a forbidden skip."""
-        if self.unlawful and session.exitstatus == pytest.ExitCode.OK:
+        if self.forbidden and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Prints the number of skips per need, and the forbidden ones by name."""
-        if self.lawful:
-            counts = Counter(self.lawful.values())
+        if self.allowed:
+            counts = Counter(self.allowed.values())
             text = ", ".join(f"{name} {counts[name]}" for name in self._needs if counts[name])
-            terminalreporter.write_line(f"lawful skips: {text}")
-        if self.unlawful:
-            terminalreporter.section("unlawful skips", red=True, bold=True)
-            for nodeid, reason in self.unlawful:
+            terminalreporter.write_line(f"allowed skips: {text}")
+        if self.forbidden:
+            terminalreporter.section("forbidden skips", red=True, bold=True)
+            for nodeid, reason in self.forbidden:
                 terminalreporter.write_line(f"{nodeid}: {reason}")
             names = ", ".join(self._needs)
             terminalreporter.write_line(
-                f"The run FAILS: {len(self.unlawful)} skipped, and only a test marked with an "
+                f"The run FAILS: {len(self.forbidden)} skipped, and only a test marked with an "
                 f"unmet need may skip ({names}).",
                 red=True,
             )

@@ -11,12 +11,12 @@ from support.implementations import (
     INLINE_ROWS,
     NUM_THREADS,
     SPLIT_SIZE,
+    accumulate_dtype_of,
     buffers,
     operands,
     recorded,
     spread,
     start_patterns,
-    wide_of,
 )
 from support.update_formulas import FORMULAS, master_or_variable
 
@@ -33,7 +33,7 @@ def rule_of(kernel: RuleKernel) -> str:
 def layout(kernel: RuleKernel, template: Template) -> list[tuple[str, str]]:
     """Name and dtype of each operand of a row; all but the last are written."""
     dtype, state = (str(part) for part in template)
-    wide = wide_of(as_dtype(dtype)).name
+    wide = accumulate_dtype_of(as_dtype(dtype)).name
     has_master = dtype != state
     more = {
         "plain": [("grad", dtype)],
@@ -77,7 +77,7 @@ def changed(case, values, grad):
     """Variable, master and slots after an update by a gradient in the accumulate type."""
     name, dtype, has_master = case
     formula, num_slots, scalars = FORMULAS[name]
-    wide = wide_of(np.dtype(dtype))
+    wide = accumulate_dtype_of(np.dtype(dtype))
     var, *state = values[: 1 + has_master + num_slots]
     start = master_or_variable(var, state.pop(0)) if has_master else var.astype(wide)
     numbers = [wide.type(scalar) for scalar in scalars]

@@ -37,23 +37,23 @@ def _packed(world: World, step: dict[str, Any], *limits: int) -> tuple[list[Pack
         [device.upload(row[tensor]) for device, row in zip(devices, rows, strict=True)]
         for tensor in range(len(rows[0]))
     ]
-    flats = pack(plans, gradients, devices, consume=True)
-    tensors = unpack(flats, [each.shape for each in rows[0]])
-    return flats, [[each[replica] for each in tensors] for replica in range(len(rows))]
+    packed = pack(plans, gradients, devices, consume=True)
+    tensors = unpack(packed, [each.shape for each in rows[0]])
+    return packed, [[each[replica] for each in tensors] for replica in range(len(rows))]
 
 
-def _inside(flats: PackBuffers, row: list[Any], replica: int, start: int, stop: int) -> np.ndarray:
+def _inside(packed: PackBuffers, row: list[Any], replica: int, start: int, stop: int) -> np.ndarray:
     """What a range of a flat buffer holds of the tensors of a row, without the gaps."""
-    array = host(flats.inputs[replica])
+    array = host(packed.inputs[replica])
     filled = np.zeros(array.size, bool)
-    for offset, tensor in zip(flats.plan.layout.offsets, flats.plan.tensors, strict=True):
+    for offset, tensor in zip(packed.plan.layout.offsets, packed.plan.tensors, strict=True):
         filled[offset : offset + row[tensor].size] = True
     return array[start:stop][filled[start:stop]]
 
 
 def _concat_split_pack(world: World, step: dict[str, Any]) -> Any:
-    flats, unpacked = _packed(world, step, step["num_packs"])
-    ranges = [(flat, pack) for flat in flats for pack in flat.plan.packs]
+    packed, unpacked = _packed(world, step, step["num_packs"])
+    ranges = [(flat, pack) for flat in packed for pack in flat.plan.packs]
     packs = [
         [_inside(flat, row, replica, *pack) for flat, pack in ranges]
         for replica, row in enumerate(unpacked)
@@ -63,9 +63,9 @@ def _concat_split_pack(world: World, step: dict[str, Any]) -> Any:
 
 def _pack_small_tensors(world: World, step: dict[str, Any]) -> Any:
     """Packs first, then the tensors that travel alone; as TensorFlow lists them."""
-    flats, unpacked = _packed(world, step, 0, step["max_bytes"], step["max_group"])
-    packs = [flat for flat in flats if flat.plan.together]
-    alone = sorted(flat.plan.tensors[0] for flat in flats if not flat.plan.together)
+    packed, unpacked = _packed(world, step, 0, step["max_bytes"], step["max_group"])
+    packs = [flat for flat in packed if flat.plan.together]
+    alone = sorted(flat.plan.tensors[0] for flat in packed if not flat.plan.together)
     found: dict[str, Any] = {"packed": [], "layout": [], "packing": {}, "unpacked": unpacked}
     for replica, row in enumerate(unpacked):
         whole = [_inside(flat, row, replica, 0, flat.plan.layout.size) for flat in packs]

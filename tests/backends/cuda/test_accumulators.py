@@ -94,7 +94,7 @@ def test_an_apply(make, refuse):
 
 
 def test_a_gradient_that_is_cast(make, refuse):
-    """At the door, before anybody asks whether it is stale."""
+    """By validation, before anybody asks whether it is stale."""
     acc = make()
     refuse("accumulate_n")
     with pytest.raises(Planted, match="accumulate_n"):
@@ -119,7 +119,7 @@ def test_a_take(make, refuse):
 
 
 def test_a_take_that_an_apply_serves(make, refuse):
-    """The taker gets the error, and the apply goes on."""
+    """The consumer gets the error, and the apply goes on."""
     acc = make()
     ticket = multi.PendingTake((acc.accumulator_ref,), 2)
     take_queue.join(ticket)

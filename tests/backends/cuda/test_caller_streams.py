@@ -1,4 +1,4 @@
-"""Who lends an array to a call, or drops its result, goes on in the order of its own stream alone.
+"""A caller that passes an array, or drops a result, goes on in the order of its own stream alone.
 
 The caller's streams are PyTorch's, one on each GPU; nobody synchronises. The clocks of the machine
 find what is not ordered, whatever the seed.
@@ -132,22 +132,22 @@ def test_a_call_that_raises_hands_back_what_came_in(mesh, here, torch):
 
 def test_an_array_is_held_until_the_call_that_reads_it_is_over(mesh, torch):
     tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
-    lent = [ref(tensor.array) for tensor in tensors]
+    held = [ref(tensor.array) for tensor in tensors]
     out, device = mesh.devices[0].zeros(SHAPE, "float32"), mesh.devices[0]
     with StreamScope():
         ops.add_n([out], [[to_buffer(tensors.pop(0), device), out]])
-        assert lent[0]() is not None
+        assert held[0]() is not None
         release_inputs()  # inside, for a block that defers Ctrl-C
-        assert lent[0]() is None
+        assert held[0]() is None
         ops.add_n([out], [[to_buffer(tensors.pop(0), device), out]])
-        assert lent[1]() is not None
-    assert lent[1]() is None
+        assert held[1]() is not None
+    assert held[1]() is None
     assert same(out.numpy(), data(SHAPE) * 2)
 
 
 @pytest.fixture
 def unsynchronized(monkeypatch):
-    """Inside, calls cannot tell a stream that lent to wait."""
+    """Inside, calls cannot make a caller's stream wait."""
 
     def refuse(device, stream):
         raise gr.errors.CollectiveError("for a test")
@@ -163,23 +163,23 @@ def unsynchronized(monkeypatch):
 
 def test_an_array_is_held_where_its_stream_could_not_be_told_to_wait(mesh, torch, unsynchronized):
     tensor = on(torch, 0, data(SHAPE))
-    lent = ref(tensor.array)
+    held = ref(tensor.array)
     with unsynchronized():
         made = gr.add_n([tensor, tensor], output_type="buffer")
     del tensor
-    assert lent() is not None
+    assert held() is not None
     assert same(made.numpy(), data(SHAPE) * 2)
 
 
 def test_an_array_that_a_second_call_reads_is_held_again(mesh, torch, unsynchronized):
     tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
-    lent, value = [ref(tensor.array) for tensor in tensors], gr.PerReplica(tensors, mesh)
+    held, value = [ref(tensor.array) for tensor in tensors], gr.PerReplica(tensors, mesh)
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     ops.reduce(SUM, value, mesh, output_type="buffer")
     with unsynchronized():
         ops.reduce(SUM, value, mesh, output_type="buffer")
     del tensors, value
-    assert all(array() is not None for array in lent)
+    assert all(array() is not None for array in held)
 
 
 def test_arrays_of_a_prepared_step_that_failed_are_held(mesh, torch, monkeypatch):
@@ -194,9 +194,9 @@ def test_arrays_of_a_prepared_step_that_failed_are_held(mesh, torch, monkeypatch
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepared.StreamBoundary, "leave", interrupt)
         step()
-    lent = [ref(tensor.array) for tensor in tensors]
+    held = [ref(tensor.array) for tensor in tensors]
     del tensors, step
-    assert all(array() is not None for array in lent)
+    assert all(array() is not None for array in held)
 
 
 def test_the_callers_own_code_is_a_call_by_itself(mesh, here, torch):

@@ -1,7 +1,7 @@
 """GPU arrays of other libraries come in and go out on their own memory, in the right order.
 
 PyTorch and JAX cannot be had on a machine without a GPU; what stands for them shows what the
-door looks at: a current stream, DLPack, ``__cuda_array_interface__``.
+validation looks at: a current stream, DLPack, ``__cuda_array_interface__``.
 """
 
 from __future__ import annotations

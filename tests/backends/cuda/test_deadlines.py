@@ -14,7 +14,7 @@ from fake_cupy import nccl
 from fake_cupy.machine import Fault, Machine
 from fake_cupy.surface import CUDARuntimeError
 from support.exact_data import same
-from support.hanging_devices import PATIENCE, await_death, clock, no_thread_starts
+from support.hanging_devices import TEST_TIMEOUT, clock, no_thread_starts, wait_for_failure
 
 import gradreduce as gr
 from gradreduce.backends import open_mesh
@@ -75,7 +75,7 @@ def communicators(mesh: Mesh) -> list:
 @pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
 def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algorithm):
     """Nobody waits in the driver, in which a wait for a stuck stream has no end."""
-    assert is_right(reduced(mesh, algorithm, deadline=PATIENCE))
+    assert is_right(reduced(mesh, algorithm, deadline=TEST_TIMEOUT))
     before = communicators(mesh) if algorithm == "nccl" else []
     mesh.synchronize()
     stick(here, mesh.devices[3])
@@ -84,16 +84,16 @@ def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algori
     words = r"for batch_reduce passed: cuda:3 has not joined packs 1 to 2 of 2 \(tensors 0 to 1\)"
     with pytest.raises(CollectiveError, match=words):
         results[0][0].numpy()
-    await_death(mesh)
-    assert mesh.mesh_state.library_finished(PATIENCE)
+    wait_for_failure(mesh)
+    assert mesh.mesh_state.library_finished(TEST_TIMEOUT)
     with pytest.raises(CollectiveError, match=r"queues have not finished: .*cuda:3"):
         mesh.reset(timeout=0.02)
     with pytest.raises(CollectiveError, match=words):
         mesh.devices[0].synchronize()
     assert [each._ended for each in before] == ["abort"] * len(before)
     free(here)
-    mesh.reset(timeout=PATIENCE)
-    assert is_right(reduced(mesh, algorithm, deadline=PATIENCE))
+    mesh.reset(timeout=TEST_TIMEOUT)
+    assert is_right(reduced(mesh, algorithm, deadline=TEST_TIMEOUT))
     assert here.counts.get("init", 0) == 2 * (algorithm == "nccl")
 
 
@@ -111,7 +111,7 @@ def test_a_host_wait_ends_by_its_own_deadline_and_its_memory_stays(here, mesh, w
             device.synchronize(deadline=0.01)
     assert device._staging or wait == "synchronize"
     free(here)
-    mesh.reset(timeout=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
     assert same(buffer.numpy(), np.ones(9, np.float32))
     assert not device._staging
 
@@ -124,7 +124,7 @@ def test_ctrl_c_leaves_the_memory_that_a_download_still_writes(new_machine, monk
     with open_mesh(1, backend="cuda") as mesh:
         device = mesh.devices[0]
         buffer = device.upload(np.ones(9, np.float32))
-        device.synchronize(deadline=PATIENCE)
+        device.synchronize(deadline=TEST_TIMEOUT)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(WaitPolicy, "until", interrupted)
             buffer.numpy()
@@ -139,8 +139,8 @@ def test_plain_waits_stay_in_the_driver_until_the_first_deadline(here, mesh):
     counted = here.counts["synchronize"]
     assert same(buffer.numpy(), np.ones(9, np.float32))
     assert here.counts["synchronize"] == counted + 1
-    mesh.synchronize(deadline=PATIENCE)
-    for array in (buffer.numpy(), buffer.numpy(deadline=PATIENCE)):
+    mesh.synchronize(deadline=TEST_TIMEOUT)
+    for array in (buffer.numpy(), buffer.numpy(deadline=TEST_TIMEOUT)):
         assert same(array, np.ones(9, np.float32))
     mesh.synchronize()
     assert mesh.devices[0].zeros((0, 3), "int32").numpy().shape == (0, 3)
@@ -155,9 +155,9 @@ def test_what_nccl_finds_wrong_ends_the_mesh_without_a_deadline_passing(here, me
     communicators(mesh)[0].async_result = 7  # in progress, which is no error
     communicators(mesh)[1].async_result = 6
     said = "NCCL asynchronous error: NCCL_ERROR_REMOTE_ERROR: remote process exited or there was"
-    assert await_death(mesh).startswith(said)
+    assert wait_for_failure(mesh).startswith(said)
     free(here)
-    mesh.reset(timeout=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
     assert is_right(reduced(mesh))
 
 
@@ -170,10 +170,10 @@ def test_where_no_thread_can_start_communicators_are_aborted_all_the_same(here, 
         refused.append(True)
         reduced(mesh, deadline=5)
         clock.pass_by(6)
-        assert "passed: cuda:0 has not joined" in await_death(mesh)
+        assert "passed: cuda:0 has not joined" in wait_for_failure(mesh)
     assert [each._ended for each in before] == ["abort"] * len(before)
     free(here)
-    mesh.reset(timeout=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
     assert is_right(reduced(mesh))
 
 
@@ -182,7 +182,7 @@ def test_an_abort_that_hangs_holds_nobody_but_the_reset(here, mesh, clock, monke
     abort = nccl.NcclCommunicator.abort
 
     def hang(communicator) -> None:
-        assert let_go.wait(PATIENCE)
+        assert let_go.wait(TEST_TIMEOUT)
         abort(communicator)
 
     monkeypatch.setattr(nccl.NcclCommunicator, "abort", hang)
@@ -191,12 +191,12 @@ def test_an_abort_that_hangs_holds_nobody_but_the_reset(here, mesh, clock, monke
     stick(here, mesh.devices[0])
     reduced(mesh, deadline=5)
     clock.pass_by(6)
-    await_death(mesh)
+    wait_for_failure(mesh)
     free(here)
     with pytest.raises(CollectiveError, match="the communicators are not aborted yet"):
         mesh.reset(timeout=0.01)
     let_go.set()
-    mesh.reset(timeout=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
     assert is_right(reduced(mesh))
 
 
@@ -208,19 +208,19 @@ def inside_of_nccl(mesh: Mesh, call: Callable[[], object]) -> Iterator[threading
     def slow() -> None:
         if threading.current_thread() is caller:
             inside.set()
-            let_go.wait(2 * PATIENCE)
+            let_go.wait(2 * TEST_TIMEOUT)
         group_end()
 
     caller = threading.Thread(target=call)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh.collective._nccl, "groupEnd", slow)
         caller.start()
-        assert inside.wait(PATIENCE)
+        assert inside.wait(TEST_TIMEOUT)
         try:
             yield let_go
         finally:
             let_go.set()
-            caller.join(PATIENCE)
+            caller.join(TEST_TIMEOUT)
 
 
 def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, clock, monkeypatch):
@@ -238,29 +238,29 @@ def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, 
 
     with inside_of_nccl(mesh, call):
         clock.pass_by(6)
-        assert "the call itself has not submitted all" in await_death(mesh)
-        assert mesh.mesh_state.library_finished(PATIENCE)
+        assert "the call itself has not submitted all" in wait_for_failure(mesh)
+        assert mesh.mesh_state.library_finished(TEST_TIMEOUT)
         assert [each._ended for each in before] == ["abort"] * 3
         with pytest.raises(CollectiveError, match="a call is still submitting work to the devices"):
             mesh.reset(timeout=0.02)
     assert "mesh has failed" in outcomes[0]
-    mesh.reset(timeout=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
     assert is_right(reduced(mesh))
 
 
 def test_an_abort_waits_for_a_thread_that_is_inside_of_nccl(here, mesh, monkeypatch):
     """NCCL frees what it aborts."""
-    monkeypatch.setattr(cuda_nccl, "INSIDE_SECONDS", PATIENCE)
+    monkeypatch.setattr(cuda_nccl, "INSIDE_SECONDS", TEST_TIMEOUT)
     reduced(mesh)
     mesh.synchronize()
     before = communicators(mesh)
     buffers = [mesh.devices[place].zeros((9,), "float32") for place in (0, 1, 3)]
     with inside_of_nccl(mesh, lambda: mesh.collective.all_reduce(buffers)):
         mesh.mesh_state.fail("for a test")
-        await_death(mesh)
+        wait_for_failure(mesh)
         assert not mesh.mesh_state.library_finished(0.02)
         assert [each._ended for each in before] == [""] * 3
-    mesh.reset(timeout=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
     assert [each._ended for each in before] == ["abort"] * 3
 
 
@@ -283,15 +283,15 @@ def test_a_bootstrap_that_hangs_ends_with_the_mesh(here, mesh, clock, hung_boots
             outcomes.append(str(error))
 
     (caller := threading.Thread(target=call)).start()
-    assert nccl.library.begun.wait(PATIENCE)
+    assert nccl.library.begun.wait(TEST_TIMEOUT)
     clock.pass_by(6)
-    assert "the call itself has not submitted all" in await_death(mesh)
-    caller.join(PATIENCE)
+    assert "the call itself has not submitted all" in wait_for_failure(mesh)
+    caller.join(TEST_TIMEOUT)
     assert "mesh has failed: the deadline of 5 s" in outcomes[0]
     with pytest.raises(CollectiveError, match="the communicators are not aborted yet"):
         mesh.reset(timeout=0.02)
     hung_bootstrap.set()
-    mesh.reset(timeout=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
     assert [each._ended for each in nccl.library.made] == ["abort"] * 3
     assert is_right(reduced(mesh))
 
@@ -302,19 +302,19 @@ def test_a_bootstrap_that_hangs_is_left_by_ctrl_c(here, mesh, hung_bootstrap):
     main = threading.main_thread().ident
 
     def interrupt() -> None:
-        if nccl.library.begun.wait(PATIENCE):
+        if nccl.library.begun.wait(TEST_TIMEOUT):
             signal.pthread_kill(main, signal.SIGINT)
 
     (interrupting := threading.Thread(target=interrupt, daemon=True)).start()
     with pytest.raises(KeyboardInterrupt):
         mesh.collective.connect(devices)
-    interrupting.join(PATIENCE)
+    interrupting.join(TEST_TIMEOUT)
     nccl.library.begun.clear()
     (again := threading.Thread(target=mesh.collective.connect, args=(devices,))).start()
-    assert nccl.library.begun.wait(PATIENCE)
+    assert nccl.library.begun.wait(TEST_TIMEOUT)
     hung_bootstrap.set()
-    again.join(PATIENCE)
-    assert mesh.collective.ended(PATIENCE)
+    again.join(TEST_TIMEOUT)
+    assert mesh.collective.ended(TEST_TIMEOUT)
     assert sorted(each._ended for each in nccl.library.made) == [""] * 3 + ["abort"] * 3
     assert is_right(reduced(mesh))
 
@@ -333,11 +333,11 @@ def test_cliques_that_hang_on_one_gpu_are_aborted_at_once(here, mesh, version):
         buffers = [mesh.devices[place].zeros((9,), "float32") for place in places]
         mesh.collective.all_reduce(buffers)
     mesh.mesh_state.fail("for a test")
-    await_death(mesh)
-    assert mesh.mesh_state.library_finished(PATIENCE)
+    wait_for_failure(mesh)
+    assert mesh.mesh_state.library_finished(TEST_TIMEOUT)
     assert [each._ended for each in before] == ["abort"] * len(before)
     free(here)
-    mesh.reset(timeout=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
     assert is_right(reduced(mesh))
 
 
@@ -348,7 +348,7 @@ def test_a_group_that_waited_for_the_lock_uses_no_aborted_communicator(here, mes
     collective.abort()
     with pytest.raises(CollectiveError, match="communicators were aborted"):
         old.check()
-    assert collective.ended(PATIENCE)
+    assert collective.ended(TEST_TIMEOUT)
     assert collective.error() is None
     assert is_right(reduced(mesh))
     assert collective._cliques is not old
@@ -360,9 +360,9 @@ def test_a_gpu_that_fails_under_way_is_named(here, mesh, clock):
     stick(here, mesh.devices[3])
     reduced(mesh, deadline=1000)
     here.freed[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
-    assert "cuda:3 failed (cudaError700" in await_death(mesh)
+    assert "cuda:3 failed (cudaError700" in wait_for_failure(mesh)
     free(here)
-    mesh.reset(timeout=PATIENCE)
+    mesh.reset(timeout=TEST_TIMEOUT)
     with pytest.raises(BackendUnavailableError, match="cuda:3 failed"):
         mesh.devices[3].synchronize()
     assert mesh.devices[0].zeros((2,), "float32").numpy().sum() == 0
@@ -371,7 +371,7 @@ def test_a_gpu_that_fails_under_way_is_named(here, mesh, clock):
 
 def test_a_wait_for_a_gpu_that_fails_ends(here, mesh):
     buffer = mesh.devices[3].upload(np.ones(9, np.float32))
-    mesh.devices[3].synchronize(deadline=PATIENCE)
+    mesh.devices[3].synchronize(deadline=TEST_TIMEOUT)
     stick(here, mesh.devices[3])
     outcomes: list = []
 
@@ -384,7 +384,7 @@ def test_a_wait_for_a_gpu_that_fails_ends(here, mesh):
     waiting = threading.Thread(target=wait)
     waiting.start()
     here.freed[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
-    waiting.join(PATIENCE)
+    waiting.join(TEST_TIMEOUT)
     assert "cuda:3 failed" in outcomes[0]
     here.freed.clear()
     free(here)
@@ -397,7 +397,7 @@ def test_a_failed_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(h
         stick(here, mesh.devices[1])
         reduced(mesh, "hierarchical_copy", deadline=5)
         clock.pass_by(6)
-        await_death(mesh)
+        wait_for_failure(mesh)
         ends(mesh)
         del mesh
         gc.collect()
@@ -409,7 +409,7 @@ def test_a_failed_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(h
 def test_a_failed_mesh_whose_queues_have_ended_is_freed(here):
     with open_mesh([0, 1], backend="cuda") as mesh:
         mesh.mesh_state.fail("for a test")
-        await_death(mesh)
+        wait_for_failure(mesh)
         assert len(cuda._RETAINED) == 2
     assert not cuda._RETAINED
 

@@ -62,7 +62,7 @@ def test_the_call_that_meets_it_and_every_later_one_say_so(here, use):
         mesh.devices[2].empty((SIZE,), FLOAT)
     assert same(uploaded(mesh.devices[0], 3).numpy(), data((SIZE,), seed=3))
     kill(here, 1)
-    mesh.close()  # which waits for nobody who is dead
+    mesh.close()  # which waits for nobody who has failed
     here.freed.clear()
 
 

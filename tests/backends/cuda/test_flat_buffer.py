@@ -175,8 +175,8 @@ def test_what_lies_in_a_flat_buffer_is_fenced_once_a_call_as_ever(here, mesh, to
     assert here.counts["record"] - before == 1
     assert len({buffer.block for buffer in buffers}) == 1
     assert buffers[0].block.owned
-    aside = to_buffer(row[0], mesh.devices[0])  # on the same GPU: there as any array
-    assert (aside.device, aside.block.owned) == (mesh.devices[0], False)
+    view = to_buffer(row[0], mesh.devices[0])  # on the same GPU: there as any array
+    assert (view.device, view.block.owned) == (mesh.devices[0], False)
 
 
 def test_a_flat_buffer_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
@@ -253,12 +253,12 @@ def test_outs_are_written_where_they_are_between_what_their_streams_hold(here, m
 def test_outs_elsewhere_are_refused(here, mesh, torch):
     device, far = mesh.devices[0], mesh.devices[2]
     array = cupy.asarray(data((7, 30)))
-    lent = mesh.flat_buffer([(7, 30)], "float32").arrays()[1][0]
+    flat_array = mesh.flat_buffer([(7, 30)], "float32").arrays()[1][0]
     refusals = [
         (array, far, DeviceMismatchError, "out is on GPU 0; expected it on <device cuda:2"),
         (Tensor(array), far, DeviceMismatchError, "out is on GPU 0"),
         (np.zeros((7, 30), "f4"), device, DeviceMismatchError, "out is in host memory"),
-        (lent, device, DeviceMismatchError, "in a flat buffer of cuda:1"),
+        (flat_array, device, DeviceMismatchError, "in a flat buffer of cuda:1"),
         (cupy.asarray(data((7, 60)))[:, ::2], device, ValueError, "not dense, or not aligned"),
         (
             Tensor(cupy.asarray(data((7, 60)))[:, ::2]),

@@ -125,7 +125,7 @@ def test_nine_gpus(algorithm, peers, gpus):
 
 
 @pytest.mark.parametrize(
-    ("placement", "halves"),
+    ("placement", "groups"),
     [
         pytest.param([0], ([0], []), marks=pytest.mark.gpu),
         pytest.param([0] * 8, ([7, 0, 3], [1, 2, 6, 5, 4]), marks=pytest.mark.gpu),
@@ -135,13 +135,13 @@ def test_nine_gpus(algorithm, peers, gpus):
     ],
     ids=str,
 )
-def test_other_halves_give_what_they_do_in_the_simulation(placement, halves, gpus):
+def test_other_reduction_groups_give_what_they_do_in_the_simulation(placement, groups, gpus):
     gpus(20 + len(placement))
-    check_all_reduce(placement, "hierarchical_copy", reduction_groups=halves)
+    check_all_reduce(placement, "hierarchical_copy", reduction_groups=groups)
 
 
 @pytest.mark.fake_cupy
-def test_other_halves_without_peer_access_too(gpus):
+def test_other_reduction_groups_without_peer_access_too(gpus):
     gpus(30, peers=False)
     check_all_reduce([0, 1, 1, 2, 0], "hierarchical_copy", reduction_groups=([3, 0], [4, 2, 1]))
 
@@ -165,7 +165,7 @@ def test_training_steps_are_those_of_the_simulation(placement, algorithm, gpus):
 
 
 def synchronous(mesh: Mesh, algorithm: str, method: gr.AggregationMethod) -> list[np.ndarray]:
-    """The whole spine: two micro-batch gradients of each replica, several steps."""
+    """The whole main path: two micro-batch gradients of each replica, several steps."""
     variables = variables_on(mesh)
     ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs=2, mesh=mesh)
     step = gr.SyncStep(variables, gr.MomentumOptimizer(0.1, 0.9), ops, aggregation_method=method)

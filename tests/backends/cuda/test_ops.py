@@ -1,4 +1,4 @@
-"""Every kernel on the CUDA backend gives what its NumPy twin gives, bit by bit."""
+"""Every kernel on the CUDA backend gives what its NumPy reference gives, bit by bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from support.exact_data import COMPLEX, DTYPES, FLOATS, INTEGERS, same, unflushed_data
-from support.implementations import wide_of
+from support.implementations import accumulate_dtype_of
 from support.update_formulas import FORMULAS
 from support.update_operands import rule_of
 
@@ -61,7 +61,7 @@ LAUNCHES = {
 }
 
 LAUNCHES["distance_scale"] = Launch(
-    lambda of: ops.distance_scale(*of, gamma=0.1), 4, FLOATS, wide_of, wide=(1,)
+    lambda of: ops.distance_scale(*of, gamma=0.1), 4, FLOATS, accumulate_dtype_of, wide=(1,)
 )
 for _kernel in (each for each in ops.KERNELS if isinstance(each, ops.RuleKernel)):
     _, _slots, _scalars = FORMULAS[rule_of(_kernel)]
@@ -104,7 +104,7 @@ def after(
     memory, columns = [], []
     for operand in range(launch.num_operands):
         column, kind = [], dtype if operand else launch.out(dtype)
-        kind = wide_of(dtype) if operand in launch.wide else kind
+        kind = accumulate_dtype_of(dtype) if operand in launch.wide else kind
         for size in sizes:
             values = unflushed_data((size + 2 * AROUND,), kind, seed=100 * operand + size)
             memory.append(device.upload(values))

@@ -31,7 +31,7 @@ def mesh(here):
 
 
 class Tensor:
-    """What the door looks at in a ``torch.Tensor`` on a GPU; DLPack makes no stream wait."""
+    """What validation looks at in a ``torch.Tensor`` on a GPU; DLPack makes no stream wait."""
 
     requires_grad, is_cuda, layout = False, True, "strided"
 

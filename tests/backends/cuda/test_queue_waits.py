@@ -147,11 +147,11 @@ def test_who_was_scattered_to_comes_behind_every_leader(seed, gpus):
         near = first.empty((400,), "float32")
         ops.add_n([near], [[out]], device=first)
         assert (near.numpy() == 5).all()
-        third.stream()  # was shown: it trails nobody any more
+        third.stream()  # was shown: it follows nobody any more
         assert counted(machine, lambda: fork_streams(first, [third]))["wait"] == 1
 
 
-def test_dead_blocks_that_only_a_leader_knows_do_not_pile_up(gpus):
+def test_freed_blocks_that_only_a_leader_knows_do_not_pile_up(gpus):
     gpus(0)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         leader, other = mesh.devices

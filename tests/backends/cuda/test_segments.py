@@ -13,7 +13,7 @@ from gradreduce.ops import plan_segments, segment_sum
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_segment_sum_is_that_of_the_simulation(dtype, gpus):
-    """Again and again: the plans of one call die while its launch may still wait."""
+    """Again and again: the plans of one call are freed while its launch may still wait."""
     gpus(3)
     indices = np.random.default_rng(0).integers(0, 40, 300)
     plan = plan_segments(indices)

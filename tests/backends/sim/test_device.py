@@ -1,4 +1,4 @@
-"""What only a simulated device can show: its pool, its dirt, and a twin that cheats."""
+"""What only a simulated device can show: its pool, its dirt, and a reference that cheats."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_plain_memory_comes_back_as_it_was_left():
         assert same(again.numpy(), data((SIZE,), seed=1))
 
 
-def test_memory_of_a_dead_buffer_is_used_again(mesh):
+def test_memory_of_a_freed_buffer_is_used_again(mesh):
     device, other = mesh.devices
     address = uploaded(device, 1).address
     assert (device._pool.grown, other._pool.grown) == (1, 0)

@@ -54,7 +54,7 @@ def in_time(work: Callable[[], None]) -> BaseException | None:
 
 
 def together(num_threads: int):
-    """A twin that goes on only when so many threads are in it at once, and who they were."""
+    """A reference that goes on only when so many threads are in it at once, and who they were."""
     barrier, seen = threading.Barrier(num_threads), set()
 
     def reference(rows, num_inputs: int) -> None:

@@ -76,14 +76,14 @@ def digest(team) -> str:
 @pytest.mark.parametrize("num_before", [1, 8, 12])
 @pytest.mark.parametrize("way", WAYS)
 def test_training_goes_on_with_the_same_bits(mesh, implementation, way, num_before):
-    """On a mesh of another face, in the middle of a period, and when one is over."""
+    """On a mesh of another implementation, in the middle of a period, and when one is over."""
     one = team_of(mesh, way)
     steps(one, range(num_before))
     states = saved(one)
     assert set(states[1]) == SEVEN
     steps(one, range(num_before, 20))
-    other_face = "numpy" if implementation == "compiled" else "compiled"
-    with gr.open_mesh(3, backend="sim", kernels=other_face, strict=True, peer_access=False) as mesh:
+    other = "numpy" if implementation == "compiled" else "compiled"
+    with gr.open_mesh(3, backend="sim", kernels=other, strict=True, peer_access=False) as mesh:
         two = team_of(mesh, way)
         steps(two, range(30, 41))  # something else was there
         loaded(two, states)

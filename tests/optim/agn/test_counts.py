@@ -16,7 +16,7 @@ STARTS = {f"v{place}": np.zeros(3 + place, dtype)
           for place, dtype in enumerate(["float32", "float64"] * 6)}  # fmt: skip
 
 
-def lent(worker):
+def on_device(worker):
     """Gradients that need no upload."""
     return {name: worker.getter.devices[0].upload(np.ones_like(value))
             for name, value in STARTS.items()}  # fmt: skip
@@ -29,7 +29,7 @@ def names(journal):
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "nesterov", "adam"])
 def test_a_local_step_is_one_launch_for_each_dtype(mesh, kind):
     (worker,) = pair(mesh, 100, KINDS[kind][1], STARTS, num=1)
-    grads = lent(worker)
+    grads = on_device(worker)
     for turn in range(4):  # the first writes the sums, and makes the slots
         with mesh.journal() as journal:
             worker.step(grads)
@@ -43,7 +43,7 @@ def test_a_local_step_is_one_launch_for_each_dtype(mesh, kind):
 def test_a_communication_is_one_launch_for_each_gpu_and_dtype(mesh, kind, gamma):
     """And, where the worker's memory is out of reach, copies of sums and of what is pulled."""
     (worker,) = pair(mesh, 1, KINDS[kind][1], STARTS, num=1, distance_scale=gamma)
-    grads, getter = lent(worker), worker.getter
+    grads, getter = on_device(worker), worker.getter
     centers = [getter.center_variable(var) for var in worker.variables.values()]
     homes = [var.devices[0].physical for var in centers]
     num_launches = len({(home, var.dtype) for home, var in zip(homes, centers, strict=True)})

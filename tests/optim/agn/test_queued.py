@@ -20,7 +20,7 @@ WAYS = {
 
 
 def trained(way, **options) -> list[np.ndarray]:
-    """Three workers, one of them two replicas; what they are given dies before it is read."""
+    """Three workers, one of them two replicas; what they are given is freed before it is read."""
     make, more = WAYS[way]
     with gr.open_mesh([0, 1, 1, 2], backend="sim", strict=True, **options) as mesh:
         center = gr.AGNCenter(mesh[[0, 2, 3]])

@@ -133,7 +133,7 @@ def test_a_round_is_over_when_its_hooks_are(mesh):
         hooks[1].after_create_session()
 
 
-def test_a_worker_that_dies_leaves_the_others_running(mesh, caplog):
+def test_a_worker_that_fails_leaves_the_others_running(mesh, caplog):
     workers = pair(mesh, 1, num=3)
     center, meet = workers[0].getter.center, threading.Barrier(3)
 
