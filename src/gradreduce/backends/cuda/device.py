@@ -64,7 +64,7 @@ class CudaQueues(Device):
         self._stream_states = {
             queue: StreamState(self.gpu, mesh_state.order_lock) for queue in queues
         }
-        self._streams = {queue: line.stream for queue, line in self._stream_states.items()}
+        self._streams = {queue: state.stream for queue, state in self._stream_states.items()}
         self._compute = self._stream_states["compute"]
 
     def stream(self, queue: Queue = "compute") -> Any:
@@ -121,33 +121,33 @@ class CudaQueues(Device):
     def _needs_wait(self, others: Iterable[Device]) -> list[Device]:
         if self.mesh_state.capture is not None:
             return super()._needs_wait(others)
-        line, physical = self._compute, self.physical
+        own, physical = self._compute, self.physical
         waiting: list[Device] = []
         with self.mesh_state.order_lock:  # nobody is on the way behind an end that was earlier
-            if line.is_followed_by(others):
+            if own.is_followed_by(others):
                 return waiting
             for other in cast("Iterable[CudaQueues]", others):
                 behind = other._compute
-                if behind.leader is line or behind is line:
+                if behind.leader is own or behind is own:
                     continue
-                if other.physical != physical or not behind.follow_lazily(line):
+                if other.physical != physical or not behind.follow_lazily(own):
                     waiting.append(other)
         return waiting
 
     def _unsynchronized(self, others: Iterable[Device]) -> list[Device]:
         if self.mesh_state.capture is not None:
             return super()._unsynchronized(others)
-        line = self._compute
-        if line.is_followed_by(others):
+        own = self._compute
+        if own.is_followed_by(others):
             return []
-        changed = line.changed  # before the followers are looked at
+        changed = own.changed  # before the followers are looked at
         found: list[Device] = []
         for other in cast("Iterable[CudaQueues]", others):
             behind = other._compute
-            if behind is not line and not behind.follows_lazily(line):
+            if behind is not own and not behind.follows_lazily(own):
                 found.append(other)
         if not found:
-            line.all_follow(others, changed)
+            own.all_follow(others, changed)
         return found
 
     def _comes_behind(self, device: Device, queue: Queue) -> bool:

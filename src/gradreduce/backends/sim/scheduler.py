@@ -225,8 +225,8 @@ class RandomScheduler(Scheduler):
         found: list[bool] = []
 
         def look() -> None:
-            line = self._queues.get(queue, deque())
-            found.append(len(line) > 0 and not self._can_run(line))
+            pending = self._queues.get(queue, deque())
+            found.append(len(pending) > 0 and not self._can_run(pending))
 
         acquired_in_time(self._lock, _PROGRESS_SECONDS, look)
         return True in found
@@ -235,11 +235,11 @@ class RandomScheduler(Scheduler):
         """See ``Scheduler.drop``; no queue is stalled afterwards."""
         with self._lock:
             self._drops += 1
-            for line in self._queues.values():
-                for work in line:
+            for pending in self._queues.values():
+                for work in pending:
                     if isinstance(work, _Passing):
                         work()
-                line.clear()
+                pending.clear()
             self._stalled.clear()
             self._waiters.notify()
 
@@ -268,8 +268,10 @@ class RandomScheduler(Scheduler):
         try:
             ready = [
                 queue
-                for queue, line in list(self._queues.items())  # a handler may submit to a new one
-                if self._can_run(line) and self._stalled.get(queue, 1)
+                for queue, pending in list(
+                    self._queues.items()
+                )  # a handler may submit to a new one
+                if self._can_run(pending) and self._stalled.get(queue, 1)
             ]
             if not ready:
                 return False
@@ -285,10 +287,10 @@ class RandomScheduler(Scheduler):
         return True
 
     @staticmethod
-    def _can_run(line: deque[Work | Event]) -> bool:
-        if not line:
+    def _can_run(pending: deque[Work | Event]) -> bool:
+        if not pending:
             return False
-        head = line[0]
+        head = pending[0]
         return head.done if isinstance(head, Event) else True
 
 
