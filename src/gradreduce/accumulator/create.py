@@ -20,7 +20,7 @@ from .state import AccumulatorState
 from .take_queue import cancel_waiting, discard_sums
 from .validate import DTYPES, as_shape
 
-__all__ = ["defined", "shared_state", "state_of"]
+__all__ = ["create_state", "shared_state", "state_of"]
 
 
 # Weak references: dropping the last accumulator of a name frees its device memory.
@@ -90,7 +90,7 @@ def _settings_of(cross_device_ops: CrossDeviceOps) -> object:
     return cross_device_ops
 
 
-def defined(
+def create_state(
     dtype: Any,
     shape: Sequence[int | None] | None,
     shared_name: str | None,

@@ -18,7 +18,7 @@ from gradreduce.device import Mesh
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .base import ConditionalAccumulatorBase
-from .create import defined
+from .create import create_state
 from .multi import apply_grads, take_grads
 from .validate import DEFAULT_STEP
 
@@ -68,7 +68,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         device: DeviceLike | Mesh | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
-        state = defined(
+        state = create_state(
             dtype, shape, shared_name, reduction_type, device,
             cross_device_ops=cross_device_ops, sparse=True,
         )  # fmt: skip

@@ -98,7 +98,7 @@ class DistributedValues(NotCopied):
     ) -> None:
         if mesh is not None and not isinstance(mesh, Mesh):
             raise TypeError(f"mesh={brief(mesh)} must be a Mesh; gr.open_mesh() opens one")
-        values = _listed(values)
+        values = _as_tuple(values)
         if not values:
             raise ValueError("values is empty; pass one array for each device")
         if mesh is not None and devices is None and _are_on_devices(values, mesh):
@@ -368,7 +368,7 @@ class Mirrored(DistributedValues):
     """A value that is equal on every device, such as a gradient after the all-reduce."""
 
 
-def _listed(values: Any) -> tuple[Any, ...]:
+def _as_tuple(values: Any) -> tuple[Any, ...]:
     try:
         each = iter(values)  # an array without axes is Iterable, but this raises
     except TypeError:

@@ -78,7 +78,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
 
     @abstractmethod
     def copy(self, order: str = "C") -> Any:
-        """As of an array."""
+        """As the member of a NumPy array."""
 
     @abstractmethod
     def _replaced(self, made: Any) -> Any:
@@ -91,22 +91,22 @@ class ArrayMethods(NDArrayOperatorsMixin):
 
     @property
     def ndim(self) -> int:
-        """As of an array."""
+        """As the member of a NumPy array."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """As of an array."""
+        """As the member of a NumPy array."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
     def T(self) -> Any:  # NumPy's name
-        """As of an array."""
+        """As the member of a NumPy array."""
         return np.transpose(self)
 
     @property
     def mT(self) -> Any:  # NumPy's name
-        """As of an array."""
+        """As the member of a NumPy array."""
         return np.swapaxes(self, -1, -2)
 
     def __len__(self) -> int:
@@ -146,19 +146,19 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return astype(self, dtype)
 
     def reshape(self, *shape: Any, order: Any = "C") -> Any:
-        """As of an array."""
+        """As the member of a NumPy array."""
         return np.reshape(self, shape[0] if len(shape) == 1 else shape, order)
 
     def ravel(self, order: Any = "C") -> Any:
-        """As of an array."""
+        """As the member of a NumPy array."""
         return np.ravel(self, order)
 
     def flatten(self, order: Any = "C") -> Any:
-        """As of an array."""
+        """As the member of a NumPy array."""
         return np.ravel(self, order).copy()
 
     def transpose(self, *axes: Any) -> Any:
-        """As of an array."""
+        """As the member of a NumPy array."""
         if len(axes) == 1:
             axes = axes[0]
         return np.transpose(self, axes or None)

@@ -133,12 +133,12 @@ class Traced(ArrayMethods, Traceable):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of an array."""
+        """As the member of a NumPy array."""
         return self.node.shape  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> Any:
-        """As of an array."""
+        """As the member of a NumPy array."""
         return self.node.dtype
 
     def copy(self, order: str = "C") -> Traced:
