@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradreduce.device import Buffer, DType, accumulate_dtype
+from gradreduce.device import Buffer, DType, accumulate_dtype, copied_to
 from gradreduce.errors import about, brief, listed
 
 from .convert import converted, host_array, is_array, shape_and_dtype
@@ -29,9 +29,7 @@ def end_of(deadline: float | None) -> float | None:
 
 def copied(buffer: Buffer) -> Buffer:
     """Queues a copy on the device, so that a state is from one moment."""
-    copy = buffer.device.empty(buffer.shape, buffer.dtype)
-    buffer.device.copy(copy, buffer)
-    return copy
+    return copied_to(buffer.device, buffer)
 
 
 def downloaded(copy: Buffer, end: float | None) -> Any:

@@ -23,6 +23,7 @@ from gradreduce.device import (
     Mesh,
     as_dtype,
     as_flag,
+    copied_to,
     copy_over,
     overlap,
 )
@@ -210,9 +211,7 @@ class Variable(NotCopied, Readable):
         if reader is not None:
             return reader.read(self, current, output_type)
         with StreamScope():
-            copied = current.device.empty(current.shape, current.dtype)
-            copy_over(current.device, copied, current)
-            return from_buffer(copied, kind)
+            return from_buffer(copied_to(current.device, current), kind)
 
     def _make_like(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         current = self._current()
@@ -266,9 +265,10 @@ class Variable(NotCopied, Readable):
         """Checks, copies and compiles for ``assign_add``; returns a function that launches it."""
         check_unread([self])
         sources = [self._checked(delta, buffer) for buffer in self._buffers]
+        separate = [self._copied_if_overlapping(source) for source in sources]
         accessible = [
-            _accessible(buffer.device, self._copied_if_overlapping(source))
-            for buffer, source in zip(self._buffers, sources, strict=True)
+            source if source.device is buffer.device else copied_to(buffer.device, source)
+            for buffer, source in zip(self._buffers, separate, strict=True)
         ]
         for buffer in self._buffers:
             ops.prepare_accumulate_n(buffer.device, self.dtype, self.dtype)
@@ -300,9 +300,7 @@ class Variable(NotCopied, Readable):
         """Returns ``source``, or a copy of it if it overlaps this variable's memory."""
         if not any(overlap(source, buffer) for buffer in self._buffers):
             return source
-        copied = source.device.empty(source.shape, source.dtype)
-        source.device.copy(copied, source)
-        return copied
+        return copied_to(source.device, source)
 
     def _current(self) -> Buffer:
         index = current_replica()
@@ -463,21 +461,10 @@ def _filled(device: Device, shape: tuple[int, ...], dtype: DType, value: float) 
     return device.upload(one.repeat(math.prod(shape)).reshape(shape))
 
 
-def _accessible(device: Device, source: Buffer) -> Buffer:
-    """Returns ``source``, or a copy of it on ``device`` if it is on another one."""
-    if source.device is device:
-        return source
-    copied = device.empty(source.shape, source.dtype)
-    copy_over(device, copied, source)
-    return copied
-
-
 def _copied(value: Any, device: Device, dtype: DType) -> Buffer:
     """Copies ``value``, cast to ``dtype``, into a new Buffer."""
     source = to_buffer(value, device, dtype=dtype)
     wait_for_inputs([source])
     if source.dtype != dtype:
         source = device.upload(converted(source.numpy(), dtype))
-    copied = device.empty(source.shape, dtype)
-    copy_over(device, copied, source)
-    return copied
+    return copied_to(device, source)

@@ -35,6 +35,7 @@ from .pending_calls import PackInfo, as_deadline
 from .queue_waits import block_stream, wait_for_stream
 from .stream_sync import (
     by_physical,
+    copied_to,
     copy_over,
     ensure_accessible,
     fork_streams,
@@ -86,6 +87,7 @@ __all__ = [
     "can_access",
     "clear",
     "compatible",
+    "copied_to",
     "copy_over",
     "deadline_scope",
     "element_of",

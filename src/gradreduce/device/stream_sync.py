@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "by_physical",
+    "copied_to",
     "copy_over",
     "ensure_accessible",
     "fork_streams",
@@ -129,6 +130,11 @@ def to_local(device: Device, buffer: Buffer) -> Buffer:
     """As ``to_accessible``, but copies a peer's memory too; co-located memory stays."""
     if buffer.device.physical == device.physical:
         return buffer
+    return copied_to(device, buffer)
+
+
+def copied_to(device: Device, buffer: Buffer) -> Buffer:
+    """Returns a copy on ``device``, made by ``copy_over``."""
     copied = device.empty(buffer.shape, buffer.dtype)
     copy_over(device, copied, buffer)
     return copied

@@ -12,7 +12,7 @@ from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, 
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device, copy_over
+from gradreduce.device import Buffer, Device, copied_to
 from gradreduce.errors import InvalidVariableError, about, brief, listed, repeated
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
@@ -245,9 +245,7 @@ def _on_all_gpus(grad: Part, var: Variable) -> Colocated:
 
 
 def _copied_to(grad: Part, device: Device) -> Part:
-    source = buffer_of(grad)
-    copied = device.empty(source.shape, source.dtype)
-    copy_over(device, copied, source)
+    copied = copied_to(device, buffer_of(grad))
     if isinstance(grad, IndexedSlices):
         return IndexedSlices.of(copied, grad.indices, grad.dense_shape)
     return copied

@@ -23,7 +23,7 @@ from gradreduce.arrays.convert import numbers
 from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced, densified
 from gradreduce.arrays.variable import Variable, reused
 from gradreduce.backends.device_names import DeviceLike, as_devices
-from gradreduce.device import Buffer, Device, DType, Mesh, accumulate_dtype, as_dtype, copy_over
+from gradreduce.device import Buffer, Device, DType, Mesh, accumulate_dtype, as_dtype, copied_to
 from gradreduce.errors import NotCopied, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
@@ -218,7 +218,7 @@ class Accumulation(LazyVariable):
     def _as_arrays(self) -> tuple[Buffer, ...]:
         """Returns the sparse sum as new dense arrays on every device."""
         (whole,) = densified([self.merged()])
-        return (whole, *(_copied(device, whole) for device in self.devices[1:]))
+        return (whole, *(copied_to(device, whole) for device in self.devices[1:]))
 
     def merged(self) -> IndexedSlices:
         """Returns the sparse sum in index order, in new memory."""
@@ -253,12 +253,6 @@ class Accumulation(LazyVariable):
         if self._holds == "nothing":  # a concurrent step of the worker may be writing to the memory
             return tuple(device.zeros(self.shape, self.dtype) for device in self.devices)
         return self._memory
-
-
-def _copied(device: Device, buffer: Buffer) -> Buffer:
-    copied = device.empty(buffer.shape, buffer.dtype)
-    copy_over(device, copied, buffer)
-    return copied
 
 
 _NO_OPS = AllReduceCrossDeviceOps()  # unused: a sum on one device is not reduced
