@@ -23,7 +23,7 @@ pytestmark = pytest.mark.repo
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_digits.py"
 PLACEMENTS = ("0,1,2,3", "0,0,1,1", "0,1,0,1", "0,0,0,0")
 NUM_PACKS = (0, 1, 3, 7)
-STEPS = 6
+STEPS = 3
 ALLOWED_S = 60.0  # the promise for the whole command on two cores
 PLAIN = {"COLUMNS": "100", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
 
