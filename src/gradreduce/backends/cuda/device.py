@@ -94,25 +94,20 @@ class CudaQueues(Device):
         return is_capturing(self.gpu, stream)
 
     def _mark(self, queue: User) -> Any:
-        if not isinstance(queue, str):
+        state = self._stream_states.get(queue)
+        if state is None:  # a caller's stream
             return self._event(queue)
-        ours = cast("Queue", queue)
-        if self.mesh_state.capture is None:
-            return self._stream_states[ours].mark()
-        return self._event(self._ready(ours))
+        return state.mark() if self.mesh_state.capture is None else self._event(self._ready(queue))
 
     def _wait(self, mark: Mark, queue: User) -> None:
-        if not isinstance(queue, str):
-            with self.gpu:
-                runtime.streamWaitEvent(handle_of(queue), mark.event.ptr)
+        state = self._stream_states.get(queue)
+        if state is not None and self.mesh_state.capture is None:
+            other = cast("CudaQueues", mark.device)
+            state.wait(other._stream_states.get(mark.queue), mark.event)
             return
-        ours = cast("Queue", queue)
-        if self.mesh_state.capture is None:
-            states = cast("CudaQueues", mark.device)._stream_states
-            self._stream_states[ours].wait(states.get(mark.queue), mark.event)
-            return
+        stream = queue if state is None else self._ready(queue)  # a caller's, or one that records
         with self.gpu:
-            self._ready(ours).wait_event(mark.event)
+            runtime.streamWaitEvent(handle_of(stream), mark.event.ptr)
 
     def _recording(self, devices: Sequence[Device]) -> GraphRecording:
         indices = [(each.index, each.gpu) for each in devices if isinstance(each, CudaQueues)]
