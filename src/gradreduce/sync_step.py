@@ -31,8 +31,6 @@ from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_meth
 from gradreduce.reduce.aggregators import aggregate_buffers
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-__all__ = ["SyncStep"]
-
 
 class SyncStep(NotCopied):
     """Runs synchronous data-parallel training steps on mirrored variables.

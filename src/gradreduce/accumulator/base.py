@@ -18,8 +18,6 @@ from .state import AccumulatorState
 from .take_queue import close
 from .validate import as_step
 
-__all__ = ["ConditionalAccumulatorBase"]
-
 
 class ConditionalAccumulatorBase(NotCopied):
     """Base class of dense and sparse accumulators (tf.ConditionalAccumulatorBase).

@@ -23,17 +23,6 @@ from .state import AccumulatorState, SparseSum
 from .take_queue import complete_multi, complete_ready
 from .validate import as_shape, as_step
 
-__all__ = [
-    "CheckedState",
-    "DenseSums",
-    "SparseSums",
-    "checked_state",
-    "load_state",
-    "saved_state",
-    "sums_of",
-]
-
-
 _Shape = tuple[int | None, ...] | None
 _KEYS = (
     "format",

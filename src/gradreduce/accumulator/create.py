@@ -20,9 +20,6 @@ from .state import AccumulatorState
 from .take_queue import cancel_waiting, discard_sums
 from .validate import DTYPES, as_shape
 
-__all__ = ["create_state", "shared_state", "state_of"]
-
-
 # Weak references: dropping the last accumulator of a name frees its device memory.
 _shared: weakref.WeakValueDictionary[str, AccumulatorState] = weakref.WeakValueDictionary()
 _lock = ModuleLock()

@@ -18,8 +18,6 @@ from .create import create_state
 from .multi import apply_grads, take_grads
 from .validate import DEFAULT_STEP
 
-__all__ = ["ConditionalAccumulator"]
-
 
 class ConditionalAccumulator(ConditionalAccumulatorBase):
     """Sums fresh gradients, and returns their mean or sum once enough have arrived.

@@ -26,8 +26,6 @@ from gradreduce.device import (
 
 from .state import AccumulatorState, PendingGradient, SparseSum
 
-__all__ = ["DenseAdditions", "allocate_flat", "prepare_parts", "prepare_pending"]
-
 
 def prepare_pending(devices: Sequence[Device], dtype: DType, gradient: DType) -> None:
     """Compiles the kernels for gradients of one dtype, before any lock is held.

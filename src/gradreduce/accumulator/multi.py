@@ -40,8 +40,6 @@ from .validate import (
     pending_sparse_gradient,
 )
 
-__all__ = ["apply_grads", "apply_pending", "drop_stale", "is_stale", "take_grads", "take_now"]
-
 
 def is_stale(states: Sequence[AccumulatorState], local_step: int) -> bool:
     """Whether gradients of this step are stale for any of the states."""

@@ -22,8 +22,6 @@ from .create import create_state
 from .multi import apply_grads, take_grads
 from .validate import DEFAULT_STEP
 
-__all__ = ["SparseConditionalAccumulator"]
-
 
 class SparseConditionalAccumulator(ConditionalAccumulatorBase):
     """Sums fresh sparse gradients, and returns their mean or sum once enough arrived.

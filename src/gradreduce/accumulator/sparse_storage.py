@@ -45,8 +45,6 @@ from gradreduce.reduce.one_device import broadcast_values
 
 from .state import AccumulatorState, PendingGradient, SparseGradient, SparseSum
 
-__all__ = ["SparseAdditions", "prepare_gradient", "prepare_sparse", "take_sparse"]
-
 
 def prepare_sparse(state: AccumulatorState) -> None:
     """Compiles the kernels for gradients of the accumulator's dtype, and for takes."""

@@ -18,15 +18,6 @@ from gradreduce.errors import CancelledError
 from gradreduce.ops import RowIndex, Segments
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-__all__ = [
-    "AccumulatorState",
-    "PendingGradient",
-    "PendingTake",
-    "SparseGradient",
-    "SparseSum",
-    "locked",
-]
-
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()
 

@@ -24,19 +24,6 @@ from .dense_storage import allocate_flat
 from .sparse_storage import take_sparse
 from .state import AccumulatorState, PendingTake, locked
 
-__all__ = [
-    "await_take",
-    "cancel_waiting",
-    "close",
-    "complete_multi",
-    "complete_ready",
-    "discard_sums",
-    "join",
-    "take_locked",
-    "withdraw",
-]
-
-
 # Mesh accumulators that are reduced together: devices, divisor, cross_device_ops.
 _Batch = tuple[tuple[Device, ...], float, CrossDeviceOps]
 

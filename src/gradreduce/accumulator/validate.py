@@ -23,25 +23,6 @@ from .dense_storage import prepare_parts
 from .sparse_storage import prepare_gradient
 from .state import AccumulatorState, PendingGradient, SparseGradient
 
-__all__ = [
-    "DEFAULT_STEP",
-    "DTYPES",
-    "as_required",
-    "as_shape",
-    "as_step",
-    "as_timeout",
-    "check_distinct",
-    "check_dtype",
-    "check_sum_shape",
-    "for_each",
-    "num_gradients",
-    "num_sparse_gradients",
-    "pending_gradient",
-    "pending_sparse_gradient",
-    "to_sum_device",
-]
-
-
 T = TypeVar("T")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 

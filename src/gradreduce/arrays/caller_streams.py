@@ -14,17 +14,6 @@ from typing import Self
 from gradreduce.device import Block, Device, FreedBlock, Stream, block_stream, handle_of
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
-__all__ = [
-    "StreamScope",
-    "SuspendedScope",
-    "keep_alive",
-    "keep_alive_longer",
-    "record_input",
-    "release_inputs",
-    "unchecked",
-    "unsynchronized",
-]
-
 _Place = tuple[Device, int]  # whose compute queue, and the handle of a caller's stream
 
 

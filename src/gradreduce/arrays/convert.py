@@ -28,26 +28,6 @@ from .convert_gpu import (
     from_gpu,
 )
 
-__all__ = [
-    "Form",
-    "as_result_kind",
-    "axis_order",
-    "check_tensor",
-    "common_order",
-    "converted",
-    "from_buffer",
-    "hand_over",
-    "host_array",
-    "in_order",
-    "inverse",
-    "is_array",
-    "is_coo",
-    "kind_of",
-    "numbers",
-    "shape_and_dtype",
-    "to_buffer",
-]
-
 _OUTPUT_TYPES = ("numpy", "cupy", "torch", "jax", "buffer")
 _INT16 = np.dtype("int16")
 # How the arrays of a caller differ from the Buffers: these have their axes in this order.

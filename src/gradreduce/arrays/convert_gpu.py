@@ -20,19 +20,6 @@ from gradreduce.errors import CaptureError, DeviceMismatchError
 
 from .caller_streams import keep_alive, record_input, unchecked, unsynchronized
 
-__all__ = [
-    "Kind",
-    "adopt_cupy",
-    "adopt_foreign",
-    "block_current_stream",
-    "current_of",
-    "download_foreign",
-    "from_gpu",
-    "on_gpu_of",
-    "wait_for_current_stream",
-    "wait_for_inputs",
-]
-
 # "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
 # "cuda": arrays of any other library that shows __cuda_array_interface__; results are CuPy's.
 OWNED_BY_CALLER = ("torch", "cupy", "cuda")  # JAX's arrays never change

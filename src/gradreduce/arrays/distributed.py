@@ -17,16 +17,6 @@ from .convert_gpu import Kind
 from .indexed_slices import IndexedSlices, as_slices
 from .replica_context import current_replica
 
-__all__ = [
-    "DistributedValues",
-    "Mirrored",
-    "Part",
-    "PerReplica",
-    "ReduceOp",
-    "buffer_of",
-    "device_of",
-]
-
 Part = Buffer | IndexedSlices  # what lies on one device; the values of the second are a Buffer
 
 

@@ -14,8 +14,6 @@ from .caller_streams import StreamScope
 from .convert import as_result_kind, check_tensor, from_buffer, hand_over, shape_and_dtype
 from .convert_gpu import wait_for_current_stream
 
-__all__ = ["FlatArrayConverter"]
-
 
 class FlatArrayConverter:
     """Converts views of flat buffers to arrays and back; see ``ArrayConverter``."""

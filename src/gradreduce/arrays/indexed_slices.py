@@ -36,8 +36,6 @@ from .convert import (
 from .convert_gpu import Kind
 from .replica_context import on_current_devices
 
-__all__ = ["IndexedSlices", "as_slices", "check_indices", "coalesced", "densified"]
-
 UNKNOWN = -1  # the first entry of a dense_shape of which only the others are known
 
 

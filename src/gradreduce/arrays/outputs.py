@@ -28,8 +28,6 @@ from .convert import (
 )
 from .convert_gpu import Kind
 
-__all__ = ["Out", "as_out", "count_writes", "release_outputs", "tensors_of"]
-
 
 class Out(NamedTuple):
     """A caller's array that a call writes.

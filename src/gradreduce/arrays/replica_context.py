@@ -15,8 +15,6 @@ from .convert import kind_of, to_buffer
 from .convert_gpu import wait_for_inputs
 from .trace_context import current_reader
 
-__all__ = ["current_device", "current_replica", "on_current_devices", "replica", "replica_on"]
-
 # Of a thread or, within one, of an asyncio task.
 _replica: ContextVar[int | None] = ContextVar("gradreduce_replica", default=None)
 _device: ContextVar[Device | None] = ContextVar("gradreduce_device", default=None)

@@ -11,16 +11,6 @@ from gradreduce.errors import about, brief, listed
 
 from .convert import converted, host_array, is_array, shape_and_dtype
 
-__all__ = [
-    "check_entry",
-    "check_keys",
-    "checked_array",
-    "copied",
-    "downloaded",
-    "end_of",
-    "plain",
-]
-
 
 def end_of(deadline: float | None) -> float | None:
     """Converts seconds from now to a point in time."""

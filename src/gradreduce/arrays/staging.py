@@ -13,8 +13,6 @@ from gradreduce.device import Buffer, Device, DType, flat_layout
 
 from .convert import to_buffer
 
-__all__ = ["SMALL_BYTES", "Staging", "Wanted"]
-
 Wanted = tuple[Device, DType, tuple[int, ...]]  # of an array: where it is to lie, and what it is
 
 # To share an array costs as much as to copy it twice: 3 us for 8 KiB (two busy cores, 2026-11). On

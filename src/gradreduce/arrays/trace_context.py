@@ -15,17 +15,6 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from gradreduce.device import Buffer, Device
 
-__all__ = [
-    "Reader",
-    "Traceable",
-    "check_unread",
-    "current_reader",
-    "holds_traceable",
-    "make_like",
-    "reading_by",
-    "traceable",
-]
-
 _CREATING = {
     "arange", "array", "asanyarray", "asarray", "ascontiguousarray", "empty", "eye", "full",
     "identity", "ones", "tri", "zeros",

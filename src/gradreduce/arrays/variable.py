@@ -44,8 +44,6 @@ from .replica_context import current_replica
 from .trace_context import check_unread, current_reader, make_like
 from .variable_operators import Readable
 
-__all__ = ["Variable", "get_variable", "reused"]
-
 _numbers = itertools.count()
 
 

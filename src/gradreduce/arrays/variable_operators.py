@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .convert import kind_of
 from .trace_context import Traceable, holds_traceable
 
-__all__ = ["Readable"]
-
 # NumPy's functions that write their first argument, and how they call it.
 _WRITING = {
     "copyto": "dst", "fill_diagonal": "a", "place": "arr", "put": "a", "put_along_axis": "arr",

@@ -17,8 +17,6 @@ from gradreduce.device import Device
 from gradreduce.reduce.aggregation import AggregationMethod, aggregate, aggregator_of, kind_of_term
 from gradreduce.reduce.aggregators import MultiDeviceSum
 
-__all__ = ["Order", "TermAccumulator"]
-
 Order = tuple[int, int]  # of the use: which node, and which of its operands
 
 

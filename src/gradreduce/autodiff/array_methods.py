@@ -18,8 +18,6 @@ from gradreduce.arrays.trace_context import traceable
 
 from .frameworks import detached
 
-__all__ = ["ArrayMethods", "astype", "index_into", "stop_gradient"]
-
 
 @traceable
 def astype(x: Any, dtype: Any) -> Any:

@@ -14,8 +14,6 @@ from gradreduce.arrays.convert_gpu import on_gpu_of
 from .accumulate_terms import TermAccumulator
 from .tape import Node
 
-__all__ = ["backward"]
-
 
 def backward(roots: list[Node], gradient: Any, new_terms: Callable[[], TermAccumulator]) -> None:
     """Propagates a gradient from the root, and pushes terms into each leaf's accumulator.

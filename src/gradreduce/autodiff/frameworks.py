@@ -18,8 +18,6 @@ from gradreduce.arrays.convert import from_buffer
 from gradreduce.device import Buffer, DType
 from gradreduce.errors import InvalidVariableError
 
-__all__ = ["JaxLoss", "as_jax", "detached", "is_tensor", "tensor_gradients"]
-
 # All JAX caches are cleared after this many calls with a cache of their own: JAX keeps thousands,
 # and that of a loss with one jitted function takes 0.3 MB (JAX 0.10.2, 2026-11).
 _MOST_KEPT = 64

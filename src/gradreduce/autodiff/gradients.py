@@ -29,8 +29,6 @@ from .frameworks import JaxLoss, as_jax, is_tensor, tensor_gradients
 from .tape import Trace, Traced, resolve
 from .unsupported import check_operand
 
-__all__ = ["ENGINES", "Engine", "gradients_of"]
-
 Engine = Literal["jax"]
 ENGINES = ("jax",)
 _ALLOWED = ("float16", "bfloat16", "float32", "float64")

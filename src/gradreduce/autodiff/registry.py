@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["COMPOSED", "CONSTANT", "JOINS", "RULES", "VIEWS", "VJP", "Maker"]
-
 VJP = Callable[[Any], Any]  # gradient of the result → term of one operand's gradient, or None
 Maker = Callable[..., VJP]  # creates a VJP; called only if its operand is traced
 

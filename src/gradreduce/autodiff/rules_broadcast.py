@@ -12,19 +12,6 @@ import numpy as np
 
 from .array_methods import astype
 
-__all__ = [
-    "gradient_of_sum",
-    "is_half",
-    "kept_shape",
-    "like",
-    "normalized",
-    "reduced_axes",
-    "scaled",
-    "shape_of",
-    "total",
-    "widened",
-]
-
 Shape = tuple[int, ...]
 
 

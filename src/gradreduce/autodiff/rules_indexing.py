@@ -23,8 +23,6 @@ from .registry import COMPOSED, RULES, VIEWS, VJP, Maker
 from .rules_broadcast import normalized, shape_of
 from .unsupported import no_rule
 
-__all__ = ["embedding_lookup"]
-
 _BASIC = (int, np.integer, slice, type(None), type(Ellipsis))
 Shape = tuple[int, ...]
 

@@ -52,8 +52,6 @@ from .unsupported import (
     would_write,
 )
 
-__all__ = ["Node", "Trace", "Traced", "apply", "resolve"]
-
 
 class Trace:
     """One call of a loss.

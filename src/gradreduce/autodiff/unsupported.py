@@ -8,19 +8,6 @@ import numpy as np
 
 from .frameworks import is_tensor
 
-__all__ = [
-    "WriteError",
-    "beside_tensor",
-    "check_keywords",
-    "check_operand",
-    "is_float",
-    "name_of",
-    "no_rule",
-    "out_of",
-    "view_written",
-    "would_write",
-]
-
 #: The position of ``out`` in functions that take it as a positional argument.
 _OUT_PLACES = {
     np.sum: 3, np.mean: 3, np.prod: 3, np.var: 3, np.std: 3, np.cumsum: 3,

@@ -10,8 +10,6 @@ from gradreduce.errors import brief
 
 from . import default_mesh
 
-__all__ = ["DeviceLike", "as_device", "as_devices", "is_device_like"]
-
 # "gpu:1", "cuda:1", "sim:1", "/gpu:1", "/device:GPU:1", "/job:worker/replica:0/task:3/device:GPU:1"
 _NAME = re.compile(
     r"(?:(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/)?(?:device:)?(gpu|cuda|sim):(\d+)",

@@ -35,8 +35,6 @@ from gradreduce.device.op_log import QUEUES
 from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.errors import DeviceMismatchError
 
-__all__ = ["DryRunMesh", "MeshSignature", "Signature", "Touched", "mesh_signature", "signature_of"]
-
 _ADDRESS_BITS = 44  # bits: blocks of up to 16 TiB lie this far apart
 
 # Logical devices' physical ones, backend, and peer access: all that a flow asks of a mesh.

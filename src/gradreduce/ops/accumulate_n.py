@@ -11,8 +11,6 @@ from gradreduce.device.kernel import Arrays
 
 from .validate import SAME, TO_ACC, by_dtype, paired
 
-__all__ = ["ACCUMULATE_N", "accumulate_n", "accumulate_unchecked", "prepare_accumulate_n"]
-
 
 def _accumulate_n_reference(table: Sequence[Arrays], num_inputs: int) -> None:
     """``total = total + in[0] + in[1] + …``, left to right, in the accumulate dtype of total."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .update_kernels import rule_kernels
 
-__all__ = ["ADAGRAD", "ADAM", "RMSPROP", "RMSPROP_CENTERED"]
-
 ADAM, ADAGRAD, RMSPROP, RMSPROP_CENTERED = rule_kernels(
     "plain", "adaptive", ("adam", "adagrad", "rmsprop", "rmsprop_centered")
 )

@@ -13,8 +13,6 @@ from gradreduce.device.kernel import Arrays
 
 from .validate import SAME, TO_ACC, as_elements, by_dtype, paired
 
-__all__ = ["ADD_N", "add_n", "add_on_host", "add_unchecked", "cast_unchecked", "prepare_add_n"]
-
 # Up to this many inputs, the count is a template argument: all loads are in flight together.
 UNROLLED = 8
 SMALL = 4096  # elements: adding twice as many takes as long as creating a Buffer

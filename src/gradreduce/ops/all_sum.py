@@ -11,9 +11,6 @@ from gradreduce.device.kernel import Arrays
 
 from .validate import FROM_ACC, SAME, by_dtype, check_divisor
 
-__all__ = ["ALL_SUM", "all_sum", "prepare_all_sum"]
-
-
 # From this many elements on, checking whether an output can hold the sum is cheaper than a copy.
 LARGE = 1 << 12
 

@@ -11,8 +11,6 @@ from gradreduce.device.kernel import Arrays
 
 from .validate import FLOATS, check_no_overlap, check_rows, check_writable
 
-__all__ = ["CLIP", "clip", "prepare_clip"]
-
 
 def _clip_reference(table: Sequence[Arrays], limit: float) -> None:
     """``out = in * factor``, with ``factor = limit * min(1 / norm, 1 / limit)``."""

@@ -11,8 +11,6 @@ from gradreduce.device.kernel import Arrays
 
 from .validate import FLOATS, check_rows, check_writable
 
-__all__ = ["DISTANCE_SCALE", "distance_scale", "prepare_distance_scale"]
-
 
 def _distance_scale_reference(table: Sequence[Arrays], gamma: float) -> None:
     """``out = sum / ((center - pulled)² / gamma + 1)``."""

@@ -16,8 +16,6 @@ from gradreduce.device.kernel import Arrays
 
 from .validate import MEAN, check_rows, check_writable
 
-__all__ = ["DIVIDE", "divide", "prepare_divide"]
-
 
 def _divide_reference(table: Sequence[Arrays], divisor: float) -> None:
     """``out = in / divisor``, in the dtype of the output."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .update_kernels import RuleKernel, rule_kernels
 
-__all__ = ["GLOBAL_UPDATES", "global_update_of"]
-
 GLOBAL_UPDATES = {kernel.rule: kernel for kernel in rule_kernels("global", "global_update")}
 
 

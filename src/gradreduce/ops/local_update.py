@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .update_kernels import RuleKernel, rule_kernels
 
-__all__ = ["LOCAL_UPDATES", "local_update_of"]
-
 LOCAL_UPDATES = {kernel.rule: kernel for kernel in rule_kernels("local", "local_update")}
 
 

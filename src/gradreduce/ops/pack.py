@@ -11,8 +11,6 @@ from gradreduce.device.kernel import Arrays
 
 from .validate import CASTS, SAME, check_divisor, paired
 
-__all__ = ["PACK", "pack", "pack_unchecked", "prepare_pack"]
-
 
 def _pack_reference(table: Sequence[Arrays], divisor: float) -> None:
     """``out = in / divisor``, and zeros after the end of ``in``."""

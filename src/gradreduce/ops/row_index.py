@@ -16,8 +16,6 @@ import numpy as np
 from .segment_sum import Divisor
 from .segments import Segments, plan_segments
 
-__all__ = ["RowIndex", "expand_divisors", "merged_row_index"]
-
 # Number of gradients whose touched rows are kept as lists. Counting each at once would cost a pass
 # over the counts of all rows for every gradient, even if it touches few.
 MAX_TOUCHES = 64

@@ -31,8 +31,6 @@ from .validate import (
     elements,
 )
 
-__all__ = ["SEGMENT_SUM", "Divisor", "prepare_segment_sum", "segment_sum", "segment_sum_command"]
-
 # The NumPy reference adds the k-th rows of all segments at once while k is below this, and then the
 # rest of each long segment on its own: both few long and many short ones need few NumPy calls.
 LEVELS = 128

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Indices", "Segments", "joined_indices", "plan_segments", "single_row_segments"]
-
 Indices = np.ndarray  # for modules that hold indices and do not import NumPy
 
 

@@ -11,8 +11,6 @@ from gradreduce.device.kernel import Arrays
 
 from .validate import FLOATS, check_no_overlap, check_writable
 
-__all__ = ["SQUARE_SUM", "norm_of", "prepare_norm_of", "square_sum"]
-
 STRIDES = 256  # elements per sum
 _DOUBLE = np.dtype(np.float64)
 

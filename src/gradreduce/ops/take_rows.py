@@ -14,8 +14,6 @@ from gradreduce.device.kernel import Arrays
 from .segments import Indices
 from .validate import check_no_overlap, check_writable
 
-__all__ = ["TAKE_ROWS", "prepare_take_rows", "take_rows_command"]
-
 
 def _take_rows_reference(table: Sequence[Arrays]) -> None:
     """``out[k] = values[rows[k]]``."""

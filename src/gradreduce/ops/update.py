@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from .update_kernels import rule_kernels
 
-__all__ = ["MOMENTUM", "NESTEROV", "SGD"]
-
 SGD, MOMENTUM, NESTEROV = rule_kernels("plain", "update", ("sgd", "momentum", "nesterov"))

@@ -18,14 +18,6 @@ from gradreduce.device.kernel import Arrays
 from .update_rules import RULES, Rule
 from .validate import UPDATES
 
-__all__ = [
-    "RuleKernel",
-    "Update",
-    "prepare_rule",
-    "rule_kernels",
-    "update_rows",
-]
-
 # The operands of one tensor: the variable, a float; its master, if it has one; the slots of the
 # rule; the extra operands of the variant; the gradient, which is only read. They have one size, and
 # none overlaps another. Gradient and slots have the dtype of the variable. A master is the float32

@@ -13,26 +13,6 @@ from gradreduce.device import Buffer, Kernel, Template, element_of, mean_dtype, 
 from gradreduce.device.buffer import Row
 from gradreduce.device.dtypes import ELEMENTS, Element
 
-__all__ = [
-    "CASTS",
-    "FLOATS",
-    "FROM_ACC",
-    "MEAN",
-    "SAME",
-    "TO_ACC",
-    "UPDATES",
-    "Ranges",
-    "as_elements",
-    "by_dtype",
-    "check_divisor",
-    "check_no_overlap",
-    "check_rows",
-    "check_writable",
-    "elements",
-    "paired",
-]
-
-
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 # <T, T>
 SAME: tuple[Template, ...] = tuple((element, element) for element in ELEMENTS)

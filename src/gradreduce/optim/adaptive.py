@@ -13,8 +13,6 @@ from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP, RMSPROP_CENTERED
 from .hyperparameters import Number, as_number, check_decay
 from .optimizer import Optimizer
 
-__all__ = ["AdagradOptimizer", "AdamOptimizer", "RMSPropOptimizer"]
-
 
 class AdamOptimizer(Optimizer):
     """Adam optimizer (tf.train.AdamOptimizer).

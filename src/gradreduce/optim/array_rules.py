@@ -15,8 +15,6 @@ from gradreduce.ops.update import SGD
 
 from .update_plan import Job, Rule
 
-__all__ = ["OnArrays", "run_python_rule"]
-
 OnArrays = Callable[[Any, dict[str, Any], Any], object]  # should return None
 
 

@@ -18,15 +18,6 @@ from gradreduce.errors import about, listed
 from .hyperparameters import check_decay
 from .slots import MASTER, Slots
 
-__all__ = [
-    "by_name",
-    "checked_hyperparameters",
-    "checked_state",
-    "loaded_slots",
-    "queued_state",
-    "saved_state",
-]
-
 FORMAT = "gradreduce optimizer 1"
 _KEYS = ("format", "optimizer", "hyperparameters", "slots")
 

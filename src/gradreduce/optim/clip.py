@@ -23,8 +23,6 @@ from gradreduce.device import (
 )
 from gradreduce.errors import about, brief
 
-__all__ = ["clip_by_global_norm"]
-
 
 @StreamScope()
 def clip_by_global_norm(

@@ -18,8 +18,6 @@ from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_meth
 
 from .gradient_inputs import check_float
 
-__all__ = ["Pairs", "gradients_of_replicas", "ready_gradients"]
-
 Pairs = list[tuple[Any, Variable]]
 
 

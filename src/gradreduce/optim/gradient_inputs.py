@@ -16,17 +16,6 @@ from gradreduce.device import Buffer, Device, copied_to
 from gradreduce.errors import InvalidVariableError, about, brief, listed, repeated
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-__all__ = [
-    "Colocated",
-    "check_float",
-    "check_global_step",
-    "check_no_overlap",
-    "checked_pairs",
-    "made_dense",
-    "ready_count",
-    "to_variables",
-]
-
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 Pair = tuple[Any, Variable]

@@ -10,8 +10,6 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.device import as_index
 from gradreduce.errors import brief
 
-__all__ = ["Number", "as_count", "as_number", "check_decay", "no_attribute", "text_of", "value_of"]
-
 Number = float | Variable | Callable[[], float]
 
 

@@ -35,8 +35,6 @@ from .hyperparameters import as_number, no_attribute, text_of, value_of
 from .slots import Slots
 from .update_plan import Job, Plan, by_kernel, devices_of
 
-__all__ = ["Optimizer"]
-
 
 class Optimizer(NotCopied):
     """Base class of optimizers; subclass it to write an update rule.

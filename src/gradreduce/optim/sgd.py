@@ -11,8 +11,6 @@ from gradreduce.ops.update import MOMENTUM, NESTEROV, SGD
 from .hyperparameters import Number, as_number
 from .optimizer import Optimizer
 
-__all__ = ["GradientDescentOptimizer", "MomentumOptimizer"]
-
 
 class GradientDescentOptimizer(Optimizer):
     """Gradient descent optimizer (tf.train.GradientDescentOptimizer).

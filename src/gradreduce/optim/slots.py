@@ -16,8 +16,6 @@ from gradreduce.errors import brief
 
 from .gradient_inputs import check_float
 
-__all__ = ["MASTER", "Slots"]
-
 MASTER = "master"  # the slot that holds the unrounded values of a half
 
 

@@ -18,8 +18,6 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device, LaunchBatch, by_physical, fork_streams, join_streams
 from gradreduce.ops import Update
 
-__all__ = ["Job", "Plan", "Rule", "by_kernel", "devices_of"]
-
 
 class Plan:
     """Reusable plan for updates of the same variables in the same order.

@@ -12,8 +12,6 @@ from gradreduce.device import Buffer, Collective, Queue, accumulate_dtype
 from .device import SimDevice, memory_of, sim_device
 from .fp_warnings import without_warnings
 
-__all__ = ["SimCollective"]
-
 
 class SimCollective(Collective):
     """Collectives that sum in the accumulate dtype, in mesh order, and round once."""

@@ -43,8 +43,6 @@ from .pool import SimPool
 from .scheduler import Event, Replay, Scheduler
 from .workers import BLOCK_SIZE, Workers
 
-__all__ = ["IMPLEMENTATIONS", "SimDevice", "SimOptions", "memory_of", "sim_device"]
-
 # kernels= -> build of the .cu text (None: the NumPy reference)
 IMPLEMENTATIONS: dict[str, str | None] = {
     "numpy": None,

@@ -8,8 +8,6 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-__all__ = ["without_warnings"]
-
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 

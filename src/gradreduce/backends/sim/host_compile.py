@@ -32,8 +32,6 @@ from gradreduce.device.launch_table import TABLE
 from gradreduce.device.op_log import replace_file
 from gradreduce.errors import BackendUnavailableError
 
-__all__ = ["BUILDS", "HostKernel", "find_compiler", "host_kernel"]
-
 _log = logging.getLogger(__name__)
 _COMMON = ("-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas")
 # -ffp-contract=off: g++ would fuse w -= rate*g into one rounding and differ from NumPy in 1 to 9 %

@@ -11,8 +11,6 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-__all__ = ["Memory", "SimPool"]
-
 GRANULE = 512  # bytes; CuPy's pool rounds to the same
 START = 256  # bytes; cudaMalloc aligns to at least this
 

@@ -22,9 +22,6 @@ from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.device.waiting import acquired_in_time
 from gradreduce.errors import CaptureError
 
-__all__ = ["EagerScheduler", "Event", "RandomScheduler", "Replay", "Scheduler", "Work"]
-
-
 Work = Callable[[], None]
 # How long the watchdog waits for the lock.
 _PROGRESS_SECONDS = 1.0

@@ -16,8 +16,6 @@ from queue import SimpleQueue
 from typing import Any
 from weakref import finalize
 
-__all__ = ["BLOCK_SIZE", "SPLIT_SIZE", "Workers"]
-
 # Handing work to another thread costs about 50 us: below this many elements one thread is faster.
 SPLIT_SIZE = 1 << 18
 # Elements of a reference's block: few enough for its scratch to stay in the cache and for every

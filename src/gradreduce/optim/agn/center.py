@@ -41,8 +41,6 @@ from gradreduce.optim.slots import Slots
 
 from .checkpoint import ready_center, saved_center
 
-__all__ = ["PREFIX", "AGNCenter", "StalePushError", "WorkerThread", "process_wide"]
-
 
 class WorkerThread(threading.Thread):
     """A thread whose ``join`` raises the exception that ended it.

@@ -15,8 +15,6 @@ from gradreduce.device import Buffer, accumulate_dtype
 from gradreduce.optim.checkpoint import checked_state, loaded_slots, queued_state
 from gradreduce.optim.slots import Slots
 
-__all__ = ["assign", "checked_values", "placed", "ready_center", "saved_center"]
-
 _CENTER = "gradreduce AGN center 1"
 
 

@@ -24,8 +24,6 @@ from gradreduce.optim.update_plan import Job, Plan, by_kernel
 
 from .variables import Member
 
-__all__ = ["DenseStep", "LocalPlan", "LocalStep", "Step", "is_planned", "mixed"]
-
 # Kinds of updates: a dense gradient is written to the sum, or added to it; sparse rows.
 _FIRST, _LATER, _ROWS = range(3)
 

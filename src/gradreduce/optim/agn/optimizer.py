@@ -30,8 +30,6 @@ from .variables import AGNCustomGetter, LazyVariable
 from .worker import Worker
 from .worker_checkpoint import load_worker, saved_worker
 
-__all__ = ["AGNOptimizer"]
-
 
 class AGNOptimizer(Optimizer):
     """Accumulates gradients locally and pushes their mean to the center once per period.

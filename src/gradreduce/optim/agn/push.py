@@ -33,8 +33,6 @@ from gradreduce.optim.update_plan import Job, Rule, by_kernel
 from .center import AGNCenter
 from .variables import Member
 
-__all__ = ["PushConfig", "PushPlan", "Sum"]
-
 Sum = Buffer | SparseSum  # of a period, on the worker's first device
 # Output, sum, current center and center at the last pull: see ``ops.distance_scale``.
 _Scaling = tuple[Buffer, Buffer, Buffer, Buffer]

@@ -8,8 +8,6 @@ from typing import Any, Self
 
 from .center import AGNCenter
 
-__all__ = ["AGNHook"]
-
 
 class AGNHook:
     """Context manager around a worker's training that registers it with the center.

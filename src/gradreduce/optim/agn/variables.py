@@ -29,8 +29,6 @@ from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 from .center import AGNCenter, process_wide
 
-__all__ = ["AGNCustomGetter", "Accumulation", "HostCounter", "LazyVariable", "Member", "Revision"]
-
 
 class LazyVariable(Variable):
     """A read-only Variable whose buffers are computed when they are read.

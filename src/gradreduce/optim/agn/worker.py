@@ -27,8 +27,6 @@ from .push import PushConfig, PushPlan, Sum
 from .variables import AGNCustomGetter, HostCounter, Member
 from .worker_checkpoint import WorkerState
 
-__all__ = ["Worker"]
-
 
 class _NextPush(NamedTuple):
     """Scalars and counters of the next push.

@@ -25,8 +25,6 @@ from gradreduce.optim.optimizer import Optimizer
 from .checkpoint import assign, checked_values, placed
 from .variables import Member
 
-__all__ = ["WorkerState", "load_worker", "saved_worker"]
-
 _WORKER = "gradreduce AGN worker 1"
 _MOST_STEPS = 2**31 - 1
 
