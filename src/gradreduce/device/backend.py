@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from .graph_capture import Recording
     from .pending_calls import WaitPolicy
 
-__all__ = ["Backend", "Event"]
-
 
 class Event(Protocol):
     """The backend's event: a position in a queue."""

@@ -15,27 +15,6 @@ from gradreduce.errors import NotCopied
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = [
-    "ALIGNMENT",
-    "LEGACY",
-    "PER_THREAD",
-    "Attached",
-    "Block",
-    "Buffer",
-    "CapturedMark",
-    "FlatLayout",
-    "FreedBlock",
-    "Mark",
-    "Queue",
-    "Row",
-    "Stream",
-    "User",
-    "compatible",
-    "flat_layout",
-    "handle_of",
-    "overlap",
-]
-
 
 class Attached(Protocol):
     """Parameters whose gradients share one block; made by ``FlatBuffer.attach``."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from .device import Device
     from .kernel import Kernel, Template
 
-__all__ = ["CaptureState"]
-
 
 class _ThreadState(threading.local):
     """The capture that the current thread is in, of any mesh."""

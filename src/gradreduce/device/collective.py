@@ -20,8 +20,6 @@ from .op_log import Record
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["NOT_CAPTURED", "Collective"]
-
 # docs.nvidia.com/deeplearning/nccl/user-guide: "Using NCCL with CUDA Graphs", as of NCCL 2.30
 NOT_CAPTURED = (
     "a collective over several devices of one process cannot be captured: NVIDIA warns that a "

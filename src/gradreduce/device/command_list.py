@@ -16,8 +16,6 @@ from .op_log import Record, Sink
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["Command", "CommandList", "Span", "spans_of", "wait_for_readers"]
-
 Command = Callable[[], None]
 
 

@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from .device import Device
 from .mesh_state import MeshState
 
-__all__ = ["deadline_scope"]
-
 
 def deadline_scope(
     call: str, deadline: float | None, devices: Iterable[Device]

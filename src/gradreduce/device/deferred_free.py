@@ -14,8 +14,6 @@ from .buffer import LEGACY, PER_THREAD, Block, FreedBlock, Stream, User, handle_
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["DeferredFree"]
-
 # Blocks whose size nobody asks for again must not pile up.
 MAX_AWAITING_LEADER = 32
 _FreedUsers = tuple[FreedBlock, list[tuple["Device", User]]]

@@ -18,21 +18,6 @@ from numpy.typing import DTypeLike
 
 from gradreduce.errors import brief
 
-__all__ = [
-    "BFLOAT16",
-    "C_TYPES",
-    "ELEMENTS",
-    "DType",
-    "Element",
-    "accumulate_dtype",
-    "as_dtype",
-    "as_flag",
-    "as_index",
-    "element_of",
-    "is_known",
-    "mean_dtype",
-]
-
 DType = np.dtype  # for modules that name a dtype and import no array library
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -14,8 +14,6 @@ import numpy as np
 
 from .buffer import Block
 
-__all__ = ["ExternalBuffers", "may_be_external"]
-
 
 class ExternalBuffers:
     """The flat buffers of one device, found by address.

@@ -23,8 +23,6 @@ from .pending_calls import as_deadline
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["ArrayConverter", "FlatBuffer", "Step", "attach_again", "clear"]
-
 _first = ModuleLock()  # of those who make the first flat buffer of a device
 
 

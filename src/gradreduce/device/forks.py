@@ -6,8 +6,6 @@ import os
 import threading
 from collections.abc import Callable
 
-__all__ = ["ModuleLock", "after_fork", "forks"]
-
 # How often this process came out of a fork. Asking for the process number instead is a system
 # call, up to 1.5 us in a virtual machine, on the way of every array.
 forks = [0]

@@ -26,8 +26,6 @@ from .stream_sync import fork_streams, join_streams
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["Capture", "Recording"]
-
 
 class Recording(ABC):
     """The backend's part of a capture: records the queues of some devices."""

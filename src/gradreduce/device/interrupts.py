@@ -10,8 +10,6 @@ from signal import SIGINT
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["DeferInterrupts"]
-
 _HELD_SECONDS = 1.0
 
 

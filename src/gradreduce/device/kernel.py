@@ -18,8 +18,6 @@ from .dtypes import C_TYPES, accumulate_dtype
 if TYPE_CHECKING:
     from .buffer import Row
 
-__all__ = ["OPTIONS", "Arrays", "Kernel", "Template", "kernel_text", "kernels_folder"]
-
 Arrays = Sequence[np.ndarray]
 Template = tuple[str | int, ...]
 

@@ -12,8 +12,6 @@ from .peer_access import check_accessible, check_all_accessible, check_writable
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["LaunchBatch"]
-
 
 class LaunchBatch:
     """The operands that a step writes, checked once for all its launches.

@@ -30,19 +30,6 @@ import numpy as np
 
 from .buffer import ALIGNMENT, Row
 
-__all__ = [
-    "CHUNK_SIZE",
-    "INLINE_WORDS",
-    "ROW_HEADER",
-    "TABLE",
-    "Table",
-    "Tables",
-    "row_map",
-    "row_words",
-    "struct",
-]
-
-
 # Kernel parameters are limited to 4 KiB before CUDA 12.1 and sm_70; this leaves 400 bytes for
 # the table's head and the scalars. 448 words are 74 rows of two operands.
 INLINE_WORDS = 448

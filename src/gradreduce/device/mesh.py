@@ -24,8 +24,6 @@ from .op_log import FlightEntry, Journal
 from .pending_calls import as_deadline
 from .stream_sync import by_physical
 
-__all__ = ["Mesh"]
-
 
 class Mesh(NotCopied):
     """An ordered tuple of logical devices that share collectives and a journal.

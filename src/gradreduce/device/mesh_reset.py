@@ -13,8 +13,6 @@ from .device import Device
 from .pending_calls import as_deadline, names_of
 from .waiting import acquired_in_time
 
-__all__ = ["reset"]
-
 
 def reset(devices: Sequence[Device], timeout: float | None) -> None:
     """See ``Mesh.reset``; ``devices`` are all devices of the mesh."""

@@ -28,23 +28,6 @@ from .waiting import run_in_thread
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = [
-    "CROSSING",
-    "LENGTH",
-    "Fields",
-    "FlightEntry",
-    "FlightRecorder",
-    "Journal",
-    "Kind",
-    "Record",
-    "Recorder",
-    "Sink",
-    "flight_path",
-    "replace_file",
-    "write_flight",
-]
-
-
 # The fields of a Record, in order. Making one costs a tenth of making a Record.
 Fields = tuple[Any, ...]
 # The kinds whose bytes leave a device for another.

@@ -12,8 +12,6 @@ from .buffer import Buffer
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["can_access", "check_accessible", "check_all_accessible", "check_writable"]
-
 
 def can_access(device: Device, operand: Buffer) -> bool:
     """Whether a launch on ``device`` can access ``operand``, which is of the same mesh.

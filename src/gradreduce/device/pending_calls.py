@@ -26,18 +26,6 @@ if TYPE_CHECKING:
     from .device import Device
     from .mesh_state import MeshState
 
-__all__ = [
-    "PackInfo",
-    "PackInfoLike",
-    "PackInfos",
-    "PackScope",
-    "PendingCall",
-    "WaitPolicy",
-    "as_deadline",
-    "merged_pack_infos",
-    "names_of",
-]
-
 # How long the host sleeps between two looks at a device that it waits for: short at first, because
 # most work is over in no time, and never so long that it is felt.
 _FIRST_PAUSE, _LAST_PAUSE = 20e-6, 1e-3

@@ -17,18 +17,6 @@ from .peer_access import can_access, check_accessible
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = [
-    "by_physical",
-    "copied_to",
-    "copy_over",
-    "ensure_accessible",
-    "fork_streams",
-    "join_streams",
-    "join_streams_each",
-    "to_accessible",
-    "to_local",
-]
-
 
 def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
     """Maps each physical device to the indices of its logical devices, in order."""

@@ -14,8 +14,6 @@ from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Any
 
-__all__ = ["Done", "Waiters", "acquired_in_time", "run_in_thread"]
-
 
 class Done:
     """A ``threading.Event`` that is set once, for one waiting thread at a time."""

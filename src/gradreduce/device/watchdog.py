@@ -17,8 +17,6 @@ from .pending_calls import PendingCall, names_of
 if TYPE_CHECKING:
     from .mesh_state import MeshState
 
-__all__ = ["Watchdog"]
-
 # Between two looks: what is over soon is let go soon, and what takes long is not looked at often.
 _FIRST_LOOK, _LAST_LOOK = 1e-3, 20e-3
 _Inbox = SimpleQueue[PendingCall | Callable[[], None] | None]
