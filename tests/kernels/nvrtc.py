@@ -149,7 +149,7 @@ def compiled(text: str, names: Sequence[str], arch: int, version: int = 12) -> P
         except RuntimeError as error:
             raise RuntimeError(f"{error}\n{_made(version, program, 'ProgramLog')}") from None
         ptx = _made(version, program, "PTX")
-        found = re.findall(r"\.entry (\w+)\((.*?)\)\s*\{(.*?)\n\}", ptx, re.DOTALL)
+        found = re.findall(r"\.entry (\w+)\((.*?)\)[^{]*\{(.*?)\n\}", ptx, re.DOTALL)
         bodies = {lowered: (parameters, body) for lowered, parameters, body in found}
         codes = _codes(_bytes(version, program, "CUBIN"))
         used = _used(_made(version, program, "ProgramLog"))

@@ -5,6 +5,8 @@
 * registers of a thread;
 * spills: bytes of stack, spill stores and spill loads together;
 * blocks of 256 threads that fit on a multiprocessor, as far as registers and threads go;
+* loads before the first use: the 16-byte loads of its main loop in batches, ``6+2``. A batch ends
+  where an instruction needs one of its vectors, and so waits for memory;
 * the 16-byte loads and stores in the text of the kernel, which are those of its vector loops;
 * its other loads and stores, which read the table's words and go through the tail.
 
@@ -37,7 +39,7 @@ from .nvrtc import WHEELS, Entry, compiled
 
 TABLE = Path(__file__).with_suffix(".txt")
 ARCHITECTURES = (80, 90, 100)
-COLUMNS = ("registers", "spills", "blocks", "16-byte", "others")
+COLUMNS = ("registers", "spills", "blocks", "batches", "16-byte", "others")
 DTYPES = ("float32", "bfloat16")
 ADD_N = (0, 2, 4, 8)  # numbers of inputs that the table has
 
@@ -61,6 +63,26 @@ def blocks_per_processor(registers: int) -> int:
     return min(blocks, THREADS_PER_PROCESSOR // THREADS_PER_BLOCK)
 
 
+def load_batches(instructions: Iterable[tuple[str, str]]) -> tuple[int, ...]:
+    """How many 16-byte loads are issued before each first use of one of them.
+
+    Args:
+        instructions: operations and operands of a loop, in the order of their addresses.
+    """
+    batches: list[int] = []
+    pending: set[int] = set()
+    for operation, operands in instructions:
+        registers = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
+        if not pending.isdisjoint(registers):
+            pending.clear()
+        if operation.startswith("LD") and operation.endswith(".128"):
+            if not pending:
+                batches.append(0)
+            batches[-1] += 1
+            pending.update(register + k for register in registers[:1] for k in range(4))
+    return tuple(batches)
+
+
 @dataclass(frozen=True)
 class Listing:
     """The instructions of an entry, as nvdisasm writes them.
@@ -68,10 +90,12 @@ class Listing:
     Attributes:
         accesses: how often each load and store occurs, ``LDG.E.128``; none of constants.
         loops: the same of each loop alone, without the loops in it.
+        batches: 16-byte loads before the first use, of the loop that has most of them.
     """
 
     accesses: Counter[str]
     loops: tuple[Counter[str], ...]
+    batches: tuple[int, ...]
 
     @classmethod
     def of(cls, instructions: Sequence[tuple[int, str, str]]) -> Listing:
@@ -85,12 +109,15 @@ class Listing:
             {(to, at) for to, at in jumps if to < at}, key=lambda ends: ends[1] - ends[0]
         )
         counted: dict[tuple[int, int] | None, Counter[str]] = {}
-        for address, operation, _ in instructions:
+        texts: dict[tuple[int, int] | None, list[tuple[str, str]]] = {}
+        for address, operation, operands in instructions:
+            loop = next((ends for ends in loops if ends[0] <= address <= ends[1]), None)
+            texts.setdefault(loop, []).append((operation, operands))
             if MEMORY.fullmatch(operation):
-                loop = next((ends for ends in loops if ends[0] <= address <= ends[1]), None)
                 counted.setdefault(loop, Counter())[operation] += 1
         within = tuple(each for loop, each in counted.items() if loop is not None)
-        return cls(sum(counted.values(), Counter()), within)
+        of_loops = [load_batches(text) for loop, text in texts.items() if loop is not None]
+        return cls(sum(counted.values(), Counter()), within, max(of_loops, key=sum, default=()))
 
     def number(self, kind: str, *, wide: bool) -> int:
         """How many loads (``LD``) or stores (``ST``) have 16 bytes, or have not."""
@@ -128,7 +155,9 @@ def figures(entry: Entry, listing: Listing) -> tuple[str, ...]:
         for wide in (True, False)
     )
     blocks = blocks_per_processor(entry.registers)
-    return (str(entry.registers), str(entry.spills), str(blocks), *accesses)
+    shown = [str(batch) for batch in listing.batches]
+    batches = "+".join(shown if len(shown) <= 4 else [*shown[:2], "..."]) or "-"
+    return (str(entry.registers), str(entry.spills), str(blocks), batches, *accesses)
 
 
 def templates(kernel: Kernel) -> tuple[Template, ...]:
@@ -184,7 +213,7 @@ def written(made: dict[Key, tuple[str, ...]], versions: Iterable[str]) -> str:
     """The text of a table."""
     columns = "".join(f"{column:<10}" for column in COLUMNS)
     lines = [
-        f"# {'NVRTC':49}" + "".join(f"{version:50}" for version in versions).rstrip(),
+        f"# {'NVRTC':49}" + "".join(f"{version:60}" for version in versions).rstrip(),
         f"# {'entry':40}{'GPU':9}" + (columns * 2).rstrip(),
     ]
     for arch, name in dict.fromkeys((arch, name) for _, arch, name in made):

@@ -13,6 +13,7 @@ from kernels.sass import (
     RECORD,
     VERSIONS,
     blocks_per_processor,
+    load_batches,
     measured,
     templates,
 )
@@ -38,6 +39,16 @@ def test_the_table_has_every_kernel_for_every_gpu():
 def test_nothing_in_the_table_is_spilled():
     """Written by hand it could be."""
     assert {spills for _, spills, *_ in RECORD.values()} == {"0"}
+
+
+def test_a_batch_of_loads_ends_where_one_of_them_is_used():
+    def load(register):
+        return "LDG.E.128", f" R{register}, desc[UR4][R2.64]"
+
+    add, other = ("FADD", " R20, R7, R20"), ("IADD3", " R2, P0, R2, UR4, RZ")
+    assert load_batches([load(4), other, load(8), load(12), add]) == (3,)
+    assert load_batches([load(4), load(8), add, load(12), ("STG.E.128", " [R2.64], R12")]) == (2, 1)
+    assert load_batches([load(4), add, load(8), other, load(4), ("MOV", " R30, R11")]) == (1, 2)
 
 
 @pytest.mark.repo
