@@ -8,7 +8,7 @@
 // source   own; tf.accumulate_n (aggregation_method.md) for the operation
 #include "common.cuh"
 
-template <typename Total, typename In> struct AccumulateN {
+template <typename Total, typename In> struct AccumulateN : Elementwise {
     static constexpr bool GROUPED = true;
     typedef typename accumulate<Total>::type Acc;
     Total* total;

@@ -9,8 +9,9 @@
 // source   own; tf.add_n (aggregation_method.md) for the operation, not for its order
 #include "common.cuh"
 
-template <typename Out, typename In, int N> struct AddN {
-    static constexpr bool GROUPED = N == 0;
+template <typename Out, typename In, int N> struct AddN : Elementwise {
+    static constexpr bool GROUPED = N == 0, STREAMED = true;
+    static constexpr int AHEAD = N == 1 ? lanes_of<Out, In>::ahead : 1;
     typedef typename accumulate<In>::type Acc;
     Out* out;
     const In* in[N ? N : 1];
@@ -33,9 +34,14 @@ template <typename Out, typename In, int N> struct AddN {
         }
         store(out, i, total);
     }
+
+    DEVICE const In* input() const { return in[0]; }
+
+    template <int LANES> DEVICE void put(i64 i, const Lanes<Acc, LANES>& value) const { store(out, i, value); }
 };
 
+// Registers for all loads before the first add: without, ptxas issues 2, 3 and 3 of 8. Compiled, not measured.
 template <typename Out, typename In, int N>
-__global__ void add_n(TABLE_ARGUMENT table, i64 num_inputs) {
-    elementwise<AddN<Out, In, N>, lanes_of<Out, In>::value, true>(table, num_inputs);
+__global__ void __launch_bounds__(256, N > 2 ? 2 : 0) add_n(TABLE_ARGUMENT table, i64 num_inputs) {
+    elementwise<AddN<Out, In, N>, lanes_of<Out, In>::value>(table, num_inputs);
 }

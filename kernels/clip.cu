@@ -8,8 +8,8 @@
 // source   own; tf.clip_by_global_norm for the formula
 #include "common.cuh"
 
-template <typename T> struct Clip {
-    static constexpr bool GROUPED = false;
+template <typename T> struct Clip : Elementwise {
+    static constexpr int AHEAD = lanes_of<T, T>::ahead;
     typedef typename accumulate<T>::type Acc;
     T* out;
     const T* in;
@@ -22,11 +22,14 @@ template <typename T> struct Clip {
         factor = (Acc)(limit * (least < most ? least : most) + (norm - norm));
     }
 
-    template <int LANES> DEVICE void at(i64 i) const {
-        Lanes<Acc, LANES> value = load<Acc, LANES>(in, i);
+    template <int LANES> DEVICE void at(i64 i) const { put(i, load<Acc, LANES>(in, i)); }
+
+    DEVICE const T* input() const { return in; }
+
+    template <int LANES> DEVICE void put(i64 i, Lanes<Acc, LANES> values) const {
         UNROLL
-        for (int l = 0; l < LANES; ++l) value.lane[l] = value.lane[l] * factor;
-        store(out, i, value);
+        for (int l = 0; l < LANES; ++l) values.lane[l] = values.lane[l] * factor;
+        store(out, i, values);
     }
 };
 

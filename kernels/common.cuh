@@ -23,6 +23,7 @@ typedef unsigned long long u64;
 #else
 #define DEVICE inline
 #define __global__ static inline
+#define __launch_bounds__(...)
 #define TABLE_ARGUMENT const Table
 #define UNROLL _Pragma("GCC unroll 16")
 #define NO_UNROLL
@@ -104,15 +105,6 @@ template <> struct is_float<double> { static constexpr bool value = true; };
 // The narrow integers are promoted to int by C++; the cast brings the sum back modulo 2^bits.
 template <typename Acc> DEVICE Acc add(Acc left, Acc right) { return (Acc)(left + right); }
 
-// True division, never a product with 1/n; integers are not divided here (the launcher
-// refuses), but by divide.cu when they have been added.
-template <typename Acc> DEVICE Acc quotient(Acc value, double divisor) {
-    if constexpr (is_float<Acc>::value) {
-        if (divisor != 1.0) return value / (Acc)divisor;
-    }
-    return value;
-}
-
 // The square root, correctly rounded whatever the compiler's flags are.
 #if defined(__CUDACC__)
 DEVICE float square_root(float value) { return __fsqrt_rn(value); }
@@ -128,14 +120,14 @@ struct alignas(16) Vector { u32 word[4]; };
 
 // Spelled out on the GPU: left to itself, NVRTC 12.9 splits a 16-byte store into four in loops
 // whose pointers it must reload (all_sum), and then a warp's stores touch four times the sectors they fill.
-DEVICE Vector load_vector(const void* from) {
+DEVICE Vector load_vector(const void* from, bool wanted) {
     Vector v;
 #if defined(__CUDACC__)
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
                  : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-                 : "l"(from));
+                 : "l"(from), "r"((int)wanted));
 #else
-    v = *(const Vector*)from;
+    v = wanted ? *(const Vector*)from : Vector{};
 #endif
     return v;
 }
@@ -157,25 +149,54 @@ DEVICE void store_vector(void* into, const Vector& v) {
 // loops over operands whose number it does not know: g++ vectorises the innermost loops only, and
 // these are then the ones over the lanes. (all_sum of 8 x 8M float32: 46 ms plain, 11 ms grouped.)
 static constexpr int HOST_LANES = 32;
+#if defined(GRADREDUCE_FAST)
+static constexpr bool FAST = true;  // the fast build
+#else
+static constexpr bool FAST = false;
+#endif
 
-// LANES elements, widened. LANES * sizeof(T) is a multiple of 16, or LANES is 1.
+// LANES elements as they are in memory. LANES * sizeof(T) is a multiple of 16, or LANES is 1.
+template <typename T, int LANES> struct Raw {
+    union { Vector vector[LANES * (int)sizeof(T) / 16]; T element[LANES]; };
+};
+template <typename T> struct Raw<T, 1> { T element[1]; };
+template <typename T> struct Raw<T, HOST_LANES> { const T* element; };
+
+// Loads nothing, and returns any value, if not `wanted`.
+template <int LANES, typename T>
+DEVICE Raw<T, LANES> load_raw(const T* from, i64 index, bool wanted = true) {
+    Raw<T, LANES> raw;
+    if constexpr (LANES == 1) {
+        raw.element[0] = from[index];
+    } else if constexpr (LANES == HOST_LANES) {
+        raw.element = from + index;
+    } else {
+        UNROLL
+        for (int v = 0; v < LANES * (int)sizeof(T) / 16; ++v)
+            raw.vector[v] = load_vector((const Vector*)(from + index) + v, wanted);
+    }
+    return raw;
+}
+
+// LANES elements, widened.
 template <typename Acc, int LANES> struct Lanes { Acc lane[LANES]; };
+
+template <typename Acc, typename T, int LANES>
+DEVICE Lanes<Acc, LANES> widened(const Raw<T, LANES>& raw) {
+    Lanes<Acc, LANES> lanes;
+    if constexpr (LANES == HOST_LANES) {
+        INDEPENDENT
+        for (int l = 0; l < LANES; ++l) lanes.lane[l] = to<Acc>::from(widen(raw.element[l]));
+    } else {
+        UNROLL
+        for (int l = 0; l < LANES; ++l) lanes.lane[l] = to<Acc>::from(widen(raw.element[l]));
+    }
+    return lanes;
+}
 
 template <typename Acc, int LANES, typename T>
 DEVICE Lanes<Acc, LANES> load(const T* from, i64 index) {
-    Lanes<Acc, LANES> loaded;
-    if constexpr (LANES == 1 || LANES == HOST_LANES) {
-        INDEPENDENT
-        for (int l = 0; l < LANES; ++l) loaded.lane[l] = to<Acc>::from(widen(from[index + l]));
-    } else {
-        constexpr int vectors = LANES * (int)sizeof(T) / 16;
-        union { Vector vector[vectors]; T element[LANES]; } pun;
-        UNROLL
-        for (int v = 0; v < vectors; ++v) pun.vector[v] = load_vector((const Vector*)(from + index) + v);
-        UNROLL
-        for (int l = 0; l < LANES; ++l) loaded.lane[l] = to<Acc>::from(widen(pun.element[l]));
-    }
-    return loaded;
+    return widened<Acc>(load_raw<LANES>(from, index));
 }
 
 template <typename T, typename Acc, int LANES>
@@ -198,6 +219,23 @@ DEVICE void add_to(Lanes<Acc, LANES>& total, const Lanes<Acc, LANES>& term) {
     UNROLL
     for (int l = 0; l < LANES; ++l) total.lane[l] = add<Acc>(total.lane[l], term.lane[l]);
 }
+
+// True division, never a product with 1/n; none by 1. Integers are not divided here (the launcher refuses),
+// but by divide.cu when they have been added.
+template <typename Acc> struct Divisor {
+    bool divides;
+    Acc value;
+
+    DEVICE explicit Divisor(double divisor) : divides(divisor != 1.0), value((Acc)divisor) {}
+
+    template <int LANES> DEVICE void divide(Lanes<Acc, LANES>& lanes) const {
+        if constexpr (is_float<Acc>::value) {
+            if (!divides) return;
+            UNROLL
+            for (int l = 0; l < LANES; ++l) lanes.lane[l] = lanes.lane[l] / value;
+        }
+    }
+};
 
 // ---- the table ---------------------------------------------------------------------------------
 
@@ -257,12 +295,20 @@ inline bool is_streamed(const Table& table, const Row& row) {
 }
 #endif
 
+// What bodies have in common; each says where it differs.
+struct Elementwise {
+    static constexpr bool GROUPED = false;   // see HOST_LANES
+    static constexpr bool STREAMED = false;  // see STREAM_LANES; not with 8 and 16-bit types, whose code takes g++ long
+    static constexpr bool PADDED = false;    // the last operand may be shorter; then no vector crosses its end
+    // A body of one input may have AHEAD of its vectors loaded, then put(i, values) is called for each.
+    static constexpr int AHEAD = 1;
+};
+
 // Runs body.at<LANES>(i) for whole vectors and body.at<1>(i) for what is left, over every item of
 // every row: an element of the first operand, unless Kernel.items says otherwise. A `Body` is made
 // once per chunk, from its row. Blocks stride over chunks, threads over the vectors of a chunk: the
-// result is the same for any grid and block. Body::GROUPED: see HOST_LANES. STREAMED: see
-// STREAM_LANES (not with 8 and 16-bit types, whose code takes g++ long).
-template <typename Body, int LANES, bool STREAMED = false, typename... Arguments>
+// result is the same for any grid and block.
+template <typename Body, int LANES, typename... Arguments>
 DEVICE void elementwise(const Table& table, Arguments... arguments) {
     NO_UNROLL
     for (i64 chunk = table.first_chunk + blockIdx.x; chunk < table.end_chunk; chunk += gridDim.x) {
@@ -271,28 +317,45 @@ DEVICE void elementwise(const Table& table, Arguments... arguments) {
         const i64 begin = (chunk - row.first_chunk()) * table.chunk_size;
         const i64 left = row.size() - begin;
         const i64 end = begin + (left < table.chunk_size ? left : table.chunk_size);
-        i64 tail = begin;
+        i64 tail = begin, whole = end;
+        if (Body::PADDED && row.last_size() < end) whole = row.last_size() > begin ? row.last_size() : begin;
 #if defined(GRADREDUCE_FAST)
-        if constexpr (STREAMED && LANES <= 4)
+        if constexpr (Body::STREAMED && LANES <= 4)
             if (is_streamed(table, row))
-                for (; tail + STREAM_LANES <= end; tail += STREAM_LANES) body.template at<STREAM_LANES>(tail);
+                for (; tail + STREAM_LANES <= whole; tail += STREAM_LANES) body.template at<STREAM_LANES>(tail);
         if constexpr (Body::GROUPED)
-            for (; tail + HOST_LANES <= end; tail += HOST_LANES) body.template at<HOST_LANES>(tail);
+            for (; tail + HOST_LANES <= whole; tail += HOST_LANES) body.template at<HOST_LANES>(tail);
 #else
-        if (row.aligned()) tail = begin + (end - begin) / LANES * LANES;
+        if (row.aligned()) tail = begin + (whole - begin) / LANES * LANES;
+        const i64 stride = (i64)blockDim.x * LANES;
         NO_UNROLL
-        for (i64 i = begin + (i64)threadIdx.x * LANES; i < tail; i += (i64)blockDim.x * LANES)
-            body.template at<LANES>(i);
+        for (i64 i = begin + (i64)threadIdx.x * LANES; i < tail; i += Body::AHEAD * stride) {
+            if constexpr (Body::AHEAD == 1) {
+                body.template at<LANES>(i);
+            } else {
+                decltype(load_raw<LANES>(body.input(), i)) raw[Body::AHEAD];
+                UNROLL
+                for (int k = 0; k < Body::AHEAD; ++k)
+                    raw[k] = load_raw<LANES>(body.input(), i + k * stride, k == 0 || i + k * stride < tail);
+                UNROLL
+                for (int k = 0; k < Body::AHEAD; ++k)
+                    if (k == 0 || i + k * stride < tail)
+                        body.put(i + k * stride, widened<typename Body::Acc>(raw[k]));
+            }
+        }
 #endif
         NO_UNROLL INDEPENDENT
         for (i64 i = tail + threadIdx.x; i < end; i += blockDim.x) body.template at<1>(i);
     }
 #if defined(GRADREDUCE_FAST) && defined(__SSE2__)
-    if constexpr (STREAMED) __builtin_ia32_sfence();  // before other threads are told
+    if constexpr (Body::STREAMED) __builtin_ia32_sfence();  // before other threads are told
 #endif
 }
 
 // Lanes that make every operand a whole number of 16-byte vectors.
 template <typename A, typename B> struct lanes_of {
     static constexpr int value = 16 / (int)(sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
+    // AHEAD of a body whose one input is of B: 64 bytes. With the 4 or 5 blocks that fit on a multiprocessor
+    // 64 to 80 KB are in flight; one vector and 6 blocks: 24 KB; registers for 8 blocks spill. Compiled, not measured.
+    static constexpr int ahead = value * sizeof(B) < 64 ? 64 / (value * (int)sizeof(B)) : 1;
 };

@@ -8,8 +8,7 @@
 // source   own; the rule is that of J. Hermans' thesis, which follows arXiv 1710.02368
 #include "common.cuh"
 
-template <typename T> struct DistanceScale {
-    static constexpr bool GROUPED = false;
+template <typename T> struct DistanceScale : Elementwise {
     typedef typename accumulate<T>::type Acc;
     Acc* out;
     const Acc* sum;

@@ -8,8 +8,9 @@
 // source   tf.math.truediv: the types; own
 #include "common.cuh"
 
-template <typename Out, typename In> struct Divide {
-    static constexpr bool GROUPED = false;
+template <typename Out, typename In> struct Divide : Elementwise {
+    static constexpr int AHEAD = lanes_of<Out, In>::ahead;
+    typedef Out Acc;
     Out* out;
     const In* in;
     Out divisor;
@@ -19,8 +20,11 @@ template <typename Out, typename In> struct Divide {
         in = row.operand<const In>(1);
     }
 
-    template <int LANES> DEVICE void at(i64 i) const {
-        Lanes<Out, LANES> values = load<Out, LANES>(in, i);
+    template <int LANES> DEVICE void at(i64 i) const { put(i, load<Out, LANES>(in, i)); }
+
+    DEVICE const In* input() const { return in; }
+
+    template <int LANES> DEVICE void put(i64 i, Lanes<Out, LANES> values) const {
         UNROLL
         for (int l = 0; l < LANES; ++l) values.lane[l] = values.lane[l] / divisor;
         store(out, i, values);

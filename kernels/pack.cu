@@ -9,13 +9,14 @@
 // source   own
 #include "common.cuh"
 
-template <typename Out, typename In> struct Pack {
-    static constexpr bool GROUPED = true;
+template <typename Out, typename In> struct Pack : Elementwise {
+    static constexpr bool GROUPED = true, PADDED = true, STREAMED = true;
+    static constexpr int AHEAD = lanes_of<Out, In>::ahead;
     typedef typename accumulate<In>::type Acc;
     Out* out;
     const In* in;
     i64 in_size;
-    double divisor;
+    Divisor<Acc> divisor;
 
     DEVICE Pack(const Row& row, double divisor) : in_size(row.last_size()), divisor(divisor) {
         out = row.operand<Out>(0);
@@ -23,22 +24,20 @@ template <typename Out, typename In> struct Pack {
     }
 
     template <int LANES> DEVICE void at(i64 i) const {
-        if (LANES > 1 && i + LANES > in_size) {  // the vector across the end of in
-            for (i64 l = i; l < i + LANES; ++l) at<1>(l);
-            return;
-        }
-        Lanes<Acc, LANES> values;
-        if (LANES == 1 && i >= in_size) {
-            values.lane[0] = (Acc)0;  // not divided: 0 / -1 is -0, 0 / 0 is NaN
-        } else {
-            values = load<Acc, LANES>(in, i);
-            UNROLL
-            for (int l = 0; l < LANES; ++l) values.lane[l] = quotient<Acc>(values.lane[l], divisor);
-        }
+        if (LANES > 1 || i < in_size)
+            put(i, load<Acc, LANES>(in, i));
+        else
+            store(out, i, Lanes<Acc, LANES>{});  // not divided: 0 / -1 is -0, 0 / 0 is NaN
+    }
+
+    DEVICE const In* input() const { return in; }
+
+    template <int LANES> DEVICE void put(i64 i, Lanes<Acc, LANES>&& values) const {
+        divisor.divide(values);
         store(out, i, values);
     }
 };
 
 template <typename Out, typename In> __global__ void pack(TABLE_ARGUMENT table, double divisor) {
-    elementwise<Pack<Out, In>, lanes_of<Out, In>::value, true>(table, divisor);
+    elementwise<Pack<Out, In>, lanes_of<Out, In>::value>(table, divisor);
 }

@@ -99,8 +99,7 @@ template <typename A> struct is_same<A, A> { static constexpr bool value = true;
 // The operands that begin a row: var, [master,] slots. State is T, or float with a 16-bit T: then a
 // master precedes the slots and replaces the variable, as long as it rounds to it; if not, the
 // variable was assigned to, and is used.
-template <template <typename> class Rule, typename T, typename State> struct Changed {
-    static constexpr bool GROUPED = false;
+template <template <typename> class Rule, typename T, typename State> struct Changed : Elementwise {
     static constexpr bool MASTER = !is_same<T, State>::value;
     typedef typename accumulate<T>::type Acc;
     static constexpr int SLOTS = Rule<Acc>::SLOTS;
@@ -117,18 +116,32 @@ template <template <typename> class Rule, typename T, typename State> struct Cha
         for (int k = 1; k <= SLOTS; ++k) state[k] = row.operand<State>(MASTER + k);
     }
 
+    // What it was, all of which is loaded before anything is stored.
+    template <int LANES> struct Before {
+        Raw<T, LANES> var;
+        Raw<State, LANES> state[1 + SLOTS];
+    };
+
+    template <int LANES> DEVICE Before<LANES> before(i64 i) const {
+        Before<LANES> before;
+        before.var = load_raw<LANES>(var, i);
+        UNROLL
+        for (int k = MASTER ? 0 : 1; k <= SLOTS; ++k) before.state[k] = load_raw<LANES>(state[k], i);
+        return before;
+    }
+
     // The updated variable, unrounded.
     template <int LANES>
-    DEVICE Lanes<Acc, LANES> by(i64 i, const Lanes<Acc, LANES>& grad) const {
-        Lanes<Acc, LANES> v = load<Acc, LANES>(var, i), slots[1 + SLOTS];
+    DEVICE Lanes<Acc, LANES> by(i64 i, const Before<LANES>& before, const Lanes<Acc, LANES>& grad) const {
+        Lanes<Acc, LANES> v = widened<Acc>(before.var), slots[1 + SLOTS];
         if constexpr (MASTER) {
-            const Lanes<Acc, LANES> master = load<Acc, LANES>(state[0], i);
+            const Lanes<Acc, LANES> master = widened<Acc>(before.state[0]);
             UNROLL
             for (int l = 0; l < LANES; ++l)
                 if (widen(to<T>::from(master.lane[l])) == v.lane[l]) v.lane[l] = master.lane[l];
         }
         UNROLL
-        for (int k = 1; k <= SLOTS; ++k) slots[k] = load<Acc, LANES>(state[k], i);
+        for (int k = 1; k <= SLOTS; ++k) slots[k] = widened<Acc>(before.state[k]);
         UNROLL
         for (int l = 0; l < LANES; ++l) {
             Acc here[1 + SLOTS];
@@ -160,7 +173,8 @@ struct Update : Changed<Rule, T, State> {
     }
 
     template <int LANES> DEVICE void at(i64 i) const {
-        this->template by<LANES>(i, load<typename Base::Acc, LANES>(grad, i));
+        const auto before = this->template before<LANES>(i);
+        this->template by<LANES>(i, before, load<typename Base::Acc, LANES>(grad, i));
     }
 };
 
@@ -181,6 +195,7 @@ struct LocalUpdate : Changed<Rule, T, State> {
     }
 
     template <int LANES> DEVICE void at(i64 i) const {
+        const auto before = this->template before<LANES>(i);
         const Lanes<Acc, LANES> g = load<Acc, LANES>(grad, i);
         Lanes<Acc, LANES> total = g;
         if (!first) {
@@ -188,7 +203,7 @@ struct LocalUpdate : Changed<Rule, T, State> {
             add_to(total, g);
         }
         store(sum, i, total);
-        this->template by<LANES>(i, g);
+        this->template by<LANES>(i, before, g);
     }
 };
 
@@ -200,7 +215,7 @@ struct GlobalUpdate : Changed<Rule, T, State> {
     T* copy;
     State* master;
     const Acc* sum;
-    const double period;
+    const Divisor<Acc> period;
 
     template <typename... Scalars>
     DEVICE GlobalUpdate(const Row& row, i64 num_written, i64 period, Scalars... scalars)
@@ -211,10 +226,10 @@ struct GlobalUpdate : Changed<Rule, T, State> {
     }
 
     template <int LANES> DEVICE void at(i64 i) const {
+        const auto before = this->template before<LANES>(i);
         Lanes<Acc, LANES> mean = load<Acc, LANES>(sum, i);
-        UNROLL
-        for (int l = 0; l < LANES; ++l) mean.lane[l] = quotient(mean.lane[l], period);
-        const Lanes<Acc, LANES> v = this->template by<LANES>(i, mean);
+        period.divide(mean);
+        const Lanes<Acc, LANES> v = this->template by<LANES>(i, before, mean);
         store(copy, i, v);
         if constexpr (Base::MASTER) store(master, i, v);
     }

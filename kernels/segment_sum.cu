@@ -10,7 +10,7 @@
 // source   own; tf.IndexedSlices and the unsorted segment sum that makes one dense
 #include "common.cuh"
 
-template <typename Out, typename In> struct SegmentSum {
+template <typename Out, typename In> struct SegmentSum : Elementwise {
     static constexpr bool GROUPED = true;
     typedef typename accumulate<In>::type Acc;
     typedef typename accumulate<Out>::type Sum;
@@ -41,11 +41,7 @@ template <typename Out, typename In> struct SegmentSum {
         i64 k = bounds[segment];
         Lanes<Acc, LANES> total = load<Acc, LANES>(values, order[k] * width + column);
         while (++k < end) add_to(total, load<Acc, LANES>(values, order[k] * width + column));
-        if constexpr (is_float<Acc>::value) {
-            const double by = divisors ? divisors[segment] : divisor;
-            UNROLL
-            for (int l = 0; l < LANES; ++l) total.lane[l] = quotient(total.lane[l], by);
-        }
+        Divisor<Acc>(divisors ? divisors[segment] : divisor).divide(total);
         const i64 row = into ? into[segment] : segment;
         if (row < 0) {
             Lanes<Sum, LANES> sum = load<Sum, LANES>(out, ~row * width + column);

@@ -8,7 +8,7 @@
 // source   own; tf.global_norm for the operation
 #include "common.cuh"
 
-template <typename In> struct SquareSum {
+template <typename In> struct SquareSum : Elementwise {
     static constexpr bool GROUPED = true;
     double* out;
     const In* in;

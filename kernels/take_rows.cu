@@ -8,7 +8,7 @@
 // source   own; tf.gather for the operation
 #include "common.cuh"
 
-template <typename T> struct TakeRows {
+template <typename T> struct TakeRows : Elementwise {
     static constexpr bool GROUPED = true;
     T* out;
     const T* values;

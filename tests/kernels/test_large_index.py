@@ -30,7 +30,7 @@ LAST = 3  # chunks, or blocks of a reference, that run: the small row, the end o
 LAUNCHES: dict[str, tuple[Template, list[str], tuple]] = {
     "add_n": (("uint8", "uint8", 2), ["uint8"] * 3, (2,)),
     "accumulate_n": (("uint8", "uint8"), ["uint8"] * 3, (2,)),
-    "all_sum": (("uint8", "uint8"), ["uint8"] * 5, (2, 3, 1, 1.0)),
+    "all_sum": (("uint8", "uint8", 0), ["uint8"] * 5, (2, 3, 1, 1.0)),
     "pack": (("uint8", "uint8"), ["uint8"] * 2, (1.0,)),
     "divide": (("float32", "int8"), ["float32", "int8"], (3.0,)),
     "distance_scale": (("float16",), ["float32"] * 2 + ["float16"] * 2, (0.3,)),

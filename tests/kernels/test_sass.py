@@ -51,6 +51,14 @@ def test_a_batch_of_loads_ends_where_one_of_them_is_used():
     assert load_batches([load(4), add, load(8), other, load(4), ("MOV", " R30, R11")]) == (1, 2)
 
 
+def test_a_known_number_of_inputs_is_loaded_before_the_first_use():
+    """And four vectors of a single one."""
+    known = re.compile(r"pack|divide|(add_n|all_sum)<\w+, \w+, [^0]>")
+    found = {name: figures[3] for (*_, name), figures in RECORD.items() if known.match(name)}
+    assert found
+    assert {name: batches for name, batches in found.items() if "+" in batches} == {}
+
+
 @pytest.mark.repo
 def test_the_extra_has_the_versions_of_the_table_and_no_other_brings_nvrtc_13():
     """CuPy for CUDA 12 compiles with NVRTC 13 where that is installed beside it."""

@@ -26,7 +26,8 @@ HEADER_KEYS = ["order", "types", "aliasing", "launch", "limits", "reference", "s
 # C type of a scalar -> its kind in Kernel.scalars
 KINDS = {"i64": "int64", "double": "float64"}
 ENTRY = re.compile(
-    r"template <(?P<template>[^>]*)>\s*__global__ void (?P<name>\w+)\((?P<arguments>[^)]*)\)"
+    r"template <(?P<template>[^>]*)>\s*__global__ void (?:__launch_bounds__\(.*?\) )?"
+    r"(?P<name>\w+)\((?P<arguments>[^)]*)\)"
 )
 
 

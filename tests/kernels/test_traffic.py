@@ -29,7 +29,7 @@ from gradreduce.backends.sim import host_compile
 from gradreduce.device import Device
 from gradreduce.device.kernel import Kernel
 from gradreduce.ops import KERNELS, RuleKernel, plan_segments
-from gradreduce.ops.all_sum import ALL_SUM
+from gradreduce.ops.all_sum import ALL_SUM, UNROLLED
 from gradreduce.ops.segment_sum import SEGMENT_SUM
 
 pytestmark = pytest.mark.host
@@ -112,7 +112,7 @@ MOVED = {
         ("float32", "bfloat16"), (2,), ["float32", *["bfloat16"] * 2], [BOTH, READ, READ]
     ),
     "all_sum": (
-        ("bfloat16", "float32"), (2, 3, 1, 3.0), [*["bfloat16"] * 2, *["float32"] * 3],
+        ("bfloat16", "float32", 0), (2, 3, 1, 3.0), [*["bfloat16"] * 2, *["float32"] * 3],
         [WRITTEN] * 2 + [READ] * 3,
     ),
     "pack": (("float32", "bfloat16"), (0.5,), ["float32", "bfloat16"], [WRITTEN, READ]),
@@ -172,7 +172,7 @@ def check(counter, kernel, template, scalars, dtypes, expected):
 @pytest.mark.parametrize("num_inputs", range(1, 10))
 def test_n_replicas_are_read_once_and_n_written_once(counter, num_inputs):
     """Whatever the split, into other memory and in place."""
-    template = ("float32", "float32")
+    template = ("float32", "float32", num_inputs if num_inputs in UNROLLED else 0)
     terms = random_terms(num_inputs, 1003, "float32")
     for split in range(num_inputs):
         scalars = (num_inputs, num_inputs, split, 1.0)

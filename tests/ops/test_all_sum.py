@@ -213,15 +213,16 @@ def test_large_rows_are_spread_over_threads(device, dtype):
 
 @pytest.mark.parametrize("template", ALL_SUM.templates, ids=ALL_SUM.expression)
 def test_every_template_and_its_cast(device, template):
-    to, of = map(as_dtype, template)
+    to, of = map(as_dtype, template[:2])
+    num_inputs = template[2] or 3
     for divisor in (1,) if of.kind == "u" else (1, 3):
-        for starts in start_patterns(5):
-            terms = random_terms(3, 1003, of)
+        for starts in start_patterns(2 + num_inputs):
+            terms = random_terms(num_inputs, 1003, of)
             outs = [blank(device, 1003, to, start) for start in starts[:2]]
             inputs = operands(device, terms, starts[2:])
-            all_sum([buffers(outs)], [buffers(inputs)], 1, divisor=divisor)
+            all_sum([buffers(outs)], [buffers(inputs)], num_inputs // 2, divisor=divisor)
             for out in outs:
-                assert same(out.array, reference(terms, 1, divisor, to))
+                assert same(out.array, reference(terms, num_inputs // 2, divisor, to))
                 assert out.contained()
             assert all(operand.unchanged() for operand in inputs)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
+from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
-from .validate import FROM_ACC, SAME, by_dtype, check_divisor
+from .validate import FLOATS, FROM_ACC, SAME, by_dtype, check_divisor
 
+# For these numbers of inputs, of floats, the count is a template argument: all loads are in flight
+# together.
+UNROLLED = (1, 2, 4, 8)
 # From this many elements on, checking whether an output can hold the sum is cheaper than a copy.
 LARGE = 1 << 12
 
@@ -69,10 +72,19 @@ ALL_SUM = Kernel(
         ("split", "int64"),
         ("divisor", "float64"),
     ),
-    templates=(*SAME, *FROM_ACC),
+    templates=tuple(
+        (*pair, count)
+        for pair in (*SAME, *FROM_ACC)
+        for count in (0, *(UNROLLED if pair[1] in FLOATS else ()))
+    ),
     writes="num_outs",
     streams=True,
 )
+
+
+def _template(out: str, term: str, num_inputs: int) -> Template:
+    unrolled = num_inputs in UNROLLED and term in FLOATS
+    return (out, term, num_inputs if unrolled else 0)
 
 
 def all_sum(
@@ -112,9 +124,14 @@ def all_sum(
     for (to, of, num_outs, num_inputs), operands in by_dtype(ALL_SUM, rows).items():
         device = device or outs[0][0].device
         scalars = (num_outs, num_inputs, split, float(divisor))
-        device.launch(ALL_SUM, (to, of), operands, scalars, queue=queue)
+        template = _template(to, of, num_inputs)
+        device.launch(ALL_SUM, template, operands, scalars, queue=queue)
 
 
-def prepare_all_sum(device: Device, out: np.dtype, term: np.dtype) -> None:
-    """Compiles the kernel of ``all_sum`` for these dtypes."""
-    device.prepare(ALL_SUM, (element_of(out).name, element_of(term).name))
+def prepare_all_sum(
+    device: Device, out: np.dtype, term: np.dtype, counts: Iterable[int] = (1,)
+) -> None:
+    """Compiles the kernels of ``all_sum`` for these dtypes and numbers of inputs."""
+    to, of = element_of(out).name, element_of(term).name
+    for template in dict.fromkeys(_template(to, of, count) for count in counts):
+        device.prepare(ALL_SUM, template)

@@ -367,12 +367,13 @@ def compile_for(
     if settings.all_reduce_alg == "nccl":
         counts = set()
         connect(devices)
+    num_terms = {1, 2, len(devices), *map(len, by_physical(devices).values())}
     for device in devices:
         for out, term in dict.fromkeys([(wire, dtype), (out_dtype, total)]):
             ops.prepare_pack(device, out, term)
         acc_dtype = accumulate_dtype(wire)
         for out, term in dict.fromkeys([(total, wire), (wire, wire), (total, acc_dtype)]):
-            ops.prepare_all_sum(device, out, term)
+            ops.prepare_all_sum(device, out, term, num_terms)
         for count in counts:
             ops.prepare_add_n(device, acc_dtype, wire, count)
     prepared.add(key)
