@@ -27,6 +27,7 @@ from measure.floors import (
     kept,
     of_the_copy,
     over_the_copy,
+    over_the_peer,
     times_the_fastest_peer,
     times_the_peer,
 )
@@ -45,6 +46,7 @@ CPU_SIZE, GPU_SIZE = 2**23, 2**26  # float32 elements: 32 MiB, 256 MiB
 QUICK_SIZE, QUICK_MANY, QUICK_ROWS = 2**10, 10, 100
 
 ADD_32, ADD_16 = f"add_n {NUM_TERMS} float32", f"add_n {NUM_TERMS} bfloat16"
+ADD_INTO = "add_n 2 into"
 ACCUMULATE, ALL_SUM, SEGMENTS = "accumulate_n", "all_sum", "segment_sum"
 PACK, UNPACK, SCALE = "pack ResNet-50", "unpack ResNet-50", "scale ResNet-50"
 PACK_MANY, ADD_MANY = "pack many", f"add_n {NUM_TERMS} many"
@@ -57,6 +59,9 @@ CPU_FLOORS = (
           "0.84 over tf.add_n, 1.63 over the next; 2 cores, 2026-11", HOST_PEERS),
     Floor("compiled over the fastest peer", ADD_32, times_the_fastest_peer("compiled"), ">=",
           1.6, "0.92 to 1.00 over tf.add_n, 1.78 over the next; 2 cores, 2026-11", HOST_PEERS),
+    Floor("compiled, add_n of 2 into memory, over PyTorch", ADD_INTO,
+          over_the_peer("torch copy_ + add_", "compiled"), "<=", 1.1,
+          "0.65 to 0.70; 2 cores, 2026-11", ("torch",)),
     Floor("numpy: MiB besides the output", MEMORY, counted("numpy MiB"), "<=", 4,
           "0.07; 2 cores, 2026-11"),
     Floor("compiled: MiB besides the output", MEMORY, counted("compiled MiB"), "<=", 4,
@@ -130,6 +135,16 @@ class Bench:
             ours[implementation] = partial(gr.add_n, [device.put(array) for array in arrays])
         nbytes = (NUM_TERMS + 1) * arrays[0].nbytes
         self.case(name, f"{NUM_TERMS} x {size} {dtype}", nbytes, ours, "add_n", arrays)
+
+    def add_into(self, size: int) -> None:
+        """Adds two large arrays into existing memory."""
+        terms, outs = hosts(2, size), hosts(1, size)
+        ours: dict[str, Call] = {}
+        for implementation, device in self.devices():
+            mine = [device.upload(term) for term in terms]
+            ours[implementation] = partial(ops.add_n, [device.upload(outs[0])], [mine])
+        nbytes = 3 * outs[0].nbytes
+        self.case(ADD_INTO, f"2 x {size} float32", nbytes, ours, "add_into", outs, terms)
 
     def accumulate_n(self, size: int) -> None:
         """Adds one term to a sum in place."""
@@ -273,6 +288,7 @@ def all_cases(bench: Bench) -> list[Callable[[], None]]:
     if bench.on_gpu:
         cases.append(partial(bench.add_n, ADD_16, 2 * large, "bfloat16"))
     cases += [
+        partial(bench.add_into, large),
         partial(bench.accumulate_n, large),
         partial(bench.all_sum, half),
         partial(bench.pack, PACK, sizes),

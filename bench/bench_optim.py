@@ -57,6 +57,11 @@ CPU_FLOORS = (
     Floor("compiled, adam, times torch fused", "adam", times_the_peer("torch fused", "compiled"),
           ">=", 1, BESIDE, ("torch",)),
     *(
+        Floor(f"compiled, {rule}, over torch fused", rule, over_the_peer("torch fused", "compiled"),
+              "<=", 1.1, BESIDE, ("torch",))
+        for rule in ("sgd", "momentum")
+    ),
+    *(
         Floor(f"{implementation}, sgd{of}, us of a step", TINY,
               counted(f"{implementation}, sgd{of}, us"), "<=", 400, BESIDE)
         for implementation in IMPLEMENTATIONS

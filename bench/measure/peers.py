@@ -41,8 +41,8 @@ class Peer:
         """Returns its candidates for an operation.
 
         Args:
-            operation: ``add_n``, ``accumulate``, ``many``, ``all_sum``, ``pack``, ``unpack``,
-                ``scale`` or ``segment_sum``.
+            operation: ``add_n``, ``add_into``, ``accumulate``, ``many``, ``all_sum``, ``pack``,
+                ``unpack``, ``scale`` or ``segment_sum``.
             operands: lists of host arrays, as the method of that name takes them.
         """
         made: Callable[..., Calls] | None = getattr(self, operation, None)
@@ -166,6 +166,9 @@ class TorchPeer(Peer):
             calls["_foreach"] = partial(self._foreach, [[tensor] for tensor in tensors])
         return calls
 
+    def add_into(self, outs: list[Any], tensors: list[Any]) -> Calls:
+        return {"copy_ + add_": partial(_add_into, outs[0], tensors)}
+
     def _copy_chain(self, tensors: list[Any]) -> Any:
         total = tensors[0].clone()
         for tensor in tensors[1:]:
@@ -249,6 +252,12 @@ def _chains(rows: Sequence[Sequence[Any]]) -> Any:
 
 def _add_in_place(total: Any, term: Any) -> None:
     total += term
+
+
+def _add_into(out: Any, tensors: Sequence[Any]) -> None:
+    out.copy_(tensors[0])
+    for tensor in tensors[1:]:
+        out.add_(tensor)
 
 
 def _negate(array: Any) -> None:
