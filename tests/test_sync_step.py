@@ -60,7 +60,7 @@ class PlainModel:
                 self.values[place] = value - 0.5 * self.moments[place]
 
 
-def arrivals_of(terms):
+def gradients_of(terms):
     return [
         [None if of_var is None else sum(t.astype(np.float64) for t in of_var) for of_var in rep]
         for rep in terms
@@ -82,7 +82,7 @@ def test_values_equal_a_plain_model(placement, algorithm, peer_access, kernels):
         for seed in range(3):
             terms = make_terms(seed=seed)
             assert step(terms)
-            model.step(arrivals_of(terms))
+            model.step(gradients_of(terms))
         assert step.global_step == 3
         for variable, value in zip(variables, model.values, strict=True):
             for replica in range(NUM_REPLICAS):
@@ -201,7 +201,7 @@ def test_more_arrivals_than_replicas_are_waited_for():
         model = PlainModel(variables)
         terms = [make_terms(seed=seed) for seed in range(3)]
         assert [step(each) for each in terms] == [False, False, True]
-        model.step([arrival for each in terms for arrival in arrivals_of(each)])
+        model.step([arrival for each in terms for arrival in gradients_of(each)])
         assert step.global_step == 1
         for variable, value in zip(variables, model.values, strict=True):
             assert np.allclose(variable.numpy(), value, rtol=1e-6, atol=0)  # thirds are not exact
@@ -229,7 +229,7 @@ def test_a_variable_without_gradients_stays_and_its_step_goes_on():
         for of_replica in terms:
             of_replica[1] = None
         assert step(terms)
-        model.step(arrivals_of(terms))
+        model.step(gradients_of(terms))
         for variable, value in zip(variables, model.values, strict=True):
             assert np.array_equal(variable.numpy(), value)
         assert [accumulator.global_step for accumulator in step.accumulators] == [1] * 4
@@ -243,7 +243,7 @@ def test_none_among_terms_is_ignored(kind):
         variables, step = make_step(mesh)
         model = PlainModel(variables)
         terms = make_terms()
-        wanted = arrivals_of([[None, *of_replica[1:]] for of_replica in terms])
+        wanted = gradients_of([[None, *of_replica[1:]] for of_replica in terms])
         for of_replica in terms:
             of_replica[0] = kind([None])
             of_replica[1] = kind([None, *of_replica[1], None])

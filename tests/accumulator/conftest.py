@@ -119,7 +119,7 @@ class Call:
         self.pending_take.done.expired.set()
 
     @property
-    def served(self) -> bool:
+    def is_done(self) -> bool:
         """Whether its take has left the queue: at once, not when its thread has noticed."""
         return self.pending_take.done.is_set()
 

@@ -209,15 +209,15 @@ def test_takes_that_wait_are_served_by_a_load(accumulator, crew):
     joint = crew.waiting(gr.take_grads, [acc, other], 2)
     last = crew.waiting(acc.take_grad, 2)
     acc.load_state_dict(state)
-    assert [call.served for call in (more, joint, last)] == [False] * 3
+    assert [call.is_done for call in (more, joint, last)] == [False] * 3
     acc.apply_grad([5.0])
     assert more.result().tolist() == [3.0]
     other.load_state_dict(state)
-    assert not joint.served
+    assert not joint.is_done
     acc.load_state_dict(state)
-    assert joint.served
+    assert joint.is_done
     assert [array.tolist() for array in joint.result()] == [[2.0], [2.0]]
-    assert not last.served
+    assert not last.is_done
     acc.load_state_dict(state)
     assert last.result().tolist() == [2.0]
 

@@ -140,7 +140,7 @@ def test_a_take_that_another_threads_apply_serves(accumulator, device, plant, me
     # Its own launch is fine; the one that serves the first take is not.
     plant([device], method, first=2 if method == "_launch" else 1)
     assert acc.apply_grad([3.0]) is True
-    assert [take.served for take in takes] == [True, True, False]
+    assert [take.is_done for take in takes] == [True, True, False]
     with pytest.raises(Planted):
         takes[0].result()
     assert takes[1].result().tolist() == [2.0]
@@ -155,7 +155,7 @@ def test_every_waiting_take_may_fail(accumulator, device, plant, method, crew):
     plant([device], method, first=2, times=3)  # after the one of the apply itself
     assert acc.apply_grad([3.0]) is True
     for take in takes:
-        assert take.served
+        assert take.is_done
         with pytest.raises(Planted):
             take.result()
     assert counters(acc) == [(1, 0, 0)]

@@ -142,7 +142,7 @@ class OwnAllReduce(gr.NcclAllReduce):
     reduce_batch = OneDevice.reduce_batch
 
 
-def brought(accumulators, mesh, dtype):
+def apply_one_to_each(accumulators, mesh, dtype):
     """Applies gradients of some replicas to one accumulator after the other."""
     for seed, acc in enumerate(accumulators):
         for place in (0, len(mesh) - 1, 0):
@@ -168,7 +168,7 @@ def test_any_ops_reduce_the_sums_of_a_mesh(mesh, make, dtype, reduction_type):
             kind(dtype, device=mesh, cross_device_ops=ops, reduction_type=reduction_type)
             for kind in kinds
         ]
-        brought(accumulators, mesh, dtype)
+        apply_one_to_each(accumulators, mesh, dtype)
         with mesh.journal() as journal:
             taken.append(gr.take_grads(accumulators, 3))
         assert (journal.uploads > 0, journal.syncs) == (True, 0)
@@ -374,11 +374,11 @@ def test_a_take_waits_for_replicas(accumulator, mesh, crew):
     take = crew.waiting(acc.take_grad, len(mesh) + 1)
     behind = crew.waiting(acc.take_grad, 1)
     acc.apply_grad(gr.PerReplica([[1.0]] * len(mesh), mesh), cast=True)
-    assert not take.served
+    assert not take.is_done
     with gr.replica(1):
         acc.apply_grad([1.0])
     check_mirrored(take.result(), mesh, np.ones(1, "float32"))
-    assert not behind.served
+    assert not behind.is_done
     acc.apply_grad([5.0], 1)
     check_mirrored(behind.result(), mesh, np.full(1, 5, "float32"))
 

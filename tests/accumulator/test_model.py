@@ -105,21 +105,21 @@ class World:
             return InvalidArgumentError
         for model, parts in zip(models, grads, strict=True):
             model.values += parts
-        self.serve()
+        self.take_what_waits()
         return True
 
     def join(self, waiting):
         for model in self.of(waiting.which):
             model.queue.append(waiting)
-        self.serve()
+        self.take_what_waits()
 
     def leave(self, waiting, outcome=None):
         waiting.outcome = outcome
         for model in self.of(waiting.which):
             model.queue.remove(waiting)
-        self.serve()
+        self.take_what_waits()
 
-    def serve(self):
+    def take_what_waits(self):
         """Takes that head every queue and find enough, until there is none."""
         for head in [model.queue[0] for model in self.models if model.queue]:
             models = self.of(head.which)

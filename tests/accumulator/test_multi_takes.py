@@ -33,9 +33,9 @@ def test_a_joint_take_needs_enough_in_each(several, crew):
     take = crew.waiting(gr.take_grads, [first, second], 2)
     gr.apply_grads([first, second], [[1.0], [2.0]])
     first.apply_grad([3.0])
-    assert not take.served
+    assert not take.is_done
     second.apply_grad([4.0])
-    assert take.served
+    assert take.is_done
     assert [array.tolist() for array in take.result()] == [[2.0], [3.0]]
     assert counters(first, second) == [(0, 1, 0), (0, 1, 0)]
     assert queues(first, second) == [0, 0]
@@ -47,14 +47,14 @@ def test_a_joint_take_waits_until_it_is_head_everywhere(several, crew):
     joint = crew.waiting(gr.take_grads, [first, second], 1)
     behind = crew.waiting(first.take_grad, 1)
     gr.apply_grads([first, second], [[1.0], [1.0]])
-    assert not joint.served
-    assert not behind.served
+    assert not joint.is_done
+    assert not behind.is_done
     second.apply_grad([3.0])
-    assert before.served
-    assert not joint.served, "what it needs of the second was just taken"
+    assert before.is_done
+    assert not joint.is_done, "what it needs of the second was just taken"
     second.apply_grad([7.0], 1)
     assert [array.tolist() for array in joint.result()] == [[1.0], [7.0]]
-    assert not behind.served
+    assert not behind.is_done
     first.apply_grad([9.0], 1)
     assert before.result().tolist() == [2.0]
     assert behind.result().tolist() == [9.0]
@@ -65,11 +65,11 @@ def test_a_timeout_in_front_lets_the_joint_take_through(several, crew):
     gr.apply_grads([first, second], [[1.0], [2.0]])
     before = crew.expiring(second.take_grad, 2)
     joint = crew.waiting(gr.take_grads, [first, second], 1)
-    assert not joint.served
+    assert not joint.is_done
     before.expire()
     with pytest.raises(DeadlineExceededError):
         before.result()
-    assert joint.served
+    assert joint.is_done
     assert [array.tolist() for array in joint.result()] == [[1.0], [2.0]]
 
 
@@ -90,13 +90,13 @@ def test_when_a_joint_take_times_out_the_next_of_every_queue_is_served(several, 
     gr.apply_grads([first, third], [[1.0], [3.0]])
     joint = crew.expiring(gr.take_grads, [first, second, third], 1)
     behind = [crew.waiting(acc.take_grad, 1) for acc in (first, second, third)]
-    assert [take.served for take in behind] == [False] * 3
+    assert [take.is_done for take in behind] == [False] * 3
     joint.expire()
     with pytest.raises(DeadlineExceededError):
         joint.result()
     assert behind[0].result().tolist() == [1.0]
     assert behind[2].result().tolist() == [3.0]
-    assert not behind[1].served
+    assert not behind[1].is_done
     second.apply_grad([2.0])
     assert behind[1].result().tolist() == [2.0]
 
@@ -110,9 +110,9 @@ def test_close_of_one_cancels_the_joint_take_and_frees_the_queues_of_the_others(
     first.close()
     with pytest.raises(CancelledError):
         joint.result()
-    assert behind.served
+    assert behind.is_done
     assert behind.result().tolist() == [2.0]
-    assert not joint_behind.served
+    assert not joint_behind.is_done
     second.apply_grad([8.0], 1)
     assert [array.tolist() for array in joint_behind.result()] == [[3.0], [8.0]]
     for call in (

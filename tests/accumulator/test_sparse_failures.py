@@ -82,35 +82,35 @@ def casts(mesh):
     return [acc], lambda: acc.apply_indexed_slices_grad(rows([3, 1], "float16"), cast=True)
 
 
-def joint(mesh, sums, terms):
+def several(mesh, sums, terms):
     home = mesh.devices[1]
     accumulators = [sparse(home, *sums), dense(home, *[np.ones(4, "float32")] * len(sums))]
     far = mesh.devices[2].upload(np.ones(4, "float32"))
     return accumulators, lambda: gr.apply_grads(accumulators, [rows(terms), far])
 
 
-def joint_first(mesh):
-    return joint(mesh, [], [3, 1])
+def several_first(mesh):
+    return several(mesh, [], [3, 1])
 
 
-def joint_later(mesh):
-    return joint(mesh, [rows([3, 1])], [1, 3])
+def several_later(mesh):
+    return several(mesh, [rows([3, 1])], [1, 3])
 
 
-def joint_grows(mesh):
-    return joint(mesh, [rows([1])], [1, 3])
+def several_grow(mesh):
+    return several(mesh, [rows([1])], [1, 3])
 
 
 def replicas(mesh, indices):
     return gr.PerReplica([rows([place, *indices]) for place in range(3)], mesh)
 
 
-def spread_first(mesh):
+def across_first(mesh):
     acc, given = sparse(mesh), replicas(mesh, [4, 5])
     return [acc], lambda: acc.apply_indexed_slices_grad(given)
 
 
-def spread_later(mesh):
+def across_later(mesh):
     acc, given = sparse(mesh, replicas(mesh, [4, 5])), replicas(mesh, [5])
     return [acc], lambda: acc.apply_indexed_slices_grad(given)
 
@@ -161,13 +161,13 @@ CASES = [
     Case(later, f"{PLAN}launch"),
     Case(grows, f"allocate launch {PLAN}launch"),
     Case(casts, f"prepare {PLAN}launch"),
-    Case(joint_first, f"allocate {PLAN}allocate launch launch"),
-    Case(joint_first, f"allocate {PLAN}{FAR}allocate launch launch", peers=False),
-    Case(joint_later, f"{PLAN}launch LAUNCH"),
-    Case(joint_later, f"{PLAN}{FAR}launch LAUNCH", peers=False),
-    Case(joint_grows, f"allocate launch {PLAN}launch launch"),
-    Case(spread_first, f"allocate allocate allocate {PLAN}{PLAN}launch launch"),
-    Case(spread_later, f"{PLAN}{PLAN}launch LAUNCH"),
+    Case(several_first, f"allocate {PLAN}allocate launch launch"),
+    Case(several_first, f"allocate {PLAN}{FAR}allocate launch launch", peers=False),
+    Case(several_later, f"{PLAN}launch LAUNCH"),
+    Case(several_later, f"{PLAN}{FAR}launch LAUNCH", peers=False),
+    Case(several_grow, f"allocate launch {PLAN}launch launch"),
+    Case(across_first, f"allocate allocate allocate {PLAN}{PLAN}launch launch"),
+    Case(across_later, f"{PLAN}{PLAN}launch LAUNCH"),
     Case(new_and_old, f"{FAR}allocate {PLAN}{PLAN}{PLAN}launch launch LAUNCH"),
     Case(takes, f"allocate {PLAN}launch"),
     Case(takes_over_a_mesh, f"allocate launch allocate {PLAN}launch "
@@ -188,14 +188,14 @@ def opened(case, implementation):
     )
 
 
-def told(taken):
+def contents(taken):
     """A result, comparable."""
     if isinstance(taken, list | tuple):
-        return [told(each) for each in taken]
+        return [contents(each) for each in taken]
     if isinstance(taken, gr.IndexedSlices):
         return taken.indices.tolist(), taken.values.tolist(), taken.dense_shape
     if isinstance(taken, gr.Mirrored):
-        return [told(each) for each in taken.values]
+        return [contents(each) for each in taken.values]
     return taken.tolist() if isinstance(taken, np.ndarray) else taken
 
 
@@ -219,7 +219,7 @@ def test_all_is_as_before_whatever_fails(implementation, case):
             found = call()
         assert tried == case.work.lower().split()
         others, call = case.make(mesh)
-        assert told(call()) == told(found)
+        assert contents(call()) == contents(found)
         assert [frozen(acc) for acc in others] == [frozen(acc) for acc in accumulators]
 
 
@@ -260,7 +260,7 @@ def test_a_take_that_another_threads_apply_serves(home, crew, number):
     with failing_at(home, number, TAKE) as tried:
         assert acc.apply_indexed_slices_grad(rows([1, 3], value=3.0)) is True
     assert tried[:3] == ["allocate", "upload", "launch"], "its own are right"
-    assert [head.served for head in heads] == [True, True, False]
+    assert [head.is_done for head in heads] == [True, True, False]
     with pytest.raises(Planted):
         heads[0].result()
     indices, values, shape = heads[1].result()
@@ -276,7 +276,7 @@ def test_every_waiting_take_may_fail(home, crew):
     with failing_at(home, 2, ["_launch"], times=9):  # behind the one of the apply itself
         assert acc.apply_indexed_slices_grad(rows([1, 1])) is True
     for head in heads:
-        assert head.served
+        assert head.is_done
         with pytest.raises(Planted):
             head.result()
     taken = acc.take_indexed_slices_grad(1, timeout=0)

@@ -31,7 +31,7 @@ def slices(indices, *values):
     return gr.IndexedSlices(rows(*values), indices)
 
 
-def shown(taken):
+def contents(taken):
     return taken.indices.tolist(), np.asarray(taken.values).ravel().tolist()
 
 
@@ -116,12 +116,12 @@ def test_results_are_the_callers_and_gradients_are_not_written(sparse, device):
         acc.apply_grad([3, step], given, None, step)
         acc.apply_grad([3, step], given, None, step)
         taken = acc.take_indexed_slices_grad(2)
-        held.append((taken, shown(taken)))
-        assert all(shown(each) == wanted for each, wanted in held)
+        held.append((taken, contents(taken)))
+        assert all(contents(each) == wanted for each, wanted in held)
     for each, _ in held:
         each.values[...] = -1  # and may be written
     acc.apply_grad([3], rows(8), None, 4)
-    assert shown(acc.take_indexed_slices_grad(1)) == ([3], [8])
+    assert contents(acc.take_indexed_slices_grad(1)) == ([3], [8])
 
 
 def test_a_gradient_may_be_overwritten_when_the_call_has_returned(sparse):
@@ -129,7 +129,7 @@ def test_a_gradient_may_be_overwritten_when_the_call_has_returned(sparse):
     given, indices = rows(1, 2), np.array([4, 0])
     acc.apply_grad(indices, given)
     given[...], indices[...] = 100, 9
-    assert shown(acc.take_indexed_slices_grad(1)) == ([0, 4], [2, 1])
+    assert contents(acc.take_indexed_slices_grad(1)) == ([0, 4], [2, 1])
 
 
 def test_a_taken_gradient_may_be_applied_again(sparse):
@@ -138,8 +138,8 @@ def test_a_taken_gradient_may_be_applied_again(sparse):
     taken = acc.take_indexed_slices_grad(1)
     for _ in range(2):
         other.apply_indexed_slices_grad(taken)
-    assert shown(other.take_indexed_slices_grad(2)) == ([1, 3], [4, 2])
-    assert shown(taken) == ([1, 3], [2, 1])
+    assert contents(other.take_indexed_slices_grad(2)) == ([1, 3], [4, 2])
+    assert contents(taken) == ([1, 3], [2, 1])
 
 
 def test_close_frees_the_rows(sparse, device):
@@ -161,9 +161,9 @@ def test_a_take_waits_and_is_first_come_first_served(sparse, crew):
     acc = sparse()
     takes = [crew.waiting(acc.take_indexed_slices_grad, 2), crew.waiting(acc.take_grad, 1)]
     acc.apply_grad([1], rows(1))
-    assert [take.served for take in takes] == [False, False]
+    assert [take.is_done for take in takes] == [False, False]
     acc.apply_grad([], np.empty((0, 1), "float32"))  # which counts
-    assert shown(takes[0].result()) == ([1], [1])
+    assert contents(takes[0].result()) == ([1], [1])
     assert acc.apply_grad([5], rows(1), None, 0) is False
     acc.apply_grad([5], rows(7), None, 1)
     indices, values, _ = takes[1].result()
@@ -204,9 +204,9 @@ def test_sparse_and_dense_together(sparse, accumulator, device):
     with device.mesh.journal() as journal:
         first, second, third, fourth = gr.take_grads(accumulators, 2)
     assert sorted(names(journal)) == ["all_sum", "segment_sum"]
-    assert shown(first) == ([4], [3])
+    assert contents(first) == ([4], [3])
     assert second.tolist() == [[5]]
-    assert shown(third) == ([0], [3])
+    assert contents(third) == ([0], [3])
     assert fourth.tolist() == [[6]]
 
 
@@ -231,11 +231,11 @@ def test_a_joint_take_waits_for_the_sparse_one_too(sparse, accumulator, crew):
     dense, rows_of = accumulator(), sparse()
     take = crew.waiting(gr.take_grads, [dense, rows_of], 1)
     dense.apply_grad(rows(1))
-    assert not take.served
+    assert not take.is_done
     rows_of.apply_grad([2], rows(3))
     one, two = take.result()
     assert one.tolist() == [[1]]
-    assert shown(two) == ([2], [3])
+    assert contents(two) == ([2], [3])
 
 
 # -- sparse gradients in a dense accumulator ------------------------------------------------------

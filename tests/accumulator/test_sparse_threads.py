@@ -127,7 +127,7 @@ def test_sixteen_threads_over_a_mesh(implementation, crew):
         MeshRun(crew, [acc]).check()
 
 
-class JointRun(Run):
+class SeveralRun(Run):
     """With a dense accumulator; half of the threads name them in the other order."""
 
     offered = SIZE
@@ -146,7 +146,7 @@ class JointRun(Run):
 
 
 def test_sixteen_threads_on_a_sparse_and_a_dense_one(device, crew):
-    run = JointRun(crew, [
+    run = SeveralRun(crew, [
         make("float32", reduction_type="SUM", device=device)
         for make in (gr.SparseConditionalAccumulator, gr.ConditionalAccumulator)
     ])  # fmt: skip

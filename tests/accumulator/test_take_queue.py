@@ -24,9 +24,9 @@ def test_a_take_waits_for_enough_and_is_served_by_the_apply_that_brings_it(accum
     take = crew.waiting(acc.take_grad, 3)
     for value in (1.0, 2.0):
         assert acc.apply_grad([value])
-        assert not take.served
+        assert not take.is_done
     assert acc.apply_grad([6.0])
-    assert take.served
+    assert take.is_done
     assert counters(acc) == (0, 1, 0)
     assert take.result().tolist() == [3.0]
 
@@ -46,11 +46,11 @@ def test_a_head_that_needs_more_holds_up_one_that_needs_less(accumulator, crew):
     behind = crew.waiting(acc.take_grad, 1)
     acc.apply_grad([1.0])
     acc.apply_grad([2.0])
-    assert not head.served
-    assert not behind.served
+    assert not head.is_done
+    assert not behind.is_done
     acc.apply_grad([6.0])
-    assert head.served
-    assert not behind.served, "the head got all three"
+    assert head.is_done
+    assert not behind.is_done, "the head got all three"
     acc.apply_grad([7.0], 1)
     assert head.result().tolist() == [3.0]
     assert behind.result().tolist() == [7.0]
@@ -70,7 +70,7 @@ def test_three_takes_need_three_steps(accumulator, crew):
     acc = accumulator()
     takes = [crew.waiting(acc.take_grad, 1) for _ in range(3)]
     for step in range(3):
-        assert [take.served for take in takes] == [place < step for place in range(3)]
+        assert [take.is_done for take in takes] == [place < step for place in range(3)]
         assert acc.apply_grad([float(step)], step)
         assert not acc.apply_grad([50.0], step), "of a step that is over"
     assert [take.result().tolist() for take in takes] == [[0.0], [1.0], [2.0]]
@@ -80,7 +80,7 @@ def test_one_apply_serves_one_take(accumulator, crew):
     acc = accumulator()
     takes = [crew.waiting(acc.take_grad, 1) for _ in range(4)]
     acc.apply_grad([5.0], 100)
-    assert [take.served for take in takes] == [True, False, False, False]
+    assert [take.is_done for take in takes] == [True, False, False, False]
     for _ in range(3):
         acc.apply_grad([5.0], 100)
     assert all(take.result().tolist() == [5.0] for take in takes)
@@ -96,7 +96,7 @@ def test_what_is_dropped_or_refused_wakes_nobody(accumulator, crew):
         acc.apply_grad([1.0, 2.0], 1)
     with pytest.raises(ValueError, match="float64"):
         acc.apply_grad(np.ones(1), 1)
-    assert not take.served
+    assert not take.is_done
     assert counters(acc) == (1, 1, 1)
     acc.apply_grad([2.0], 1)
     assert take.result().tolist() == [1.5]
@@ -107,7 +107,7 @@ def test_a_step_that_is_set_wakes_nobody_and_counts_for_the_next(accumulator, cr
     acc.apply_grad([1.0])
     take = crew.waiting(acc.take_grad, 2)
     acc.set_global_step(7)
-    assert not take.served
+    assert not take.is_done
     assert not acc.apply_grad([1.0], 6)
     assert acc.apply_grad([2.0], 7)
     assert take.result().tolist() == [1.5]
@@ -171,13 +171,13 @@ def test_a_take_that_times_out_loses_nothing_and_the_next_head_is_served(accumul
     acc.apply_grad([2.0])
     head = crew.expiring(acc.take_grad, 2)
     behind = [crew.waiting(acc.take_grad, 1) for _ in range(2)]
-    assert not behind[0].served
+    assert not behind[0].is_done
     head.expire()
     with pytest.raises(DeadlineExceededError, match=r"within 0.2 s; step 0: 1 of 2"):
         head.result()
-    assert behind[0].served
+    assert behind[0].is_done
     assert behind[0].result().tolist() == [2.0]
-    assert not behind[1].served
+    assert not behind[1].is_done
     acc.apply_grad([3.0], 1)
     assert behind[1].result().tolist() == [3.0]
 
@@ -197,7 +197,7 @@ def test_a_take_in_the_middle_that_times_out(accumulator, crew):
     last = crew.waiting(acc.take_grad, 1)
     with pytest.raises(DeadlineExceededError):
         middle.result()
-    assert not first.served
+    assert not first.is_done
     acc.apply_grad([1.0])
     acc.apply_grad([2.0], 1)
     assert first.result().tolist() == [1.0]
@@ -263,7 +263,7 @@ def test_close_cancels_everyone_who_waits(accumulator, crew):
     takes = [crew.waiting(acc.take_grad, 2 + place) for place in range(3)]
     acc.close()
     for take in takes:
-        assert take.served
+        assert take.is_done
         with pytest.raises(CancelledError, match="cancelled"):
             take.result()
 

@@ -196,7 +196,7 @@ def test_sixty_four_threads_over_a_mesh(implementation, crew):
         MeshRun(crew, [acc], 40).check()
 
 
-class JointRun(Run):
+class SeveralRun(Run):
     """Two accumulators; the threads name them in either order, and some take from one alone."""
 
     def ordered(self, number):
@@ -220,7 +220,7 @@ def test_sixty_four_threads_on_two_accumulators_together(implementation, crew, s
             gr.ConditionalAccumulator("float64", reduction_type="SUM", device=home)
             for home in homes
         ]
-        JointRun(crew, accumulators, 40).check()
+        SeveralRun(crew, accumulators, 40).check()
 
 
 def test_means_of_many_threads_are_of_all_that_each_take_holds(implementation, crew):

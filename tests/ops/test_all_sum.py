@@ -19,10 +19,10 @@ from support.implementations import (
     accumulate_dtype_of,
     blank,
     buffers,
+    counted_threads,
     operands,
     random_terms,
     recorded,
-    spread,
     start_patterns,
 )
 from support.meshes import MeshCase
@@ -201,7 +201,7 @@ def test_a_thousand_tiny_rows_are_one_launch(device):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "uint8"])
 def test_large_rows_are_spread_over_threads(device, dtype):
-    with spread(device) as num_jobs:
+    with counted_threads(device) as num_jobs:
         for starts in ([0] * 5, [0, 1, 2, 3, 4]):
             check(device, [random_terms(3, SPLIT_SIZE, dtype)], 2, 2, starts=[starts])
         check(

@@ -15,9 +15,9 @@ from support.implementations import (
     SPLIT_SIZE,
     Operand,
     blank,
+    counted_threads,
     operands,
     recorded,
-    spread,
     start_patterns,
 )
 
@@ -192,7 +192,7 @@ def test_a_thousand_tiny_rows_are_one_launch(device):
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_large_rows_are_spread_over_threads(device, dtype):
-    with spread(device) as num_jobs:
+    with counted_threads(device) as num_jobs:
         for starts in start_patterns(2):
             check(device, [random_data((SPLIT_SIZE,), dtype)], starts=[starts])
         sizes = (SPLIT_SIZE // 2, 5, SPLIT_SIZE)

@@ -17,8 +17,8 @@ from support.implementations import (
     Operand,
     accumulate_dtype_of,
     blank,
+    counted_threads,
     recorded,
-    spread,
     start_patterns,
 )
 
@@ -283,7 +283,7 @@ def test_tensors_are_spread_over_threads(device, dtype):
     size = SPLIT_SIZE // 17
     indices = np.arange(size) // 2 * 2
     tensors = [Rows(device, random_data((size, 36), dtype, seed=k), indices) for k in range(3)]
-    with spread(device) as num_jobs:
+    with counted_threads(device) as num_jobs:
         check(device, *tensors)
         check(device, tensors[0])
     whole = device.options.implementation == "numpy"

@@ -16,10 +16,10 @@ from support.implementations import (
     Operand,
     accumulate_dtype_of,
     buffers,
+    counted_threads,
     operands,
     random_terms,
     recorded,
-    spread,
     start_patterns,
 )
 from support.update_formulas import (
@@ -183,7 +183,7 @@ def test_a_thousand_tiny_rows_are_one_launch(device, rule):
 
 @cases(FEW)
 def test_large_rows_are_spread_over_threads(device, rule, dtype):
-    with spread(device) as num_jobs:
+    with counted_threads(device) as num_jobs:
         for starts in start_patterns(rule.num_operands)[::3]:
             check(device, rule, [rule.values(SPLIT_SIZE, dtype)], [starts])
     assert num_jobs == [NUM_THREADS] * 2

@@ -166,7 +166,7 @@ def test_in_place_has_the_same_bits_in_every_legal_order(algorithm, peers, monke
         assert run(seed) == expected, seed
 
 
-def refusals(mesh):
+def bad_outs(mesh):
     size = 6
     value = per_replica(mesh, lambda replica: np.full(size, replica + 1, np.float32))
     good = [np.zeros(size, np.float32) for _ in mesh]
@@ -204,7 +204,7 @@ REFUSED = [
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_out_that_does_not_fit_is_refused_before_anything_happens(name):
     with MeshCase((0, 1, 1)).open() as opened:
-        value, faults = refusals(opened)
+        value, faults = bad_outs(opened)
         assert list(faults) == REFUSED
         out, error, text = faults[name]
         before = [np.array(array) for array in value.values]

@@ -19,7 +19,7 @@ MEMORY, LINK = 1000.0, 10.0  # bytes per second
 
 
 @pytest.fixture
-def rates(monkeypatch):
+def bandwidths(monkeypatch):
     """Rates of a slow machine, instead of this one's."""
     told = SimpleNamespace(memory=lambda device: MEMORY, link=lambda device, source: LINK)
     monkeypatch.setattr(explain, "copy_bandwidth", lambda mesh: told)
@@ -40,7 +40,7 @@ def stages_of(told):
     return {stage.name: stage for stage in told.stages}
 
 
-def test_a_sum_of_peers_by_hand(rates):
+def test_a_sum_of_peers_by_hand(bandwidths):
     with MeshCase((0, 1, 2)).open() as mesh:
         told = hierarchical(mesh, 0).profile(SUM, pairs_of(mesh, 8))
     added = stages_of(told)["all-reduce"]
@@ -58,7 +58,7 @@ def test_a_sum_of_peers_by_hand(rates):
     assert text.endswith("the journal counted what was planned")
 
 
-def test_a_pack_by_hand_and_its_views(rates):
+def test_a_pack_by_hand_and_its_views(bandwidths):
     with MeshCase((0, 0)).open() as mesh:
         packed = stages_of(hierarchical(mesh, 1).profile(SUM, pairs_of(mesh, 3, 5)))
         flat = mesh.flat_buffer([(3,), (5,)], "float32")
@@ -73,7 +73,7 @@ def test_a_pack_by_hand_and_its_views(rates):
 
 
 @pytest.mark.parametrize("peer_access", [True, False])
-def test_a_wire_of_its_own_is_unpacked(rates, peer_access):
+def test_a_wire_of_its_own_is_unpacked(bandwidths, peer_access):
     with MeshCase((0, 1), peer_access).open() as mesh:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh, wire_dtype="float16")
         told = stages_of(ops.profile(MEAN, pairs_of(mesh, 16, 16)))
@@ -92,7 +92,7 @@ def test_a_wire_of_its_own_is_unpacked(rates, peer_access):
         ((0,) * 3, True, "nccl"),
     ],
 )
-def test_the_journal_agrees_and_nothing_changes(rates, placement, peer_access, algorithm):
+def test_the_journal_agrees_and_nothing_changes(bandwidths, placement, peer_access, algorithm):
     with MeshCase(placement, peer_access).open() as mesh:
         ops = hierarchical(mesh, 2, algorithm)
         pairs = scenes.pairs_of(mesh, 1)
@@ -118,7 +118,7 @@ def arrays_of(value):
     return [part.numpy() for part in parts]
 
 
-def test_gpus_and_links_work_side_by_side(rates):
+def test_gpus_and_links_work_side_by_side(bandwidths):
     """Dry runs of GPUs: the slowest of them is the floor, and of a collective a ring's links."""
     mesh = DryRunMesh(((0, 0, 1, 2), "cuda", True)).mesh
     told = hierarchical(mesh, 1, "nccl").profile(SUM, pairs_of(mesh, 600))
@@ -132,7 +132,7 @@ def test_gpus_and_links_work_side_by_side(rates):
     assert told.floor_seconds == 2400 / LINK  # one replica each way, over every link
 
 
-def test_copies_cross_links(rates):
+def test_copies_cross_links(bandwidths):
     mesh = DryRunMesh(((0, 1), "cuda", False)).mesh
     copied = stages_of(hierarchical(mesh, 0).profile(SUM, pairs_of(mesh, 6)))["copies"]
     assert copied.planned == copied.done == Counts(copies=2, bytes=48)
@@ -140,7 +140,7 @@ def test_copies_cross_links(rates):
     assert copied.traffic.read == copied.traffic.written == {0: 24, 1: 24}
 
 
-def test_what_differs_is_told(rates, monkeypatch):
+def test_what_differs_is_told(bandwidths, monkeypatch):
     with MeshCase((0, 0)).open() as mesh:
         ops = hierarchical(mesh, 0)
         once = ops.reduce_batch
@@ -158,7 +158,7 @@ def test_what_differs_is_told(rates, monkeypatch):
     assert "the journal differs from the plan:\n    only done" in str(told)
 
 
-def test_bad_input_does_nothing(rates):
+def test_bad_input_does_nothing(bandwidths):
     with MeshCase((0, 1)).open() as mesh, mesh.journal() as journal:
         with pytest.raises(ValueError, match="there is no tensor to reduce"):
             hierarchical(mesh, 0).profile(SUM, [])

@@ -80,7 +80,7 @@ def recorded(device: Device) -> AbstractContextManager[Journal]:
 
 
 @contextmanager
-def spread(device: Device) -> Iterator[list[int]]:
+def counted_threads(device: Device) -> Iterator[list[int]]:
     """The number of threads that can run the jobs of each launch of the device."""
     workers, num_jobs = device.options.workers, []
     run = workers.run

@@ -13,9 +13,9 @@ from support.implementations import (
     SPLIT_SIZE,
     accumulate_dtype_of,
     buffers,
+    counted_threads,
     operands,
     recorded,
-    spread,
     start_patterns,
 )
 from support.update_formulas import FORMULAS, master_or_variable
@@ -169,7 +169,7 @@ class FormBody:
 
     @few
     def test_large_rows_are_spread_over_threads(self, device, case):
-        with spread(device) as num_jobs:
+        with counted_threads(device) as num_jobs:
             self.check(device, case, [self.row_of(case, SPLIT_SIZE)])
         assert num_jobs == [NUM_THREADS]
 

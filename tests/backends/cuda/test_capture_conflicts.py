@@ -281,7 +281,7 @@ def test_a_tensor_is_not_shared_with_a_cupy_stream_that_captures(torch):
         assert (value.buffers[0].numpy() == 1).all()
 
 
-class Shown:
+class StreamArray:
     """An array of a library that names its stream by ``__cuda_array_interface__``."""
 
     def __init__(self, array, stream):
@@ -307,8 +307,8 @@ def test_no_array_of_a_stream_that_captures_comes_to_the_host(gpus):
             array = cupy.asarray(np.ones(6, np.float32))
         other = cupy.cuda.Stream(non_blocking=True)
         with captured_by_caller(theirs, THREAD_LOCAL), other, pytest.raises(CaptureError):
-            host_array(Shown(array, theirs))
-        assert (host_array(Shown(array, theirs)) == 1).all()
+            host_array(StreamArray(array, theirs))
+        assert (host_array(StreamArray(array, theirs)) == 1).all()
 
 
 @pytest.mark.gpu

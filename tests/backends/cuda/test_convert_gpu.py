@@ -45,7 +45,7 @@ def mesh(here) -> Iterator[Mesh]:
         yield made
 
 
-class Shown:
+class StreamArray:
     """An array of a library that shows nothing but ``__cuda_array_interface__``."""
 
     def __init__(self, array, **changed) -> None:
@@ -77,7 +77,7 @@ def test_a_tensor_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
     with refused, open_mesh(1, backend="cuda") as mesh:  # whose close meets a stopped machine
         stream = cupy.cuda.Stream(non_blocking=True)
         array = made_on(stream, data(SHAPE))
-        to_buffer(Shown(array, stream=stream.ptr), mesh.devices[0]).numpy()
+        to_buffer(StreamArray(array, stream=stream.ptr), mesh.devices[0]).numpy()
     assert "unordered: " in here.faults[0]
     new_machine()  # whose faults are not those
 
@@ -172,7 +172,7 @@ def test_calls_nest_and_a_later_one_fences_anew(mesh, here):
 def test_the_interface_is_the_second_way(mesh):
     theirs = cupy.cuda.Stream(non_blocking=True)
     array = made_on(theirs, data(SHAPE))
-    shown = Shown(array, stream=theirs.ptr)
+    shown = StreamArray(array, stream=theirs.ptr)
     assert kind_of(shown) == "cuda"
     buffer = to_buffer(shown, mesh.devices[0])
     assert buffer.address == array.data.ptr
@@ -200,7 +200,7 @@ def test_a_host_copy_waits_for_a_stream_on_the_arrays_gpu(here, handle):
     """Default streams are those of the current GPU; the array's is another."""
     with cupy.cuda.Device(1):
         theirs = cupy.cuda.Stream(**{handle: True})
-        shown = Shown(made_on(theirs, data(SHAPE)), stream=theirs.ptr or 1)
+        shown = StreamArray(made_on(theirs, data(SHAPE)), stream=theirs.ptr or 1)
         with cupy.cuda.Stream(non_blocking=True), cupy.cuda.Device(0):
             assert same(host_array(shown), data(SHAPE))
 
@@ -252,15 +252,15 @@ def test_a_threads_default_stream_is_its_own(new_machine):
 def test_strides_are_taken_and_nothing_at_all_too(mesh):
     stream = cupy.cuda.Stream(non_blocking=True)
     array = made_on(stream, data(SHAPE))[:, 1::3]
-    buffer = to_buffer(Shown(array, stream=stream.ptr), mesh.devices[0])
+    buffer = to_buffer(StreamArray(array, stream=stream.ptr), mesh.devices[0])
     assert same(buffer.numpy(), np.ascontiguousarray(data(SHAPE)[:, 1::3]))
-    nothing = Shown(cupy.ndarray((0, 3), "float32"), data=(0, False))
+    nothing = StreamArray(cupy.ndarray((0, 3), "float32"), data=(0, False))
     assert to_buffer(nothing, mesh.devices[0]).shape == (0, 3)
 
 
 def test_a_read_only_array_is_an_input_and_never_an_output(mesh):
     array = cupy.asarray(data(SHAPE))
-    buffer = to_buffer(Shown(array, data=(array.data.ptr, True), stream=1), mesh.devices[0])
+    buffer = to_buffer(StreamArray(array, data=(array.data.ptr, True), stream=1), mesh.devices[0])
     with pytest.raises(ValueError, match="read-only"):
         mesh.devices[0].copy(buffer, mesh.devices[0].upload(data(SHAPE)))
 
@@ -268,7 +268,7 @@ def test_a_read_only_array_is_an_input_and_never_an_output(mesh):
 def test_what_is_shared_in_no_way_is_refused(mesh):
     array = cupy.asarray(data(SHAPE))
     with pytest.raises(TypeError, match="mask"):
-        to_buffer(Shown(array, mask=array), mesh.devices[0])
+        to_buffer(StreamArray(array, mask=array), mesh.devices[0])
     nothing = type("Nothing", (), {"__cuda_array_interface__": None})()
     with pytest.raises(TypeError, match="the GPU memory of Nothing cannot be shared"):
         to_buffer(nothing, mesh.devices[0])
@@ -276,7 +276,7 @@ def test_what_is_shared_in_no_way_is_refused(mesh):
         open_mesh(1, backend="sim") as sim,
         pytest.raises(DeviceMismatchError, match="sim:0 is simulated"),
     ):
-        to_buffer(Shown(array), sim.devices[0])
+        to_buffer(StreamArray(array), sim.devices[0])
 
 
 def test_a_jax_array_is_shared_behind_cupys_stream_and_stays_as_it_is(mesh, torch):
