@@ -35,8 +35,8 @@ CASES = {
 }
 
 
-def calls_of() -> dict[str, Callable[[], Any]]:
-    """Returns the calls of the checkout whose ``src`` comes first in ``sys.path``."""
+def calls_of() -> tuple[Any, dict[str, Callable[[], Any]]]:
+    """Returns a mesh and the calls, of the checkout whose ``src`` comes first in ``sys.path``."""
     from measure import stub_cupy
     from measure.resnet50 import resnet50
 
@@ -54,7 +54,7 @@ def calls_of() -> dict[str, Callable[[], Any]]:
         own.append((value, value))
         value = gr.PerReplica([cupy.ndarray(shape, "float32") for _ in mesh], mesh)
         of_cupy.append((value, value))
-    return {
+    return mesh, {
         "plain": lambda: cross_device_ops.batch_reduce(mean, own),
         "plain, one tensor": lambda: cross_device_ops.batch_reduce(mean, own[:1]),
         "prepared": cross_device_ops.prepare(mean, own),
@@ -67,7 +67,7 @@ def calls_of() -> dict[str, Callable[[], Any]]:
 
 def work() -> None:
     """Measures what the parent process asks for: a case and a number of calls per line."""
-    calls = calls_of()
+    mesh, calls = calls_of()
     for call in calls.values():
         for _ in range(3):  # fills caches
             call()
@@ -76,6 +76,8 @@ def work() -> None:
     for line in sys.stdin:
         name, number = json.loads(line)
         call = calls[name]
+        for device in mesh:  # memory that another case has freed
+            device.drain()
         start = time.process_time()
         for _ in range(number):
             call()

@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from gradreduce.device import Block, Device, FreedBlock, Stream, block_stream, handle_of
+from gradreduce.device.mesh_state import MeshState
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 _Place = tuple[Device, int]  # whose compute queue, and the handle of a caller's stream
@@ -193,14 +194,18 @@ def _release_inputs(scope: _Scope, reads: bool) -> None:
     memory until the next call.
     """
     waiting = reads
+    sharing: dict[tuple[MeshState, int, int], tuple[Stream, list[Device]]] = {}
     for (device, handle), (stream, read) in scope.inputs.items():
         if not (reads or read) or (True, device, handle) in scope.fenced:
             continue
         if device.mesh_state.capture is None:  # else each call of what is captured does it
-            # A device that has failed or hangs cannot make its readers wait.
-            try:
-                block_stream(device, stream)
-            except (BackendUnavailableError, CollectiveError):
-                waiting = False
+            gpu = (device.mesh_state, device.physical, handle)
+            sharing.setdefault(gpu, (stream, []))[1].append(device)
+    for stream, devices in sharing.values():
+        # A device that has failed or hangs cannot make its readers wait.
+        try:
+            block_stream(devices[0], stream, sharing=devices)
+        except (BackendUnavailableError, CollectiveError):
+            waiting = False
     for freed in scope.read if waiting else ():
         freed.raw = None

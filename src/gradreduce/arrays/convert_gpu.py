@@ -16,6 +16,7 @@ import numpy as np
 
 from gradreduce.device import Buffer, Device, Stream, handle_of, wait_for_stream
 from gradreduce.device.dtypes import BFLOAT16
+from gradreduce.device.mesh_state import MeshState
 from gradreduce.errors import CaptureError, DeviceMismatchError
 
 from .caller_streams import keep_alive, record_input, unchecked, unsynchronized
@@ -82,11 +83,18 @@ def wait_for_inputs(buffers: Iterable[Buffer]) -> None:
     were passed in this call.
     """
     external = [buffer for buffer in buffers if buffer.array_owner in OWNED_BY_CALLER]
-    for kind, device in {(buffer.array_owner, buffer.device) for buffer in external}:
-        if kind is not None and device.mesh_state.backend == "cuda":
-            stream = current_of(device, kind)
-            if unsynchronized(device, stream, leaving=False) is not None:
-                wait_for_stream(device, stream)
+    sharing: dict[tuple[str | None, MeshState, int], list[Device]] = {}
+    for kind, device in dict.fromkeys((buffer.array_owner, buffer.device) for buffer in external):
+        if device.mesh_state.backend == "cuda":
+            sharing.setdefault((kind, device.mesh_state, device.physical), []).append(device)
+    for (kind, _, _), devices in sharing.items():
+        stream = current_of(devices[0], str(kind))
+        waiting = [
+            each for each in devices if unsynchronized(each, stream, leaving=False) is not None
+        ]
+        if waiting:  # once for each GPU
+            wait_for_stream(waiting[0], stream, sharing=waiting)
+        for device in devices:
             record_input(device, stream)
     for buffer in external:
         if buffer.device.mesh_state.backend == "cuda":
@@ -233,9 +241,13 @@ def _current(gpu: int) -> Stream:
 # ---- out -----------------------------------------------------------------------------------------
 
 
-def wait_for_current_stream(buffer: Buffer, kind: Kind) -> None:
-    """Makes our queue wait for the current stream of the library of ``kind``."""
-    wait_for_stream(buffer.device, current_of(buffer.device, kind))
+def wait_for_current_stream(buffers: Iterable[Buffer], kind: Kind) -> None:
+    """Makes our queues wait for the current streams of the library of ``kind``, once per GPU."""
+    sharing: dict[tuple[MeshState, int], list[Device]] = {}
+    for device in dict.fromkeys(buffer.device for buffer in buffers):
+        sharing.setdefault((device.mesh_state, device.physical), []).append(device)
+    for devices in sharing.values():
+        wait_for_stream(devices[0], current_of(devices[0], kind), sharing=devices)
 
 
 def block_current_stream(buffer: Buffer, kind: Kind) -> None:

@@ -37,9 +37,8 @@ class FlatArrayConverter:
 
     def to_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
         """Makes our queues wait for the library's current streams; host arrays are ready."""
-        for buffer in buffers:
-            if buffer.device.mesh_state.backend != "sim" and output_type != "buffer":
-                wait_for_current_stream(buffer, as_result_kind(output_type, "native"))
+        if buffers[0].device.mesh_state.backend != "sim" and output_type != "buffer":
+            wait_for_current_stream(buffers, as_result_kind(output_type, "native"))
 
     def from_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
         """Makes the library's current streams wait for our queues; host arrays: the host waits."""
@@ -166,7 +165,7 @@ class _AttachedGradients:
                 parameter.grad = view
                 self._rows[tensor] = (self._rows[tensor][0], ref(view), self._rows[tensor][2])
         if replaced and block.device.mesh_state.backend == "cuda":
-            wait_for_current_stream(buffer, "torch")
+            wait_for_current_stream([buffer], "torch")
 
 
 def _no_view() -> None:

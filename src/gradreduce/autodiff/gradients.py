@@ -263,7 +263,7 @@ def _wait_for_current_streams(copies: Iterable[Buffer], kind: Kind) -> None:
         if copy.device.mesh_state.backend != "sim":
             # A failed device cannot be written any more.
             with suppress(BackendUnavailableError, CollectiveError):
-                wait_for_current_stream(copy, kind)
+                wait_for_current_stream([copy], kind)
 
 
 def _plain(copy: Buffer) -> Any:

@@ -81,7 +81,7 @@ def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], lead
                 f"slots[{name!r}][...] = new"
             )
     if leader.mesh_state.backend != "sim":
-        wait_for_current_stream(buffers[0], "native")
+        wait_for_current_stream(buffers[:1], "native")
 
 
 def _only_read(gradient: Any, leader: Device) -> Any:

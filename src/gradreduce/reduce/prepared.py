@@ -76,7 +76,7 @@ class StreamBoundary:
             if kind in _SHARED_KINDS and device.mesh_state.backend == "cuda"
         ]
         read = {(kind == "torch", device.physical) for kind, device in shared}
-        # On GPUs: a kind, the first device, and if arrays are read the others behind it.
+        # On GPUs: a kind, the first device, and if arrays are read all that follow it.
         self._boundaries: list[tuple[str, Device, list[Device]]] = []
         self._host_consumers: list[Device] = []  # in host memory
         self._consumers: dict[tuple[str, Device], object] = {}  # the stream of the last call
@@ -105,8 +105,7 @@ class StreamBoundary:
             if others:
                 waits.append((device, stream, others))
         for device, stream, others in waits:
-            wait_for_stream(device, stream, checked=True)
-            fork_streams(device, others)
+            wait_for_stream(device, stream, sharing=others, checked=True)
 
     def leave(self, results: Iterable[Buffer] = ()) -> None:
         """Makes those streams wait for our compute queues; for host arrays the host waits.

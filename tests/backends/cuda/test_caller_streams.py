@@ -105,13 +105,13 @@ def test_a_callers_stream_is_waited_for_once_a_call(mesh, here, torch):
     counts = [records(here, lambda number=number: gr.apply_grads(accs[:number], tensors[:number]))
               for number in (1, 6)]  # fmt: skip
     assert counts == [2, 2]
-    # Where a result goes to the same stream, its release is that fence.
+    # Where a result goes to the same stream, its release is that fence; else there is one per GPU.
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh[:2])
     rows = [[tensors[0]], [tensors[1]]]
     ops.all_reduce(rows)
     given = [records(here, lambda kind=kind: ops.all_reduce(rows, output_type=kind))
              for kind in ("torch", "buffer")]  # fmt: skip
-    assert given[0] == given[1]
+    assert given[0] >= given[1]
     # A value that was made before is fenced at the call that reads it, and only there.
     assert records(here, lambda: gr.PerReplica(rows[0], devices=mesh.devices[:1])) == 1
 
@@ -149,7 +149,7 @@ def test_an_array_is_held_until_the_call_that_reads_it_is_over(mesh, torch):
 def unsynchronized(monkeypatch):
     """Inside, calls cannot make a caller's stream wait."""
 
-    def refuse(device, stream):
+    def refuse(device, stream, *, sharing):
         raise gr.errors.CollectiveError("for a test")
 
     @contextmanager
