@@ -89,6 +89,11 @@ def hosts(count: int, size: int, dtype: str = "float32") -> list[np.ndarray]:
     return [np.resize(pattern, size) for _ in range(count)]
 
 
+def launch_segment_sum(*operands: Any) -> None:
+    """Plans a sum of rows of the same index, and launches it."""
+    ops.segment_sum_command(*operands)()
+
+
 class Bench:
     """One device, its implementations, its peers, and the measurements on it."""
 
@@ -232,8 +237,8 @@ class Bench:
         for implementation, device in self.devices():
             placed = device.put(values)
             shape = (segments.num_segments, WIDTH)
-            planned = partial(ops.segment_sum, [device.empty(shape, "float32")], [placed])
-            ours[implementation] = partial(planned, [segments])
+            operands = [device.empty(shape, "float32")], [placed], [segments]
+            ours[implementation] = partial(launch_segment_sum, *operands)
             slices = gr.IndexedSlices(placed, indices, out.shape)
             ours[f"{implementation} with its plan"] = slices.coalesce
         nbytes = values.nbytes + out.nbytes + indices.nbytes

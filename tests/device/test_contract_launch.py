@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from device.contract import FLOAT, QUEUES, SIZE, add, adopted, data, uploaded
 from support.exact_data import DTYPES, same
+from support.implementations import segment_sum
 from support.meshes import refused
 
 from gradreduce.backends.sim import host_compile
 from gradreduce.device import Buffer, Device, Record, accumulate_dtype, element_of
 from gradreduce.errors import DeviceMismatchError
-from gradreduce.ops import plan_segments, segment_sum
+from gradreduce.ops import plan_segments
 from gradreduce.ops.add_n import ADD_N
 
 

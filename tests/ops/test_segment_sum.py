@@ -19,11 +19,12 @@ from support.implementations import (
     blank,
     counted_threads,
     recorded,
+    segment_sum,
     start_patterns,
 )
 
 from gradreduce.device import as_dtype
-from gradreduce.ops import joined_indices, plan_segments, prepare_segment_sum, segment_sum
+from gradreduce.ops import joined_indices, plan_segments, prepare_segment_sum
 from gradreduce.ops.segment_sum import LEVELS, PART_SIZE, SEGMENT_SUM
 
 # Around vectors of 1 to 16 elements; odd ones, and ones that some dtypes take as whole vectors.

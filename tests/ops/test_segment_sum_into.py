@@ -5,10 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.exact_data import DTYPES, random_data, same
-from support.implementations import Operand, accumulate_dtype_of, recorded, start_patterns
+from support.implementations import (
+    Operand,
+    accumulate_dtype_of,
+    recorded,
+    segment_sum,
+    start_patterns,
+)
 
 from gradreduce.device import as_dtype
-from gradreduce.ops import plan_segments, segment_sum, segment_sum_command
+from gradreduce.ops import plan_segments, segment_sum_command
 from gradreduce.ops.segment_sum import SEGMENT_SUM
 
 INDICES = np.array([3, 9, 3, 0, 3, 9, 5, 2**40, 0, 3])  # five segments

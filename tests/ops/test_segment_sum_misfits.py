@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from ops.test_segment_sum import INDICES, Rows, sums
 from support.exact_data import random_data, same
-from support.implementations import Operand, recorded
+from support.implementations import Operand, recorded, segment_sum
 
-from gradreduce.ops import plan_segments, segment_sum
+from gradreduce.ops import plan_segments
 
 PLAN = plan_segments(INDICES % 11)
 OUT, ARRAY, TERM = ("float32", (5, 3)), ("float32", (9, 3)), ("float32", (10, 3))

@@ -16,6 +16,7 @@ from gradreduce.backends import open_mesh
 from gradreduce.device import Buffer, Device, Journal, as_dtype
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.device.launch_table import INLINE_WORDS, ROW_HEADER
+from gradreduce.ops import segment_sum_command
 
 # "sanitized" runs the tests of kernels/ and ops/ under AddressSanitizer and UBSan, which must be
 # preloaded, and with that implementation only.
@@ -42,6 +43,11 @@ SPLIT_SIZE = 2**18 + 13  # enough for several threads
 INLINE_ROWS = INLINE_WORDS // (ROW_HEADER + 2)  # of two operands; more leave the inline table
 # Bytes. As a float of any size: positive and at least 200; negative and tiny.
 AROUND, BLANK = 0x5A, 0xA5
+
+
+def segment_sum(*operands, **options) -> None:
+    """Plans a sum of segments, and launches it."""
+    segment_sum_command(*operands, **options)()
 
 
 @pytest.fixture(scope="module", params=IMPLEMENTATIONS)

@@ -276,12 +276,12 @@ def _summed(
     into: Sequence[Indices | None],
     divisors: Sequence[Divisor],
 ) -> list[Buffer]:
-    """Runs ``ops.segment_sum`` on each physical device: one upload, one launch per dtype."""
+    """Sums segments of rows on each physical device: one upload, one launch per dtype."""
     devices = [out.device for out in outs]
     for here in by_physical(devices).values():
         sharing = [devices[index] for index in here]
         join_streams(sharing[0], sharing)
-        ops.segment_sum(
+        launch = ops.segment_sum_command(
             [outs[index] for index in here],
             [values[index] for index in here],
             [segments[index] for index in here],
@@ -289,6 +289,7 @@ def _summed(
             divisor=[divisors[index] for index in here],
             device=sharing[0],
         )
+        launch()
         fork_streams(sharing[0], sharing)
     return list(outs)
 

@@ -1,9 +1,9 @@
 """Derivative rules of indexing: slices, rows, integer arrays and masks.
 
 Gradients of elements that were read twice are added. Positions are computed on the host, and
-``ops.segment_sum`` adds the elements in the order in which they were read: deterministic for NumPy
-and CuPy arrays, which have no ``np.add.at``. The gradient of rows gathered from a Variable is
-``IndexedSlices``.
+``ops.segment_sum_command`` adds the elements in the order in which they were read: deterministic
+for NumPy and CuPy arrays, which have no ``np.add.at``. The gradient of rows gathered from a
+Variable is ``IndexedSlices``.
 """
 
 from __future__ import annotations

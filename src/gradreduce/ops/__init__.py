@@ -13,7 +13,7 @@ from .global_update import GLOBAL_UPDATES, global_update_of
 from .local_update import LOCAL_UPDATES, local_update_of
 from .pack import PACK, pack, pack_unchecked, prepare_pack
 from .row_index import RowIndex, expand_divisors, merged_row_index
-from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum, segment_sum_command
+from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum_command
 from .segments import Indices, Segments, joined_indices, plan_segments, single_row_segments
 from .square_sum import SQUARE_SUM, norm_of, prepare_norm_of, square_sum
 from .take_rows import TAKE_ROWS, prepare_take_rows, take_rows_command
@@ -60,7 +60,6 @@ __all__ = [
     "prepare_rule",
     "prepare_segment_sum",
     "prepare_take_rows",
-    "segment_sum",
     "segment_sum_command",
     "single_row_segments",
     "square_sum",

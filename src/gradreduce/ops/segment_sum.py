@@ -109,7 +109,7 @@ SEGMENT_SUM = Kernel(
 )
 
 
-def segment_sum(
+def segment_sum_command(
     outs: Sequence[Buffer],
     values: Sequence[Buffer],
     segments: Sequence[Segments],
@@ -117,8 +117,11 @@ def segment_sum(
     into: Sequence[np.ndarray | None] | None = None,
     divisor: Divisor | Sequence[Divisor] = 1,
     device: Device | None = None,
-) -> None:
-    """``outs[t][into[t][s]]`` becomes the sum of the rows in segment s, for every tensor t.
+) -> Callable[[], None]:
+    """Validates, and uploads plans; the function that it returns launches.
+
+    The launch writes the sum of the rows in segment s to ``outs[t][into[t][s]]`` for every tensor
+    t. A caller of several launches has the memory of all before the first.
 
     Adds left to right in the order of the rows, so the result is deterministic. 16-bit floats are
     added in float32 and rounded once. One upload of the plans of all tensors; one launch for
@@ -140,22 +143,6 @@ def segment_sum(
     Raises:
         ValueError: sizes, rows or dtypes do not match, an output overlaps its values, ``into`` has
             a row twice or out of range, or integers would be divided.
-    """
-    segment_sum_command(outs, values, segments, into=into, divisor=divisor, device=device)()
-
-
-def segment_sum_command(
-    outs: Sequence[Buffer],
-    values: Sequence[Buffer],
-    segments: Sequence[Segments],
-    *,
-    into: Sequence[np.ndarray | None] | None = None,
-    divisor: Divisor | Sequence[Divisor] = 1,
-    device: Device | None = None,
-) -> Callable[[], None]:
-    """As ``segment_sum``, but only checks and uploads; calling what it returns launches.
-
-    So that what makes several launches has its memory before the first.
     """
     planned = _planned(outs, values, segments, into, divisor)
     if not planned:
