@@ -153,6 +153,7 @@ class Kernel:
     """A kernel; also the module that it comes from."""
 
     __call__ = launch = _nothing
+    ptr = 0
 
     def __init__(self, **options: Any) -> None:
         self.kernel = self
@@ -201,6 +202,9 @@ def install() -> None:
         UnownedMemory=UnownedMemory,
         alloc_pinned_memory=PinnedMemory,
         compiler=_module("cupy.cuda.compiler", CompileException=RuntimeError),
+        driver=_module(
+            "cupy.cuda.driver", occupancyMaxActiveBlocksPerMultiprocessor=lambda *arguments: 8
+        ),
         function=_module("cupy.cuda.function", CNumpyArray=CNumpyArray),
         get_current_stream=lambda device_id=-1: current,
         runtime=runtime,

@@ -5,7 +5,9 @@ Takes the arguments that CuPy 14.2 takes and, unlike CUDA, checks them against t
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,10 @@ MAX_ARGUMENT_BYTES = 4096
 # What ours must ask NVRTC for: without it the compiler fuses multiply and add.
 NEEDED_OPTIONS = ("-std=c++17", "-fmad=false")
 _PYTHON_TYPES = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
+
+
+_handles = itertools.count(0x7000)
+_functions: weakref.WeakValueDictionary[int, Function] = weakref.WeakValueDictionary()
 
 
 class CompileException(Exception):
@@ -134,6 +140,12 @@ class Function:
         self._text = text
         self._name = name
         self._gpu = gpu
+        self._ptr = next(_handles)
+        _functions[self._ptr] = self
+
+    @property
+    def ptr(self):
+        return self._ptr
 
     def __call__(
         self, grid, block, args, shared_mem=0, stream=None, enable_cooperative_groups=False
@@ -165,12 +177,16 @@ class Function:
             with _of_the_driver():
                 machine.submit(queue, self._name, work)
 
-    def _check_place(self, machine: Machine, queue: Any) -> None:
+    def check_gpu(self, machine: Machine) -> None:
         here = _device()
         if self._gpu != here:
             machine.fail(
                 f"wrong device: {self._name} was loaded on GPU {self._gpu}, current is {here}"
             )
+
+    def _check_place(self, machine: Machine, queue: Any) -> None:
+        self.check_gpu(machine)
+        here = _device()
         if queue.gpu != here:
             machine.fail(
                 f"wrong device: {self._name} on {queue} of GPU {queue.gpu}, current is {here}"
@@ -202,6 +218,14 @@ class Function:
                 wrong = layout_faults(self._text, self._name, position, dtype)
                 if wrong:
                     machine.fail(f"arguments: {self._name}: struct layout at {position}: {wrong}")
+
+
+def max_active_blocks(func, blockSize, dynamicSMemSize):
+    """``driver.occupancyMaxActiveBlocksPerMultiprocessor``: as far as threads go."""
+    from . import surface
+
+    _functions[func].check_gpu(current())
+    return surface.Device().attributes["MaxThreadsPerMultiProcessor"] // blockSize
 
 
 def packed_argument(argument: Any) -> tuple[str, bytes, np.dtype | None]:

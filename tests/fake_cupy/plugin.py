@@ -106,7 +106,11 @@ def inject() -> None:
     )
     compiler = _module("cupy.cuda.compiler", CompileException=kernels.CompileException)
     function = _module("cupy.cuda.function", CNumpyArray=kernels.CNumpyArray)
-    driver = _module("cupy.cuda.driver", CUDADriverError=surface.CUDADriverError)
+    driver = _module(
+        "cupy.cuda.driver",
+        CUDADriverError=surface.CUDADriverError,
+        occupancyMaxActiveBlocksPerMultiprocessor=kernels.max_active_blocks,
+    )
     cuda = _module(
         "cupy.cuda",
         runtime=runtime,

@@ -30,6 +30,7 @@ OFFERED = {
         "alloc_pinned_memory get_current_stream get_elapsed_time is_available"
     ),
     "cupy.cuda.Device": "id attributes use synchronize",
+    "cupy.cuda.Function": "ptr",
     "cupy.cuda.Graph": "launch upload",
     "cupy.cuda.Stream": (
         "__init__ synchronize wait_event record done use begin_capture end_capture is_capturing "
@@ -40,7 +41,7 @@ OFFERED = {
     "cupy.cuda.MemoryPool": "malloc free_all_blocks used_bytes total_bytes",
     "cupy.cuda.MemoryPointer": "device",
     "cupy.cuda.compiler": "CompileException",
-    "cupy.cuda.driver": "CUDADriverError",
+    "cupy.cuda.driver": "CUDADriverError occupancyMaxActiveBlocksPerMultiprocessor",
     "cupy.cuda.function": "CNumpyArray",
     "cupy.cuda.runtime": (
         "CUDARuntimeError getDevice setDevice getDeviceCount deviceCanAccessPeer "

@@ -308,14 +308,45 @@ def test_a_refused_text_points_into_the_file(mesh, monkeypatch):
 
 
 def test_what_is_prepared_is_compiled_on_each_gpu_once(mesh, monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        compile, "_compile", lambda kernel, template: made.append(template) or "entry"
-    )
+    compiled = recorded_calls(monkeypatch, compile, "_compile")
+    occupancy = "occupancyMaxActiveBlocksPerMultiprocessor"
+    asked = recorded_calls(monkeypatch, cupy.cuda.driver, occupancy)
     kernel = replace(ADD_N)
     for device in (*mesh.devices, *mesh.devices):
         device.prepare(kernel, ("float32", "float32", 2))
-    assert len(made) == 2
+    assert compiled == [(kernel, ("float32", "float32", 2))] * 2
+    assert [(threads, shared) for _, threads, shared in asked] == [(256, 0)] * 2
+
+
+def recorded_calls(monkeypatch, module, name):
+    """The arguments of every later call of a function."""
+    calls, function = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: calls.append(args) or function(*args))
+    return calls
+
+
+@pytest.mark.parametrize(("blocks", "chunks"), [(8, 32), (2, 8)])
+def test_a_launch_has_chunks_for_the_blocks_that_the_driver_reports(
+    here, monkeypatch, blocks, chunks
+):
+    """On 4 multiprocessors."""
+    monkeypatch.setattr(compile, "_functions", {})
+    monkeypatch.setattr(
+        cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *args: blocks
+    )
+    grids, call = [], cupy.cuda.Function.__call__
+
+    def recorded(self, grid, *rest, **options):
+        grids.append(grid)
+        call(self, grid, *rest, **options)
+
+    monkeypatch.setattr(cupy.cuda.Function, "__call__", recorded)
+    with open_mesh([0], backend="cuda") as mesh:
+        device = mesh.devices[0]
+        size = 32 * 256 * 4  # a vector for each thread of 8 blocks on each multiprocessor
+        out, term = (device.zeros((size,), "float32") for _ in range(2))
+        ops.add_n([out], [[term]])
+    assert grids == [(chunks,)]
 
 
 def test_two_meshes_have_their_own_streams(here):

@@ -6,23 +6,34 @@ CuPy keeps the result on disk, keyed by the text (into which headers are pasted)
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 
 from gradreduce.device import Kernel, ModuleLock, Template
 from gradreduce.device.kernel import OPTIONS, kernel_text
 
-__all__ = ["function", "is_compiled"]
+__all__ = ["LoadedKernel", "is_compiled", "load_kernel"]
 
-_functions: dict[tuple[Kernel, Template, int], Any] = {}
+
+class LoadedKernel(NamedTuple):
+    """One instantiation on one GPU.
+
+    Attributes:
+        function: called as ``function(grid, block, arguments, stream=…)``.
+        blocks: full blocks that fit on a multiprocessor at once, by its registers.
+    """
+
+    function: Any
+    blocks: int
+
+
+_functions: dict[tuple[Kernel, Template, int], LoadedKernel] = {}
 _lock = ModuleLock()
 
 
-def function(kernel: Kernel, template: Template, ordinal: int) -> Any:
-    """Returns the function of one instantiation on the current GPU, ``ordinal``.
-
-    Called as ``function(grid, block, arguments, stream=…)``.
+def load_kernel(kernel: Kernel, template: Template, ordinal: int, threads: int) -> LoadedKernel:
+    """Returns one instantiation on the current GPU, ``ordinal``; ``threads`` of a full block.
 
     Raises:
         RuntimeError: NVRTC refused the text; its messages point into the ``.cu`` file.
@@ -33,12 +44,16 @@ def function(kernel: Kernel, template: Template, ordinal: int) -> Any:
         with _lock.lock:
             found = _functions.get(key)
             if found is None:
-                found = _functions[key] = _compile(kernel, template)
+                function = _compile(kernel, template)
+                blocks = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+                    function.ptr, threads, 0
+                )
+                found = _functions[key] = LoadedKernel(function, blocks)
     return found
 
 
 def is_compiled(kernel: Kernel, template: Template, ordinal: int) -> bool:
-    """Whether ``function`` is already compiled and loaded."""
+    """Whether ``load_kernel`` has compiled and loaded it."""
     return (kernel, template, ordinal) in _functions
 
 

@@ -42,7 +42,7 @@ from gradreduce.device.op_log import QUEUES
 from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
-from .compile import function, is_compiled
+from .compile import is_compiled, load_kernel
 from .geometry import Geometry
 from .graph import GraphRecording
 from .streams import FATAL, Gpu, StreamState, event_of, is_capturing
@@ -418,7 +418,7 @@ class CudaDevice(CudaQueues):
     def _prepare(self, kernel: Kernel, template: Template, may_compile: bool = True) -> bool:
         if may_compile:
             with self.gpu:
-                function(kernel, template, self.physical)
+                load_kernel(kernel, template, self.physical, self._geometry.threads)
         return is_compiled(kernel, template, self.physical)
 
     def _resolved(
@@ -433,26 +433,27 @@ class CudaDevice(CudaQueues):
             self.gpu,
             self.mesh_state.recording_commands(None),
         ):  # a table is uploaded once, however often used
-            entry = function(kernel, template, self.physical)
+            geometry = self._geometry
+            function, blocks = load_kernel(kernel, template, self.physical, geometry.threads)
             if kernel.items is None:
                 items = [row[0].size for row in rows]
             else:
                 items = [kernel.num_items(row) for row in rows]
             total, itemsize = sum(items), _narrowest(rows[0])
-            table = self._tables.find(rows, items, self._geometry.chunk_size(total, itemsize))
+            table = self._tables.find(rows, items, geometry.chunk_size(total, itemsize, blocks))
             if table.held is not None and queue != "compute":  # on which it was uploaded
                 table.held.block.touched.add((self, queue))
                 self.wait(self.mark("compute"), queue=queue)
             # 0.0 == -0.0, but a product with it is not: such scalars are told apart by their text.
             cache_key = repr(scalars) if 0 in scalars else ""
             arguments = (table.argument, *_scalar_arguments(kernel, tuple(scalars), cache_key))
-        block = self._geometry.block(total, table.num_chunks, itemsize)
+        block = geometry.block(total, table.num_chunks, itemsize)
         grid, threads, state = (table.num_chunks,), (block,), self._stream_states[queue]
 
         def command(_held: object = table.held) -> None:
             with self.gpu:
                 stream = state.ready() if self.mesh_state.capture is None else self._ready(queue)
-                entry(grid, threads, arguments, stream=stream)
+                function(grid, threads, arguments, stream=stream)
             state.submitted()
 
         return command

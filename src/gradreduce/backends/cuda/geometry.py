@@ -12,8 +12,9 @@ from dataclasses import dataclass
 __all__ = ["Geometry"]
 
 VECTOR = 16  # bytes, what a thread loads and stores at once
-# Blocks that fill a multiprocessor: when one of them ends, an eighth of it waits for the next.
+# A block has an eighth of a multiprocessor's threads: when it ends, an eighth waits for the next.
 BLOCKS_PER_PROCESSOR = 8
+MOST_THREADS = 256  # __launch_bounds__ in kernels/
 # Vectors of a thread, in chunks that are many: enough to pay for finding the row, few enough for
 # the last blocks of a launch to end together.
 VECTORS = 4
@@ -28,33 +29,35 @@ class Geometry:
     Attributes:
         warp: threads that run in step.
         threads: of a full block.
-        resident: full blocks that fit on the GPU at once.
+        num_processors: multiprocessors.
     """
 
     warp: int
     threads: int
-    resident: int
+    num_processors: int
 
     @classmethod
     def of(cls, attributes: Mapping[str, int]) -> Geometry:
         """Makes the geometry from ``cupy.cuda.Device.attributes``."""
         warp = attributes["WarpSize"]
         share = attributes["MaxThreadsPerMultiProcessor"] // BLOCKS_PER_PROCESSOR
-        threads = min(share, attributes["MaxThreadsPerBlock"]) // warp * warp
-        return cls(warp, threads, BLOCKS_PER_PROCESSOR * attributes["MultiProcessorCount"])
+        threads = min(share, MOST_THREADS, attributes["MaxThreadsPerBlock"]) // warp * warp
+        return cls(warp, threads, attributes["MultiProcessorCount"])
 
-    def chunk_size(self, num_items: int, itemsize: int) -> int:
+    def chunk_size(self, num_items: int, itemsize: int, blocks: int) -> int:
         """Returns the items of a chunk: whole vectors for every thread of a block.
 
         Args:
             num_items: in all rows together.
             itemsize: bytes of an item in the narrowest operand.
+            blocks: of the kernel, full ones that fit on a multiprocessor at once.
         """
+        resident = blocks * self.num_processors
         unit = self.threads * (VECTOR // itemsize)
         chunk = VECTORS * unit
-        while chunk > unit and num_items // chunk < self.resident:  # small work feeds all blocks
+        while chunk > unit and num_items // chunk < resident:  # small work feeds all blocks
             chunk //= 2
-        while num_items // chunk > WAVES * self.resident:
+        while num_items // chunk > WAVES * resident:
             chunk *= 2
         return chunk
 
