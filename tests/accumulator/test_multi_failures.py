@@ -171,6 +171,6 @@ def test_the_consumer_gets_the_error_and_whoever_waits_behind_it_too(implementat
         with pytest.raises(Planted) as caught:
             joint.result()
         assert "cannot be used any more" in caught.value.__notes__[0]
-        with pytest.raises((BackendUnavailableError, CancelledError), match=r"lost|cancelled"):
+        with pytest.raises((BackendUnavailableError, CancelledError), match=r"failed|cancelled"):
             behind.result()
         assert counters([first, second]) == [(4, 0, 0), (3, 0, 0)]
