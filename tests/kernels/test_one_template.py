@@ -20,10 +20,12 @@ from support.implementations import Operand, buffers, opened
 from gradreduce.ops import plan_segments
 from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP
 from gradreduce.ops.add_n import ADD_N
+from gradreduce.ops.all_sum import ALL_SUM
 from gradreduce.ops.clip import CLIP
 from gradreduce.ops.distance_scale import DISTANCE_SCALE
 from gradreduce.ops.global_update import global_update_of
 from gradreduce.ops.local_update import local_update_of
+from gradreduce.ops.pack import PACK
 from gradreduce.ops.segment_sum import SEGMENT_SUM
 from gradreduce.ops.square_sum import SQUARE_SUM
 from gradreduce.ops.take_rows import TAKE_ROWS
@@ -76,6 +78,8 @@ LOCAL, GLOBAL = local_update_of(MOMENTUM), global_update_of(MOMENTUM)
 CASES = {
     "add_n of 3": (ADD_N, (SINGLE, SINGLE, 3), [TERMS], (3,)),
     "add_n of any": (ADD_N, (SINGLE, SINGLE, 0), [TERMS], (3,)),
+    "all_sum of 4": (ALL_SUM, (SINGLE, SINGLE, 4), [TERMS * 2], (4, 4, 1, 3.0)),
+    "pack": (PACK, (SINGLE, SINGLE), [[np.ones(SIZE + 97, SINGLE), TERMS[0]]], (3.0,)),
     "segment_sum": (SEGMENT_SUM, (SINGLE, SINGLE), [segments(7), segments(8)], (1, 1, 1.0)),
     "adam": (ADAM, (HALF, SINGLE), [masters(HALF, SINGLE, SINGLE, SINGLE, HALF)],
              (4, 0.1, 0.2, 0.3, 0.01)),
