@@ -125,6 +125,7 @@ class SuspendedScope:
     ) -> None:
         if self._scope is not None:
             self._scope.fenced.clear()
+            self._scope.checked.clear()
             _thread.suspended, _thread.scope = self._outer, self._scope
 
 

@@ -23,6 +23,7 @@ from .convert_gpu import (
     Kind,
     adopt_cupy,
     adopt_foreign,
+    adopt_torch,
     block_current_stream,
     download_foreign,
     from_gpu,
@@ -354,6 +355,8 @@ def _from_torch(tensor: Any, device: Device) -> Buffer:
     check_tensor(tensor)
     if tensor.requires_grad:
         raise ValueError("the tensor requires grad: pass tensor.detach()")
+    if tensor.is_cuda:
+        return _from_special_torch(tensor, device)
     try:
         array = tensor.numpy()
     except (TypeError, RuntimeError):  # not plain host memory of a dtype that NumPy has
@@ -372,12 +375,11 @@ def _from_special_torch(tensor: Any, device: Device) -> Buffer:
         return buffer
     if not tensor.is_cuda and tensor.device.type != "cpu":
         raise DeviceMismatchError(f"the tensor is on {tensor.device}; pass one on cpu or cuda")
+    if tensor.is_cuda:
+        return adopt_torch(tensor, device)
     is_bfloat16 = tensor.dtype is torch.bfloat16
     if is_bfloat16:
         tensor = tensor.view(torch.int16)
-    if tensor.is_cuda:
-        stream = torch.cuda.current_stream(tensor.device).cuda_stream
-        return adopt_foreign(tensor, device, stream, dtype=BFLOAT16 if is_bfloat16 else None)
     try:
         array, address = tensor.numpy(), tensor.data_ptr()
     except (TypeError, RuntimeError) as error:  # in torch.func, quantized, ...

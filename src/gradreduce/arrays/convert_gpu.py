@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Stream, handle_of, wait_for_stream
+from gradreduce.device import Buffer, Device, Stream, as_dtype, handle_of, wait_for_stream
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.errors import CaptureError, DeviceMismatchError
@@ -38,25 +38,40 @@ def adopt_cupy(array: Any, device: Device) -> Buffer:
     return _adopt(array, device, _current(int(array.device.id)))
 
 
-def adopt_foreign(
-    array: Any,
-    device: Device,
-    stream: Stream | None = None,
-    *,
-    dtype: np.dtype | None = None,
-    writable: bool = True,
-) -> Buffer:
+def adopt_torch(tensor: Any, device: Device) -> Buffer:
+    """Wraps a PyTorch tensor as a Buffer on its GPU that waits for PyTorch's current stream.
+
+    It is shared by its address: DLPack would make CuPy's stream wait for PyTorch's each time.
+
+    Raises:
+        CaptureError: PyTorch's current stream is capturing a CUDA graph.
+        DeviceMismatchError: it is on a GPU outside the mesh, or the mesh is simulated.
+        TypeError: it has no memory of its own (in ``torch.func``), or a dtype that cannot be added.
+    """
+    _check_on_gpu(device)
+    dtype, strides = as_dtype(tensor.dtype), None
+    if not tensor.is_contiguous():
+        strides = tuple(step * dtype.itemsize for step in tensor.stride())
+    owner = tensor.detach()  # of the memory, also when the tensor gets another one
+    try:
+        address = owner.data_ptr()
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise TypeError(f"the tensor cannot be read as an array: PyTorch says {why!r}") from None
+    array = _array_at(address, tuple(tensor.shape), dtype, strides, (owner, tensor.device.index))
+    stream = int(sys.modules["torch"].cuda.current_stream(tensor.device).cuda_stream)
+    return _adopt(array, device, stream)
+
+
+def adopt_foreign(array: Any, device: Device, *, writable: bool = True) -> Buffer:
     """Wraps another library's GPU array as a Buffer on its GPU.
 
-    Shared by DLPack where the library supports it, else by ``__cuda_array_interface__``.
+    Shared by DLPack where the library supports it, which makes CuPy's current stream wait, and ours
+    waits for that one; else by ``__cuda_array_interface__``, which names its stream itself.
 
     Args:
-        array: of PyTorch, JAX, or whatever shows one of the two.
+        array: of JAX, or whatever shows one of the two.
         device: preferred among the logical devices of that GPU.
-        stream: its library's current one, or that one's raw handle. None for a library that shows
-            none: its DLPack makes CuPy's current stream wait, and ours waits for that one; the
-            interface names its stream itself.
-        dtype: the true dtype, where the array shows a view of the same width.
         writable: False where its library promises that it never changes.
 
     Raises:
@@ -64,16 +79,17 @@ def adopt_foreign(
         DeviceMismatchError: it is on a GPU outside the mesh, or the mesh is simulated.
         TypeError: it is shared in neither way.
     """
+    _check_on_gpu(device)
+    if unchecked(device, None):  # DLPack makes CuPy's stream wait
+        _check_streams(device, None)
+    shared = _by_dlpack(array) or _by_interface(array)
+    writable = writable and not shared.read_only
+    return _adopt(shared.array, device, shared.stream, once=shared.once, writable=writable)
+
+
+def _check_on_gpu(device: Device) -> None:
     if device.mesh_state.backend != "cuda":
         raise DeviceMismatchError(f"the array is on a GPU, but {device.name} is simulated")
-    if unchecked(device, stream):  # DLPack makes CuPy's stream wait
-        _check_streams(device, stream)
-    shared = _by_dlpack(array) or _by_interface(array)
-    memory = shared.array if dtype is None else shared.array.view(dtype)
-    writable = writable and not shared.read_only
-    if stream is None:
-        return _adopt(memory, device, shared.stream, once=shared.once, writable=writable)
-    return _adopt(memory, device, stream, writable=writable)
 
 
 def wait_for_inputs(buffers: Iterable[Buffer]) -> None:
@@ -169,14 +185,26 @@ def _by_interface(array: Any) -> _Shared:
     )
     address, read_only = interface["data"]
     gpu = int(cupy.cuda.runtime.pointerGetAttributes(address).device) if address else 0
+    made = _array_at(address, shape, dtype, strides, (array, gpu))
+    return _Shared(made, interface.get("stream"), once=True, read_only=bool(read_only))
+
+
+def _array_at(
+    address: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    strides: tuple[int, ...] | None,
+    place: tuple[Any, int],
+) -> Any:
+    """Returns a CuPy array at an address; ``place``: who owns the memory, and the GPU it is on."""
+    owner, gpu = place
+    cupy = sys.modules["cupy"]
     nbytes = math.prod(shape) * dtype.itemsize
     if strides is not None and nbytes:  # the last byte that a step of each extent can reach
         steps = ((extent - 1) * max(0, step) for extent, step in zip(shape, strides, strict=True))
         nbytes = sum(steps) + dtype.itemsize
-    memory = cupy.cuda.UnownedMemory(address, nbytes, array, gpu)
-    pointer = cupy.cuda.MemoryPointer(memory, 0)
-    made = cupy.ndarray(shape, dtype, pointer, strides)
-    return _Shared(made, interface.get("stream"), once=True, read_only=bool(read_only))
+    memory = cupy.cuda.UnownedMemory(address, nbytes, owner, gpu)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
 def _adopt(
@@ -197,7 +225,9 @@ def _adopt(
         )
     if array.flags.c_contiguous:
         fenced = unsynchronized(home, stream, leaving=False) if once else stream
-        buffer = home.adopt(array, fenced, writable=writable)
+        buffer = home.adopt(array, writable=writable)
+        if fenced is not None:
+            wait_for_stream(home, fenced, checked=not unchecked(home, fenced))
         if stream is not None and (writable or once):
             record_input(home, stream)
             keep_alive(buffer.block)

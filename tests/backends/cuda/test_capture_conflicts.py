@@ -263,21 +263,20 @@ def test_our_calls_inside_torch_cuda_graph(mode, torch):
 
 
 @pytest.mark.fake_cupy
-def test_a_tensor_is_not_shared_with_a_cupy_stream_that_captures(torch):
-    """DLPack makes CuPy's current stream wait for PyTorch's."""
+def test_a_tensor_is_shared_while_cupys_stream_captures(torch):
+    """Only PyTorch's stream is waited for."""
     import cupy
     from fake_cupy.machine import current
 
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         tensors = [tensor_of(torch, np.ones(6, np.float32)) for _ in range(2)]
         theirs = cupy.cuda.Stream(non_blocking=True)
-        with captured_by_caller(theirs, GLOBAL), pytest.raises(CaptureError):
+        with captured_by_caller(theirs, GLOBAL):
             gr.PerReplica(tensors, mesh)
         counts = current().counts
         before = counts["is_capturing"]
         value = gr.PerReplica(tensors, mesh)
-        # Each stream once, and PyTorch's for each of the two queues that wait for it.
-        assert counts["is_capturing"] - before == 4
+        assert counts["is_capturing"] - before == 1  # not for each queue that waits
         assert (value.buffers[0].numpy() == 1).all()
 
 

@@ -26,7 +26,7 @@ from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer, host_array, kind_of, to_buffer
 from gradreduce.backends import open_mesh
 from gradreduce.device import Mesh, as_dtype, wait_for_stream
-from gradreduce.errors import DeviceMismatchError
+from gradreduce.errors import CaptureError, DeviceMismatchError
 
 pytestmark = pytest.mark.fake_cupy
 SEEDS = (0, 1, 2, 3)
@@ -58,6 +58,9 @@ class StreamArray:
             "strides": array.strides,
             **changed,
         }
+
+    def __dlpack_device__(self):
+        return 2, self.array.device.id
 
     __cuda_array_interface__ = None
 
@@ -180,16 +183,14 @@ def test_the_interface_is_the_second_way(mesh):
     assert from_buffer(buffer, "cuda").data.ptr == array.data.ptr
 
 
-def test_the_interface_is_taken_where_dlpack_refuses(mesh, torch, monkeypatch):
-    def refuse(self, stream):
-        raise BufferError("Cannot export readonly array since signalling readonly is unsupported")
+def test_the_interface_is_taken_where_dlpack_refuses(mesh, torch):
+    class Array(StreamArray):
+        def __dlpack__(self, stream):
+            raise BufferError("Cannot export readonly array")
 
     array = made_on(torch.stream, data(SHAPE))
-    monkeypatch.setattr(Tensor, "__dlpack__", refuse)
-    tensor = Tensor(array)
-    shown = {"shape": SHAPE, "typestr": "<f4", "data": (array.data.ptr, True), "version": 2}
-    monkeypatch.setattr(Tensor, "__cuda_array_interface__", shown, raising=False)
-    buffer = to_buffer(tensor, mesh.devices[0])
+    shown = Array(array, data=(array.data.ptr, True), stream=torch.stream.ptr)
+    buffer = to_buffer(shown, mesh.devices[0])
     assert buffer.address == array.data.ptr
     assert not buffer.block.writable
     assert same(buffer.numpy(), data(SHAPE))
@@ -205,30 +206,47 @@ def test_a_host_copy_waits_for_a_stream_on_the_arrays_gpu(here, handle):
             assert same(host_array(shown), data(SHAPE))
 
 
-def test_dlpack_is_asked_as_cupy_asks(mesh, torch, monkeypatch):
+def test_dlpack_is_asked_as_cupy_asks(mesh, torch):
     asked = []
-    shared = Tensor.__dlpack__
 
-    def recent(self, **said):
-        asked.append(sorted(said))
-        return shared(self, **said)
+    class Recent(StreamArray):
+        def __dlpack__(self, **said):
+            asked.append(sorted(said))
+            return Tensor(self.array).__dlpack__(**said)
 
-    def old(self, stream):  # of a library from before DLPack 1.0
-        asked.append("stream alone")
-        return shared(self, stream=stream)
+    class Old(StreamArray):  # of a library from before DLPack 1.0
+        def __dlpack__(self, stream):
+            asked.append("stream alone")
+            return Tensor(self.array).__dlpack__(stream=stream)
 
-    for each in (recent, old):
-        monkeypatch.setattr(Tensor, "__dlpack__", each)
-        buffer = to_buffer(Tensor(made_on(torch.stream, data(SHAPE))), mesh.devices[0])
+    for each in (Recent, Old):
+        buffer = to_buffer(each(made_on(torch.stream, data(SHAPE))), mesh.devices[0])
         assert same(buffer.numpy(), data(SHAPE))
     assert asked == [["copy", "max_version", "stream"], "stream alone"]
 
 
-def test_a_tensor_comes_in_where_cupys_stream_is_the_threads_default(mesh, torch, monkeypatch):
-    """PyTorch refuses to make that stream wait: the memory is shared by the interface instead."""
+def test_dlpack_is_not_asked_where_cupys_stream_captures(mesh, torch):
+    """It would make that stream wait for the array's."""
+
+    class Array(StreamArray):
+        def __dlpack__(self, stream):
+            return Tensor(self.array).__dlpack__(stream=stream)
+
+    shown = Array(made_on(torch.stream, data(SHAPE)))
+    theirs = cupy.cuda.Stream(non_blocking=True)
+    with theirs:
+        theirs.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
+        try:
+            with pytest.raises(CaptureError):
+                to_buffer(shown, mesh.devices[0])
+        finally:
+            theirs.end_capture()
+    assert same(to_buffer(shown, mesh.devices[0]).numpy(), data(SHAPE))
+
+
+def test_a_tensor_comes_in_where_cupys_stream_is_the_threads_default(mesh, torch):
+    """PyTorch's DLPack refuses to make that stream wait; a tensor is shared by its address."""
     array = made_on(torch.stream, data(SHAPE))
-    shown = {"shape": SHAPE, "typestr": "<f4", "data": (array.data.ptr, False), "version": 2}
-    monkeypatch.setattr(Tensor, "__cuda_array_interface__", shown, raising=False)
     with cupy.cuda.Stream.ptds:
         buffer = to_buffer(Tensor(array), mesh.devices[0])
         assert same(from_buffer(buffer, "cupy").get(), data(SHAPE))
