@@ -10,13 +10,14 @@ import itertools
 
 import numpy as np
 import pytest
+from support.all_reduce_jobs import pack, reduce_jobs
 from support.exhaustive import seeds
 
 import gradreduce as gr
 from gradreduce.backends.sim.scheduler import RandomScheduler
+from gradreduce.reduce.algorithm import Job
 from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.packing import plan_packing
-from gradreduce.reduce.stages import Job
 
 # By full name: functions of the same name hide some of them.
 pack_buffers, aggregation, sparse, optimizer, arrivals, hierarchical, nccl_all_reduce = (
@@ -195,15 +196,15 @@ class Scene:
 def packing_alone(scene):
     gradients = [scene.fresh(), scene.fresh((5, 3))]
     plans = plan_packing((37, 15), ((gradients[0][0].dtype,) * 2,) * 2, 1, 0, 0)
-    packed = pack_buffers.pack(plans, gradients, scene.mesh.devices, consume=False)
+    packed = pack(plans, gradients, scene.mesh.devices, consume=False)
     scene.overwrite(*gradients)
     scene.keep(packed[0].inputs)
 
 
 def all_reduce_alone(scene):
-    for algorithm in ALGORITHMS.values():
+    for algorithm in ALGORITHMS:
         inputs, outs = scene.fresh(), scene.fresh()
-        algorithm([Job(tuple(inputs), tuple(outs), 3.0)])
+        reduce_jobs(algorithm, [Job(tuple(inputs), tuple(outs), 3.0)])
         scene.overwrite(inputs)
         scene.keep(outs)
 

@@ -8,7 +8,7 @@ from support.exact_data import random_data
 from support.meshes import mesh, numpy_mesh, owned
 
 from gradreduce.device import Mesh
-from gradreduce.reduce.stages import Job
+from gradreduce.reduce.algorithm import Job
 
 __all__ = ["make_jobs", "mesh", "numpy_mesh", "random_replicas"]
 

@@ -52,7 +52,7 @@ class Living:
     def __init__(self, monkeypatch, dtype) -> None:
         self.buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
         self.peak = 0
-        launch, empty = SimDevice.launch, SimDevice.empty
+        launch, empty = SimDevice.launch, SimDevice.allocate
 
         def counting_launch(device, *arguments, **options):
             self.peak = max(self.peak, len(self.buffers))
@@ -65,7 +65,7 @@ class Living:
             return buffer
 
         monkeypatch.setattr(SimDevice, "launch", counting_launch)
-        monkeypatch.setattr(SimDevice, "empty", counting_empty)
+        monkeypatch.setattr(SimDevice, "allocate", counting_empty)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

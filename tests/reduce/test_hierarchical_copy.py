@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
+from support.all_reduce_jobs import reduce_jobs
 from support.exact_data import FLOATS, exact_data, random_data, same
 from support.meshes import MeshCase, all_placements, hierarchical_sum
 
 from gradreduce.device import as_dtype
-from gradreduce.reduce.algorithms import ALGORITHMS
 
-hierarchical_copy = ALGORITHMS["hierarchical_copy"]
+hierarchical_copy = partial(reduce_jobs, "hierarchical_copy")
 
 # Elements: a tail, and more than SLICE_BYTES of two-byte elements, no multiple of anything.
 SIZES = (1, 67, 33_001)
@@ -154,9 +156,3 @@ def test_the_sign_of_zero_stays(mesh, make_jobs):
     jobs = make_jobs(mesh, [[np.full(3, -0.0, np.float32)] * len(mesh)])
     hierarchical_copy(jobs)
     check_outs(jobs, [np.full(3, -0.0, np.float32)])
-
-
-def test_no_job_is_no_work(mesh):
-    with mesh.journal() as journal:
-        hierarchical_copy([])
-    assert journal.records == []

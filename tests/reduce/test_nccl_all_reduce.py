@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
+from support.all_reduce_jobs import reduce_jobs
 from support.exact_data import DTYPES, FLOATS, exact_data, random_data, same
 from support.meshes import MeshCase, collective_sum, launches_of, placement_of
 
 import gradreduce as gr
 from gradreduce.device import Collective, Device, as_dtype
-from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.nccl_all_reduce import SHARED_GROUP_BYTES, plan_groups
 
-nccl = ALGORITHMS["nccl"]
+nccl = partial(reduce_jobs, "nccl")
 
 GATHERED = ("int16", "uint16")  # NCCL adds none of these
 
@@ -226,11 +227,6 @@ def test_packs_do_not_change_the_bits(make_jobs):
                 check_outs(jobs, [wanted[cut] for cut in cuts])
 
 
-def test_no_job_is_no_work(mesh):
-    journal, groups = run(mesh, [])
-    assert journal.records == groups == []
-
-
 # -- 16-bit integers -------------------------------------------------------------------------------
 
 
@@ -269,7 +265,7 @@ def test_integers_that_are_gathered_wrap(mesh, make_jobs, dtype, in_place):
 )
 def test_what_gathering_costs(make_jobs, monkeypatch, placement, launches, in_place):
     sizes, gathered = [40, 1, 1003], []
-    empty = Device.empty
+    empty = Device.allocate
 
     def noted(device, shape, dtype):
         gathered.append((device.index, shape))
@@ -278,7 +274,7 @@ def test_what_gathering_costs(make_jobs, monkeypatch, placement, launches, in_pl
     with MeshCase(placement).open() as mesh:
         packs = [[np.ones(size, "uint16")] * len(mesh) for size in sizes]
         jobs = make_jobs(mesh, packs, in_place=in_place)
-        monkeypatch.setattr(Device, "empty", noted)
+        monkeypatch.setattr(Device, "allocate", noted)
         journal, groups = run(mesh, jobs)
     ranks = [placement.index(physical) for physical in sorted(set(placement))]
     crossing = sizes if len(ranks) > 1 else []

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
+from support.all_reduce_jobs import reduce_jobs
 from support.exact_data import exact_data, same
 from support.meshes import per_replica, refused
 
 import gradreduce as gr
 from gradreduce.device import Device, as_dtype
 from gradreduce.errors import BackendUnavailableError
-from gradreduce.reduce.algorithms import ALGORITHMS
 
-nccl = ALGORITHMS["nccl"]
+nccl = partial(reduce_jobs, "nccl")
 
 
 class Planted(RuntimeError):
@@ -21,7 +23,7 @@ class Planted(RuntimeError):
 
 def starved(after: int):
     """``Device.empty`` that fails the time after so many."""
-    empty, calls = Device.empty, []
+    empty, calls = Device.allocate, []
 
     def failing(device, shape, dtype):
         calls.append(shape)
@@ -51,7 +53,7 @@ def test_without_memory_nothing_is_changed(numpy_mesh, make_jobs, dtype, out, in
     for after in range(num_calls + 1):
         jobs = make_jobs(mesh, packs, in_place=in_place, out_dtype=as_dtype(out))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Device, "empty", starved(after))
+            patch.setattr(Device, "allocate", starved(after))
             if after == num_calls:
                 nccl(jobs)
                 break

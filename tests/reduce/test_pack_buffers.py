@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support import meshes
+from support.all_reduce_jobs import pack
 from support.exact_data import random_data, same
 from support.meshes import adopted, launches_of, owned, placement_of, unchanged
 
 from gradreduce.device import as_dtype
-from gradreduce.reduce.pack_buffers import pack, unpack
+from gradreduce.reduce.pack_buffers import unpack
 from gradreduce.reduce.packing import plan_packing
 
 mesh = meshes.mesh

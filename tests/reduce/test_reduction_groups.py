@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import re
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
+from support.all_reduce_jobs import reduce_jobs
 from support.exact_data import COMPLEX, FLOATS, exact_data, random_data, same
 from support.meshes import (
     MeshCase,
@@ -21,19 +23,20 @@ from support.meshes import (
 
 import gradreduce as gr
 from gradreduce.device import Device, as_dtype
-from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.reduction_groups import as_reduction_groups, reduction_groups_of
 
-hierarchical_copy = ALGORITHMS["hierarchical_copy"]
+hierarchical_copy = partial(reduce_jobs, "hierarchical_copy")
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SIZES = (1, 67, 33_001)  # as in test_hierarchical.py: a tail, and more than one slice
 
 
-def splits_of(num_replicas: int) -> list[tuple[list[int], list[int]]]:
-    """All in one list, forwards and backwards; every other one; and some at random."""
+def splits_of(num_replicas: int) -> list[tuple[list[int], ...]]:
+    """All in one list, forwards and backwards; every other one; three; and some at random."""
     places = list(range(num_replicas))
     made = [(places[:], []), ([], places[::-1]), (places[1::2], places[::2])]
+    made += [(places[::-1],), (places[2::3], places[::3], places[1::3])]
+    made.append(tuple([place] for place in places[::-1]))
     for seed in range(3):
         rng = random.Random(10 * num_replicas + seed)
         rng.shuffle(places)
@@ -213,6 +216,7 @@ def test_all_that_is_launched_was_prepared(numpy_mesh, monkeypatch):
             prepared.clear()
             launched.clear()
             numpy_mesh.mesh_state.prepared.clear()
+            numpy_mesh.mesh_state.plans.clear()
             ops = gr.HierarchicalCopyAllReduce(2, reduction_groups=groups)
             value = per_replica(numpy_mesh, lambda _, to=dtype: np.ones(9000, as_dtype(to)))
             ops.reduce(MEAN, value, value)
@@ -232,13 +236,11 @@ def test_what_was_prepared_for_other_reduction_groups_is_not_taken_for_these(gro
 @pytest.mark.parametrize(
     ("reduction_groups", "says"),
     [
-        (5, "reduction_groups=5 must be two lists of replica numbers"),
-        ("01", "reduction_groups='01' must be two lists"),
-        ([], "must be two lists"),
+        (5, "reduction_groups=5 must be a list of lists of replica numbers"),
+        ("01", "reduction_groups='01' must be a list of lists"),
+        ([], "names no replica"),
         ([0, 1], "0 must be a list of replica numbers"),
-        ([[0], [1], [2]], "must be two lists"),
-        ([[0, 1]], "must be two lists"),
-        ({0: [0], 1: [1]}, "must be two lists"),
+        ({0: [0], 1: [1]}, "must be a list of lists"),
         ([[0], "1"], "'1' must be a list of replica numbers"),
         ([[0], None], "None must be a list of replica numbers"),
         ([[0], {1}], "{1} must be a list of replica numbers"),

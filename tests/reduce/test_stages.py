@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from support.meshes import launches_of
 import gradreduce as gr
 from gradreduce.backends.sim import device as sim
 from gradreduce.reduce import pipeline
+from gradreduce.reduce.algorithm import Algorithm
+from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.packing import STAGE_BYTES, plan_stages
-from gradreduce.reduce.stages import Stage, run_stages
 
 hierarchical, nccl_all_reduce = (
     importlib.import_module(f"gradreduce.reduce.{name}")
@@ -57,32 +59,42 @@ def test_a_stage_is_full_with_eight_mebibytes():
     assert plan_stages([((4 << 20) - 1, True), *moved[1:]], STAGE_BYTES) == [[0, 1, 2]]
 
 
-def test_a_stage_begins_before_the_one_ahead_of_it_goes_on():
-    told = []
+def test_a_stage_is_packed_before_the_one_ahead_of_it_goes_on(monkeypatch):
+    """Its transfer is waited for on the compute queue, which would delay the packing."""
+    done = []
 
-    def steps_of(places, queue):
-        told.append(("send", *places, queue))
-        yield
-        told.append(("add", *places))
-        yield
-        told.append(("end", *places))
+    class Steps(Algorithm):
+        def compile(self, wire, total):
+            pass
 
-    def stage(place):
-        return Stage(
-            [place], lambda: told.append(("gather", place)), lambda: told.append(("spread", place))
-        )
+        def start(self, jobs):
+            return self.steps
 
-    run_stages([stage(place) for place in range(3)], 3, steps_of)
-    assert told == [
-        ("gather", 0), ("send", 0, "transfer"),
-        ("gather", 1), ("send", 1, "transfer"), ("add", 0),
-        ("gather", 2), ("send", 2, "transfer"), ("add", 1), ("end", 0), ("spread", 0),
-        ("add", 2), ("end", 1), ("spread", 1),
-        ("end", 2), ("spread", 2),
-    ]  # fmt: skip
-    told.clear()
-    run_stages([stage(7)], 8, steps_of)  # a lone one has nothing to overlap with
-    assert told[:2] == [("gather", 7), ("send", 7, "compute")]
+        def steps(self, jobs, queue):
+            for step in ("send", "add", "end"):
+                done.append((step, *jobs, queue))
+                yield
+
+    def recorded(what, parts):
+        done.append((what, *[start for _, start, _ in parts]))
+
+    monkeypatch.setitem(ALGORITHMS, "steps", Steps)
+    monkeypatch.setattr(pipeline, "fill", partial(recorded, "pack"))
+    monkeypatch.setattr(pipeline, "unpack_into", partial(recorded, "unpack"))
+    with gr.open_mesh(2, backend="sim") as mesh:
+        grads = [[np.ones(300, np.float32)]] * 2
+        gr.AllReduceCrossDeviceOps("steps", 3, mesh=mesh).all_reduce(grads)
+        assert done == [
+            ("pack", 0), ("send", 0, "transfer"),
+            ("pack", 100), ("send", 1, "transfer"), ("add", 0, "transfer"),
+            ("pack", 200), ("send", 2, "transfer"), ("add", 1, "transfer"), ("end", 0, "transfer"),
+            ("add", 2, "transfer"), ("end", 1, "transfer"), ("unpack", 0),
+            ("end", 2, "transfer"), ("unpack", 100),
+            ("unpack", 200),
+        ]  # fmt: skip
+        done.clear()
+        gr.AllReduceCrossDeviceOps("steps", 1, mesh=mesh).all_reduce(grads)
+    assert done[:2] == [("pack", 0), ("send", 0, "compute")]  # nothing to overlap with
 
 
 def reduced(algorithm, placement, peers, seed, num_packs=4, **options):

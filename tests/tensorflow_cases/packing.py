@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from support.all_reduce_jobs import pack
 
 import gradreduce as gr
-from gradreduce.reduce.pack_buffers import PackBuffers, pack, unpack
+from gradreduce.reduce.pack_buffers import PackBuffers, unpack
 from gradreduce.reduce.packing import FlatPlan, plan_packing
 
 from .encoding import decoded, host

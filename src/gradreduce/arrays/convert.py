@@ -148,6 +148,8 @@ def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_coo(value: Any) -> bool:
     """Whether ``value`` is a ``torch.sparse_coo`` tensor."""
+    if type(value) in (Buffer, np.ndarray):  # asking these for a missing attribute is slow
+        return False
     return getattr(value, "is_sparse", False) is True and hasattr(value, "sparse_dim")
 
 

@@ -207,7 +207,7 @@ def _host_buffer(host: np.ndarray, device: Device) -> tuple[Buffer, np.ndarray |
     contiguous = host.flags.c_contiguous and host.flags.aligned
     if not contiguous:
         _check_dense(host)
-    _check_flat_buffer(host.__array_interface__["data"][0], host.nbytes, device)
+    _check_flat_buffer(device.address_of(host), host.nbytes, device)
     if contiguous:
         buffer = device.adopt(host)
         if not device.defers or buffer.block.owned:

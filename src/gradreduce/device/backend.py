@@ -183,6 +183,10 @@ class Backend(ABC):
 
     # -- waits that a backend leaves out ----------------------------------------------------------
 
+    def _needs_order(self) -> bool:
+        """Whether its queues must wait for each other; not where work is done when submitted."""
+        return True
+
     def _needs_wait(self, others: Iterable[Device]) -> list[Device]:
         """The devices whose compute queues must wait for this one's now.
 

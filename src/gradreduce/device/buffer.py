@@ -252,7 +252,7 @@ class Buffer(NotCopied):
             part = Buffer.__new__(Buffer)
             part.block, part.device, part.dtype = block, device, dtype
             part.shape = shape
-            part.size = size = math.prod(shape)
+            part.size = size = shape[0] if len(shape) == 1 else math.prod(shape)
             part.nbytes = size * itemsize
             behind = start * itemsize
             part.offset = offset + behind

@@ -19,47 +19,51 @@ if TYPE_CHECKING:
     from .kernel import Kernel, Template
 
 
-class _ThreadState(threading.local):
+class _Current(threading.local):
     """The capture that the current thread is in, of any mesh."""
 
     capture: Capture | None = None
 
 
-_thread_state = _ThreadState()
+_current = _Current()
 
 
 class CaptureState(ABC):
-    """The part of ``MeshState`` that implements the rules of captures."""
+    """The part of ``MeshState`` that implements the rules of captures.
+
+    Attributes:
+        current: its ``capture`` is what the property gives, without a Python call.
+    """
 
     flight_recorder: FlightRecorder
     recorder: Recorder
 
     def __init__(self) -> None:
-        self._thread_state = _thread_state
+        self.current = _current
         self.check_outside("opening a mesh")
 
     @property
     def capture(self) -> Capture | None:
         """The capture that records this thread's work; None outside of one."""
-        return self._thread_state.capture
+        return self.current.capture
 
     @property
     def sink(self) -> Sink:
         """Receives this thread's records: the open capture, else the journals."""
-        return self._thread_state.capture or self.recorder
+        return self.current.capture or self.recorder
 
     @contextmanager
     def capturing(self, capture: Capture) -> Iterator[None]:
         """Context manager: ``capture`` records this thread's work."""
-        self._thread_state.capture = capture
+        self.current.capture = capture
         try:
             yield
         finally:
-            self._thread_state.capture = None
+            self.current.capture = None
 
     def entering(self, device: Device, stream: Stream | None) -> Stream | None:
         """Returns the stream to wait for now; None in a capture, which waits per call."""
-        capture = self._thread_state.capture
+        capture = self.current.capture
         if capture is None or stream is None:
             return stream
         capture.enters(device, stream)
@@ -67,7 +71,7 @@ class CaptureState(ABC):
 
     def new_mark(self, device: Device, queue: Queue, event: Any) -> Mark:
         """Makes a mark; one made inside a capture has no meaning outside."""
-        capture = self._thread_state.capture
+        capture = self.current.capture
         if capture is None:
             self.flight_recorder.marked(device, queue, event)
             return Mark(device, queue, event)
@@ -81,7 +85,7 @@ class CaptureState(ABC):
         Raises:
             CaptureError: it was made inside a capture, and this is outside.
         """
-        capture = self._thread_state.capture
+        capture = self.current.capture
         if capture is not None:
             return capture.waits_for(mark)
         if type(mark) is CapturedMark:
@@ -98,7 +102,7 @@ class CaptureState(ABC):
 
     def check_outside(self, what: str) -> None:
         """Raises ``CaptureError`` inside a capture of any mesh."""
-        if self._thread_state.capture is not None:
+        if self.current.capture is not None:
             raise CaptureError(
                 f"{what} is not allowed inside a capture, which records only launches, copies, "
                 "marks and waits: do it before the capture"
@@ -106,7 +110,7 @@ class CaptureState(ABC):
 
     def check_compiled(self, device: Device, kernel: Kernel, template: Template) -> None:
         """Raises ``CaptureError`` inside a capture for a kernel that must be compiled."""
-        if self._thread_state.capture is None:
+        if self.current.capture is None:
             return
         if not device._prepare(kernel, template, may_compile=False):
             self.check_free(device, f"compiling {kernel.name}")

@@ -171,8 +171,9 @@ class Collective(ABC):
         mesh_state.submitted()  # before: one that fails may have been given to some of the devices
         with mesh_state.recording_commands(None):  # its fences are its own
             command()
+        label = mesh_state.flight_recorder.thread.label
         records = tuple(
-            Record("collective", name, buffer.device.index, nbytes=buffer.nbytes, queue=queue)
+            Record("collective", name, buffer.device.index, -1, buffer.nbytes, queue, label=label)
             for name, each, queue in calls
             for buffer in each
         )

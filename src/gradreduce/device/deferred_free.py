@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from gradreduce.errors import BackendUnavailableError
 
-from .buffer import LEGACY, PER_THREAD, Block, FreedBlock, Stream, User, handle_of
+from .buffer import LEGACY, PER_THREAD, Block, FreedBlock, Queue, Stream, User, handle_of
 
 if TYPE_CHECKING:
     from .device import Device
@@ -125,19 +125,23 @@ class DeferredFree:
             freed.touched.difference_update(users)
 
     def _free_or_defer(self, freed: FreedBlock, home: Device) -> None:
-        if freed.owned and not freed.touched:  # only its home queue knew it
+        # Only its home queue knew it, or all work is done when it is submitted.
+        if freed.owned and not (freed.touched and (home.defers or home.mesh_state.failed)):
             self.free(freed, home)
             return
         # Or that comes behind all who did.
         users = list(freed.touched)
-        ours = freed.owned and all(isinstance(queue, str) for _, queue in users)
-        if ours and all(home._comes_behind(*user) for user in users):
-            if users and home._follows_lazily:
-                self._awaiting_leader.append(freed)
-            else:
-                self.free(freed, home)
+        if not freed.owned:
+            self._defer(freed, [*users, (home, "compute")], home)
+            return
+        for device, queue in users:
+            if not isinstance(queue, str) or not home._comes_behind(device, cast("Queue", queue)):
+                self._defer(freed, users, home)
+                return
+        if users and home._follows_lazily:
+            self._awaiting_leader.append(freed)
         else:
-            self._defer(freed, users if freed.owned else [*users, (home, "compute")], home)
+            self.free(freed, home)
 
     def _defer(self, freed: FreedBlock, users: list[tuple[Device, User]], home: Device) -> None:
         """Defers a block until marks pass; for ever where no mark can be made."""

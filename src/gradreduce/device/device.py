@@ -79,10 +79,16 @@ class Device(NotCopied, Backend):
         Raises:
             MemoryError: there is no more, though the pools of the whole mesh were trimmed first.
         """
-        self.mesh_state.check_free(self, "empty")
-        dtype = as_dtype(dtype)
         if min(shape, default=0) < 0:
+            self.mesh_state.check_free(self, "empty")
             raise ValueError(f"shape={shape} has a negative extent")
+        return self.allocate(tuple(shape), as_dtype(dtype))
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> Buffer:
+        """As ``empty``, of a shape and dtype that are checked."""
+        self.mesh_state.check_usable(self)
+        if self.mesh_state.current.capture is not None:
+            self.mesh_state.check_outside("empty")
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             block = self._allocate(nbytes)
@@ -92,7 +98,7 @@ class Device(NotCopied, Backend):
             for device in self.mesh.devices:
                 device.drop_free_memory()
             block = self._allocate(nbytes)
-        buffer = Buffer(block, 0, tuple(shape), dtype)
+        buffer = Buffer(block, 0, shape, dtype)
         buffer.address = block.address  # at hand here: to ask later takes far longer
         return buffer
 
@@ -104,7 +110,7 @@ class Device(NotCopied, Backend):
             what: Fields = ("fill", "", self.index, -1, buffer.nbytes)
             self.mesh_state.flight_recorder.add(what)
             if self.mesh_state.has_deadline:
-                self._noted(Record(*what), partial(self._fill_zero, buffer), [buffer])
+                self._noted(what, partial(self._fill_zero, buffer), [buffer])
         return buffer
 
     def adopt(self, array: Any, stream: Stream | None = None, *, writable: bool = True) -> Buffer:
@@ -278,9 +284,9 @@ class Device(NotCopied, Backend):
         what: Fields = ("copy", "", self.index, src.device.index, dst.nbytes, queue)
         self.mesh_state.submit(command, what, self.defers)
         if self.mesh_state.has_deadline:
-            self._noted(Record(*what), command, (dst, src))
+            self._noted(what, command, (dst, src))
         if src.device is not self or queue != "compute":
-            (self.mesh_state.capture or src.block).record_reader(self.mark(queue), src)
+            (self.mesh_state.current.capture or src.block).record_reader(self.mark(queue), src)
             self.mesh_state.last_read = object()  # after it: who sees this one sees the reader too
 
     def launch(
@@ -323,7 +329,7 @@ class Device(NotCopied, Backend):
         touched = away if queue == "compute" else [operand for row in rows for operand in row]
         crossing = self._touch(touched, queue) if touched else 0
         # Of all of them, not of one for each block: each waits for the readers of its own bytes.
-        if self.mesh_state.capture is not None or any([block.readers for block in blocks]):
+        if self.mesh_state.current.capture is not None or any([block.readers for block in blocks]):
             for operand in written:
                 self._before_write(operand, queue)
         self._launch(kernel, template, rows, scalars, queue, crossing)
@@ -342,7 +348,7 @@ class Device(NotCopied, Backend):
         """Marks the current end of ``queue``."""
         self.mesh_state.check_usable(self)
         mark = self.mesh_state.new_mark(self, queue, self._mark(queue))
-        command_list = self.mesh_state.command_list
+        command_list = self.mesh_state.thread.command_list
         if command_list is not None:
             command_list.marked(mark)
         return mark
@@ -352,7 +358,7 @@ class Device(NotCopied, Backend):
         self.mesh_state.check_usable(self)
         if (mark.device is not self or mark.queue != queue) and self.mesh_state.is_waited_for(mark):
             self._wait(mark, queue)
-            command_list = self.mesh_state.command_list
+            command_list = self.mesh_state.thread.command_list
             if command_list is not None:
                 command_list.waited(self, mark, queue)
 
@@ -393,7 +399,7 @@ class Device(NotCopied, Backend):
 
     def drain(self) -> None:
         """Returns the memory of freed blocks to the pool; ``empty`` calls it first."""
-        if self.mesh_state.capture is None:  # it marks the queues
+        if self.mesh_state.current.capture is None:  # it marks the queues
             self._deferred_free.drain(self)
 
     # -- fences and records -----------------------------------------------------------------------
@@ -422,7 +428,7 @@ class Device(NotCopied, Backend):
         return sum([operand.nbytes for operand in operands if operand.device.physical != here])
 
     def _before_write(self, operand: Buffer, queue: Queue) -> None:
-        kept = self.mesh_state.capture or operand.block
+        kept = self.mesh_state.current.capture or operand.block
         if kept.readers:
             for mark in kept.readers_of(operand):
                 self.wait(mark, queue=queue)
@@ -441,14 +447,16 @@ class Device(NotCopied, Backend):
         what: Fields = ("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
         self.mesh_state.submit(command, what, self.defers)
         if self.mesh_state.has_deadline:
-            self._noted(Record(*what), command, [operand for row in rows for operand in row])
+            self._noted(what, command, [operand for row in rows for operand in row])
 
-    def _noted(self, record: Record, command: Command, operands: Iterable[Buffer]) -> None:
+    def _noted(self, what: Fields, command: Command, operands: Iterable[Buffer]) -> None:
         """Adds a record to the open journals and this thread's command list."""
+        label = self.mesh_state.flight_recorder.thread.label
+        record = Record(*what, label=label)  # type: ignore[misc]  # at most seven fields
         sink = self.mesh_state.sink
         if sink.recording:
             sink.add(record)
-        command_list = self.mesh_state.command_list
+        command_list = self.mesh_state.thread.command_list
         if command_list is not None:
             command_list.add(command, (record,), operands)
 

@@ -60,7 +60,8 @@ def _viewed(name: str, lanes: int = 1) -> Element:
     return Element(name, lanes, np.dtype(name))
 
 
-_ELEMENT_OF: dict[np.dtype, Element] = {
+# The element that a kernel sees for each dtype: ``element_of`` without the call.
+ELEMENT_OF: dict[np.dtype, Element] = {
     **{np.dtype(f"float{bits}"): Element(f"float{bits}") for bits in (16, 32, 64)},
     **{np.dtype(f"uint{bits}"): Element(f"uint{bits}") for bits in (8, 16, 32, 64)},
     **{np.dtype(f"int{bits}"): _viewed(f"uint{bits}") for bits in (8, 16, 32, 64)},
@@ -83,7 +84,7 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
         TypeError: not a dtype (None is none), not in native byte order, or one that cannot be
             added (bool, strings, objects, dates).
     """
-    if isinstance(dtype, np.dtype) and dtype in _ELEMENT_OF:
+    if isinstance(dtype, np.dtype) and dtype in ELEMENT_OF:
         return dtype
     if dtype is None or (isinstance(dtype, type) and dtype in _ABSTRACT):
         raise TypeError(f"dtype={brief(dtype)} names no NumPy dtype")
@@ -93,7 +94,7 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
         found = BFLOAT16 if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
     except (TypeError, ValueError):
         raise TypeError(f"dtype={brief(dtype)} names no NumPy dtype") from None
-    if found not in _ELEMENT_OF:
+    if found not in ELEMENT_OF:
         raise TypeError(
             f"dtype {found} cannot be added; supported are integers, float16, bfloat16, float32, "
             "float64, complex64 and complex128"
@@ -125,12 +126,12 @@ def as_flag(name: str, value: Any) -> bool:
 
 def is_known(dtype: np.dtype) -> bool:
     """Whether arrays of ``dtype`` can be added."""
-    return dtype in _ELEMENT_OF
+    return dtype in ELEMENT_OF
 
 
 def element_of(dtype: np.dtype) -> Element:
     """Returns the element that a kernel sees for ``dtype`` (from ``as_dtype``)."""
-    return _ELEMENT_OF[dtype]
+    return ELEMENT_OF[dtype]
 
 
 def accumulate_dtype(dtype: np.dtype) -> np.dtype:

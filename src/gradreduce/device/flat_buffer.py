@@ -17,7 +17,6 @@ from .deadlines import deadline_scope
 from .dtypes import as_dtype, as_index
 from .external_buffers import ExternalBuffers
 from .forks import ModuleLock
-from .op_log import Record
 from .pending_calls import as_deadline
 
 if TYPE_CHECKING:
@@ -289,5 +288,5 @@ def clear(buffer: Buffer) -> None:
     device = buffer.device
     device._before_write(buffer, "compute")
     device._fill_zero(buffer)
-    record = Record("fill", "", device.index, nbytes=buffer.nbytes)
-    device._noted(record, partial(device._fill_zero, buffer), [buffer])
+    what = ("fill", "", device.index, -1, buffer.nbytes)
+    device._noted(what, partial(device._fill_zero, buffer), [buffer])

@@ -18,8 +18,8 @@ from .capture_state import CaptureState
 from .command_list import Command, CommandList
 from .forks import forks
 from .interrupts import DeferInterrupts
-from .op_log import FlightRecorder, Recorder, What, write_flight
-from .pending_calls import PackInfoLike, PackScope, PendingCall, WaitPolicy, names_of
+from .op_log import FlightRecorder, PackScope, Recorder, What, write_flight
+from .pending_calls import PackInfoLike, PendingCall, WaitPolicy, names_of
 from .waiting import Done, run_in_thread
 from .watchdog import Watchdog
 
@@ -51,6 +51,9 @@ class MeshState(CaptureState):
         peer_access: for all pairs of physical devices or none, or the pairs that have it; see
             ``peers``.
         prepared: what was compiled for its devices, so that nobody asks twice.
+        plans: what was planned for its devices, by the settings that it depends on.
+        thread: the calling thread's count of submissions, open command list, and call with a
+            deadline.
         on_wake: what to call, in a thread of its own, so that who waits in a queue looks again.
         on_failure: what to call when the mesh fails, in that thread; it must not wait.
         library_error: what the collective library says is wrong, for the watchdog, which asks it.
@@ -78,6 +81,7 @@ class MeshState(CaptureState):
         self.recorder = Recorder(self.flight_recorder.add)
         self.flight_path = ""
         self.prepared: set[Hashable] = set()
+        self.plans: dict[Hashable, Any] = {}
         self._listeners: WeakKeyDictionary[Any, _Listener] = WeakKeyDictionary()
         self._listeners_lock = threading.RLock()  # no finalizer takes it
         self.on_failure: list[Callable[[], None]] = []
@@ -96,7 +100,7 @@ class MeshState(CaptureState):
         self._failures: deque[str] = deque()
         self._watchdog: Watchdog | None = None
         self._watchdog_lock = threading.RLock()
-        self._issued = _ThreadState()
+        self.thread = _ThreadState()
         self.peer_access = peer_access
         self.is_closed = False
         self._pid = os.getpid()
@@ -153,26 +157,26 @@ class MeshState(CaptureState):
     @property
     def command_list(self) -> CommandList | None:
         """The command list that records this thread's commands; None: none does."""
-        return self._issued.command_list
+        return self.thread.command_list
 
     @property
     def pending_call(self) -> PendingCall | None:
         """The call with a deadline that this thread is in; None inside a capture."""
-        return self._issued.pending_call if self._thread_state.capture is None else None
+        return self.thread.pending_call if self.current.capture is None else None
 
     @property
     def has_deadline(self) -> bool:
         """Whether a journal, a capture or a command list records this thread's work."""
-        return self.sink.recording or self._issued.command_list is not None
+        return self.sink.recording or self.thread.command_list is not None
 
     @contextmanager
     def recording_commands(self, command_list: CommandList | None) -> Iterator[None]:
         """Context manager: records this thread's commands on ``command_list`` (None: nowhere)."""
-        before, self._issued.command_list = self._issued.command_list, command_list
+        before, self.thread.command_list = self.thread.command_list, command_list
         try:
             yield
         finally:
-            self._issued.command_list = before
+            self.thread.command_list = before
 
     def submit(self, command: Command, what: What, defers: bool) -> None:
         """Runs a launch or copy, counts it for ``fail_on_partial_write`` and logs it.
@@ -182,11 +186,11 @@ class MeshState(CaptureState):
         """
         try:
             command()
-            self._issued.count += 1
+            self.thread.count += 1
         except BaseException as error:
-            self._issued.count += not (defers and isinstance(error, Exception))
+            self.thread.count += not (defers and isinstance(error, Exception))
             raise
-        if self._thread_state.capture is None:
+        if self.current.capture is None:
             flight = (
                 self.flight_recorder
             )  # as its `add` does, whose call would be a fifth of all this costs
@@ -194,7 +198,7 @@ class MeshState(CaptureState):
 
     def submitted(self) -> None:
         """Counts a collective of this thread for ``fail_on_partial_write``."""
-        self._issued.count += 1
+        self.thread.count += 1
 
     @contextmanager
     def on_partial_failure(self, then: Callable[[BaseException], None]) -> Iterator[None]:
@@ -203,11 +207,11 @@ class MeshState(CaptureState):
         A failure before this thread's first launch, copy or collective inside changed nothing.
         After it ``then`` is called with the error, which goes on.
         """
-        before = self._issued.count
+        before = self.thread.count
         try:
             yield
         except BaseException as error:
-            if self._issued.count != before:
+            if self.thread.count != before:
                 then(error)
             raise
 
@@ -279,7 +283,7 @@ class MeshState(CaptureState):
         pending_call = PendingCall(call, seconds, devices, self.generation)
         for device in pending_call.devices:
             self.check_free(device, f"{call} with a deadline")
-        before, self._issued.pending_call = self._issued.pending_call, pending_call
+        before, self.thread.pending_call = self.thread.pending_call, pending_call
         try:
             self.guard().take(pending_call)  # first: to mark a queue that is full may never end
             pending_call.mark_queues(None, leaves=False)
@@ -290,7 +294,7 @@ class MeshState(CaptureState):
             pending_call.dropped = True
             raise
         finally:
-            self._issued.pending_call = before
+            self.thread.pending_call = before
 
     def fail(self, reason: str) -> None:
         """Marks the mesh as failed: every later use raises with the first reason.
@@ -323,6 +327,7 @@ class MeshState(CaptureState):
     def clear_failure(self) -> None:
         """Clears the failure; for ``reset``, which has done everything else."""
         self.prepared.clear()
+        self.plans.clear()
         # One C call: Ctrl-C finds all of them changed, or none.
         vars(self).update(
             generation=self.generation + 1, failure_reported=Done(), _failures=deque(), reason=None
@@ -400,7 +405,7 @@ class MeshState(CaptureState):
             raise BackendUnavailableError(
                 f"device {device.name} failed: {self.failed[device.physical]}"
             )
-        capture = self._thread_state.capture
+        capture = self.current.capture
         if capture is not None:
             capture.check(device)
 

@@ -18,15 +18,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .buffer import Queue
 from .waiting import run_in_thread
 
 if TYPE_CHECKING:
+    from .command_list import CommandList
     from .device import Device
+    from .mesh_state import MeshState
+    from .pending_calls import PackInfoLike
 
 # The fields of a Record, in order. Making one costs a tenth of making a Record.
 Fields = tuple[Any, ...]
@@ -49,6 +54,7 @@ class Record:
             record of each of its devices. An upload or download: its size, host to device.
         queue: ``compute`` or ``transfer``.
         num_rows: rows of a launch's pointer table (how many tensors it served); else 0.
+        label: the packs and tensors that it is for, such as a ``PackInfo``; None if unknown.
     """
 
     kind: Kind
@@ -58,6 +64,7 @@ class Record:
     nbytes: int = 0
     queue: str = "compute"
     num_rows: int = 0
+    label: object = field(default=None, compare=False, repr=False)
 
 
 @dataclass(repr=False)
@@ -246,11 +253,6 @@ class FlightRecorder:
             key = device.index, queue
             self._over[key] = max(number, self._over.get(key, 0))
 
-    def labelled(self, label: object) -> object:
-        """Sets the label of this thread's later operations."""
-        before, self.thread.label = self.thread.label, label
-        return before
-
     def marked(self, device: Device, queue: Queue, event: Any) -> None:
         """Records a mark that has just been made for any reason."""
         ring = self.ring
@@ -362,6 +364,69 @@ class FlightRecorder:
                 break
             time.sleep(_LOOK_SECONDS / 20)
         return list(made)
+
+
+class PackScope:
+    """See ``MeshState.pack_scope``. A class, because a generator is three times slower.
+
+    Without a deadline it costs a label, and no mark.
+    """
+
+    __slots__ = ("_before", "_devices", "_mesh_state", "_pack_info")
+
+    def __init__(
+        self, mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...]
+    ) -> None:
+        self._mesh_state = mesh_state
+        self._pack_info = pack_info
+        self._devices = devices
+
+    def __enter__(self) -> None:
+        mesh_state = self._mesh_state
+        recorded = mesh_state.flight_recorder.thread
+        self._before, recorded.label = recorded.label, self._pack_info
+        thread = mesh_state.thread
+        if thread.pending_call is not None or mesh_state.current.capture is not None:
+            _mark_queues(mesh_state, self._pack_info, self._devices, leaves=False)
+        if thread.command_list is not None:
+            self._add_to(thread.command_list, leaves=False)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        mesh_state = self._mesh_state
+        mesh_state.flight_recorder.thread.label = self._before
+        if error is not None:
+            return
+        thread = mesh_state.thread
+        if thread.pending_call is not None:
+            _mark_queues(mesh_state, self._pack_info, self._devices, leaves=True)
+        if thread.command_list is not None:
+            self._add_to(thread.command_list, leaves=True)
+
+    def _add_to(self, command_list: CommandList, *, leaves: bool) -> None:
+        again = partial(_replay_scope, self._mesh_state, self._pack_info, self._devices)
+        command_list.add(partial(again, leaves=leaves), (), ())
+
+
+def _mark_queues(
+    mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...], *, leaves: bool
+) -> None:
+    pending_call = mesh_state.pending_call
+    if pending_call is not None:
+        pending_call.mark_queues(pack_info, leaves=leaves, devices=devices)
+    elif not leaves and mesh_state.capture is not None:
+        mesh_state.capture.add_pack_info(pack_info)
+
+
+def _replay_scope(
+    mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...], *, leaves: bool
+) -> None:
+    mesh_state.flight_recorder.thread.label = None if leaves else pack_info
+    _mark_queues(mesh_state, pack_info, devices, leaves=leaves)
 
 
 def _copied(ring: deque[Any]) -> list[Any]:

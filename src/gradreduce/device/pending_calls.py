@@ -12,9 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from numbers import Real
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradreduce.errors import brief, listed
@@ -24,7 +22,6 @@ from .op_log import QUEUES
 
 if TYPE_CHECKING:
     from .device import Device
-    from .mesh_state import MeshState
 
 # How long the host sleeps between two looks at a device that it waits for: short at first, because
 # most work is over in no time, and never so long that it is felt.
@@ -278,62 +275,3 @@ class WaitPolicy:
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE)
         return True
-
-
-class PackScope:
-    """See ``MeshState.pack_scope``. A class, because a generator is three times slower.
-
-    Without a deadline it costs a label, and no mark.
-    """
-
-    __slots__ = ("_before", "_devices", "_mesh_state", "_pack_info")
-
-    def __init__(
-        self, mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...]
-    ) -> None:
-        self._mesh_state = mesh_state
-        self._pack_info = pack_info
-        self._devices = devices
-
-    def __enter__(self) -> None:
-        mesh_state = self._mesh_state
-        self._before = mesh_state.flight_recorder.labelled(self._pack_info)
-        _mark_queues(mesh_state, self._pack_info, self._devices, leaves=False)
-        command_list = mesh_state.command_list
-        if command_list is not None:
-            command_list.add(partial(_enter, mesh_state, self._pack_info, self._devices), (), ())
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        mesh_state = self._mesh_state
-        mesh_state.flight_recorder.labelled(self._before)
-        if error is not None:
-            return
-        _mark_queues(mesh_state, self._pack_info, self._devices, leaves=True)
-        command_list = mesh_state.command_list
-        if command_list is not None:
-            command_list.add(partial(_leave, mesh_state, self._pack_info, self._devices), (), ())
-
-
-def _mark_queues(
-    mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...], *, leaves: bool
-) -> None:
-    pending_call = mesh_state.pending_call
-    if pending_call is not None:
-        pending_call.mark_queues(pack_info, leaves=leaves, devices=devices)
-    elif not leaves and mesh_state.capture is not None:
-        mesh_state.capture.add_pack_info(pack_info)
-
-
-def _enter(mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...]) -> None:
-    mesh_state.flight_recorder.labelled(pack_info)
-    _mark_queues(mesh_state, pack_info, devices, leaves=False)
-
-
-def _leave(mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...]) -> None:
-    mesh_state.flight_recorder.labelled(None)
-    _mark_queues(mesh_state, pack_info, devices, leaves=True)

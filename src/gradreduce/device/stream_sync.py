@@ -64,8 +64,10 @@ def _fenced(
     queue: Queue,
 ) -> None:
     """Queues waits; a command list records them all, as a replay may skip others."""
+    if not leaders[0]._needs_order():
+        return
     mesh_state = leaders[0].mesh_state
-    command_list = mesh_state.command_list
+    command_list = mesh_state.thread.command_list
     if command_list is None:
         fence(leaders, others, queue)
         return

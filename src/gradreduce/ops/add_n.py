@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype, element_of
-from gradreduce.device.dtypes import is_known
+from gradreduce.device.dtypes import ELEMENT_OF, is_known
 from gradreduce.device.kernel import Arrays
 
 from .validate import SAME, TO_ACC, as_elements, by_dtype, paired
@@ -101,9 +101,9 @@ def add_unchecked(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
         dtype: of the sum: the terms' dtype, or one that accumulates them.
     """
     device = terms[0].device
-    out = device.empty(terms[0].shape, dtype)
+    out = device.allocate(terms[0].shape, dtype)
     row = [out, *terms]
-    to, of = element_of(dtype), element_of(terms[0].dtype)
+    to, of = ELEMENT_OF[dtype], ELEMENT_OF[terms[0].dtype]
     if to.viewed is not None:
         row = as_elements(row)
     template = _template(to.name, of.name, len(terms))

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype, element_of
+from gradreduce.device.buffer import Row
+from gradreduce.device.dtypes import ELEMENT_OF
 from gradreduce.device.kernel import Arrays
 
-from .validate import FLOATS, FROM_ACC, SAME, by_dtype, check_divisor
+from .validate import FLOATS, FROM_ACC, SAME, as_elements, by_dtype, check_divisor
 
 # For these numbers of inputs, of floats, the count is a template argument: all loads are in flight
 # together.
@@ -126,6 +128,30 @@ def all_sum(
         scalars = (num_outs, num_inputs, split, float(divisor))
         template = _template(to, of, num_inputs)
         device.launch(ALL_SUM, template, operands, scalars, queue=queue)
+
+
+def all_sum_unchecked(
+    outs: Sequence[Row],
+    inputs: Sequence[Row],
+    split: int = 0,
+    *,
+    divisor: float,
+    device: Device,
+    queue: Queue,
+) -> None:
+    """As ``all_sum`` without validation, for buffers that were created to match."""
+    launches: dict[tuple[int, int], list[Row]] = {}
+    for written, read in zip(outs, inputs, strict=True):
+        key = (id(written[0].dtype), id(read[0].dtype))
+        launches.setdefault(key, []).append((*written, *read))
+    num_inputs = len(inputs[0])
+    scalars = (len(outs[0]), num_inputs, split, float(divisor))
+    for rows in launches.values():
+        out, term = ELEMENT_OF[rows[0][0].dtype], ELEMENT_OF[rows[0][-1].dtype]
+        if out.viewed is not None:
+            rows = [as_elements(row) for row in rows]
+        template = _template(out.name, term.name, num_inputs)
+        device.launch(ALL_SUM, template, rows, scalars, queue=queue)
 
 
 def prepare_all_sum(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype, element_of
+from gradreduce.device.buffer import Row
+from gradreduce.device.dtypes import ELEMENT_OF
 from gradreduce.device.kernel import Arrays
 
-from .validate import CASTS, SAME, check_divisor, paired
+from .validate import CASTS, SAME, as_elements, check_divisor, paired
+
+_DTYPE = attrgetter("dtype")
 
 
 def _pack_reference(table: Sequence[Arrays], divisor: float) -> None:
@@ -72,9 +77,19 @@ def pack_unchecked(
 
     Validation took a tenth of the host time of a reduction of many small tensors.
     """
-    check_divisor("pack", divisor, inputs)
-    for (to, of, _, _), operands in paired(PACK, outs, inputs, fitted=True).items():
-        device.launch(PACK, (to, of), operands, (float(divisor),))
+    pairs: list[Row] = list(zip(outs, inputs, strict=True))
+    launches: dict[tuple[int, int], list[Row]] = {}
+    keys = list(zip(map(id, map(_DTYPE, outs)), map(id, map(_DTYPE, inputs)), strict=True))
+    if len(set(keys)) == 1:
+        launches[keys[0]] = pairs
+    else:
+        for key, pair in zip(keys, pairs, strict=True):
+            launches.setdefault(key, []).append(pair)
+    for rows in launches.values():
+        to, of = ELEMENT_OF[rows[0][0].dtype], ELEMENT_OF[rows[0][1].dtype]
+        if to.viewed is not None:
+            rows = [as_elements(row) for row in rows]
+        device.launch(PACK, (to.name, of.name), rows, (float(divisor),))
 
 
 def prepare_pack(device: Device, out: np.dtype, term: np.dtype) -> None:

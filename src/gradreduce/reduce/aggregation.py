@@ -391,6 +391,8 @@ def _aggregate(
         made = ops.add_on_host(terms, current_device())
         if made is not None:
             return made
+    if kind == "buffer" and not tree and _fit(terms):
+        return ops.add_unchecked(terms, terms[0].dtype)
     total = MultiDeviceSum(_AGGREGATORS[method], dtype_error)
     with StreamScope():
         buffers = _checked(terms, total)
@@ -400,6 +402,20 @@ def _aggregate(
         for buffer in buffers:
             total.push(buffer)
         return from_buffer(total.result(), kind)
+
+
+def _fit(terms: Sequence[Any]) -> bool:
+    """Whether all are Buffers of one device, shape and dtype in nobody else's memory."""
+    first = terms[0]
+    if type(first) is not Buffer or len(terms) < 2:
+        return False
+    device, shape, dtype = first.device, first.shape, first.dtype
+    for term in terms:
+        if type(term) is not Buffer or term.device is not device or term.array_owner is not None:
+            return False
+        if term.shape != shape or term.dtype is not dtype:
+            return False
+    return True
 
 
 def _checked(terms: Sequence[Any], total: MultiDeviceSum) -> list[Buffer]:

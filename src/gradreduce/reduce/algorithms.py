@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from .hierarchical_copy import hierarchical_copy
-from .nccl_all_reduce import nccl
+from .algorithm import Algorithm
+from .hierarchical_copy import HierarchicalCopy
+from .nccl_all_reduce import Nccl
 
 __all__ = ["ALGORITHMS"]
 
-# Each takes the jobs and, if it supports them, reduction groups from `as_reduction_groups`.
-ALGORITHMS: dict[str, Callable[..., None]] = {
-    "nccl": nccl,
-    "hierarchical_copy": hierarchical_copy,
-}
+ALGORITHMS: dict[str, type[Algorithm]] = {"nccl": Nccl, "hierarchical_copy": HierarchicalCopy}

@@ -45,7 +45,14 @@ from .arguments import (
 )
 from .cross_device_ops import CrossDeviceOps, result_kinds
 from .out_arguments import with_outs
-from .pipeline import Settings, check_devices, compile_for, reduce_buffers, reduce_requests
+from .pipeline import (
+    Settings,
+    algorithm_of,
+    compile_for,
+    plan_batch,
+    reduce_batch,
+    reduce_requests,
+)
 from .plan import ReducePlan, dry_run_of, plan_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
 from .profile import Profile, profile_of
@@ -75,12 +82,12 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             of at most this many bytes are reduced in groups.
         agg_small_grads_max_group: how many tensors a group has at most.
         mesh: where ``all_reduce`` puts its arrays. Default: ``gr.default_mesh()``.
-        reduction_groups: for ``"hierarchical_copy"``: two lists of replica numbers. Replica i lies
-            on the i-th of a value's devices. The first list is added left to right, the second
-            likewise, then the two sums; devices with fast links among them make a good list. One
-            of the lists may be empty. Every value that is all-reduced must have exactly the
-            replicas named; values that are added on one device, for other destinations or
-            IndexedSlices, are added left to right. Default: the first n // 2 of n, and the rest.
+        reduction_groups: for ``"hierarchical_copy"``: lists of replica numbers. Replica i lies on
+            the i-th of a value's devices. Each list is added left to right, then their sums are;
+            devices with fast links among them make a good list. A list may be empty. Every value
+            that is all-reduced must have exactly the replicas named; values that are added on one
+            device, for other destinations or IndexedSlices, are added left to right. Default: two
+            lists, the first n // 2 of n replicas and the rest.
         wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which real floats
             are transferred between devices in an all-reduce. They are cast as they are packed, and
             back as they are unpacked. Default: each in its own dtype. See below.
@@ -102,8 +109,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     Raises:
         ValueError: an unknown algorithm, a number that is negative or not an integer, a ``mesh``
-            that is not a Mesh, ``reduction_groups`` that are not two lists, leave a replica out,
-            name one twice or are given for NCCL, which chooses its own, or another ``wire_dtype``.
+            that is not a Mesh, ``reduction_groups`` that are not lists, leave a replica out,
+            name one twice or are passed for NCCL, which chooses its own, or another ``wire_dtype``.
     """
 
     _elementwise = True
@@ -124,7 +131,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 f"all_reduce_alg={brief(all_reduce_alg)} is not one of {list(ALGORITHMS)}"
             )
         self.mesh = checked_mesh(mesh)
-        if reduction_groups is not None and all_reduce_alg != "hierarchical_copy":
+        if reduction_groups is not None and not ALGORITHMS[all_reduce_alg].has_groups:
             raise ValueError(
                 f"reduction_groups={brief(reduction_groups)} is only for 'hierarchical_copy'; "
                 f"{all_reduce_alg!r} chooses its own"
@@ -172,7 +179,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     @property
     def reduction_groups(self) -> ReductionGroups | None:
-        """The two lists of replica numbers that were given, or None."""
+        """The lists of replica numbers that were passed, or None."""
         return self.settings.reduction_groups
 
     @property
@@ -222,7 +229,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         mesh = self.mesh or default_mesh()
         keys = checked_nest(grads, mesh)
         present = keys_of_arrays(grads, keys)
-        check_devices(self.settings, mesh.devices)
+        algorithm_of(self.settings, mesh.devices)
         pairs = [(value := PerReplica.of_grads(grads, key, mesh), value) for key in present]
         outs = None if out is None else outs_of(out, grads, present)
         reduced = self.batch_reduce(
@@ -258,7 +265,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             BackendUnavailableError: NCCL is needed, and is missing.
         """
         coalesce = as_flag("coalesce", coalesce)
-        requests = self._plannable(reduce_op, value_destination_pairs)
+        with StreamScope():
+            requests = self._plannable(reduce_op, value_destination_pairs)
         return plan_of(self.settings, reduce_op, requests, coalesce=coalesce)
 
     @StreamScope()
@@ -301,7 +309,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         requests = checked_requests(pairs, reduce_op, self.mesh, elementwise=True)
         for request in requests:
             if request.is_all_reduced:
-                check_devices(self.settings, request.devices)
+                algorithm_of(self.settings, request.devices)
         return requests
 
     @StreamScope()
@@ -407,13 +415,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> list[tuple[Buffer, ...]]:
         """Sums ``gradients[tensor][replica]`` and divides the sums.
 
-        See ``pipeline.reduce_buffers``. A subclass that overrides ``reduce_batch`` uses that.
+        See ``pipeline.reduce_batch``. A subclass that overrides ``reduce_batch`` uses that.
         """
         if not is_all_reduce(self):
             return super().reduce_buffers(gradients, divisor=divisor, out_dtypes=out_dtypes)
-        return reduce_buffers(
-            self.settings, gradients, divisor=divisor, out_dtypes=out_dtypes, consume=consume
-        )
+        if not gradients:
+            return []
+        plan = plan_batch(self.settings, gradients, divisor=divisor, out_dtypes=out_dtypes)
+        return reduce_batch(plan, gradients, consume=consume)
 
     def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
         """Compiles all kernels of ``reduce_buffers``; see ``pipeline.compile_for``."""
@@ -466,7 +475,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """``AllReduceCrossDeviceOps`` by hierarchical copy, with ``num_packs`` packs (at least 0).
 
-    ``reduction_groups``, two lists of replica numbers, replaces the default groups, the first
+    ``reduction_groups``, lists of replica numbers, replaces the default groups, the first
     n // 2 replicas and the rest; see ``AllReduceCrossDeviceOps``.
     """
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import Form, axis_order, in_order, is_array, kind_of, to_buffer
 from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import (
@@ -86,18 +85,25 @@ def devices_of(requests: Sequence[Request]) -> list[Device]:
     return list(found)
 
 
-def batches_of(requests: Sequence[Request], reduce_op: ReduceOp) -> list[list[int]]:
-    """Groups the indices of the requests that can be all-reduced together.
+def batches_of(
+    requests: Sequence[Request], reduce_op: ReduceOp
+) -> tuple[list[tuple[list[int], bool]], list[int]]:
+    """Groups the requests that can be all-reduced together.
 
-    They have the same devices; and the means of integers are apart, since they are divided after
-    their addition, not in it.
+    Returns:
+        The indices of each group, and whether it is of means of integers. These are apart, since
+        they are divided after their addition, not in it. And the indices of all other requests.
     """
+    mean = reduce_op is ReduceOp.MEAN
     batches: dict[tuple[tuple[Device, ...], bool], list[int]] = {}
+    others: list[int] = []
     for index, request in enumerate(requests):
-        if request.is_all_reduced:
-            counts = reduce_op is ReduceOp.MEAN and request.value.parts[0].dtype.kind in "iu"
-            batches.setdefault((request.devices, counts), []).append(index)
-    return list(batches.values())
+        if not request.is_all_reduced:
+            others.append(index)
+            continue
+        counts = mean and request.value.parts[0].dtype.kind in "iu"
+        batches.setdefault((request.devices, counts), []).append(index)
+    return [(indices, counts) for (_, counts), indices in batches.items()], others
 
 
 def checked_requests(
@@ -119,30 +125,37 @@ def checked_requests(
     """
     check_op("reduce_op", reduce_op)
     requests: list[Request] = []
-    usable: set[Device] = set()
+    usable: tuple[Device, ...] = ()
     last: tuple[Any, DistributedValues] | None = None
-    with StreamScope():
-        for index, pair in enumerate(checked_pairs(pairs)):
-            value, destination = pair
-            if not isinstance(value, DistributedValues):
-                value = _as_distributed(value, index, mesh or named_mesh(destination))
-            value._discard_copies()
-            matches = destination is value
-            value, form = as_reduced(value, index, out) if elementwise else (value, None)
-            _check_replicas(value, index)
-            _check_usable(value, usable)
-            devices = value.devices
-            if last is not None and destination is last[0] and devices == last[1].devices:
-                _, devices, matches, *_ = requests[-1]  # one mesh for all, as a rule
-            elif not matches:
-                devices = destination_devices(destination, index, value.mesh)
-                matches = set(devices) == set(value.devices)
-            last = (destination, value)
-            named = value.devices if matches else devices
-            requests.append(Request(value, named, matches, None, form))
-        external = [request.value for request in requests if request.value._external]
-        wait_for_inputs(buffer_of(part) for value in external for part in value.parts)
+    for index, pair in enumerate(checked_pairs(pairs)):
+        value, destination = pair
+        if not isinstance(value, DistributedValues):
+            value = _as_distributed(value, index, mesh or named_mesh(destination))
+        value._discard_copies()
+        matches, form = destination is value, None
+        if elementwise and value._form is not None:
+            value, form = as_reduced(value, index, out)
+        _check_replicas(value, index)
+        devices = value.devices
+        if devices != usable:
+            usable = _check_usable(devices)
+        if last is not None and destination is last[0] and devices == last[1].devices:
+            _, devices, matches, *_ = requests[-1]  # one mesh for all, as a rule
+        elif not matches:
+            devices = destination_devices(destination, index, value.mesh)
+            matches = set(devices) == set(value.devices)
+        last = (destination, value)
+        named = value.devices if matches else devices
+        requests.append(Request(value, named, matches, None, form))
+    _wait_for_inputs(requests)
     return requests
+
+
+def _wait_for_inputs(requests: Sequence[Request]) -> None:
+    """Makes the call wait for the streams of callers' arrays on GPUs."""
+    external = [request.value for request in requests if request.value._external]
+    if external and external[0].devices[0].mesh_state.backend == "cuda":
+        wait_for_inputs([buffer_of(part) for value in external for part in value.parts])
 
 
 def as_reduced(
@@ -269,11 +282,13 @@ def _check_replicas(value: DistributedValues, index: int) -> None:
     """Raises ``ValueError`` for replicas that differ in shape or dtype."""
     parts = value.parts
     first = parts[0]
-    shape, dtype = first.shape, first.dtype
-    if not value.is_sparse and all(
-        [part.shape == shape and part.dtype is dtype for part in parts]  # no generator: its pace
-    ):
-        return
+    if not value.is_sparse:
+        shape, dtype = first.shape, first.dtype
+        for part in parts:
+            if part.shape != shape or part.dtype is not dtype:
+                break
+        else:
+            return
     wanted = _signature(first, value)
     for replica, part in enumerate(parts):
         found = _signature(part, value)
@@ -288,12 +303,11 @@ def _check_replicas(value: DistributedValues, index: int) -> None:
             _check_indices(part, first, value._name_of(index, replica))
 
 
-def _check_usable(value: DistributedValues, usable: set[Device]) -> None:
-    """Raises ``BackendUnavailableError`` for a failed device; those in ``usable`` are skipped."""
-    for device in value.devices:
-        if device not in usable:
-            device.mesh_state.check_usable(device)
-            usable.add(device)
+def _check_usable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    """Returns ``devices``; raises ``BackendUnavailableError`` if one has failed."""
+    for device in devices:
+        device.mesh_state.check_usable(device)
+    return devices
 
 
 def _check_indices(part: IndexedSlices, first: Part, what: str) -> None:

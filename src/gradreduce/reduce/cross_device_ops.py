@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
@@ -44,6 +44,9 @@ from .out_arguments import as_results, note_partial, with_outs
 from .pipeline import copy_to_out, reduce_to_one
 
 __all__ = ["CrossDeviceOps", "ReductionToOneDevice", "result_kinds"]
+
+
+_NO_DEADLINE: AbstractContextManager[object] = nullcontext()
 
 
 class CrossDeviceOps(ABC):
@@ -90,7 +93,6 @@ class CrossDeviceOps(ABC):
             deadline=deadline,
         )[0]
 
-    @StreamScope()
     def batch_reduce(
         self,
         reduce_op: ReduceOp,
@@ -158,36 +160,39 @@ class CrossDeviceOps(ABC):
                 middle: then ``out`` may hold a part of the results, which the error's note says.
                 Without ``out`` no array of the caller's was written.
         """
-        seconds = as_deadline(deadline)
-        if out is None:
+        seconds = None if deadline is None else as_deadline(deadline)
+        if coalesce is not False:
             coalesce = as_flag("coalesce", coalesce)
-            requests = checked_requests(
-                value_destination_pairs, reduce_op, self.mesh, elementwise=self._elementwise
-            )
-            kinds = result_kinds(requests, output_type)
-            involved = () if seconds is None else devices_of(requests)
-            with (
-                deadline_scope("batch_reduce", seconds, involved),
-                SuspendedScope(),
-            ):  # may be a subclass of the caller's
-                reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
-            return mirrored(requests, reduced, kinds)
-        if output_type is not None:
+        if out is not None and output_type is not None:
             raise ValueError(
                 f"output_type={brief(output_type)} cannot be combined with out, whose arrays are "
                 "the results"
             )
-        requests = checked_requests(
-            value_destination_pairs, reduce_op, self.mesh, elementwise=self._elementwise, out=out
-        )
-        requests, outs = with_outs(requests, out, reduce_op)
-        devices = devices_of(requests)
-        with deadline_scope("batch_reduce", seconds, devices), note_partial(devices):
-            with SuspendedScope():
-                reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
-            copy_to_out(requests, reduced)
-        release_outputs(each for row in outs for each in row)
-        return as_results(requests, outs)
+        with StreamScope():
+            requests = checked_requests(
+                value_destination_pairs,
+                reduce_op,
+                self.mesh,
+                elementwise=self._elementwise,
+                out=out,
+            )
+            if out is None:
+                kinds = result_kinds(requests, output_type)
+                # It may be a subclass of the caller's.
+                scope = _NO_DEADLINE
+                if seconds is not None:
+                    scope = deadline_scope("batch_reduce", seconds, devices_of(requests))
+                with scope, SuspendedScope():
+                    reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
+                return mirrored(requests, reduced, kinds)
+            requests, outs = with_outs(requests, out, reduce_op)
+            devices = devices_of(requests)
+            with deadline_scope("batch_reduce", seconds, devices), note_partial(devices):
+                with SuspendedScope():
+                    reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
+                copy_to_out(requests, reduced)
+            release_outputs(each for row in outs for each in row)
+            return as_results(requests, outs)
 
     @StreamScope()
     def broadcast(
@@ -284,7 +289,7 @@ class CrossDeviceOps(ABC):
             divisor: of each sum, in the dtype of ``gradients``.
             out_dtypes: of the results, one for each tensor. Default: that of its gradients.
             consume: not None: ``gradients`` may be overwritten, see
-                ``pipeline.reduce_buffers``; here they never are.
+                ``pipeline.reduce_batch``; here they never are.
         """
         requests = []
         for row in gradients:
@@ -307,8 +312,8 @@ class CrossDeviceOps(ABC):
             out_dtype: of the results.
         """
         for device in devices:
-            prepare_all_sum(device, dtype, dtype)
-            prepare_all_sum(device, out_dtype, dtype)
+            prepare_all_sum(device, dtype, dtype, {1, len(devices)})
+            prepare_all_sum(device, out_dtype, dtype, {1, len(devices)})
 
 
 class ReductionToOneDevice(CrossDeviceOps):
@@ -396,6 +401,8 @@ def mirrored(
 
 def result_kinds(requests: Sequence[Request], output_type: str | None) -> list[Kind]:
     """Returns the kind of array of each result; raises as ``as_result_kind`` does."""
+    if output_type is None:
+        return [request.value.kind for request in requests]
     return [
         as_result_kind(output_type, request.value.kind, request.devices[0]) for request in requests
     ]

@@ -1,9 +1,9 @@
-"""All-reduce by hierarchical copy: adds replicas in two groups, without a collective library.
+"""All-reduce by hierarchical copy: adds replicas in groups, without a collective library.
 
 The order of additions is a function of the number n of replicas alone: the first n // 2 replicas
 in mesh order make one group, the rest the other, each is added left to right, then the two sums
-(n = 5: (r0+r1) + ((r2+r3)+r4)). ``reduction_groups`` names other groups, and their order.
-Everything else here decides how bytes are transferred.
+(n = 5: (r0+r1) + ((r2+r3)+r4)). ``reduction_groups`` names other groups, any number of them: each
+is added left to right, then their sums are. Everything else here decides how bytes are transferred.
 
 Source: hierarchical copy of tf.contrib.distribute.AllReduceCrossDeviceOps, which leaves out the
 last replica of an odd number; here any number works.
@@ -11,7 +11,7 @@ last replica of an odd number; here any number works.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gradreduce import ops
@@ -19,6 +19,7 @@ from gradreduce.device import (
     ALIGNMENT,
     Buffer,
     Device,
+    DType,
     Queue,
     accumulate_dtype,
     by_physical,
@@ -28,10 +29,10 @@ from gradreduce.device import (
     join_streams_each,
 )
 
+from .algorithm import Algorithm, Job, Steps
 from .reduction_groups import ReductionGroups, reduction_groups_of
-from .stages import Job, Stage, Steps, run_stages
 
-__all__ = ["SLICE_BYTES", "Slice", "hierarchical_copy", "plan_slices", "works_in_place"]
+__all__ = ["SLICE_BYTES", "HierarchicalCopy", "Slice", "plan_slices"]
 
 # Packs of one stage of at least this many bytes are divided among the devices, so that every link
 # is used; below it, one device for a whole pack saves launches. To be measured on links.
@@ -68,7 +69,7 @@ def plan_slices(
         mains: the first replica on each physical device.
         slice_bytes: packs of fewer bytes in all are not cut but take turns.
     """
-    total = sum(size * itemsize for size, itemsize in packs)
+    total = sum([size * itemsize for size, itemsize in packs])
     if total < slice_bytes or len(mains) == 1:
         return [Slice(job, mains[job % len(mains)], 0, size) for job, (size, _) in enumerate(packs)]
     slices: list[Slice] = []
@@ -88,110 +89,103 @@ def plan_slices(
     return slices
 
 
-def hierarchical_copy(
-    jobs: Sequence[Job],
-    reduction_groups: ReductionGroups | None = None,
-    *,
-    stages: Sequence[Stage] = (),
-) -> None:
+class HierarchicalCopy(Algorithm):
     """Reduces every job, with the same bits for every placement, packs and slices.
 
-    If all devices are peers, each main device reads all inputs of its slices and writes all outs,
-    in one launch for each stage. If not, the two groups are added apart, with copies of the memory
-    that a launch cannot access.
-
-    Args:
-        jobs: on the same devices, all of them.
-        reduction_groups: the two groups, instead of the first n // 2 replicas and the rest.
-        stages: see ``run_stages``.
-
-    Raises:
-        ValueError: ``reduction_groups`` names another number of replicas. Nothing was launched.
+    If all devices are peers and there are at most two groups, each main device reads all inputs of
+    its slices and writes all outs, in one launch for each stage. If not, the groups are added
+    apart, with copies of the memory that a launch cannot access.
     """
-    if not jobs:
-        return
-    devices = [buffer.device for buffer in jobs[0].inputs]
-    groups = reduction_groups_of(len(devices), reduction_groups)
-    mains = [replicas[0] for replicas in by_physical(devices).values()]
-    direct = all(_can_access(devices[main], devices) for main in mains)
 
-    def steps_of(indices: Sequence[int], queue: Queue) -> Steps:
-        together = [jobs[index] for index in indices]
-        packs = [(job.inputs[0].size, _narrower(job)) for job in together]
-        work = [
-            (part.main, together[part.job].part(part.start, part.stop))
-            for part in plan_slices(packs, mains)
-        ]
-        if direct:
-            return _direct(work, devices, groups, queue)
-        return _staged([_Staged(*each, devices, groups) for each in work], devices, queue)
+    has_groups = True
 
-    with devices[0].mesh_state.launch_lock:
-        run_stages(stages, len(jobs), steps_of)
+    def __init__(
+        self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
+    ) -> None:
+        super().__init__(devices)
+        found = reduction_groups_of(len(devices), reduction_groups)
+        self._groups = [group for group in found if group]
+        self._mains = [replicas[0] for replicas in by_physical(self.devices).values()]
+        peers = devices[0].mesh_state.peers
+        gpus = {device.physical for device in devices}
+        self.in_place = len(self._groups) <= 2 and all(peers(a, b) for a in gpus for b in gpus)
+        self._order = [replica for group in self._groups for replica in group]
+        self._split = len(self._groups[0]) if len(self._groups) == 2 else 0
 
+    def compile(self, wire: DType, total: DType) -> None:
+        """See ``Algorithm.compile``."""
+        acc_dtype = accumulate_dtype(wire)
+        num_terms = {len(self._groups), len(self._order)}
+        for device in self.devices:
+            for out, term in dict.fromkeys([(total, wire), (wire, wire), (total, acc_dtype)]):
+                ops.prepare_all_sum(device, out, term, num_terms)
+            for count in {len(group) for group in self._groups}:
+                ops.prepare_add_n(device, acc_dtype, wire, count)
 
-def _narrower(job: Job) -> int:
-    return min(job.inputs[0].dtype.itemsize, job.outs[0].dtype.itemsize)
+    def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
+        """See ``Algorithm.start``."""
 
+        def steps_of(indices: Sequence[int], queue: Queue) -> Steps:
+            together = [jobs[index] for index in indices]
+            packs = [
+                (job.inputs[0].size, min(job.inputs[0].dtype.itemsize, job.outs[0].dtype.itemsize))
+                for job in together
+            ]
+            work = []
+            for at, main, start, stop in plan_slices(packs, self._mains):
+                job = together[at]
+                whole = stop - start == packs[at][0]
+                work.append((main, job if whole else job.part(start, stop)))
+            if self.in_place:
+                return self._direct(work, queue)
+            staged = [_Staged(*each, self.devices, self._groups) for each in work]
+            return _staged(staged, self.devices, queue)
 
-def works_in_place(devices: Sequence[Device]) -> bool:
-    """Whether inputs can be outs: a failure before the first launch leaves them unchanged.
+        return steps_of
 
-    If all devices are peers, nothing is allocated after the first launch. Otherwise memory is
-    allocated later, which may fail when a part has been reduced already.
-    """
-    return all(_can_access(device, devices) for device in devices)
-
-
-def _can_access(main: Device, devices: Sequence[Device]) -> bool:
-    return all(main.mesh_state.peers(main.physical, device.physical) for device in devices)
-
-
-def _direct(
-    work: Sequence[tuple[int, Job]],
-    devices: Sequence[Device],
-    groups: ReductionGroups,
-    queue: Queue,
-) -> Steps:
-    """Launches one kernel for each main device and divisor: reads n buffers, writes n."""
-    order = [*groups[0], *groups[1]]
-    split = len(groups[0]) if all(groups) else 0
-    by_main: dict[tuple[int, float], list[Job]] = {}
-    for main, job in work:
-        by_main.setdefault((main, job.divisor), []).append(job)
-    working = [devices[main] for main in dict.fromkeys(main for main, _ in by_main)]
-    join_streams_each(working, devices, queue)
-    for (main, divisor), parts in by_main.items():
-        ops.all_sum(
-            [job.outs for job in parts],
-            [[job.inputs[replica] for replica in order] for job in parts],
-            split,
-            divisor=divisor,
-            device=devices[main],
-            queue=queue,
-        )
-    yield
-    for leader in working:
-        fork_streams(leader, devices, queue)
+    def _direct(self, work: Sequence[tuple[int, Job]], queue: Queue) -> Steps:
+        """Launches one kernel for each main device and divisor: reads n buffers, writes n."""
+        devices = self.devices
+        by_main: dict[tuple[int, float], list[Job]] = {}
+        for main, job in work:
+            by_main.setdefault((main, job.divisor), []).append(job)
+        working = [devices[main] for main in dict.fromkeys([main for main, _ in by_main])]
+        join_streams_each(working, devices, queue)
+        for (main, divisor), parts in by_main.items():
+            ops.all_sum_unchecked(
+                [job.outs for job in parts],
+                [[job.inputs[replica] for replica in self._order] for job in parts],
+                self._split,
+                divisor=divisor,
+                device=devices[main],
+                queue=queue,
+            )
+        yield
+        for leader in working:
+            fork_streams(leader, devices, queue)
 
 
 class _Staged:
-    """Reduces one slice where devices are not all peers: copies memory that is not accessible.
+    """Reduces one slice where a launch cannot do it all: copies memory that is not accessible.
 
-    The main device adds the group of its own replica, the k-th of that group; the other group is
+    The main device adds the group of its own replica, the k-th of that group; another group is
     added on the device of *its* k-th replica (k modulo its size).
     """
 
     def __init__(
-        self, main: int, job: Job, devices: Sequence[Device], groups: ReductionGroups
+        self,
+        main: int,
+        job: Job,
+        devices: Sequence[Device],
+        groups: Sequence[Sequence[int]],
     ) -> None:
-        group, other = groups
-        if main not in group:
-            group, other = other, group
         self._job, self._main, self._devices = job, main, devices
         self.leader = devices[main]
-        self.partner = devices[other[group.index(main) % len(other)]] if other else self.leader
-        self._groups = [(self.leader, group)] + ([(self.partner, other)] if other else [])
+        at = next(group.index(main) for group in groups if main in group)
+        self._groups = [
+            (self.leader if main in group else devices[group[at % len(group)]], group)
+            for group in groups
+        ]
         self._accessible: list[list[Buffer]] = []
         self._partials: list[Buffer] = []
 
@@ -203,7 +197,7 @@ class _Staged:
             )
 
     def add_groups(self, queue: Queue) -> None:
-        """Adds each group, and copies the other sum to the main device, if not accessible.
+        """Adds each group, and copies the sums to the main device, if not accessible.
 
         A single replica is exact as it is: it is copied in its own dtype.
         """
@@ -212,8 +206,8 @@ class _Staged:
             self._partials.append(ensure_accessible(self.leader, partial, queue))
         self._accessible.clear()
 
-    def add_both(self, queue: Queue) -> None:
-        """Adds the two sums, and copies the result to each other GPU."""
+    def add_sums(self, queue: Queue) -> None:
+        """Adds the sums left to right, and copies the result to each other GPU."""
         job, leader = self._job, self.leader
         replicas = by_physical(self._devices)[leader.physical]
         partials = self._partials
@@ -225,7 +219,6 @@ class _Staged:
         ops.all_sum(
             [[job.outs[replica] for replica in replicas]],
             [partials],
-            len(partials) - 1,
             divisor=job.divisor,
             device=leader,
         )
@@ -259,7 +252,7 @@ def _staged(work: Sequence[_Staged], devices: Sequence[Device], queue: Queue) ->
     yield
     _wait_for_copies([part.leader for part in work], queue)
     for part in work:
-        part.add_both(queue)
+        part.add_sums(queue)
     yield
     _wait_for_copies(devices, queue)
     for part in work:

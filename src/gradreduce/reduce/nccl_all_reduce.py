@@ -12,7 +12,7 @@ memory on each while it lasts, and n - 1 over each link instead of 2 * (n - 1) /
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradreduce import ops
@@ -27,9 +27,10 @@ from gradreduce.device import (
     join_streams,
 )
 
-from .stages import Job, Stage, Steps, run_stages
+from .algorithm import Algorithm, Job, Steps
+from .reduction_groups import ReductionGroups
 
-__all__ = ["SHARED_GROUP_BYTES", "check_library", "connect", "nccl", "plan_groups"]
+__all__ = ["SHARED_GROUP_BYTES", "Nccl", "plan_groups"]
 
 # Packs of less than this, in the bytes of one rank's buffer, share a group call: a call costs a
 # launch on every GPU and a round of messages, whatever it carries, and with packs as short as this
@@ -85,37 +86,42 @@ class _Part:
         return tuple(self.gathered.view(rank * size, (size,)) for rank in range(num_ranks))
 
 
-def nccl(jobs: Sequence[Job], *, stages: Sequence[Stage] = ()) -> None:
-    """Reduces every job by the mesh's collective library, in the calls of ``plan_groups``.
+class Nccl(Algorithm):
+    """All-reduce by the mesh's collective library, in the calls of ``plan_groups``.
 
     All memory is asked for, and the library looked for, before the first launch: where that
     fails nothing was changed.
-
-    Args:
-        jobs: on the same devices, all of them.
-        stages: see ``run_stages``.
-
-    Raises:
-        BackendUnavailableError: several physical devices, and no library.
     """
-    if not jobs:
-        return
-    devices = [buffer.device for buffer in jobs[0].inputs]
-    sharing = list(by_physical(devices).values())
-    with devices[0].mesh_state.launch_lock:
-        if len(sharing) == 1:
-            run_stages(
-                stages, len(jobs), lambda indices, _: _on_one_gpu([jobs[at] for at in indices])
-            )
-            return
-        collective = devices[0].mesh.collective
-        parts = [[_part(job, indices, len(sharing)) for job in jobs] for indices in sharing]
+
+    def __init__(
+        self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
+    ) -> None:
+        super().__init__(devices)
+        self._sharing = list(by_physical(self.devices).values())
+        self._collective = devices[0].mesh.collective if len(self._sharing) > 1 else None
+
+    def compile(self, wire: DType, total: DType) -> None:
+        """See ``Algorithm.compile``; the first time, connecting may take seconds."""
+        if self._collective is not None:
+            self._collective.connect([self.devices[first] for first, *_ in self._sharing])
+        num_terms = {1, *map(len, self._sharing)}
+        for device in self.devices:
+            for out, term in dict.fromkeys([(total, wire), (wire, wire)]):
+                ops.prepare_all_sum(device, out, term, num_terms)
+
+    def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
+        """See ``Algorithm.start``."""
+        collective = self._collective
+        if collective is None:
+            return lambda indices, _: _on_one_gpu([jobs[at] for at in indices])
+        num_ranks = len(self._sharing)
+        parts = [[_part(job, replicas, num_ranks) for job in jobs] for replicas in self._sharing]
 
         def steps_of(indices: Sequence[int], queue: Queue) -> Steps:
             here = [[gpu_parts[at] for at in indices] for gpu_parts in parts]
-            return _over_gpus([jobs[at] for at in indices], sharing, here, collective, queue)
+            return _over_gpus([jobs[at] for at in indices], self._sharing, here, collective, queue)
 
-        run_stages(stages, len(jobs), steps_of)
+        return steps_of
 
 
 def _on_one_gpu(jobs: Sequence[Job]) -> Steps:
@@ -146,22 +152,6 @@ def _over_gpus(
         fork_streams(leader, [leader], queue)
     for indices, gpu_parts in zip(sharing, parts, strict=True):
         _finish([(job, part.terms) for job, part in zip(jobs, gpu_parts, strict=True)], indices)
-
-
-def check_library(devices: Sequence[Device]) -> None:
-    """Raises ``BackendUnavailableError`` if a collective library is needed and missing.
-
-    For callers that launch something before they call ``nccl``.
-    """
-    if len(by_physical(devices)) > 1:
-        _ = devices[0].mesh.collective
-
-
-def connect(devices: Sequence[Device]) -> None:
-    """Connects these devices for ``nccl``; the first time may take seconds."""
-    indices = by_physical(devices).values()
-    if len(indices) > 1:
-        devices[0].mesh.collective.connect([devices[first] for first, *_ in indices])
 
 
 def _is_gathered(dtype: DType) -> bool:

@@ -117,16 +117,14 @@ def _outs_of(request: Request, index: int, arrays: Sequence[Any], reduce_op: Red
             made.append(as_out(array, device, first.shape, dtype, turned))
         except (TypeError, ValueError) as error:
             raise about(request.value._name_of(index, replica, "out"), error) from None
-    return [_as_input(out, request) for out in made]
-
-
-def _as_input(out: Out, request: Request) -> Out:
-    """Uses the Buffer of an input if ``out`` is the same memory."""
-    for part in request.value.buffers:
-        same = part.device is out.buffer.device and part.nbytes == out.buffer.nbytes
-        if same and part.block.writable and part.address == out.buffer.address:
-            return out._replace(buffer=part) if part.dtype == out.buffer.dtype else out
-    return out
+    inputs = {(part.device, part.address): part for part in request.value.buffers}
+    for replica, out in enumerate(made):  # what is an input is written as that
+        part = inputs.get((out.buffer.device, out.buffer.address))
+        if part is None or part.nbytes != out.buffer.nbytes or part.dtype != out.buffer.dtype:
+            continue
+        if part.block.writable:
+            made[replica] = out._replace(buffer=part)
+    return made
 
 
 def _check_no_overlap(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 from gradreduce import ops
@@ -30,7 +31,6 @@ __all__ = [
     "fill",
     "lay_out",
     "move_into",
-    "pack",
     "unpack",
     "unpack_into",
 ]
@@ -77,11 +77,31 @@ class PackBuffers:
     targets: tuple[Sequence[Buffer] | None, ...]
     divisor: float = 1
 
-    @property
-    def is_moved(self) -> bool:
-        """Whether anything is packed into them or unpacked."""
-        cast = self.results is not None and self.results[0] is not self.outs[0]
-        return cast or any(each is not None for each in (*self.filling, *self.targets))
+    @cached_property
+    def views(self) -> list[list[Buffer]] | None:
+        """The tensors in the results, ``[replica][tensor]``, if they are packed there too.
+
+        They are where nothing lies between them and the results are the inputs.
+        """
+        if self.results is not self.inputs or self.plan.has_gaps or None in self.filling:
+            return None
+        offsets = self.plan.layout.offsets
+        return [
+            flat.parts(offsets, [tensor.shape for tensor in tensors or ()])
+            for flat, tensors in zip(self.inputs, self.filling, strict=True)
+        ]
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether anything is packed into them."""
+        return any([each is not None for each in self.filling])
+
+    @cached_property
+    def is_unpacked(self) -> bool:
+        """Whether anything is moved or cast out of them."""
+        if self.results is not None and self.results[0] is not self.outs[0]:
+            return True
+        return any([each is not None for each in self.targets])
 
 
 def lay_out(
@@ -111,38 +131,10 @@ def lay_out(
     # With ``targets`` or ``consume`` much needs no new memory, and it is not known yet how much.
     fresh = options.targets is None and not options.consume
     allocator = _Allocator(plans if fresh else ())
-    made = []
-    for plan, divisor in zip(plans, divisors, strict=True):
-        pack_buffers = None
-        if fresh and divisor == 1 and not plan.together:
-            pack_buffers = _read_in_place(
-                plan, gradients[plan.tensors[0]], devices, allocator, owned_only
-            )
-        made.append(
-            pack_buffers
-            or _allocate(plan, divisor, gradients, devices, options, (allocator, owned_only))
-        )
-    return made
-
-
-def _read_in_place(
-    plan: FlatPlan,
-    replicas: Sequence[Buffer],
-    devices: Sequence[Device],
-    allocator: _Allocator,
-    owned_only: bool,
-) -> PackBuffers | None:
-    """Like ``_allocate``, but faster, for a tensor that is read in place.
-
-    The result goes to new memory of its dtype. None in other cases.
-    """
-    if not plan.wire == plan.dtype == plan.out_dtype:
-        return None
-    if owned_only and not all([each.block.owned for each in replicas]):
-        return None
-    outs = tuple([allocator.take(plan, device, plan.dtype) for device in devices])
-    nothing = (None,) * len(devices)
-    return PackBuffers(plan, tuple(replicas), outs, outs, nothing, nothing)
+    return [
+        _allocate(plan, divisor, gradients, devices, options, (allocator, owned_only))
+        for plan, divisor in zip(plans, divisors, strict=True)
+    ]
 
 
 class _Allocator:
@@ -169,7 +161,7 @@ class _Allocator:
             part = self._parts[key].pop(id(plan), None)
             if part is not None:
                 return part
-        return device.empty((plan.layout.size,), dtype)
+        return device.allocate((plan.layout.size,), dtype)
 
     def _shared(self, device: Device, dtype: DType) -> dict[int, Buffer]:
         plans = [
@@ -179,7 +171,7 @@ class _Allocator:
             return {}
         sizes = [plan.layout.size for plan in plans]
         layout = flat_layout(sizes, dtype.itemsize)
-        whole = device.empty((layout.size,), dtype)
+        whole = device.allocate((layout.size,), dtype)
         parts = whole.parts(layout.offsets, [(size,) for size in sizes])
         return {id(plan): part for plan, part in zip(plans, parts, strict=True)}
 
@@ -193,34 +185,34 @@ def _allocate(
     memory: tuple[_Allocator, bool],
 ) -> PackBuffers:
     allocator, owned_only = memory
-    replicas = range(len(devices))
     targets = options.targets
-    tensors = [[gradients[tensor][replica] for tensor in plan.tensors] for replica in replicas]
-    wanted = targets and [[targets[tensor][at] for tensor in plan.tensors] for at in replicas]
+    tensors = list(zip(*[gradients[tensor] for tensor in plan.tensors], strict=True))
+    wanted = targets and list(zip(*[targets[tensor] for tensor in plan.tensors], strict=True))
     as_it_is = plan.wire == plan.dtype and divisor == 1
     inputs, outs, filling, leaving = [], [], [], []
     for replica, device in enumerate(devices):
-        flat = _already_flat(plan, tensors[replica], owned_only) if as_it_is else None
+        flat = None
+        if as_it_is and _may_be_flat(tensors[replica]):
+            flat = _already_flat(plan, tensors[replica], owned_only)
         filling.append(tensors[replica] if flat is None else None)
         ours = flat is None or options.consume
         if flat is None:
             flat = allocator.take(plan, device, plan.wire)
         inputs.append(flat)
         out = None
-        if wanted is not None and options.in_place and _is_written(plan):
+        if wanted is not None and options.in_place and plan.sum_dtype == plan.out_dtype:
             out = _already_flat(plan, wanted[replica], owned_only, written=True)
         leaving.append(wanted[replica] if wanted is not None and out is None else None)
         if out is None and ours and plan.wire == plan.sum_dtype:
             out = flat
         outs.append(allocator.take(plan, device, plan.sum_dtype) if out is None else out)
+    results = _results(plan, outs, allocator, wanted is not None)
+    all_inputs = tuple(inputs)
+    if results is not None and results == all_inputs:
+        results = all_inputs
     return PackBuffers(
-        plan, tuple(inputs), tuple(outs), _results(plan, outs, allocator, wanted is not None),
-        tuple(filling), tuple(leaving), divisor,
-    )  # fmt: skip
-
-
-def _is_written(plan: FlatPlan) -> bool:
-    return plan.sum_dtype == plan.out_dtype
+        plan, all_inputs, tuple(outs), results, tuple(filling), tuple(leaving), divisor
+    )
 
 
 def _results(
@@ -229,7 +221,7 @@ def _results(
     """Returns the flat buffers of the results: the outs themselves if their dtype is right."""
     if in_targets:
         return None
-    if _is_written(plan):
+    if plan.sum_dtype == plan.out_dtype:
         return tuple(outs)
     return tuple(allocator.take(plan, out.device, plan.out_dtype) for out in outs)
 
@@ -242,14 +234,19 @@ def fill(parts: Iterable[tuple[PackBuffers, int, int]]) -> None:
     """
     moves: dict[float, list[_Move]] = {}
     for pack_buffers, start, stop in parts:
-        if not any(tensors is not None for tensors in pack_buffers.filling):
+        if not pack_buffers.is_packed:
             continue
-        pieces = pack_buffers.plan.pieces(start, stop)
+        pieces = pack_buffers.plan.pieces[start, stop]
         begins = [at.begin for at in pieces]
         spans = [(at.end - at.begin,) for at in pieces]  # the gap behind a tensor is written too
-        for flat, tensors in zip(pack_buffers.inputs, pack_buffers.filling, strict=True):
+        for replica, tensors in enumerate(pack_buffers.filling):
             if tensors is not None:
-                move = (flat.device, flat.parts(begins, spans), _parts_of(tensors, pieces))
+                flat = pack_buffers.inputs[replica]
+                if pack_buffers.views is None:
+                    into = flat.parts(begins, spans)
+                else:
+                    into = _parts_of(pack_buffers.views[replica], pieces)
+                move = (flat.device, into, _parts_of(tensors, pieces))
                 moves.setdefault(pack_buffers.divisor, []).append(move)
     for divisor, each in moves.items():
         _move(each, divisor)
@@ -259,10 +256,10 @@ def unpack_into(parts: Iterable[tuple[PackBuffers, int, int]]) -> None:
     """Unpacks sums from ranges of the outs to where the results go; see ``fill``."""
     moves: list[_Move] = []
     for pack_buffers, start, stop in parts:
-        for replica, out in enumerate(pack_buffers.outs):
+        for replica, out in enumerate(pack_buffers.outs if pack_buffers.is_unpacked else ()):
             targets = pack_buffers.targets[replica]
             if targets is not None:
-                pieces = pack_buffers.plan.pieces(start, stop)
+                pieces = pack_buffers.plan.pieces[start, stop]
                 begins = [at.begin for at in pieces]
                 spans = [(at.stop - at.start,) for at in pieces]
                 move = (out.device, _parts_of(targets, pieces), out.parts(begins, spans))
@@ -273,19 +270,6 @@ def unpack_into(parts: Iterable[tuple[PackBuffers, int, int]]) -> None:
                     (out.device, pack_buffers.results[replica].parts(*whole), out.parts(*whole))
                 )
     _move(moves, 1)
-
-
-def pack(
-    plans: Sequence[FlatPlan],
-    gradients: Sequence[Sequence[Buffer]],
-    devices: Sequence[Device],
-    *,
-    consume: bool,
-) -> list[PackBuffers]:
-    """Allocates flat buffers and packs tensors into them: ``lay_out``, then ``fill``."""
-    made = lay_out(plans, gradients, devices, Options(consume), [1] * len(plans))
-    fill((pack_buffers, 0, pack_buffers.plan.layout.size) for pack_buffers in made)
-    return made
 
 
 def unpack(
@@ -299,7 +283,7 @@ def unpack(
             found[flat.plan.tensors[0]] = flat.results
             continue
         offsets = flat.plan.layout.offsets
-        columns = [result.parts(offsets, inside) for result in flat.results or ()]
+        columns = flat.views or [result.parts(offsets, inside) for result in flat.results or ()]
         for tensor, replicas in zip(flat.plan.tensors, zip(*columns, strict=True), strict=True):
             found[tensor] = replicas
     return found
@@ -322,18 +306,25 @@ def move_into(pairs: Sequence[tuple[Buffer, Buffer]]) -> None:
 
 def _move(moves: Sequence[_Move], divisor: float) -> None:
     """Copies and divides buffers: one launch per physical device and dtype."""
-    devices = [device for device, _, _ in moves]
-    for indices in by_physical(devices).values():
-        leader = devices[indices[0]]
-        sharing = [devices[index] for index in indices]
-        join_streams(leader, sharing)
-        ops.pack_unchecked(
-            list(chain.from_iterable(moves[index][1] for index in indices)),
-            list(chain.from_iterable(moves[index][2] for index in indices)),
-            divisor=divisor,
-            device=leader,
-        )
-        fork_streams(leader, sharing)
+    by_gpu: dict[int, list[_Move]] = {}
+    for move in moves:
+        by_gpu.setdefault(move[0].physical, []).append(move)
+    for here in by_gpu.values():
+        leader, outs, inputs = here[0]
+        sharing = [device for device, _, _ in here]
+        if len(here) > 1:
+            outs = list(chain.from_iterable([each for _, each, _ in here]))
+            inputs = list(chain.from_iterable([each for _, _, each in here]))
+            join_streams(leader, sharing)
+        ops.pack_unchecked(outs, inputs, divisor=divisor, device=leader)
+        if len(here) > 1:
+            fork_streams(leader, sharing)
+
+
+def _may_be_flat(tensors: Sequence[Buffer]) -> bool:
+    """Whether the first and the last tensor lie in one block, if neither is empty."""
+    first, last = tensors[0], tensors[-1]
+    return first.block is last.block or not first.size or not last.size
 
 
 def _already_flat(

@@ -46,6 +46,10 @@ class FlatPlan:
         layout: where each tensor lies, in elements; on vector boundaries in all dtypes.
         packs: ``(start, stop)`` elements of each pack, in order, none empty; on vector boundaries
             in all dtypes too.
+        sum_dtype: in which a sum is written: the narrower of wire and results. A kernel rounds a
+            sum of a wider type once, to the result; a wider result is cast on its own device.
+        has_gaps: whether some bytes of the flat buffer belong to no tensor.
+        pieces: of each pack, and of the whole: the tensors, or parts of them, that lie in it.
         together: False for a tensor that is reduced alone and need not be copied to a flat buffer.
     """
 
@@ -56,29 +60,15 @@ class FlatPlan:
     layout: FlatLayout
     packs: tuple[tuple[int, int], ...]
     together: bool
-    _found: dict[tuple[int, int], tuple[Piece, ...]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    sum_dtype: DType = field(init=False)
+    has_gaps: bool = field(init=False)
+    pieces: dict[tuple[int, int], tuple[Piece, ...]] = field(init=False, repr=False, compare=False)
 
-    @property
-    def sum_dtype(self) -> DType:
-        """Dtype in which a sum is written: the narrower of wire and results.
-
-        A kernel rounds a sum of a wider type once, to the result; a wider result is cast on its
-        own device.
-        """
-        return sum_dtype_of(self.wire, self.out_dtype)
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether some bytes of the flat buffer belong to no tensor."""
-        return self.layout.size != sum(self.layout.sizes)
-
-    def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """Returns the tensors, or parts of them, in a range of the flat buffer."""
-        if (start, stop) not in self._found:  # cached here: hashing a plan reads all of it
-            self._found[start, stop] = _pieces(self.layout, start, stop)
-        return self._found[start, stop]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sum_dtype", sum_dtype_of(self.wire, self.out_dtype))
+        object.__setattr__(self, "has_gaps", self.layout.size != sum(self.layout.sizes))
+        ranges = dict.fromkeys([*self.packs, (0, self.layout.size)])
+        object.__setattr__(self, "pieces", {each: _pieces(self.layout, *each) for each in ranges})
 
 
 class Piece(NamedTuple):

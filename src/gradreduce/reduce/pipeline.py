@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple, cast
 
 from gradreduce import ops
 from gradreduce.arrays.distributed import Part, ReduceOp
@@ -15,15 +15,13 @@ from gradreduce.device import (
     Device,
     DType,
     PackInfo,
-    accumulate_dtype,
-    by_physical,
+    Queue,
     mean_dtype,
 )
 
+from .algorithm import Algorithm, Job, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
-from .hierarchical_copy import works_in_place
-from .nccl_all_reduce import check_library, connect
 from .one_device import Accumulate, added_on, broadcast_values, quotients
 from .pack_buffers import Options, PackBuffers, fill, lay_out, move_into, unpack, unpack_into
 from .packing import (
@@ -35,23 +33,24 @@ from .packing import (
     sum_dtype_of,
     wire_of,
 )
-from .reduction_groups import ReductionGroups, reduction_groups_of
-from .stages import Job, Stage
+from .reduction_groups import ReductionGroups
 
 __all__ = [
+    "BatchPlan",
     "Settings",
-    "check_devices",
+    "algorithm_of",
     "compile_for",
     "copy_to_out",
-    "laid_out",
-    "reduce_buffers",
+    "plan_requests",
+    "reduce_batch",
     "reduce_requests",
     "reduce_to_one",
 ]
 
+MOST_PLANS = 64  # of one mesh; a training script has a few
 
-@dataclass(frozen=True)
-class Settings:
+
+class Settings(NamedTuple):  # hashed at each call: five times as fast as a dataclass
     """Checked arguments of an ``AllReduceCrossDeviceOps``; see there."""
 
     all_reduce_alg: str
@@ -62,6 +61,99 @@ class Settings:
     wire_dtype: DType | None
 
 
+@dataclass(frozen=True)
+class BatchPlan:
+    """What the reduction of one batch does, as far as sizes, dtypes and devices decide it.
+
+    Attributes:
+        devices: of the replicas.
+        algorithm: reduces the packs.
+        flat: the flat buffers.
+        divisors: of each, applied at packing.
+        divisor: of the sums of the others.
+        packs: the index of its flat buffer, first element, and one past the last of each pack.
+    """
+
+    devices: tuple[Device, ...]
+    algorithm: Algorithm
+    flat: tuple[FlatPlan, ...]
+    divisors: tuple[float, ...]
+    divisor: float
+    packs: tuple[tuple[int, int, int], ...]
+    _stages: dict[tuple[bool, ...], list[list[int]]] = field(default_factory=dict)
+
+    def stages(self, moved: tuple[bool, ...]) -> list[list[int]]:
+        """Returns the packs of each stage; ``moved``: whether each flat buffer must be moved."""
+        if moved not in self._stages:
+            everything = [list(range(len(self.packs)))] if self.packs else []
+            gpus = {device.physical for device in self.devices}
+            sizes = [
+                ((stop - start) * self.flat[index].wire.itemsize, moved[index])
+                for index, start, stop in self.packs
+            ]
+            self._stages[moved] = (
+                everything if len(gpus) == 1 or not self.packs else plan_stages(sizes, STAGE_BYTES)
+            )
+        return self._stages[moved]
+
+
+def plan_batch(
+    settings: Settings,
+    gradients: Sequence[Sequence[Buffer]],
+    *,
+    divisor: float = 1,
+    out_dtypes: Sequence[DType] | None = None,
+) -> BatchPlan:
+    """Plans the reduction of one batch, compiles its kernels, and remembers both.
+
+    Not called while a lock is held; if it fails, nothing was launched.
+
+    Args:
+        settings: how it reduces.
+        gradients: of each tensor one Buffer for each replica, on the same devices in the same
+            order for every tensor; replicas of one shape and dtype.
+        divisor: of every sum.
+        out_dtypes: of the results; default those of the gradients.
+
+    Raises:
+        ValueError: ``reduction_groups`` names another number of replicas.
+        BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing.
+        CollectiveError: NCCL cannot connect them.
+    """
+    first = gradients[0]
+    plans = first[0].device.mesh_state.plans
+    key = (
+        settings,
+        divisor,
+        tuple([buffer.device.index for buffer in first]),
+        tuple([replicas[0].size for replicas in gradients]),
+        tuple([id(replicas[0].dtype) for replicas in gradients]),  # hashing a dtype is slow
+        None if out_dtypes is None else tuple([id(dtype) for dtype in out_dtypes]),
+    )
+    found: BatchPlan | None = plans.get(key)
+    if found is not None:
+        return found
+    devices = tuple([buffer.device for buffer in first])
+    dtypes = [replicas[0].dtype for replicas in gradients]
+    flat = plan_packing(
+        key[3], tuple(zip(dtypes, out_dtypes or dtypes, strict=True)), *settings[1:4],
+        settings.wire_dtype,
+    )  # fmt: skip
+    for dtype, out_dtype in dict.fromkeys([(each.dtype, each.out_dtype) for each in flat]):
+        compile_for(settings, devices, dtype, out_dtype)
+    # On a 16-bit wire the sum may overflow.
+    early = [each.wire == settings.wire_dtype and is_half(each.wire) for each in flat]
+    made = BatchPlan(
+        devices, algorithm_of(settings, devices), flat,
+        tuple([divisor if is_early else 1 for is_early in early]), divisor,
+        tuple([(index, *pack) for index, each in enumerate(flat) for pack in each.packs]),
+    )  # fmt: skip
+    while len(plans) >= MOST_PLANS:
+        plans.pop(next(iter(plans)), None)
+    plans[key] = made
+    return made
+
+
 def reduce_requests(
     settings: Settings, reduce_op: ReduceOp, requests: Sequence[Request], *, coalesce: bool
 ) -> list[tuple[Part, ...]]:
@@ -69,53 +161,61 @@ def reduce_requests(
 
     Results go to a request's ``out`` where possible; ``copy_to_out`` copies the others.
     """
+    found, others = batches_of(requests, reduce_op)
+    batches = [
+        plan_requests(settings, reduce_op, requests, indices, counts) for indices, counts in found
+    ]
     results: list[tuple[Part, ...]] = [()] * len(requests)
-    batches = batches_of(requests, reduce_op)
-    for indices in batches:  # all of them, before the first is launched
-        _compile_batch(settings, reduce_op, [requests[index] for index in indices])
-    for request in requests:
-        if not request.is_all_reduced and not request.value.is_sparse:
-            _compile_one(reduce_op, request)
-    for indices in batches:
-        gradients = [requests[index].value.buffers for index in indices]
-        out = [requests[index].out or () for index in indices]
-        reduced = _reduce_dense(settings, reduce_op, gradients, indices, out if out[0] else None)
-        for index, buffers in zip(indices, reduced, strict=True):
+    for request in [requests[index] for index in others]:
+        if not request.value.is_sparse:
+            dtype = request.value.buffers[0].dtype
+            counts = reduce_op is ReduceOp.MEAN and dtype.kind in "iu"
+            devices = (*request.value.devices, *request.devices)
+            num_terms = len(request.value.devices)
+            _compile_rest(devices, dtype, counts=counts, num_terms=num_terms)
+    for indices, counts, gradients, plan in batches:  # all kernels are compiled
+        out = None
+        if not counts and requests[indices[0]].out is not None:
+            out = [requests[index].out or () for index in indices]
+        reduced = reduce_batch(plan, gradients, out=out, positions=indices)
+        for index, buffers in zip(indices, _means(reduced) if counts else reduced, strict=True):
             results[index] = buffers
-    for index, request in enumerate(requests):
-        if not request.is_all_reduced:
-            home = request.devices[0]
-            with home.mesh_state.pack_scope(PackInfo((index,))):
-                results[index] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
+    for index in others:
+        home = requests[index].devices[0]
+        with home.mesh_state.pack_scope(PackInfo((index,))):
+            results[index] = reduce_to_one(reduce_op, requests[index], home, coalesce=coalesce)
     return results
 
 
-def _compile_batch(settings: Settings, reduce_op: ReduceOp, requests: Sequence[Request]) -> None:
-    """Compiles all kernels of one batch; raises if it cannot be reduced."""
-    check_devices(settings, requests[0].devices)
-    devices = requests[0].value.devices
-    for dtype in dict.fromkeys(request.value.buffers[0].dtype for request in requests):
-        compile_for(settings, devices, dtype, dtype)
-        _compile_rest(reduce_op, devices, dtype)
+def plan_requests(
+    settings: Settings,
+    reduce_op: ReduceOp,
+    requests: Sequence[Request],
+    indices: Sequence[int],
+    counts: bool,
+) -> tuple[Sequence[int], bool, list[tuple[Buffer, ...]], BatchPlan]:
+    """Plans one batch and compiles all its kernels; raises if it cannot be reduced."""
+    # None is sparse: ``buffers`` would ask again.
+    gradients = cast("list[tuple[Buffer, ...]]", [requests[index].value.parts for index in indices])
+    mean = reduce_op is ReduceOp.MEAN and not counts
+    plan = plan_batch(settings, gradients, divisor=len(gradients[0]) if mean else 1)
+    for dtype in {id(flat.dtype): flat.dtype for flat in plan.flat}.values():
+        _compile_rest(plan.devices, dtype, counts=counts)
+    return indices, counts, gradients, plan
 
 
-def _compile_one(reduce_op: ReduceOp, request: Request) -> None:
-    """Compiles the kernels that add one dense value on one device and copy the result."""
-    dtype = request.value.buffers[0].dtype
-    devices = (*request.value.devices, *request.devices)
-    key = ("one", tuple(device.index for device in devices), dtype)
-    prepared = devices[0].mesh_state.prepared
-    if key not in prepared:
-        for device in devices:
-            ops.prepare_all_sum(device, dtype, dtype)
-        prepared.add(key)
-    _compile_rest(reduce_op, devices, dtype)
+def _means(totals: Sequence[tuple[Buffer, ...]]) -> list[tuple[Buffer, ...]]:
+    """Divides sums of integers by the number of replicas."""
+    num_replicas = len(totals[0])
+    means = iter(quotients([each for row in totals for each in row], num_replicas))
+    return [tuple(islice(means, num_replicas)) for _ in totals]
 
 
-def _compile_rest(reduce_op: ReduceOp, devices: Sequence[Device], dtype: DType) -> None:
-    """Compiles the division of integers, and the copies into the caller's ``out``."""
-    counts = reduce_op is ReduceOp.MEAN and dtype.kind in "iu"
-    key = ("rest", tuple(device.index for device in devices), dtype, counts)
+def _compile_rest(
+    devices: Sequence[Device], dtype: DType, *, counts: bool, num_terms: int = 0
+) -> None:
+    """Compiles the copies into ``out``, and what divides integers or adds on one device."""
+    key = ("rest", tuple([device.index for device in devices]), id(dtype), counts, num_terms)
     prepared = devices[0].mesh_state.prepared
     if key in prepared:
         return
@@ -124,27 +224,9 @@ def _compile_rest(reduce_op: ReduceOp, devices: Sequence[Device], dtype: DType) 
         ops.prepare_pack(device, result, result)
         if counts:
             ops.prepare_divide(device, dtype)
+        if num_terms:
+            ops.prepare_all_sum(device, dtype, dtype, {1, num_terms})
     prepared.add(key)
-
-
-def _reduce_dense(
-    settings: Settings,
-    reduce_op: ReduceOp,
-    gradients: Sequence[tuple[Buffer, ...]],
-    positions: Sequence[int],
-    out: Sequence[tuple[Buffer, ...]] | None,
-) -> list[tuple[Buffer, ...]]:
-    """Reduces one batch of dense values; means of integers are added, then divided."""
-    num_replicas = len(gradients[0])
-    mean = reduce_op is ReduceOp.MEAN
-    counts = mean and gradients[0][0].dtype.kind in "iu"
-    divisor = _divisor_of(reduce_op, gradients)
-    written = None if counts else out
-    reduced = reduce_buffers(settings, gradients, divisor=divisor, out=written, positions=positions)
-    if not counts:
-        return reduced
-    means = iter(quotients([total for totals in reduced for total in totals], num_replicas))
-    return [tuple(islice(means, num_replicas)) for _ in reduced]
 
 
 def copy_to_out(
@@ -182,41 +264,38 @@ def reduce_to_one(
     return broadcast_values(total, request.devices)
 
 
-def _flat_plans(
-    settings: Settings,
-    gradients: Sequence[Sequence[Buffer]],
-    out_dtypes: Sequence[DType] | None = None,
-) -> tuple[FlatPlan, ...]:
-    """Plans the flat buffers of one batch and their packs; see ``plan_packing``."""
-    dtypes = [replicas[0].dtype for replicas in gradients]
-    return plan_packing(
-        tuple(replicas[0].size for replicas in gradients),
-        tuple(zip(dtypes, out_dtypes or dtypes, strict=True)),
-        settings.num_packs,
-        settings.agg_small_grads_max_bytes,
-        settings.agg_small_grads_max_group,
-        settings.wire_dtype,
-    )
+@dataclass(slots=True)
+class Stage:
+    """Packs that are packed, transferred and unpacked together.
+
+    Attributes:
+        parts: flat buffers, and the range of each pack.
+        jobs: the indices of their jobs.
+        pack_info: labels their work in errors and the flight record.
+        steps: of the algorithm; None before the first.
+        is_over: whether all is done.
+    """
+
+    parts: Sequence[tuple[PackBuffers, int, int]]
+    jobs: Sequence[int]
+    pack_info: PackInfo
+    steps: Steps | None = None
+    is_over: bool = False
 
 
-def reduce_buffers(
-    settings: Settings,
+def reduce_batch(
+    plan: BatchPlan,
     gradients: Sequence[Sequence[Buffer]],
     *,
-    divisor: float = 1,
-    out_dtypes: Sequence[DType] | None = None,
     consume: ExitStack | None = None,
     out: Sequence[Sequence[Buffer]] | None = None,
     positions: Sequence[int] | None = None,
 ) -> list[tuple[Buffer, ...]]:
-    """Sums ``gradients[tensor][replica]`` across devices, and divides the sums.
+    """Reduces one batch as planned: packs, all-reduces and unpacks one stage after another.
 
     Args:
-        settings: how.
-        gradients: of each tensor one Buffer for each replica, on the same devices in the same
-            order for every tensor; replicas of one shape and dtype.
-        divisor: of every sum.
-        out_dtypes: of the results; default those of the gradients.
+        plan: from ``plan_batch`` of these gradients.
+        gradients: see ``plan_batch``.
         consume: not None: the gradients may be overwritten and become the results' memory. If
             they are, the devices are marked as failed when anything fails between the first launch
             and the end of this ``ExitStack``: sums and gradients could not be told apart.
@@ -227,87 +306,71 @@ def reduce_buffers(
 
     Returns:
         ``[tensor][replica]``, all replicas of a tensor equal; ``out``'s own if it was given.
-
-    Raises:
-        ValueError, BackendUnavailableError: what ``compile_for`` raises, before any launch.
     """
-    if not gradients:
-        return []
-    shapes = [replicas[0].shape for replicas in gradients]
-    devices = [buffer.device for buffer in gradients[0]]
-    plans = _flat_plans(settings, gradients, out_dtypes)
-    for plan in plans:
-        compile_for(settings, devices, plan.dtype, plan.out_dtype)
-    in_place = settings.all_reduce_alg != "hierarchical_copy" or works_in_place(devices)
-    options = Options(consume is not None and in_place, out, in_place)
-    pack_buffers = lay_out(
-        plans, gradients, devices, options, _pack_divisors(settings, plans, divisor)
-    )
-    jobs, stages = _jobs_and_stages(
-        pack_buffers, divisor, devices, positions or range(len(gradients))
-    )
-    reduction_groups = (
-        {} if settings.reduction_groups is None else {"reduction_groups": settings.reduction_groups}
-    )
-    if (
-        consume is not None
-        and options.consume
-        and any([None in each.filling for each in pack_buffers])
-    ):
-        consume.enter_context(devices[0].mesh_state.fail_on_partial_write(devices))
-    ALGORITHMS[settings.all_reduce_alg](jobs, stages=stages, **reduction_groups)
-    return unpack(pack_buffers, shapes) if out is None else [tuple(replicas) for replicas in out]
+    algorithm, mesh_state = plan.algorithm, plan.devices[0].mesh_state
+    options = Options(consume is not None and algorithm.in_place, out, algorithm.in_place)
+    pack_buffers = lay_out(plan.flat, gradients, plan.devices, options, plan.divisors)
+    overwrites = options.consume and any([None in each.filling for each in pack_buffers])
+    if consume is not None and overwrites:
+        consume.enter_context(mesh_state.fail_on_partial_write(plan.devices))
+    stages = _stages(plan, pack_buffers, positions or range(len(gradients)))
+    # A single stage has nothing to overlap with: it needs no waits between the two queues.
+    queue: Queue = "transfer" if len(stages) > 1 else "compute"
+    with mesh_state.launch_lock:
+        reduce = algorithm.start(_jobs(plan, pack_buffers))
+        for stage in _in_turns(stages):
+            with mesh_state.pack_scope(stage.pack_info, plan.devices):
+                if stage.steps is None:
+                    fill(stage.parts)
+                    stage.steps = reduce(stage.jobs, queue)
+                if next(stage.steps, stage) is stage:
+                    unpack_into(stage.parts)
+                    stage.is_over = True
+    if out is not None:
+        return [tuple(replicas) for replicas in out]
+    return unpack(pack_buffers, [replicas[0].shape for replicas in gradients])
 
 
-def laid_out(
-    settings: Settings, reduce_op: ReduceOp, gradients: Sequence[Sequence[Buffer]]
-) -> list[PackBuffers]:
-    """Allocates the memory in which one batch of ``reduce_requests`` is reduced."""
-    plans = _flat_plans(settings, gradients)
-    devices = [buffer.device for buffer in gradients[0]]
-    early = _pack_divisors(settings, plans, _divisor_of(reduce_op, gradients))
-    return lay_out(plans, gradients, devices, Options(), early)
+def _in_turns(stages: Sequence[Stage]) -> Iterator[Stage]:
+    """Yields each stage until it is over, so that one is packed while others are transferred.
+
+    Transfers run on the transfer queues; packing, sums and unpacking on the compute queues. There
+    a stage is packed *before* the last step of the stage ahead of it, which waits for transfers
+    and would delay all work behind it.
+    """
+    waiting = list(reversed(stages))
+    running: list[Stage] = []
+    while waiting or running:
+        if waiting:
+            running.insert(0, waiting.pop())
+        yield from running
+        running = [stage for stage in running if not stage.is_over]
 
 
-def _divisor_of(reduce_op: ReduceOp, gradients: Sequence[Sequence[Buffer]]) -> float:
-    """Returns the divisor of the sums of one batch, of floats or of integers."""
-    counts = gradients[0][0].dtype.kind in "iu"
-    return len(gradients[0]) if reduce_op is ReduceOp.MEAN and not counts else 1
+def _jobs(plan: BatchPlan, pack_buffers: Sequence[PackBuffers]) -> list[Job]:
+    """Returns a job for each pack."""
+    jobs = []
+    for index, start, stop in plan.packs:
+        buffers = pack_buffers[index]
+        job = Job(buffers.inputs, buffers.outs, plan.divisor if plan.divisors[index] == 1 else 1)
+        whole = stop - start == plan.flat[index].layout.size
+        jobs.append(job if whole else job.part(start, stop))
+    return jobs
 
 
-def _pack_divisors(settings: Settings, plans: Sequence[FlatPlan], divisor: float) -> list[float]:
-    """Returns the divisors applied at packing: on a 16-bit wire the sum may overflow."""
+def _stages(
+    plan: BatchPlan, pack_buffers: Sequence[PackBuffers], positions: Sequence[int]
+) -> list[Stage]:
+    """Returns the stages in which the packs overlap."""
+    packs = [(pack_buffers[index], start, stop) for index, start, stop in plan.packs]
     return [
-        divisor if plan.wire == settings.wire_dtype and is_half(plan.wire) else 1 for plan in plans
+        Stage(
+            parts := [packs[index] for index in group],
+            group,
+            _pack_info(parts, group, len(packs), positions),
+        )
+        for group in plan.stages(tuple([b.is_packed or b.is_unpacked for b in pack_buffers]))
     ]
-
-
-def _jobs_and_stages(
-    pack_buffers: Sequence[PackBuffers],
-    divisor: float,
-    devices: Sequence[Device],
-    positions: Sequence[int],
-) -> tuple[list[Job], list[Stage]]:
-    """Returns a job for each pack, and the stages in which they overlap."""
-    packs = [(each, start, stop) for each in pack_buffers for start, stop in each.plan.packs]
-    jobs = [
-        Job(each.inputs, each.outs, divisor if each.divisor == 1 else 1).part(start, stop)
-        for each, start, stop in packs
-    ]
-    if len(by_physical(devices)) > 1:
-        sizes = [
-            ((stop - start) * each.plan.wire.itemsize, each.is_moved) for each, start, stop in packs
-        ]
-        groups = plan_stages(sizes, STAGE_BYTES)
-    else:
-        groups = [list(range(len(packs)))]
-    stages = []
-    for group in groups:
-        parts = [packs[index] for index in group]
-        pack_info = _pack_info(parts, group, len(packs), positions)
-        watched = partial(devices[0].mesh_state.pack_scope, pack_info, devices)
-        stages.append(Stage(group, partial(fill, parts), partial(unpack_into, parts), watched))
-    return jobs, stages
 
 
 def _pack_info(
@@ -322,7 +385,7 @@ def _pack_info(
     inside = {
         positions[each.plan.tensors[piece.tensor]]: None
         for each, start, stop in parts
-        for piece in each.plan.pieces(start, stop)
+        for piece in each.plan.pieces[start, stop]
     }
     return PackInfo(tuple(inside), tuple(index + 1 for index in group), num_packs)
 
@@ -330,9 +393,7 @@ def _pack_info(
 def compile_for(
     settings: Settings, devices: Sequence[Device], dtype: DType, out_dtype: DType
 ) -> None:
-    """Compiles all kernels of ``reduce_buffers``, and connects the devices for NCCL.
-
-    Not called while a lock is held; if it fails, nothing was launched.
+    """Compiles all kernels of ``reduce_batch``, and connects the devices for NCCL.
 
     Args:
         settings: how it reduces.
@@ -341,46 +402,34 @@ def compile_for(
         out_dtype: of the results.
 
     Raises:
-        ValueError: ``reduction_groups`` names another number of replicas.
-        BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing.
-        CollectiveError: NCCL cannot connect them.
+        ValueError, BackendUnavailableError, CollectiveError: see ``plan_batch``.
     """
     prepared = devices[0].mesh_state.prepared
-    indices = tuple(device.index for device in devices)
-    wire = wire_of(dtype, settings.wire_dtype)
-    key = (
-        "reduce",
-        settings.all_reduce_alg,
-        indices,
-        dtype,
-        wire,
-        out_dtype,
-        settings.reduction_groups,
-    )
+    indices = tuple([device.index for device in devices])
+    key = ("reduce", settings, indices, dtype, out_dtype)
     if key in prepared:
         return
-    check_devices(settings, devices)
+    algorithm = algorithm_of(settings, devices)
+    wire = wire_of(dtype, settings.wire_dtype)
     total = sum_dtype_of(wire, out_dtype)
-    counts = {
-        len(group) for group in reduction_groups_of(len(devices), settings.reduction_groups)
-    } - {0}
-    if settings.all_reduce_alg == "nccl":
-        counts = set()
-        connect(devices)
-    num_terms = {1, 2, len(devices), *map(len, by_physical(devices).values())}
+    algorithm.compile(wire, total)
     for device in devices:
         for out, term in dict.fromkeys([(wire, dtype), (out_dtype, total)]):
             ops.prepare_pack(device, out, term)
-        acc_dtype = accumulate_dtype(wire)
-        for out, term in dict.fromkeys([(total, wire), (wire, wire), (total, acc_dtype)]):
-            ops.prepare_all_sum(device, out, term, num_terms)
-        for count in counts:
-            ops.prepare_add_n(device, acc_dtype, wire, count)
     prepared.add(key)
 
 
-def check_devices(settings: Settings, devices: Sequence[Device]) -> None:
-    """Raises unless replicas on these devices can be reduced."""
-    reduction_groups_of(len(devices), settings.reduction_groups)
-    if settings.all_reduce_alg == "nccl":
-        check_library(devices)
+def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
+    """Returns the algorithm for replicas on these devices; raises if it cannot reduce them."""
+    plans = devices[0].mesh_state.plans
+    key = (
+        "algorithm",
+        settings.all_reduce_alg,
+        settings.reduction_groups,
+        tuple([device.index for device in devices]),
+    )
+    if key not in plans:
+        made = ALGORITHMS[settings.all_reduce_alg]
+        plans[key] = made(devices, settings.reduction_groups)
+    found: Algorithm = plans[key]
+    return found

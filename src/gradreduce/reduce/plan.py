@@ -21,12 +21,11 @@ from gradreduce.backends.dry_run import (
     mesh_signature,
     signature_of,
 )
-from gradreduce.device import Buffer, Device, DType, Journal, Mesh, Record, by_physical, can_access
+from gradreduce.device import Buffer, DType, Journal, Mesh, PackInfo, Record
 
 from .arguments import Request, batches_of
-from .hierarchical_copy import works_in_place
-from .pack_buffers import PackBuffers
-from .pipeline import Settings, laid_out, reduce_requests
+from .pack_buffers import Options, lay_out
+from .pipeline import BatchPlan, Settings, plan_requests, reduce_requests
 
 __all__ = ["DryRun", "PlannedPack", "ReducePlan", "dry_run_of", "plan_of"]
 
@@ -50,9 +49,9 @@ class PlannedPack:
         moved: on how many devices the tensors are packed into a flat buffer first; on the others
             they lie in one, or alone, and are read where they lie.
         crossing: how bytes get from one physical device to another. ``"none"``: they need not.
-            ``"direct"``: the launches that add read and write the peers' memory (on one device
-            they only read it, and the result is copied). ``"copies"``: memory that a launch
-            cannot access is copied first. ``"collective"``: by the collective library.
+            ``"direct"``: the launches that add read and write the peers' memory.
+            ``"copies"``: memory that a launch cannot access is copied, or the result is.
+            ``"collective"``: by the collective library.
     """
 
     tensors: tuple[int, ...]
@@ -211,19 +210,14 @@ def _dry_run(
 ) -> DryRun:
     dry_run_mesh = DryRunMesh(mesh)
     requests = _dry_run_requests(dry_run_mesh, signatures)
-    packs = []
-    for positions in batches_of(requests, reduce_op):
-        gradients = [requests[index].value.buffers for index in positions]
-        indices = [device.index for device in requests[positions[0]].devices]
-        pack_buffers = laid_out(settings, reduce_op, gradients)
-        packs += _packs_of(pack_buffers, positions, settings.all_reduce_alg, indices)
-    packs += [
-        _pack_of_one(request, index)
-        for index, request in enumerate(requests)
-        if not request.is_all_reduced
-    ]
     with dry_run_mesh.mesh.journal() as journal:
         reduce_requests(settings, reduce_op, requests, coalesce=coalesce)
+    found, others = batches_of(requests, reduce_op)
+    batches = [plan_requests(settings, reduce_op, requests, *each) for each in found]
+    packs = []
+    for indices, _, gradients, batch in batches:
+        packs += _packs_of(batch, gradients, indices, settings.all_reduce_alg, journal)
+    packs += [_pack_of_one(requests[index], index, journal) for index in others]
     plan = ReducePlan.of(packs, journal, mesh)
     return DryRun(plan, tuple(journal.records), tuple(dry_run_mesh.touched))
 
@@ -272,46 +266,49 @@ def _dry_run_buffers(dry_run_mesh: DryRunMesh, signature: Signature, rows: _Rows
 
 
 def _packs_of(
-    pack_buffers: Sequence[PackBuffers], positions: Sequence[int], way: str, devices: Sequence[int]
+    batch: BatchPlan,
+    gradients: Sequence[Sequence[Buffer]],
+    positions: Sequence[int],
+    way: str,
+    journal: Journal,
 ) -> list[PlannedPack]:
-    """Describes the packs of flat buffers.
+    """Describes the packs of one batch.
 
     Args:
-        pack_buffers: of the tensors of one batch.
+        batch: as it is planned.
+        gradients: of the batch.
         positions: of each of these tensors in the whole call.
         way: see ``PlannedPack``.
-        devices: see ``PlannedPack``.
+        journal: what the dry run did.
     """
     made = []
-    for each in pack_buffers:
-        plan = each.plan
-        moved = sum(tensors is not None for tensors in each.filling)
-        crossing = _crossing(way, [buffer.device for buffer in each.inputs])
-        for start, stop in plan.packs:
-            inside = [positions[plan.tensors[piece.tensor]] for piece in plan.pieces(start, stop)]
-            nbytes = (stop - start) * plan.wire.itemsize
-            made.append(
-                PlannedPack(
-                    tuple(inside),
-                    plan.dtype,
-                    plan.wire,
-                    nbytes,
-                    way,
-                    tuple(devices),
-                    moved,
-                    crossing,
-                )
-            )
+    indices = tuple([device.index for device in batch.devices])
+    pack_buffers = lay_out(batch.flat, gradients, batch.devices, Options(), batch.divisors)
+    for number, (at, start, stop) in enumerate(batch.packs, 1):
+        flat = batch.flat[at]
+        moved = sum(tensors is not None for tensors in pack_buffers[at].filling)
+        inside = tuple([positions[flat.tensors[each.tensor]] for each in flat.pieces[start, stop]])
+        nbytes = (stop - start) * flat.wire.itemsize
+        crossing = _crossing(journal, inside[0], number)
+        made.append(
+            PlannedPack(inside, flat.dtype, flat.wire, nbytes, way, indices, moved, crossing)
+        )
     return made
 
 
-def _crossing(way: str, devices: Sequence[Device]) -> str:
-    """Returns how bytes cross between physical devices: see ``PlannedPack``."""
-    if len(by_physical(devices)) == 1:
-        return "none"
-    if way == "nccl":
+def _crossing(journal: Journal, tensor: int, pack: int | None = None) -> str:
+    """Returns how the bytes of a tensor's pack crossed between physical devices."""
+    kinds = {
+        record.kind
+        for record in journal.records
+        if isinstance(label := record.label, PackInfo)
+        and record.nbytes
+        and tensor in label.tensors
+        and (pack is None or pack in label.packs)
+    }
+    if "collective" in kinds:
         return "collective"
-    return "direct" if works_in_place(devices) else "copies"
+    return "copies" if "copy" in kinds else "direct" if "launch" in kinds else "none"
 
 
 def _transfer_text(pack: PlannedPack) -> str:
@@ -330,33 +327,14 @@ def _transfer_text(pack: PlannedPack) -> str:
     return ", ".join(["", *words, crossings[pack.crossing]])
 
 
-def _pack_of_one(request: Request, index: int) -> PlannedPack:
+def _pack_of_one(request: Request, index: int, journal: Journal) -> PlannedPack:
     """Describes a value that is added on one device."""
     rows = _rows_of(request.value.parts[0])
-    indices = tuple(device.index for device in request.value.devices)
+    indices = tuple([device.index for device in request.value.devices])
     return PlannedPack(
         (index,), rows.dtype, rows.dtype, rows.nbytes, "one device", indices, 0,
-        _crossing_to_one(request),
+        _crossing(journal, index),
     )  # fmt: skip
-
-
-def _crossing_to_one(request: Request) -> str:
-    """Returns how bytes reach the one device that adds: see ``PlannedPack``."""
-    home = request.devices[0]
-    away = [part for part in request.value.parts if _rows_of(part).device.physical != home.physical]
-    if not away and len(by_physical(request.devices)) == 1:
-        return "none"
-    kinds = {type(part) for part in request.value.parts}
-    are_read = bool(away) and all(_is_read(home, part, len(kinds) > 1) for part in away)
-    return "direct" if are_read else "copies"
-
-
-def _is_read(home: Device, part: Part, is_mixed: bool) -> bool:
-    """Whether launches of ``home`` can read a replica in place."""
-    rows = _rows_of(part)
-    if is_mixed and isinstance(part, IndexedSlices):  # made dense first, in memory of our own
-        return home.mesh_state.peers(home.physical, rows.device.physical)
-    return can_access(home, rows)
 
 
 def _rows_of(part: Part) -> Buffer:

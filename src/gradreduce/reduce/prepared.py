@@ -256,12 +256,12 @@ class PreparedStep(NotCopied):
         return [self._boundary]
 
     def _replay(self) -> None:
-        flight = self._mesh_state.flight_recorder
-        label = flight.labelled(None)
+        thread = self._mesh_state.flight_recorder.thread
+        label, thread.label = thread.label, None
         try:
             self._command_list.replay(self._mesh_state.recorder)
         finally:  # a call that fails leaves its pack's label set
-            flight.labelled(label)
+            thread.label = label
 
 
 class CapturedStep(PreparedStep):

@@ -1,4 +1,4 @@
-"""Checks ``reduction_groups``: the two groups of replicas that hierarchical_copy adds."""
+"""Checks ``reduction_groups``: the groups of replicas that hierarchical_copy adds."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from gradreduce.errors import brief, listed
 
 __all__ = ["ReductionGroups", "as_reduction_groups", "reduction_groups_of"]
 
-# Replica numbers of the first group and of the second, each in the order of its additions.
-ReductionGroups = tuple[tuple[int, ...], tuple[int, ...]]
+# Replica numbers of each group, in the order of its additions; the groups in that of theirs.
+ReductionGroups = tuple[tuple[int, ...], ...]
 
 
 def as_reduction_groups(reduction_groups: Any) -> ReductionGroups:
-    """Checks two lists of replica numbers, as far as possible without knowing the devices.
+    """Checks lists of replica numbers, as far as possible without knowing the devices.
 
     Raises:
         ValueError: something else, a number that is not a non-negative integer, one that is named
             twice, or one left out below the largest: no number of replicas fits that.
     """
-    if not isinstance(reduction_groups, list | tuple) or len(reduction_groups) != 2:
+    if not isinstance(reduction_groups, list | tuple):
         raise ValueError(
-            f"reduction_groups={brief(reduction_groups)} must be two lists of replica numbers"
+            f"reduction_groups={brief(reduction_groups)} must be a list of lists of replica numbers"
         )
-    first, second = (_as_group(reduction_groups, group) for group in reduction_groups)
-    named = sorted((*first, *second))
+    groups = tuple([_as_group(reduction_groups, group) for group in reduction_groups])
+    named = sorted([number for group in groups for number in group])
     if named and named[-1] >= 2 * len(named) + 8:  # a list of the missing ones would be too long
         raise ValueError(
             f"reduction_groups={brief(reduction_groups)} names replica {named[-1]} and leaves out "
@@ -47,7 +47,7 @@ def as_reduction_groups(reduction_groups: Any) -> ReductionGroups:
         raise ValueError(
             f"reduction_groups={brief(reduction_groups)} leaves out {_replicas(missing)}"
         )
-    return first, second
+    return groups
 
 
 def reduction_groups_of(
@@ -61,7 +61,7 @@ def reduction_groups_of(
     if reduction_groups is None:
         split = num_replicas // 2
         return tuple(range(split)), tuple(range(split, num_replicas))
-    num_named = len(reduction_groups[0]) + len(reduction_groups[1])
+    num_named = sum(map(len, reduction_groups))
     if num_named < num_replicas:
         missing = _replicas(range(num_named, num_replicas))
         raise ValueError(

@@ -22,9 +22,10 @@ class Memory:
         bytes: all of it, from an aligned address on.
         address: of its first byte.
         nbytes: their number.
+        elements: all of it as elements of the dtype that was asked for last.
     """
 
-    __slots__ = ("address", "bytes", "nbytes")
+    __slots__ = ("address", "bytes", "elements", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         raw = np.empty(nbytes + START, np.uint8)
@@ -32,6 +33,15 @@ class Memory:
         self.address = -(-begin // START) * START
         self.bytes = raw[self.address - begin :][:nbytes]
         self.nbytes = nbytes
+        self.elements = self.bytes
+
+    def as_dtype(self, dtype: np.dtype) -> np.ndarray:
+        """Returns all of it as an array of ``dtype``."""
+        found = self.elements
+        if found.dtype is not dtype:
+            whole = self.nbytes // dtype.itemsize * dtype.itemsize
+            self.elements = found = self.bytes[:whole].view(dtype)
+        return found
 
 
 class SimPool:

@@ -1,0 +1,65 @@
+"""A new all-reduce algorithm is one class: here one that adds everything on the first device."""
+
+from __future__ import annotations
+
+import pytest
+from support.exact_data import exact_data, same
+
+import gradreduce as gr
+from gradreduce import ops
+from gradreduce.device import fork_streams, join_streams, to_local
+from gradreduce.reduce.algorithm import Algorithm
+from gradreduce.reduce.algorithms import ALGORITHMS
+
+
+class AddOnFirst(Algorithm):
+    """Copies all inputs to the first device, adds them there, and copies the sum out."""
+
+    in_place = False  # it allocates after its first copy
+
+    def compile(self, wire, total):
+        for device in self.devices:
+            ops.prepare_all_sum(device, total, wire)
+
+    def start(self, jobs):
+        return lambda indices, queue: self._steps([jobs[index] for index in indices])
+
+    def _steps(self, jobs):
+        first = self.devices[0]
+        for job in jobs:
+            terms = [to_local(first, each) for each in job.inputs]
+            join_streams(first, [term.device for term in terms])
+            ops.all_sum([job.outs[:1]], [terms], divisor=job.divisor, device=first)
+            fork_streams(first, self.devices)
+        yield
+        for job in jobs:
+            for out in job.outs[1:]:
+                out.device.copy(out, job.outs[0])
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    monkeypatch.setitem(ALGORITHMS, "toy", AddOnFirst)
+
+
+@pytest.mark.parametrize("num_packs", [0, 1, 3])
+@pytest.mark.parametrize("placement", [(0,), (0, 0, 1), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("schedule_seed", [None, 0, 7])
+def test_the_pipeline_runs_it(num_packs, placement, schedule_seed):
+    shapes = [(3, 2), (), (700,)]
+    with gr.open_mesh(placement, backend="sim", schedule_seed=schedule_seed, strict=True) as mesh:
+        reducer = gr.AllReduceCrossDeviceOps("toy", num_packs, mesh=mesh)
+        grads = [
+            [exact_data(shape, "float32", seed=10 * replica + index)
+             for index, shape in enumerate(shapes)]
+            for replica in range(len(mesh))
+        ]  # fmt: skip
+        expected = [sum(column) for column in zip(*grads, strict=True)]
+        for results in reducer.all_reduce(grads, gr.ReduceOp.SUM):
+            for result, wanted in zip(results, expected, strict=True):
+                assert same(result, wanted)
+
+
+def test_it_has_no_groups_unless_it_says_so():
+    with pytest.raises(ValueError, match="'toy' chooses its own"):
+        gr.AllReduceCrossDeviceOps("toy", reduction_groups=[[0], [1]])

@@ -1,0 +1,36 @@
+"""Runs one step of a reduction by itself, without the pipeline: packing, or an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradreduce.device import Buffer, Device
+from gradreduce.reduce.algorithm import Job
+from gradreduce.reduce.algorithms import ALGORITHMS
+from gradreduce.reduce.pack_buffers import Options, PackBuffers, fill, lay_out
+from gradreduce.reduce.packing import FlatPlan
+from gradreduce.reduce.reduction_groups import ReductionGroups
+
+__all__ = ["pack", "reduce_jobs"]
+
+
+def reduce_jobs(name: str, jobs: Sequence[Job], groups: ReductionGroups | None = None) -> None:
+    """Reduces jobs on the same devices, all in one stage, on the compute queues."""
+    devices = [buffer.device for buffer in jobs[0].inputs]
+    algorithm = ALGORITHMS[name](devices, groups)
+    with devices[0].mesh_state.launch_lock:
+        for _ in algorithm.start(jobs)(range(len(jobs)), "compute"):
+            pass
+
+
+def pack(
+    plans: Sequence[FlatPlan],
+    gradients: Sequence[Sequence[Buffer]],
+    devices: Sequence[Device],
+    *,
+    consume: bool,
+) -> list[PackBuffers]:
+    """Allocates flat buffers and packs ``gradients[tensor][replica]`` into them."""
+    made = lay_out(plans, gradients, devices, Options(consume), [1] * len(plans))
+    fill([(pack_buffers, 0, pack_buffers.plan.layout.size) for pack_buffers in made])
+    return made
