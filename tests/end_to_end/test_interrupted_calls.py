@@ -377,7 +377,7 @@ def test_interrupts_by_the_clock(rounds):
 def test_streams_of_gradients_wait_before_a_late_ctrl_c(name, monkeypatch):
     """It may come in front of the end of the call, where they would be told to wait."""
     told = []
-    monkeypatch.setattr(caller_streams, "block_stream", lambda *who: told.append(who))
+    monkeypatch.setattr(caller_streams, "block_stream", lambda *who, **_: told.append(who))
     with gr.open_mesh(PLACEMENT, backend="sim") as mesh:
         world = SCENES[name](mesh)
         with caller_streams.StreamScope():
