@@ -2,8 +2,8 @@
 
     python -m gpu_check.host_costs [--json FILE] [--quick]
 
-A kernel's table goes to CuPy as a NumPy struct. CuPy also takes a ``CPointer`` to the same bytes,
-which skips the way through ``__array_interface__``; both are timed.
+A kernel's table goes to CuPy as an argument that is made once. CuPy also takes the NumPy struct,
+and then makes such an argument at each launch; both are timed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import cupy
-import numpy as np
 from measure.clock import Call, host_seconds
 from measure.report import keep, options_of
 
@@ -46,31 +45,33 @@ class Launched:
 
 def launch_of(device: Device, buffers: Sequence[Buffer]) -> tuple[Any, tuple[Any, ...]]:
     """Returns CuPy's kernel of an ``add_n`` and its arguments."""
-    find = backend.function
-    backend.function = lambda *words: Launched(find(*words))
+    find = backend.load_kernel
+
+    def found(*words: Any) -> tuple[Launched, int]:
+        entry, resident = find(*words)
+        return Launched(entry), resident
+
+    backend.load_kernel = found
     try:
         ops.add_n(buffers[:1], [buffers[1:]], device=device)
     finally:
-        backend.function = find
+        backend.load_kernel = find
     if Launched.last is None:
         raise AssertionError("no kernel was launched")
     return Launched.last
 
 
 def launches(device: Any, buffers: Sequence[Buffer]) -> dict[str, Call]:
-    """Returns a launch with its table as struct, as pointer, and in a graph."""
+    """Returns a launch with its table as struct, as an argument made before, and in a graph."""
     entry, (grid, block, arguments) = launch_of(device, buffers)
-    table, *scalars = arguments
+    struct = next(reversed(device._tables._made.values())).struct  # of this launch
     stream = device._ready("compute")
+    forms = (struct, *arguments[1:])
     calls: dict[str, Call] = {
-        "launch, struct argument": partial(entry, grid, block, arguments, stream=stream)
+        "launch": partial(entry, grid, block, arguments, stream=stream),
+        "launch, struct argument": partial(entry, grid, block, forms, stream=stream),
+        "making of an argument": lambda: backend.Argument(struct),
     }
-    pointer = getattr(getattr(cupy.cuda, "function", None), "CPointer", None)
-    if pointer is not None and isinstance(table, np.ndarray | np.void):
-        held = np.array(table)  # the bytes stay where they are
-        forms = (pointer(held.ctypes.data), *scalars)
-        calls["launch, CPointer"] = partial(entry, grid, block, forms, stream=stream)
-        calls["making of a CPointer"] = lambda: pointer(held.ctypes.data)
     own = cupy.cuda.Stream(non_blocking=True)
     own.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
     entry(grid, block, arguments, stream=own)
