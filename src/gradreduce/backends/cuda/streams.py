@@ -126,11 +126,15 @@ class Gpu:
     """Context manager: makes a GPU current; marks it as failed on a fatal error.
 
     Every driver call of ours is inside of one.
+
+    Attributes:
+        events: of this GPU, which nobody needs any more: they are recorded again.
     """
 
     def __init__(self, owner: Device) -> None:
         self._owner = owner
         self._device = cupy.cuda.Device(owner.physical)
+        self.events: list[Any] = []
 
     @property
     def attributes(self) -> Any:
@@ -211,7 +215,7 @@ class StreamState:
         self._end = object()  # another one after whatever was given
         self._marked: tuple[object, Any] = (None, None)  # an end, and the event there
         # Of others the last event that it waits for.
-        self._behind: dict[StreamState | None, Any] = {}
+        self._behind: dict[StreamState, Any] = {}
         self.changed = object()
         self._followers: tuple[object, object] = (None, None)  # devices, and `changed` by then
 
@@ -245,12 +249,15 @@ class StreamState:
 
     def wait(self, other: StreamState | None, event: Any) -> None:
         """Makes later work wait for an event of another queue; None: of a caller's stream."""
-        if self._behind.get(other) is event:
+        if other is not None and self._behind.get(other) is event:
             return
         stream = self.ready()
         with self._gpu:
             stream.wait_event(event)
-        self._behind[other] = event
+        if other is None:
+            self._gpu.events.append(event)
+        else:
+            self._behind[other] = event
         self.submitted()
 
     def follow_lazily(self, leader: StreamState) -> bool:
@@ -311,7 +318,10 @@ class StreamState:
 def event_of(gpu: Any, stream: Stream) -> Any:
     """Records an event at the end of a stream of this GPU."""
     with gpu:  # which the event belongs to, and whose default stream a handle may name
-        event = cupy.cuda.Event(disable_timing=True)
+        try:
+            event = gpu.events.pop()
+        except IndexError:
+            event = cupy.cuda.Event(disable_timing=True)
         runtime.eventRecord(event.ptr, handle_of(stream))
     return event
 
