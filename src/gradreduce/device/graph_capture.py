@@ -111,7 +111,7 @@ class Capture:
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(dict.fromkeys(devices))
-        self._leader, *self._others = self.devices
+        self._leader = self.devices[0]
         self._mesh_state = self._leader.mesh_state
         self._physicals = tuple(dict.fromkeys(device.physical for device in self.devices))
         self._check_alone()
@@ -186,16 +186,16 @@ class Capture:
             raise CaptureError(
                 "the capture has not ended or has failed: record the work in another Capture"
             )
-        leader, others, mesh_state = self._leader, self._others, self._mesh_state
+        leader, mesh_state = self._leader, self._mesh_state
         pack_info = self._pack_info
         named = (
             nullcontext() if pack_info is None else mesh_state.pack_scope(pack_info, self.devices)
         )
         with mesh_state.launch_lock, named:
             self._fence()
-            join_streams(leader, others)
+            join_streams(leader, self.devices)
             self._again()
-            fork_streams(leader, others)
+            fork_streams(leader, self.devices)
             for device, stream in self._streams:  # whose arrays were read
                 device._block_stream(stream)
             mesh_state.flight_recorder.add(self._flight_record)

@@ -33,7 +33,7 @@ def join_streams(leader: Device, others: Iterable[Device], queue: Queue = "compu
 
     Say it after the last allocation: memory comes in the order of its device's compute queue.
     """
-    distinct = tuple(dict.fromkeys(others))
+    distinct = others if isinstance(others, tuple) else tuple(dict.fromkeys(others))
     if not _is_all(leader, distinct, queue):
         _fenced(_join_streams, (leader,), distinct, queue)
 
@@ -47,7 +47,7 @@ def join_streams_each(leaders: Iterable[Device], others: Iterable[Device], queue
 
 def fork_streams(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
     """Makes the others' queues wait for what the leader's queue holds so far."""
-    distinct = tuple(dict.fromkeys(others))
+    distinct = others if isinstance(others, tuple) else tuple(dict.fromkeys(others))
     if not _is_all(leader, distinct, queue):
         _fenced(_fork_streams, (leader,), distinct, queue)
 

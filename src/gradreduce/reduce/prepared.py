@@ -77,7 +77,7 @@ class StreamBoundary:
         ]
         read = {(kind == "torch", device.physical) for kind, device in shared}
         # On GPUs: a kind, the first device, and if arrays are read all that follow it.
-        self._boundaries: list[tuple[str, Device, list[Device]]] = []
+        self._boundaries: list[tuple[str, Device, tuple[Device, ...]]] = []
         self._host_consumers: list[Device] = []  # in host memory
         self._consumers: dict[tuple[str, Device], object] = {}  # the stream of the last call
         indices: set[tuple[bool, int]] = set()
@@ -88,8 +88,8 @@ class StreamBoundary:
                     self._host_consumers.append(device)
             elif kind in _ON_GPU and index not in indices:
                 indices.add(index)
-                others = sharing[device.physical]
-                self._boundaries.append((kind, others[0], others if index in read else []))
+                others = tuple(sharing[device.physical])
+                self._boundaries.append((kind, others[0], others if index in read else ()))
 
     def enter(self) -> None:
         """Makes our compute queues wait for the callers' current streams.
@@ -224,7 +224,8 @@ class PreparedStep(NotCopied):
         self._mesh_state.check_free(self._devices[0], self._called)
         for device in self._devices if self._mesh_state.failed else ():
             self._mesh_state.check_usable(device)
-        attach_again(self._pack_buffers)
+        if self._pack_buffers:
+            attach_again(self._pack_buffers)
         boundaries = self._boundaries()
         if self.flat is not None:
             self.flat.adopt()
