@@ -320,8 +320,7 @@ class Device(NotCopied, Backend):
         if away:
             check_all_accessible(self, away)
         self.mesh_state.check_compiled(self, kernel, template)
-        num_written = kernel.num_written(scalars)
-        written = [operand for row in rows for operand in row[:num_written]]
+        written = _written(rows, kernel.num_written(scalars))
         blocks = {operand.block for operand in written}
         if not all([block.writable for block in blocks]):
             for operand in written:
@@ -419,11 +418,11 @@ class Device(NotCopied, Backend):
 
     def _touch(self, operands: Sequence[Buffer], queue: Queue) -> int:
         """Records that ``queue`` uses these operands; returns the bytes that cross a link."""
-        user, here, crosses = (self, queue), self.physical, False
-        for block in {operand.block for operand in operands}:
+        user, here = (self, queue), self.physical
+        blocks = {operand.block for operand in operands}
+        for block in blocks:
             block.touched.add(user)
-            crosses = crosses or block.device.physical != here
-        if not crosses:
+        if all([home.physical == here for home in {block.device for block in blocks}]):
             return 0
         return sum([operand.nbytes for operand in operands if operand.device.physical != here])
 
@@ -465,3 +464,10 @@ class Device(NotCopied, Backend):
         if self.mesh_state.recorder.recording:
             self.mesh_state.recorder.add(Record(*what))
         return self.mesh_state.flight_recorder.add(what)
+
+
+def _written(rows: Sequence[Row], num_written: int) -> list[Buffer]:
+    """Returns the first operands of all rows, which a launch writes."""
+    if num_written == 1:  # of most kernels
+        return [row[0] for row in rows]
+    return [operand for row in rows for operand in row[:num_written]]
