@@ -450,8 +450,8 @@ class Device(NotCopied, Backend):
 
     def _noted(self, what: Fields, command: Command, operands: Iterable[Buffer]) -> None:
         """Adds a record to the open journals and this thread's command list."""
-        label = self.mesh_state.flight_recorder.thread.label
-        record = Record(*what, label=label)  # type: ignore[misc]  # at most seven fields
+        thread = self.mesh_state.flight_recorder.thread
+        record = Record(*what, label=thread.label, phase=thread.phase)  # type: ignore[misc]
         sink = self.mesh_state.sink
         if sink.recording:
             sink.add(record)

@@ -55,6 +55,7 @@ class Record:
         queue: ``compute`` or ``transfer``.
         num_rows: rows of a launch's pointer table (how many tensors it served); else 0.
         label: the packs and tensors that it is for, such as a ``PackInfo``; None if unknown.
+        phase: what it does for them: ``pack`` or ``unpack``; empty for the rest.
     """
 
     kind: Kind
@@ -65,6 +66,7 @@ class Record:
     queue: str = "compute"
     num_rows: int = 0
     label: object = field(default=None, compare=False, repr=False)
+    phase: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(repr=False)
@@ -213,9 +215,10 @@ _Place = tuple[int, "Device", Queue, Any]
 
 
 class _Label(threading.local):
-    """The label of a thread's current work."""
+    """What a thread's current work is for; see ``Record``."""
 
     label: object = None
+    phase: str = ""
 
 
 class FlightRecorder:
@@ -398,7 +401,8 @@ class PackScope:
         trace: TracebackType | None,
     ) -> None:
         mesh_state = self._mesh_state
-        mesh_state.flight_recorder.thread.label = self._before
+        recorded = mesh_state.flight_recorder.thread
+        recorded.label, recorded.phase = self._before, ""
         if error is not None:
             return
         thread = mesh_state.thread

@@ -316,14 +316,18 @@ def reduce_batch(
     stages = _stages(plan, pack_buffers, positions or range(len(gradients)))
     # A single stage has nothing to overlap with: it needs no waits between the two queues.
     queue: Queue = "transfer" if len(stages) > 1 else "compute"
+    thread = mesh_state.flight_recorder.thread  # records say in which phase they were made
     with mesh_state.launch_lock:
         reduce = algorithm.start(_jobs(plan, pack_buffers))
         for stage in _in_turns(stages):
             with mesh_state.pack_scope(stage.pack_info, plan.devices):
                 if stage.steps is None:
+                    thread.phase = "pack"
                     fill(stage.parts)
+                    thread.phase = ""
                     stage.steps = reduce(stage.jobs, queue)
                 if next(stage.steps, stage) is stage:
+                    thread.phase = "unpack"
                     unpack_into(stage.parts)
                     stage.is_over = True
     if out is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -273,14 +273,22 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
     ended = time.perf_counter()
     del results
     planned = _by_stage(dry_run)
-    done = _assign_stages(planned, [each for each in journal.records if each.kind in _COUNTED])
+    done = [record for record in journal.records if record.kind in _COUNTED]
     firsts = {device.physical: device for device in reversed(whole.devices)}
     stages = []
     for name in STAGES:
         records = [record for record, _ in planned[name]]
         traffic = Traffic.sum(part for _, part in planned[name])
         floor = _floor(traffic, firsts, bandwidth)
-        stages.append(Stage(name, Counts.of(records), Counts.of(done[name]), traffic, floor))
+        stages.append(
+            Stage(
+                name,
+                Counts.of(records),
+                Counts.of([each for each in done if _stage_of(each) == name]),
+                traffic,
+                floor,
+            )
+        )
     total = Traffic.sum(stage.traffic for stage in stages)
     return Profile(
         plan=dry_run.plan,
@@ -312,34 +320,21 @@ def _floor(traffic: Traffic, firsts: Mapping[int, Device], bandwidth: CopyBandwi
 def _by_stage(dry_run: DryRun) -> dict[str, list[tuple[Record, Traffic]]]:
     """Returns for each stage the dry run's records and their traffic."""
     found: dict[str, list[tuple[Record, Traffic]]] = {name: [] for name in STAGES}
-    touched = iter(dry_run.touched)
-    added: set[int] = set()  # blocks with sums in them, or copies of sums
+    counted = [record for record in dry_run.records if record.kind in _COUNTED]
     ranks: list[tuple[Record, Touched]] = []
-    for record in dry_run.records:
-        if record.kind not in _COUNTED:
-            continue
-        memory = next(touched)
-        stage = _stage_of(record, memory, added)
-        if stage == "all-reduce" or (stage == "copies" and _reads(memory, added)):
-            added.update(id(buffer.block) for buffer in memory.writes)
+    for record, memory in zip(counted, dry_run.touched, strict=True):
         if record.kind == "collective":
             ranks.append((record, memory))
         else:
-            found[stage].append((record, _traffic(record, memory)))
+            found[_stage_of(record)].append((record, _traffic(record, memory)))
     found["all-reduce"] += _collectives(ranks)
     return found
 
 
-def _stage_of(record: Record, memory: Touched, added: set[int]) -> str:
+def _stage_of(record: Record) -> str:
     if record.kind == "copy":
         return "copies"
-    if record.name != "pack":
-        return "all-reduce"
-    return "unpack" if _reads(memory, added) else "pack"
-
-
-def _reads(memory: Touched, blocks: set[int]) -> bool:
-    return any(id(buffer.block) in blocks for buffer in memory.reads)
+    return record.phase or ("pack" if record.name == "pack" else "all-reduce")
 
 
 def _traffic(record: Record, memory: Touched) -> Traffic:
@@ -386,22 +381,6 @@ def _sent(record: Record, num_ranks: int) -> int:
     if record.name == "all_reduce":
         return 2 * (num_ranks - 1) * record.nbytes // num_ranks
     return (num_ranks - 1) * record.nbytes
-
-
-def _assign_stages(
-    planned: Mapping[str, Sequence[tuple[Record, Traffic]]], records: Sequence[Record]
-) -> dict[str, list[Record]]:
-    """Puts the journal's records into the stages of equal records of the plan."""
-    stages: defaultdict[Record, list[str]] = defaultdict(list)
-    for name, parts in planned.items():
-        for record, _ in parts:
-            stages[record].append(name)
-    found: dict[str, list[Record]] = {name: [] for name in STAGES}
-    for record in records:
-        known = stages.get(record)
-        lone = "copies" if record.kind == "copy" else "all-reduce"
-        found[known.pop(0) if known else "pack" if record.name == "pack" else lone].append(record)
-    return found
 
 
 def _differences(planned: Iterable[Record], done: Iterable[Record]) -> Iterator[str]:
