@@ -6,7 +6,8 @@ Only arrays of ``out=`` are written. Inputs are converted in ``convert.py`` and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,7 +125,8 @@ def release_outputs(outs: Iterable[Out]) -> None:
             if out.kind == "buffer":
                 continue
             if out.copied is None:
-                hand_over(out.buffer, out.kind)
+                if out.buffer.device.defers:  # else all work on it is done
+                    hand_over(out.buffer, out.kind)
             elif isinstance(out.copied, np.ndarray):
                 np.copyto(out.copied, out.buffer.device.release(out.buffer))
             else:  # in the order of its library's current stream
@@ -187,7 +189,7 @@ def _gpu_buffer(
     gpu, address = lies
     if device.mesh_state.backend == "sim" or gpu != device.physical:
         raise DeviceMismatchError(f"out is on GPU {gpu}; expected it on {device}")
-    _check_flat_buffer(address, array.nbytes, device)
+    _check_flat_buffer(lambda: address, array.nbytes, device)
     if not contiguous:
         _check_dense(array)
         shape, dtype = shape_and_dtype(array)
@@ -207,7 +209,7 @@ def _host_buffer(host: np.ndarray, device: Device) -> tuple[Buffer, np.ndarray |
     contiguous = host.flags.c_contiguous and host.flags.aligned
     if not contiguous:
         _check_dense(host)
-    _check_flat_buffer(device.address_of(host), host.nbytes, device)
+    _check_flat_buffer(partial(device.address_of, host), host.nbytes, device)
     if contiguous:
         buffer = device.adopt(host)
         if not device.defers or buffer.block.owned:
@@ -224,14 +226,11 @@ def _check_dense(array: Any) -> None:
         )
 
 
-def _check_flat_buffer(address: int, nbytes: int, device: Device) -> None:
+def _check_flat_buffer(address_of: Callable[[], int], nbytes: int, device: Device) -> None:
     """Raises if the memory belongs to a flat buffer of another device."""
     for other in device.mesh.devices:
-        if (
-            other is not device
-            and other.external_buffers is not None
-            and other.external_buffers.find(address, nbytes)
-        ):
+        external = other.external_buffers
+        if external is not None and other is not device and external.find(address_of(), nbytes):
             raise DeviceMismatchError(
                 f"out lies in a flat buffer of {other.name}; expected one on {device.name}"
             )
