@@ -1,6 +1,7 @@
 """NumPy formulas of the update rules, in place, on blocks of the accumulate dtype.
 
 A step is called ``step(var, *slots, grad, *scratch, *scalars)`` and changes ``var`` and the slots.
+It writes each of them once: a signal handler that saves them finds old elements or new ones.
 Source: the formulas of TensorFlow's Apply operations, as in the headers of the kernels.
 """
 
@@ -39,8 +40,8 @@ def _sgd(var: _Array, grad: _Array, step: _Array, lr: float) -> None:
 def _momentum(
     var: _Array, mom: _Array, grad: _Array, step: _Array, lr: float, decay: float
 ) -> None:
-    np.multiply(mom, decay, out=mom)
-    np.add(mom, grad, out=mom)
+    np.multiply(mom, decay, out=step)
+    np.add(step, grad, out=mom)
     np.multiply(mom, lr, out=step)
     np.subtract(var, step, out=var)
 
@@ -48,8 +49,8 @@ def _momentum(
 def _nesterov(
     var: _Array, mom: _Array, grad: _Array, ahead: _Array, step: _Array, lr: float, decay: float
 ) -> None:
-    np.multiply(mom, decay, out=mom)
-    np.add(mom, grad, out=mom)
+    np.multiply(mom, decay, out=ahead)
+    np.add(ahead, grad, out=mom)
     np.multiply(mom, lr * decay, out=ahead)
     np.multiply(grad, lr, out=step)
     np.add(step, ahead, out=step)
@@ -118,8 +119,8 @@ def _divide_by_sqrt(
     np.sqrt(by, out=by)
     np.multiply(grad, lr, out=step)
     np.true_divide(step, by, out=step)
-    np.multiply(mom, decay, out=mom)
-    np.add(mom, step, out=mom)
+    np.multiply(mom, decay, out=by)
+    np.add(by, step, out=mom)
     np.subtract(var, mom, out=var)
 
 
