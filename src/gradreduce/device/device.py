@@ -29,8 +29,6 @@ from .pending_calls import WaitPolicy, as_deadline
 if TYPE_CHECKING:
     from .mesh import Mesh
 
-__all__ = ["Device"]
-
 
 class Device(NotCopied, Backend):
     """One logical device: memory, and two queues of work, ``compute`` and ``transfer``.

@@ -26,8 +26,6 @@ from .watchdog import Watchdog
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["MeshState"]
-
 
 class _ThreadState(threading.local):
     """One thread's count of submissions, open command list and call with a deadline."""

@@ -11,8 +11,6 @@ from .buffer import Stream
 from .device import Device
 from .stream_sync import fork_streams, join_streams
 
-__all__ = ["block_stream", "wait_for_stream"]
-
 
 def wait_for_stream(
     device: Device, stream: Stream, *, sharing: Sequence[Device] = (), checked: bool = False

@@ -37,23 +37,6 @@ from gradreduce.errors import MixedDtypesError, brief, listed
 
 from .aggregators import AddN, Aggregator, MultiDeviceSum, OneBuffer, Tree, aggregate_buffers
 
-__all__ = [
-    "AggregationMethod",
-    "accumulate_n",
-    "add_n",
-    "aggregate",
-    "aggregator_of",
-    "all_sparse",
-    "as_aggregation_method",
-    "concatenated",
-    "concatenated_rows",
-    "joined",
-    "kind_of_term",
-    "known_shape",
-    "with_dense",
-]
-
-
 _Move = tuple[Buffer, Buffer]  # rows: where to, and where they are
 
 

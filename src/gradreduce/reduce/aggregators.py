@@ -20,8 +20,6 @@ from gradreduce.device import (
     join_streams,
 )
 
-__all__ = ["AddN", "Aggregator", "MultiDeviceSum", "OneBuffer", "Tree", "aggregate_buffers"]
-
 
 class Aggregator(ABC):
     """Base class: sums terms on one device that are pushed one by one.

@@ -14,8 +14,6 @@ from gradreduce.device import Buffer, Device, DType, Queue
 
 from .reduction_groups import ReductionGroups
 
-__all__ = ["Algorithm", "Job", "Steps"]
-
 # The work of one stage, in steps: at each yield it waits for transfers, and others may work.
 Steps = Iterator[None]
 

@@ -6,6 +6,4 @@ from .algorithm import Algorithm
 from .hierarchical_copy import HierarchicalCopy
 from .nccl_all_reduce import Nccl
 
-__all__ = ["ALGORITHMS"]
-
 ALGORITHMS: dict[str, type[Algorithm]] = {"nccl": Nccl, "hierarchical_copy": HierarchicalCopy}

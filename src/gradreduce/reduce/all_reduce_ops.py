@@ -58,15 +58,6 @@ from .prepared import CapturedStep, PreparedStep, check_preparable
 from .profile import Profile, profile_of
 from .reduction_groups import ReductionGroups, as_reduction_groups
 
-__all__ = [
-    "AllReduceCrossDeviceOps",
-    "HierarchicalCopyAllReduce",
-    "NcclAllReduce",
-    "all_reduce",
-    "is_all_reduce",
-    "shared_ops",
-]
-
 
 class AllReduceCrossDeviceOps(CrossDeviceOps):
     """Reduction by all-reduce (tf.contrib.distribute.AllReduceCrossDeviceOps).

@@ -30,26 +30,6 @@ from gradreduce.errors import (
     repeated,
 )
 
-__all__ = [
-    "Request",
-    "as_count",
-    "as_reduced",
-    "batches_of",
-    "check_op",
-    "checked_mesh",
-    "checked_nest",
-    "checked_requests",
-    "destination_devices",
-    "devices_of",
-    "keys_of",
-    "keys_of_arrays",
-    "named_mesh",
-    "nests",
-    "outs_of",
-    "single_value",
-]
-
-
 _CONTAINERS = (list, tuple, dict)
 
 

@@ -43,9 +43,6 @@ from .one_device import Accumulate, copied_to, divided
 from .out_arguments import as_results, note_partial, with_outs
 from .pipeline import copy_to_out, reduce_to_one
 
-__all__ = ["CrossDeviceOps", "ReductionToOneDevice", "result_kinds"]
-
-
 _NO_DEADLINE: AbstractContextManager[object] = nullcontext()
 
 

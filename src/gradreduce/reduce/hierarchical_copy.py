@@ -32,8 +32,6 @@ from gradreduce.device import (
 from .algorithm import Algorithm, Job, Steps
 from .reduction_groups import ReductionGroups, reduction_groups_of
 
-__all__ = ["SLICE_BYTES", "HierarchicalCopy", "Slice", "plan_slices"]
-
 # Packs of one stage of at least this many bytes are divided among the devices, so that every link
 # is used; below it, one device for a whole pack saves launches. To be measured on links.
 SLICE_BYTES = 64 * 1024

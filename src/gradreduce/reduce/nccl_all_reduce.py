@@ -30,8 +30,6 @@ from gradreduce.device import (
 from .algorithm import Algorithm, Job, Steps
 from .reduction_groups import ReductionGroups
 
-__all__ = ["SHARED_GROUP_BYTES", "Nccl", "plan_groups"]
-
 # Packs of less than this, in the bytes of one rank's buffer, share a group call: a call costs a
 # launch on every GPU and a round of messages, whatever it carries, and with packs as short as this
 # that is most of what they cost. A larger one fills the links by itself and gains nothing by

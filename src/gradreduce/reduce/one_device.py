@@ -30,8 +30,6 @@ from gradreduce.ops import plan_segments
 
 from .aggregation import joined, with_dense
 
-__all__ = ["Accumulate", "added_on", "broadcast_values", "copied_to", "divided", "quotients"]
-
 Accumulate = Callable[[list[Any]], Any]
 
 

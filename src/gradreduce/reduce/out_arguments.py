@@ -15,8 +15,6 @@ from gradreduce.errors import about, listed
 
 from .arguments import Request
 
-__all__ = ["as_results", "note_partial", "with_outs"]
-
 _PARTIAL = "The error came in the middle: the arrays of `out` may hold a part of the results."
 
 

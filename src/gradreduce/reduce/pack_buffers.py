@@ -25,16 +25,6 @@ from gradreduce.device import (
 
 from .packing import FlatPlan, Piece
 
-__all__ = [
-    "Options",
-    "PackBuffers",
-    "fill",
-    "lay_out",
-    "move_into",
-    "unpack",
-    "unpack_into",
-]
-
 # What is written and what is read on a device, one by one.
 _Move = tuple[Device, list[Buffer], list[Buffer]]
 

@@ -16,17 +16,6 @@ from typing import NamedTuple
 
 from gradreduce.device import ALIGNMENT, DType, FlatLayout, flat_layout
 
-__all__ = [
-    "STAGE_BYTES",
-    "FlatPlan",
-    "Piece",
-    "is_half",
-    "plan_packing",
-    "plan_stages",
-    "sum_dtype_of",
-    "wire_of",
-]
-
 # Moved packs share a stage until they are this many bytes of one replica. A stage costs the host
 # two launches and a few waits on each device, about 100 us for eight GPUs at what a launch was
 # measured to cost elsewhere (5 us); 8 MiB take 35 us at 400 GB/s. From that arithmetic, to be

@@ -35,18 +35,6 @@ from .packing import (
 )
 from .reduction_groups import ReductionGroups
 
-__all__ = [
-    "BatchPlan",
-    "Settings",
-    "algorithm_of",
-    "compile_for",
-    "copy_to_out",
-    "plan_requests",
-    "reduce_batch",
-    "reduce_requests",
-    "reduce_to_one",
-]
-
 MOST_PLANS = 64  # of one mesh; a training script has a few
 
 

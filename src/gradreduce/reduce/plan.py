@@ -27,8 +27,6 @@ from .arguments import Request, batches_of
 from .pack_buffers import Options, lay_out
 from .pipeline import BatchPlan, Settings, plan_requests, reduce_requests
 
-__all__ = ["DryRun", "PlannedPack", "ReducePlan", "dry_run_of", "plan_of"]
-
 # The indices (int64, in bytes; only their number where no plan depends on more) and the dense shape
 # of IndexedSlices; None of a dense array.
 _Rows = tuple[bytes | int, tuple[int, ...] | None] | None

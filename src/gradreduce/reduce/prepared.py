@@ -37,9 +37,6 @@ from .arguments import Request, devices_of
 from .out_arguments import as_results
 from .pipeline import copy_to_out
 
-__all__ = ["CapturedStep", "PreparedStep", "StreamBoundary", "check_preparable"]
-
-
 _SHARED_KINDS = (
     "torch",
     "cupy",

@@ -19,18 +19,6 @@ from gradreduce.device.mesh_state import MeshState
 
 from .plan import DryRun, ReducePlan
 
-__all__ = [
-    "STAGES",
-    "CopyBandwidth",
-    "Counts",
-    "Profile",
-    "Stage",
-    "Traffic",
-    "copy_bandwidth",
-    "profile_of",
-]
-
-
 # Bytes of a copy: more than a cache holds, and on a GPU so many that the host has queued the next
 # copy before one is over.
 HOST_BYTES, GPU_BYTES = 64 << 20, 256 << 20

@@ -10,8 +10,6 @@ from typing import Any
 from gradreduce.device import as_index
 from gradreduce.errors import brief, listed
 
-__all__ = ["ReductionGroups", "as_reduction_groups", "reduction_groups_of"]
-
 # Replica numbers of each group, in the order of its additions; the groups in that of theirs.
 ReductionGroups = tuple[tuple[int, ...], ...]
 

@@ -13,8 +13,6 @@ import cupy
 from gradreduce.device import Kernel, ModuleLock, Template
 from gradreduce.device.kernel import OPTIONS, kernel_text
 
-__all__ = ["LoadedKernel", "is_compiled", "load_kernel"]
-
 
 class LoadedKernel(NamedTuple):
     """One instantiation on one GPU.

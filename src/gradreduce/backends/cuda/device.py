@@ -47,8 +47,6 @@ from .geometry import Geometry
 from .graph import GraphRecording
 from .streams import FATAL, Gpu, StreamState, event_of, is_capturing
 
-__all__ = ["CudaDevice", "CudaQueues"]
-
 
 class CudaQueues(Device):
     """The queues of a ``CudaDevice`` and their waits.

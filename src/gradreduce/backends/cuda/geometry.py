@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Geometry"]
-
 VECTOR = 16  # bytes, what a thread loads and stores at once
 # A block has an eighth of a multiprocessor's threads: when it ends, an eighth waits for the next.
 BLOCKS_PER_PROCESSOR = 8

@@ -21,8 +21,6 @@ from gradreduce.errors import CaptureError
 
 from .streams import StreamState, event_of
 
-__all__ = ["GraphRecording"]
-
 
 class GraphRecording(Recording):
     """Records the queues of devices on one or more GPUs into one graph.

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-__all__ = ["error_details", "warn_of_several"]
-
 _MAPS, _NAME = Path("/proc/self/maps"), "libnccl.so"
 
 

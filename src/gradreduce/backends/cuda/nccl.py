@@ -23,8 +23,6 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMi
 from .device import CudaDevice
 from .libnccl import error_details, warn_of_several
 
-__all__ = ["NcclCollective", "SharedNccl"]
-
 # element -> NCCL's number for it; NCCL has no 16-bit integers: who adds them gathers them
 _TYPES = {
     "float16": "NCCL_FLOAT16",

@@ -23,17 +23,6 @@ from cupy.cuda import runtime
 from gradreduce.device import Device, Stream, handle_of
 from gradreduce.errors import BackendUnavailableError, CaptureError
 
-__all__ = [
-    "FATAL",
-    "Gpu",
-    "StreamState",
-    "enable_peer_access",
-    "event_of",
-    "is_capturing",
-    "visible_gpus",
-]
-
-
 _log = logging.getLogger("gradreduce")
 # A GPU has at most eight peers where no NVSwitch connects them.
 _ALREADY_ENABLED, _TOO_MANY_PEERS = 704, 711
