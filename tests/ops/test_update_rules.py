@@ -10,7 +10,6 @@ import pytest
 
 from gradreduce.ops.update_rules import RULES
 
-
 COUNTS: Counter[int] = Counter()  # id of an array -> how often it was written
 
 
