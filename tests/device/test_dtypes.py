@@ -143,3 +143,10 @@ def test_dtypes_of_pytorch_itself():
     torch = pytest.importorskip("torch")
     assert as_dtype(torch.float16) == as_dtype("float16")
     assert as_dtype(torch.zeros(2, dtype=torch.bfloat16).dtype) == as_dtype("bfloat16")
+
+
+def test_equal_dtypes_become_one_object():
+    """Plans are remembered by the identity of dtypes, and a dead object's may come again."""
+    for other in (np.dtype("float32", metadata={"unit": "m"}), "f4", np.float32):
+        assert as_dtype(other) is np.dtype("float32")
+    assert as_dtype("longlong") is np.dtype("int64")

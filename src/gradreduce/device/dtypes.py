@@ -69,6 +69,8 @@ ELEMENT_OF: dict[np.dtype, Element] = {
     np.dtype("complex64"): _viewed("float32", 2),
     np.dtype("complex128"): _viewed("float64", 2),
 }
+# Each to itself: one object for all equal dtypes, which code may compare by identity.
+_CANONICAL = {dtype: dtype for dtype in ELEMENT_OF}
 # Of each NumPy 1.26 makes some dtype, as every NumPy makes float64 of None.
 _ABSTRACT = {
     np.number, np.integer, np.signedinteger, np.unsignedinteger,
@@ -80,12 +82,14 @@ _ACCUMULATE = {np.dtype("float16"): np.dtype("float32"), BFLOAT16: np.dtype("flo
 def as_dtype(dtype: DTypeLike) -> np.dtype:
     """Converts a name, a type or a dtype (PyTorch's too) to a NumPy dtype.
 
+    Equal dtypes give the same object.
+
     Raises:
         TypeError: not a dtype (None is none), not in native byte order, or one that cannot be
             added (bool, strings, objects, dates).
     """
     if isinstance(dtype, np.dtype) and dtype in ELEMENT_OF:
-        return dtype
+        return _CANONICAL[dtype]
     if dtype is None or (isinstance(dtype, type) and dtype in _ABSTRACT):
         raise TypeError(f"dtype={brief(dtype)} names no NumPy dtype")
     if type(dtype).__module__ == "torch":  # found by its name: it is not imported for this
@@ -99,7 +103,7 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
             f"dtype {found} cannot be added; supported are integers, float16, bfloat16, float32, "
             "float64, complex64 and complex128"
         )
-    return found
+    return _CANONICAL[found]
 
 
 def as_index(value: Any) -> int:

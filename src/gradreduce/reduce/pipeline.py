@@ -136,8 +136,8 @@ def plan_batch(
         tuple([divisor if is_early else 1 for is_early in early]), divisor,
         tuple([(index, *pack) for index, each in enumerate(flat) for pack in each.packs]),
     )  # fmt: skip
-    while len(plans) >= MOST_PLANS:
-        plans.pop(next(iter(plans)), None)
+    if len(plans) >= MOST_PLANS:
+        plans.clear()
     plans[key] = made
     return made
 
@@ -420,8 +420,7 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
         settings.reduction_groups,
         tuple([device.index for device in devices]),
     )
-    if key not in plans:
-        made = ALGORITHMS[settings.all_reduce_alg]
-        plans[key] = made(devices, settings.reduction_groups)
-    found: Algorithm = plans[key]
+    found: Algorithm | None = plans.get(key)
+    if found is None:
+        found = plans[key] = ALGORITHMS[settings.all_reduce_alg](devices, settings.reduction_groups)
     return found
