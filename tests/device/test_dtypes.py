@@ -146,7 +146,7 @@ def test_dtypes_of_pytorch_itself():
 
 
 def test_equal_dtypes_become_one_object():
-    """Plans are remembered by the identity of dtypes, and a dead object's may come again."""
+    """Plans are remembered by the identity of dtypes, and that of a freed object may come again."""
     for other in (np.dtype("float32", metadata={"unit": "m"}), "f4", np.float32):
         assert as_dtype(other) is np.dtype("float32")
     assert as_dtype("longlong") is np.dtype("int64")
