@@ -96,12 +96,18 @@ class Nccl(Algorithm):
     ) -> None:
         super().__init__(devices)
         self._sharing = list(by_physical(self.devices).values())
-        self._collective = devices[0].mesh.collective if len(self._sharing) > 1 else None
+        _ = self._collective  # raises where the library is missing
+
+    @property
+    def _collective(self) -> Collective | None:
+        """The collective library of the mesh; None where one physical device needs none."""
+        return self.devices[0].mesh.collective if len(self._sharing) > 1 else None
 
     def compile(self, wire: DType, total: DType) -> None:
         """See ``Algorithm.compile``; the first time, connecting may take seconds."""
-        if self._collective is not None:
-            self._collective.connect([self.devices[first] for first, *_ in self._sharing])
+        collective = self._collective
+        if collective is not None:
+            collective.connect([self.devices[first] for first, *_ in self._sharing])
         num_terms = {1, *map(len, self._sharing)}
         for device in self.devices:
             for out, term in dict.fromkeys([(total, wire), (wire, wire)]):
