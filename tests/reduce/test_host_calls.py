@@ -58,3 +58,13 @@ def test_a_reduction_of_two_tensors_is_short():
     assert 0 < above.frames <= 8
     assert 0 < len(above.files) <= 18, sorted(above.files)
     assert 0 < above.calls <= 250
+
+
+def test_dtypes_of_one_element_share_launches():
+    dtypes = ("int8", "uint8", "float32", "complex64", "int32", "uint32")
+    mesh = gr.open_mesh(2, backend="sim")
+    grads = [[np.ones(7, dtype) for dtype in dtypes] for _ in range(2)]
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh)
+    with mesh.journal() as journal:
+        ops.all_reduce(grads, gr.ReduceOp.SUM)
+    assert len(journal.of("launch")) == 3 * 2 + 3 * 2  # each of 3 elements: packed, and added

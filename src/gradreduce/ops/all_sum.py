@@ -146,11 +146,13 @@ def all_sum_unchecked(
         launches.setdefault(key, []).append((*written, *read))
     num_inputs = len(inputs[0])
     scalars = (len(outs[0]), num_inputs, split, float(divisor))
+    merged: dict[Template, list[Row]] = {}  # several dtypes share a template
     for rows in launches.values():
         out, term = ELEMENT_OF[rows[0][0].dtype], ELEMENT_OF[rows[0][-1].dtype]
         if out.viewed is not None:
             rows = [as_elements(row) for row in rows]
-        template = _template(out.name, term.name, num_inputs)
+        merged.setdefault(_template(out.name, term.name, num_inputs), []).extend(rows)
+    for template, rows in merged.items():
         device.launch(ALL_SUM, template, rows, scalars, queue=queue)
 
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype, element_of
+from gradreduce.device import Buffer, Device, Kernel, Template, accumulate_dtype, element_of
 from gradreduce.device.buffer import Row
 from gradreduce.device.dtypes import ELEMENT_OF
 from gradreduce.device.kernel import Arrays
@@ -85,11 +85,14 @@ def pack_unchecked(
     else:
         for key, pair in zip(keys, pairs, strict=True):
             launches.setdefault(key, []).append(pair)
+    merged: dict[Template, list[Row]] = {}  # several dtypes share a template
     for rows in launches.values():
         to, of = ELEMENT_OF[rows[0][0].dtype], ELEMENT_OF[rows[0][1].dtype]
         if to.viewed is not None:
             rows = [as_elements(row) for row in rows]
-        device.launch(PACK, (to.name, of.name), rows, (float(divisor),))
+        merged.setdefault((to.name, of.name), []).extend(rows)
+    for template, rows in merged.items():
+        device.launch(PACK, template, rows, (float(divisor),))
 
 
 def prepare_pack(device: Device, out: np.dtype, term: np.dtype) -> None:
