@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 from gradreduce import ops
 from gradreduce.device import (
@@ -23,7 +22,7 @@ from gradreduce.device import (
     join_streams,
 )
 
-from .packing import FlatPlan, Piece
+from .packing import FlatPlan, Pieces
 
 # What is written and what is read on a device, one by one.
 _Move = tuple[Device, list[Buffer], list[Buffer]]
@@ -227,13 +226,11 @@ def fill(parts: Iterable[tuple[PackBuffers, int, int]]) -> None:
         if not pack_buffers.is_packed:
             continue
         pieces = pack_buffers.plan.pieces[start, stop]
-        begins = [at.begin for at in pieces]
-        spans = [(at.end - at.begin,) for at in pieces]  # the gap behind a tensor is written too
         for replica, tensors in enumerate(pack_buffers.filling):
             if tensors is not None:
                 flat = pack_buffers.inputs[replica]
                 if pack_buffers.views is None:
-                    into = flat.parts(begins, spans)
+                    into = flat.parts(pieces.begins, pieces.spans)  # gaps are written too
                 else:
                     into = _parts_of(pack_buffers.views[replica], pieces)
                 move = (flat.device, into, _parts_of(tensors, pieces))
@@ -250,10 +247,8 @@ def unpack_into(parts: Iterable[tuple[PackBuffers, int, int]]) -> None:
             targets = pack_buffers.targets[replica]
             if targets is not None:
                 pieces = pack_buffers.plan.pieces[start, stop]
-                begins = [at.begin for at in pieces]
-                spans = [(at.stop - at.start,) for at in pieces]
-                move = (out.device, _parts_of(targets, pieces), out.parts(begins, spans))
-                moves.append(move)
+                sums = out.parts(pieces.begins, pieces.shapes)
+                moves.append((out.device, _parts_of(targets, pieces), sums))
             elif pack_buffers.results is not None and pack_buffers.results[replica] is not out:
                 whole = ([start], [(stop - start,)])
                 moves.append(
@@ -279,13 +274,11 @@ def unpack(
     return found
 
 
-def _parts_of(tensors: Sequence[Buffer], pieces: Sequence[Piece]) -> list[Buffer]:
+def _parts_of(tensors: Sequence[Buffer], pieces: Pieces) -> list[Buffer]:
     """Returns the part of each tensor that lies in a range."""
-    found = []
-    for index, _, _, first, last in pieces:
-        tensor = tensors[index]
-        whole = last - first == tensor.size
-        found.append(tensor if whole else tensor.parts([first], [(last - first,)])[0])
+    found = [tensors[index] for index in pieces.tensors]
+    for place, start in pieces.cut:
+        (found[place],) = found[place].parts([start], [pieces.shapes[place]])
     return found
 
 
@@ -300,13 +293,11 @@ def _move(moves: Sequence[_Move], divisor: float) -> None:
     for move in moves:
         by_gpu.setdefault(move[0].physical, []).append(move)
     for here in by_gpu.values():
-        leader, outs, inputs = here[0]
         sharing = [device for device, _, _ in here]
+        leader = sharing[0]
         if len(here) > 1:
-            outs = list(chain.from_iterable([each for _, each, _ in here]))
-            inputs = list(chain.from_iterable([each for _, _, each in here]))
             join_streams(leader, sharing)
-        ops.pack_unchecked(outs, inputs, divisor=divisor, device=leader)
+        ops.pack_unchecked([each[1:] for each in here], divisor=divisor, device=leader)
         if len(here) > 1:
             fork_streams(leader, sharing)
 

@@ -51,7 +51,7 @@ class FlatPlan:
     together: bool
     sum_dtype: DType = field(init=False)
     has_gaps: bool = field(init=False)
-    pieces: dict[tuple[int, int], tuple[Piece, ...]] = field(init=False, repr=False, compare=False)
+    pieces: dict[tuple[int, int], Pieces] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sum_dtype", sum_dtype_of(self.wire, self.out_dtype))
@@ -60,33 +60,39 @@ class FlatPlan:
         object.__setattr__(self, "pieces", {each: _pieces(self.layout, *each) for each in ranges})
 
 
-class Piece(NamedTuple):
-    """A part of a tensor in a range of a flat buffer.
+class Pieces(NamedTuple):
+    """The tensors, or parts of them, in a range of a flat buffer.
 
     Attributes:
-        tensor: its index in the plan's ``tensors``.
-        begin: the part's first element in the flat buffer.
-        end: one past the last, the gap behind the tensor included.
-        start: the part's first element in the tensor.
-        stop: one past the last.
+        tensors: indices in the plan's ``tensors``.
+        begins: the first element of each in the flat buffer.
+        spans: their shapes there, the gap behind a tensor included.
+        shapes: the same without gaps.
+        cut: of those that are parts of a tensor the index here, and the first element there.
     """
 
-    tensor: int
-    begin: int
-    end: int
-    start: int
-    stop: int
+    tensors: list[int]
+    begins: list[int]
+    spans: list[tuple[int]]
+    shapes: list[tuple[int]]
+    cut: list[tuple[int, int]]
 
 
-def _pieces(layout: FlatLayout, start: int, stop: int) -> tuple[Piece, ...]:
-    found = []
+def _pieces(layout: FlatLayout, start: int, stop: int) -> Pieces:
+    made = Pieces([], [], [], [], [])
     first = bisect_right(layout.offsets, start) - 1
     for index in range(first, bisect_left(layout.offsets, stop)):
         offset, size = layout.offsets[index], layout.sizes[index]
         begin, end = max(offset, start), min(offset + layout.spans[index], stop)
         if begin < end:
-            found.append(Piece(index, begin, end, begin - offset, min(end - offset, size)))
-    return tuple(found)
+            part = min(end - offset, size) - (begin - offset)
+            if part != size:
+                made.cut.append((len(made.tensors), begin - offset))
+            made.tensors.append(index)
+            made.begins.append(begin)
+            made.spans.append((end - begin,))
+            made.shapes.append((part,))
+    return made
 
 
 def wire_of(dtype: DType, wire: DType | None) -> DType:

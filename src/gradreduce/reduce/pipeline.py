@@ -375,9 +375,9 @@ def _pack_info(
     if len(group) == num_packs:
         return PackInfo(positions, range(1, num_packs + 1), num_packs)
     inside = {
-        positions[each.plan.tensors[piece.tensor]]: None
+        positions[each.plan.tensors[tensor]]: None
         for each, start, stop in parts
-        for piece in each.plan.pieces[start, stop]
+        for tensor in each.plan.pieces[start, stop].tensors
     }
     return PackInfo(tuple(inside), tuple(index + 1 for index in group), num_packs)
 

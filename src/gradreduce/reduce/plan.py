@@ -285,7 +285,7 @@ def _packs_of(
     for number, (at, start, stop) in enumerate(batch.packs, 1):
         flat = batch.flat[at]
         moved = sum(tensors is not None for tensors in pack_buffers[at].filling)
-        inside = tuple([positions[flat.tensors[each.tensor]] for each in flat.pieces[start, stop]])
+        inside = tuple([positions[flat.tensors[each]] for each in flat.pieces[start, stop].tensors])
         nbytes = (stop - start) * flat.wire.itemsize
         crossing = _crossing(journal, inside[0], number)
         made.append(
