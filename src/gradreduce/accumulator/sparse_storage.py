@@ -240,7 +240,7 @@ def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
     value = PerReplica.of(rows, "native")
     with SuspendedScope():  # it may run a user's class
         (parts,) = state.cross_device_ops.reduce_batch(
-            ReduceOp.SUM, [Request(value, state.devices, True)], coalesce=True
+            ReduceOp.SUM, [Request(value, state.devices)], coalesce=True
         )
     slices = [part for part in parts if isinstance(part, IndexedSlices)]
     plans = [plan_segments(part.indices) for part in slices]

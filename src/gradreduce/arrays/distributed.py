@@ -126,13 +126,20 @@ class DistributedValues(NotCopied):
         return tuple(parts)
 
     @classmethod
-    def of(cls, parts: Sequence[Part], kind: Kind = "buffer", form: Form = None) -> Self:
+    def of(
+        cls,
+        parts: Sequence[Part],
+        kind: Kind = "buffer",
+        form: Form = None,
+        devices: tuple[Device, ...] = (),
+    ) -> Self:
         """Wraps Buffers, or IndexedSlices of Buffers, one on each device.
 
         Args:
             parts: with a ``form``, their axes are in this order.
             kind: of ``values``.
             form: the order of the axes of ``parts``, seen from ``values``; None: the same.
+            devices: of the parts, where they are known.
         """
         made = cls.__new__(cls)
         if form is not None:
@@ -140,7 +147,7 @@ class DistributedValues(NotCopied):
         else:
             made._parts = tuple(parts)
         made._form = form
-        made._devices = tuple([part.device for part in parts])  # type: ignore[misc]
+        made._devices = devices or tuple([part.device for part in parts])  # type: ignore[misc]
         made._kind = kind
         return made
 

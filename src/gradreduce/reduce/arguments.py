@@ -38,22 +38,20 @@ class Request(NamedTuple):  # a frozen dataclass takes three times as long to ma
 
     Attributes:
         value: its replicas, alike.
-        devices: of the result, in its order.
-        matches: whether these are the value's own devices.
+        devices: of the result, in its order; the value's own in the value's order.
         out: where the result goes, on each of the devices; None: into new memory.
         form: the axis order in memory of the result's arrays; None for C order.
     """
 
     value: DistributedValues
     devices: tuple[Device, ...]
-    matches: bool
     out: tuple[Buffer, ...] | None = None
     form: Form = None
 
     @property
     def is_all_reduced(self) -> bool:
         """Whether the value is all-reduced: dense, and its result goes to its own devices."""
-        return self.matches and not self.value.is_sparse
+        return self.devices == self.value.devices and not self.value.is_sparse
 
 
 def devices_of(requests: Sequence[Request]) -> list[Device]:
@@ -106,27 +104,27 @@ def checked_requests(
     check_op("reduce_op", reduce_op)
     requests: list[Request] = []
     usable: tuple[Device, ...] = ()
-    last: tuple[Any, DistributedValues] | None = None
-    for index, pair in enumerate(checked_pairs(pairs)):
-        value, destination = pair
+    last: tuple[Any, tuple[Device, ...]] = (None, ())
+    for index, (value, destination) in enumerate(checked_pairs(pairs)):
         if not isinstance(value, DistributedValues):
             value = _as_distributed(value, index, mesh or named_mesh(destination))
-        value._discard_copies()
-        matches, form = destination is value, None
-        if elementwise and value._form is not None:
-            value, form = as_reduced(value, index, out)
-        _check_replicas(value, index)
-        devices = value.devices
-        if devices != usable:
-            usable = _check_usable(devices)
-        if last is not None and destination is last[0] and devices == last[1].devices:
-            _, devices, matches, *_ = requests[-1]  # one mesh for all, as a rule
-        elif not matches:
+        own, form = value.devices, None
+        checked = value
+        if value._form is not None:
+            value._discard_copies()
+            if elementwise:
+                checked, form = as_reduced(value, index, out)
+        _check_replicas(checked, index)
+        if own != usable:
+            usable = _check_usable(own)
+        if destination is value:
+            devices = own
+        elif destination is not last[0] or own != last[1]:
             devices = destination_devices(destination, index, value.mesh)
-            matches = set(devices) == set(value.devices)
-        last = (destination, value)
-        named = value.devices if matches else devices
-        requests.append(Request(value, named, matches, None, form))
+            if set(devices) == set(own):
+                devices = own
+        last = (destination, own)
+        requests.append(Request(checked, devices, None, form))
     _wait_for_inputs(requests)
     return requests
 

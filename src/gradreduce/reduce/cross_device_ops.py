@@ -258,7 +258,7 @@ class CrossDeviceOps(ABC):
             replicas = single_value(tensor, name, self.mesh or named_mesh(destinations))
             devices = destination_devices(destinations, 0, replicas.mesh)
             value, form = as_reduced(replicas, index, out)
-            requests.append(Request(value, devices, False, None, form))
+            requests.append(Request(value, devices, None, form))
         return requests
 
     @abstractmethod
@@ -291,7 +291,7 @@ class CrossDeviceOps(ABC):
         requests = []
         for row in gradients:
             value = PerReplica.of(row, "native")
-            requests.append(Request(value, value.devices, True))
+            requests.append(Request(value, value.devices))
         with SuspendedScope():  # may be a subclass of the caller's
             sums = self.reduce_batch(ReduceOp.SUM, requests, coalesce=False)
         dtypes = out_dtypes or [row[0].dtype for row in gradients]
@@ -391,7 +391,7 @@ def mirrored(
 ) -> list[Mirrored]:
     """Wraps the results as ``Mirrored`` values with the axis order of the inputs."""
     return [
-        Mirrored.of(parts, kind, request.form)
+        Mirrored.of(parts, kind, request.form, request.devices)
         for request, parts, kind in zip(requests, reduced, kinds, strict=True)
     ]
 

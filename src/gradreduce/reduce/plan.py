@@ -132,12 +132,10 @@ class RequestSignature:
         parts: for each replica its Buffer's signature (for IndexedSlices, that of the rows) and,
             for IndexedSlices, the indices and the dense shape.
         devices: logical indices of the result's.
-        matches: see ``Request``.
     """
 
     parts: tuple[tuple[Signature, _Rows], ...]
     devices: tuple[int, ...]
-    matches: bool
 
 
 def plan_of(
@@ -227,7 +225,7 @@ def _signatures_of(requests: Sequence[Request], *, coalesce: bool) -> tuple[Requ
     for request in requests:
         parts = tuple(_signature(part, blocks, coalesce) for part in request.value.parts)
         devices = tuple(device.index for device in request.devices)
-        made.append(RequestSignature(parts, devices, request.matches))
+        made.append(RequestSignature(parts, devices))
     return tuple(made)
 
 
@@ -250,7 +248,7 @@ def _dry_run_requests(
     for signature in signatures:
         parts = [_dry_run_buffers(dry_run_mesh, *part) for part in signature.parts]
         devices = tuple(dry_run_mesh.mesh.devices[index] for index in signature.devices)
-        made.append(Request(PerReplica.of(parts), devices, signature.matches))
+        made.append(Request(PerReplica.of(parts), devices))
     return made
 
 
