@@ -107,13 +107,10 @@ def checked_requests(
     last: tuple[Any, tuple[Device, ...]] = (None, ())
     for index, (value, destination) in enumerate(checked_pairs(pairs)):
         if not isinstance(value, DistributedValues):
-            value = _as_distributed(value, index, mesh or named_mesh(destination))
-        own, form = value.devices, None
-        checked = value
+            value = _alone(value, f"value {index}", mesh or named_mesh(destination))
+        own, checked, form = value.devices, value, None
         if value._form is not None:
-            value._discard_copies()
-            if elementwise:
-                checked, form = as_reduced(value, index, out)
+            checked, form = as_reduced(value, index, out, elementwise=elementwise)
         _check_replicas(checked, index)
         if own != usable:
             usable = _check_usable(own)
@@ -137,7 +134,7 @@ def _wait_for_inputs(requests: Sequence[Request]) -> None:
 
 
 def as_reduced(
-    value: DistributedValues, index: int, out: Any = None
+    value: DistributedValues, index: int, out: Any, *, elementwise: bool = True
 ) -> tuple[DistributedValues, Form]:
     """Returns the value in memory order, if ``out`` allows it, and the result's form.
 
@@ -145,10 +142,12 @@ def as_reduced(
         value: checked.
         index: of its array in ``out``.
         out: not checked; None: new memory.
+        elementwise: whether it may be reduced in memory order.
     """
     form = value._form
-    if form is None:
-        return value, form
+    value._discard_copies()
+    if form is None or not elementwise:
+        return value, None
     if out is not None and not (
         isinstance(out, list | tuple) and index < len(out) and _has_order(out[index], form)
     ):
@@ -195,13 +194,6 @@ def checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
                 f"value_destination_pairs[{index}] must be a tuple of size 2: {brief(pair)}"
             )
     return pairs
-
-
-def _as_distributed(value: Any, index: int, mesh: Mesh | None) -> DistributedValues:
-    """Returns the value of a pair as ``DistributedValues``; an array has one replica."""
-    if isinstance(value, DistributedValues):
-        return value
-    return _alone(value, f"value {index}", mesh)
 
 
 def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues:
