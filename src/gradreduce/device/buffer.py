@@ -244,7 +244,7 @@ class Buffer(NotCopied):
     def parts(self, starts: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[Buffer]:
         """Makes one view of this dtype for each part, without the checks of ``view``."""
         block, device, dtype, offset = self.block, self.device, self.dtype, self.offset
-        address, itemsize = self.address, dtype.itemsize
+        address, itemsize, flat = self.address, dtype.itemsize, self.flat
         made = []
         for start, shape in zip(starts, shapes, strict=True):
             # Not by `__init__`: a reduction makes two parts of each tensor on each device, and here
@@ -257,7 +257,8 @@ class Buffer(NotCopied):
             behind = start * itemsize
             part.offset = offset + behind
             part.address = address + behind
-            part.array = part.flat = part.array_owner = None
+            part.array = part.array_owner = None
+            part.flat = None if flat is None else flat[start : start + size]
             made.append(part)
         return made
 

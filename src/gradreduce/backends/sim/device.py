@@ -94,10 +94,11 @@ class SimDevice(Device):
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> Buffer:
         """See ``Device.allocate``; ``strict`` fills the memory: reads before writes show."""
         buffer = super().allocate(shape, dtype)
+        memory = memory_of(buffer)  # made here, so that parts of the buffer are slices of it
         if self.options.strict:
             kind = "f" if buffer.dtype == BFLOAT16 else buffer.dtype.kind
             value: complex = {"f": np.nan, "c": complex(np.nan, np.nan)}.get(kind, 0xA5)
-            memory = memory_of(buffer) if kind in "fc" else memory_of(buffer).view(np.uint8)
+            memory = memory if kind in "fc" else memory.view(np.uint8)
             self.scheduler.submit((self, "compute"), partial(memory.fill, value))
         return buffer
 
