@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy as np
 from gradreduce.errors import CaptureError, DeviceMismatchError, NotCopied
 
 from .backend import Backend
-from .buffer import Buffer, Mark, Queue, Row, Stream, handle_of
+from .buffer import Block, Buffer, Mark, Queue, Row, Stream, handle_of
 from .command_list import Command
 from .deferred_free import DeferredFree
 from .dtypes import as_dtype
@@ -28,6 +30,9 @@ from .pending_calls import WaitPolicy, as_deadline
 
 if TYPE_CHECKING:
     from .mesh import Mesh
+
+
+_BLOCK = attrgetter("block")
 
 
 class Device(NotCopied, Backend):
@@ -314,17 +319,18 @@ class Device(NotCopied, Backend):
             rows = [row for row in rows if kernel.num_items(row)]
         if not rows:
             return
-        away = [operand for row in rows for operand in row if operand.device is not self]
-        if away:
-            check_all_accessible(self, away)
+        operands = list(chain.from_iterable(rows))
+        blocks = set(map(_BLOCK, operands))
+        homes = {block.device for block in blocks}
+        is_here = len(homes) == 1 and self in homes
+        crossing = 0 if is_here else check_all_accessible(self, homes, operands)
         self.mesh_state.check_compiled(self, kernel, template)
         written = _written(rows, kernel.num_written(scalars))
-        blocks = {operand.block for operand in written}
         if not all([block.writable for block in blocks]):
             for operand in written:
                 check_writable(operand)
-        touched = away if queue == "compute" else [operand for row in rows for operand in row]
-        crossing = self._touch(touched, queue) if touched else 0
+        if not is_here or queue != "compute":
+            self._touch(blocks, queue)
         # Of all of them, not of one for each block: each waits for the readers of its own bytes.
         if self.mesh_state.current.capture is not None or any([block.readers for block in blocks]):
             for operand in written:
@@ -414,15 +420,12 @@ class Device(NotCopied, Backend):
         elif self.defers and not self._synchronize(self._endless, ("compute",)):
             raise self.mesh_state.abort_wait("a host wait for queued work", self, self._endless)
 
-    def _touch(self, operands: Sequence[Buffer], queue: Queue) -> int:
-        """Records that ``queue`` uses these operands; returns the bytes that cross a link."""
-        user, here = (self, queue), self.physical
-        blocks = {operand.block for operand in operands}
+    def _touch(self, blocks: Iterable[Block], queue: Queue) -> None:
+        """Records that ``queue`` uses these blocks, if it is not their home queue."""
+        user, is_home = (self, queue), queue == "compute"
         for block in blocks:
-            block.touched.add(user)
-        if all([home.physical == here for home in {block.device for block in blocks}]):
-            return 0
-        return sum([operand.nbytes for operand in operands if operand.device.physical != here])
+            if not is_home or block.device is not self:
+                block.touched.add(user)
 
     def _before_write(self, operand: Buffer, queue: Queue) -> None:
         kept = self.mesh_state.current.capture or operand.block

@@ -24,6 +24,8 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +38,8 @@ INLINE_WORDS = 448
 ROW_HEADER = 4
 # Items, on the simulation. A multiple of every vector's lanes.
 CHUNK_SIZE = 16_384
+
+_ADDRESS = attrgetter("address")
 
 TABLE = np.dtype(
     [
@@ -149,7 +153,7 @@ class Tables:
             chunk_size: items of a chunk.
         """
         sizes = [row[-1].size for row in rows]
-        addresses = [operand.address for row in rows for operand in row]
+        addresses = map(_ADDRESS, chain.from_iterable(rows))
         looked = array("q", [*items, *sizes, *addresses])
         key = (chunk_size, len(rows), looked.tobytes())
         with self._lock:

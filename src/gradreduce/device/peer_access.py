@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from gradreduce.errors import DeviceMismatchError
@@ -46,14 +46,16 @@ def check_accessible(device: Device, operand: Buffer) -> None:
         raise DeviceMismatchError(f"{device.name} cannot access {operand}: {why}; copy it first")
 
 
-def check_all_accessible(device: Device, operands: Sequence[Buffer]) -> None:
-    """As ``check_accessible`` for all operands; faster if all are on this physical device."""
+def check_all_accessible(
+    device: Device, homes: Iterable[Device], operands: Sequence[Buffer]
+) -> int:
+    """Checks all operands, which lie on ``homes``; returns the bytes that cross a link."""
     here, mesh_state = device.physical, device.mesh_state
-    homes = {operand.device for operand in operands}
     if all([home.physical == here and home.mesh_state is mesh_state for home in homes]):
-        return
+        return 0
     for operand in operands:
         check_accessible(device, operand)
+    return sum([operand.nbytes for operand in operands if operand.device.physical != here])
 
 
 def check_writable(operand: Buffer) -> None:
