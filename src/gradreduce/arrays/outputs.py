@@ -6,8 +6,7 @@ Only arrays of ``out=`` are written. Inputs are converted in ``convert.py`` and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,16 +113,39 @@ def as_out(
     return Out(array, kind, *_host_buffer(np.asarray(seen), device))
 
 
+def overlaps(
+    outs: Sequence[tuple[int, int]], inputs: Sequence[tuple[int, int]]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Finds memory that is shared; each argument has addresses and sizes in bytes.
+
+    Returns:
+        Pairs of outs that share a byte; and, if there are none, each input that shares one with an
+        out, and the first such out.
+    """
+    starts, sizes = np.array(outs, np.int64).reshape(-1, 2).T
+    order = starts.argsort()
+    order = order[sizes[order] > 0]
+    starts, stops = starts[order], (starts + sizes)[order]
+    shared = np.flatnonzero(starts[1:] < stops[:-1])
+    begins, sizes = np.array(inputs, np.int64).reshape(-1, 2).T
+    after = stops.searchsorted(begins, "right")  # the first out that ends behind the begin
+    ends = np.where(sizes > 0, begins + sizes, 0)
+    found = np.flatnonzero(np.append(starts, ends.max(initial=0))[after] < ends)
+    return (
+        list(zip(order[shared].tolist(), order[shared + 1].tolist(), strict=True)),
+        list(zip(found.tolist(), order[after[found]].tolist(), strict=True)),
+    )
+
+
 def release_outputs(outs: Iterable[Out]) -> None:
     """Makes the users of these arrays wait for the queued work: their current streams wait.
 
     For host arrays the host waits, and where commands are deferred it copies now. Buffers are
     ordered by their queues already. Call it once, when everything is launched.
     """
+    outs = [out for out in outs if out.kind != "buffer"]
     with StreamScope():
         for out in outs:
-            if out.kind == "buffer":
-                continue
             if out.copied is None:
                 if out.buffer.device.defers:  # else all work on it is done
                     hand_over(out.buffer, out.kind)
@@ -131,7 +153,7 @@ def release_outputs(outs: Iterable[Out]) -> None:
                 np.copyto(out.copied, out.buffer.device.release(out.buffer))
             else:  # in the order of its library's current stream
                 out.copied[...] = from_buffer(out.buffer, out.kind)
-            count_writes(tensors_of([out]))
+    count_writes(tensors_of(outs))
 
 
 def tensors_of(outs: Iterable[Out]) -> list[Any]:
@@ -189,7 +211,7 @@ def _gpu_buffer(
     gpu, address = lies
     if device.mesh_state.backend == "sim" or gpu != device.physical:
         raise DeviceMismatchError(f"out is on GPU {gpu}; expected it on {device}")
-    _check_flat_buffer(lambda: address, array.nbytes, device)
+    _check_flat_buffer(address, array.nbytes, device)
     if not contiguous:
         _check_dense(array)
         shape, dtype = shape_and_dtype(array)
@@ -206,15 +228,15 @@ def _host_buffer(host: np.ndarray, device: Device) -> tuple[Buffer, np.ndarray |
         raise DeviceMismatchError(f"out is in host memory; expected it on {device}")
     if not host.flags.writeable:
         raise ValueError("out is read-only; pass a writable array")
-    contiguous = host.flags.c_contiguous and host.flags.aligned
-    if not contiguous:
+    if not (host.flags.c_contiguous and host.flags.aligned):
         _check_dense(host)
-    _check_flat_buffer(partial(device.address_of, host), host.nbytes, device)
-    if contiguous:
-        buffer = device.adopt(host)
-        if not device.defers or buffer.block.owned:
-            return buffer, None
-    return device.empty(host.shape, host.dtype), host
+        _check_flat_buffer(host.ctypes.data, host.nbytes, device)
+        return device.empty(host.shape, host.dtype), host
+    buffer = device.adopt(host)
+    _check_flat_buffer(buffer.address, host.nbytes, device)
+    if device.defers and not buffer.block.owned:
+        return device.empty(host.shape, host.dtype), host
+    return buffer, None
 
 
 def _check_dense(array: Any) -> None:
@@ -226,11 +248,11 @@ def _check_dense(array: Any) -> None:
         )
 
 
-def _check_flat_buffer(address_of: Callable[[], int], nbytes: int, device: Device) -> None:
+def _check_flat_buffer(address: int, nbytes: int, device: Device) -> None:
     """Raises if the memory belongs to a flat buffer of another device."""
     for other in device.mesh.devices:
         external = other.external_buffers
-        if external is not None and other is not device and external.find(address_of(), nbytes):
+        if external is not None and other is not device and external.find(address, nbytes):
             raise DeviceMismatchError(
                 f"out lies in a flat buffer of {other.name}; expected one on {device.name}"
             )

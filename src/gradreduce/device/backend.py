@@ -72,7 +72,7 @@ class Backend(ABC):
         """Releases the pool's free memory to the system."""
 
     def address_of(self, raw: Any) -> int:
-        """Returns the address of a block's ``raw``; for blocks made without an address."""
+        """Returns the address of memory that a block may hold as its ``raw``."""
         raise NotImplementedError(f"{self} cannot tell the address of {raw!r}")
 
     # -- work -------------------------------------------------------------------------------------

@@ -43,8 +43,7 @@ class Block:
     Attributes:
         device: the logical device it is on.
         raw: the backend's own handle; it keeps the memory alive. None once that is given back.
-        address: of its first byte; None at first where only the device knows it, which is asked
-            by whoever needs it: NumPy takes a microsecond to say it, and a small sum never does.
+        address: of its first byte.
         nbytes: its size.
         owned: from our pool (True), or adopted from a caller's array (False).
         writable: False for a caller's read-only array.
@@ -74,7 +73,6 @@ class Block:
         "writable",
     )  # fmt: skip
 
-    address: int
     attached: Attached | None
     remains: FreedBlock
 
@@ -82,7 +80,7 @@ class Block:
         self,
         device: Device,
         raw: Any,
-        address: int | None,
+        address: int,
         nbytes: int,
         *,
         owned: bool,
@@ -90,8 +88,7 @@ class Block:
     ) -> None:
         self.device = device
         self.raw = raw
-        if address is not None:
-            self.address = address
+        self.address = address
         self.nbytes = nbytes
         self.owned = owned
         self.writable = writable
@@ -127,13 +124,6 @@ class Block:
         """Returns, and keeps, the marks that a writer of these bytes must wait for."""
         readers = list(self.readers.items())
         return [mark for key, mark in readers if key[2] < stop and start < key[3]]
-
-    def __getattr__(self, name: str) -> int:
-        """Computes an empty slot once."""
-        if name != "address" or not hasattr(self, "raw"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        self.address = self.device.address_of(self.raw)
-        return self.address
 
 
 class FreedBlock(ref[Block]):
@@ -192,8 +182,6 @@ class Buffer(NotCopied):
         "size",
     )  # fmt: skip
 
-    address: int
-
     def __init__(
         self, block: Block, offset: int, shape: tuple[int, ...], dtype: np.dtype, array: Any = None
     ) -> None:
@@ -204,16 +192,10 @@ class Buffer(NotCopied):
         self.size = math.prod(shape)
         self.nbytes = self.size * dtype.itemsize
         self.offset = offset
+        self.address = block.address + offset
         self.array_owner: str | None = None
         self.array = array  # the backend's array of this memory, made when first asked for
         self.flat: Any = None  # likewise what its work sees of pool memory, without the block
-
-    def __getattr__(self, name: str) -> int:
-        """Computes an empty slot once."""
-        if name != "address" or not hasattr(self, "offset"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        self.address = self.block.address + self.offset
-        return self.address
 
     def view(self, start: int, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Buffer:
         """Returns a Buffer on part of this memory, without a copy; keeps the block alive.
@@ -247,8 +229,7 @@ class Buffer(NotCopied):
         address, itemsize, flat = self.address, dtype.itemsize, self.flat
         made = []
         for start, shape in zip(starts, shapes, strict=True):
-            # Not by `__init__`: a reduction makes two parts of each tensor on each device, and here
-            # the address is at hand, which to ask for later takes longer than all the rest.
+            # Not by `__init__`: a reduction makes two parts of each tensor on each device.
             part = Buffer.__new__(Buffer)
             part.block, part.device, part.dtype = block, device, dtype
             part.shape = shape

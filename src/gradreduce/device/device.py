@@ -101,9 +101,7 @@ class Device(NotCopied, Backend):
             for device in self.mesh.devices:
                 device.drop_free_memory()
             block = self._allocate(nbytes)
-        buffer = Buffer(block, 0, shape, dtype)
-        buffer.address = block.address  # at hand here: to ask later takes far longer
-        return buffer
+        return Buffer(block, 0, shape, dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
         """Allocates a Buffer of zeros; the fill is queued on the compute queue."""

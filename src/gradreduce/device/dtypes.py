@@ -88,8 +88,8 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
         TypeError: not a dtype (None is none), not in native byte order, or one that cannot be
             added (bool, strings, objects, dates).
     """
-    if isinstance(dtype, np.dtype) and dtype in ELEMENT_OF:
-        return _CANONICAL[dtype]
+    if isinstance(dtype, np.dtype) and (canonical := _CANONICAL.get(dtype)) is not None:
+        return canonical
     if dtype is None or (isinstance(dtype, type) and dtype in _ABSTRACT):
         raise TypeError(f"dtype={brief(dtype)} names no NumPy dtype")
     if type(dtype).__module__ == "torch":  # found by its name: it is not imported for this

@@ -10,8 +10,6 @@ import threading
 from bisect import bisect_right
 from weakref import ref
 
-import numpy as np
-
 from .buffer import Block
 
 
@@ -46,11 +44,3 @@ class ExternalBuffers:
         if block is not None and address + nbytes <= block.address + block.nbytes:
             return block
         return None
-
-
-def may_be_external(array: np.ndarray) -> bool:
-    """Whether an array may use memory that NumPy did not allocate."""
-    base = array.base
-    while type(base) is np.ndarray:
-        base = base.base
-    return base is not None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any
 
 from gradreduce.arrays.distributed import DistributedValues, Mirrored, ReduceOp
-from gradreduce.arrays.outputs import Out, as_out
+from gradreduce.arrays.outputs import Out, as_out, overlaps
 from gradreduce.device import Buffer, Device, mean_dtype
 from gradreduce.errors import about, listed
 
@@ -41,23 +39,15 @@ def with_outs(
             f"out must be a list or tuple with one entry for each of {len(requests)} values, not "
             f"{type(out).__name__}{count}"
         )
-    checked, outs = [], []
-    for index, (request, entry) in enumerate(zip(requests, out, strict=True)):
-        if request.value.is_sparse:
-            raise ValueError(
-                f"{request.value._name_of(index, of='out')} is not supported: its value contains "
-                "IndexedSlices, and the number of rows of their sum is not known in advance"
-            )
-        try:
-            arrays = _listed(request, entry)
-        except (TypeError, ValueError) as error:
-            raise about(request.value._name_of(index, of="out"), error) from None
-        made = _outs_of(request, index, arrays, reduce_op)
-        if isinstance(entry, DistributedValues):  # its arrays are of this kind
-            made = [each._replace(kind=entry.kind) for each in made]
-        outs.append(made)
-        checked.append(request._replace(out=tuple(each.buffer for each in outs[-1])))
-    _check_no_overlap(checked, outs)
+    outs = [
+        _outs_of(request, index, entry, reduce_op)
+        for index, (request, entry) in enumerate(zip(requests, out, strict=True))
+    ]
+    _check_overlap(requests, outs)
+    checked = [
+        request._replace(out=tuple([each.buffer for each in row]))
+        for request, row in zip(requests, outs, strict=True)
+    ]
     return checked, outs
 
 
@@ -105,8 +95,19 @@ def _listed(request: Request, entry: Any) -> Sequence[Any]:
     return entry
 
 
-def _outs_of(request: Request, index: int, arrays: Sequence[Any], reduce_op: ReduceOp) -> list[Out]:
-    first = request.value.buffers[0]
+def _outs_of(request: Request, index: int, entry: Any, reduce_op: ReduceOp) -> list[Out]:
+    """Returns the arrays of an entry of ``out``, checked one by one."""
+    value = request.value
+    if value.is_sparse:
+        raise ValueError(
+            f"{value._name_of(index, of='out')} is not supported: its value contains "
+            "IndexedSlices, and the number of rows of their sum is not known in advance"
+        )
+    try:
+        arrays = _listed(request, entry)
+    except (TypeError, ValueError) as error:
+        raise about(value._name_of(index, of="out"), error) from None
+    first = value.buffers[0]
     dtype = mean_dtype(first.dtype) if reduce_op is ReduceOp.MEAN else first.dtype
     made = []
     for replica, (array, device) in enumerate(zip(arrays, request.devices, strict=True)):
@@ -114,50 +115,42 @@ def _outs_of(request: Request, index: int, arrays: Sequence[Any], reduce_op: Red
             turned = None if isinstance(array, Buffer) else request.form
             made.append(as_out(array, device, first.shape, dtype, turned))
         except (TypeError, ValueError) as error:
-            raise about(request.value._name_of(index, replica, "out"), error) from None
-    inputs = {(part.device, part.address): part for part in request.value.buffers}
-    for replica, out in enumerate(made):  # what is an input is written as that
-        part = inputs.get((out.buffer.device, out.buffer.address))
-        if part is None or part.nbytes != out.buffer.nbytes or part.dtype != out.buffer.dtype:
-            continue
-        if part.block.writable:
-            made[replica] = out._replace(buffer=part)
+            raise about(value._name_of(index, replica, "out"), error) from None
+    if isinstance(entry, DistributedValues):  # its arrays are of this kind
+        made = [each._replace(kind=entry.kind) for each in made]
     return made
 
 
-def _check_no_overlap(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> None:
-    """Raises ``ValueError`` if an out overlaps another one, or an input of another value."""
-    spans = sorted(
-        (each.address, each.address + each.buffer.nbytes, index)
-        for index, row in enumerate(outs)
-        for each in row
-        if each.buffer.nbytes
+def _check_overlap(requests: Sequence[Request], outs: Sequence[list[Out]]) -> None:
+    """Writes an out that is an input of its own value as that input.
+
+    Raises:
+        ValueError: an out shares memory with another one, or otherwise with an input.
+    """
+    places = [(index, column) for index, row in enumerate(outs) for column in range(len(row))]
+    inputs = [
+        (index, replica, part)
+        for index, request in enumerate(requests)
+        for replica, part in enumerate(request.value.buffers)
+    ]
+    among_outs, with_inputs = overlaps(
+        [(each.address, each.buffer.nbytes) for row in outs for each in row],
+        [(part.address, part.nbytes) for _, _, part in inputs],
     )
-    for (_, stop, index), (start, _, other) in pairwise(spans):
-        if start < stop:
-            names = [requests[each].value._name_of(each, of="out") for each in (index, other)]
-            raise ValueError(f"{names[0]} and {names[1]} overlap; each must have its own memory")
-    starts = [start for start, _, _ in spans]
-    for index, request in enumerate(requests):
-        for replica, part in enumerate(request.value.buffers):
-            found = _overlapping(part, index, spans, starts)
-            if found is not None:
-                name = requests[found].value._name_of(found, of="out")
-                raise ValueError(
-                    f"{name} overlaps {request.value._name_of(index, replica)}; an out may be a "
-                    "replica of its own value, but must not share memory with another input"
-                )
-
-
-def _overlapping(
-    part: Buffer, index: int, spans: Sequence[tuple[int, int, int]], starts: Sequence[int]
-) -> int | None:
-    """Returns the index of an out that partly overlaps this input, or None."""
-    begin, end = part.address, part.address + part.nbytes
-    at = max(0, bisect_left(starts, begin) - 1)
-    while begin < end and at < len(spans) and spans[at][0] < end:
-        start, stop, other = spans[at]
-        if stop > begin and (start, stop, other) != (begin, end, index):
-            return other
-        at += 1
-    return None
+    for pair in among_outs:
+        indices = [places[at][0] for at in pair]
+        names = [requests[index].value._name_of(index, of="out") for index in indices]
+        raise ValueError(f"{names[0]} and {names[1]} overlap; each must have its own memory")
+    for at, place in with_inputs:
+        index, replica, part = inputs[at]
+        found, column = places[place]
+        out = outs[found][column]
+        if (found, out.address, out.buffer.nbytes) != (index, part.address, part.nbytes):
+            name = requests[found].value._name_of(found, of="out")
+            raise ValueError(
+                f"{name} overlaps {requests[index].value._name_of(index, replica)}; an out may be "
+                "a replica of its own value, but must not share memory with another input"
+            )
+        same = part.device is out.buffer.device and part.dtype == out.buffer.dtype
+        if same and out.copied is None and part.block.writable:
+            outs[found][column] = out._replace(buffer=part)

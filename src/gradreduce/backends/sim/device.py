@@ -29,7 +29,6 @@ from gradreduce.device import (
 from gradreduce.device.buffer import Row
 from gradreduce.device.command_list import Command
 from gradreduce.device.dtypes import BFLOAT16
-from gradreduce.device.external_buffers import may_be_external
 from gradreduce.device.kernel import Arrays
 from gradreduce.device.launch_table import CHUNK_SIZE, Tables
 from gradreduce.device.mesh_state import MeshState
@@ -115,13 +114,11 @@ class SimDevice(Device):
 
     def _share(self, array: np.ndarray, address: int | None, writable: bool) -> Buffer:
         dtype = as_dtype(array.dtype)
+        address = self.address_of(array) if address is None else address
         if self.external_buffers is not None and writable:
-            if address is None and may_be_external(array):
-                address = self.address_of(array)
-            if address is not None:
-                block = self.external_buffers.find(address, array.nbytes)
-                if block is not None:
-                    return Buffer(block, address - block.address, array.shape, dtype)
+            block = self.external_buffers.find(address, array.nbytes)
+            if block is not None:
+                return Buffer(block, address - block.address, array.shape, dtype)
         block = Block(self, array, address, array.nbytes, owned=False, writable=writable)
         if self.defers:
             self._deferred_free.track(block)
