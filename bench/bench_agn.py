@@ -115,7 +115,7 @@ class Worker:
     def push(self) -> None:
         """Pushes the accumulated sums, without a local step."""
         worker = self.optimizer._worker
-        worker._plan_push(worker._current_sums(), None, worker._inner)
+        worker._plan_push(worker._current_sums(), None, worker.inner._slots.powers)
         assert worker._push is not None
         worker._push.run(worker._next.scalars, lambda: None)
 

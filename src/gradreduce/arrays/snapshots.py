@@ -22,8 +22,15 @@ def copied(buffer: Buffer) -> Buffer:
     return copied_to(buffer.device, buffer)
 
 
-def downloaded(copy: Buffer, end: float | None) -> Any:
-    """Downloads a buffer in the accumulate dtype until a point in time."""
+def downloaded(copy: Any, end: float | None) -> Any:
+    """Downloads a buffer in the accumulate dtype until a point in time.
+
+    Of dictionaries it downloads every buffer, and returns the other values as they are.
+    """
+    if isinstance(copy, Mapping):
+        return {key: downloaded(value, end) for key, value in copy.items()}
+    if not isinstance(copy, Buffer):
+        return copy
     deadline = None if end is None else max(end - time.monotonic(), 1e-6)
     array, dtype = copy.numpy(deadline=deadline), accumulate_dtype(copy.dtype)
     return array if array.dtype == dtype else converted(array, dtype)

@@ -10,8 +10,8 @@ from gradreduce.device import as_flag
 from gradreduce.ops import RuleKernel
 from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP, RMSPROP_CENTERED
 
-from .hyperparameters import Number, as_number, check_decay
-from .optimizer import Optimizer
+from .hyperparameters import Number, as_number
+from .optimizer import Optimizer, Scalars
 
 
 class AdamOptimizer(Optimizer):
@@ -41,6 +41,8 @@ class AdamOptimizer(Optimizer):
 
     _slot_names = ("m", "v")
     _hyperparameters = ("learning_rate", "beta1", "beta2", "epsilon")
+    _decays = ("beta1", "beta2")
+    _power_names = ("beta1_power", "beta2_power")
 
     def __init__(  # noqa: PLR0913  # the signature of TensorFlow
         self,
@@ -56,13 +58,10 @@ class AdamOptimizer(Optimizer):
     ) -> None:
         super().__init__(name, master_dtype=master_dtype)
         self.learning_rate = as_number("learning_rate", learning_rate)
-        self.beta1 = as_number("beta1", beta1)
-        self.beta2 = as_number("beta2", beta2)
+        self.beta1 = as_number("beta1", beta1, is_decay=True)
+        self.beta2 = as_number("beta2", beta2, is_decay=True)
         self.epsilon = as_number("epsilon", epsilon)
-        self._check_hyperparameters()
         self._densifies = not as_flag("lazy", lazy)
-        self._powers: tuple[float, float] | None = None  # beta1 and beta2, until the first update
-        self._betas = (0.0, 0.0)
         self._power_variables: tuple[Variable, ...] = ()
 
     @property
@@ -76,15 +75,15 @@ class AdamOptimizer(Optimizer):
         The powers are stored on the host: assigning to their Variables has no effect; use
         ``load_state_dict`` to set them.
         """
-        slots = super().variables()
-        if not slots or self._powers is None:
+        slots, powers = super().variables(), self._slots.powers
+        if not slots or not powers:
             return slots
         if not self._power_variables:
             self._power_variables = tuple(
-                Variable(power, name, trainable=False, dtype="float32", device=slots[0].devices[0])
-                for power, name in zip(self._powers, ("beta1_power", "beta2_power"), strict=True)
+                Variable(0, name, trainable=False, dtype="float32", device=slots[0].devices[0])
+                for name in self._power_names
             )
-        for variable, power in zip(self._power_variables, self._powers, strict=True):
+        for variable, power in zip(self._power_variables, powers, strict=True):
             variable.assign(power)
         return sorted([*self._power_variables, *slots], key=lambda each: each.name)
 
@@ -92,32 +91,11 @@ class AdamOptimizer(Optimizer):
     def _kernel(self) -> RuleKernel:
         return ADAM
 
-    _hyperparameter_names = ("beta1_power", "beta2_power")
-
-    def _saved_hyperparameters(self) -> dict[str, float]:
-        return dict(zip(self._hyperparameter_names, self._powers or (), strict=False))
-
-    def _load_hyperparameters(self, hyperparameters: dict[str, float]) -> None:
-        power1, power2 = (hyperparameters.get(name) for name in self._hyperparameter_names)
-        self._powers = None if power1 is None or power2 is None else (power1, power2)
-
-    def _check_hyperparameters(self) -> None:
-        super()._check_hyperparameters()
-        check_decay("beta1", as_number("beta1", self.beta1))
-        check_decay("beta2", as_number("beta2", self.beta2))
-
-    def _scalars(self) -> tuple[float, ...]:
-        lr, beta1, beta2, epsilon = super()._scalars()
-        check_decay("beta1", beta1)  # may come from a callable
-        check_decay("beta2", beta2)
-        self._betas = (beta1, beta2)
-        power1, power2 = self._powers or self._betas
+    def _next_update(self, powers: Scalars) -> tuple[Scalars, Scalars]:
+        (lr, beta1, beta2, epsilon), _ = super()._next_update(powers)
+        power1, power2 = powers or (beta1, beta2)
         corrected = lr * math.sqrt(1 - power2) / (1 - power1)
-        return corrected, 1 - beta1, 1 - beta2, epsilon
-
-    def _finish(self) -> None:
-        power1, power2 = self._powers or self._betas
-        self._powers = (power1 * self._betas[0], power2 * self._betas[1])
+        return (corrected, 1 - beta1, 1 - beta2, epsilon), (power1 * beta1, power2 * beta2)
 
 
 class AdagradOptimizer(Optimizer):
@@ -224,6 +202,6 @@ class RMSPropOptimizer(Optimizer):
     def _kernel(self) -> RuleKernel:
         return RMSPROP_CENTERED if self.centered else RMSPROP
 
-    def _scalars(self) -> tuple[float, ...]:
-        lr, decay, momentum, epsilon = super()._scalars()
-        return lr, 1 - decay, momentum, epsilon
+    def _next_update(self, powers: Scalars) -> tuple[Scalars, Scalars]:
+        (lr, decay, momentum, epsilon), powers = super()._next_update(powers)
+        return (lr, 1 - decay, momentum, epsilon), powers

@@ -13,34 +13,36 @@ from gradreduce.errors import brief
 Number = float | Variable | Callable[[], float]
 
 
-def as_number(name: str, value: Number) -> Number:
+def as_number(name: str, value: Number, *, is_decay: bool = False) -> Number:
     """Validates a hyperparameter; converts anything but a callable or Variable to float.
 
     Raises:
         TypeError: it is none of these.
-        ValueError: a string that is not a number, or a Variable that is not a scalar.
+        ValueError: a string that is not a number, a Variable that is not a scalar, or a decay that
+            is not at least 0 and below 1.
     """
     if isinstance(value, Variable):
         if value.shape:
             raise ValueError(f"{name}={brief(value)} must hold one number")
         return value
-    return value if callable(value) else _as_float(name, value, value)
+    return value if callable(value) else value_of(name, value, is_decay=is_decay)
 
 
-def value_of(name: str, value: Number) -> float:
+def value_of(name: str, value: Number, *, is_decay: bool = False) -> float:
     """Returns the current value; reading a Variable waits for its device."""
-    number = value() if callable(value) else value
-    return _as_float(name, value, number.numpy() if isinstance(number, Variable) else number)
-
-
-def _as_float(name: str, value: Any, number: Any) -> float:
+    found: Any = value() if callable(value) else value
+    if isinstance(found, Variable):
+        found = found.numpy()
     try:
-        return float(number)
+        number = float(found)
     except (TypeError, ValueError) as error:
         what = f"{name}={text_of(value)} must be"
-        if number is not value:
-            what = f"{name}={text_of(value)} returned {brief(number)}; it must return"
+        if found is not value:
+            what = f"{name}={text_of(value)} returned {brief(found)}; it must return"
         raise type(error)(f"{what} a number") from None
+    if is_decay:
+        check_decay(name, number)
+    return number
 
 
 def text_of(value: Any) -> str:
@@ -50,9 +52,9 @@ def text_of(value: Any) -> str:
     return brief(value)
 
 
-def check_decay(name: str, value: Number) -> None:
-    """Raises unless a number is at least 0 and below 1; skips callables and Variables."""
-    if not callable(value) and not isinstance(value, Variable) and not 0 <= value < 1:
+def check_decay(name: str, value: float) -> None:
+    """Raises unless a number is at least 0 and below 1."""
+    if not 0 <= value < 1:
         raise ValueError(f"{name}={brief(value)} must be at least 0 and below 1")
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from gradreduce import ops
+from gradreduce.arrays import snapshots
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part, PerReplica
 from gradreduce.arrays.variable import Variable
@@ -21,7 +22,7 @@ from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .array_rules import run_python_rule
-from .checkpoint import checked_hyperparameters, checked_state, loaded_slots, saved_state
+from .checkpoint import queued_state, ready_state
 from .compute_gradients import Pairs, ready_gradients
 from .gradient_inputs import (
     check_global_step,
@@ -34,6 +35,8 @@ from .gradient_inputs import (
 from .hyperparameters import as_number, no_attribute, text_of, value_of
 from .slots import Slots
 from .update_plan import Job, Plan, by_kernel, devices_of
+
+Scalars = tuple[float, ...]
 
 
 class Optimizer(NotCopied):
@@ -79,7 +82,7 @@ class Optimizer(NotCopied):
         if not isinstance(name, str):
             raise TypeError(f"name={brief(name)} must be a string")
         self._name = name
-        self._slots = Slots(name, self._slot_names, master_dtype)
+        self._slots = Slots(type(self), name, self._slot_names, master_dtype, self._power_names)
         self._cross_device_ops: CrossDeviceOps | None = None
         self._plan: Plan | None = None
 
@@ -121,9 +124,24 @@ class Optimizer(NotCopied):
     _hyperparameters: tuple[str, ...] = ()  # attributes: numbers, or callables
     _settings: tuple[str, ...] = ()  # other attributes that may be set
 
-    def _scalars(self) -> tuple[float, ...]:
-        """Returns the scalars of the kernel; called once per update, before any launch."""
-        return tuple([value_of(name, getattr(self, name)) for name in self._hyperparameters])
+    _decays: tuple[str, ...] = ()  # those hyperparameters that must be at least 0 and below 1
+    _power_names: tuple[str, ...] = ()  # powers of decays, which are state besides slots
+
+    def _next_update(self, powers: Scalars) -> tuple[Scalars, Scalars]:
+        """Returns the scalars of the next update, and the powers after it.
+
+        Called once per update, before any launch.
+
+        Args:
+            powers: before the update; empty before the first one.
+        """
+        scalars = tuple(
+            [
+                value_of(name, getattr(self, name), is_decay=name in self._decays)
+                for name in self._hyperparameters
+            ]
+        )
+        return scalars, powers
 
     def _no_attribute(self, name: str) -> AttributeError:
         """Returns the error for setting an unknown attribute."""
@@ -134,18 +152,6 @@ class Optimizer(NotCopied):
     def _kernel(self) -> ops.RuleKernel | None:
         """The compiled rule, used in place of ``_apply``; None if there is none."""
         return None
-
-    def _finish(self) -> None:
-        """Called after an update was launched."""
-
-    _hyperparameter_names: tuple[str, ...] = ()  # state besides slots: powers of decays
-
-    def _saved_hyperparameters(self) -> dict[str, float]:
-        """Returns that state by name; empty before the first update."""
-        return {}
-
-    def _load_hyperparameters(self, hyperparameters: dict[str, float]) -> None:
-        """Restores what ``_saved_hyperparameters`` returned."""
 
     # -- members ----------------------------------------------------------------------------------
 
@@ -214,21 +220,20 @@ class Optimizer(NotCopied):
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
-        plan = self._known(variables)
+        plan = self._plan
+        if plan is not None and not plan.is_valid_for(variables, self._slots, self._kernel):
+            plan = None
         with deadline_scope(
             "apply_gradients", seconds, plan.devices if plan else devices_of(variables)
         ):
             parts = self._colocated_gradients(gradients, variables, plan)
-            self._check_hyperparameters()
             count = ready_count(global_step)
-            if plan is None:
-                with self._slots.rollback_on_error():
+            with self._slots.rollback_on_error():
+                if plan is None:
                     self.prepare(variables)
-                    plan = Plan(variables, self._slots.rows, self._kernel)
-                    self._change(plan, parts, count)
-                self._plan = plan
-            else:
+                    plan = Plan(variables, self._slots, self._kernel)
                 self._change(plan, parts, count)
+            self._plan = plan
         return None
 
     def compute_gradients(
@@ -347,8 +352,9 @@ class Optimizer(NotCopied):
         Raises:
             ValueError: two variables with slots have the same name.
         """
-        seconds = as_deadline(deadline)
-        return saved_state(type(self).__name__, self._slots, self._saved_hyperparameters(), seconds)
+        end = snapshots.end_of(as_deadline(deadline))
+        state: dict[str, Any] = snapshots.downloaded(queued_state(self._slots), end)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
         """Restores a ``state_dict``, also of another process or backend.
@@ -365,13 +371,7 @@ class Optimizer(NotCopied):
             ValueError: another class or format, a slot of another shape or dtype, two variables
                 of the same name, or no powers (numbers from 0 to below 1) beside Adam's slots.
         """
-        slots = checked_state(type(self).__name__, self._slots, variables, state)
-        hyperparameters = checked_hyperparameters(
-            state, self._hyperparameter_names, slots, self._slot_start
-        )
-        self._slots.by_name = loaded_slots(self._slots, slots)
-        self._plan = None
-        self._load_hyperparameters(hyperparameters)
+        ready_state(self._slots, variables, state, self._slot_start)()
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles the kernels for these variables and creates their slots.
@@ -406,16 +406,8 @@ class Optimizer(NotCopied):
         return [part for parts in found for part in parts]
 
     def _check_hyperparameters(self) -> None:
-        for attribute in self._hyperparameters:  # may have been set to anything meanwhile
-            as_number(attribute, getattr(self, attribute))
-
-    def _known(self, variables: Sequence[Variable]) -> Plan | None:
-        """Returns the plan of the last update if it was of these variables, else None."""
-        plan = self._plan
-        if plan is None or len(plan.variables) != len(variables) or plan.kernel is not self._kernel:
-            return None
-        same = all([one is other for one, other in zip(plan.variables, variables, strict=True)])
-        return plan if same else None
+        for name in self._hyperparameters:  # may have been set to anything meanwhile
+            as_number(name, getattr(self, name), is_decay=name in self._decays)
 
     def _change(self, plan: Plan, parts: Sequence[Part], count: Callable[[], None]) -> None:
         """Runs the rule on all copies of all variables: one job for each physical device.
@@ -425,7 +417,7 @@ class Optimizer(NotCopied):
             parts: for each copy its gradient.
             count: increments the global step.
         """
-        scalars = self._scalars()
+        scalars, powers = self._next_update(self._slots.powers)
         jobs = [
             Job([plan.written[index] for index in indices], [parts[index] for index in indices])
             for indices in plan.indices_by_gpu
@@ -440,8 +432,7 @@ class Optimizer(NotCopied):
             ):
                 for launch in ready:
                     launch()
-                self._slots.commit()
-                self._finish()
+                self._slots.commit(powers)
             count()
             release_inputs()
 

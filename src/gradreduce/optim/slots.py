@@ -23,25 +23,43 @@ class Slots:
     """All slots of one optimizer.
 
     Args:
+        kind: class of the optimizer.
         owner: name of the optimizer; slots are named ``variable/owner``, ``variable/owner_1`` …
         names: of the slots of its rule, in the order of the rule's arguments.
         master_dtype: None, or float32: float16 and bfloat16 get float32 masters and slots.
+        power_names: names of the powers of decays that the rule keeps.
+
+    Attributes:
+        powers: the powers of decays; empty before the first update.
 
     Raises:
         ValueError: another ``master_dtype``.
     """
 
-    def __init__(self, owner: str, names: Sequence[str], master_dtype: Any) -> None:
+    def __init__(
+        self,
+        kind: type,
+        owner: str,
+        names: Sequence[str],
+        master_dtype: Any,
+        power_names: Sequence[str] = (),
+    ) -> None:
         if master_dtype is not None and as_dtype(master_dtype) != as_dtype("float32"):
             raise ValueError(f"master_dtype={brief(master_dtype)} must be 'float32' or None")
-        self.owner = owner
-        self.names = tuple(names)
+        self.kind, self.owner = kind, owner
+        self.names, self.power_names = tuple(names), tuple(power_names)
+        self.powers: tuple[float, ...] = ()
         self.has_masters = master_dtype is not None
         masters = (MASTER,) if self.has_masters else ()
         self.by_name: dict[str, dict[Variable, Variable]] = {
             name: {} for name in (*masters, *names)
         }
         self._before: dict[str, dict[Variable, Variable]] | None = None
+
+    @property
+    def rule(self) -> tuple[type, tuple[str, ...], bool]:
+        """What the slots of all workers of a center have in common."""
+        return self.kind, self.names, self.has_masters
 
     def wants_master(self, var: Variable) -> bool:
         """Whether a variable is float16 or bfloat16 and gets a float32 master."""
@@ -68,9 +86,9 @@ class Slots:
         finally:
             self._before = None
 
-    def commit(self) -> None:
+    def commit(self, powers: tuple[float, ...]) -> None:
         """Marks the update as done: errors and Ctrl-C no longer remove its slots."""
-        self._before = None
+        self._before, self.powers = None, powers
 
     def make(self, variables: Sequence[Variable], start: Callable[[str], float]) -> None:
         """Creates the missing slots of variables.

@@ -7,6 +7,8 @@ variable and its slots, updated like any other operands in the same launch, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 from gradreduce import ops
@@ -18,15 +20,17 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device, LaunchBatch, by_physical, fork_streams, join_streams
 from gradreduce.ops import Update
 
+from .slots import Slots
+
 
 class Plan:
     """Reusable plan for updates of the same variables in the same order.
 
     Args:
-        variables: to update.
-        rows_of: returns, for each copy of a variable, the buffers that an update writes, the
-            variable first.
+        variables: to update; their slots exist.
+        slots: of the optimizer.
         kernel: the compiled rule; None for a Python rule.
+        totals: for each variable, sums that an update writes too, one for each copy.
 
     Attributes:
         written: for each copy of each variable, the buffers that an update writes.
@@ -39,12 +43,16 @@ class Plan:
     def __init__(
         self,
         variables: Sequence[Variable],
-        rows_of: Callable[[Variable], list[list[Buffer]]],
+        slots: Slots,
         kernel: ops.RuleKernel | None,
+        totals: Sequence[Sequence[Buffer]] = (),
     ) -> None:
         self.variables = tuple(variables)
         self.kernel = kernel
-        self.written = [row for var in variables for row in rows_of(var)]
+        self._slots = slots.by_name  # another one, when a checkpoint was loaded
+        self.written = [row for var in variables for row in slots.rows(var)]
+        for row, total in zip(self.written, chain(*totals), strict=False):
+            row.append(total)
         self.devices = [row[0].device for row in self.written]
         self.ranges = ops.Ranges([operand for row in self.written for operand in row])
         self.indices_by_gpu = list(by_physical(self.devices).values())
@@ -59,6 +67,14 @@ class Plan:
         self._staging = Staging(self._wanted)
         self._addresses: list[int] = []
         self._has_copies = len(self.devices) > len(self.variables)
+
+    def is_valid_for(
+        self, variables: Sequence[Variable], slots: Slots, kernel: ops.RuleKernel | None
+    ) -> bool:
+        """Whether it is of these variables, slots and rule."""
+        if kernel is not self.kernel or slots.by_name is not self._slots:
+            return False
+        return len(variables) == len(self.variables) and all(map(is_, variables, self.variables))
 
     def plain(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
         """Returns the gradients as Buffers if all are on their devices or host arrays.

@@ -87,7 +87,7 @@ class Worker:
                       (f"a/{name}", self.getter.accumulation(var))]  # fmt: skip
         values = [(name, [buffer.numpy() for buffer in var.buffers]) for name, var in found]
         return {
-            "hyperparameters": dict(self.inner._saved_hyperparameters()),
+            "powers": self.inner._slots.powers,
             "arrays": [(n, [(a.dtype.str, a.shape, a.tobytes()) for a in v]) for n, v in values],
         }
 

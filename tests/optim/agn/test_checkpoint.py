@@ -69,7 +69,7 @@ def digest(team) -> str:
     for worker in team:
         for name, arrays in worker.everything()["arrays"]:
             found.update(f"{name}{arrays[0]}".encode())
-        found.update(repr(worker.inner._saved_hyperparameters()).encode())
+        found.update(repr(worker.inner._slots.powers).encode())
     return found.hexdigest()
 
 

@@ -80,7 +80,7 @@ def test_the_slots_of_a_first_step_that_was_made_stay(own, monkeypatch):
     _, var, optimizer = made(own, gr.MomentumOptimizer(1.0, 0.5), period=9)
     monkeypatch.setattr("gradreduce.optim.agn.worker.LocalPlan", lambda *_: stop)
     counted = optimizer._inner._slots.commit
-    monkeypatch.setattr(optimizer._inner._slots, "commit", lambda: (counted(), stop()))
+    monkeypatch.setattr(optimizer._inner._slots, "commit", lambda powers: (counted(powers), stop()))
     with pytest.raises(KeyboardInterrupt):
         optimizer.apply_gradients([(ONE, var)])
     assert optimizer.get_slot(var, "momentum") is not None
@@ -88,7 +88,8 @@ def test_the_slots_of_a_first_step_that_was_made_stay(own, monkeypatch):
 
 def test_the_slots_of_a_first_update_that_was_made_stay(own, monkeypatch):
     var, adam = gr.Variable(ONE, device=own.devices[0]), gr.AdamOptimizer()
-    monkeypatch.setattr(adam, "_finish", stop)
+    counted = adam._slots.commit
+    monkeypatch.setattr(adam._slots, "commit", lambda powers: (counted(powers), stop()))
     with pytest.raises(KeyboardInterrupt):
         adam.apply_gradients([(ONE, var)])
     assert adam.get_slot_names() == ["m", "v"]

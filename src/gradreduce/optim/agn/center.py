@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from gradreduce import ops
+from gradreduce.arrays import snapshots
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
@@ -39,7 +40,7 @@ from gradreduce.optim.hyperparameters import as_count
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.optim.slots import Slots
 
-from .checkpoint import ready_center, saved_center
+from .checkpoint import queued_center, ready_center
 
 
 class WorkerThread(threading.Thread):
@@ -150,8 +151,6 @@ class AGNCenter(NotCopied):
         self._mutex = threading.RLock()
         self._variables: dict[str, Variable] = {}
         self._slots: Slots | None = None
-        self._rule = ""
-        self._kind: type[Optimizer] | None = None
         self._fault: str | None = None
         self._begun: set[int] = set()
         self._ended: set[int] = set()
@@ -225,8 +224,9 @@ class AGNCenter(NotCopied):
             self.devices[0].mesh_state.launch_lock,
         ):  # each push holds the second, at least
             self._check_usable()
-            finish = saved_center(self._rule, self._variables, self._slots)
-        return finish(seconds)
+            copies = queued_center(self._variables, self._slots)
+        state: dict[str, Any] = snapshots.downloaded(copies, snapshots.end_of(seconds))
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         r"""Restores a ``state_dict``, also of another process or backend.
@@ -254,7 +254,7 @@ class AGNCenter(NotCopied):
                 self._loading = mine  # from here on pushes without locking wait too
             if self._loading is not mine or self._unlocked:
                 return False
-            load = ready_center(self._rule, self._variables, self._slots, state)
+            load = ready_center(self._variables, self._slots, state)
             self._version += 1
             self._fault = "a load_state_dict failed part-way"
             load()
@@ -316,23 +316,20 @@ class AGNCenter(NotCopied):
             ValueError: an optimizer of another class, or with other slots or masters.
         """
         with self._lock:
-            kind, own = type(optimizer), optimizer._slots
-            rule = kind.__name__
-            if self._slots is None:
-                self._rule, self._kind = rule, kind
+            own, slots = optimizer._slots, self._slots
+            if slots is None:
                 dtype = "float32" if own.has_masters else None
-                self._slots = Slots(own.owner, own.names, dtype)
-            elif (kind, own.names, own.has_masters) != (
-                self._kind, self._slots.names, self._slots.has_masters
-            ):  # fmt: skip
+                slots = self._slots = Slots(own.kind, own.owner, own.names, dtype)
+            elif own.rule != slots.rule:
+                mine, theirs = own.kind.__name__, slots.kind.__name__
                 raise ValueError(
-                    f"the center uses {self._rule} with slots {list(self._slots.names)}"
-                    f"{' and masters' if self._slots.has_masters else ''}; this worker uses "
-                    f"{'another ' if rule == self._rule and kind is not self._kind else ''}{rule} "
+                    f"the center uses {theirs} with slots {list(slots.names)}"
+                    f"{' and masters' if slots.has_masters else ''}; this worker uses "
+                    f"{'another ' if mine == theirs and own.kind is not slots.kind else ''}{mine} "
                     f"with {list(own.names)}{' and masters' if own.has_masters else ''}; all "
                     "workers must use the same rule"
                 )
-            return self._slots
+            return slots
 
     def _prepare(
         self, optimizer: Optimizer, variables: Sequence[Variable]

@@ -11,31 +11,24 @@ from typing import Any
 from gradreduce.arrays import snapshots
 from gradreduce.arrays.convert import converted
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, accumulate_dtype
-from gradreduce.optim.checkpoint import checked_state, loaded_slots, queued_state
+from gradreduce.device import Buffer
+from gradreduce.optim.checkpoint import checked_arrays, queued_state, ready_state
 from gradreduce.optim.slots import Slots
 
 _CENTER = "gradreduce AGN center 1"
 
 
-def saved_center(
-    rule: str, variables: Mapping[str, Variable], slots: Slots | None
-) -> Callable[[float | None], dict[str, Any]]:
-    """Queues copies of a center; the returned function downloads them before a deadline."""
-    values = {name: snapshots.copied(variable.buffers[0]) for name, variable in variables.items()}
-    finish = None if slots is None else queued_state(rule, slots, {})
-
-    def download(deadline: float | None) -> dict[str, Any]:
-        end = snapshots.end_of(deadline)
-        found = {name: snapshots.downloaded(copy, end) for name, copy in values.items()}
-        optimizer = None if finish is None else finish(end)
-        return {"format": _CENTER, "variables": found, "optimizer": optimizer}
-
-    return download
+def queued_center(variables: Mapping[str, Variable], slots: Slots | None) -> dict[str, Any]:
+    """Queues copies of a center; ``snapshots.downloaded`` downloads them."""
+    return {
+        "format": _CENTER,
+        "variables": {name: snapshots.copied(var.buffers[0]) for name, var in variables.items()},
+        "optimizer": None if slots is None else queued_state(slots),
+    }
 
 
 def ready_center(
-    rule: str, variables: Mapping[str, Variable], slots: Slots | None, state: Any
+    variables: Mapping[str, Variable], slots: Slots | None, state: Any
 ) -> Callable[[], None]:
     """Validates a center's state and allocates memory; the returned function loads it."""
     snapshots.check_keys("state", state, ("format", "variables", "optimizer"))
@@ -44,16 +37,14 @@ def ready_center(
     saved = snapshots.plain(state["optimizer"])
     if saved is not None and slots is None:
         raise ValueError("state['optimizer'] has slots; create the workers' AGNOptimizers first")
-    made = None
+    load_slots = None
     if slots is not None:
-        owners = list(variables.values())
-        checked = {} if saved is None else checked_state(rule, slots, owners, saved)
-        made = loaded_slots(slots, checked)
+        load_slots = ready_state(slots, list(variables.values()), saved, lambda _: 0.0)
     buffers = placed(values, variables)
 
     def load() -> None:
-        if slots is not None and made is not None:
-            slots.by_name = made
+        if load_slots is not None:
+            load_slots()
         assign(buffers, variables)
 
     return load
@@ -62,32 +53,16 @@ def ready_center(
 # -- values ---------------------------------------------------------------------------------------
 
 
-def checked_values(
-    where: str,
-    saved: Any,
-    variables: Mapping[str, Variable],
-    *,
-    all_of_them: bool = True,
-) -> dict[str, Any]:
-    """Validates a dictionary of arrays and returns host arrays by variable name.
+def present(saved: Any, variables: Mapping[str, Variable]) -> dict[str, Variable]:
+    """Returns the variables whose names a saved dictionary has."""
+    is_dict = isinstance(saved, Mapping)
+    return {name: var for name, var in variables.items() if not is_dict or name in saved}
 
-    Args:
-        where: name of the dictionary in messages.
-        saved: the dictionary.
-        variables: by name.
-        all_of_them: whether every variable must have an array.
-    """
-    names = set(variables)
-    if not all_of_them and isinstance(saved, Mapping):
-        names &= set(saved)
-    snapshots.check_keys(where, saved, sorted(names))
-    return {
-        name: snapshots.checked_array(
-            f"{where}[{name!r}]", saved[name], variables[name].shape,
-            accumulate_dtype(variables[name].dtype),
-        )
-        for name in names
-    }  # fmt: skip
+
+def checked_values(where: str, saved: Any, variables: Mapping[str, Variable]) -> dict[str, Any]:
+    """Validates a dictionary of arrays, one for each variable; returns host arrays by name."""
+    wanted = {name: (var.shape, var.dtype) for name, var in variables.items()}
+    return checked_arrays(where, saved, wanted)
 
 
 def placed(values: Mapping[str, Any], variables: Mapping[str, Variable]) -> dict[str, Buffer]:

@@ -15,7 +15,6 @@ from gradreduce.accumulator.sparse_storage import SparseAdditions
 from gradreduce.accumulator.state import PendingGradient, SparseSum
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
-from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device
 from gradreduce.optim.array_rules import run_python_rule
 from gradreduce.optim.gradient_inputs import Colocated, made_dense
@@ -49,40 +48,22 @@ class LocalPlan(Plan):
         others: Sequence[Buffer],
         version: int,
     ) -> None:
-        assert optimizer._kernel is not None
-        totals = {member.local: member.total.memory for member in members}
-
-        def rows_of(var: Variable) -> list[list[Buffer]]:
-            rows = zip(optimizer._slots.rows(var), totals[var], strict=True)
-            return [[*row, total] for row, total in rows]
-
-        kernel = ops.local_update_of(optimizer._kernel)
-        super().__init__([member.local for member in members], rows_of, kernel)
+        variables = [member.local for member in members]
+        self._memory = [member.total.memory for member in members]
+        super().__init__(variables, optimizer._slots, optimizer._kernel, self._memory)
         self.members = list(members)
-        self._memory = list(totals.values())
         self._others = others
         self._changes, self._seen = members[0].total.changes, -1
         self._version, self._lies_there = version, True
-        self._slots = optimizer._slots.by_name  # another one, when a checkpoint was loaded
         self._first: bool | None = None
         self.ranges = ops.Ranges([*(each for row in self.written for each in row), *others])
 
-    def is_valid_for(
-        self, optimizer: Optimizer, variables: Sequence[Variable], version: int
-    ) -> bool:
-        """Whether it fits these variables and this rule, and its memory is unchanged.
+    def has_its_memory(self, version: int) -> bool:
+        """Whether sums and slots of the center are where they were when it was made.
 
         Gradients may have been allocated in memory that was freed.
         """
-        rule = optimizer._kernel
-        if rule is None or len(variables) != len(self.variables) or version != self._version:
-            return False
-        if optimizer._slots.by_name is not self._slots:
-            return False
-        if self.first is None and not self._lies_there:
-            return False
-        same = all([one is two for one, two in zip(variables, self.variables, strict=True)])
-        return same and ops.local_update_of(rule) is self.kernel
+        return version == self._version and (self.first is not None or self._lies_there)
 
     @property
     def first(self) -> bool | None:
@@ -150,8 +131,8 @@ class DenseStep:
     def launch(self, then: Callable[[], None]) -> None:
         """Launches the step; see ``Step``."""
         plan, scalars = self._plan, (int(bool(self._plan.first)), *self._scalars)
-        kernel = plan.kernel
-        assert kernel is not None
+        assert plan.kernel is not None
+        kernel = ops.local_update_of(plan.kernel)
         mesh_state = plan.devices[0].mesh_state
         with mesh_state.launch_lock, mesh_state.fail_on_partial_write(plan.devices):
             for job, writer in zip(self._jobs, plan.writers, strict=True):

@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any
 
 from gradreduce.accumulator.validate import as_timeout
+from gradreduce.arrays import snapshots
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.replica_context import current_replica
 from gradreduce.arrays.variable import Variable
@@ -28,7 +29,7 @@ from .push import PushConfig
 from .session_hook import AGNHook
 from .variables import AGNCustomGetter, LazyVariable
 from .worker import Worker
-from .worker_checkpoint import load_worker, saved_worker
+from .worker_checkpoint import load_worker, queued_worker
 
 
 class AGNOptimizer(Optimizer):
@@ -255,10 +256,10 @@ class AGNOptimizer(Optimizer):
 
         Args:
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
-
         """
-        seconds = as_deadline(deadline)
-        return saved_worker(self._inner, self._getter._all_members, self._worker.state, seconds)
+        end = snapshots.end_of(as_deadline(deadline))
+        state: dict[str, Any] = snapshots.downloaded(queued_worker(self._worker), end)
+        return state
 
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None
@@ -276,12 +277,7 @@ class AGNOptimizer(Optimizer):
             TypeError: a value of another type.
             ValueError: another format or rule, or an array of another shape or dtype.
         """
-        self._worker.state = load_worker(
-            self._inner,
-            self._getter._all_members,
-            state,
-            by_distance=self._worker.by_distance,
-        )
+        load_worker(self._worker, state)
 
 
 # Getter or inner optimizer -> the AGNOptimizer that uses it.

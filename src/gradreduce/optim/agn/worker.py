@@ -18,14 +18,13 @@ from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DeferInterrupts, clear, copy_over, deadline_scope
 from gradreduce.optim.gradient_inputs import Colocated, check_no_overlap, ready_count
-from gradreduce.optim.optimizer import Optimizer
+from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
 from .center import StalePushError
 from .local_step import DenseStep, LocalPlan, LocalStep, Step, is_planned, mixed
 from .push import PushConfig, PushPlan, Sum
 from .variables import AGNCustomGetter, HostCounter, Member
-from .worker_checkpoint import WorkerState
 
 
 class _NextPush(NamedTuple):
@@ -33,13 +32,13 @@ class _NextPush(NamedTuple):
 
     Attributes:
         scalars: of the rule.
-        hyperparameters: the inner optimizer's after the push.
+        powers: of the inner optimizer after the push.
         global_step: counts the pushes; or None.
         counted: increments ``global_step``; cannot fail.
     """
 
-    scalars: tuple[float, ...]
-    hyperparameters: dict[str, float]
+    scalars: Scalars
+    powers: Scalars
     global_step: Variable | None
     counted: Callable[[], None]
 
@@ -54,6 +53,7 @@ class Worker:
         resets: whether a pull sets its momentum to zero.
 
     Attributes:
+        inner: the optimizer.
         step: number of local steps.
         is_due: whether a push failed before it changed anything, and must be made.
         pulled: for its variables, the center at the last pull; used by the distance scaling.
@@ -62,14 +62,14 @@ class Worker:
     def __init__(
         self, inner: Optimizer, getter: AGNCustomGetter, config: PushConfig, *, resets: bool
     ) -> None:
-        self._inner, self._getter, self._center = inner, getter, getter.center
+        self.inner, self._getter, self._center = inner, getter, getter.center
         self._config, self._resets = config, resets
         self.step = HostCounter("local_step", getter.devices[0])
         self.is_due = False
         self.pulled: dict[Variable, Variable] = {}
         self._local: LocalPlan | None = None  # of the last dense step
         self._push: PushPlan | None = None  # the next one, or the last, if that may be run again
-        self._next = _NextPush((), {}, None, ready_count(None))  # for the next push
+        self._next = _NextPush((), (), None, ready_count(None))  # for the next push
 
     def apply(
         self,
@@ -86,8 +86,12 @@ class Worker:
             global_step: counts the pushes; or None.
             seconds: until the deadline, from ``as_deadline``.
         """
-        plan, version = self._local, self._center._version
-        plan = plan if plan and plan.is_valid_for(self._inner, variables, version) else None
+        inner, plan = self.inner, self._local
+        if plan and not (
+            plan.is_valid_for(variables, inner._slots, inner._kernel)
+            and plan.has_its_memory(self._center._version)
+        ):
+            plan = None
         members = plan.members if plan else [self._getter._member(var) for var in variables]
         devices = [device for var in variables for device in var.devices] if seconds else []
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
@@ -95,11 +99,8 @@ class Worker:
             makes_up = self.is_due
             if makes_up:
                 self._retry_push(global_step)
-            self._inner._check_hyperparameters()
-            if plan is None:
-                self._first_step(members, parts, global_step)
-            else:
-                self._step_by(members, parts, plan, global_step)
+            with inner._slots.rollback_on_error():
+                self._local = self._step_by(members, parts, plan, global_step) or self._local
         return makes_up or not self.step.value % self._config.period
 
     @property
@@ -108,15 +109,13 @@ class Worker:
         return self._config.gamma is not None
 
     @property
-    def state(self) -> WorkerState:
-        """The state for a checkpoint."""
-        return WorkerState(self.step.value, self.is_due, self.pulled)
+    def members(self) -> list[Member]:
+        """All trainable variables with their copies."""
+        return self._getter._all_members
 
-    @state.setter
-    def state(self, loaded: WorkerState) -> None:
-        self.step.value, self.is_due = loaded.local_step, loaded.is_due
-        self.pulled = loaded.pulled
-        self._local = self._push = None
+    def new_pulled(self, var: Variable, value: Buffer) -> Variable:
+        """Returns a copy of the center at a pull, to be kept in ``pulled``."""
+        return Variable(value, f"pulled/{var.name}", trainable=False)
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -128,7 +127,7 @@ class Worker:
         plan: LocalPlan | None,
     ) -> Sequence[Part]:
         """Validates gradients and returns one colocated with each copy of each variable."""
-        parts = self._inner._colocated_gradients(gradients, variables, plan)
+        parts = self.inner._colocated_gradients(gradients, variables, plan)
         if plan is None:
             colocated = _by_variable(members, parts)
             check_no_overlap(variables, colocated, ops.Ranges(self._written_besides(members)))
@@ -140,13 +139,6 @@ class Worker:
         written += [slot for member in members for slot in self._center._slots_of(member.center)]
         copies = [copy for each in written for copy in each.buffers]
         return copies + [copy for member in members for copy in member.total.allocated]
-
-    def _first_step(
-        self, members: Sequence[Member], parts: Sequence[Part], global_step: Variable | None
-    ) -> None:
-        """Runs a step of variables without a plan; removes new slots on error."""
-        with self._inner._slots.rollback_on_error():
-            self._local = self._step_by(members, parts, None, global_step) or self._local
 
     def _step_by(
         self,
@@ -160,19 +152,17 @@ class Worker:
         Returns:
             A plan for later steps like this one, if there was none.
         """
-        inner, planned = self._inner, None
-        ahead = _copied(inner)  # its hyperparameters advance before the step is made
+        inner, planned = self.inner, None
         rows = [(each.total, each.total.state) for each in members if each.total.rows is not None]
         try:
-            scalars, hyperparameters = _of_next(
-                ahead
-            )  # a callable may raise; nothing has been created yet
+            # A callable may raise; nothing has been created yet.
+            scalars, powers = inner._next_update(inner._slots.powers)
             if plan is None:
                 self.prepare(members)
             step = self._local_step(members, parts, plan, scalars)
             is_due = not (self.step.value + 1) % self._config.period
             if is_due:
-                self._plan_push(self._current_sums() | step.sums(), global_step, ahead)
+                self._plan_push(self._current_sums() | step.sums(), global_step, powers)
             if plan is None and isinstance(step, LocalStep) and step.is_dense:
                 version = self._center._version  # read before the slots: a load may come between
                 others = self._written_besides(members)
@@ -183,8 +173,7 @@ class Worker:
             raise
 
         def count() -> None:
-            inner._slots.commit()
-            inner._load_hyperparameters(hyperparameters)
+            inner._slots.commit(powers)
             self.step.value += 1
             self.is_due = is_due
 
@@ -197,13 +186,12 @@ class Worker:
 
     def prepare(self, members: Sequence[Member]) -> None:
         """Compiles the kernels of a step, and creates slots of worker and center."""
-        self._inner.prepare([member.local for member in members])
-        self._center._prepare(self._inner, [member.center for member in members])
-        for member in members if self._config.gamma is not None else ():
+        self.inner.prepare([member.local for member in members])
+        self._center._prepare(self.inner, [member.center for member in members])
+        for local in [member.local for member in members] if self.by_distance else ():
             # Without a start, the worker's initial values count as pulled.
-            if member.local not in self.pulled:
-                first, name = member.local.buffers[0], f"pulled/{member.local.name}"
-                self.pulled[member.local] = Variable(first, name, trainable=False)
+            if local not in self.pulled:
+                self.pulled[local] = self.new_pulled(local, local.buffers[0])
 
     def _local_step(
         self,
@@ -215,36 +203,36 @@ class Worker:
         if plan is not None and is_planned(parts, plan):
             return DenseStep(plan, parts, scalars)
         colocated = _by_variable(members, parts)
-        return LocalStep(self._inner, members, colocated, mixed(members, colocated), scalars)
+        return LocalStep(self.inner, members, colocated, mixed(members, colocated), scalars)
 
     # -- a communication --------------------------------------------------------------------------
 
     def _current_sums(self) -> dict[Member, Sum]:
         """Returns the sums of the current period."""
         return {
-            member: member.total.current
-            for member in self._getter._all_members
-            if not member.total.is_empty
+            member: member.total.current for member in self.members if not member.total.is_empty
         }
 
     def _plan_push(
-        self, sums: Mapping[Member, Sum], global_step: Variable | None, ahead: Optimizer
+        self, sums: Mapping[Member, Sum], global_step: Variable | None, powers: Scalars
     ) -> None:
         """Plans a push, which ``_communicate`` runs.
 
         Args:
             sums: of the period.
             global_step: counts the pushes; or None.
-            ahead: a copy of the inner optimizer with its state at the push.
+            powers: of the inner optimizer at the push.
         """
         check_unread([var for member in sums for var in (member.local, member.center)])
         if self._push is None or not self._push.is_valid_for(sums):
-            self._push = PushPlan(self._center, self._inner, sums, self.pulled, self._config)
-        self._next = _NextPush(*_of_next(ahead), global_step, ready_count(global_step))
+            self._push = PushPlan(self._center, self.inner, sums, self.pulled, self._config)
+        self._next = _NextPush(
+            *self.inner._next_update(powers), global_step, ready_count(global_step)
+        )
 
     def _retry_push(self, global_step: Variable | None) -> None:
         """Plans and runs a push that has failed before."""
-        self._plan_push(self._current_sums(), global_step, _copied(self._inner))
+        self._plan_push(self._current_sums(), global_step, self.inner._slots.powers)
         self._communicate()
 
     def _communicate(self) -> None:
@@ -262,7 +250,7 @@ class Worker:
     def _pushed(self, push: PushPlan, following: _NextPush) -> None:
         """Updates the worker's state after a push was launched."""
         self.is_due = False
-        self._inner._load_hyperparameters(following.hyperparameters)
+        self.inner._slots.powers = following.powers
         for member in push.members:
             member.total.cleared()
         if self._resets:
@@ -271,14 +259,14 @@ class Worker:
 
     def _reset(self, variables: Sequence[Variable]) -> None:
         """Sets the momentum of variables to zero."""
-        for name in _MOMENTUM & set(self._inner._slot_names):
+        for name in _MOMENTUM & set(self.inner._slot_names):
             for var in variables:
-                for copy in self._inner._slots.by_name[name][var].buffers:
+                for copy in self.inner._slots.by_name[name][var].buffers:
                     clear(copy)
 
     def start(self) -> None:
         """Copies the center to the worker and clears its sums."""
-        members = self._getter._all_members
+        members = self.members
         check_unread([member.local for member in members])
         mesh_state = self._center.devices[
             0
@@ -289,7 +277,7 @@ class Worker:
             with mesh_state.launch_lock:
                 for member, (theirs, mine) in zip(members, masters, strict=True):
                     _copy_everywhere(member.center, member.local)
-                    self._inner._slots.update_master(member.local)
+                    self.inner._slots.update_master(member.local)
                     if theirs is not None and mine is not None:
                         _copy_everywhere(theirs, mine)
             for member in members:
@@ -301,21 +289,7 @@ class Worker:
     def _masters(self, member: Member) -> tuple[Variable | None, Variable | None]:
         """Returns the masters at the center and at the worker, if any."""
         theirs = self._center.slot(member.center, MASTER)
-        return theirs, self._inner.get_slot(member.local, MASTER)
-
-
-def _copied(inner: Optimizer) -> Optimizer:
-    """Returns a copy of an optimizer that shares its slots but not its hyperparameters."""
-    ahead = object.__new__(type(inner))
-    vars(ahead).update(vars(inner))
-    return ahead
-
-
-def _of_next(ahead: Optimizer) -> tuple[tuple[float, ...], dict[str, float]]:
-    """Returns the rule's scalars for the next update, and the hyperparameters to save after it."""
-    scalars = ahead._scalars()
-    ahead._finish()
-    return scalars, ahead._saved_hyperparameters()
+        return theirs, self.inner.get_slot(member.local, MASTER)
 
 
 def _copy_everywhere(center: Variable, local: Variable) -> None:
