@@ -69,13 +69,13 @@ class DistributedValues(NotCopied):
     )
 
     _key: Any = _NO_KEY  # of the tensor of ``all_reduce``'s grads
-    _kept: dict[Part, Any] | None = None  # the arrays of ``_keep_arrays``
+    _kept: Sequence[Any] | None = None  # the arrays of ``_keep_arrays``
     _is_sparse: bool | None = None
     _external: bool = False  # whether any may be a caller's memory
     _form: Form = None  # the axis order of ``values`` in memory; None for C order
-    _values: tuple[Any, ...] = ()  # the arrays that ``_lying`` are of, if a caller gave them
-    _lying: tuple[Part, ...] = ()  # Buffers whose axes are in the order of ``_form``
-    _parts: tuple[Part, ...] | None = None  # None: not yet made of these
+    _values: tuple[Any, ...] = ()  # a caller's arrays, if ``_form`` is not None
+    _copies: tuple[Part, ...] | None = None  # ``parts``, likewise; None: not made yet
+    _own: tuple[Any, ...]  # the parts on the memory of ``values``, with axes in its order
     _devices: tuple[Device, ...]
     _kind: Kind
 
@@ -91,38 +91,37 @@ class DistributedValues(NotCopied):
         values = _as_tuple(values)
         if not values:
             raise ValueError("values is empty; pass one array for each device")
-        if mesh is not None and devices is None and _are_on_devices(values, mesh):
-            self._parts, self._devices, self._kind = values, mesh.devices, "buffer"
-            self._is_sparse = False
-            self._external = any([each.array_owner is not None for each in values])
-            return
         self._devices = _devices(values, mesh, devices)
         if len(values) != len(self._devices):
             raise ValueError(
                 f"got {len(values)} values for {len(self._devices)} devices; pass one for each"
             )
+        with StreamScope(reads=False):
+            self._place(values)
+
+    def _place(self, values: tuple[Any, ...]) -> None:
+        """Puts each value on its device."""
         order = common_order(values)
         if order is None:
-            self._parts = self._placed(values)
+            self._own = self._placed(values)
         else:
-            self._lying = self._placed([in_order(value, order) for value in values])
+            self._own = self._placed([in_order(value, order) for value in values])
             self._form, self._values = order, values
         first = values[0]
         kind: Kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
         self._kind = "coo" if is_coo(first) else kind
-        self._external = any(
+        self._external = kind != "buffer" or any(
             [type(each) is not Buffer or each.array_owner is not None for each in values]
         )
 
     def _placed(self, values: Sequence[Any]) -> tuple[Part, ...]:
         parts = []
-        with StreamScope(reads=False):
-            for replica, value in enumerate(values):
-                try:
-                    parts.append(_placed(value, self._devices[replica]))
-                except (TypeError, ValueError) as error:
-                    name = self._name_of(0, replica)  # alone it has no place
-                    raise about(name.removeprefix("value 0: "), error) from None
+        for replica, (value, device) in enumerate(zip(values, self._devices, strict=True)):
+            try:
+                parts.append(_placed(value, device))
+            except (TypeError, ValueError) as error:
+                name = self._name_of(0, replica)  # alone it has no place
+                raise about(name.removeprefix("value 0: "), error) from None
         return tuple(parts)
 
     @classmethod
@@ -142,10 +141,7 @@ class DistributedValues(NotCopied):
             devices: of the parts, where they are known.
         """
         made = cls.__new__(cls)
-        if form is not None:
-            made._lying = tuple(parts)
-        else:
-            made._parts = tuple(parts)
+        made._own = tuple(parts)
         made._form = form
         made._devices = devices or tuple([part.device for part in parts])  # type: ignore[misc]
         made._kind = kind
@@ -155,8 +151,8 @@ class DistributedValues(NotCopied):
     def of_grads(cls, grads: Sequence[Any], key: Any, mesh: Mesh) -> Self:
         """Wraps ``grads[device][key]`` of every device; errors use these names."""
         made = cls.__new__(cls)
-        made._key = key
-        made.__init__([entry[key] for entry in grads], mesh)  # type: ignore[misc]
+        made._key, made._devices = key, mesh.devices
+        made._place(tuple([entry[key] for entry in grads]))
         return made
 
     def _name_of(self, index: int, replica: int | None = None, of: str = "grads") -> str:
@@ -178,40 +174,36 @@ class DistributedValues(NotCopied):
         Args:
             arrays: on the Buffers' own memory; default what ``values`` makes now.
         """
-        arrays = self.values if arrays is None else arrays
-        self._kept = dict(zip(self._own, arrays, strict=True))
+        self._kept = self.values if arrays is None else arrays
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """The Buffer, or IndexedSlices of a Buffer, on each device, in the order of ``devices``."""
-        parts = self._parts  # another thread's call may forget them meanwhile
-        if parts is None:
+        if self._form is None:
+            return self._own
+        copies = self._copies  # another thread's call may discard them meanwhile
+        if copies is None:
             arrays: Sequence[Any] = self._values
-            if not arrays and self._form is not None:
+            if not arrays:
                 axes = inverse(self._form)
                 with SuspendedScope():
                     arrays = [in_order(from_buffer(each, "native"), axes) for each in self._own]
-            parts = self._parts = self._placed(arrays)
-        return parts
-
-    @property
-    def _own(self) -> tuple[Any, ...]:
-        """The parts on the memory of ``values``: ``parts``, or Buffers in memory order."""
-        return self._lying or self._parts or ()
+            with StreamScope(reads=False):
+                copies = self._copies = self._placed(arrays)
+        return copies
 
     def _discard_copies(self) -> None:
         """Drops ``parts`` that are copies of ``values``; the next use copies again.
 
         Each call that reads ``parts`` calls this first: the arrays may have been written since.
         """
-        if self._lying:
-            self._parts = None
+        self._copies = None
 
     def _in_memory_order(self) -> DistributedValues:
         """Returns the same values with axes in memory order, without copies."""
         if self._form is None:
             return self
-        made = type(self).of(self._lying, self._kind)
+        made = type(self).of(self._own, self._kind)
         made._key, made._external = self._key, self._external
         return made
 
@@ -255,15 +247,15 @@ class DistributedValues(NotCopied):
     @property
     def values(self) -> tuple[Any, ...]:
         """One array for each device, of the caller's kind, on the Buffers' own memory."""
-        if self._kind == "buffer" and not self.is_sparse:
+        if self._kind == "buffer":
             return self.parts
         with StreamScope():
-            return tuple(self._as_result(part) for part in self._own)
+            return tuple([self._as_result(index) for index in range(len(self))])
 
     @property
     def primary(self) -> Any:
         """The first value."""
-        return self._as_result(self._own[0])
+        return self._as_result(0)
 
     def get(self, device: DeviceLike | None = None) -> Any:
         """The value on ``device``; without one, that of the replica ``gr.replica`` names.
@@ -286,12 +278,12 @@ class DistributedValues(NotCopied):
                 raise ValueError(
                     f"there is no replica {index}: the value has {len(self._devices)} replicas"
                 )
-            return self._as_result(self._own[index])
+            return self._as_result(index)
         found = as_device(device, "device=", self.mesh)
         if found not in self._devices:
             names = listed(device.name for device in self._devices)
             raise ValueError(f"Device {found!r} not found in those of the values: {names}")
-        return self._as_result(self._own[self._devices.index(found)])
+        return self._as_result(self._devices.index(found))
 
     def __len__(self) -> int:
         return len(self._own)
@@ -304,7 +296,7 @@ class DistributedValues(NotCopied):
         if isinstance(place, slice):
             return self.values[place]
         try:
-            part = self._own[place]
+            index = range(len(self))[place]
         except IndexError:
             raise IndexError(
                 f"there is no replica {place}: the value has {len(self)} replicas"
@@ -314,7 +306,7 @@ class DistributedValues(NotCopied):
                 f"an index must be a replica number or a slice, not {brief(place)}; use "
                 "value.get(device) for the value on a device"
             ) from None
-        return self._as_result(part)
+        return self._as_result(index)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if len(self) > 1:
@@ -334,16 +326,17 @@ class DistributedValues(NotCopied):
             array = array.transpose(inverse(self._form))
         return array if dtype is None else array.astype(dtype)
 
-    def _as_result(self, part: Part) -> Any:
-        """Returns a part as an array of the caller's kind."""
+    def _as_result(self, index: int) -> Any:
+        """Returns the value of a replica as an array of the caller's kind."""
         if self._kept is not None:
-            return self._kept[part]
+            return self._kept[index]
+        if self._kind == "buffer":
+            return self.parts[index]
+        part = self._own[index]
         if not isinstance(part, Buffer):
             return part._as_result(self._kind)
         if self._form is None:
             return from_buffer(part, self._kind)
-        if self._kind == "buffer":
-            return self.parts[self._own.index(part)]
         return in_order(from_buffer(part, self._kind), inverse(self._form))
 
     def __repr__(self) -> str:
@@ -375,28 +368,22 @@ def _as_tuple(values: Any) -> tuple[Any, ...]:
     return tuple(each)
 
 
-def _are_on_devices(values: tuple[Any, ...], mesh: Mesh) -> bool:
-    """Whether these are Buffers that already lie on the devices of the mesh, in order."""
-    if not all([type(value) is Buffer for value in values]):
-        return False
-    return tuple([value.device for value in values]) == mesh.devices
-
-
 def _devices(
     values: tuple[Any, ...], mesh: Mesh | None, devices: Sequence[DeviceLike] | None
 ) -> tuple[Device, ...]:
+    if devices is None and mesh is not None:
+        return mesh.devices
     if isinstance(devices, str):
         raise TypeError(f"devices={brief(devices)} must be a list with a device for each value")
+    found_on = [value.device for value in values if isinstance(value, Buffer | IndexedSlices)]
+    own = [device for device in found_on if device is not None]
     if devices is not None:
-        meshes = [own.mesh for value in values if (own := _own_device(value)) is not None]
-        named_in = mesh or (meshes[0] if meshes else None)
+        named_in = mesh or (own[0].mesh if own else None)
         found = tuple(
             [as_device(each, f"devices[{i}]=", named_in) for i, each in enumerate(devices)]
         )
-    elif mesh is not None:
-        found = mesh.devices
-    elif all(_own_device(value) is not None for value in values):
-        found = tuple(_own_device(value) for value in values)
+    elif len(own) == len(values):
+        found = tuple(own)
     else:
         found = default_mesh().devices
     if len(set(found)) != len(found):
@@ -422,11 +409,6 @@ def buffer_of(part: Part) -> Buffer:
     """Returns a Buffer itself, or the rows of IndexedSlices of a Buffer."""
     buffer: Buffer = part if isinstance(part, Buffer) else part.values
     return buffer
-
-
-def _own_device(value: Any) -> Any:
-    """Returns the device of a Buffer or of a Buffer's rows; None for other arrays."""
-    return value.device if isinstance(value, Buffer | IndexedSlices) else None
 
 
 def _placed(value: Any, device: Device) -> Part:
