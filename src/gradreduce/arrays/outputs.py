@@ -58,6 +58,11 @@ class Out(NamedTuple):
             return int(self.copied.data.ptr)
         return int(self.copied.__array_interface__["data"][0])
 
+    @property
+    def nbytes(self) -> int:
+        """Size of that memory."""
+        return self.buffer.nbytes
+
 
 def as_out(
     array: Any,
@@ -114,20 +119,22 @@ def as_out(
 
 
 def overlaps(
-    outs: Sequence[tuple[int, int]], inputs: Sequence[tuple[int, int]]
+    outs: Sequence[Out], inputs: Sequence[Buffer]
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Finds memory that is shared; each argument has addresses and sizes in bytes.
+    """Finds arrays that share memory.
 
     Returns:
         Pairs of outs that share a byte; and, if there are none, each input that shares one with an
-        out, and the first such out.
+        out, and the first such out. All by their indices.
     """
-    starts, sizes = np.array(outs, np.int64).reshape(-1, 2).T
+    starts = np.array([out.address for out in outs], np.int64)
+    sizes = np.array([out.nbytes for out in outs], np.int64)
     order = starts.argsort()
     order = order[sizes[order] > 0]
     starts, stops = starts[order], (starts + sizes)[order]
     shared = np.flatnonzero(starts[1:] < stops[:-1])
-    begins, sizes = np.array(inputs, np.int64).reshape(-1, 2).T
+    begins = np.array([part.address for part in inputs], np.int64)
+    sizes = np.array([part.nbytes for part in inputs], np.int64)
     after = stops.searchsorted(begins, "right")  # the first out that ends behind the begin
     ends = np.where(sizes > 0, begins + sizes, 0)
     found = np.flatnonzero(np.append(starts, ends.max(initial=0))[after] < ends)

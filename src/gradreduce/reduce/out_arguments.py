@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -127,30 +128,23 @@ def _check_overlap(requests: Sequence[Request], outs: Sequence[list[Out]]) -> No
     Raises:
         ValueError: an out shares memory with another one, or otherwise with an input.
     """
-    places = [(index, column) for index, row in enumerate(outs) for column in range(len(row))]
-    inputs = [
-        (index, replica, part)
-        for index, request in enumerate(requests)
-        for replica, part in enumerate(request.value.buffers)
-    ]
-    among_outs, with_inputs = overlaps(
-        [(each.address, each.buffer.nbytes) for row in outs for each in row],
-        [(part.address, part.nbytes) for _, _, part in inputs],
-    )
+    arrays = [each for row in outs for each in row]
+    owners = [index for index, row in enumerate(outs) for _ in row]
+    parts = [part for request in requests for part in request.value.buffers]
+    values = [index for index, request in enumerate(requests) for _ in request.value.devices]
+    among_outs, with_inputs = overlaps(arrays, parts)
     for pair in among_outs:
-        indices = [places[at][0] for at in pair]
-        names = [requests[index].value._name_of(index, of="out") for index in indices]
+        names = [requests[owners[at]].value._name_of(owners[at], of="out") for at in pair]
         raise ValueError(f"{names[0]} and {names[1]} overlap; each must have its own memory")
     for at, place in with_inputs:
-        index, replica, part = inputs[at]
-        found, column = places[place]
-        out = outs[found][column]
-        if (found, out.address, out.buffer.nbytes) != (index, part.address, part.nbytes):
-            name = requests[found].value._name_of(found, of="out")
+        index, owner, part, out = values[at], owners[place], parts[at], arrays[place]
+        if (owner, out.address, out.nbytes) != (index, part.address, part.nbytes):
+            name = requests[owner].value._name_of(owner, of="out")
+            replica = at - bisect_left(values, index)
             raise ValueError(
                 f"{name} overlaps {requests[index].value._name_of(index, replica)}; an out may be "
                 "a replica of its own value, but must not share memory with another input"
             )
         same = part.device is out.buffer.device and part.dtype == out.buffer.dtype
         if same and out.copied is None and part.block.writable:
-            outs[found][column] = out._replace(buffer=part)
+            outs[owner][place - bisect_left(owners, owner)] = out._replace(buffer=part)
