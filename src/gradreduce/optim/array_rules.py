@@ -19,7 +19,7 @@ OnArrays = Callable[[Any, dict[str, Any], Any], object]  # should return None
 
 
 def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
-    """Runs a Python rule on copies; the returned function copies the results back.
+    """Begins a job, and runs a Python rule on copies; returns a rule that copies the results back.
 
     So state is unchanged if the rule raises, and no lock is held while it runs.
 
@@ -27,8 +27,9 @@ def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
         apply: ``apply(variable, slots, gradient)`` changes the first two in place; they are NumPy
             or CuPy arrays. For a half with a master, ``variable`` is the master.
         names: of the slots.
-        job: whose ``begin`` was called.
+        job: of the update.
     """
+    job.begin()
     copies = [_copied(row, job.leader) for row in job.updates]
     for row, copied in zip(job.updates, copies, strict=True):
         buffers = [*copied[-len(names) - 1 :], row[-1]]  # from a master on, if there is one

@@ -442,5 +442,4 @@ class Optimizer(NotCopied):
         """Returns a function that launches a job; computes a Python rule right away."""
         if (kernel := self._kernel) is not None:
             return partial(job.run, by_kernel(kernel, scalars, writer))
-        job.begin()
         return partial(job.end, run_python_rule(self._apply, self._slot_names, job))

@@ -6,7 +6,7 @@ variable and its slots, updated like any other operands in the same launch, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -37,7 +37,7 @@ class Plan:
         devices: of each copy.
         ranges: address ranges of those buffers.
         places: for each physical device, the indices of the copies there.
-        writers: for each physical device, the launcher of all rows if one launch can do it.
+        writers: for each physical device, the result of ``writer_of``.
     """
 
     def __init__(
@@ -57,11 +57,8 @@ class Plan:
         self.ranges = ops.Ranges([operand for row in self.written for operand in row])
         self.indices_by_gpu = list(by_physical(self.devices).values())
         self._wanted = [(row[0].device, row[0].dtype, row[0].shape) for row in self.written]
-        kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in self.written}
         self.writers = [
-            LaunchBatch(self.devices[indices[0]], [self.written[index] for index in indices])
-            if len(kinds) == 1
-            else None
+            writer_of(self.devices[indices[0]], [self.written[index] for index in indices])
             for indices in self.indices_by_gpu
         ]
         self._staging = Staging(self._wanted)
@@ -112,6 +109,12 @@ class Plan:
         self._addresses = [grad.address for grad in gradients]
 
 
+def writer_of(leader: Device, rows: Sequence[Sequence[Buffer]]) -> LaunchBatch | None:
+    """Returns a faster launcher of rows if one launch can update all; else None."""
+    kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in rows}
+    return LaunchBatch(leader, rows) if len(kinds) == 1 else None
+
+
 def devices_of(variables: Sequence[Variable]) -> list[Device]:
     """Returns the device of each copy of each variable."""
     return [copy.device for var in variables for copy in var.buffers]
@@ -134,6 +137,7 @@ class Job:
         written: for each copy of a variable, the buffers that its update writes, the variable
             first.
         gradients: of each copy, on the same physical device.
+        others: devices of other operands.
 
     Attributes:
         leader: device of the first copy; its compute queue launches.
@@ -141,17 +145,22 @@ class Job:
         is_dense: whether ``updates`` has all of ``written``, in its order.
     """
 
-    def __init__(self, written: Sequence[list[Buffer]], gradients: Sequence[Part]) -> None:
+    def __init__(
+        self,
+        written: Sequence[Sequence[Buffer]],
+        gradients: Sequence[Part],
+        others: Iterable[Device] = (),
+    ) -> None:
         self.leader = written[0][0].device
         pairs = list(zip(written, gradients, strict=True))
         self.updates: list[Update] = [
             [*operands, part] for operands, part in pairs if type(part) is Buffer
         ]
         leader = self.leader
-        self._devices = dict.fromkeys([leader])
+        self._devices = dict.fromkeys([leader, *others])
         for index in (0, -1):
-            others = [row[index].device for row in self.updates if row[index].device is not leader]
-            self._devices |= dict.fromkeys(others)
+            devices = [row[index].device for row in self.updates if row[index].device is not leader]
+            self._devices |= dict.fromkeys(devices)
         self._take, self._put_back = _nothing, _nothing
         self.is_dense = len(self.updates) == len(pairs)
         if not self.is_dense:
@@ -159,7 +168,7 @@ class Job:
                 [(operands, part) for operands, part in pairs if isinstance(part, IndexedSlices)]
             )
 
-    def _add_sparse(self, pairs: Sequence[tuple[list[Buffer], IndexedSlices]]) -> None:
+    def _add_sparse(self, pairs: Sequence[tuple[Sequence[Buffer], IndexedSlices]]) -> None:
         self._devices |= dict.fromkeys([row[0].device for row, _ in pairs])
         self._devices |= dict.fromkeys([device_of(part) for _, part in pairs])
         rows = [_Rows(operands, part, self.leader) for operands, part in pairs if part.values.size]
@@ -194,7 +203,7 @@ class _Rows:
         taken: new memory for those rows of ``written``.
     """
 
-    def __init__(self, written: list[Buffer], slices: IndexedSlices, leader: Device) -> None:
+    def __init__(self, written: Sequence[Buffer], slices: IndexedSlices, leader: Device) -> None:
         self.written, self.grad_rows = written, slices.values
         self.segments = ops.plan_segments(slices.indices)
         shape = (self.segments.num_segments, *written[0].shape[1:])

@@ -108,9 +108,8 @@ def gone(*args, **options):
 
 FENCES = {
     "nobody waits for the worker": (push, "join_streams", gone),
-    "nobody waits for the center": (push, "fork_streams", gone),
-    "a local step waits for nobody": (update_plan, "join_streams", gone),
-    "nobody waits for a local step": (update_plan, "fork_streams", gone),
+    "an update waits for nobody": (update_plan, "join_streams", gone),
+    "nobody waits for an update": (update_plan, "fork_streams", gone),
     "sums do not come to the center": (push, "copy_over", gone),
 }
 

@@ -119,24 +119,29 @@ def test_what_counts_a_push_is_compiled_before_anything_is_changed(own, monkeypa
     assert step.numpy() == 1
 
 
-def test_a_center_is_not_loaded_inside_a_push_that_does_not_lock(mesh):
-    getter, var, optimizer = made(mesh, use_locking=False)
-    optimizer.apply_gradients([(ONE, var)])
-    center = getter.center
-    state = center.state_dict()
-    with center._pushing(use_locking=False):
-        loading = threading.Thread(target=center.load_state_dict, args=(state,))
-        loading.start()
-        reached(lambda: center._loading)
-        pushing = center.start_worker(0, lambda: optimizer.apply_gradients([(ONE, var)]))
-        reached(lambda: len(center._waiters._waiters) == 2)  # or it would never come to its turn
-        assert center._version == 0
-    loading.join(LIMIT_S)
-    pushing.join(LIMIT_S)
-    assert not loading.is_alive()
-    assert not pushing.is_alive()
-    assert center._version == 1
-    optimizer.apply_gradients([(ONE, var)])
+def test_a_push_without_locking_is_made_again_if_a_load_comes_between_its_gpus(own):
+    center, load_at = gr.AGNCenter(own), 3  # the second GPU: the first check is before both
+    getter = gr.AGNCustomGetter(own.devices[0], center=center)
+    ours = [gr.get_variable(name, np.zeros(2), custom_getter=getter) for name in ("a", "b")]
+    optimizer = gr.AGNOptimizer(gr.MomentumOptimizer(1.0, 0.5), 1, getter, 1, use_locking=False)
+    pairs = [(np.ones(2), var) for var in ours]
+    optimizer.apply_gradients(pairs)
+    state, check, versions = center.state_dict(), center._check_version, []
+
+    def checked(version):
+        versions.append(version)
+        if len(versions) == load_at:
+            center.load_state_dict(state)
+        check(version)
+
+    center._check_version = checked
+    assert optimizer.apply_gradients(pairs) is True
+    assert versions == [0, 0, 0, 1, 1, 1]
+    for var in ours:  # one push after the loaded one, whose momentum is 1
+        theirs = getter.center_variable(var)
+        assert (theirs.numpy() == -2.5).all()
+        assert (var.numpy() == -2.5).all()
+        assert (optimizer.get_slot(theirs, "momentum").numpy() == 1.5).all()
 
 
 def test_an_optimizer_that_is_refused_leaves_the_center_free(mesh):

@@ -11,8 +11,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from gradreduce import ops
@@ -154,8 +154,6 @@ class AGNCenter(NotCopied):
         self._fault: str | None = None
         self._begun: set[int] = set()
         self._ended: set[int] = set()
-        self._unlocked = 0  # pushes that run without locking
-        self._loading: object = None  # the load that runs, or waits for those pushes
         self._getters: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waiters = Waiters(self._mutex)
         self._failed: list[int] = []
@@ -246,29 +244,13 @@ class AGNCenter(NotCopied):
             ValueError: another format or rule, slots although no worker has an
                 ``AGNOptimizer``, or an array of another shape or dtype.
         """
-        self.devices[0].mesh_state.check_process()
-        mine = object()
-
-        def loaded() -> bool:
-            if self._loading is None:
-                self._loading = mine  # from here on pushes without locking wait too
-            if self._loading is not mine or self._unlocked:
-                return False
+        with DeferInterrupts(), self._lock:
             load = ready_center(self._variables, self._slots, state)
-            self._version += 1
-            self._fault = "a load_state_dict failed part-way"
-            load()
-            self._fault = None
-            return True
-
-        with DeferInterrupts():
-            try:
-                self._waiters.until(loaded)
-            finally:
-                with self._lock:
-                    if self._loading is mine:
-                        self._loading = None
-                        self._waiters.notify()
+            with self.devices[0].mesh_state.launch_lock:  # each push holds it, at least
+                self._version += 1
+                self._fault = "a load_state_dict failed part-way"
+                load()
+                self._fault = None
 
     # -- what getters and optimizers ask ----------------------------------------------------------
 
@@ -366,35 +348,19 @@ class AGNCenter(NotCopied):
             return self._slots.all() if self._slots else []
 
     def _pushing(self, *, use_locking: bool) -> AbstractContextManager[object]:
-        """Context manager around a push: no load meanwhile, and with locking no other push."""
-        return self._lock if use_locking else self._pushing_unlocked()
+        """Context manager around a push: with locking, no other push and no load meanwhile.
 
-    @contextmanager
-    def _pushing_unlocked(self) -> Iterator[None]:
-        self.devices[0].mesh_state.check_process()
-
-        def begun() -> bool:
-            if self._loading is not None:
-                return False
-            self._unlocked += 1
-            return True
-
-        self._waiters.until(begun)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._unlocked -= 1
-                self._waiters.notify()
-
-    def _check_usable(self, version: int | None = None) -> None:
-        """Raises ``CollectiveError`` if a push failed part-way.
-
-        Args:
-            version: for which a push was planned; raises ``StalePushError`` if it has changed.
+        Without, a load may come between the launches of a push, which is then made again.
         """
-        if version is not None and version != self._version:
+        return self._lock if use_locking else nullcontext()
+
+    def _check_version(self, version: int) -> None:
+        """Raises ``StalePushError`` if the center was loaded after a push was planned."""
+        if version != self._version:
             raise StalePushError("the center was loaded after the push was planned")
+
+    def _check_usable(self) -> None:
+        """Raises ``CollectiveError`` if a push failed part-way."""
         if self._fault is not None:
             raise CollectiveError(
                 f"the center is only partly updated: {self._fault}; restore it with load_state_dict"
@@ -402,6 +368,8 @@ class AGNCenter(NotCopied):
 
     def _mark_push_failed(self, task: str, error: BaseException) -> None:
         """Records that a push failed part-way; later pushes raise."""
+        if isinstance(error, StalePushError):  # the load has replaced what it wrote
+            return
         self._fault = f"a push failed part-way: {task}: {error!r}"
         error.add_note(
             "A push failed part-way: the center rejects pushes until load_state_dict restores it."

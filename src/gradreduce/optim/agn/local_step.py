@@ -270,7 +270,6 @@ def _by_arrays(
 ) -> list[Callable[[], None]]:
     """Runs a Python rule; returns launches that copy its results and accumulate."""
     job = Job([written for written, _, _ in group], [part for _, part, _ in group])
-    job.begin()
     ends: list[Callable[[], None]] = [
         partial(job.end, run_python_rule(optimizer._apply, optimizer._slot_names, job))
     ]

@@ -1,7 +1,8 @@
 """Pushes mean gradients of a period to the center, updates it, and pulls.
 
-If the center's GPU can access the worker's memory, one launch normalizes, updates and pulls.
-Otherwise sums are copied to the center before, and the pulled values back afterwards.
+If the center's GPU can access the worker's memory, one launch normalizes, updates and pulls dense
+sums by a compiled rule. For sparse sums and Python rules, mean, update and pull are apart. Memory
+that the GPU cannot access is copied to the center before, and from it afterwards.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import NamedTuple
 
 from gradreduce import ops
@@ -17,26 +19,17 @@ from gradreduce.accumulator.state import SparseSum
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import (
-    Buffer,
-    Device,
-    LaunchBatch,
-    can_access,
-    copy_over,
-    fork_streams,
-    join_streams,
-)
+from gradreduce.device import Buffer, Device, DType, can_access, copy_over, join_streams
 from gradreduce.optim.array_rules import run_python_rule
-from gradreduce.optim.optimizer import Optimizer
-from gradreduce.optim.update_plan import Job, Rule, by_kernel
+from gradreduce.optim.optimizer import Optimizer, Scalars
+from gradreduce.optim.update_plan import Job, Rule, by_kernel, writer_of
 
 from .center import AGNCenter
 from .variables import Member
 
 Sum = Buffer | SparseSum  # of a period, on the worker's first device
-# Output, sum, current center and center at the last pull: see ``ops.distance_scale``.
-_Scaling = tuple[Buffer, Buffer, Buffer, Buffer]
 _Copy = tuple[Device, Buffer, Buffer]  # device that copies, destination, source
+_Taken = tuple[Buffer, Buffer, ops.Indices]  # rows, the whole array, their indices
 
 
 class PushConfig(NamedTuple):
@@ -61,33 +54,33 @@ class DevicePush:
 
     Attributes:
         leader: its compute queue launches.
-        takes: launches that gather rows from the worker's memory.
         copies_in: copies of the worker's memory to memory that the leader can access.
-        reads: launches that read the center into new memory.
+        reads: launches that read the center and the sums, and write new memory.
         others: devices of all operands.
-        begins: launches that gather rows of the center, together with the updates.
-        updates: launches that change the center, given the scalars of the rule.
+        jobs: updates of the center, each with a function that returns its rule for given scalars.
         copies_out: copies of the pulled values.
-        is_staged: whether it has staging memory for what the leader cannot access.
+        holds_memory: whether it has temporary memory.
     """
 
     leader: Device
-    takes: list[Callable[[], None]] = field(default_factory=list)
     copies_in: list[_Copy] = field(default_factory=list)
     reads: list[Callable[[], None]] = field(default_factory=list)
     others: list[Device] = field(default_factory=list)
-    begins: list[Callable[[], None]] = field(default_factory=list)
-    updates: list[Callable[[tuple[float, ...]], None]] = field(default_factory=list)
+    jobs: dict[Job, Callable[[Scalars], Rule]] = field(default_factory=dict)
     copies_out: list[_Copy] = field(default_factory=list)
-    is_staged: bool = False
+    holds_memory: bool = False
+
+    def new(self, like: Buffer, dtype: DType) -> Buffer:
+        """Returns temporary memory of the leader, of the shape of a buffer."""
+        self.holds_memory = True
+        return self.leader.empty(like.shape, dtype)
 
     def readable(self, buffer: Buffer) -> Buffer:
         """Returns the worker's memory, or a staged copy that the leader can read."""
         self.others.append(buffer.device)
         if can_access(self.leader, buffer):
             return buffer
-        self.is_staged = True
-        staged = self.leader.empty(buffer.shape, buffer.dtype)
+        staged = self.new(buffer, buffer.dtype)
         self.copies_in.append((self.leader, staged, buffer))
         return staged
 
@@ -96,18 +89,14 @@ class DevicePush:
         self.others.append(buffer.device)
         if can_access(self.leader, buffer):
             return buffer
-        self.is_staged = True
-        staged = self.leader.empty(buffer.shape, buffer.dtype)
-        self.copies_out.append((buffer.device, buffer, staged))
+        staged = self.new(buffer, buffer.dtype)
+        self.pull([buffer], [staged])
         return staged
 
-    def fenced(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Orders a launch between the streams of all devices whose memory it uses.
-
-        The result does not refer to this object: a reference cycle would keep its memory until the
-        garbage collector runs.
-        """
-        return partial(_fenced, self.leader, self.others, launch)
+    def pull(self, outs: Sequence[Buffer], values: Sequence[Buffer]) -> None:
+        """Plans copies that follow the updates; ``values`` may be longer."""
+        pairs = zip(outs, values, strict=False)
+        self.copies_out += [(out.device, out, value) for out, value in pairs]
 
 
 class PushPlan:
@@ -133,127 +122,92 @@ class PushPlan:
         pulled: Mapping[Variable, Variable],
         config: PushConfig,
     ) -> None:
-        self.members, self._places = list(sums), list(sums.values())
+        self.members, self._sums = list(sums), list(sums.values())
         self._version, self._slots_seen = center._version, optimizer._slots.by_name
         self._center, self._optimizer, self._config = center, optimizer, config
         self._kernel = optimizer._kernel
         # A loaded checkpoint may have had no slots, and can be loaded at any time.
         self._rows = center._prepare(optimizer, [member.center for member in sums])
-        self._slots = center._join(optimizer)
         self._pulled = pulled
+        # For each device of the worker, rows of sums to sort, and rows of ``pulled`` to gather.
         self._merges: dict[Device, list[tuple[Buffer, Buffer, ops.Segments]]] = {}
-        self._pushes: list[DevicePush] = []
-        self._jobs: list[tuple[DevicePush, Job]] = []  # of a Python rule
+        self._takes: dict[Device, list[_Taken]] = {}
         groups: dict[int, list[tuple[Member, Sum]]] = {}
         for member, total in sums.items():
             groups.setdefault(member.center.devices[0].physical, []).append((member, total))
-        for group in groups.values():
-            push = DevicePush(group[0][0].center.devices[0])
-            self._pushes.append(push)
-            fused = [(m, s) for m, s in group if isinstance(s, Buffer) and optimizer._kernel]
-            if fused:
-                self._plan_fused(push, fused)
-            if len(fused) < len(group):
-                self._plan_by_parts(push, [pair for pair in group if pair not in fused])
-            for member, _ in group:
-                self._plan_copies(push, member)
-        self.is_reusable = not any(push.is_staged or push.reads for push in self._pushes)
-        self._before = [_merge(device, rows) for device, rows in self._merges.items()]
-        self._before += [take for push in self._pushes for take in push.takes]
-        for push in self._pushes:
-            push.others[:] = dict.fromkeys(push.others)
+        self._pushes = [self._planned(group) for group in groups.values()]
+        self.is_reusable = not any(push.holds_memory for push in self._pushes)
+        self._before = [
+            ops.segment_sum_command(*zip(*rows, strict=True), device=device)
+            for device, rows in self._merges.items()
+        ]
+        self._before += [_take(device, rows) for device, rows in self._takes.items()]
 
     # -- plans ------------------------------------------------------------------------------------
 
-    def _plan_fused(self, push: DevicePush, group: Sequence[tuple[Member, Sum]]) -> None:
-        """Plans one launch for all dense sums, if the rule is a kernel."""
-        assert self._optimizer._kernel is not None
-        kernel = ops.global_update_of(self._optimizer._kernel)
-        rows: list[ops.Update] = []
-        scalings: list[_Scaling] = []
-        for member, total in group:
-            assert isinstance(total, Buffer)
-            changed = self._rows[member.center]
-            mine = self._optimizer._slots.rows(member.local)[0]
-            pushed = push.readable(total)
+    def _planned(self, group: Sequence[tuple[Member, Sum]]) -> DevicePush:
+        """Plans the push of variables whose center copies are on one physical device."""
+        push, slots = DevicePush(group[0][0].center.devices[0]), self._optimizer._slots
+        fused: list[ops.Update] = []  # what one launch writes, and the sum
+        apart: list[tuple[list[Buffer], Part]] = []  # what an update writes, and the mean
+        means: list[tuple[Buffer, Buffer]] = []  # and the sums that they are computed from
+        for (member, total), (pushed, indices) in zip(
+            group, self._plan_sums(push, group), strict=True
+        ):
+            written, (mine, *others) = self._rows[member.center], slots.rows(member.local)
+            pulled = mine[: 2 if slots.wants_master(member.local) else 1]
+            if self._kernel is not None and isinstance(total, Buffer):
+                fused.append([*written, *map(push.writable, pulled), pushed])
+            else:
+                mean = push.new(pushed, member.local.dtype)
+                means.append((mean, pushed))
+                whole = member.center.shape
+                part = mean if indices is None else IndexedSlices.of(mean, indices, whole)
+                apart.append((written, part))
+                push.pull(pulled, written)
+            for row in others:
+                push.pull(row[: len(pulled)], mine)
             if self._config.gamma is not None:
-                scaled = push.leader.empty(total.shape, total.dtype)
-                then = push.readable(self._pulled[member.local].buffers[0])
-                scalings.append((scaled, pushed, changed[0], then))
-                pushed = scaled
-            copies = [push.writable(each) for each in mine[: self._num_copies(member)]]
-            rows.append([*changed, *copies, pushed])
-            push.others.append(changed[0].device)
-            ops.prepare_rule(
-                kernel, push.leader, member.local.dtype, self._slots.state_dtype(member.center)
-            )
-        self._scale(push, scalings)
-        written = [row[:-1] for row in rows]
-        kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in written}
-        writer = LaunchBatch(push.leader, written) if len(kinds) == 1 else None
+                push.pull(self._pulled[member.local].buffers, mine)
+        if fused:
+            self._plan_fused(push, fused)
+        if apart:
+            self._plan_apart(push, apart, means)
+        return push
 
-        period, leader, others = self._config.period, push.leader, push.others
-
-        # No reference to the DevicePush: see ``fenced``.
-        def update(scalars: tuple[float, ...]) -> None:
-            join_streams(leader, others)
-            ops.update_rows(kernel, rows, (period, *scalars), leader, writer=writer)
-            fork_streams(leader, others)
-
-        push.updates.append(update)
-
-    def _plan_by_parts(self, push: DevicePush, group: Sequence[tuple[Member, Sum]]) -> None:
-        """Plans separate launches for mean, update and pull: sparse sums and Python rules."""
-        parts = self._plan_means(push, group)
-        members = [member for member, _ in group]
-        job = Job([self._rows[member.center] for member in members], parts)
-        for member in members:  # copied from the center: no launch writes the worker's memory
-            changed = self._rows[member.center]
-            mine = self._optimizer._slots.rows(member.local)[0]
-            for index in range(self._num_copies(member)):
-                push.copies_out.append((mine[index].device, mine[index], changed[index]))
-        kernel = self._optimizer._kernel
-        if kernel is None:
-            self._jobs.append((push, job))
-            return
-        for member in members:
-            state = self._slots.state_dtype(member.center)
-            ops.prepare_rule(kernel, push.leader, member.center.dtype, state)
-        push.begins.append(job.begin)
-        push.updates.append(lambda scalars: job.end(by_kernel(kernel, scalars)))
-
-    def _plan_means(self, push: DevicePush, group: Sequence[tuple[Member, Sum]]) -> list[Part]:
-        """Plans the mean gradient of each variable, on the center's device and in its dtype."""
-        divided: list[tuple[Buffer, Buffer]] = []
-        scalings: list[_Scaling] = []
-        parts: list[Part] = []
-        gather = _RowGather()
+    def _plan_sums(
+        self, push: DevicePush, group: Sequence[tuple[Member, Sum]]
+    ) -> list[tuple[Buffer, ops.Indices | None]]:
+        """Plans accessible sums, scaled by the distance; returns them, and the indices of rows."""
+        gamma = self._config.gamma
+        found: list[tuple[Buffer, ops.Indices | None]] = []
+        scalings: list[tuple[Buffer, Buffer, Buffer, Buffer]] = []
+        gathers: list[_Taken] = []
         for member, total in group:
             center = member.center.buffers[0]
+            push.others.append(center.device)
             rows, indices = (total, None) if isinstance(total, Buffer) else self._merged(total)
             pushed = push.readable(rows)
-            if self._config.gamma is not None:
-                scaled = push.leader.empty(rows.shape, rows.dtype)
+            if gamma is not None:
                 now, then = center, self._pulled[member.local].buffers[0]
                 if indices is not None:
-                    now = gather.rows(push.leader, center, indices)
-                    then = gather.rows(then.device, then, indices)
+                    home, whole = then.device, then
+                    now, then = push.new(rows, center.dtype), home.empty(rows.shape, whole.dtype)
+                    gathers.append((now, center, indices))
+                    self._takes.setdefault(home, []).append((then, whole, indices))
+                scaled = push.new(rows, rows.dtype)
                 scalings.append((scaled, pushed, now, push.readable(then)))
+                ops.prepare_distance_scale(push.leader, center.dtype)
                 pushed = scaled
-            mean = push.leader.empty(rows.shape, center.dtype)
-            divided.append((mean, pushed))
-            push.others.append(center.device)
-            parts.append(mean if indices is None else IndexedSlices.of(mean, indices, center.shape))
-        push.takes += gather.before(push.leader)
-        push.reads += [push.fenced(take) for take in gather.behind(push.leader)]
-        self._scale(push, scalings)
-        for mean, pushed in divided:
-            ops.prepare_pack(push.leader, mean.dtype, pushed.dtype)
-        outs, sums = (list(column) for column in zip(*divided, strict=True))
-        by = float(self._config.period)
-        divide = partial(ops.pack, outs, sums, divisor=by, device=push.leader)
-        push.reads.append(push.fenced(divide))
-        return parts
+            found.append((pushed, indices))
+        if gathers:
+            push.reads.append(_take(push.leader, gathers))
+        if gamma is not None:
+            columns = [list(column) for column in zip(*scalings, strict=True)]
+            push.reads.append(
+                partial(ops.distance_scale, *columns, gamma=gamma, device=push.leader)
+            )
+        return found
 
     def _merged(self, total: SparseSum) -> tuple[Buffer, ops.Indices]:
         """Returns memory for the rows of a sum in index order, filled by ``run``."""
@@ -264,44 +218,50 @@ class PushPlan:
         self._merges.setdefault(device, []).append((rows, total.rows, plan))
         return rows, plan.indices
 
-    def _scale(self, push: DevicePush, rows: Sequence[_Scaling]) -> None:
-        """Plans one launch that scales sums down where the center has moved."""
-        if not rows or self._config.gamma is None:
+    def _plan_fused(self, push: DevicePush, rows: Sequence[ops.Update]) -> None:
+        """Plans one launch for mean, update and pull of dense sums."""
+        assert self._kernel is not None
+        kernel, period = ops.global_update_of(self._kernel), self._config.period
+        for row in rows:
+            push.leader.prepare(kernel, kernel.template_of(row))
+        job = Job([row[:-1] for row in rows], [row[-1] for row in rows], push.others)
+        writer = writer_of(push.leader, [row[:-1] for row in rows])
+        push.jobs[job] = lambda scalars: by_kernel(kernel, (period, *scalars), writer)
+
+    def _plan_apart(
+        self,
+        push: DevicePush,
+        updates: Sequence[tuple[list[Buffer], Part]],
+        means: Sequence[tuple[Buffer, Buffer]],
+    ) -> None:
+        """Plans separate launches for mean and update: of sparse sums, and for Python rules."""
+        leader, kernel = push.leader, self._kernel
+        apply, names = self._optimizer._apply, self._optimizer._slot_names
+        for mean, pushed in means:
+            ops.prepare_pack(leader, mean.dtype, pushed.dtype)
+        outs, sums = (list(column) for column in zip(*means, strict=True))
+        by = float(self._config.period)
+        push.reads.append(partial(ops.pack, outs, sums, divisor=by, device=leader))
+        job = Job([written for written, _ in updates], [part for _, part in updates])
+        if kernel is None:
+            push.jobs[job] = lambda _: run_python_rule(apply, names, job)
             return
-        for _, _, now, _ in rows:
-            ops.prepare_distance_scale(push.leader, now.dtype)
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        scale = partial(ops.distance_scale, *columns, gamma=self._config.gamma, device=push.leader)
-        push.reads.append(push.fenced(scale))
-
-    def _num_copies(self, member: Member) -> int:
-        """Returns the number of buffers to pull: the variable, and any master."""
-        return 2 if self._slots.wants_master(member.center) else 1
-
-    def _plan_copies(self, push: DevicePush, member: Member) -> None:
-        """Plans copies from the worker's first device to its others, and to ``pulled``."""
-        first, *others = self._optimizer._slots.rows(member.local)
-        for row in others:
-            for index in range(self._num_copies(member)):
-                push.copies_out.append((row[index].device, row[index], first[index]))
-        if self._config.gamma is not None:
-            pulled = self._pulled[member.local].buffers[0]
-            push.copies_out.append((pulled.device, pulled, first[0]))
+        for written, _ in updates:
+            ops.prepare_rule(kernel, leader, written[0].dtype, written[-1].dtype)
+        push.jobs[job] = lambda scalars: by_kernel(kernel, scalars)
 
     # -- the communication ------------------------------------------------------------------------
 
     def is_valid_for(self, sums: Mapping[Member, Sum]) -> bool:
         """Whether it can run again for these sums: only their values have changed."""
-        if self._center._version != self._version:
+        optimizer = self._optimizer
+        if self._center._version != self._version or optimizer._kernel is not self._kernel:
             return False
-        if self._optimizer._slots.by_name is not self._slots_seen:
+        if optimizer._slots.by_name is not self._slots_seen:
             return False
-        if self._optimizer._kernel is not self._kernel:  # use_nesterov may have changed
-            return False
-        pairs = zip(self._places, sums.values(), strict=False)
-        return len(sums) == len(self._places) and all([one is two for one, two in pairs])
+        return len(sums) == len(self._sums) and all(map(is_, self._sums, sums.values()))
 
-    def run(self, scalars: Sequence[float], then: Callable[[], None]) -> None:
+    def run(self, scalars: Scalars, then: Callable[[], None]) -> None:
         """Launches the push. If it fails before the center is changed, state is unchanged.
 
         Args:
@@ -310,86 +270,50 @@ class PushPlan:
 
         Raises:
             CollectiveError: an earlier push has updated the center only partly.
+            StalePushError: a checkpoint was loaded after the push was planned.
         """
         for launch in self._before:
             launch()
         for push in self._pushes:
-            for mover, to, of in push.copies_in:
-                copy_over(mover, to, of)
+            for copy in push.copies_in:
+                copy_over(*copy)
         # A Python rule reads the center and writes it later.
-        with self._center._pushing(use_locking=self._config.use_locking or bool(self._jobs)):
-            self._center._check_usable(self._version)
+        locks = self._config.use_locking or self._kernel is None
+        with self._center._pushing(use_locking=locks):
+            self._center._check_version(self._version)
+            self._center._check_usable()
             for push in self._pushes:
+                if push.reads:
+                    join_streams(push.leader, push.others)
                 for read in push.reads:
                     read()
-            for push, job in self._jobs:
-                job.begin()
-                rule = run_python_rule(self._optimizer._apply, self._optimizer._slot_names, job)
-                push.updates.append(partial(_end, job, rule))
-            self._launch(tuple(scalars), then)
+            rules = {
+                job: rule_of(scalars) for push in self._pushes for job, rule_of in push.jobs.items()
+            }
+            self._launch(rules, then)
 
-    def _launch(self, scalars: tuple[float, ...], then: Callable[[], None]) -> None:
+    def _launch(self, rules: Mapping[Job, Rule], then: Callable[[], None]) -> None:
         mesh_state = self._center.devices[0].mesh_state
         failed = partial(self._center._mark_push_failed, self._config.task)
         steps = [self._pushes] if self._config.use_locking else [[each] for each in self._pushes]
         with ExitStack() as stack:
             for pushes in steps:
                 with mesh_state.launch_lock:
-                    for begin in [begin for push in pushes for begin in push.begins]:
-                        begin()
+                    self._center._check_version(self._version)
+                    jobs = [job for push in pushes for job in push.jobs]
+                    for job in jobs if self._kernel is not None else ():
+                        job.begin()
                     if pushes is steps[0]:  # from here on the center changes
                         stack.enter_context(mesh_state.on_partial_failure(failed))
-                    for push in pushes:
-                        _updated(push, scalars)
+                    for job in jobs:
+                        job.end(rules[job])
+                    for copy in [copy for push in pushes for copy in push.copies_out]:
+                        copy_over(*copy)
             then()
 
 
-def _end(job: Job, rule: Rule, scalars: tuple[float, ...]) -> None:
-    job.end(rule)
-
-
-def _merge(
-    device: Device, rows: Sequence[tuple[Buffer, Buffer, ops.Segments]]
-) -> Callable[[], None]:
-    """Returns a launch that sorts rows of sums by index, one for each device."""
-    outs, values, plans = zip(*rows, strict=True)
-    return ops.segment_sum_command(outs, values, plans, device=device)
-
-
-def _fenced(leader: Device, others: Sequence[Device], launch: Callable[[], None]) -> None:
-    join_streams(leader, others)
-    launch()
-    fork_streams(leader, others)
-
-
-def _updated(push: DevicePush, scalars: tuple[float, ...]) -> None:
-    for update in push.updates:
-        update(scalars)
-    for mover, to, of in push.copies_out:
-        copy_over(mover, to, of)
-
-
-class _RowGather:
-    """Gathers rows of arrays on the devices of the arrays."""
-
-    def __init__(self) -> None:
-        self._of: dict[Device, list[tuple[Buffer, Buffer, ops.Indices]]] = {}
-
-    def rows(self, device: Device, whole: Buffer, indices: ops.Indices) -> Buffer:
-        """Returns new memory for rows, filled by the launches of the other two methods."""
-        out = device.empty((indices.size, *whole.shape[1:]), whole.dtype)
-        ops.prepare_take_rows(device, whole.dtype)
-        self._of.setdefault(device, []).append((out, whole, indices))
-        return out
-
-    def before(self, leader: Device) -> list[Callable[[], None]]:
-        """Returns launches that gather rows on devices other than the leader."""
-        return [self._ready(device) for device in self._of if device is not leader]
-
-    def behind(self, leader: Device) -> list[Callable[[], None]]:
-        """Returns launches that gather rows on the leader."""
-        return [self._ready(device) for device in self._of if device is leader]
-
-    def _ready(self, device: Device) -> Callable[[], None]:
-        outs, wholes, indices = zip(*self._of[device], strict=True)
-        return ops.take_rows_command(outs, wholes, indices, device=device)
+def _take(device: Device, rows: Sequence[_Taken]) -> Callable[[], None]:
+    """Returns a launch that gathers rows of arrays."""
+    for out, _, _ in rows:
+        ops.prepare_take_rows(device, out.dtype)
+    return ops.take_rows_command(*zip(*rows, strict=True), device=device)

@@ -268,16 +268,15 @@ class Worker:
         """Copies the center to the worker and clears its sums."""
         members = self.members
         check_unread([member.local for member in members])
-        mesh_state = self._center.devices[
-            0
-        ].mesh_state  # whose launch lock each push holds, at least
-        with DeferInterrupts(), self._center._pushing(use_locking=self._config.use_locking):
-            self._center._check_usable()
-            masters = [self._masters(member) for member in members]  # before the second lock
-            with mesh_state.launch_lock:
-                for member, (theirs, mine) in zip(members, masters, strict=True):
+        center = self._center
+        with DeferInterrupts(), center._lock:
+            center._check_usable()
+            with center.devices[0].mesh_state.launch_lock:  # each push holds it, at least
+                for member in members:
                     _copy_everywhere(member.center, member.local)
                     self.inner._slots.update_master(member.local)
+                    theirs = center.slot(member.center, MASTER)
+                    mine = self.inner.get_slot(member.local, MASTER)
                     if theirs is not None and mine is not None:
                         _copy_everywhere(theirs, mine)
             for member in members:
@@ -285,11 +284,6 @@ class Worker:
                 if member.local in self.pulled:
                     self.pulled[member.local].assign(member.local.buffers[0])
             self.is_due = False
-
-    def _masters(self, member: Member) -> tuple[Variable | None, Variable | None]:
-        """Returns the masters at the center and at the worker, if any."""
-        theirs = self._center.slot(member.center, MASTER)
-        return theirs, self.inner.get_slot(member.local, MASTER)
 
 
 def _copy_everywhere(center: Variable, local: Variable) -> None:
