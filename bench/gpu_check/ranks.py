@@ -29,7 +29,8 @@ from measure.clock import Call, host_seconds
 
 from gradreduce.backends import open_mesh
 from gradreduce.backends.cuda.nccl import NcclCollective
-from gradreduce.device import Buffer, Device, as_dtype
+from gradreduce.device import Buffer, Device, Mesh, Queue, as_dtype
+from gradreduce.device.collective import CollectiveCall
 from gradreduce.errors import CollectiveError
 
 from .setting import python
@@ -80,19 +81,24 @@ class SharingCollective(NcclCollective):
         communicator: of the one rank that this process has; None if it has all of them.
     """
 
-    def __init__(self, communicator: Any = None) -> None:
-        super().__init__()
+    def __init__(self, mesh: Mesh, communicator: Any = None) -> None:
+        super().__init__(mesh.mesh_state)
+        self.loaded()
         if communicator is not None:
             self._cliques.made[(0,)] = [communicator]
 
     def _check(self, name: str, buffers: Sequence[Buffer], written: Sequence[Buffer]) -> None:
         """Accepts several buffers on one GPU, one per rank."""
 
-    def _check_broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
+    def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
         """Accepts a root rank in another process."""
+        self._call(CollectiveCall("broadcast", buffers, buffers, root, queue))
 
-    def _check_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
+    def all_gather(
+        self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
+    ) -> None:
         """Accepts outputs with room for the inputs of other processes."""
+        self._call(CollectiveCall("all_gather", inputs, outputs, None, queue))
 
 
 def values(size: int, dtype: str, rank: int) -> np.ndarray[Any, Any]:
@@ -185,7 +191,7 @@ def _equal(buffers: Sequence[Buffer], wanted: Any, name: str) -> None:
 def together(ranks: Ranks) -> int:
     """Runs all ranks in this process, on GPU 0."""
     with open_mesh([0] * ranks.count, backend="cuda") as mesh:
-        collective = SharingCollective()
+        collective = SharingCollective(mesh)
         compared = compare(collective, mesh.devices, range(ranks.count), ranks)
         mesh.synchronize()
         collective.close()
@@ -235,7 +241,7 @@ def one_rank(rank: int, ranks: Ranks) -> int:
     with open_mesh([0], backend="cuda") as mesh:
         (device,) = mesh.devices
         communicator = _communicator(device, rank, ranks)
-        compared = compare(SharingCollective(communicator), [device], [rank], ranks)
+        compared = compare(SharingCollective(mesh, communicator), [device], [rank], ranks)
         mesh.synchronize()
         # Not aborted, as our own close() does: destroy lets what other ranks still read go out.
         communicator.destroy()
@@ -252,8 +258,7 @@ def hanging_rank(rank: int, ranks: Ranks) -> int:
     array = values(COST_SIZE, "float32", 0)
     with open_mesh([0], backend="cuda") as mesh:
         (device,) = mesh.devices
-        collective = SharingCollective(_communicator(device, rank, ranks))
-        mesh.mesh_state.on_failure.append(collective.abort)
+        collective = SharingCollective(mesh, _communicator(device, rank, ranks))
         buffers = _uploaded([device], [array])
         collective.all_reduce(buffers)
         _equal(buffers, array * ranks.count, "all_reduce")
@@ -322,7 +327,7 @@ def cost(ranks: Ranks) -> int:
 
     quick = ranks.sizes == QUICK_SIZES
     with open_mesh([0] * ranks.count, backend="cuda") as mesh:
-        collective = SharingCollective()
+        collective = SharingCollective(mesh)
         buffers = _uploaded(mesh.devices, [np.zeros(COST_SIZE, np.float32)] * ranks.count)
         collective.all_reduce(buffers)
         communicators = collective._cliques.made[(0,) * ranks.count]

@@ -24,25 +24,17 @@ class Spy(Collective):
     """Passes every call on and keeps, for each group, what its calls read."""
 
     def __init__(self, collective):
+        super().__init__(collective._mesh_state)
         self.collective = collective
         self.groups = []
         self.open = False
 
-    def all_reduce(self, buffers, op="sum", *, sources=None, queue="compute"):
+    def _call(self, call):
         assert self.open, "a call outside of any group"
-        assert op == "sum"
-        assert buffers[0].dtype not in GATHERED, "NCCL has no such type"
-        self.groups[-1].append(list(sources or buffers))
-        self.collective.all_reduce(buffers, op, sources=sources, queue=queue)
-
-    def broadcast(self, buffers, root, *, queue="compute"):
-        raise AssertionError("nccl broadcasts nothing")
-
-    def all_gather(self, outputs, inputs, *, queue="compute"):
-        assert self.open, "a call outside of any group"
-        assert inputs[0].dtype in GATHERED, "this the library adds"
-        self.groups[-1].append(list(inputs))
-        self.collective.all_gather(outputs, inputs, queue=queue)
+        is_gathered = call.inputs[0].dtype in GATHERED
+        assert call.name == ("all_gather" if is_gathered else "all_reduce"), "NCCL has no such type"
+        self.groups[-1].append(list(call.inputs))
+        self.collective._call(call)
 
     @contextmanager
     def group(self):

@@ -21,7 +21,7 @@ import os
 import reprlib
 from collections.abc import Callable, Container, Iterable, Sequence, Set
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -176,7 +176,7 @@ def _open_sim(
     made = [
         SimDevice(mesh_state, index, physical, options) for index, physical in enumerate(placement)
     ]
-    return _mesh(made, mesh_state, cache(SimCollective), options.workers.close)
+    return _mesh(made, mesh_state, cache(partial(SimCollective, mesh_state)), options.workers.close)
 
 
 def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
@@ -191,14 +191,14 @@ def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
     physicals = tuple(dict.fromkeys(placement))
     mesh_state = _mesh_state("cuda", streams.enable_peer_access(physicals))
     made = [cuda.CudaDevice(mesh_state, index, gpu) for index, gpu in enumerate(placement)]
-    collective = nccl.SharedNccl(mesh_state)
+    collective = nccl.NcclCollective(mesh_state)
 
     def close() -> None:
         for device in made:
             device.close()
         collective.close()
 
-    return _mesh(made, mesh_state, collective, close)
+    return _mesh(made, mesh_state, collective.loaded, close)
 
 
 def _mesh_state(backend: str, peer_access: bool | Set[tuple[int, int]]) -> MeshState:

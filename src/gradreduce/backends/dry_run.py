@@ -28,6 +28,7 @@ from gradreduce.device import (
 )
 from gradreduce.device.backend import Event
 from gradreduce.device.buffer import Row, User
+from gradreduce.device.collective import CollectiveCall
 from gradreduce.device.command_list import Command
 from gradreduce.device.graph_capture import Recording
 from gradreduce.device.mesh_state import MeshState
@@ -102,7 +103,7 @@ class DryRunMesh:
             DryRunDevice(mesh_state, index, physical, starts, self.touched)
             for index, physical in enumerate(placement)
         ]
-        collective = cache(lambda: DryRunCollective(self.touched))
+        collective = cache(lambda: DryRunCollective(mesh_state, self.touched))
         self.mesh = Mesh(made, mesh_state, collective, lambda: None)
         for device in made:
             device.mesh = self.mesh
@@ -208,36 +209,11 @@ class DryRunDevice(Device):
 class DryRunCollective(Collective):
     """A collective that checks and records calls."""
 
-    def __init__(self, touched: list[Touched]) -> None:
+    def __init__(self, mesh_state: MeshState, touched: list[Touched]) -> None:
+        super().__init__(mesh_state)
         self._touched = touched
 
-    def all_reduce(
-        self,
-        buffers: Sequence[Buffer],
-        op: str = "sum",
-        *,
-        sources: Sequence[Buffer] | None = None,
-        queue: Queue = "compute",
-    ) -> None:
-        """See ``Collective.all_reduce``."""
-        terms = self._check_sources("all_reduce", buffers, sources)
-        self._note("all_reduce", terms, buffers, queue)
-
-    def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
-        """See ``Collective.broadcast``."""
-        self._check_broadcast(buffers, root)
-        self._note("broadcast", buffers, buffers, queue)
-
-    def all_gather(
-        self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
-    ) -> None:
-        """See ``Collective.all_gather``."""
-        self._check_gather(outputs, inputs)
-        self._note("all_gather", inputs, outputs, queue)
-
-    def _note(
-        self, name: str, inputs: Sequence[Buffer], outputs: Sequence[Buffer], queue: Queue
-    ) -> None:
-        for read, written in zip(inputs, outputs, strict=True):
+    def _call(self, call: CollectiveCall) -> None:
+        for read, written in zip(call.inputs, call.outputs, strict=True):
             self._touched.append(Touched(read.device, (read,), (written,)))
-        self._submit(lambda: None, [(name, inputs, queue)], ())
+        self._submit(lambda: None, [call])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradreduce.errors import CollectiveError, DeviceMismatchError, listed
 
@@ -19,6 +19,7 @@ from .op_log import Record
 
 if TYPE_CHECKING:
     from .device import Device
+    from .mesh_state import MeshState
 
 # docs.nvidia.com/deeplearning/nccl/user-guide: "Using NCCL with CUDA Graphs", as of NCCL 2.30
 NOT_CAPTURED = (
@@ -28,6 +29,24 @@ NOT_CAPTURED = (
 )
 
 
+class CollectiveCall(NamedTuple):
+    """One checked call.
+
+    Attributes:
+        name: ``all_reduce``, ``broadcast`` or ``all_gather``.
+        inputs: of each rank what is read, on its device.
+        outputs: of each rank what is written; of a broadcast the inputs.
+        argument: what an all-reduce does, or the rank that a broadcast copies.
+        queue: of each device.
+    """
+
+    name: str
+    inputs: Sequence[Buffer]
+    outputs: Sequence[Buffer]
+    argument: Any
+    queue: Queue
+
+
 class Collective(ABC):
     """Collectives over one buffer on each physical device, each on a queue of that device.
 
@@ -35,7 +54,13 @@ class Collective(ABC):
     ready for its queue.
     """
 
+    def __init__(self, mesh_state: MeshState) -> None:
+        self._mesh_state = mesh_state
+
     @abstractmethod
+    def _call(self, call: CollectiveCall) -> None:
+        """Submits a call, or keeps it until the group ends."""
+
     def all_reduce(
         self,
         buffers: Sequence[Buffer],
@@ -56,14 +81,29 @@ class Collective(ABC):
         Raises:
             CollectiveError: no buffer, two on one physical device, one that is read-only, or
                 sizes or dtypes differ.
-            DeviceMismatchError: the buffers are of several meshes.
+            DeviceMismatchError: a buffer is of another mesh.
         """
+        self._check("all_reduce", buffers, buffers)
+        if sources is None:
+            sources = buffers
+        self._check("all_reduce", sources, ())
+        alike = (buffers[0].size, buffers[0].dtype) == (sources[0].size, sources[0].dtype)
+        if not alike or [each.device for each in sources] != [each.device for each in buffers]:
+            raise CollectiveError(
+                f"all_reduce: sources [{listed(sources)}] must have the devices, sizes and dtype "
+                f"of the buffers [{listed(buffers)}]"
+            )
+        self._call(CollectiveCall("all_reduce", sources, buffers, op, queue))
 
-    @abstractmethod
     def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
         """Copies ``buffers[root]`` to every buffer; raises as ``all_reduce`` does."""
+        if not 0 <= root < len(buffers):
+            raise CollectiveError(
+                f"broadcast: root={root} must be from 0 to {len(buffers) - 1}, the last buffer"
+            )
+        self._check("broadcast", buffers, [*buffers[:root], *buffers[root + 1 :]])
+        self._call(CollectiveCall("broadcast", buffers, buffers, root, queue))
 
-    @abstractmethod
     def all_gather(
         self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
     ) -> None:
@@ -71,6 +111,20 @@ class Collective(ABC):
 
         Each output lies where its input does and has the size of all inputs together.
         """
+        self._check("all_gather", inputs, outputs)
+        size = sum(buffer.size for buffer in inputs)
+        if [out.device for out in outputs] != [buffer.device for buffer in inputs]:
+            raise CollectiveError(
+                "all_gather: each output must be on the device of its input; got outputs "
+                f"[{listed(outputs)}] for inputs [{listed(inputs)}]"
+            )
+        for position, out in enumerate(outputs):
+            if (out.size, out.dtype) != (size, inputs[0].dtype):
+                raise CollectiveError(
+                    f"all_gather: output {position} is {out}; expected size {size} and dtype "
+                    f"{inputs[0].dtype}"
+                )
+        self._call(CollectiveCall("all_gather", inputs, outputs, None, queue))
 
     def connect(self, devices: Sequence[Device]) -> None:  # noqa: B027  # not every one must
         """Connects these devices, one on each physical device, in this order.
@@ -91,7 +145,7 @@ class Collective(ABC):
             )
         first = buffers[0]
         for position, buffer in enumerate(buffers):
-            if buffer.device.mesh_state is not first.device.mesh_state:
+            if buffer.device.mesh_state is not self._mesh_state:
                 raise DeviceMismatchError(f"{name}: buffer {position} is of another mesh")
             buffer.device.mesh_state.check_usable(buffer.device)
             if (buffer.size, buffer.dtype) != (first.size, first.dtype):
@@ -105,78 +159,31 @@ class Collective(ABC):
                     f"{name} would write {buffer}, which is read-only: pass a copy"
                 )
 
-    def _check_broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
-        """Raises unless ``buffers[root]`` can be copied to the others."""
-        if not 0 <= root < len(buffers):
-            raise CollectiveError(
-                f"broadcast: root={root} must be from 0 to {len(buffers) - 1}, the last buffer"
-            )
-        self._check("broadcast", buffers, [*buffers[:root], *buffers[root + 1 :]])
-
-    def _check_sources(
-        self, name: str, buffers: Sequence[Buffer], sources: Sequence[Buffer] | None
-    ) -> Sequence[Buffer]:
-        """Returns the sources (default: the buffers); raises unless they match the buffers."""
-        self._check(name, buffers, buffers)
-        if sources is None:
-            return buffers
-        self._check(name, sources, ())
-        alike = (buffers[0].size, buffers[0].dtype) == (sources[0].size, sources[0].dtype)
-        if not alike or [each.device for each in sources] != [each.device for each in buffers]:
-            raise CollectiveError(
-                f"{name}: sources [{listed(sources)}] must have the devices, sizes and dtype of "
-                f"the buffers [{listed(buffers)}]"
-            )
-        return sources
-
-    def _check_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
-        """Raises unless each output is on its input's device and can hold all inputs."""
-        self._check("all_gather", inputs, outputs)
-        size = sum(buffer.size for buffer in inputs)
-        if [out.device for out in outputs] != [buffer.device for buffer in inputs]:
-            raise CollectiveError(
-                "all_gather: each output must be on the device of its input; got outputs "
-                f"[{listed(outputs)}] for inputs [{listed(inputs)}]"
-            )
-        for position, out in enumerate(outputs):
-            if (out.size, out.dtype) != (size, inputs[0].dtype):
-                raise CollectiveError(
-                    f"all_gather: output {position} is {out}; expected size {size} and dtype "
-                    f"{inputs[0].dtype}"
-                )
-
-    def _submit(
-        self,
-        command: Command,
-        calls: Sequence[tuple[str, Sequence[Buffer], Queue]],
-        kept: Sequence[Buffer],
-    ) -> None:
-        """Submits a group of calls; adds one record for each buffer of each call.
+    def _submit(self, command: Command, calls: Sequence[CollectiveCall]) -> None:
+        """Submits a group of calls; adds one record for each rank of each call.
 
         Args:
             command: gives them, each time it is called.
-            calls: name, buffers and queue of each; at least one buffer in all.
-            kept: whatever memory they use beside these.
+            calls: at least one.
         """
-        buffers = [buffer for _, each, _ in calls for buffer in each]
-        queues = dict.fromkeys(queue for _, _, queue in calls if queue != "compute")
-        for buffer in (*buffers, *kept) if queues else ():
+        used = [buffer for call in calls for buffer in (*call.inputs, *call.outputs)]
+        queues = dict.fromkeys(call.queue for call in calls if call.queue != "compute")
+        for buffer in used if queues else ():
             buffer.block.touched.update((buffer.device, queue) for queue in queues)
-        mesh_state = buffers[0].device.mesh_state
-        if (
-            mesh_state.capture is not None
-            and len({buffer.device.physical for buffer in buffers}) > 1
-        ):
+        mesh_state = self._mesh_state
+        if mesh_state.capture is not None and len({buffer.device.physical for buffer in used}) > 1:
             raise CollectiveError(NOT_CAPTURED)
         mesh_state.submitted()  # before: one that fails may have been given to some of the devices
         with mesh_state.recording_commands(None):  # its fences are its own
             command()
         label = mesh_state.flight_recorder.thread.label
         records = tuple(
-            Record("collective", name, buffer.device.index, -1, buffer.nbytes, queue, label=label)
-            for name, each, queue in calls
-            for buffer in each
+            Record(
+                "collective", call.name, each.device.index, -1, each.nbytes, call.queue, label=label
+            )
+            for call in calls
+            for each in call.inputs
         )
         mesh_state.sink.replayed(records)
         if mesh_state.command_list is not None:
-            mesh_state.command_list.add(command, records, [*buffers, *kept])
+            mesh_state.command_list.add(command, records, used)

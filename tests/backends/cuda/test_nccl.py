@@ -94,7 +94,7 @@ def test_small_packs_of_a_reduction_share_one_group(mesh, here, monkeypatch):
     send = cuda_nccl.NcclCollective._send
 
     def noted(collective, calls):
-        groups.append([call.buffers[0].nbytes for call in calls])
+        groups.append([call.inputs[0].nbytes for call, _ in calls])
         send(collective, calls)
 
     monkeypatch.setattr(cuda_nccl.NcclCollective, "_send", noted)
@@ -278,8 +278,11 @@ def test_closing_aborts_what_was_made(here):
 
 def test_a_missing_library_names_the_wheel(monkeypatch, here):
     monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
-    with pytest.raises(BackendUnavailableError, match="nvidia-nccl-cu12"):
-        cuda_nccl.NcclCollective()
+    with (
+        open_mesh([0, 1], backend="cuda") as mesh,
+        pytest.raises(BackendUnavailableError, match="nvidia-nccl-cu12"),
+    ):
+        _ = mesh.collective
 
 
 class _NoLibrary:
@@ -301,8 +304,11 @@ class _NoLibrary:
 def test_a_missing_library_names_the_wheel_where_warnings_are_errors(monkeypatch, here):
     monkeypatch.delitem(sys.modules, "cupy.cuda.nccl")
     monkeypatch.setattr(sys, "meta_path", [_NoLibrary(), *sys.meta_path])
-    with pytest.raises(BackendUnavailableError, match="nvidia-nccl-cu12") as caught:
-        cuda_nccl.NcclCollective()
+    with (
+        open_mesh([0, 1], backend="cuda") as mesh,
+        pytest.raises(BackendUnavailableError, match="nvidia-nccl-cu12") as caught,
+    ):
+        _ = mesh.collective
     assert isinstance(caught.value.__cause__, UserWarning)
 
 
@@ -330,9 +336,11 @@ def test_errors_have_the_text_of_nccl_and_tell_of_two_libraries(here, tmp_path, 
         with pytest.raises(CollectiveError, match=said + "; this process") as caught:
             mesh.collective.connect(mesh.devices)
     libnccl.warn_of_several.cache_clear()  # it is told once
-    with pytest.warns(RuntimeWarning, match="has loaded 2 libnccl files") as warned:
-        cuda_nccl.NcclCollective()
-        cuda_nccl.NcclCollective()
+    with (
+        open_mesh([0, 1], backend="cuda") as mesh,
+        pytest.warns(RuntimeWarning, match="has loaded 2 libnccl files") as warned,
+    ):
+        _ = mesh.collective, mesh.collective
     (only,) = warned
     for file in files:
         assert all(f"{file} (2.21.5)" in str(told) for told in (only.message, caught.value))
@@ -343,8 +351,8 @@ def test_where_the_system_does_not_name_the_libraries_nothing_is_told(monkeypatc
     assert libnccl.error_details() == ""
 
 
-def test_simulated_buffers_are_refused(here):
-    collective = cuda_nccl.NcclCollective()
+def test_simulated_buffers_are_refused(mesh):
+    collective = mesh.collective
     with open_mesh([0, 1], backend="sim") as sim:
         buffers = ones(sim, (0, 1))
         outputs = [device.empty((18,), "float32") for device in sim.devices]
@@ -353,7 +361,7 @@ def test_simulated_buffers_are_refused(here):
             lambda: collective.broadcast(buffers, 0),
             lambda: collective.all_gather(outputs, buffers),
         ):
-            with pytest.raises(DeviceMismatchError, match="is not on a GPU"):
+            with pytest.raises(DeviceMismatchError, match="buffer 0 is of another mesh"):
                 call()
 
 

@@ -9,16 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import cupy
 
-from gradreduce.device import Buffer, Collective, DeferInterrupts, Device, Done, Queue, element_of
+from gradreduce.device import Buffer, Collective, DeferInterrupts, Device, Done, element_of
+from gradreduce.device.collective import CollectiveCall
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.waiting import acquired_in_time, run_in_thread
-from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError, listed
+from gradreduce.errors import BackendUnavailableError, CollectiveError, listed
 
 from .device import CudaDevice
 from .libnccl import error_details, warn_of_several
@@ -34,6 +34,8 @@ _TYPES = {
     "uint64": "NCCL_UINT64",
 }
 _OPS = {"sum": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
+# collective -> method of a communicator
+_METHODS = {"all_reduce": "allReduce", "broadcast": "broadcast", "all_gather": "allGather"}
 ABORT_SECONDS = 10.0
 # How long an abort waits for a thread that is inside of NCCL.
 INSIDE_SECONDS = 2.0
@@ -43,35 +45,17 @@ _IN_PROGRESS = 7  # ncclInProgress
 _FIRST_TO_ABORT_IN_GROUPS = 22200  # NCCL 2.22.0, as get_version() spells it
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One collective, not yet sent.
+class _Ready(NamedTuple):
+    """One collective, not yet sent, and the arguments of each rank: all but the stream."""
 
-    Attributes:
-        name: of the collective, for the journal.
-        method: of a communicator.
-        buffers: whose devices are the ranks, in order; also keeps their memory.
-        arguments: of each rank, all but the stream.
-        queue: of each rank's device.
-        outputs: whatever other memory it uses, which is kept too until the call is sent.
-    """
-
-    name: str
-    method: str
-    buffers: tuple[Buffer, ...]
+    call: CollectiveCall
     arguments: tuple[tuple[int, ...], ...]
-    queue: Queue
-    outputs: tuple[Buffer, ...] = ()
-
-    @property
-    def physicals(self) -> tuple[int, ...]:
-        return tuple(buffer.device.physical for buffer in self.buffers)
 
 
 class _Open(threading.local):
     """The calls of a thread's open group; None outside of any."""
 
-    calls: list[_Call] | None = None
+    calls: list[_Ready] | None = None
 
 
 class _Cliques:
@@ -108,74 +92,58 @@ class NcclCollective(Collective):
     A group's calls are kept until it ends and sent together: communicators that are made inside
     an NCCL group are not ready before it ends, and a block that raises must have sent nothing.
 
-    Raises:
-        BackendUnavailableError: CuPy finds no libnccl; the text names the wheel to install.
+    ``loaded`` comes before the first call.
     """
 
-    def __init__(self) -> None:
-        self._nccl = _nccl()
-        warn_of_several()
+    _nccl: Any
+
+    def __init__(self, mesh_state: MeshState) -> None:
+        super().__init__(mesh_state)
         self._cliques = _Cliques()
         self._pending: set[Done] = set()  # threads that make communicators, or abort them
         self._open = _Open()
+        mesh_state.on_failure.append(self.abort)
+        mesh_state.library_error = self.error
+        mesh_state.library_finished = self.ended
 
-    def all_reduce(
-        self,
-        buffers: Sequence[Buffer],
-        op: str = "sum",
-        *,
-        sources: Sequence[Buffer] | None = None,
-        queue: Queue = "compute",
-    ) -> None:
-        """See ``Collective.all_reduce``; sums are the only complex reductions.
+    def loaded(self) -> NcclCollective:
+        """Imports the library; returns this.
 
         Raises:
-            CollectiveError: beside the others: NCCL has no such operation, or not for this dtype.
+            BackendUnavailableError: CuPy finds no libnccl; the text names the wheel to install.
         """
-        if op not in _OPS:
-            raise CollectiveError(f"all_reduce: op={op!r} is not one of {list(_OPS)}")
-        terms = self._check_sources("all_reduce", buffers, sources)
-        count, kind = self._typed(buffers[0], op)
-        number = getattr(self._nccl, _OPS[op])
-        self._add(
-            "all_reduce",
-            "allReduce",
-            buffers,
-            [
-                (term.address, buffer.address, count, kind, number)
-                for term, buffer in zip(terms, buffers, strict=True)
-            ],
-            queue,
-            terms,
-        )
+        self._nccl = _nccl()
+        warn_of_several()
+        return self
 
-    def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
-        """See ``Collective.broadcast``."""
-        self._check_broadcast(buffers, root)
-        count, kind = self._as_bytes(buffers[0])
-        self._add(
-            "broadcast",
-            "broadcast",
-            buffers,
-            [(buffer.address, buffer.address, count, kind, root) for buffer in buffers],
-            queue,
-        )
+    def _call(self, call: CollectiveCall) -> None:
+        """See ``Collective._call``.
 
-    def all_gather(
-        self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
-    ) -> None:
-        """See ``Collective.all_gather``."""
-        self._check_gather(outputs, inputs)
-        count, kind = self._as_bytes(inputs[0])
-        addresses = [(of.address, to.address) for to, of in zip(outputs, inputs, strict=True)]
-        self._add(
-            "all_gather",
-            "allGather",
-            inputs,
-            [(source, target, count, kind) for source, target in addresses],
-            queue,
-            outputs,
+        Raises:
+            CollectiveError: NCCL has no such operation, or not for this dtype. Sums are the only
+                complex reductions.
+        """
+        first = call.inputs[0]
+        count, kind = first.nbytes, self._nccl.NCCL_UINT8  # any dtype, as bytes
+        last = [] if call.argument is None else [call.argument]
+        if call.name == "all_reduce":
+            if call.argument not in _OPS:
+                raise CollectiveError(
+                    f"all_reduce: op={call.argument!r} is not one of {list(_OPS)}"
+                )
+            count, kind = self._typed(first, call.argument)
+            last = [getattr(self._nccl, _OPS[call.argument])]
+        ready = _Ready(
+            call,
+            tuple(
+                (source.address, target.address, count, kind, *last)
+                for source, target in zip(call.inputs, call.outputs, strict=True)
+            ),
         )
+        if self._open.calls is None:
+            self._send([ready])
+        else:
+            self._open.calls.append(ready)
 
     def connect(self, devices: Sequence[Device]) -> None:
         """See ``Collective.connect``.
@@ -185,7 +153,7 @@ class NcclCollective(Collective):
         """
         cliques = self._cliques
         with cliques.lock:
-            self._clique(cliques, tuple(device.physical for device in devices), devices[0])
+            self._clique(cliques, devices)
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -193,7 +161,7 @@ class NcclCollective(Collective):
         if self._open.calls is not None:
             yield
             return
-        calls: list[_Call] = []
+        calls: list[_Ready] = []
         self._open.calls = calls
         try:
             yield
@@ -243,54 +211,40 @@ class NcclCollective(Collective):
 
     # -- sending ----------------------------------------------------------------------------------
 
-    def _add(
-        self,
-        name: str,
-        method: str,
-        buffers: Sequence[Buffer],
-        arguments: Sequence[tuple[int, ...]],
-        queue: Queue,
-        outputs: Sequence[Buffer] = (),
-    ) -> None:
-        call = _Call(name, method, tuple(buffers), tuple(arguments), queue, tuple(outputs))
-        if self._open.calls is None:
-            self._send([call])
-        else:
-            self._open.calls.append(call)
-
-    def _send(self, calls: Sequence[_Call]) -> None:
+    def _send(self, calls: Sequence[_Ready]) -> None:
         """Sends calls as one NCCL group; without it several GPUs of a process deadlock."""
-        if not calls:
-            return
-        kept = [buffer for call in calls for buffer in call.outputs]
-        entries = [(call.name, call.buffers, call.queue) for call in calls]
-        self._submit(partial(self._group, calls), entries, kept)
+        if calls:
+            self._submit(partial(self._group, calls), [each.call for each in calls])
 
-    def _group(self, calls: Sequence[_Call]) -> None:
+    def _group(self, calls: Sequence[_Ready]) -> None:
         cliques = self._cliques
         with cliques.lock:
-            used = [self._clique(cliques, call.physicals, call.buffers[0].device) for call in calls]
+            used = [
+                self._clique(cliques, [buffer.device for buffer in each.call.inputs])
+                for each in calls
+            ]
             cliques.check()
             self._run("groupStart", self._nccl.groupStart)
             try:
-                for call, communicators in zip(calls, used, strict=True):
-                    self._call(call, communicators)
+                for each, communicators in zip(calls, used, strict=True):
+                    self._enqueue(each, communicators)
             finally:
                 try:
                     self._run("groupEnd", self._nccl.groupEnd)
                 finally:  # one that fails may have launched on some of the GPUs
-                    for call in calls:  # only now, all of them
-                        for buffer in call.buffers:
-                            cuda_device(buffer)._submitted(call.queue)
+                    for call, _ in calls:  # only now, all of them
+                        for buffer in call.inputs:
+                            cast("CudaDevice", buffer.device)._submitted(call.queue)
 
-    def _call(self, call: _Call, communicators: Sequence[Any]) -> None:
+    def _enqueue(self, ready: _Ready, communicators: Sequence[Any]) -> None:
+        call = ready.call
         for communicator, buffer, arguments in zip(
-            communicators, call.buffers, call.arguments, strict=True
+            communicators, call.inputs, ready.arguments, strict=True
         ):
-            device = cuda_device(buffer)
+            device = cast("CudaDevice", buffer.device)
             with device.gpu:
                 stream = device._ready(call.queue).ptr
-                self._run(call.name, getattr(communicator, call.method), *arguments, stream)
+                self._run(call.name, getattr(communicator, _METHODS[call.name]), *arguments, stream)
 
     def _run(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -310,22 +264,21 @@ class NcclCollective(Collective):
 
     # -- communicators ----------------------------------------------------------------------------
 
-    def _clique(
-        self, cliques: _Cliques, physicals: tuple[int, ...], device: Device
-    ) -> Sequence[Any]:
-        """Returns the communicators of these GPUs; makes them at the first call.
+    def _clique(self, cliques: _Cliques, devices: Sequence[Device]) -> Sequence[Any]:
+        """Returns the communicators of these devices' GPUs; makes them at the first call.
 
         NCCL's initialisation may hang and cannot be interrupted, so a thread of its own is in it:
         the caller comes back when its mesh fails, or by Ctrl-C.
         """
         cliques.check()
+        physicals = tuple(device.physical for device in devices)
         if physicals not in cliques.made:
             failed: list[Exception] = []
             with DeferInterrupts():  # or nobody waits for a thread that has begun
                 done = run_in_thread(partial(self._initialise, cliques, physicals, failed))
                 self._pending.add(done)
             while not done.wait(_LOOK_SECONDS):
-                device.mesh_state.check_usable(device)
+                self._mesh_state.check_usable(devices[0])
             self._pending.discard(done)
             if failed:
                 raise failed[0]
@@ -393,14 +346,11 @@ class NcclCollective(Collective):
                 with suppress(self._nccl.NcclError):  # the others must be ended all the same
                     communicator.abort()
 
-    # -- dtypes -----------------------------------------------------------------------------------
-
     def _typed(self, buffer: Buffer, op: str) -> tuple[int, int]:
         """Returns count and NCCL type of a buffer, by its elements.
 
         Both are right for a sum alone.
         """
-        cuda_device(buffer)
         element = element_of(buffer.dtype)
         name = _TYPES.get(element.name)
         if op != "sum" and element.viewed is not None:
@@ -413,55 +363,6 @@ class NcclCollective(Collective):
                 f"NCCL does not support {op} of {buffer.dtype}; use 'hierarchical_copy'"
             )
         return buffer.size * element.lanes, getattr(self._nccl, name)
-
-    def _as_bytes(self, buffer: Buffer) -> tuple[int, int]:
-        """Returns count and NCCL type of a buffer as bytes, for any dtype."""
-        cuda_device(buffer)
-        return buffer.nbytes, self._nccl.NCCL_UINT8
-
-
-class SharedNccl:
-    """Makes the collective of a mesh at the first use; closes it with the mesh."""
-
-    def __init__(self, mesh_state: MeshState) -> None:
-        self._lock = threading.Lock()
-        self._made: NcclCollective | None = None
-        mesh_state.on_failure.append(self._abort)
-        mesh_state.library_error = self._error
-        mesh_state.library_finished = self._ended
-
-    def __call__(self) -> NcclCollective:
-        """Returns the collective.
-
-        Raises:
-            BackendUnavailableError: CuPy finds no libnccl.
-        """
-        with self._lock:
-            if self._made is None:
-                self._made = NcclCollective()
-            return self._made
-
-    def close(self) -> None:
-        """See ``NcclCollective.close``."""
-        if self._made is not None:
-            self._made.close()
-
-    def _abort(self) -> None:
-        if self._made is not None:
-            self._made.abort()
-
-    def _error(self) -> str | None:
-        return None if self._made is None else self._made.error()
-
-    def _ended(self, seconds: float) -> bool:
-        return self._made is None or self._made.ended(seconds)
-
-
-def cuda_device(buffer: Buffer) -> CudaDevice:
-    """Returns the GPU device of ``buffer``."""
-    if not isinstance(buffer.device, CudaDevice):
-        raise DeviceMismatchError(f"{buffer} is not on a GPU")
-    return buffer.device
 
 
 def _nccl() -> Any:

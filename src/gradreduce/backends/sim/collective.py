@@ -2,91 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
-from gradreduce.device import Buffer, Collective, Queue, accumulate_dtype
+from gradreduce.device import Collective, accumulate_dtype
+from gradreduce.device.collective import CollectiveCall
 
-from .device import SimDevice, memory_of, sim_device
+from .device import SimDevice, memory_of
 from .fp_warnings import without_warnings
+
+_Arrays = list[np.ndarray]
+
+
+def _all_reduce(inputs: _Arrays, outputs: _Arrays, op: str) -> None:
+    total = inputs[0].astype(accumulate_dtype(inputs[0].dtype))
+    for term in inputs[1:]:
+        total += term
+    for array in outputs:
+        array[...] = total
+
+
+def _broadcast(inputs: _Arrays, outputs: _Arrays, root: int) -> None:
+    for array in outputs[:root] + outputs[root + 1 :]:
+        array[...] = inputs[root]
+
+
+def _all_gather(inputs: _Arrays, outputs: _Arrays, _: None) -> None:
+    gathered = np.concatenate(inputs)
+    for array in outputs:
+        array[...] = gathered
+
+
+_WORK: dict[str, Callable[[_Arrays, _Arrays, Any], None]] = {
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+}
 
 
 class SimCollective(Collective):
     """Collectives that sum in the accumulate dtype, in mesh order, and round once."""
 
-    def all_reduce(
-        self,
-        buffers: Sequence[Buffer],
-        op: str = "sum",
-        *,
-        sources: Sequence[Buffer] | None = None,
-        queue: Queue = "compute",
-    ) -> None:
-        """See ``Collective.all_reduce``."""
-        if op != "sum":
+    def _call(self, call: CollectiveCall) -> None:
+        """Runs a call once when all devices' queues have reached it; they wait for its end."""
+        if call.name == "all_reduce" and call.argument != "sum":
             raise NotImplementedError(
-                f"all_reduce with op={op!r}: simulated devices support only 'sum'"
+                f"all_reduce with op={call.argument!r}: simulated devices support only 'sum'"
             )
-        terms = [memory_of(each) for each in self._check_sources("all_reduce", buffers, sources)]
-        arrays = [memory_of(buffer) for buffer in buffers]
-        acc_dtype = accumulate_dtype(buffers[0].dtype)
-
-        def work() -> None:
-            total = terms[0].astype(acc_dtype)
-            for term in terms[1:]:
-                total += term
-            for array in arrays:
-                array[...] = total
-
-        silent = partial(without_warnings, work)
-        self._run_after_all("all_reduce", buffers, silent, queue, sources or ())
-
-    def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
-        """See ``Collective.broadcast``."""
-        self._check_broadcast(buffers, root)
-        arrays = [memory_of(buffer) for buffer in buffers]
-
-        def work() -> None:
-            for array in arrays[:root] + arrays[root + 1 :]:
-                array[...] = arrays[root]
-
-        self._run_after_all("broadcast", buffers, work, queue)
-
-    def all_gather(
-        self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
-    ) -> None:
-        """See ``Collective.all_gather``."""
-        self._check_gather(outputs, inputs)
-        sources = [memory_of(buffer) for buffer in inputs]
-        targets = [memory_of(out) for out in outputs]
-
-        def work() -> None:
-            gathered = np.concatenate(sources)
-            for target in targets:
-                target[...] = gathered
-
-        self._run_after_all("all_gather", inputs, work, queue, outputs)
-
-    def _run_after_all(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        work: Callable[[], None],
-        queue: Queue,
-        kept: Sequence[Buffer] = (),
-    ) -> None:
-        """Runs work once when all devices' queues have reached it; they wait for its end."""
-        devices: list[SimDevice] = [sim_device(buffer) for buffer in buffers]
-        first = devices[0]
+        inputs, outputs = list(map(memory_of, call.inputs)), list(map(memory_of, call.outputs))
+        work = partial(without_warnings, _WORK[call.name], inputs, outputs, call.argument)
+        first, *others = [cast("SimDevice", buffer.device) for buffer in call.inputs]
+        queue = call.queue
 
         def command() -> None:
-            for device in devices[1:]:
+            for device in others:
                 first.wait(device.mark(queue), queue=queue)
             first.submit(queue, work)
             done = first.mark(queue)
-            for device in devices[1:]:
+            for device in others:
                 device.wait(done, queue=queue)
 
-        self._submit(command, [(name, buffers, queue)], kept)
+        self._submit(command, [call])

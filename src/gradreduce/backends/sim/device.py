@@ -379,10 +379,3 @@ def recording_of(capture: Capture) -> Replay:
     """Returns the recording of a capture of simulated devices."""
     assert isinstance(capture.backend, Replay)
     return capture.backend
-
-
-def sim_device(buffer: Buffer) -> SimDevice:
-    """Returns the simulated device of ``buffer``."""
-    if not isinstance(buffer.device, SimDevice):
-        raise DeviceMismatchError(f"{buffer} is not on a simulated device")
-    return buffer.device
