@@ -48,7 +48,7 @@ def entries_of(stem):
 
 
 # Files of ops/ that no kernel has the name of.
-SHARED = ("row_index", "segments", "update_kernels", "update_rules", "validate")
+SHARED = ("row_index", "running_sum", "segments", "update_kernels", "update_rules", "validate")
 ENTRIES = [(stem, entry) for stem in STEMS for entry in entries_of(stem)]
 
 

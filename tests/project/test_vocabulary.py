@@ -97,7 +97,6 @@ ALLOWED = {
     "gathered": "_gathered _is_gathered gathered",
     "push": "optim/agn/* _push push",  # of AGN, and of a term onto a sum
     "rate": "learning_rate",
-    "room": "room",  # free memory
     "root": "root",  # of a broadcast, and of a graph
     "serve": "_serve",  # takes in a queue
     "watch": "_watch",  # of a watchdog

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from weakref import ref
@@ -11,6 +11,8 @@ from weakref import ref
 import numpy as np
 
 from gradreduce.errors import NotCopied
+
+from .dtypes import ELEMENT_OF
 
 if TYPE_CHECKING:
     from .device import Device
@@ -296,6 +298,44 @@ class FlatLayout:
     sizes: tuple[int, ...]
     spans: tuple[int, ...]
     size: int
+
+
+def as_elements(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Views buffers as elements of the kernels: complex as pairs, signed integers as unsigned."""
+    viewed = []
+    for buffer in buffers:
+        element = ELEMENT_OF[buffer.dtype]
+        if element.viewed is not None:
+            buffer = buffer.view(0, (buffer.size * element.lanes,), element.viewed)
+        viewed.append(buffer)
+    return viewed
+
+
+def same_dtypes(rows: Iterable[Row]) -> list[list[Row]]:
+    """Groups rows by the dtypes of their first and last operand and the number of operands."""
+    groups: dict[tuple[int, int, int], list[Row]] = {}  # by id: hashing a dtype is slow
+    for row in rows:
+        groups.setdefault((id(row[0].dtype), id(row[-1].dtype), len(row)), []).append(row)
+    return list(groups.values())
+
+
+def by_template(groups: Iterable[Sequence[Row]]) -> dict[tuple[str, str, int], list[Row]]:
+    """Views rows as elements, and joins those of one launch.
+
+    Args:
+        groups: see ``same_dtypes``.
+
+    Returns:
+        Keyed by the element of the outputs, that of the inputs, and the number of operands.
+    """
+    launches: dict[tuple[str, str, int], list[Row]] = {}
+    for rows in groups:
+        to, of = ELEMENT_OF[rows[0][0].dtype], ELEMENT_OF[rows[0][-1].dtype]
+        key = (to.name, of.name, len(rows[0]))
+        if to.viewed is not None:
+            rows = [as_elements(row) for row in rows]
+        launches.setdefault(key, []).extend(rows)
+    return launches
 
 
 def handle_of(stream: Stream) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .accumulate_n import ACCUMULATE_N, accumulate_n, accumulate_unchecked, prepare_accumulate_n
 from .adaptive import ADAGRAD, ADAM, RMSPROP, RMSPROP_CENTERED
 from .add_n import ADD_N, add_n, add_on_host, add_unchecked, cast_unchecked, prepare_add_n
-from .all_sum import ALL_SUM, all_sum, all_sum_unchecked, prepare_all_sum
+from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .clip import CLIP, clip, prepare_clip
 from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
 from .divide import DIVIDE, divide, prepare_divide
@@ -36,7 +36,6 @@ __all__ = [
     "add_on_host",
     "add_unchecked",
     "all_sum",
-    "all_sum_unchecked",
     "cast_unchecked",
     "clip",
     "distance_scale",

@@ -7,22 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
+from gradreduce.device.buffer import by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
-from .validate import SAME, TO_ACC, by_dtype, paired
+from .running_sum import add_left_to_right
+from .validate import SAME, TO_ACC, check_groups
 
 
 def _accumulate_n_reference(table: Sequence[Arrays], num_inputs: int) -> None:
     """``total = total + in[0] + in[1] + …``, left to right, in the accumulate dtype of total."""
     for total, *inputs in table:
         acc_dtype = accumulate_dtype(total.dtype)
-        # From the second addition on, an input that is the total must have its old value.
-        late = any(np.may_share_memory(total, term) for term in inputs[1:])
-        in_place = total.dtype == acc_dtype and not late
-        running = total if in_place else total.astype(acc_dtype)
-        for term in inputs:
-            # Cast first: float64 terms of a float32 sum are rounded before they are added.
-            np.add(running, term.astype(acc_dtype, copy=False), out=running)
+        if inputs[0].itemsize > acc_dtype.itemsize:  # float64 terms are rounded before the addition
+            inputs = [term.astype(acc_dtype) for term in inputs]
+        running = add_left_to_right([total, *inputs], acc_dtype, total)
         if running is not total:
             total[...] = running
 
@@ -43,6 +41,7 @@ def accumulate_n(
     *,
     device: Device | None = None,
     queue: Queue = "compute",
+    checked: bool = True,
 ) -> None:
     """``totals[t] += inputs[t][0] + inputs[t][1] + …`` for every tensor t, left to right.
 
@@ -54,22 +53,24 @@ def accumulate_n(
             the total's or a float that is cast to it.
         device: launches on its queue; default that of ``totals[0]``. Adds no stream waits.
         queue: the queue to launch on.
+        checked: see ``add_n``.
 
     Raises:
         ValueError: sizes or dtypes do not match, or a total partly overlaps an input.
     """
-    rows = zip(zip(totals), inputs, strict=True)
-    for (to, of, _, num_inputs), operands in by_dtype(ACCUMULATE_N, rows).items():
+    groups = same_dtypes((total, *terms) for total, terms in zip(totals, inputs, strict=True))
+    if checked:
+        check_groups(ACCUMULATE_N, groups)
+    for (to, of, num_operands), rows in by_template(groups).items():
         device = device or totals[0].device
-        device.launch(ACCUMULATE_N, (to, of), operands, (num_inputs,), queue=queue)
+        device.launch(ACCUMULATE_N, (to, of), rows, (num_operands - 1,), queue=queue)
 
 
 def accumulate_unchecked(
     totals: Sequence[Buffer], inputs: Sequence[Buffer], *, device: Device
 ) -> None:
-    """``totals[t] += inputs[t]`` without validation; see ``pack_unchecked``."""
-    for (to, of, _, _), operands in paired(ACCUMULATE_N, totals, inputs, fitted=True).items():
-        device.launch(ACCUMULATE_N, (to, of), operands, (1,))
+    """``totals[t] += inputs[t]`` without validation."""
+    accumulate_n(totals, list(zip(inputs)), device=device, checked=False)
 
 
 def prepare_accumulate_n(device: Device, total: np.dtype, term: np.dtype) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype, element_of
+from gradreduce.device.buffer import as_elements, by_template, same_dtypes
 from gradreduce.device.dtypes import ELEMENT_OF, is_known
 from gradreduce.device.kernel import Arrays
 
-from .validate import SAME, TO_ACC, as_elements, by_dtype, paired
+from .running_sum import add_left_to_right
+from .validate import SAME, TO_ACC, check_groups
 
 # Up to this many inputs, the count is a template argument: all loads are in flight together.
 UNROLLED = 8
@@ -24,15 +26,7 @@ def _add_n_reference(table: Sequence[Arrays], num_inputs: int) -> None:
         if num_inputs == 1:
             out[...] = inputs[0]
             continue
-        acc_dtype = accumulate_dtype(inputs[0].dtype)
-        # `out` may be an input that is still to be read; the first two are read by then.
-        late = False
-        for term in inputs[2:]:
-            late = late or np.may_share_memory(out, term)
-        total = out if out.dtype == acc_dtype and not late else np.empty(out.shape, acc_dtype)
-        np.add(inputs[0], inputs[1], out=total, dtype=acc_dtype)
-        for term in inputs[2:]:
-            np.add(total, term, out=total, dtype=acc_dtype)
+        total = add_left_to_right(inputs, accumulate_dtype(inputs[0].dtype), out)
         if total is not out:
             out[...] = total
 
@@ -63,6 +57,7 @@ def add_n(
     *,
     device: Device | None = None,
     queue: Queue = "compute",
+    checked: bool = True,
 ) -> None:
     """``outs[t] = inputs[t][0] + inputs[t][1] + …`` for every tensor t, left to right.
 
@@ -75,20 +70,22 @@ def add_n(
             the output's or one that it accumulates.
         device: launches on its queue; default that of ``outs[0]``. Adds no stream waits.
         queue: the queue to launch on.
+        checked: False leaves out validation, for operands that were created to match.
 
     Raises:
         ValueError: sizes or dtypes do not match, or an output partly overlaps an input.
     """
-    rows = zip(zip(outs), inputs, strict=True)
-    for (to, of, _, num_inputs), operands in by_dtype(ADD_N, rows).items():
-        device = device or outs[0].device
-        device.launch(ADD_N, _template(to, of, num_inputs), operands, (num_inputs,), queue=queue)
+    groups = same_dtypes((out, *terms) for out, terms in zip(outs, inputs, strict=True))
+    if checked:
+        check_groups(ADD_N, groups)
+    for (to, of, num_operands), rows in by_template(groups).items():
+        device, num_inputs = device or outs[0].device, num_operands - 1
+        device.launch(ADD_N, _template(to, of, num_inputs), rows, (num_inputs,), queue=queue)
 
 
 def cast_unchecked(outs: Sequence[Buffer], inputs: Sequence[Buffer], *, device: Device) -> None:
-    """``outs[t] = inputs[t]``, cast, without validation; see ``pack_unchecked``."""
-    for (to, of, _, _), operands in paired(ADD_N, outs, inputs, fitted=True).items():
-        device.launch(ADD_N, _template(to, of, 1), operands, (1,))
+    """``outs[t] = inputs[t]``, cast, without validation."""
+    add_n(outs, list(zip(inputs)), device=device, checked=False)
 
 
 def add_unchecked(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
@@ -111,16 +108,16 @@ def add_unchecked(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
     return out
 
 
-def add_on_host(terms: Sequence[Any], device: Device) -> Any:
+def add_on_host(terms: Sequence[Any], device: Callable[[], Device]) -> Any:
     """Sums small NumPy arrays on the host, left to right; returns None if it cannot.
 
-    It cannot if ``device`` does not compute on the host, there are fewer than two terms, or a term
+    It cannot if the device does not compute on the host, there are fewer than two terms, or a term
     is not a NumPy array, is larger than ``SMALL``, differs in shape or dtype from the others, or is
     not contiguous and aligned: then the caller validates, and calls ``add_unchecked``.
 
     Args:
         terms: any objects.
-        device: records the launch.
+        device: returns the device that records the launch.
     """
     if len(terms) < 2 or type(terms[0]) is not np.ndarray:
         return None
@@ -140,7 +137,7 @@ def add_on_host(terms: Sequence[Any], device: Device) -> Any:
     viewed = element_of(dtype).viewed
     if viewed is not None:
         row = [array.view(viewed) for array in row]
-    return out if device.run_on_host(ADD_N, row, (len(terms),)) else None
+    return out if device().run_on_host(ADD_N, row, (len(terms),)) else None
 
 
 def prepare_add_n(device: Device, out: np.dtype, term: np.dtype, num_inputs: int) -> None:

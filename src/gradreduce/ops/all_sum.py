@@ -7,17 +7,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype, element_of
-from gradreduce.device.buffer import Row
-from gradreduce.device.dtypes import ELEMENT_OF
+from gradreduce.device.buffer import Row, by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
-from .validate import FLOATS, FROM_ACC, SAME, as_elements, by_dtype, check_divisor
+from .running_sum import add_left_to_right
+from .validate import FLOATS, FROM_ACC, SAME, check_divisor, check_groups
 
 # For these numbers of inputs, of floats, the count is a template argument: all loads are in flight
 # together.
 UNROLLED = (1, 2, 4, 8)
-# From this many elements on, checking whether an output can hold the sum is cheaper than a copy.
-LARGE = 1 << 12
 
 
 def _all_sum_reference(
@@ -27,41 +25,18 @@ def _all_sum_reference(
     first = split or num_inputs
     acc_dtype = accumulate_dtype(table[0][num_outs].dtype)
     over = np.asarray(divisor, acc_dtype)  # a zero-dimensional array: a scalar takes twice as long
-    largest = max(row[0].size for row in table)
-    scratch = np.empty(2 * largest, acc_dtype)
-    ready = -1
     for row in table:
         outs, inputs = row[:num_outs], row[num_outs:]
-        size = outs[0].size
-        if size != ready:  # tiny tensors often have one size, and a view takes as long as a sum
-            ready, room, rest = size, scratch[:size], scratch[largest : largest + size]
-        holds = size >= LARGE and _may_hold(outs[0], inputs[min(first, 2) :], acc_dtype)
-        total = outs[0] if holds else room
-        if num_inputs > 1 or divisor == 1:
-            _left_to_right(total, inputs[:first])
+        late = inputs[split:] if split else ()
+        total = add_left_to_right(inputs[:first], acc_dtype, outs[0], late)
         if split:
-            _left_to_right(rest, inputs[split:])
-            np.add(total, rest, total)
-        if divisor != 1:  # of one input without a pass that copies it first
-            np.true_divide(total if num_inputs > 1 else inputs[0], over, total, dtype=acc_dtype)
+            rest = add_left_to_right(inputs[split:], acc_dtype)
+            total = np.add(total, rest, None if split == 1 else total)
+        if divisor != 1:
+            total = np.true_divide(total, over, None if num_inputs == 1 else total, dtype=acc_dtype)
         for out in outs:
             if out is not total:
                 out[...] = total
-
-
-def _may_hold(out: np.ndarray, late: Arrays, acc_dtype: np.dtype) -> bool:
-    """Whether an output can hold the running sum: not if it is a term read later."""
-    return out.dtype == acc_dtype and not any(np.may_share_memory(out, term) for term in late)
-
-
-def _left_to_right(total: np.ndarray, terms: Arrays) -> None:
-    """Writes the sum; the first two terms are read before anything is written."""
-    if len(terms) == 1:
-        total[...] = terms[0]
-        return
-    np.add(terms[0], terms[1], total, dtype=total.dtype)
-    for term in terms[2:]:
-        np.add(total, term, total, dtype=total.dtype)
 
 
 ALL_SUM = Kernel(
@@ -97,6 +72,7 @@ def all_sum(
     divisor: float = 1,
     device: Device | None = None,
     queue: Queue = "compute",
+    checked: bool = True,
 ) -> None:
     """Every ``outs[t][j]`` becomes ``(in[0] + … + in[split-1]) + (in[split] + … ) / divisor``.
 
@@ -111,49 +87,35 @@ def all_sum(
         divisor: of the sum, in the accumulate dtype, before the one rounding; 1 means no division.
         device: launches on its queue; default that of ``outs[0][0]``. Adds no stream waits.
         queue: the queue to launch on.
+        checked: False leaves out validation, for operands that were created to match.
 
     Raises:
         ValueError: sizes or dtypes do not match, an output partly overlaps an input, ``split``
             leaves a group empty, or integers would be divided.
     """
-    for terms in inputs:
-        check_divisor("all_sum", divisor, terms)
-        if split and not 0 < split < len(terms):
-            raise ValueError(
-                f"all_sum: split={split} must be between 0 and {len(terms)}, the inputs"
-            )
-    rows = zip(outs, inputs, strict=True)
-    for (to, of, num_outs, num_inputs), operands in by_dtype(ALL_SUM, rows).items():
-        device = device or outs[0][0].device
-        scalars = (num_outs, num_inputs, split, float(divisor))
-        template = _template(to, of, num_inputs)
-        device.launch(ALL_SUM, template, operands, scalars, queue=queue)
-
-
-def all_sum_unchecked(
-    outs: Sequence[Row],
-    inputs: Sequence[Row],
-    split: int = 0,
-    *,
-    divisor: float,
-    device: Device,
-    queue: Queue,
-) -> None:
-    """As ``all_sum`` without validation, for buffers that were created to match."""
-    launches: dict[tuple[int, int], list[Row]] = {}
+    rows: dict[int, list[Row]] = {}
     for written, read in zip(outs, inputs, strict=True):
-        key = (id(written[0].dtype), id(read[0].dtype))
-        launches.setdefault(key, []).append((*written, *read))
-    num_inputs = len(inputs[0])
-    scalars = (len(outs[0]), num_inputs, split, float(divisor))
-    merged: dict[Template, list[Row]] = {}  # several dtypes share a template
-    for rows in launches.values():
-        out, term = ELEMENT_OF[rows[0][0].dtype], ELEMENT_OF[rows[0][-1].dtype]
-        if out.viewed is not None:
-            rows = [as_elements(row) for row in rows]
-        merged.setdefault(_template(out.name, term.name, num_inputs), []).extend(rows)
-    for template, rows in merged.items():
-        device.launch(ALL_SUM, template, rows, scalars, queue=queue)
+        if checked:
+            _check(read, split, divisor)
+        rows.setdefault(len(written), []).append((*written, *read))
+    launches = []
+    for num_outs, found in rows.items():
+        groups = same_dtypes(found)
+        if checked:
+            check_groups(ALL_SUM, groups, num_outs)
+        launches.append((num_outs, by_template(groups)))
+    for num_outs, tables in launches:
+        for (to, of, num_operands), table in tables.items():
+            num_inputs = num_operands - num_outs
+            scalars = (num_outs, num_inputs, split, float(divisor))
+            template = _template(to, of, num_inputs)
+            (device or table[0][0].device).launch(ALL_SUM, template, table, scalars, queue=queue)
+
+
+def _check(terms: Row, split: int, divisor: float) -> None:
+    check_divisor("all_sum", divisor, terms)
+    if split and not 0 < split < len(terms):
+        raise ValueError(f"all_sum: split={split} must be between 0 and {len(terms)}, the inputs")
 
 
 def prepare_all_sum(

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Template, accumulate_dtype, element_of
-from gradreduce.device.buffer import Row
-from gradreduce.device.dtypes import ELEMENT_OF
+from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype, element_of
+from gradreduce.device.buffer import Row, by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
-from .validate import CASTS, SAME, as_elements, check_divisor, paired
+from .validate import CASTS, SAME, check_divisor, check_groups
 
 
 def _pack_reference(table: Sequence[Arrays], divisor: float) -> None:
@@ -61,10 +60,13 @@ def pack(
         ValueError: an output is shorter than its input, partly overlaps it, or integers would be
             divided.
     """
+    if len(outs) != len(inputs):
+        raise ValueError(f"pack: got {len(outs)} outputs for {len(inputs)} inputs")
     check_divisor("pack", divisor, inputs)
-    for (to, of, _, _), operands in paired(PACK, outs, inputs).items():
-        device = device or outs[0].device
-        device.launch(PACK, (to, of), operands, (float(divisor),))
+    groups = same_dtypes(zip(outs, inputs, strict=True))
+    check_groups(PACK, groups, padded=True)
+    for (to, of, _), rows in by_template(groups).items():
+        (device or outs[0].device).launch(PACK, (to, of), rows, (float(divisor),))
 
 
 def pack_unchecked(
@@ -79,19 +81,12 @@ def pack_unchecked(
         divisor: see ``pack``.
         device: see ``pack``.
     """
-    launches: dict[tuple[int, int], list[Row]] = {}
+    groups: list[list[Row]] = []
     for outs, inputs in moves:
         if outs:
-            key = (id(outs[0].dtype), id(inputs[0].dtype))  # hashing a dtype is slow
-            launches.setdefault(key, []).extend(zip(outs, inputs, strict=True))
-    merged: dict[Template, list[Row]] = {}  # several dtypes share a template
-    for rows in launches.values():
-        to, of = ELEMENT_OF[rows[0][0].dtype], ELEMENT_OF[rows[0][1].dtype]
-        if to.viewed is not None:
-            rows = [as_elements(row) for row in rows]
-        merged.setdefault((to.name, of.name), []).extend(rows)
-    for template, rows in merged.items():
-        device.launch(PACK, template, rows, (float(divisor),))
+            groups.append(list(zip(outs, inputs, strict=True)))
+    for (to, of, _), rows in by_template(groups).items():
+        device.launch(PACK, (to, of), rows, (float(divisor),))
 
 
 def prepare_pack(device: Device, out: np.dtype, term: np.dtype) -> None:

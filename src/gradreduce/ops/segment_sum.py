@@ -17,6 +17,7 @@ from gradreduce.device import (
     element_of,
     flat_layout,
 )
+from gradreduce.device.buffer import as_elements
 from gradreduce.device.kernel import Arrays
 
 from .segments import Segments
@@ -24,7 +25,6 @@ from .validate import (
     FROM_ACC,
     SAME,
     TO_ACC,
-    as_elements,
     check_divisor,
     check_no_overlap,
     check_writable,

@@ -1,7 +1,4 @@
-"""Validates the operands of a launch, and lists the template arguments of kernels.
-
-Also views operands as element types of the kernels: complex as pairs, signed integers as unsigned.
-"""
+"""Validates the operands of a launch, and lists the template arguments of kernels."""
 
 from __future__ import annotations
 
@@ -38,17 +35,6 @@ MEAN: tuple[Template, ...] = tuple(
 
 # From this many rows on they are checked with NumPy: below, its calls cost more than a loop.
 MANY = 12
-
-
-def as_elements(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Views buffers as element types of the kernels."""
-    viewed = []
-    for buffer in buffers:
-        element = element_of(buffer.dtype)
-        if element.viewed is not None:
-            buffer = buffer.view(0, (buffer.size * element.lanes,), element.viewed)
-        viewed.append(buffer)
-    return viewed
 
 
 def check_rows(
@@ -191,68 +177,22 @@ def check_divisor(name: str, divisor: float, terms: Sequence[Buffer]) -> None:
             raise ValueError(f"{name}: cannot divide {term.dtype} (divisor={divisor})")
 
 
-def by_dtype(
-    kernel: Kernel,
-    rows: Iterable[tuple[Row, Row]],
-    *,
-    padded: bool = False,
-) -> dict[tuple[str, str, int, int], list[Row]]:
-    """Validates rows, and groups them by launch.
-
-    Args:
-        kernel: to launch.
-        rows: of each tensor the operands that are written and those that are read.
-        padded: see ``check_rows``.
-
-    Returns:
-        Keyed by the element of the written operands, that of the read ones, and the number of each.
+def check_groups(
+    kernel: Kernel, groups: Iterable[Sequence[Row]], num_written: int = 1, *, padded: bool = False
+) -> None:
+    """Validates rows that ``same_dtypes`` has grouped.
 
     Raises:
         ValueError: as in ``check_rows``; or a row has no output or no input, an output is
             read-only, or the kernel does not have this cast.
     """
-    groups: dict[tuple[int, int, int, int], list[Row]] = {}  # by id: hashing a dtype is slow
-    key, group = (0, 0, 0, 0), list[Row]()
-    for written, read in rows:
-        if not written or not read:
+    for group in groups:
+        if not 0 < num_written < len(group[0]):
             raise ValueError(f"{kernel.name}: every tensor needs an output and an input")
-        found = (id(written[0].dtype), id(read[0].dtype), len(written), len(read))
-        if found != key:
-            key, group = found, groups.setdefault(found, [])
-        group.append((*written, *read))
-    launches: dict[tuple[str, str, int, int], list[Row]] = {}
-    for (_, _, num_written, num_read), group in groups.items():
-        out, term = group[0][0], group[0][num_written]
         check_rows(kernel.name, group, num_written, padded=padded)
         for index in range(num_written):
             check_writable(kernel.name, [row[index] for row in group])
-        names = elements(kernel, out, term)
-        viewed = any(element_of(end.dtype).viewed is not None for end in (out, term))
-        rows_of_key = [as_elements(row) for row in group] if viewed else group
-        launches.setdefault((*names, num_written, num_read), []).extend(rows_of_key)
-    return launches
-
-
-def paired(
-    kernel: Kernel, outs: Sequence[Buffer], inputs: Sequence[Buffer], *, fitted: bool = False
-) -> dict[tuple[str, str, int, int], list[Row]]:
-    """As ``by_dtype`` for one output (padded) and one input each.
-
-    ``fitted`` rows are validated only if they have several dtypes.
-    """
-    if len(outs) != len(inputs):
-        raise ValueError(f"{kernel.name}: got {len(outs)} outputs for {len(inputs)} inputs")
-    dtypes = {id(out.dtype) for out in outs}, {id(term.dtype) for term in inputs}
-    if len(dtypes[0]) != 1 or len(dtypes[1]) != 1:
-        return by_dtype(kernel, zip(zip(outs), zip(inputs), strict=True), padded=True)
-    rows: list[Row] = list(zip(outs, inputs, strict=True))
-    names = elements(kernel, outs[0], inputs[0])
-    if not fitted:
-        check_rows(kernel.name, rows, 1, padded=True)
-        check_writable(kernel.name, outs)
-    if any([element_of(end.dtype).viewed is not None for end in rows[0]]):
-        rows = [as_elements(row) for row in rows]
-    return {(*names, 1, 1): rows}
+        elements(kernel, group[0][0], group[0][-1])
 
 
 def elements(kernel: Kernel, written: Buffer, read: Buffer) -> tuple[str, str]:

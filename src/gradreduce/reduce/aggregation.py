@@ -255,6 +255,10 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, output_type: str | 
             ``dense_shape`` among several inputs.
     """
     _check_inputs(inputs, "Tensor/IndexedSlices")
+    if output_type is None and type(inputs[0]) is Buffer:  # before what arrays need
+        made = _sum_directly(inputs)
+        if made is not None:
+            return made
     inputs = [as_slices(each) for each in inputs]
     if len(inputs) == 1 and not all_sparse(inputs):
         return _alone(inputs[0], output_type)
@@ -370,12 +374,10 @@ def _aggregate(
     if method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N and _any_sparse(terms):
         method = AggregationMethod.EXPERIMENTAL_TREE
     tree = method is AggregationMethod.EXPERIMENTAL_TREE
-    if kind == "native" and not tree:
-        made = ops.add_on_host(terms, current_device())
+    if not tree and kind == ("buffer" if type(terms[0]) is Buffer else "native"):
+        made = _sum_directly(terms)
         if made is not None:
             return made
-    if kind == "buffer" and not tree and _fit(terms):
-        return ops.add_unchecked(terms, terms[0].dtype)
     total = MultiDeviceSum(_AGGREGATORS[method], dtype_error)
     with StreamScope():
         buffers = _checked(terms, total)
@@ -387,18 +389,21 @@ def _aggregate(
         return from_buffer(total.result(), kind)
 
 
-def _fit(terms: Sequence[Any]) -> bool:
-    """Whether all are Buffers of one device, shape and dtype in nobody else's memory."""
+def _sum_directly(terms: Sequence[Any]) -> Any:
+    """Sums terms that need no preparation, left to right; returns None if they need one.
+
+    These are small NumPy arrays, and Buffers of one device, shape and dtype in its own memory.
+    """
     first = terms[0]
-    if type(first) is not Buffer or len(terms) < 2:
-        return False
+    if type(first) is not Buffer:
+        return ops.add_on_host(terms, current_device)
     device, shape, dtype = first.device, first.shape, first.dtype
     for term in terms:
         if type(term) is not Buffer or term.device is not device or term.array_owner is not None:
-            return False
+            return None
         if term.shape != shape or term.dtype is not dtype:
-            return False
-    return True
+            return None
+    return ops.add_unchecked(terms, dtype) if len(terms) > 1 else None
 
 
 def _checked(terms: Sequence[Any], total: MultiDeviceSum) -> list[Buffer]:

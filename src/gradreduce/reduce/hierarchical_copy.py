@@ -150,13 +150,14 @@ class HierarchicalCopy(Algorithm):
         working = [devices[main] for main in dict.fromkeys([main for main, _ in by_main])]
         join_streams_each(working, devices, queue)
         for (main, divisor), parts in by_main.items():
-            ops.all_sum_unchecked(
+            ops.all_sum(
                 [job.outs for job in parts],
                 [[job.inputs[replica] for replica in self._order] for job in parts],
                 self._split,
                 divisor=divisor,
                 device=devices[main],
                 queue=queue,
+                checked=False,
             )
         yield
         for leader in working:
