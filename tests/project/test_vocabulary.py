@@ -82,7 +82,7 @@ RETIRED_IN_NAMES = {
     "shown": "as_result",
     "spread": "unpack_into",
     "ticket": "PendingTake",
-    "told": "note_partial",
+    "told": "on_partial_failure",
     "travel": "PackInfo",
     "walk": "backward",
     "watch": "PendingCall",

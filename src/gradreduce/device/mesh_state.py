@@ -232,10 +232,6 @@ class MeshState(CaptureState):
 
         return self.on_partial_failure(mark_all_failed)
 
-    def note_partial(self, note: str) -> AbstractContextManager[None]:
-        """Context manager: adds ``note`` to an error that comes half way through."""
-        return self.on_partial_failure(lambda error: error.add_note(note))
-
     def pack_scope(self, pack_info: PackInfoLike, devices: Iterable[Device] = ()) -> PackScope:
         """Context manager: labels this thread's work with the packs that it is for.
 

@@ -6,15 +6,13 @@ of tf.distribute (NcclAllReduce, HierarchicalCopyAllReduce).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradreduce.arrays.caller_streams import StreamScope
-from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
-from gradreduce.arrays.outputs import Out
 from gradreduce.backends import default_mesh
 from gradreduce.device import (
     NOT_CAPTURED,
@@ -43,8 +41,7 @@ from .arguments import (
     nests,
     outs_of,
 )
-from .cross_device_ops import CrossDeviceOps, result_kinds
-from .out_arguments import with_outs
+from .cross_device_ops import Call, CrossDeviceOps, checked_call
 from .pipeline import (
     Settings,
     algorithm_of,
@@ -332,34 +329,23 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 NumPy arrays of a GPU's values.
             DeviceMismatchError, TypeError: what ``batch_reduce`` raises for an ``out``.
         """
-        arguments = self._step_arguments(reduce_op, value_destination_pairs, output_type, out)
-        with deadline_scope(
-            "prepare", as_deadline(deadline), arguments.requests[0].value.mesh.devices
-        ):
-            return PreparedStep(*arguments)
+        call = self._checked_step(reduce_op, value_destination_pairs, output_type, out)
+        with call.running("prepare", deadline):
+            return PreparedStep(call, partial(self.reduce_batch, reduce_op, coalesce=False))
 
-    def _step_arguments(
+    def _checked_step(
         self,
         reduce_op: ReduceOp,
         pairs: Sequence[tuple[Any, Any]],
         output_type: str | None,
         out: Any,
-    ) -> _StepArguments:
+    ) -> Call:
         """Checks the arguments of ``prepare`` and ``capture``; launches nothing."""
-        if output_type is not None and out is not None:
-            raise ValueError(
-                f"output_type={brief(output_type)} cannot be combined with out, whose arrays are "
-                "the results"
-            )
-        outs: list[list[Out]] = []
         with StreamScope():  # for inputs and outs: one wait for each stream
             requests = checked_requests(pairs, reduce_op, self.mesh, elementwise=True, out=out)
-            if out is not None:
-                requests, outs = with_outs(requests, out, reduce_op)
-        kinds = [row[0].kind for row in outs] or result_kinds(requests, output_type)
-        check_preparable(requests, kinds, outs)
-        reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=False)
-        return _StepArguments(requests, kinds, reduce, outs)
+            call = checked_call(requests, reduce_op, output_type, out)
+        check_preparable(call)
+        return call
 
     @StreamScope()
     def capture(
@@ -386,15 +372,13 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             CaptureError: inside a capture, or two physical devices are not peers: nothing was
                 launched; or CUDA cannot make the graph.
         """
-        arguments = self._step_arguments(reduce_op, value_destination_pairs, output_type, out)
-        for index, request in enumerate(arguments.requests):
+        call = self._checked_step(reduce_op, value_destination_pairs, output_type, out)
+        for index, request in enumerate(call.requests):
             crosses = len(by_physical(request.devices)) > 1 and request.is_all_reduced
             if crosses and self.all_reduce_alg == "nccl":
                 raise CollectiveError(f"value {index}: {NOT_CAPTURED}")
-        with deadline_scope(
-            "capture", as_deadline(deadline), arguments.requests[0].value.mesh.devices
-        ):
-            return CapturedStep(*arguments)
+        with call.running("capture", deadline):
+            return CapturedStep(call, partial(self.reduce_batch, reduce_op, coalesce=False))
 
     def reduce_buffers(
         self,
@@ -429,15 +413,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 def is_all_reduce(cross_device_ops: CrossDeviceOps) -> bool:
     """Whether ``cross_device_ops`` does not override ``reduce_batch`` of this module."""
     return type(cross_device_ops).reduce_batch is AllReduceCrossDeviceOps.reduce_batch
-
-
-class _StepArguments(NamedTuple):
-    """Checked arguments of a ``PreparedStep``."""
-
-    requests: list[Request]
-    kinds: list[Kind]
-    reduce: Callable[[], Sequence[tuple[Part, ...]]]
-    outs: list[list[Out]]
 
 
 def _as_wire(wire_dtype: str | DType | None) -> DType | None:

@@ -54,15 +54,6 @@ class Request(NamedTuple):  # a frozen dataclass takes three times as long to ma
         return self.devices == self.value.devices and not self.value.is_sparse
 
 
-def devices_of(requests: Sequence[Request]) -> list[Device]:
-    """Returns the devices of all values and results, each once."""
-    found: dict[Device, None] = {}
-    for request in requests:
-        found.update(dict.fromkeys(request.value.devices))
-        found.update(dict.fromkeys(request.devices))
-    return list(found)
-
-
 def batches_of(
     requests: Sequence[Request], reduce_op: ReduceOp
 ) -> tuple[list[tuple[list[int], bool]], list[int]]:

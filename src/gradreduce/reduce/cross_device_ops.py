@@ -6,8 +6,11 @@ Sources: tf.distribute.CrossDeviceOps and ReductionToOneDevice (all_reduce_cross
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
@@ -35,15 +38,100 @@ from .arguments import (
     checked_mesh,
     checked_requests,
     destination_devices,
-    devices_of,
     named_mesh,
     single_value,
 )
 from .one_device import Accumulate, copied_to, divided
-from .out_arguments import as_results, note_partial, with_outs
+from .out_arguments import with_outs
 from .pipeline import copy_to_out, reduce_to_one
 
-_NO_DEADLINE: AbstractContextManager[object] = nullcontext()
+_PARTIAL = "The error came in the middle: the arrays of `out` may hold a part of the results."
+
+
+@dataclass
+class Call:
+    """The checked arguments of a reduction, and where its results go.
+
+    Attributes:
+        requests: one for each value.
+        kinds: of the arrays of each result.
+        outs: the arrays of ``out`` for each request; empty without ``out``.
+    """
+
+    requests: list[Request]
+    kinds: list[Kind]
+    outs: list[list[Out]]
+
+    @cached_property
+    def devices(self) -> list[Device]:
+        """The devices of all values and results, each once."""
+        rows = [
+            each for request in self.requests for each in (request.value.devices, request.devices)
+        ]
+        return list(dict.fromkeys(chain.from_iterable(rows)))
+
+    def running(self, name: str, deadline: float | None) -> AbstractContextManager[object]:
+        """Context of the work: it finishes in time, and errors say if ``out`` may be partial.
+
+        Args:
+            name: what to call it in the error of a deadline.
+            deadline: not checked: seconds from now; None for ever.
+        """
+        seconds = None if deadline is None else as_deadline(deadline)
+        return nullcontext() if seconds is None and not self.outs else self._running(name, seconds)
+
+    @contextmanager
+    def _running(self, name: str, seconds: float | None) -> Iterator[None]:
+        with deadline_scope(name, seconds, self.devices), ExitStack() as stack:
+            if self.outs:
+                partial = self.devices[0].mesh_state.on_partial_failure
+                stack.enter_context(partial(lambda error: error.add_note(_PARTIAL)))
+            yield
+
+    def results(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
+        """Returns the arrays of ``out``, or ``reduced`` as arrays of ``kinds``."""
+        if self.outs:
+            return [_as_result(*each) for each in zip(self.requests, self.outs, strict=True)]
+        return [
+            Mirrored.of(parts, kind, request.form, request.devices)
+            for request, parts, kind in zip(self.requests, reduced, self.kinds, strict=True)
+        ]
+
+    def finish(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
+        """Returns the results, whose users wait for all that was launched."""
+        if self.outs:
+            release_outputs(chain.from_iterable(self.outs))
+        return self.results(reduced)
+
+
+def checked_call(
+    requests: list[Request], reduce_op: ReduceOp, output_type: str | None, out: Any
+) -> Call:
+    """Checks where the results of requests go; launches nothing.
+
+    Args:
+        requests: checked.
+        reduce_op: sets the dtypes of the results.
+        output_type: see ``CrossDeviceOps.batch_reduce``.
+        out: see there.
+
+    Raises:
+        ValueError: an unknown ``output_type``, or one together with ``out``.
+        ValueError, DeviceMismatchError, TypeError: see ``with_outs``.
+    """
+    if out is None:
+        kinds = [request.value.kind for request in requests]
+        if output_type is not None:
+            homes = [request.devices[0] for request in requests]
+            kinds = [as_result_kind(output_type, *pair) for pair in zip(kinds, homes, strict=True)]
+        return Call(requests, kinds, [])
+    if output_type is not None:
+        raise ValueError(
+            f"output_type={brief(output_type)} cannot be combined with out, whose arrays are "
+            "the results"
+        )
+    requests, outs = with_outs(requests, out, reduce_op)
+    return Call(requests, [row[0].kind for row in outs], outs)
 
 
 class CrossDeviceOps(ABC):
@@ -157,14 +245,8 @@ class CrossDeviceOps(ABC):
                 middle: then ``out`` may hold a part of the results, which the error's note says.
                 Without ``out`` no array of the caller's was written.
         """
-        seconds = None if deadline is None else as_deadline(deadline)
         if coalesce is not False:
             coalesce = as_flag("coalesce", coalesce)
-        if out is not None and output_type is not None:
-            raise ValueError(
-                f"output_type={brief(output_type)} cannot be combined with out, whose arrays are "
-                "the results"
-            )
         with StreamScope():
             requests = checked_requests(
                 value_destination_pairs,
@@ -173,23 +255,13 @@ class CrossDeviceOps(ABC):
                 elementwise=self._elementwise,
                 out=out,
             )
-            if out is None:
-                kinds = result_kinds(requests, output_type)
-                # It may be a subclass of the caller's.
-                scope = _NO_DEADLINE
-                if seconds is not None:
-                    scope = deadline_scope("batch_reduce", seconds, devices_of(requests))
-                with scope, SuspendedScope():
-                    reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
-                return mirrored(requests, reduced, kinds)
-            requests, outs = with_outs(requests, out, reduce_op)
-            devices = devices_of(requests)
-            with deadline_scope("batch_reduce", seconds, devices), note_partial(devices):
-                with SuspendedScope():
-                    reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
-                copy_to_out(requests, reduced)
-            release_outputs(each for row in outs for each in row)
-            return as_results(requests, outs)
+            call = checked_call(requests, reduce_op, output_type, out)
+            with call.running("batch_reduce", deadline):
+                with SuspendedScope():  # may be a subclass of the caller's
+                    reduced = self.reduce_batch(reduce_op, call.requests, coalesce=coalesce)
+                if call.outs:
+                    copy_to_out(call.requests, reduced)
+            return call.finish(reduced)
 
     @StreamScope()
     def broadcast(
@@ -225,27 +297,15 @@ class CrossDeviceOps(ABC):
             BackendUnavailableError: the mesh was closed.
             CollectiveError: the mesh has failed.
         """
-        seconds = as_deadline(deadline)
         many = isinstance(tensor, list | tuple)
-        if out is not None and output_type is not None:
-            raise ValueError(
-                f"output_type={brief(output_type)} cannot be combined with out, whose arrays are "
-                "the results"
-            )
         if not many:
             out = None if out is None else [out]
         requests = self._to_copy(tensor if many else [tensor], destinations, out, many=many)
-        kinds = result_kinds(requests, output_type)
-        outs: list[list[Out]] = []
-        if out is not None:
-            requests, outs = with_outs(requests, out, ReduceOp.SUM)
-        devices = devices_of(requests)
+        call = checked_call(requests, ReduceOp.SUM, output_type, out)
         wait_for_inputs([buffer_of(request.value.parts[0]) for request in requests])
-        partial = note_partial(devices) if outs else nullcontext()
-        with deadline_scope("broadcast", seconds, devices), partial:
-            copied = [_copied(index, request) for index, request in enumerate(requests)]
-        release_outputs(each for row in outs for each in row)
-        made = as_results(requests, outs) or mirrored(requests, copied, kinds)
+        with call.running("broadcast", deadline):
+            copied = [_copied(*each) for each in enumerate(call.requests)]
+        made = call.finish(copied)
         return made if many else made[0]
 
     def _to_copy(
@@ -379,27 +439,15 @@ class ReductionToOneDevice(CrossDeviceOps):
         return destination_devices(home, index, request.value.mesh)[0]
 
 
+def _as_result(request: Request, outs: Sequence[Out]) -> Mirrored:
+    made = Mirrored.of([each.buffer for each in outs], outs[0].kind, request.form)
+    if outs[0].kind == "buffer" or not isinstance(outs[0].array, Buffer):
+        made._keep_arrays([each.array for each in outs])
+    return made
+
+
 def _copied(index: int, request: Request) -> tuple[Part, ...]:
     """Copies the only replica of a value to each of the request's devices."""
     (part,) = request.value.parts
     with device_of(part).mesh_state.pack_scope(PackInfo((index,))):
         return copied_to(part, request.devices, request.out)
-
-
-def mirrored(
-    requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]], kinds: Sequence[Kind]
-) -> list[Mirrored]:
-    """Wraps the results as ``Mirrored`` values with the axis order of the inputs."""
-    return [
-        Mirrored.of(parts, kind, request.form, request.devices)
-        for request, parts, kind in zip(requests, reduced, kinds, strict=True)
-    ]
-
-
-def result_kinds(requests: Sequence[Request], output_type: str | None) -> list[Kind]:
-    """Returns the kind of array of each result; raises as ``as_result_kind`` does."""
-    if output_type is None:
-        return [request.value.kind for request in requests]
-    return [
-        as_result_kind(output_type, request.value.kind, request.devices[0]) for request in requests
-    ]

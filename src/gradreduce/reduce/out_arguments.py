@@ -1,31 +1,23 @@
-"""Checks the ``out`` argument of a reduction, and writes the results there."""
+"""Checks the ``out`` argument of a reduction."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from gradreduce.arrays.distributed import DistributedValues, Mirrored, ReduceOp
+from gradreduce.arrays.distributed import DistributedValues, ReduceOp
 from gradreduce.arrays.outputs import Out, as_out, overlaps
-from gradreduce.device import Buffer, Device, mean_dtype
+from gradreduce.device import Buffer, mean_dtype
 from gradreduce.errors import about, listed
 
 from .arguments import Request
-
-_PARTIAL = "The error came in the middle: the arrays of `out` may hold a part of the results."
 
 
 def with_outs(
     requests: Sequence[Request], out: Any, reduce_op: ReduceOp
 ) -> tuple[list[Request], list[list[Out]]]:
     """Returns the requests with the Buffers of ``out``, and the arrays of ``out``.
-
-    Args:
-        requests: checked.
-        out: see ``CrossDeviceOps.batch_reduce``.
-        reduce_op: sets the dtypes of the results.
 
     Raises:
         ValueError: not one entry for each pair or not one array for each device of it, another
@@ -50,23 +42,6 @@ def with_outs(
         for request, row in zip(requests, outs, strict=True)
     ]
     return checked, outs
-
-
-def note_partial(devices: Sequence[Device]) -> AbstractContextManager[None]:
-    """Context for a call with ``out``: errors in it say that results may be partial."""
-    return devices[0].mesh_state.note_partial(_PARTIAL) if devices else nullcontext()
-
-
-def as_results(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Mirrored]:
-    """Returns the arrays of ``out`` as the results; an empty list without ``out``."""
-    return [_as_result(*each) for each in zip(requests if outs else (), outs, strict=True)]
-
-
-def _as_result(request: Request, outs: Sequence[Out]) -> Mirrored:
-    made = Mirrored.of([each.buffer for each in outs], outs[0].kind, request.form)
-    if outs[0].kind == "buffer" or not isinstance(outs[0].array, Buffer):
-        made._keep_arrays([each.array for each in outs])
-    return made
 
 
 def _listed(request: Request, entry: Any) -> Sequence[Any]:

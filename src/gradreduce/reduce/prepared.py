@@ -11,11 +11,10 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from gradreduce.arrays.caller_streams import StreamScope, keep_alive_longer
-from gradreduce.arrays.convert_gpu import Kind, current_of
+from gradreduce.arrays.convert_gpu import current_of
 from gradreduce.arrays.distributed import Mirrored, Part
 from gradreduce.arrays.outputs import Out, count_writes, tensors_of
 from gradreduce.device import (
-    Block,
     Buffer,
     Capture,
     CommandList,
@@ -33,8 +32,8 @@ from gradreduce.device import (
 )
 from gradreduce.errors import NotCopied, listed
 
-from .arguments import Request, devices_of
-from .out_arguments import as_results
+from .arguments import Request
+from .cross_device_ops import Call
 from .pipeline import copy_to_out
 
 _SHARED_KINDS = (
@@ -61,32 +60,26 @@ class StreamBoundary:
     def __init__(
         self,
         devices: Sequence[Device],
-        producers: Iterable[tuple[str, Device]],
-        consumers: Iterable[tuple[str, Device]],
+        producers: Sequence[tuple[str | None, Device]],
+        consumers: Sequence[tuple[str, Device]],
     ) -> None:
-        sharing: dict[int, list[Device]] = {}  # a GPU
-        for device in devices:
-            sharing.setdefault(device.physical, []).append(device)
-        shared = [
-            (kind, device)
-            for kind, device in dict.fromkeys(producers)
-            if kind in _SHARED_KINDS and device.mesh_state.backend == "cuda"
-        ]
-        read = {(kind == "torch", device.physical) for kind, device in shared}
         # On GPUs: a kind, the first device, and if arrays are read all that follow it.
         self._boundaries: list[tuple[str, Device, tuple[Device, ...]]] = []
         self._host_consumers: list[Device] = []  # in host memory
         self._consumers: dict[tuple[str, Device], object] = {}  # the stream of the last call
-        indices: set[tuple[bool, int]] = set()
-        for kind, device in dict.fromkeys((*consumers, *shared)):
-            index = (kind == "torch", device.physical)
-            if device.mesh_state.backend != "cuda":
-                if kind in _ON_HOST and device not in self._host_consumers:
-                    self._host_consumers.append(device)
-            elif kind in _ON_GPU and index not in indices:
-                indices.add(index)
-                others = tuple(sharing[device.physical])
-                self._boundaries.append((kind, others[0], others if index in read else ()))
+        if not devices or devices[0].mesh_state.backend != "cuda":
+            readers = [device for kind, device in consumers if kind in _ON_HOST]
+            self._host_consumers = list(dict.fromkeys(readers))
+            return
+        shared = [each for each in dict.fromkeys(producers) if each[0] in _SHARED_KINDS]
+        read = {(kind == "torch", device.physical) for kind, device in shared}
+        found: dict[tuple[bool, int], str] = {}
+        for kind, device in (*consumers, *shared):
+            if kind in _ON_GPU:
+                found.setdefault((kind == "torch", device.physical), kind)
+        for index, kind in found.items():
+            here = tuple([device for device in devices if device.physical == index[1]])
+            self._boundaries.append((kind, here[0], here if index in read else ()))
 
     def enter(self) -> None:
         """Makes our compute queues wait for the callers' current streams.
@@ -155,29 +148,30 @@ class PreparedStep(NotCopied):
 
     def __init__(
         self,
-        requests: Sequence[Request],
-        kinds: Sequence[Kind],
-        reduce: Callable[[], Sequence[tuple[Part, ...]]],
-        outs: Sequence[Sequence[Out]] = (),
+        call: Call,
+        reduce: Callable[[list[Request]], list[tuple[Part, ...]]],
     ) -> None:
-        self._mesh_state = requests[0].value.mesh.mesh_state
-        self._devices = devices_of(requests)
+        self._mesh_state = call.devices[0].mesh_state
+        self._devices = call.devices
         self._command_list = CommandList()
         self._lock = threading.Lock()
-        self._held = [request.value for request in requests]  # what is read stays alive
-        for buffer in _buffers_of(requests, outs):
-            keep_alive_longer(buffer.block)
-        self._boundary = _boundary_of(requests, kinds, outs)
-        self._tensors = tensors_of(each for row in outs for each in row)
-        self._pack_buffers = _flat_blocks_of(requests, outs)
+        self._held = [request.value for request in call.requests]  # what is read stays alive
+        read = [buffer for request in call.requests for buffer in request.value.buffers]
+        written = [each for row in call.outs for each in row]
+        blocks = dict.fromkeys([each.block for each in (*read, *[out.buffer for out in written])])
+        for block in blocks:
+            keep_alive_longer(block)
+        self._tensors = tensors_of(written)
+        self._pack_buffers = [block for block in blocks if block.gaps is not None]
         attach_again(self._pack_buffers)
+        self._boundary = _boundary_of(call)
         writers = [("torch", block.device) for block in self._pack_buffers]  # of attached gradients
         self._attached = StreamBoundary(self._devices, writers, writers)
         boundaries = self._boundaries()
         for each in boundaries:
             each.enter()
         with self._mesh_state.recording_commands(self._command_list):
-            reduced = copy_to_out(requests, reduce())
+            reduced = copy_to_out(call.requests, reduce(call.requests))
             # A call waits for the one before it: its copies read what this one writes.
             join_streams(self._devices[0], self._devices)
             fork_streams(self._devices[0], self._devices)
@@ -185,16 +179,15 @@ class PreparedStep(NotCopied):
         self._outputs = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
         self._written = spans_of(self._outputs)
         self._read = self._mesh_state.last_read
-        self.results: list[Mirrored] = as_results(requests, outs)
-        if outs:
-            count_writes(self._tensors)
-        for each in boundaries if outs else boundaries[1:]:  # new results are synchronized below
+        count_writes(self._tensors)
+        for each in (
+            boundaries if call.outs else boundaries[1:]
+        ):  # new results are synchronized below
             each.leave()
-        made = () if outs else zip(requests, reduced, kinds, strict=True)
+        self.results: list[Mirrored] = call.results(reduced)
         with StreamScope():
-            for request, parts, kind in made:
-                self.results.append(Mirrored.of(parts, kind, request.form))
-                self.results[-1]._keep_arrays()
+            for result in self.results if not call.outs else ():
+                result._keep_arrays()
 
     def __repr__(self) -> str:
         names = listed(device.name for device in self._devices)
@@ -274,13 +267,11 @@ class CapturedStep(PreparedStep):
 
     def __init__(
         self,
-        requests: Sequence[Request],
-        kinds: Sequence[Kind],
-        reduce: Callable[[], Sequence[tuple[Part, ...]]],
-        outs: Sequence[Sequence[Out]] = (),
+        call: Call,
+        reduce: Callable[[list[Request]], list[tuple[Part, ...]]],
     ) -> None:
-        self._capture = Capture(devices_of(requests))  # raises before anything is launched
-        super().__init__(requests, kinds, reduce, outs)
+        self._capture = Capture(call.devices)  # raises before anything is launched
+        super().__init__(call, reduce)
         with self._capture.recorded():
             self._capture.capture_commands(self._command_list)
 
@@ -288,56 +279,38 @@ class CapturedStep(PreparedStep):
         self._capture.submit()
 
 
-def _buffers_of(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Buffer]:
-    """Returns the Buffers that a step reads, and those of ``out`` that it writes."""
-    read = [buffer for request in requests for buffer in request.value.buffers]
-    return [*read, *(each.buffer for row in outs for each in row)]
-
-
-def _flat_blocks_of(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Block]:
-    """Returns the memory blocks of the flat buffers that a step reads or writes."""
-    blocks = dict.fromkeys(buffer.block for buffer in _buffers_of(requests, outs))
-    return [block for block in blocks if block.gaps is not None]
-
-
-def _boundary_of(
-    requests: Sequence[Request], kinds: Sequence[Kind], outs: Sequence[Sequence[Out]]
-) -> StreamBoundary:
+def _boundary_of(call: Call) -> StreamBoundary:
     """Makes the boundary with the libraries of a step's values and results."""
     producers = [
         (buffer.array_owner, buffer.device)
-        for request in requests
+        for request in call.requests
         for buffer in request.value.buffers
-        if buffer.array_owner is not None
     ]
-    written = [(each.kind, each.buffer.device) for row in outs for each in row]
-    devices = devices_of(requests)
-    if outs:  # whose owners may still read or write them
-        return StreamBoundary(devices, [*producers, *written], written)
+    if call.outs:  # whose owners may still read or write them
+        written = [(each.kind, each.buffer.device) for row in call.outs for each in row]
+        return StreamBoundary(call.devices, [*producers, *written], written)
     consumers = [
         (kind, device)
-        for request, kind in zip(requests, kinds, strict=True)
+        for request, kind in zip(call.requests, call.kinds, strict=True)
         for device in request.devices
     ]
-    return StreamBoundary(devices, producers, consumers)
+    return StreamBoundary(call.devices, producers, consumers)
 
 
-def check_preparable(
-    requests: Sequence[Request], kinds: Sequence[Kind], outs: Sequence[Sequence[Out]] = ()
-) -> None:
+def check_preparable(call: Call) -> None:
     """Raises ``ValueError`` for arrays that later calls could not read or write again.
 
     Those are arrays that had to be copied, and values of several meshes.
     """
-    _check_written(outs)
-    mesh_states = {request.value.mesh.mesh_state for request in requests}
+    _check_written(call.outs)
+    mesh_states = {request.value.mesh.mesh_state for request in call.requests}
     if not mesh_states:
         raise ValueError("there is no tensor to reduce; at least one is needed")
     if len(mesh_states) > 1:
         raise ValueError(
             f"the values of a step must be on one mesh: these are on {len(mesh_states)}"
         )
-    for index, (request, kind) in enumerate(zip(requests, kinds, strict=True)):
+    for index, (request, kind) in enumerate(zip(call.requests, call.kinds, strict=True)):
         if request.value.is_sparse:
             raise ValueError(
                 f"value {index} contains IndexedSlices, whose rows may change with each call: only "
@@ -348,7 +321,7 @@ def check_preparable(
             if why is not None:
                 raise ValueError(f"value {index}: replica {replica} {why}")
         on_gpu = request.devices[0].mesh_state.backend == "cuda"
-        if not outs and (kind == "jax" or (kind == "numpy" and on_gpu)):
+        if not call.outs and (kind == "jax" or (kind == "numpy" and on_gpu)):
             raise ValueError(
                 f"value {index}: later calls cannot overwrite results of kind {kind!r}; pass "
                 "another output_type"
