@@ -45,6 +45,7 @@ from .one_device import Accumulate, copied_to, divided
 from .out_arguments import with_outs
 from .pipeline import copy_to_out, reduce_to_one
 
+_NOTHING: AbstractContextManager[object] = nullcontext()
 _PARTIAL = "The error came in the middle: the arrays of `out` may hold a part of the results."
 
 
@@ -78,7 +79,7 @@ class Call:
             deadline: not checked: seconds from now; None for ever.
         """
         seconds = None if deadline is None else as_deadline(deadline)
-        return nullcontext() if seconds is None and not self.outs else self._running(name, seconds)
+        return _NOTHING if seconds is None and not self.outs else self._running(name, seconds)
 
     @contextmanager
     def _running(self, name: str, seconds: float | None) -> Iterator[None]:
