@@ -115,9 +115,10 @@ class Worker:
     def push(self) -> None:
         """Pushes the accumulated sums, without a local step."""
         worker = self.optimizer._worker
-        worker._plan_push(worker._current_sums(), None, worker.inner._slots.powers)
+        powers = worker.inner._slots.powers
+        worker._ready_push(worker._current_sums(), None, powers)
         assert worker._push is not None
-        worker._push.run(worker._next.scalars, lambda: None)
+        worker._push.run(worker.inner._next_update(powers)[0], lambda: None)
 
 
 class Bench:

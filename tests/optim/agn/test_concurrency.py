@@ -109,7 +109,7 @@ def test_a_center_is_loaded_while_workers_step(mesh, num_loads):
             center.load_state_dict(states[turn % 2])
             for _, optimizer in team:
                 plan = optimizer._worker._local
-                if plan is not None and plan._version == center._version:
+                if plan is not None and plan.version == center._version:
                     slots = [slot.buffers[0] for slot in center._slot_variables()]
                     assert all(plan.ranges.shared_by([slot]) == 0 for slot in slots)
     finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SparseAdditions, prepare_gradient
@@ -84,10 +84,6 @@ class HostCounter(LazyVariable):
         return (self._uploaded[1],)
 
 
-# Content of the memory of a sum: invalid or not allocated, or the sum.
-_Holds = Literal["nothing", "sum"]
-
-
 class Revision:
     """Counts the changes of a worker's sums other than adding one more gradient."""
 
@@ -108,6 +104,8 @@ class Accumulation(LazyVariable):
         changes: revision of the worker's sums.
 
     Attributes:
+        allocated: memory of a dense sum on each device, if it was allocated.
+        is_dense: whether that holds the sum.
         rows: the sparse sum; None if the sum is dense or empty.
         changes: revision of the worker's sums.
     """
@@ -115,8 +113,8 @@ class Accumulation(LazyVariable):
     def __init__(self, local: Variable, name: str, changes: Revision) -> None:
         super().__init__(name)
         self._local, self.changes = local, changes
-        self._memory: tuple[Buffer, ...] = ()
-        self._holds: _Holds = "nothing"
+        self.allocated: tuple[Buffer, ...] = ()
+        self.is_dense = False
         self.rows: AccumulatorState | None = None
 
     @property
@@ -137,46 +135,48 @@ class Accumulation(LazyVariable):
     @property
     def is_empty(self) -> bool:
         """Whether no gradient was added since the last push."""
-        return self.rows is None and self._holds != "sum"
+        return self.rows is None and not self.is_dense
 
     @property
-    def is_first(self) -> bool:
-        """Whether the next dense gradient overwrites the memory instead of being added."""
-        return self._holds != "sum"
+    def current(self) -> Buffer | SparseSum:
+        """The dense or sparse sum on the first device; there must be one."""
+        total = self.allocated[0] if self.rows is None else self.rows.totals[0]
+        assert total is not None
+        return total
 
-    @property
-    def memory(self) -> tuple[Buffer, ...]:
-        """Memory of the dense sum on each device; its content is undefined if ``is_first``."""
-        if not self._memory:
-            self._memory = tuple(device.empty(self.shape, self.dtype) for device in self.devices)
-        return self._memory
+    def is_in(self, memory: tuple[Buffer, ...]) -> bool:
+        """Whether the sum is in this memory, or will be if it is empty."""
+        return self.allocated is memory and self.rows is None
 
-    @property
-    def allocated(self) -> tuple[Buffer, ...]:
-        """Memory of the dense sum, if it was allocated."""
-        return self._memory
+    def as_arrays(self) -> tuple[Buffer, ...]:
+        """Returns the sum as dense arrays on every device: of an empty sum memory for it."""
+        if self.rows is not None:
+            (whole,) = densified([self.merged()])
+            return (whole, *(copied_to(device, whole) for device in self.devices[1:]))
+        if not self.allocated:
+            self.allocated = tuple(device.empty(self.shape, self.dtype) for device in self.devices)
+        return self.allocated
 
-    def added(self) -> None:
-        """Records that a dense gradient was added or written."""
-        if self._holds != "sum":
-            self._update("sum")
+    def merged(self) -> IndexedSlices:
+        """Returns the sparse sum in index order, in new memory."""
+        total = self.current
+        assert isinstance(total, SparseSum)
+        plan, _ = ops.merged_row_index([total.slots], mean=False)
+        (rows,) = coalesced([total.rows], [plan])
+        return IndexedSlices.of(rows, plan.indices, self.shape)
+
+    def added(self, memory: tuple[Buffer, ...]) -> None:
+        """Records that this memory, from ``as_arrays``, holds the sum with a dense gradient."""
+        if not self.is_dense:
+            self.allocated = memory
+            self._update(is_dense=True)
 
     def cleared(self) -> None:
         """Resets the sum to zero, without a launch."""
-        self._update("nothing")
+        self._update()
 
-    @property
-    def state(self) -> tuple[tuple[Buffer, ...], _Holds, AccumulatorState | None]:
-        """The current state; set it to restore the sum after a call that failed."""
-        return self._memory, self._holds, self.rows
-
-    @state.setter
-    def state(self, before: tuple[tuple[Buffer, ...], _Holds, AccumulatorState | None]) -> None:
-        self._memory, holds, rows = before
-        self._update(holds, rows)
-
-    def _update(self, holds: _Holds, rows: AccumulatorState | None = None) -> None:
-        self._holds, self.rows = holds, rows
+    def _update(self, *, is_dense: bool = False, rows: AccumulatorState | None = None) -> None:
+        self.is_dense, self.rows = is_dense, rows
         self.changes.count += 1
 
     def pending_gradient(self, gradient: IndexedSlices) -> PendingGradient:
@@ -192,38 +192,7 @@ class Accumulation(LazyVariable):
     def added_rows(self, state: AccumulatorState) -> None:
         """Records that a sparse gradient was added to these rows."""
         if self.rows is not state:
-            self._update(self._holds, state)
-
-    @property
-    def sparse_sum(self) -> SparseSum:
-        """The sparse sum; there must be one."""
-        assert self.rows is not None
-        (total,) = self.rows.totals
-        assert isinstance(total, SparseSum)
-        return total
-
-    @property
-    def current(self) -> Buffer | SparseSum:
-        """The dense or sparse sum on the first device; there must be one."""
-        return self.memory[0] if self.rows is None else self.sparse_sum
-
-    def make_dense(self) -> None:
-        """Converts a sparse sum to a dense one, on every device."""
-        if self.rows is not None:
-            self._memory = self._as_arrays()
-            self._update("sum")
-
-    def _as_arrays(self) -> tuple[Buffer, ...]:
-        """Returns the sparse sum as new dense arrays on every device."""
-        (whole,) = densified([self.merged()])
-        return (whole, *(copied_to(device, whole) for device in self.devices[1:]))
-
-    def merged(self) -> IndexedSlices:
-        """Returns the sparse sum in index order, in new memory."""
-        total = self.sparse_sum
-        plan, _ = ops.merged_row_index([total.slots], mean=False)
-        (rows,) = coalesced([total.rows], [plan])
-        return IndexedSlices.of(rows, plan.indices, self.shape)
+            self._update(rows=state)
 
     def update(self, dense: Any | None, rows: IndexedSlices | None) -> None:
         """Replaces the sum by that of a checkpoint.
@@ -234,8 +203,7 @@ class Accumulation(LazyVariable):
         """
         self.cleared()
         if dense is not None:
-            self._memory = tuple(device.upload(dense) for device in self.devices)
-            self._update("sum")
+            self.added(tuple(device.upload(dense) for device in self.devices))
         elif rows is not None:
             pending_gradient = self.pending_gradient(rows)
             addition = SparseAdditions([pending_gradient])
@@ -246,11 +214,9 @@ class Accumulation(LazyVariable):
 
     @property
     def _computed_buffers(self) -> tuple[Buffer, ...]:
-        if self.rows is not None:
-            return self._as_arrays()
-        if self._holds == "nothing":  # a concurrent step of the worker may be writing to the memory
+        if self.is_empty:  # a concurrent step of the worker may be writing to the memory
             return tuple(device.zeros(self.shape, self.dtype) for device in self.devices)
-        return self._memory
+        return self.as_arrays()
 
 
 _NO_OPS = AllReduceCrossDeviceOps()  # unused: a sum on one device is not reduced

@@ -7,9 +7,8 @@ of the same variables is planned once, and so is a push that needs no staging me
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, TypeGuard
 
 from gradreduce import ops
 from gradreduce.arrays.caller_streams import release_inputs
@@ -22,25 +21,9 @@ from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
 from .center import StalePushError
-from .local_step import DenseStep, LocalPlan, LocalStep, Step, is_planned, mixed
+from .local_step import LocalPlan, LocalStep, local_step, planned_step
 from .push import PushConfig, PushPlan, Sum
 from .variables import AGNCustomGetter, HostCounter, Member
-
-
-class _NextPush(NamedTuple):
-    """Scalars and counters of the next push.
-
-    Attributes:
-        scalars: of the rule.
-        powers: of the inner optimizer after the push.
-        global_step: counts the pushes; or None.
-        counted: increments ``global_step``; cannot fail.
-    """
-
-    scalars: Scalars
-    powers: Scalars
-    global_step: Variable | None
-    counted: Callable[[], None]
 
 
 class Worker:
@@ -69,7 +52,6 @@ class Worker:
         self.pulled: dict[Variable, Variable] = {}
         self._local: LocalPlan | None = None  # of the last dense step
         self._push: PushPlan | None = None  # the next one, or the last, if that may be run again
-        self._next = _NextPush((), (), None, ready_count(None))  # for the next push
 
     def apply(
         self,
@@ -87,9 +69,9 @@ class Worker:
             seconds: until the deadline, from ``as_deadline``.
         """
         inner, plan = self.inner, self._local
-        if plan and not (
-            plan.is_valid_for(variables, inner._slots, inner._kernel)
-            and plan.has_its_memory(self._center._version)
+        if plan and (
+            plan.version != self._center._version
+            or not plan.is_valid_for(variables, inner._slots, inner._kernel)
         ):
             plan = None
         members = plan.members if plan else [self._getter._member(var) for var in variables]
@@ -153,24 +135,18 @@ class Worker:
             A plan for later steps like this one, if there was none.
         """
         inner, planned = self.inner, None
-        rows = [(each.total, each.total.state) for each in members if each.total.rows is not None]
-        try:
-            # A callable may raise; nothing has been created yet.
-            scalars, powers = inner._next_update(inner._slots.powers)
-            if plan is None:
-                self.prepare(members)
-            step = self._local_step(members, parts, plan, scalars)
-            is_due = not (self.step.value + 1) % self._config.period
-            if is_due:
-                self._plan_push(self._current_sums() | step.sums(), global_step, powers)
-            if plan is None and isinstance(step, LocalStep) and step.is_dense:
-                version = self._center._version  # read before the slots: a load may come between
-                others = self._written_besides(members)
-                planned = LocalPlan(inner, members, others, version)
-        except BaseException:
-            for total, state in rows:  # a dense gradient may have made it dense
-                total.state = state
-            raise
+        # A callable may raise; nothing has been created yet.
+        scalars, powers = inner._next_update(inner._slots.powers)
+        if plan is None:
+            self.prepare(members)
+        step = self._local_step(members, parts, plan, scalars)
+        is_due = not (self.step.value + 1) % self._config.period
+        if is_due:
+            push = self._ready_push(self._current_sums() | step.sums(), global_step, powers)
+        if plan is None and inner._kernel is not None and _are_dense(parts):
+            version = self._center._version  # read before the slots: a load may come between
+            others = self._written_besides(members)
+            planned = LocalPlan(inner, step.dense, others, version)
 
         def count() -> None:
             inner._slots.commit(powers)
@@ -181,7 +157,7 @@ class Worker:
             step.launch(count)
             release_inputs()
             if is_due:
-                self._communicate()
+                push()
         return planned
 
     def prepare(self, members: Sequence[Member]) -> None:
@@ -198,12 +174,11 @@ class Worker:
         members: Sequence[Member],
         parts: Sequence[Part],
         plan: LocalPlan | None,
-        scalars: tuple[float, ...],
-    ) -> Step:
-        if plan is not None and is_planned(parts, plan):
-            return DenseStep(plan, parts, scalars)
-        colocated = _by_variable(members, parts)
-        return LocalStep(self.inner, members, colocated, mixed(members, colocated), scalars)
+        scalars: Scalars,
+    ) -> LocalStep:
+        if plan is not None and _are_dense(parts):
+            return planned_step(plan, parts, scalars)
+        return local_step(self.inner, members, _by_variable(members, parts), scalars)
 
     # -- a communication --------------------------------------------------------------------------
 
@@ -213,10 +188,10 @@ class Worker:
             member: member.total.current for member in self.members if not member.total.is_empty
         }
 
-    def _plan_push(
+    def _ready_push(
         self, sums: Mapping[Member, Sum], global_step: Variable | None, powers: Scalars
-    ) -> None:
-        """Plans a push, which ``_communicate`` runs.
+    ) -> Callable[[], None]:
+        """Plans a push; the returned function runs it.
 
         Args:
             sums: of the period.
@@ -226,36 +201,32 @@ class Worker:
         check_unread([var for member in sums for var in (member.local, member.center)])
         if self._push is None or not self._push.is_valid_for(sums):
             self._push = PushPlan(self._center, self.inner, sums, self.pulled, self._config)
-        self._next = _NextPush(
-            *self.inner._next_update(powers), global_step, ready_count(global_step)
-        )
+        push, count = self._push, ready_count(global_step)
+        scalars, powers = self.inner._next_update(powers)
+
+        def pushed() -> None:
+            self.is_due = False
+            self.inner._slots.powers = powers
+            for member in push.members:
+                member.total.cleared()
+            if self._resets:
+                self._reset([member.local for member in push.members])
+            count()
+
+        def communicate() -> None:
+            if not push.is_reusable:
+                self._push = None
+            try:
+                with DeferInterrupts():
+                    push.run(scalars, pushed)
+            except StalePushError:  # the center was loaded meanwhile: push the same sums again
+                self._retry_push(global_step)
+
+        return communicate
 
     def _retry_push(self, global_step: Variable | None) -> None:
         """Plans and runs a push that has failed before."""
-        self._plan_push(self._current_sums(), global_step, self.inner._slots.powers)
-        self._communicate()
-
-    def _communicate(self) -> None:
-        """Runs the planned push."""
-        push, following = self._push, self._next
-        assert push is not None
-        if not push.is_reusable:
-            self._push = None
-        try:
-            with DeferInterrupts():
-                push.run(following.scalars, partial(self._pushed, push, following))
-        except StalePushError:  # the center was loaded meanwhile: push the same sums again
-            self._retry_push(following.global_step)
-
-    def _pushed(self, push: PushPlan, following: _NextPush) -> None:
-        """Updates the worker's state after a push was launched."""
-        self.is_due = False
-        self.inner._slots.powers = following.powers
-        for member in push.members:
-            member.total.cleared()
-        if self._resets:
-            self._reset([member.local for member in push.members])
-        following.counted()
+        self._ready_push(self._current_sums(), global_step, self.inner._slots.powers)()
 
     def _reset(self, variables: Sequence[Variable]) -> None:
         """Sets the momentum of variables to zero."""
@@ -297,6 +268,10 @@ def _by_variable(members: Sequence[Member], parts: Sequence[Part]) -> list[Coloc
     """Groups gradients of all copies by variable."""
     left = iter(parts)
     return [tuple(islice(left, len(member.local.devices))) for member in members]
+
+
+def _are_dense(parts: Sequence[Part]) -> TypeGuard[Sequence[Buffer]]:
+    return {type(part) for part in parts} == {Buffer}
 
 
 # Names of slots that hold momentum.

@@ -32,7 +32,7 @@ def queued_worker(worker: Worker) -> dict[str, Any]:
             merged = total.merged()
             rows[name] = {"indices": merged.indices.copy(), "values": merged.values}
         elif not total.is_empty:
-            sums[name] = snapshots.copied(total.memory[0])
+            sums[name] = snapshots.copied(total.allocated[0])
     pulled = {var.name: snapshots.copied(kept.buffers[0]) for var, kept in worker.pulled.items()}
     return {
         "format": _WORKER,
