@@ -170,7 +170,7 @@ def test_a_call_that_raises_is_not_watched_any_more(clock):
     with queued() as mesh:
         stall(mesh.devices[1])
         with pytest.raises(KeyError), deadline_scope("a call", 5, mesh.devices):
-            watched = mesh.mesh_state.pending_call
+            watched = mesh.mesh_state.thread.pending_call
             uploaded(mesh.devices[1], 1)
             raise KeyError
         clock.pass_by(6)
@@ -180,7 +180,7 @@ def test_a_call_that_raises_is_not_watched_any_more(clock):
 
 def test_a_call_of_before_a_reset_is_not_watched_any_more(clock):
     with queued() as mesh, deadline_scope("a call", 5, mesh.devices):
-        watched = mesh.mesh_state.pending_call
+        watched = mesh.mesh_state.thread.pending_call
         mesh.mesh_state.fail("for a test")
         mesh.reset(timeout=TEST_TIMEOUT)
         clock.pass_by(6)

@@ -392,7 +392,7 @@ def test_a_handler_may_come_while_locks_are_held(implementation):
                 for lock in (
                     mesh_state.launch_lock,
                     mesh_state._watchdog_lock,
-                    mesh_state.recorder._lock,
+                    mesh_state.log._lock,
                 ):
                     held.enter_context(lock)
             for device in (*mesh.devices, *opened.devices):

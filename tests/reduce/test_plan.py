@@ -164,10 +164,11 @@ def test_the_plan_tells_what_one_device_reads():
             mesh.mesh_state.peer_access = peers
             plan = agreed(mesh, ops_of("nccl", mesh), SUM, pairs)
             found[str(peers)] = [pack.crossing for pack in plan.packs]
+            assert "replicas, only the result is copied: tensors 5" in str(plan)
     assert found == {
-        "True": ["direct", "copies", "copies", "direct", "none", "copies"],
-        "False": ["copies", "copies", "copies", "copies", "none", "copies"],
-        "{(1, 0)}": ["copies", "copies", "copies", "copies", "none", "copies"],
+        "True": ["direct", "copies", "copies", "direct", "none", "result"],
+        "False": ["copies", "copies", "copies", "copies", "none", "result"],
+        "{(1, 0)}": ["copies", "copies", "copies", "copies", "none", "result"],
     }
 
 
@@ -214,6 +215,20 @@ def test_it_is_printed_for_people():
         "packed on 4 devices, read and written by their peers: tensors 0-4".split()  # fmt: skip
     assert text[2].split() == "1 one device float32 40 bytes of each of 4 replicas, " \
         "read by the device that adds them: tensors 5".split()  # fmt: skip
+
+
+def test_an_empty_value_has_nothing_to_transfer():
+    with MeshCase((0, 1)).open() as mesh:
+        ops = ops_of("hierarchical_copy", mesh)
+        far, near = (
+            dense(mesh, (0, 4), "float32"),
+            gr.PerReplica([mesh.devices[0].zeros((0,), "int8")]),
+        )
+        far_text, near_text = str(
+            agreed(mesh, ops, SUM, [(far, "sim:0"), (near, "sim:1")])
+        ).splitlines()[1:]
+    assert "0 bytes of each of 2 replicas, nothing to transfer: tensors 0" in far_text
+    assert "0 bytes of each of 1 replicas, on one physical device: tensors 1" in near_text
 
 
 def test_bad_arguments_are_those_of_the_reduction():

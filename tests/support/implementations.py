@@ -82,7 +82,7 @@ def opened(implementation: str) -> Iterator[Device]:
 
 def recorded(device: Device) -> AbstractContextManager[Journal]:
     """A journal of what the device does inside."""
-    return device.mesh_state.recorder.journal()
+    return device.mesh_state.log.journal()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ second description of it could grow out of date. Nothing is allocated, compiled 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from typing import Any
@@ -45,21 +44,6 @@ MeshSignature = tuple[tuple[int, ...], str, Hashable]
 Signature = tuple[int, int, bool, int, int, int, tuple[int, ...], np.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Touched:
-    """The memory that one launch, copy, fill or rank of a collective uses.
-
-    Attributes:
-        device: whose queue it is in.
-        reads: what is read.
-        writes: what is written.
-    """
-
-    device: Device
-    reads: tuple[Buffer, ...]
-    writes: tuple[Buffer, ...]
-
-
 def mesh_signature(mesh: Mesh) -> MeshSignature:
     """Returns what a plan depends on in a mesh."""
     whole = mesh.devices[0].mesh
@@ -89,8 +73,6 @@ class DryRunMesh:
 
     Attributes:
         mesh: as many devices, on the same physical ones, with the same peer access.
-        touched: by all that they were given, one for each record of a launch, copy, fill or
-            collective, in the order of the records.
     """
 
     def __init__(self, signature: MeshSignature) -> None:
@@ -98,12 +80,11 @@ class DryRunMesh:
         access = peers if isinstance(peers, bool) else set(peers)  # type: ignore[call-overload]
         mesh_state = MeshState(backend, peer_access=access)
         starts = count(1)
-        self.touched: list[Touched] = []
         made = [
-            DryRunDevice(mesh_state, index, physical, starts, self.touched)
+            DryRunDevice(mesh_state, index, physical, starts)
             for index, physical in enumerate(placement)
         ]
-        collective = cache(lambda: DryRunCollective(mesh_state, self.touched))
+        collective = cache(lambda: DryRunCollective(mesh_state))
         self.mesh = Mesh(made, mesh_state, collective, lambda: None)
         for device in made:
             device.mesh = self.mesh
@@ -129,16 +110,10 @@ class DryRunDevice(Device):
     """A device that checks and records calls, and has neither memory nor queues."""
 
     def __init__(
-        self,
-        mesh_state: MeshState,
-        index: int,
-        physical: int,
-        starts: Iterator[int],
-        touched: list[Touched],
+        self, mesh_state: MeshState, index: int, physical: int, starts: Iterator[int]
     ) -> None:
         super().__init__(mesh_state, index, physical)
         self._starts = starts
-        self._touched = touched
 
     def block(self, nbytes: int, *, start: int = 0, owned: bool = True) -> Block:
         """Makes a block that no other block of its mesh overlaps."""
@@ -175,13 +150,11 @@ class DryRunDevice(Device):
     def _trim(self) -> None:
         """Does nothing, as do the methods below that would write or wait."""
 
-    def _fill_zero(self, buffer: Buffer) -> None:
-        self._touched.append(Touched(self, (), (buffer,)))
+    def _fill_zero(self, buffer: Buffer) -> None: ...
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None: ...
 
-    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
-        self._touched.append(Touched(self, (src,), (dst,)))
+    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None: ...
 
     def _resolved(
         self,
@@ -191,10 +164,6 @@ class DryRunDevice(Device):
         scalars: Sequence[int | float],
         queue: Queue,
     ) -> Command:
-        num_written = kernel.num_written(scalars)
-        reads = tuple(operand for row in rows for operand in row[num_written:])
-        writes = tuple(operand for row in rows for operand in row[:num_written])
-        self._touched.append(Touched(self, reads, writes))
         return lambda: None
 
     def _wait(self, mark: Mark, queue: User) -> None: ...
@@ -209,11 +178,5 @@ class DryRunDevice(Device):
 class DryRunCollective(Collective):
     """A collective that checks and records calls."""
 
-    def __init__(self, mesh_state: MeshState, touched: list[Touched]) -> None:
-        super().__init__(mesh_state)
-        self._touched = touched
-
     def _call(self, call: CollectiveCall) -> None:
-        for read, written in zip(call.inputs, call.outputs, strict=True):
-            self._touched.append(Touched(read.device, (read,), (written,)))
         self._submit(lambda: None, [call])

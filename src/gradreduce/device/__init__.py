@@ -22,7 +22,7 @@ from .command_list import CommandList, spans_of, wait_for_readers
 from .deadlines import deadline_scope
 from .device import Device
 from .dtypes import DType, accumulate_dtype, as_dtype, as_flag, as_index, element_of, mean_dtype
-from .flat_buffer import FlatBuffer, Step, attach_again, clear
+from .flat_buffer import FlatBuffer, Step, attach_again
 from .forks import ModuleLock
 from .graph_capture import Capture
 from .interrupts import DeferInterrupts
@@ -85,7 +85,6 @@ __all__ = [
     "block_stream",
     "by_physical",
     "can_access",
-    "clear",
     "compatible",
     "copied_to",
     "copy_over",

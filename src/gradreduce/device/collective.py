@@ -29,6 +29,13 @@ NOT_CAPTURED = (
 )
 
 
+def bytes_sent(name: str, nbytes: int, num_ranks: int) -> int:
+    """Returns the bytes that each rank of a collective sends to the next one, as in a ring."""
+    if name == "all_reduce":
+        return 2 * (num_ranks - 1) * nbytes // num_ranks
+    return (num_ranks - 1) * nbytes
+
+
 class CollectiveCall(NamedTuple):
     """One checked call.
 
@@ -160,7 +167,7 @@ class Collective(ABC):
                 )
 
     def _submit(self, command: Command, calls: Sequence[CollectiveCall]) -> None:
-        """Submits a group of calls; adds one record for each rank of each call.
+        """Submits a group of calls; logs one record for each rank of each call.
 
         Args:
             command: gives them, each time it is called.
@@ -173,17 +180,17 @@ class Collective(ABC):
         mesh_state = self._mesh_state
         if mesh_state.capture is not None and len({buffer.device.physical for buffer in used}) > 1:
             raise CollectiveError(NOT_CAPTURED)
-        mesh_state.submitted()  # before: one that fails may have been given to some of the devices
+        thread = mesh_state.thread
+        thread.num_submitted += 1  # before: one that fails may have been given to some devices
         with mesh_state.recording_commands(None):  # its fences are its own
             command()
-        label = mesh_state.flight_recorder.thread.label
-        records = tuple(
-            Record(
-                "collective", call.name, each.device.index, -1, each.nbytes, call.queue, label=label
-            )
+        records = [
+            Record("collective", call.name, each.device.index, -1, each.nbytes, call.queue)
             for call in calls
             for each in call.inputs
-        )
-        mesh_state.sink.replayed(records)
-        if mesh_state.command_list is not None:
-            mesh_state.command_list.add(command, records, used)
+        ]
+        for record in records:
+            mesh_state.log.append(record)
+        if thread.command_list is not None:
+            rows = [row for call in calls for row in zip(call.outputs, call.inputs, strict=True)]
+            thread.command_list.add(command, records, rows, 1)

@@ -7,11 +7,11 @@ replay the list allocates nothing, checks no operand and builds no table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from .buffer import Block, Buffer, Mark, Queue
-from .op_log import Record, Sink
+from .buffer import Block, Buffer, Mark, Queue, Row
+from .op_log import OpLog, Record
 
 if TYPE_CHECKING:
     from .device import Device
@@ -40,59 +40,85 @@ def wait_for_readers(spans: Iterable[Span]) -> None:
             block.device.wait(mark)
 
 
+class Operation(NamedTuple):
+    """What a thread submitted by one command; its operands stay alive.
+
+    Attributes:
+        command: submits it again.
+        records: of it in the log: one; none of waits; of a collective one for each rank.
+        rows: its operands; of a collective those of each rank.
+        num_written: operands of each row that it writes: the first ones.
+    """
+
+    command: Command
+    records: Sequence[Record] = ()
+    rows: Sequence[Row] = ()
+    num_written: int = 0
+
+
+class _MarkAgain:
+    """Makes a mark in each replay.
+
+    Attributes:
+        mark: of the first time, with the event of the last replay.
+        is_waited_for: whether anybody waits for it.
+    """
+
+    def __init__(self, mark: Mark) -> None:
+        self.first = mark
+        self.mark = mark
+        self.is_waited_for = False
+
+    def __call__(self) -> None:
+        device, queue = self.first.device, self.first.queue
+        self.mark = Mark(device, queue, device._mark(queue))
+
+
 class CommandList:
-    """The commands that a thread submitted while this was open, in order.
+    """The operations that a thread submitted while this was open, in order.
 
     Marks made before it was opened are not waited for when it is replayed: whoever replays it says
     what comes before, and replays it only behind itself (``join`` at its end does that).
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Command, tuple[Record, ...]]] = []
-        self._kept: dict[int, Any] = {}  # blocks, alive as long as the list
-        # id of a mark -> the mark, where its event is at each replay, its place, whether waited for
-        self._marks: dict[int, tuple[Mark, list[Any], int]] = {}
-        self._waited: set[int] = set()
+        self.operations: list[Operation] = []
+        self._marks: dict[int, _MarkAgain] = {}
 
     def add(
-        self, command: Command, records: tuple[Record, ...], operands: Iterable[Buffer]
+        self,
+        command: Command,
+        records: Sequence[Record] = (),
+        rows: Sequence[Row] = (),
+        num_written: int = 0,
     ) -> None:
-        """Appends a command to replay later, its records, and the memory it uses."""
-        self._entries.append((command, records))
-        for operand in operands:
-            self._kept[id(operand.block)] = operand.block
+        """Appends an ``Operation``."""
+        self.operations.append(Operation(command, records, rows, num_written))
 
     def marked(self, mark: Mark) -> None:
         """Records a mark that has just been made."""
-        cell = [mark.event]
-
-        def again() -> None:
-            cell[0] = mark.device._mark(mark.queue)
-
-        self._marks[id(mark)] = (mark, cell, len(self._entries))
-        self._entries.append((again, ()))
+        self._marks[id(mark)] = again = _MarkAgain(mark)
+        self.add(again)
 
     def waited(self, device: Device, mark: Mark, queue: Queue) -> None:
         """Records a wait, unless its mark is older than this list."""
-        if id(mark) not in self._marks:
-            return
-        _, cell, index = self._marks[id(mark)]
-        self._waited.add(index)
-
-        def again() -> None:
-            device._wait(Mark(mark.device, mark.queue, cell[0]), queue)
-
-        self._entries.append((again, ()))
+        again = self._marks.get(id(mark))
+        if again is not None:
+            again.is_waited_for = True
+            self.add(lambda: device._wait(again.mark, queue))
 
     def close(self) -> None:
         """Drops the marks that nothing waited for."""
-        idle = {index for _, _, index in self._marks.values()} - self._waited
-        self._entries = [each for index, each in enumerate(self._entries) if index not in idle]
+        self.operations = [
+            each
+            for each in self.operations
+            if not isinstance(each.command, _MarkAgain) or each.command.is_waited_for
+        ]
         self._marks.clear()
 
-    def replay(self, recorder: Sink) -> None:
-        """Submits all commands again, in order."""
-        for command, records in self._entries:
+    def replay(self, log: OpLog) -> None:
+        """Submits and logs all operations again, in order."""
+        for command, records, _, _ in self.operations:
             command()
-            if records:
-                recorder.replayed(records)
+            for record in records:
+                log.repeat(record)

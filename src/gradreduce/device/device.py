@@ -17,14 +17,13 @@ import numpy as np
 from gradreduce.errors import CaptureError, DeviceMismatchError, NotCopied
 
 from .backend import Backend
-from .buffer import Block, Buffer, Mark, Queue, Row, Stream, handle_of
-from .command_list import Command
+from .buffer import Block, Buffer, CapturedMark, Mark, Queue, Row, Stream, handle_of
 from .deferred_free import DeferredFree
 from .dtypes import as_dtype
 from .external_buffers import ExternalBuffers
 from .kernel import Kernel, Template
 from .mesh_state import MeshState
-from .op_log import Fields, Record
+from .op_log import Record
 from .peer_access import check_accessible, check_all_accessible, check_writable
 from .pending_calls import WaitPolicy, as_deadline
 
@@ -106,13 +105,17 @@ class Device(NotCopied, Backend):
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
         """Allocates a Buffer of zeros; the fill is queued on the compute queue."""
         buffer = self.empty(shape, dtype)
-        if buffer.size:
-            self._fill_zero(buffer)
-            what: Fields = ("fill", "", self.index, -1, buffer.nbytes)
-            self.mesh_state.flight_recorder.add(what)
-            if self.mesh_state.has_deadline:
-                self._noted(what, partial(self._fill_zero, buffer), [buffer])
+        self.fill_zero(buffer)
         return buffer
+
+    def fill_zero(self, buffer: Buffer) -> None:
+        """Fills a Buffer of this device with zeros, in the order of the compute queue."""
+        if not buffer.size:
+            return
+        self._before_write(buffer, "compute")
+        self._fill_zero(buffer)
+        record = Record("fill", "", self.index, -1, buffer.nbytes)
+        self.mesh_state.log.append(record, partial(self._fill_zero, buffer), [(buffer,)], 1)
 
     def adopt(self, array: Any, stream: Stream | None = None, *, writable: bool = True) -> Buffer:
         """Wraps the caller's memory in a Buffer; the compute queue waits for ``stream``.
@@ -130,7 +133,10 @@ class Device(NotCopied, Backend):
             ValueError: the array is not contiguous.
         """
         self.mesh_state.check_usable(self)
-        stream = self.mesh_state.entering(self, stream)
+        capture = self.mesh_state.current.capture
+        if capture is not None and stream is not None:  # each call waits for it
+            capture.enters(self, stream)
+            stream = None
         if stream is not None:
             self.check_stream(stream)
         buffer = self._adopt(array, writable)
@@ -214,7 +220,7 @@ class Device(NotCopied, Backend):
             buffer.block.touched.add((self, queue))
         self._before_write(buffer, queue)
         self._upload(buffer, array, queue)
-        self._record("upload", "", self.index, -1, buffer.nbytes, queue)
+        self.mesh_state.log.append(Record("upload", "", self.index, -1, buffer.nbytes, queue))
         return buffer
 
     def download(self, buffer: Buffer, *, deadline: float | None = None) -> np.ndarray:
@@ -231,13 +237,14 @@ class Device(NotCopied, Backend):
         wait_policy = self._endless if deadline is None else self._wait_policy(deadline)
         self.mesh_state.check_free(self, "download")
         check_accessible(self, buffer)
-        number = self._record("download", "", self.index, -1, buffer.nbytes)
+        log = self.mesh_state.log
+        number = log.append(Record("download", "", self.index, -1, buffer.nbytes))
         generation = self.mesh_state.generation
         host = self._download(buffer, wait_policy)
         # A collective that is aborted lets its queue go on: what comes behind it is worth nothing.
         if host is None or self.mesh_state.has_failed(generation):
             raise self.mesh_state.abort_wait(f"a download of {buffer}", self, wait_policy)
-        self.mesh_state.flight_recorder.mark_finished(number, self, "compute")
+        log.mark_finished(number, self, "compute")
         return host
 
     def mark_failed(self, reason: str) -> None:
@@ -281,11 +288,13 @@ class Device(NotCopied, Backend):
                 self.wait(end.device.mark("compute"), queue=queue)
                 end.block.touched.add((self, queue))
         self._before_write(dst, queue)
-        command = partial(self._copy, dst, src, queue)
-        what: Fields = ("copy", "", self.index, src.device.index, dst.nbytes, queue)
-        self.mesh_state.submit(command, what, self.defers)
-        if self.mesh_state.has_deadline:
-            self._noted(what, command, (dst, src))
+        self.mesh_state.submit(
+            partial(self._copy, dst, src, queue),
+            Record("copy", "", self.index, src.device.index, dst.nbytes, queue),
+            [(dst, src)],
+            1,
+            defers=self.defers,
+        )
         if src.device is not self or queue != "compute":
             (self.mesh_state.current.capture or src.block).record_reader(self.mark(queue), src)
             self.mesh_state.last_read = object()  # after it: who sees this one sees the reader too
@@ -322,8 +331,9 @@ class Device(NotCopied, Backend):
         homes = {block.device for block in blocks}
         is_here = len(homes) == 1 and self in homes
         crossing = 0 if is_here else check_all_accessible(self, homes, operands)
-        self.mesh_state.check_compiled(self, kernel, template)
-        written = _written(rows, kernel.num_written(scalars))
+        self._check_compiled(kernel, template)
+        num_written = kernel.num_written(scalars)
+        written = _written(rows, num_written)
         if not all([block.writable for block in blocks]):
             for operand in written:
                 check_writable(operand)
@@ -333,7 +343,7 @@ class Device(NotCopied, Backend):
         if self.mesh_state.current.capture is not None or any([block.readers for block in blocks]):
             for operand in written:
                 self._before_write(operand, queue)
-        self._launch(kernel, template, rows, scalars, queue, crossing)
+        self._launch(kernel, template, rows, scalars, queue, crossing, num_written)
 
     def prepare(self, kernel: Kernel, template: Template) -> None:
         """Compiles a kernel, so that a later launch does not have to.
@@ -342,26 +352,52 @@ class Device(NotCopied, Backend):
             BackendUnavailableError: the compiler is missing.
         """
         self.mesh_state.check_usable(self)
-        self.mesh_state.check_compiled(self, kernel, template)
+        self._check_compiled(kernel, template)
         self._prepare(kernel, template)
+
+    def _check_compiled(self, kernel: Kernel, template: Template) -> None:
+        """Raises ``CaptureError`` inside a capture for a kernel that must be compiled."""
+        capture = self.mesh_state.current.capture
+        if capture is not None and not self._prepare(kernel, template, may_compile=False):
+            self.mesh_state.check_outside(f"compiling {kernel.name}")
 
     def mark(self, queue: Queue = "compute") -> Mark:
         """Marks the current end of ``queue``."""
         self.mesh_state.check_usable(self)
-        mark = self.mesh_state.new_mark(self, queue, self._mark(queue))
+        event = self._mark(queue)
+        capture = self.mesh_state.current.capture
+        if capture is None:
+            mark = Mark(self, queue, event)
+            self.mesh_state.log.marked(self, queue, event)
+        else:
+            mark = CapturedMark(self, queue, event)
+            capture.made(mark)
         command_list = self.mesh_state.thread.command_list
         if command_list is not None:
             command_list.marked(mark)
         return mark
 
     def wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
-        """Makes ``queue`` wait for ``mark``; the host does not wait."""
+        """Makes ``queue`` wait for ``mark``; the host does not wait.
+
+        Raises:
+            CaptureError: it was made inside a capture, and this is outside.
+        """
         self.mesh_state.check_usable(self)
-        if (mark.device is not self or mark.queue != queue) and self.mesh_state.is_waited_for(mark):
-            self._wait(mark, queue)
-            command_list = self.mesh_state.thread.command_list
-            if command_list is not None:
-                command_list.waited(self, mark, queue)
+        if mark.device is self and mark.queue == queue:
+            return
+        capture = self.mesh_state.current.capture
+        if capture is not None and not capture.waits_for(mark):
+            return
+        if capture is None and type(mark) is CapturedMark:
+            raise CaptureError(
+                f"a mark made inside a capture of {mark.device.name} cannot be waited for outside: "
+                "make another mark outside"
+            )
+        self._wait(mark, queue)
+        command_list = self.mesh_state.thread.command_list
+        if command_list is not None:
+            command_list.waited(self, mark, queue)
 
     def synchronize(self, *, deadline: float | None = None) -> None:
         """Blocks the host until both queues are empty.
@@ -375,11 +411,12 @@ class Device(NotCopied, Backend):
         """
         wait_policy = self._endless if deadline is None else self._wait_policy(deadline)
         self.mesh_state.check_free(self, "synchronize")
-        number = self._record("sync", "", self.index)
+        log = self.mesh_state.log
+        number = log.append(Record("sync", "", self.index))
         generation = self.mesh_state.generation
         if not self._synchronize(wait_policy) or self.mesh_state.has_failed(generation):
             raise self.mesh_state.abort_wait("synchronize", self, wait_policy)
-        self.mesh_state.flight_recorder.mark_finished(number, self, "compute", "transfer")
+        log.mark_finished(number, self, "compute", "transfer")
         self.drain()
 
     def _wait_policy(self, deadline: float) -> WaitPolicy:
@@ -439,30 +476,16 @@ class Device(NotCopied, Backend):
         scalars: Sequence[int | float],
         queue: Queue,
         crossing: int,
+        num_written: int,
     ) -> None:
-        """Queues a kernel whose waits are already queued, and records it."""
-        command = self._resolved(kernel, template, rows, scalars, queue)
-        what: Fields = ("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
-        self.mesh_state.submit(command, what, self.defers)
-        if self.mesh_state.has_deadline:
-            self._noted(what, command, [operand for row in rows for operand in row])
-
-    def _noted(self, what: Fields, command: Command, operands: Iterable[Buffer]) -> None:
-        """Adds a record to the open journals and this thread's command list."""
-        thread = self.mesh_state.flight_recorder.thread
-        record = Record(*what, label=thread.label, phase=thread.phase)  # type: ignore[misc]
-        sink = self.mesh_state.sink
-        if sink.recording:
-            sink.add(record)
-        command_list = self.mesh_state.thread.command_list
-        if command_list is not None:
-            command_list.add(command, (record,), operands)
-
-    def _record(self, *what: Any) -> int:
-        """Returns the fields of a ``Record``, in order."""
-        if self.mesh_state.recorder.recording:
-            self.mesh_state.recorder.add(Record(*what))
-        return self.mesh_state.flight_recorder.add(what)
+        """Queues a kernel whose waits are already queued, and logs it."""
+        self.mesh_state.submit(
+            self._resolved(kernel, template, rows, scalars, queue),
+            Record("launch", kernel.name, self.index, -1, crossing, queue, len(rows)),
+            rows,
+            num_written,
+            defers=self.defers,
+        )
 
 
 def _written(rows: Sequence[Row], num_written: int) -> list[Buffer]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from numpy.typing import DTypeLike
@@ -218,7 +217,7 @@ class FlatBuffer:
             attach_again([buffer.block for buffer in self.buffers])
             self.adopt()
             for buffer in self.buffers:
-                clear(buffer)
+                buffer.device.fill_zero(buffer)
             self.release()
 
     def adopt(self) -> None:
@@ -279,14 +278,3 @@ def attach_again(blocks: Iterable[Block]) -> None:
         block.device.mesh_state.check_usable(block.device)
     for block, each, replaced in rest:
         each.attach_again(block, replaced)
-
-
-def clear(buffer: Buffer) -> None:
-    """Fills with zeros, in the order of the compute queue."""
-    if not buffer.size:
-        return
-    device = buffer.device
-    device._before_write(buffer, "compute")
-    device._fill_zero(buffer)
-    what = ("fill", "", device.index, -1, buffer.nbytes)
-    device._noted(what, partial(device._fill_zero, buffer), [buffer])

@@ -10,8 +10,8 @@ from __future__ import annotations
 import gc
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gradreduce.errors import CaptureError
@@ -19,8 +19,8 @@ from gradreduce.errors import CaptureError
 from .buffer import Buffer, Mark, Stream, overlap
 from .command_list import Command, CommandList, Span, spans_of, wait_for_readers
 from .forks import after_fork
-from .op_log import CROSSING, Record
-from .pending_calls import PackInfo, PackInfoLike, PackInfos, merged_pack_infos, names_of
+from .op_log import CROSSING, Record, current
+from .pending_calls import merged_pack_infos, names_of
 from .stream_sync import fork_streams, join_streams
 
 if TYPE_CHECKING:
@@ -104,10 +104,12 @@ class Capture:
 
     Args:
         devices: of one mesh, at least one; two physical ones must be peers.
+
+    Attributes:
+        records: of what was captured.
     """
 
-    recording = True  # a recorder, to whoever writes records inside
-    readers = True  # and a block, to whoever reads and writes
+    readers = True  # a block, to whoever reads and writes inside
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(dict.fromkeys(devices))
@@ -119,7 +121,7 @@ class Capture:
         self.backend = self._leader._recording(self.devices)
         self._command_list = CommandList()  # keeps the memory
         self._marks: dict[int, Mark] = {}
-        self._records: list[Record] = []
+        self.records: list[Record] = []
         self._earlier: list[Mark] = []
         self._streams: dict[tuple[Device, Stream], None] = {}
         self._reads: list[tuple[Mark, Buffer]] = []
@@ -127,9 +129,7 @@ class Capture:
         self._spans: list[Span] = []
         self._last_read: Any = None
         self._again: Command | None = None
-        self._flight_record: Record | None = None
-        self._pack_infos: list[PackInfo] = []
-        self._pack_info: PackInfoLike | None = None
+        self._record: Record | None = None
 
     @contextmanager
     def recorded(self) -> Iterator[Capture]:
@@ -148,18 +148,22 @@ class Capture:
         with _no_collection:
             try:
                 self.backend.begin()
-                with mesh_state.capturing(self), mesh_state.recording_commands(self._command_list):
-                    yield self
+                current.capture = self
+                try:
+                    with mesh_state.recording_commands(self._command_list):
+                        yield self
+                finally:
+                    current.capture = None
                 self._again = self.backend.end()
                 self._spans = spans_of(self._written)
-                self._pack_info = merged_pack_infos(self._pack_infos) if self._pack_infos else None
                 # One for all of them: what a call costs is not to depend on what is in it.
-                self._flight_record = Record(
+                self._record = Record(
                     "launch",
                     "captured step",
                     self._leader.index,
-                    nbytes=sum(each.nbytes for each in self._records if each.kind in CROSSING),
-                    num_rows=len(self._records),
+                    nbytes=sum(each.nbytes for each in self.records if each.kind in CROSSING),
+                    num_rows=len(self.records),
+                    label=merged_pack_infos(each.label for each in self.records),
                 )
             except BaseException:
                 self.backend.abandon()
@@ -167,7 +171,7 @@ class Capture:
 
     def capture_commands(self, command_list: CommandList) -> None:
         """Captures the commands of a list, which must outlive this capture with its memory."""
-        command_list.replay(self)
+        command_list.replay(self._mesh_state.log)
 
     def __call__(self) -> None:
         """Runs the captured work; the host does not wait.
@@ -182,26 +186,19 @@ class Capture:
 
     def submit(self) -> None:
         """Runs the captured work on devices that have been checked."""
-        if self._again is None or self._flight_record is None:
+        if self._again is None or self._record is None:
             raise CaptureError(
                 "the capture has not ended or has failed: record the work in another Capture"
             )
         leader, mesh_state = self._leader, self._mesh_state
-        pack_info = self._pack_info
-        named = (
-            nullcontext() if pack_info is None else mesh_state.pack_scope(pack_info, self.devices)
-        )
-        with mesh_state.launch_lock, named:
+        with mesh_state.launch_lock, mesh_state.pack_scope(self._record.label, self.devices):
             self._fence()
             join_streams(leader, self.devices)
             self._again()
             fork_streams(leader, self.devices)
             for device, stream in self._streams:  # whose arrays were read
                 device._block_stream(stream)
-            mesh_state.flight_recorder.add(self._flight_record)
-            recorder = mesh_state.recorder
-            for record in self._records if recorder.recording else ():
-                recorder.add(record)
+            mesh_state.log.repeat(self._record, self.records)
 
     def _fence(self) -> None:
         """Queues the waits of a call, beside those for its devices' compute queues."""
@@ -218,18 +215,6 @@ class Capture:
             wait_for_readers(self._spans)
 
     # -- what the devices say and ask, inside -----------------------------------------------------
-
-    def add(self, record: Record) -> None:
-        """Adds a record that each call will repeat."""
-        self._records.append(record)
-
-    def add_pack_info(self, pack_info: PackInfoLike) -> None:
-        """Adds the packs that the captured work is for."""
-        self._pack_infos += pack_info if isinstance(pack_info, PackInfos) else [pack_info]
-
-    def replayed(self, records: Iterable[Record]) -> None:
-        """Adds the records of a replayed command list."""
-        self._records += records
 
     def check(self, device: Device) -> None:
         """Raises ``CaptureError`` for a device that does not record.

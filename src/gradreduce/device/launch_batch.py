@@ -65,7 +65,8 @@ class LaunchBatch:
             crossing = check_all_accessible(device, {each.device for each in away}, away)
             device._touch([each.block for each in away], "compute")
         self._fence()
-        device._launch(kernel, template, rows, scalars, "compute", crossing)
+        num_written = kernel.num_written(scalars)
+        device._launch(kernel, template, rows, scalars, "compute", crossing, num_written)
 
     def _fence(self) -> None:
         """Makes the queue wait for copies that still read what is written."""

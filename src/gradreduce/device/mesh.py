@@ -80,7 +80,7 @@ class Mesh(NotCopied):
     def journal(self) -> AbstractContextManager[Journal]:
         """Records launches, copies, bytes and waits of the devices while the block runs."""
         self.mesh_state.check_process()
-        return self.mesh_state.recorder.journal()
+        return self.mesh_state.log.journal()
 
     def flat_buffer(self, shapes: Sequence[Sequence[int]], dtype: DTypeLike) -> FlatBuffer:
         """Allocates zeros on every device for tensors of these shapes, laid out as a pack.
@@ -125,7 +125,7 @@ class Mesh(NotCopied):
         mesh_state.check_process()
         mesh_state.check_outside("flight_record")
         alive = mesh_state.reason is None and not mesh_state.is_closed
-        return mesh_state.flight_recorder.entries(self.devices[0].mesh.devices, fresh=alive)
+        return mesh_state.log.entries(self.devices[0].mesh.devices, fresh=alive)
 
     def reset(self, *, timeout: float | None = 30.0) -> None:
         """Makes the whole mesh usable again after a deadline has passed.

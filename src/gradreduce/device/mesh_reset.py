@@ -22,7 +22,7 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
     rest = _Rest(math.inf if seconds is None else time.monotonic() + seconds)
 
     def empty_queues() -> None:
-        mesh_state.flight_recorder.drop(devices)  # before marks pass that nothing came to
+        mesh_state.log.drop()  # before marks pass that nothing came to
         alive = [device for device in devices if device.physical not in mesh_state.failed]
         stuck = [device for device in alive if not device._abandon(rest.seconds)]
         rest.need(not stuck, f"these queues have not finished: {names_of(stuck)}")

@@ -6,34 +6,26 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from gradreduce.errors import BackendUnavailableError, CollectiveError
+from gradreduce.errors import BackendUnavailableError, CaptureError, CollectiveError
 
-from .capture_state import CaptureState
+from .buffer import Row
 from .command_list import Command, CommandList
 from .forks import forks
 from .interrupts import DeferInterrupts
-from .op_log import FlightRecorder, PackScope, Recorder, What, write_flight
+from .op_log import OpLog, PackScope, Record, current, write_flight
 from .pending_calls import PackInfoLike, PendingCall, WaitPolicy, names_of
 from .waiting import Done, run_in_thread
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
     from .device import Device
-
-
-class _ThreadState(threading.local):
-    """One thread's count of submissions, open command list and call with a deadline."""
-
-    count: int = 0
-    command_list: CommandList | None = None
-    pending_call: PendingCall | None = None
-
+    from .graph_capture import Capture
 
 # What is called when a mesh is closed, and when it is reset.
 _Listener = tuple[Callable[[Any], None], Callable[[Any], None]]
@@ -41,7 +33,7 @@ _Listener = tuple[Callable[[Any], None], Callable[[Any], None]]
 _WRITE_SECONDS = 2.0
 
 
-class MeshState(CaptureState):
+class MeshState:
     """The state that the devices of one mesh share.
 
     Attributes:
@@ -50,16 +42,15 @@ class MeshState(CaptureState):
             ``peers``.
         prepared: what was compiled for its devices, so that nobody asks twice.
         plans: what was planned for its devices, by the settings that it depends on.
-        thread: the calling thread's count of submissions, open command list, and call with a
-            deadline.
+        log: what the devices were given.
+        thread: the log's, of the calling thread.
+        current: its ``capture`` is what the property gives, without a Python call.
         on_wake: what to call, in a thread of its own, so that who waits in a queue looks again.
         on_failure: what to call when the mesh fails, in that thread; it must not wait.
         library_error: what the collective library says is wrong, for the watchdog, which asks it.
         library_finished: whether the library has ended what it did when the mesh failed, within so
             many seconds.
-        recorder: where devices write what they did.
-        flight_recorder: the last operations given to the devices, always.
-        flight_path: where it is written when the mesh fails; empty: nowhere.
+        flight_path: where the log is written when the mesh fails; empty: nowhere.
         launch_lock: held around each collective group and each multi-device plan, so that every
             device sees those of all threads in one order.
         order_lock: held for a moment while a wait of a queue is set.
@@ -73,10 +64,11 @@ class MeshState(CaptureState):
     """
 
     def __init__(self, backend: str, *, peer_access: bool | Set[tuple[int, int]]) -> None:
-        super().__init__()
+        self.current = current
+        self.check_outside("opening a mesh")
         self.backend = backend
-        self.flight_recorder = FlightRecorder()
-        self.recorder = Recorder(self.flight_recorder.add)
+        self.log = OpLog()
+        self.thread = self.log.thread
         self.flight_path = ""
         self.prepared: set[Hashable] = set()
         self.plans: dict[Hashable, Any] = {}
@@ -98,7 +90,6 @@ class MeshState(CaptureState):
         self._failures: deque[str] = deque()
         self._watchdog: Watchdog | None = None
         self._watchdog_lock = threading.RLock()
-        self.thread = _ThreadState()
         self.peer_access = peer_access
         self.is_closed = False
         self._pid = os.getpid()
@@ -153,19 +144,9 @@ class MeshState(CaptureState):
     # -- what a thread does -----------------------------------------------------------------------
 
     @property
-    def command_list(self) -> CommandList | None:
-        """The command list that records this thread's commands; None: none does."""
-        return self.thread.command_list
-
-    @property
-    def pending_call(self) -> PendingCall | None:
-        """The call with a deadline that this thread is in; None inside a capture."""
-        return self.thread.pending_call if self.current.capture is None else None
-
-    @property
-    def has_deadline(self) -> bool:
-        """Whether a journal, a capture or a command list records this thread's work."""
-        return self.sink.recording or self.thread.command_list is not None
+    def capture(self) -> Capture | None:
+        """The capture that records this thread's work; None outside of one."""
+        return self.current.capture
 
     @contextmanager
     def recording_commands(self, command_list: CommandList | None) -> Iterator[None]:
@@ -176,7 +157,15 @@ class MeshState(CaptureState):
         finally:
             self.thread.command_list = before
 
-    def submit(self, command: Command, what: What, defers: bool) -> None:
+    def submit(
+        self,
+        command: Command,
+        record: Record,
+        rows: Sequence[Row],
+        num_written: int,
+        *,
+        defers: bool,
+    ) -> None:
         """Runs a launch or copy, counts it for ``fail_on_partial_write`` and logs it.
 
         What was cut short may have begun, and counts; where work is deferred an ``Exception`` comes
@@ -184,19 +173,11 @@ class MeshState(CaptureState):
         """
         try:
             command()
-            self.thread.count += 1
+            self.thread.num_submitted += 1
         except BaseException as error:
-            self.thread.count += not (defers and isinstance(error, Exception))
+            self.thread.num_submitted += not (defers and isinstance(error, Exception))
             raise
-        if self.current.capture is None:
-            flight = (
-                self.flight_recorder
-            )  # as its `add` does, whose call would be a fifth of all this costs
-            flight.ring.append((next(flight.numbers), what, flight.thread.label))
-
-    def submitted(self) -> None:
-        """Counts a collective of this thread for ``fail_on_partial_write``."""
-        self.thread.count += 1
+        self.log.append(record, command, rows, num_written)
 
     @contextmanager
     def on_partial_failure(self, then: Callable[[BaseException], None]) -> Iterator[None]:
@@ -205,11 +186,11 @@ class MeshState(CaptureState):
         A failure before this thread's first launch, copy or collective inside changed nothing.
         After it ``then`` is called with the error, which goes on.
         """
-        before = self.thread.count
+        before = self.thread.num_submitted
         try:
             yield
         except BaseException as error:
-            if self.thread.count != before:
+            if self.thread.num_submitted != before:
                 then(error)
             raise
 
@@ -232,16 +213,18 @@ class MeshState(CaptureState):
 
         return self.on_partial_failure(mark_all_failed)
 
-    def pack_scope(self, pack_info: PackInfoLike, devices: Iterable[Device] = ()) -> PackScope:
+    def pack_scope(
+        self, pack_info: PackInfoLike | None, devices: Iterable[Device] = ()
+    ) -> PackScope:
         """Context manager: labels this thread's work with the packs that it is for.
 
-        The flight record and the error of a deadline contain the label. A command list keeps it.
+        The log and the error of a deadline contain the label.
 
         Args:
             pack_info: what.
             devices: that have to come to it, and through it. Default: all of the call.
         """
-        return PackScope(self, pack_info, tuple(devices))
+        return PackScope(self.log, pack_info, tuple(devices))
 
     # -- deadlines --------------------------------------------------------------------------------
 
@@ -330,14 +313,14 @@ class MeshState(CaptureState):
     def _stuck(self, device: Device) -> str:
         """Describes what a late device waits for, which may be another device's work."""
         devices = device.mesh.devices
-        late = self.flight_recorder.late_devices(devices)
+        late = self.log.late_devices(devices)
         if not late:
             return f"{device.name} has finished meanwhile"
         have, its = ("has", "its") if len(late) == 1 else ("have", "their")
         text = f"{names_of(late)} {have} not finished {its} queues"
         entries = [
             entry
-            for entry in self.flight_recorder.entries(devices, fresh=False)
+            for entry in self.log.entries(devices, fresh=False)
             if not entry.done and entry.kind != "sync"  # which is nothing that a queue does
         ]
         first = next((each for each in entries if devices[each.device] in late), None)
@@ -357,7 +340,7 @@ class MeshState(CaptureState):
         return f"{text}, before {named.tensors}, #{named.sequence}"
 
     def _write_flight(self, reason: str) -> None:
-        entries = self.flight_recorder.entries((), fresh=False)
+        entries = self.log.entries((), fresh=False)
         write_flight(self.flight_path, f"{self.backend}, process {self._pid}", reason, entries)
 
     def _notify(self, call: Callable[[], None]) -> None:
@@ -402,6 +385,19 @@ class MeshState(CaptureState):
         capture = self.current.capture
         if capture is not None:
             capture.check(device)
+
+    def check_free(self, device: Device, what: str) -> None:
+        """Raises as ``check_usable`` does, and ``CaptureError`` inside a capture."""
+        self.check_usable(device)
+        self.check_outside(what)
+
+    def check_outside(self, what: str) -> None:
+        """Raises ``CaptureError`` inside a capture of any mesh."""
+        if self.current.capture is not None:
+            raise CaptureError(
+                f"{what} is not allowed inside a capture, which records only launches, copies, "
+                "marks and waits: do it before the capture"
+            )
 
     def check_open(self) -> None:
         """Raises ``BackendUnavailableError`` for a closed mesh, or one from before a fork."""

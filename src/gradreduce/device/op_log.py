@@ -1,8 +1,8 @@
-"""The operation log of a mesh: journals, and the flight recorder.
+"""The operation log of a mesh, and its views: journals and the flight record.
 
-The journal records every launch, copy, upload and host wait while it is open; tests count its
-records. The flight recorder is always on: one small tuple in a ring for each operation. How far
-each has come is computed only when it is asked.
+Each operation is appended once, as one ``Record``. A journal gets the records of the time while it
+is open; tests count them. The log itself keeps the last 1,000: the flight record is these, and
+which of them are done, which is computed only when it is asked.
 """
 
 from __future__ import annotations
@@ -15,47 +15,53 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
-from .buffer import Queue
+from .buffer import Queue, Row
 from .waiting import run_in_thread
 
 if TYPE_CHECKING:
-    from .command_list import CommandList
+    from .command_list import Command, CommandList
     from .device import Device
-    from .mesh_state import MeshState
-    from .pending_calls import PackInfoLike
+    from .graph_capture import Capture
+    from .pending_calls import PackInfoLike, PendingCall
 
-# The fields of a Record, in order. Making one costs a tenth of making a Record.
-Fields = tuple[Any, ...]
 # The kinds whose bytes leave a device for another.
 CROSSING = ("launch", "copy", "collective")
 Kind = Literal["launch", "copy", "collective", "fill", "upload", "download", "sync"]
+LENGTH = 1000  # operations
+_MARKS = 256  # events kept: enough to distinguish two queues of 64 devices
+_LOOK_SECONDS = 0.005  # for marks that are made to see how far the queues are
+QUEUES: tuple[Queue, ...] = ("compute", "transfer")
+_log = logging.getLogger(__name__)
+_numbers = count(1)  # of the files of this process
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # frozen, each would take a microsecond longer
 class Record:
-    """One operation that was submitted to a device.
+    """One operation that was submitted to a device; not to be changed.
 
     Attributes:
         kind: ``launch``, ``copy``, ``collective``, ``fill``, ``upload``, ``download`` or ``sync``.
-        name: the kernel or collective; empty for the rest.
+        name: the kernel or collective; ``captured step`` for the one launch of a whole capture;
+            empty for the rest.
         device: logical index of the device whose queue did it.
         source: logical index of the device a copy read from; -1 for everything else.
         nbytes: bytes that left a device. A copy: its size. A launch: the operands that lie on
             another physical device than the queue. A collective: the size of one buffer, on the
             record of each of its devices. An upload or download: its size, host to device.
         queue: ``compute`` or ``transfer``.
-        num_rows: rows of a launch's pointer table (how many tensors it served); else 0.
-        label: the packs and tensors that it is for, such as a ``PackInfo``; None if unknown.
-        phase: what it does for them: ``pack`` or ``unpack``; empty for the rest.
+        num_rows: rows of a launch's pointer table (how many tensors it served), or operations in
+            a capture; else 0.
+        label: the packs and tensors that it is for; None if unknown.
+        phase: what it does for them, such as ``pack`` or ``unpack``; empty if unknown.
     """
 
     kind: Kind
@@ -65,7 +71,7 @@ class Record:
     nbytes: int = 0
     queue: str = "compute"
     num_rows: int = 0
-    label: object = field(default=None, compare=False, repr=False)
+    label: PackInfoLike | None = field(default=None, compare=False, repr=False)
     phase: str = field(default="", compare=False, repr=False)
 
 
@@ -111,85 +117,18 @@ class Journal:
         return len(self.of("sync")) + len(self.of("download"))
 
 
-class Sink(Protocol):
-    """Receives records."""
-
-    @property
-    def recording(self) -> bool:
-        """Whether it keeps records."""
-
-    def add(self, record: Record) -> None:
-        """Adds a record."""
-
-    def replayed(self, records: Iterable[Record]) -> None:
-        """Adds the records of a replayed command."""
-
-
-class Recorder:
-    """Passes each record to every open journal; costs one check if none is open.
-
-    Args:
-        keep: also gets what is replayed from a command list.
-    """
-
-    def __init__(self, keep: Callable[[Record], object]) -> None:
-        self._keep = keep
-        self._open: tuple[Journal, ...] = ()
-        self._lock = threading.RLock()
-
-    @contextmanager
-    def journal(self) -> Iterator[Journal]:
-        """Opens a journal of all threads' work until the block ends."""
-        journal = Journal()
-        with self._lock:
-            self._open = (*self._open, journal)
-        try:
-            yield journal
-        finally:
-            with self._lock:
-                self._open = tuple(other for other in self._open if other is not journal)
-
-    @property
-    def recording(self) -> bool:
-        """Whether any journal is open."""
-        return bool(self._open)
-
-    def replayed(self, records: Iterable[Record]) -> None:
-        """Records the replay of a command list."""
-        for record in records:
-            self._keep(record)
-            if self._open:
-                self.add(record)
-
-    def add(self, record: Record) -> None:
-        """Appends to every open journal (list.append is atomic: no lock on this path)."""
-        for journal in self._open:
-            journal.records.append(record)
-
-
-_log = logging.getLogger(__name__)
-_numbers = count(1)  # of the files of this process
-LENGTH = 1000  # operations
-_MARKS = 256  # events kept: enough to distinguish two queues of 64 devices
-_LOOK_SECONDS = 0.005  # for marks that are made to see how far the queues are
-QUEUES: tuple[Queue, ...] = ("compute", "transfer")
-
-What = Fields | Record
-
-
 @dataclass(frozen=True, slots=True)
 class FlightEntry:
-    """One operation that was submitted to a device.
+    """A ``Record`` in the flight record.
 
     Attributes:
         sequence: its number in the mesh, from 1, in the order of submission.
-        kind: ``launch``, ``copy``, ``collective``, ``fill``, ``upload``, ``download`` or ``sync``.
-        name: the kernel or collective; ``captured step`` for the one launch of a whole capture;
-            empty for the rest.
+        kind: see ``Record``, as the next five.
+        name: the kernel or collective.
         device: logical index of the device whose queue it is in.
-        source: logical index of the device a copy reads from; -1 for everything else.
-        nbytes: bytes that leave a device, as ``Record`` counts them.
-        num_rows: tensors that a launch serves, or operations in a capture; else 0.
+        source: logical index of the device a copy reads from.
+        nbytes: bytes that leave a device.
+        num_rows: tensors that a launch serves, or operations in a capture.
         tensors: what it is for: ``"pack 3 of 8 (tensors 5 to 9)"``; empty if unknown.
         queue: ``compute`` or ``transfer``.
         done: whether it is known to be over. What was not when the mesh was reset never is: the
@@ -208,46 +147,108 @@ class FlightEntry:
     done: bool
 
 
+class _Current(threading.local):
+    """The capture that the current thread is in, of any mesh."""
+
+    capture: Capture | None = None
+
+
+current = _Current()
+
+
+class ThreadState(threading.local):
+    """What one thread works for on a mesh, and who is told.
+
+    Attributes:
+        label: of its records.
+        phase: of its records.
+        command_list: records its commands; None: nobody does.
+        pending_call: the call with a deadline that it is in.
+        num_submitted: launches, copies and collectives; see ``MeshState.on_partial_failure``.
+    """
+
+    label: PackInfoLike | None = None
+    phase: str = ""
+    command_list: CommandList | None = None
+    pending_call: PendingCall | None = None
+    num_submitted: int = 0
+
+
 # Logical index of a device, and one of its queues.
 _QueueOf = tuple[int, str]
 # The number of the last operation given before a mark, and the mark: device, queue, event.
 _Place = tuple[int, "Device", Queue, Any]
 
 
-class _Label(threading.local):
-    """What a thread's current work is for; see ``Record``."""
-
-    label: object = None
-    phase: str = ""
-
-
-class FlightRecorder:
-    """The ring buffer of one mesh's last operations, without locks.
+class OpLog:
+    """The operations of one mesh: appended once each, by all threads, without a lock.
 
     Attributes:
-        ring: number, operation and label of each.
-        numbers: of the next one; drawn when it has been given.
-        thread: ``label`` is what the calling thread works for.
+        ring: number and record of the last ones.
+        thread: what the calling thread works for.
     """
 
     def __init__(self) -> None:
-        self.ring: deque[tuple[int, What, object]] = deque(maxlen=LENGTH)
-        self.numbers = count(1)
+        self.ring: deque[tuple[int, Record]] = deque(maxlen=LENGTH)
+        self.thread = ThreadState()
+        self._numbers = count(1)  # of the next one; drawn when it has been given
+        self._journals: tuple[Journal, ...] = ()
+        self._lock = threading.RLock()  # to open and close journals
         self._marks: deque[_Place] = deque(maxlen=_MARKS)
         # Up to which number a queue is over, without a mark: by what the host waited for.
         self._over: dict[_QueueOf, int] = {}
-        # What a queue was given before a reset and was not over then: after one number, up to one.
-        self._dropped: dict[_QueueOf, list[tuple[int, int]]] = {}
-        self.thread = _Label()
+        self._dropped: set[int] = set()  # by resets: operations that are never done
 
-    def add(self, what: What) -> int:
-        """Adds an operation that has been submitted: later marks come after it.
+    @contextmanager
+    def journal(self) -> Iterator[Journal]:
+        """Opens a journal of all threads' work until the block ends."""
+        journal = Journal()
+        with self._lock:
+            self._journals = (*self._journals, journal)
+        try:
+            yield journal
+        finally:
+            with self._lock:
+                self._journals = tuple(each for each in self._journals if each is not journal)
+
+    def append(
+        self,
+        record: Record,
+        command: Command | None = None,
+        rows: Sequence[Row] = (),
+        num_written: int = 0,
+    ) -> int:
+        """Labels and logs an operation that was submitted: later marks come after it.
+
+        Args:
+            record: of it, new.
+            command: submits it again, for this thread's command list; None: it cannot be.
+            rows: the operands, written ones first.
+            num_written: operands of each row.
 
         Returns:
-            Its number.
+            Its number; 0 inside a capture.
         """
-        number = next(self.numbers)
-        self.ring.append((number, what, self.thread.label))
+        thread = self.thread
+        record.label, record.phase = thread.label, thread.phase
+        if thread.command_list is not None and command is not None:
+            thread.command_list.add(command, (record,), rows, num_written)
+        return self.repeat(record)
+
+    def repeat(self, record: Record, parts: Sequence[Record] = ()) -> int:
+        """Logs an operation that was submitted again.
+
+        Args:
+            record: as it was logged the first time.
+            parts: for journals: what a captured step did.
+        """
+        if current.capture is not None:  # each call of it logs it
+            current.capture.records.append(record)
+            return 0
+        number = next(self._numbers)
+        self.ring.append((number, record))
+        for journal in self._journals:
+            journal.records.extend(parts or (record,))
         return number
 
     def mark_finished(self, number: int, device: Device, *queues: Queue) -> None:
@@ -258,9 +259,8 @@ class FlightRecorder:
 
     def marked(self, device: Device, queue: Queue, event: Any) -> None:
         """Records a mark that has just been made for any reason."""
-        ring = self.ring
-        if ring:
-            self._marks.append((ring[-1][0], device, queue, event))
+        if self.ring:
+            self._marks.append((self.ring[-1][0], device, queue, event))
 
     def entries(self, devices: Sequence[Device], *, fresh: bool) -> list[FlightEntry]:
         """Returns all entries, oldest first.
@@ -270,49 +270,48 @@ class FlightRecorder:
             fresh: mark every queue now and look whether the marks pass at once, for some
                 milliseconds; otherwise only marks that were made anyway are looked at.
         """
-        submitted = self._submitted()
+        submitted = sorted(_copied(self.ring))  # by their numbers
         if fresh and submitted:
-            self._query_marks(devices, submitted[-1][0])
+            self._query_marks(devices)
         reached = self._reached()
-        return [self._entry(number, what, label, reached) for number, what, label in submitted]
+        return [
+            FlightEntry(
+                sequence=number,
+                kind=record.kind,
+                name=record.name,
+                device=record.device,
+                source=record.source,
+                nbytes=record.nbytes,
+                num_rows=record.num_rows,
+                tensors="" if record.label is None else str(record.label),
+                queue=record.queue,
+                done=number <= reached.get((record.device, record.queue), 0)
+                and number not in self._dropped,
+            )
+            for number, record in submitted
+        ]
 
     def late_devices(self, devices: Sequence[Device]) -> list[Device]:
         """Returns the devices whose queues are not empty.
 
         Without those whose queues are known to wait for another device, if any is left then.
         """
-        submitted = self._submitted()
         passed = {
-            (device.index, queue)
-            for _, device, queue, event in self._query_marks(
-                devices, submitted[-1][0] if submitted else 0
-            )
+            (device, queue)
+            for _, device, queue, event in self._query_marks(devices)
             if device._reached(event)
         }
-        late = [
-            (device, queue)
-            for device in devices
-            for queue in QUEUES
-            if (device.index, queue) not in passed
-        ]
+        queues = [(device, queue) for device in devices for queue in QUEUES]
+        late = [each for each in queues if each not in passed]
         stuck = [(device, queue) for device, queue in late if not device._is_waiting(queue)]
         return list(dict.fromkeys(device for device, _ in stuck or late))
 
-    def drop(self, devices: Sequence[Device]) -> None:
+    def drop(self) -> None:
         """Closes open entries for a reset: what is not known to be done stays so."""
-        submitted = self._submitted()
-        reached = self._reached()
-        last = submitted[-1][0] if submitted else 0
-        for device in devices:
-            for queue in QUEUES:
-                key = device.index, queue
-                kept = [each for each in self._dropped.get(key, []) if each[1] > last - LENGTH]
-                self._dropped[key] = [*kept, (reached.get(key, 0), last)]
+        entries = self.entries((), fresh=False)
+        self._over = self._reached()
+        self._dropped = {each.sequence for each in entries if not each.done}
         self._marks.clear()
-        self._over = reached
-
-    def _submitted(self) -> list[tuple[int, What, object]]:
-        return sorted(_copied(self.ring), key=lambda each: each[0])
 
     def _reached(self) -> dict[_QueueOf, int]:
         """Returns the number up to which each queue is known to be done."""
@@ -323,32 +322,14 @@ class FlightRecorder:
                 reached[key] = last
         return reached
 
-    def _entry(
-        self, number: int, what: What, label: object, reached: dict[_QueueOf, int]
-    ) -> FlightEntry:
-        record = what if isinstance(what, Record) else Record(*what)
-        key = record.device, record.queue
-        dropped = any(after < number <= last for after, last in self._dropped.get(key, ()))
-        return FlightEntry(
-            sequence=number,
-            kind=record.kind,
-            name=record.name,
-            device=record.device,
-            source=record.source,
-            nbytes=record.nbytes,
-            num_rows=record.num_rows,
-            tensors="" if label is None else str(label),
-            queue=record.queue,
-            done=number <= reached.get(key, 0) and not dropped,
-        )
-
-    def _query_marks(self, devices: Sequence[Device], last: int) -> list[_Place]:
-        """Queries marks in a new thread, because a driver whose queue is full may block.
+    def _query_marks(self, devices: Sequence[Device]) -> list[_Place]:
+        """Marks all queues in a new thread, because a driver whose queue is full may block.
 
         Returns:
             The marks that could be made.
         """
         made: list[_Place] = []
+        last = self.ring[-1][0] if self.ring else 0
 
         def mark() -> None:
             for device in devices:
@@ -375,24 +356,19 @@ class PackScope:
     Without a deadline it costs a label, and no mark.
     """
 
-    __slots__ = ("_before", "_devices", "_mesh_state", "_pack_info")
+    __slots__ = ("_before", "_devices", "_log", "_pack_info")
 
-    def __init__(
-        self, mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...]
-    ) -> None:
-        self._mesh_state = mesh_state
+    def __init__(self, log: OpLog, pack_info: PackInfoLike | None, devices: tuple[Device, ...]):
+        self._log = log
         self._pack_info = pack_info
         self._devices = devices
 
     def __enter__(self) -> None:
-        mesh_state = self._mesh_state
-        recorded = mesh_state.flight_recorder.thread
-        self._before, recorded.label = recorded.label, self._pack_info
-        thread = mesh_state.thread
-        if thread.pending_call is not None or mesh_state.current.capture is not None:
-            _mark_queues(mesh_state, self._pack_info, self._devices, leaves=False)
-        if thread.command_list is not None:
-            self._add_to(thread.command_list, leaves=False)
+        thread = self._log.thread
+        self._before = thread.label, thread.phase
+        thread.label = self._pack_info
+        if thread.pending_call is not None or thread.command_list is not None:
+            self._mark_queues(leaves=False)
 
     def __exit__(
         self,
@@ -400,37 +376,18 @@ class PackScope:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        mesh_state = self._mesh_state
-        recorded = mesh_state.flight_recorder.thread
-        recorded.label, recorded.phase = self._before, ""
-        if error is not None:
-            return
-        thread = mesh_state.thread
-        if thread.pending_call is not None:
-            _mark_queues(mesh_state, self._pack_info, self._devices, leaves=True)
+        thread = self._log.thread
+        thread.label, thread.phase = self._before
+        if error is None and (thread.pending_call or thread.command_list) is not None:
+            self._mark_queues(leaves=True)
+
+    def _mark_queues(self, *, leaves: bool) -> None:
+        """Marks the queues for a call with a deadline, now and in each replay."""
+        thread = self._log.thread
+        if thread.pending_call is not None and current.capture is None:
+            thread.pending_call.mark_queues(self._pack_info, leaves=leaves, devices=self._devices)
         if thread.command_list is not None:
-            self._add_to(thread.command_list, leaves=True)
-
-    def _add_to(self, command_list: CommandList, *, leaves: bool) -> None:
-        again = partial(_replay_scope, self._mesh_state, self._pack_info, self._devices)
-        command_list.add(partial(again, leaves=leaves), (), ())
-
-
-def _mark_queues(
-    mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...], *, leaves: bool
-) -> None:
-    pending_call = mesh_state.pending_call
-    if pending_call is not None:
-        pending_call.mark_queues(pack_info, leaves=leaves, devices=devices)
-    elif not leaves and mesh_state.capture is not None:
-        mesh_state.capture.add_pack_info(pack_info)
-
-
-def _replay_scope(
-    mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...], *, leaves: bool
-) -> None:
-    mesh_state.flight_recorder.thread.label = None if leaves else pack_info
-    _mark_queues(mesh_state, pack_info, devices, leaves=leaves)
+            thread.command_list.add(partial(self._mark_queues, leaves=leaves))
 
 
 def _copied(ring: deque[Any]) -> list[Any]:

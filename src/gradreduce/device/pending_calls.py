@@ -79,10 +79,12 @@ class PackInfos(tuple[PackInfo, ...]):
 PackInfoLike = PackInfo | PackInfos
 
 
-def merged_pack_infos(pack_infos: Iterable[PackInfo]) -> PackInfoLike:
-    """Merges the names of what is reduced together: the stages of one batch become one."""
+def merged_pack_infos(labels: Iterable[PackInfoLike | None]) -> PackInfoLike | None:
+    """Merges the labels of what is reduced together: the stages of one batch become one."""
     made: list[PackInfo] = []
-    for each in pack_infos:
+    for each in {id(label): label for label in labels}.values():
+        if not isinstance(each, PackInfo):
+            continue
         index = next((index for index, had in enumerate(made) if _of_one_batch(had, each)), None)
         if index is None:
             made.append(each)
@@ -90,7 +92,7 @@ def merged_pack_infos(pack_infos: Iterable[PackInfo]) -> PackInfoLike:
             had = made[index]
             tensors = tuple(sorted({*had.tensors, *each.tensors}))
             made[index] = PackInfo(tensors, sorted({*had.packs, *each.packs}), had.num_packs)
-    return made[0] if len(made) == 1 else PackInfos(made)
+    return PackInfos(made) if len(made) > 1 else next(iter(made), None)
 
 
 def _of_one_batch(had: PackInfo, other: PackInfo) -> bool:
@@ -170,7 +172,7 @@ class PendingCall:
         for device in dict.fromkeys(devices) or self.devices:
             for queue in QUEUES:
                 mark = _Mark(device, queue, device._mark(queue))
-                device.mesh_state.flight_recorder.marked(*mark)
+                device.mesh_state.log.marked(*mark)
                 marks.append(mark)
         self._stages.append(_Stage(pack_info, leaves, tuple(marks)))
 

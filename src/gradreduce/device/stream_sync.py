@@ -73,7 +73,7 @@ def _fenced(
         return
     with mesh_state.recording_commands(None):
         fence(leaders, others, queue)
-    command_list.add(partial(fence, leaders, others, queue), (), ())
+    command_list.add(partial(fence, leaders, others, queue))
 
 
 def _join_streams(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:

@@ -35,6 +35,8 @@ from .packing import (
 )
 from .reduction_groups import ReductionGroups
 
+# What the log says of an operation: why it was submitted.
+PHASES = ("pack", "all-reduce", "unpack")
 MOST_PLANS = 64  # of one mesh; a training script has a few
 
 
@@ -166,7 +168,10 @@ def reduce_requests(
         if not counts and requests[indices[0]].out is not None:
             out = [requests[index].out or () for index in indices]
         reduced = reduce_batch(plan, gradients, out=out, positions=indices)
-        for index, buffers in zip(indices, _means(reduced) if counts else reduced, strict=True):
+        if counts:
+            with plan.devices[0].mesh_state.pack_scope(PackInfo(indices)):
+                reduced = _means(reduced)
+        for index, buffers in zip(indices, reduced, strict=True):
             results[index] = buffers
     for index in others:
         home = requests[index].devices[0]
@@ -195,6 +200,7 @@ def plan_requests(
 def _means(totals: Sequence[tuple[Buffer, ...]]) -> list[tuple[Buffer, ...]]:
     """Divides sums of integers by the number of replicas."""
     num_replicas = len(totals[0])
+    totals[0][0].device.mesh_state.thread.phase = "all-reduce"
     means = iter(quotients([each for row in totals for each in row], num_replicas))
     return [tuple(islice(means, num_replicas)) for _ in totals]
 
@@ -222,12 +228,18 @@ def copy_to_out(
 ) -> list[tuple[Part, ...]]:
     """Copies results to the requests' ``out`` where they lie elsewhere."""
     rows: list[tuple[Buffer, Buffer]] = []
-    for request, parts in zip(requests, reduced, strict=True):
+    copied = []
+    for index, (request, parts) in enumerate(zip(requests, reduced, strict=True)):
         for out, part in zip(request.out or (), parts, strict=bool(request.out)):
             if out is not part:
                 assert isinstance(part, Buffer), "IndexedSlices were rejected"
                 rows.append((out, part))
-    move_into(rows)
+                copied.append(index)
+    if rows:
+        mesh_state = rows[0][0].device.mesh_state
+        with mesh_state.pack_scope(PackInfo(tuple(dict.fromkeys(copied)))):
+            mesh_state.thread.phase = "unpack"
+            move_into(rows)
     return [request.out or parts for request, parts in zip(requests, reduced, strict=True)]
 
 
@@ -240,7 +252,8 @@ def reduce_to_one(
     accumulate: Accumulate | None = None,
 ) -> tuple[Part, ...]:
     """Adds one value on ``home`` and copies the result to the request's devices."""
-    value = request.value
+    value, thread = request.value, home.mesh_state.thread
+    thread.phase = "all-reduce"
     total = added_on(
         home,
         value.parts,
@@ -249,6 +262,7 @@ def reduce_to_one(
         accumulate=accumulate,
         kind=value.kind,
     )
+    thread.phase = "unpack"
     return broadcast_values(total, request.devices)
 
 
@@ -304,7 +318,7 @@ def reduce_batch(
     stages = _stages(plan, pack_buffers, positions or range(len(gradients)))
     # A single stage has nothing to overlap with: it needs no waits between the two queues.
     queue: Queue = "transfer" if len(stages) > 1 else "compute"
-    thread = mesh_state.flight_recorder.thread  # records say in which phase they were made
+    thread = mesh_state.thread  # the log says in which phase work was submitted
     with mesh_state.launch_lock:
         reduce = algorithm.start(_jobs(plan, pack_buffers))
         for stage in _in_turns(stages):
@@ -312,8 +326,8 @@ def reduce_batch(
                 if stage.steps is None:
                     thread.phase = "pack"
                     fill(stage.parts)
-                    thread.phase = ""
                     stage.steps = reduce(stage.jobs, queue)
+                thread.phase = "all-reduce"
                 if next(stage.steps, stage) is stage:
                     thread.phase = "unpack"
                     unpack_into(stage.parts)

@@ -17,11 +17,11 @@ from gradreduce.backends.dry_run import (
     DryRunMesh,
     MeshSignature,
     Signature,
-    Touched,
     mesh_signature,
     signature_of,
 )
-from gradreduce.device import Buffer, DType, Journal, Mesh, PackInfo, Record
+from gradreduce.device import Buffer, CommandList, DType, Journal, Mesh, PackInfo, Record
+from gradreduce.device.command_list import Operation
 
 from .arguments import Request, batches_of
 from .pack_buffers import Options, lay_out
@@ -46,9 +46,10 @@ class PlannedPack:
         devices: logical indices of those whose replicas are added.
         moved: on how many devices the tensors are packed into a flat buffer first; on the others
             they lie in one, or alone, and are read where they lie.
-        crossing: how bytes get from one physical device to another. ``"none"``: they need not.
+        crossing: how bytes get from one physical device to another. ``"none"``: none do.
             ``"direct"``: the launches that add read and write the peers' memory.
-            ``"copies"``: memory that a launch cannot access is copied, or the result is.
+            ``"copies"``: memory that a launch cannot access is copied to where it is added.
+            ``"result"``: only the result is copied.
             ``"collective"``: by the collective library.
     """
 
@@ -86,14 +87,6 @@ class ReducePlan:
     mesh: tuple[int, ...]
     backend: str
 
-    @classmethod
-    def of(cls, packs: Sequence[PlannedPack], journal: Journal, mesh: MeshSignature) -> ReducePlan:
-        """Makes a plan of what the dry run recorded."""
-        ranks = len(journal.of("collective"))
-        return cls(
-            tuple(packs), journal.launches, journal.copies, ranks, journal.bytes, mesh[0], mesh[1]
-        )
-
     def __str__(self) -> str:
         lines = [
             f"{len(self.packs)} packs on {self.backend} {list(self.mesh)}: {self.launches} "
@@ -103,7 +96,7 @@ class ReducePlan:
         for index, pack in enumerate(self.packs):
             lines.append(
                 f"  {index:4} {pack.way:18}{pack.dtype!s:10}{pack.nbytes:14,} bytes of each of "
-                f"{len(pack.devices)} replicas{_transfer_text(pack)}: tensors "
+                f"{len(pack.devices)} replicas{_transfer_text(pack, self.mesh)}: tensors "
                 f"{_ranges(pack.tensors)}"
             )
         return "\n".join(lines)
@@ -111,17 +104,20 @@ class ReducePlan:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The plan of a dry run with its records.
+    """The plan of a dry run with its operations.
 
     Attributes:
         plan: the plan.
-        records: all of them, in order.
-        touched: the memory of each launch, copy, fill and rank of a collective, in that order.
+        operations: all of them that the log has, in order, with their operands.
     """
 
     plan: ReducePlan
-    records: tuple[Record, ...]
-    touched: tuple[Touched, ...]
+    operations: tuple[Operation, ...]
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of all operations, in order."""
+        return [record for operation in self.operations for record in operation.records]
 
 
 @dataclass(frozen=True)
@@ -206,16 +202,20 @@ def _dry_run(
 ) -> DryRun:
     dry_run_mesh = DryRunMesh(mesh)
     requests = _dry_run_requests(dry_run_mesh, signatures)
-    with dry_run_mesh.mesh.journal() as journal:
+    commands = CommandList()
+    with dry_run_mesh.mesh.mesh_state.recording_commands(commands):
         reduce_requests(settings, reduce_op, requests, coalesce=coalesce)
+    operations = tuple([each for each in commands.operations if each.records])
+    log = Journal([record for each in operations for record in each.records])
     found, others = batches_of(requests, reduce_op)
     batches = [plan_requests(settings, reduce_op, requests, *each) for each in found]
     packs = []
     for indices, _, gradients, batch in batches:
-        packs += _packs_of(batch, gradients, indices, settings.all_reduce_alg, journal)
-    packs += [_pack_of_one(requests[index], index, journal) for index in others]
-    plan = ReducePlan.of(packs, journal, mesh)
-    return DryRun(plan, tuple(journal.records), tuple(dry_run_mesh.touched))
+        packs += _packs_of(batch, gradients, indices, settings.all_reduce_alg, log)
+    packs += [_pack_of_one(requests[index], index, log) for index in others]
+    ranks = len(log.of("collective"))
+    plan = ReducePlan(tuple(packs), log.launches, log.copies, ranks, log.bytes, mesh[0], mesh[1])
+    return DryRun(plan, operations)
 
 
 def _signatures_of(requests: Sequence[Request], *, coalesce: bool) -> tuple[RequestSignature, ...]:
@@ -266,7 +266,7 @@ def _packs_of(
     gradients: Sequence[Sequence[Buffer]],
     positions: Sequence[int],
     way: str,
-    journal: Journal,
+    log: Journal,
 ) -> list[PlannedPack]:
     """Describes the packs of one batch.
 
@@ -275,7 +275,7 @@ def _packs_of(
         gradients: of the batch.
         positions: of each of these tensors in the whole call.
         way: see ``PlannedPack``.
-        journal: what the dry run did.
+        log: what the dry run did.
     """
     made = []
     indices = tuple([device.index for device in batch.devices])
@@ -285,51 +285,64 @@ def _packs_of(
         moved = sum(tensors is not None for tensors in pack_buffers[at].filling)
         inside = tuple([positions[flat.tensors[each]] for each in flat.pieces[start, stop].tensors])
         nbytes = (stop - start) * flat.wire.itemsize
-        crossing = _crossing(journal, inside[0], number)
+        crossing = _crossing(log, inside[0], number)
         made.append(
             PlannedPack(inside, flat.dtype, flat.wire, nbytes, way, indices, moved, crossing)
         )
     return made
 
 
-def _crossing(journal: Journal, tensor: int, pack: int | None = None) -> str:
+def _crossing(log: Journal, tensor: int, pack: int | None = None) -> str:
     """Returns how the bytes of a tensor's pack crossed between physical devices."""
-    kinds = {
-        record.kind
-        for record in journal.records
+    ways = {
+        (record.phase == "unpack", record.kind)
+        for record in log.records
         if isinstance(label := record.label, PackInfo)
         and record.nbytes
         and tensor in label.tensors
         and (pack is None or pack in label.packs)
     }
-    if "collective" in kinds:
-        return "collective"
-    return "copies" if "copy" in kinds else "direct" if "launch" in kinds else "none"
+    for way, crossing in _CROSSINGS.items():
+        if way in ways:
+            return crossing
+    return "none"
 
 
-def _transfer_text(pack: PlannedPack) -> str:
+# Whether results were distributed, and the kind of records: the first that was found decides.
+_CROSSINGS = {
+    (False, "collective"): "collective",
+    (False, "copy"): "copies",
+    (False, "launch"): "direct",
+    (True, "copy"): "result",
+}
+
+
+def _transfer_text(pack: PlannedPack, mesh: Sequence[int]) -> str:
     """Describes how a pack is transferred."""
     words = [] if pack.wire == pack.dtype else [f"as {pack.wire}"]
     if pack.moved:
         words.append(f"packed on {pack.moved} devices")
+    is_apart = len({mesh[device] for device in pack.devices}) > 1
+    reader = "by the device that adds them"
+    if pack.way != "one device":
+        reader = "and written by their peers"
     crossings = {
-        "none": "on one physical device",
-        "direct": "read and written by their peers",
+        "none": "nothing to transfer" if is_apart else "on one physical device",
+        "direct": f"read {reader}",
         "copies": "copied to where they are added",
+        "result": "only the result is copied",
         "collective": "by the collective library",
     }
-    if (pack.way, pack.crossing) == ("one device", "direct"):
-        crossings["direct"] = "read by the device that adds them"
     return ", ".join(["", *words, crossings[pack.crossing]])
 
 
-def _pack_of_one(request: Request, index: int, journal: Journal) -> PlannedPack:
+def _pack_of_one(request: Request, index: int, log: Journal) -> PlannedPack:
     """Describes a value that is added on one device."""
     rows = _rows_of(request.value.parts[0])
     indices = tuple([device.index for device in request.value.devices])
     return PlannedPack(
         (index,), rows.dtype, rows.dtype, rows.nbytes, "one device", indices, 0,
-        _crossing(journal, index),
+        _crossing(log, index),
     )  # fmt: skip
 
 

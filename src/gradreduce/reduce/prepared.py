@@ -247,12 +247,7 @@ class PreparedStep(NotCopied):
         return [self._boundary]
 
     def _replay(self) -> None:
-        thread = self._mesh_state.flight_recorder.thread
-        label, thread.label = thread.label, None
-        try:
-            self._command_list.replay(self._mesh_state.recorder)
-        finally:  # a call that fails leaves its pack's label set
-            thread.label = label
+        self._command_list.replay(self._mesh_state.log)
 
 
 class CapturedStep(PreparedStep):

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from gradreduce.backends.dry_run import Touched
-from gradreduce.device import Buffer, Device, Mesh, Record
+from gradreduce.device import Buffer, Device, Journal, Mesh, Record
+from gradreduce.device.collective import bytes_sent
+from gradreduce.device.command_list import Operation
 from gradreduce.device.mesh_state import MeshState
 
+from .pipeline import PHASES
 from .plan import DryRun, ReducePlan
 
 # Bytes of a copy: more than a cache holds, and on a GPU so many that the host has queued the next
@@ -82,7 +84,7 @@ def _copy_seconds(device: Device, dst: Buffer, src: Buffer) -> float:
     return time.perf_counter() - start
 
 
-STAGES = ("pack", "all-reduce", "unpack", "copies")
+STAGES = (*PHASES, "copies")
 # Not uploads: the plan of merging IndexedSlices is uploaded once and kept with them.
 _COUNTED = ("launch", "copy", "collective", "fill")
 
@@ -106,10 +108,8 @@ class Counts:
     @classmethod
     def of(cls, records: Sequence[Record]) -> Counts:
         """Counts these records."""
-        kinds = Counter(record.kind for record in records)
-        crossed = ("launch", "copy", "collective")
-        nbytes = sum(record.nbytes for record in records if record.kind in crossed)
-        return cls(kinds["launch"], kinds["copy"], kinds["collective"], nbytes)
+        log = Journal(list(records))
+        return cls(log.launches, log.copies, len(log.of("collective")), log.bytes)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Stage:
     Attributes:
         name: ``pack``: tensors into flat buffers. ``all-reduce``: everything that adds or divides,
             on one device too. ``unpack``: results out of flat buffers; usually views, which need
-            no work. ``copies``: from device to device.
+            no work; or results to other replicas. ``copies``: from device to device.
         planned: counts of the dry run.
         done: counts of the journal.
         traffic: according to the plan.
@@ -308,67 +308,45 @@ def _floor(traffic: Traffic, firsts: Mapping[int, Device], bandwidth: CopyBandwi
 def _by_stage(dry_run: DryRun) -> dict[str, list[tuple[Record, Traffic]]]:
     """Returns for each stage the dry run's records and their traffic."""
     found: dict[str, list[tuple[Record, Traffic]]] = {name: [] for name in STAGES}
-    counted = [record for record in dry_run.records if record.kind in _COUNTED]
-    ranks: list[tuple[Record, Touched]] = []
-    for record, memory in zip(counted, dry_run.touched, strict=True):
-        if record.kind == "collective":
-            ranks.append((record, memory))
-        else:
-            found[_stage_of(record)].append((record, _traffic(record, memory)))
-    found["all-reduce"] += _collectives(ranks)
+    for operation in dry_run.operations:
+        is_collective = operation.records[0].kind == "collective"
+        traffic = _ring(operation) if is_collective else [_traffic(operation, dry_run.plan.mesh)]
+        for record, each in zip(operation.records, traffic, strict=True):
+            found[_stage_of(record)].append((record, each))
     return found
 
 
 def _stage_of(record: Record) -> str:
-    if record.kind == "copy":
-        return "copies"
-    return record.phase or ("pack" if record.name == "pack" else "all-reduce")
+    return "copies" if record.kind == "copy" else record.phase
 
 
-def _traffic(record: Record, memory: Touched) -> Traffic:
-    """Returns the traffic of one launch, copy or fill."""
-    home = memory.device.physical
+def _traffic(operation: Operation, mesh: Sequence[int]) -> Traffic:
+    """Returns the traffic of one launch, copy or fill; a copy may run on either of its ends."""
+    (record,), rows, num_written = operation.records, operation.rows, operation.num_written
+    home = rows[0][0].device.physical if record.kind == "copy" else mesh[record.device]
     read: Counter[int] = Counter()
     written: Counter[int] = Counter()
     links: Counter[tuple[int, int]] = Counter()
-    if record.kind == "copy":  # on whichever of its ends: the bytes go from one to the other
-        home = memory.writes[0].device.physical
-    for buffer in memory.reads:
-        read[buffer.device.physical] += buffer.nbytes
-        links[buffer.device.physical, home] += buffer.nbytes
-    for buffer in memory.writes:
-        written[buffer.device.physical] += buffer.nbytes
-        links[home, buffer.device.physical] += buffer.nbytes
-    crossing = {ends: nbytes for ends, nbytes in links.items() if ends[0] != ends[1]}
-    return Traffic(dict(read), dict(written), crossing)
+    for row in rows:
+        for index, buffer in enumerate(row):
+            there = buffer.device.physical
+            is_written = index < num_written
+            (written if is_written else read)[there] += buffer.nbytes
+            if there != home:
+                links[(home, there) if is_written else (there, home)] += buffer.nbytes
+    return Traffic(dict(read), dict(written), dict(links))
 
 
-def _collectives(ranks: Sequence[tuple[Record, Touched]]) -> Iterator[tuple[Record, Traffic]]:
+def _ring(operation: Operation) -> Iterator[Traffic]:
     """Yields the traffic of each rank of a collective, as in a ring."""
-    calls: list[list[tuple[Record, Touched]]] = []
-    for record, memory in ranks:
-        index = memory.device.physical
-        last = calls[-1] if calls else []
-        begins = not last or index in {each.device.physical for _, each in last}
-        if begins or last[0][0].name != record.name:
-            calls.append([])
-        calls[-1].append((record, memory))
-    for call in calls:
-        physicals = [memory.device.physical for _, memory in call]
-        following = [*physicals[1:], physicals[0]]
-        for (record, memory), after in zip(call, following, strict=True):
-            home = memory.device.physical
-            sent = _sent(record, len(call))
-            links = {(home, after): sent} if sent else {}
-            read = {home: sum(buffer.nbytes for buffer in memory.reads)}
-            yield record, Traffic(read, {home: sum(each.nbytes for each in memory.writes)}, links)
-
-
-def _sent(record: Record, num_ranks: int) -> int:
-    """Returns the bytes that a rank of a ring sends to the next."""
-    if record.name == "all_reduce":
-        return 2 * (num_ranks - 1) * record.nbytes // num_ranks
-    return (num_ranks - 1) * record.nbytes
+    physicals = [written.device.physical for written, _ in operation.rows]
+    following = [*physicals[1:], physicals[0]]
+    for record, row, home, after in zip(
+        operation.records, operation.rows, physicals, following, strict=True
+    ):
+        sent = bytes_sent(record.name, record.nbytes, len(physicals))
+        links = {(home, after): sent} if sent else {}
+        yield Traffic({home: row[1].nbytes}, {home: row[0].nbytes}, links)
 
 
 def _differences(planned: Iterable[Record], done: Iterable[Record]) -> Iterator[str]:

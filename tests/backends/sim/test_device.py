@@ -154,7 +154,7 @@ def test_a_dying_block_takes_no_lock(mesh):
     device = mesh.devices[0]
     held = [uploaded(device, 1)]
     thread = threading.Thread(target=held.clear, daemon=True)
-    with device._pool._lock, mesh.mesh_state.launch_lock, mesh.mesh_state.recorder._lock:
+    with device._pool._lock, mesh.mesh_state.launch_lock, mesh.mesh_state.log._lock:
         thread.start()
         thread.join(timeout=30)
         assert not thread.is_alive()

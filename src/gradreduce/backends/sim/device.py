@@ -32,7 +32,7 @@ from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.device.kernel import Arrays
 from gradreduce.device.launch_table import CHUNK_SIZE, Tables
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.op_log import QUEUES, Fields
+from gradreduce.device.op_log import QUEUES
 from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.errors import DeviceMismatchError
 
@@ -284,12 +284,13 @@ class SimDevice(Device):
             return False
         self.mesh_state.check_usable(self)
         work = partial(_run, kernel, [row], scalars)
-        what: Fields = ("launch", kernel.name, self.index, -1, 0, "compute", 1)
         self.mesh_state.submit(
-            partial(self.scheduler.submit, (self, "compute"), work), what, self.defers
+            partial(self.scheduler.submit, (self, "compute"), work),
+            Record("launch", kernel.name, self.index, num_rows=1),
+            (),
+            0,
+            defers=self.defers,
         )
-        if self.mesh_state.recorder.recording:
-            self.mesh_state.recorder.add(Record(*what))
         return True
 
     def _recording(self, devices: Sequence[Device]) -> Replay:

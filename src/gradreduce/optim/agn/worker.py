@@ -15,7 +15,7 @@ from gradreduce.arrays.caller_streams import release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, DeferInterrupts, clear, copy_over, deadline_scope
+from gradreduce.device import Buffer, DeferInterrupts, copy_over, deadline_scope
 from gradreduce.optim.gradient_inputs import Colocated, check_no_overlap, ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
@@ -233,7 +233,7 @@ class Worker:
         for name in _MOMENTUM & set(self.inner._slot_names):
             for var in variables:
                 for copy in self.inner._slots.by_name[name][var].buffers:
-                    clear(copy)
+                    copy.device.fill_zero(copy)
 
     def start(self) -> None:
         """Copies the center to the worker and clears its sums."""
