@@ -10,7 +10,7 @@ bfloat16 crosses as a 16-bit view: neither NumPy's DLPack nor PyTorch's ``numpy(
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,13 +24,14 @@ from .convert_gpu import (
     adopt_cupy,
     adopt_foreign,
     adopt_torch,
+    as_tensor,
     block_current_stream,
     download_foreign,
     from_gpu,
+    not_readable,
 )
 
 _OUTPUT_TYPES = ("numpy", "cupy", "torch", "jax", "buffer")
-_INT16 = np.dtype("int16")
 # How the arrays of a caller differ from the Buffers: these have their axes in this order.
 Form = tuple[int, ...] | None
 _MODULES: dict[str, Kind] = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
@@ -214,42 +215,24 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
         ValueError: a tensor that requires grad, an array that JAX has deleted, a nested list that
             is ragged, or numbers that are not of ``dtype``.
     """
-    if type(value) is np.ndarray:
-        buffer = device.put(value)
-        buffer.array_owner = _array_owner(buffer, "native")
-        return buffer
     kind = kind_of(value)
     if kind == "buffer":
         if value.device.mesh_state is not device.mesh_state:
             raise DeviceMismatchError(f"{value} belongs to another mesh than {device.name}")
         same: Buffer = value
         return same
-    buffer = _entered(value, kind, device, dtype)
-    if buffer.array_owner is None:  # set already where the array was copied
-        buffer.array_owner = _array_owner(buffer, kind)
-    return buffer
-
-
-def _array_owner(buffer: Buffer, kind: Kind) -> str:
-    """Returns who owns a Buffer's array: "copy" for pool memory that is no flat buffer."""
-    block = buffer.block
-    return "copy" if block.owned and block.gaps is None else kind
-
-
-def _entered(value: Any, kind: Kind, device: Device, dtype: np.dtype | None) -> Buffer:
     if kind == "native":
-        if isinstance(value, np.ndarray):
-            return device.put(value)
         buffer = device.put(value if is_array(value) else numbers(value, dtype))
-        buffer.array_owner = "copy"
-        return buffer
-    if kind == "torch":
-        return _from_torch(value, device)
-    if kind == "jax":
-        return _from_jax(value, device)
-    if kind == "cupy":
-        return adopt_cupy(value, device)
-    return adopt_foreign(value, device)
+    else:
+        buffer = _CONVERTERS[kind](value, device)
+    if buffer.array_owner is None:  # set already where the array was copied
+        block = buffer.block
+        copied = block.owned and block.gaps is None  # pool memory that is no flat buffer
+        if copied or (kind == "native" and not isinstance(value, np.ndarray)):
+            buffer.array_owner = "copy"
+        else:
+            buffer.array_owner = kind
+    return buffer
 
 
 def from_buffer(buffer: Buffer, kind: Kind) -> Any:
@@ -272,8 +255,9 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
     if kind in ("cupy", "cuda"):
         raise ValueError(f"{buffer} is in host memory and cannot be converted to a CuPy array")
     array = device.release(buffer)
-    if kind == "torch":
-        return _to_torch(array)
+    if kind == "torch":  # tensors cannot be read-only
+        array = array if array.flags.writeable else array.copy()
+        return as_tensor(array, sys.modules["torch"].from_numpy)
     return _to_jax(array) if kind == "jax" else array
 
 
@@ -314,6 +298,12 @@ def hand_over(buffer: Buffer, kind: Kind) -> None:
 
 
 _PLAIN = ("Tensor", "Parameter", "Buffer")
+_NESTED = "nested tensors are not arrays: pass .to_padded_tensor(0), or the parts"
+_UNSUPPORTED = {
+    "DTensor": "a DTensor is distributed over processes: pass .to_local()",
+    "FakeTensor": "a FakeTensor has no values: call this outside FakeTensorMode and torch.compile",
+    "NestedTensor": _NESTED,
+}
 _tensors: dict[type, str] = {}  # class -> why it is not supported, or ""
 
 
@@ -325,19 +315,15 @@ def check_tensor(tensor: Any) -> None:
     if why:
         raise TypeError(why)
     if getattr(tensor, "is_nested", False):
-        raise TypeError("nested tensors are not arrays: pass .to_padded_tensor(0), or the parts")
+        raise TypeError(_NESTED)
 
 
 def _unsupported(cls: type) -> str:
     if cls.__name__ in _PLAIN and cls.__module__.partition(".")[0] == "torch":
         return ""
-    names = [ancestor.__name__ for ancestor in cls.__mro__]
-    if "DTensor" in names:
-        return "a DTensor is distributed over processes: pass .to_local()"
-    if "FakeTensor" in names:
-        return "a FakeTensor has no values: call this outside FakeTensorMode and torch.compile"
-    if "NestedTensor" in names:
-        return "nested tensors are not arrays: pass .to_padded_tensor(0), or the parts"
+    for ancestor in cls.__mro__:
+        if ancestor.__name__ in _UNSUPPORTED:
+            return _UNSUPPORTED[ancestor.__name__]
     return (
         f"{cls.__name__} is a subclass of torch.Tensor, whose memory may hold other values: pass "
         "a plain tensor, such as .as_subclass(torch.Tensor)"
@@ -357,17 +343,6 @@ def _from_torch(tensor: Any, device: Device) -> Buffer:
     check_tensor(tensor)
     if tensor.requires_grad:
         raise ValueError("the tensor requires grad: pass tensor.detach()")
-    if tensor.is_cuda:
-        return _from_special_torch(tensor, device)
-    try:
-        array = tensor.numpy()
-    except (TypeError, RuntimeError):  # not plain host memory of a dtype that NumPy has
-        return _from_special_torch(tensor, device)
-    return device.put(array, tensor.data_ptr())
-
-
-def _from_special_torch(tensor: Any, device: Device) -> Buffer:
-    """Converts a tensor without ``.numpy()``: on a GPU, bfloat16, or a lazy view."""
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
         raise TypeError(f"a tensor with layout {tensor.layout} is not an array: pass .to_dense()")
@@ -375,29 +350,18 @@ def _from_special_torch(tensor: Any, device: Device) -> Buffer:
         buffer = _from_torch(tensor.resolve_conj().resolve_neg(), device)
         buffer.array_owner = "copy"
         return buffer
-    if not tensor.is_cuda and tensor.device.type != "cpu":
-        raise DeviceMismatchError(f"the tensor is on {tensor.device}; pass one on cpu or cuda")
     if tensor.is_cuda:
         return adopt_torch(tensor, device)
+    if not tensor.is_cpu:
+        raise DeviceMismatchError(f"the tensor is on {tensor.device}; pass one on cpu or cuda")
     is_bfloat16 = tensor.dtype is torch.bfloat16
     if is_bfloat16:
         tensor = tensor.view(torch.int16)
     try:
         array, address = tensor.numpy(), tensor.data_ptr()
     except (TypeError, RuntimeError) as error:  # in torch.func, quantized, ...
-        why = str(error).partition("\n")[0]
-        raise TypeError(f"the tensor cannot be read as an array: PyTorch says {why!r}") from None
+        raise not_readable(error) from None
     return device.put(array.view(BFLOAT16) if is_bfloat16 else array, address)
-
-
-def _to_torch(array: Any) -> Any:
-    """Converts a host array to a tensor, on the same memory if it is writable."""
-    torch = sys.modules["torch"]
-    if not array.flags.writeable:  # tensors cannot be read-only
-        array = array.copy()
-    if array.dtype == BFLOAT16:
-        return torch.from_numpy(array.view(_INT16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 # ---- JAX -----------------------------------------------------------------------------------------
@@ -428,3 +392,11 @@ def _to_jax(array: Any) -> Any:
         with jax.default_device(jax.devices("cpu")[0]):  # its own may be a GPU
             return jax.numpy.asarray(array)
     return jax.dlpack.from_dlpack(array)
+
+
+_CONVERTERS: dict[Kind, Callable[[Any, Device], Buffer]] = {
+    "torch": _from_torch,
+    "jax": _from_jax,
+    "cupy": adopt_cupy,
+    "cuda": adopt_foreign,
+}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -56,11 +56,16 @@ def adopt_torch(tensor: Any, device: Device) -> Buffer:
     try:
         address = owner.data_ptr()
     except RuntimeError as error:
-        why = str(error).partition("\n")[0]
-        raise TypeError(f"the tensor cannot be read as an array: PyTorch says {why!r}") from None
+        raise not_readable(error) from None
     array = _array_at(address, tuple(tensor.shape), dtype, strides, (owner, tensor.device.index))
     stream = int(sys.modules["torch"].cuda.current_stream(tensor.device).cuda_stream)
     return _adopt(array, device, stream)
+
+
+def not_readable(error: Exception) -> TypeError:
+    """Returns the error for a tensor whose memory PyTorch does not show."""
+    why = str(error).partition("\n")[0]
+    return TypeError(f"the tensor cannot be read as an array: PyTorch says {why!r}")
 
 
 def adopt_foreign(array: Any, device: Device, *, writable: bool = True) -> Buffer:
@@ -308,21 +313,20 @@ def from_gpu(buffer: Buffer, kind: Kind) -> Any:
     """Converts GPU memory to an array of ``kind``, whose library's stream waits for ours."""
     if kind == "numpy":
         return buffer.numpy()
-    if kind == "torch":
-        return _to_torch(buffer)
     shared = _released(buffer, current_of(buffer.device, kind))
+    if kind == "torch":
+        return as_tensor(shared, sys.modules["torch"].from_dlpack)
     if kind != "jax":
         return shared
     with on_gpu_of(buffer.device):  # CuPy makes JAX wait for the stream current on this GPU
         return sys.modules["jax"].dlpack.from_dlpack(shared)
 
 
-def _to_torch(buffer: Buffer) -> Any:
-    torch = sys.modules["torch"]
-    shared = _released(buffer, current_of(buffer.device, "torch"))
-    if buffer.dtype == BFLOAT16:
-        return torch.from_dlpack(shared.view(_INT16)).view(torch.bfloat16)
-    return torch.from_dlpack(shared)
+def as_tensor(array: Any, share: Callable[[Any], Any]) -> Any:
+    """Shares an array of NumPy or CuPy with PyTorch, which ``share`` does but for bfloat16."""
+    if array.dtype == BFLOAT16:
+        return share(array.view(_INT16)).view(sys.modules["torch"].bfloat16)
+    return share(array)
 
 
 def _released(buffer: Buffer, consumer: Stream) -> Any:

@@ -40,28 +40,14 @@ class Out(NamedTuple):
         copied: the array, where its own memory cannot be written: it is not in C order, or
             commands are deferred and cannot be ordered with the host. ``buffer`` is new memory
             then, and ``release_outputs`` copies it to the array.
+        address: of the caller's own memory.
     """
 
     array: Any
     kind: Kind
     buffer: Buffer
-    copied: Any = None
-
-    @property
-    def address(self) -> int:
-        """Address of the caller's own memory."""
-        if self.copied is None:
-            return self.buffer.address
-        if self.kind == "torch" and not isinstance(self.copied, np.ndarray):
-            return int(self.copied.data_ptr())
-        if self.kind == "cupy":
-            return int(self.copied.data.ptr)
-        return int(self.copied.__array_interface__["data"][0])
-
-    @property
-    def nbytes(self) -> int:
-        """Size of that memory."""
-        return self.buffer.nbytes
+    copied: Any
+    address: int
 
 
 def as_out(
@@ -104,18 +90,18 @@ def as_out(
     if found != (wanted, dtype):
         raise ValueError(f"out is {found[1]}{list(found[0])}; expected {dtype}{list(wanted)}")
     if kind == "buffer":
-        return Out(array, kind, _checked_buffer(array, device))
+        return Out(array, kind, *_buffer_memory(array, device))
     if kind == "native" and not isinstance(array, np.ndarray):
         raise TypeError(
             f"{type(array).__name__} is a number, not an array; it cannot be used as out"
         )
     seen = array if order is None else in_order(array, order)
     if kind == "torch":
-        return _torch_out(seen, device)._replace(array=array)
+        return Out(array, kind, *_tensor_memory(seen, device))
     if kind == "cupy":
         lies = int(array.device.id), array.data.ptr
-        return Out(array, kind, *_gpu_buffer(seen, seen.flags.c_contiguous, lies, device))
-    return Out(array, kind, *_host_buffer(np.asarray(seen), device))
+        return Out(array, kind, *_gpu_memory(seen, seen.flags.c_contiguous, lies, device))
+    return Out(array, kind, *_host_memory(np.asarray(seen), device))
 
 
 def overlaps(
@@ -128,7 +114,7 @@ def overlaps(
         out, and the first such out. All by their indices.
     """
     starts = np.array([out.address for out in outs], np.int64)
-    sizes = np.array([out.nbytes for out in outs], np.int64)
+    sizes = np.array([out.buffer.nbytes for out in outs], np.int64)
     order = starts.argsort()
     order = order[sizes[order] > 0]
     starts, stops = starts[order], (starts + sizes)[order]
@@ -175,15 +161,20 @@ def count_writes(tensors: Sequence[Any]) -> None:
         sys.modules["torch"].autograd.graph.increment_version(tensor)
 
 
-def _checked_buffer(buffer: Buffer, device: Device) -> Buffer:
+_Memory = tuple[Buffer, Any, int]  # ``Out.buffer``, ``copied`` and ``address``
+
+
+def _buffer_memory(buffer: Buffer, device: Device) -> _Memory:
+    """Checks a Buffer."""
     if buffer.device is not device:
         raise DeviceMismatchError(f"out is {buffer}; expected one on {device.name}")
     if not buffer.block.writable:
         raise ValueError(f"{buffer} is read-only; it cannot be used as out")
-    return buffer
+    return buffer, None, buffer.address
 
 
-def _torch_out(tensor: Any, device: Device) -> Out:
+def _tensor_memory(tensor: Any, device: Device) -> _Memory:
+    """Wraps a tensor as a Buffer."""
     torch = sys.modules["torch"]
     if tensor.requires_grad and (torch.is_grad_enabled() or not tensor.is_leaf):
         raise ValueError(
@@ -194,20 +185,16 @@ def _torch_out(tensor: Any, device: Device) -> Out:
         raise ValueError("out is a sparse tensor or a lazy view: pass a plain dense tensor")
     if plain.is_cuda:
         lies = plain.device.index, plain.data_ptr()
-        return Out(tensor, "torch", *_gpu_buffer(plain, plain.is_contiguous(), lies, device))
+        return _gpu_memory(plain, plain.is_contiguous(), lies, device)
     if plain.device.type != "cpu":
         raise DeviceMismatchError(f"out is on {plain.device}; expected it on {device.name}")
     if plain.dtype is torch.bfloat16:
-        host = plain.view(torch.int16).numpy().view(BFLOAT16)
-    else:
-        host = plain.numpy()
-    return Out(tensor, "torch", *_host_buffer(host, device))
+        return _host_memory(plain.view(torch.int16).numpy().view(BFLOAT16), device)
+    return _host_memory(plain.numpy(), device)
 
 
-def _gpu_buffer(
-    array: Any, contiguous: bool, lies: tuple[int, int], device: Device
-) -> tuple[Buffer, Any]:
-    """Wraps a GPU array as a Buffer; returns it and the array to copy to, or None.
+def _gpu_memory(array: Any, contiguous: bool, lies: tuple[int, int], device: Device) -> _Memory:
+    """Wraps a GPU array as a Buffer.
 
     Args:
         array: dense.
@@ -222,15 +209,15 @@ def _gpu_buffer(
     if not contiguous:
         _check_dense(array)
         shape, dtype = shape_and_dtype(array)
-        return device.empty(shape, dtype), array
+        return device.empty(shape, dtype), array, address
     buffer = to_buffer(array, device)
     if not buffer.block.writable:
         raise ValueError("out is read-only; pass a writable array")
-    return buffer, None
+    return buffer, None, address
 
 
-def _host_buffer(host: np.ndarray, device: Device) -> tuple[Buffer, np.ndarray | None]:
-    """Wraps a host array as a Buffer; returns it and the array to copy to, or None."""
+def _host_memory(host: np.ndarray, device: Device) -> _Memory:
+    """Wraps a host array as a Buffer."""
     if device.mesh_state.backend != "sim":
         raise DeviceMismatchError(f"out is in host memory; expected it on {device}")
     if not host.flags.writeable:
@@ -238,12 +225,12 @@ def _host_buffer(host: np.ndarray, device: Device) -> tuple[Buffer, np.ndarray |
     if not (host.flags.c_contiguous and host.flags.aligned):
         _check_dense(host)
         _check_flat_buffer(host.ctypes.data, host.nbytes, device)
-        return device.empty(host.shape, host.dtype), host
+        return device.empty(host.shape, host.dtype), host, host.ctypes.data
     buffer = device.adopt(host)
     _check_flat_buffer(buffer.address, host.nbytes, device)
     if device.defers and not buffer.block.owned:
-        return device.empty(host.shape, host.dtype), host
-    return buffer, None
+        return device.empty(host.shape, host.dtype), host, buffer.address
+    return buffer, None, buffer.address
 
 
 def _check_dense(array: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from gradreduce.device import Buffer, Device, DType, flat_layout
 
 from .convert import to_buffer
 
+_Staged = tuple[np.ndarray, Buffer]  # staging memory on the host, and its copy on a device
 Wanted = tuple[Device, DType, tuple[int, ...]]  # of an array: where it is to lie, and what it is
 
 # To share an array costs as much as to copy it twice: 3 us for 8 KiB (two busy cores, 2026-11). On
@@ -29,54 +31,46 @@ class Staging(threading.local):
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self._wanted = wanted
-        self._host: list[np.ndarray | None] | None = None  # of each array, if it is small
-        self._parts: list[Buffer | None] = []  # likewise, on its device
-        self._flat_buffers: list[tuple[Buffer, np.ndarray]] = []
 
     def staged(self, arrays: Sequence[Any]) -> list[Buffer] | None:
         """Returns these NumPy arrays as Buffers, small ones copied; None if one is anything else.
 
         The next call in this thread overwrites them, in the order of the compute queues.
         """
-        host = self._host or self._made()
+        places, flat_buffers = self._memory
         found: list[Buffer] = []
-        for array, here, part, (device, dtype, shape) in zip(
-            arrays, host, self._parts, self._wanted, strict=True
-        ):
+        for array, place, (device, dtype, shape) in zip(arrays, places, self._wanted, strict=True):
             if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
                 return None
-            if here is None or part is None:
+            if place is None:
                 found.append(to_buffer(array, device))
             elif is_owned_by_numpy(array):
-                here[...] = array
-                found.append(part)
+                place[0][...] = array
+                found.append(place[1])
             else:
                 return None
-        for flat, filled in self._flat_buffers:
-            flat.device.upload(filled, out=flat)
+        for host, flat in flat_buffers:
+            flat.device.upload(host, out=flat)
         return found
 
-    def _made(self) -> list[np.ndarray | None]:
-        host: list[np.ndarray | None] = [None] * len(self._wanted)
-        self._parts = [None] * len(self._wanted)
-        self._flat_buffers = []
-        indices: dict[tuple[Device, str], list[int]] = {}
+    @cached_property
+    def _memory(self) -> tuple[list[_Staged | None], list[_Staged]]:
+        """Where each small array is copied to; and all of it, for each device and dtype."""
+        places: list[_Staged | None] = [None] * len(self._wanted)
+        flat_buffers = []
+        groups: dict[tuple[Device, DType], list[int]] = {}
         for index, (device, dtype, shape) in enumerate(self._wanted):
             if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
-                indices.setdefault((device, dtype.name), []).append(index)
-        for (device, _), group in indices.items():
-            shapes = [self._wanted[index][2] for index in group]
-            dtype = self._wanted[group[0]][1]
+                groups.setdefault((device, dtype), []).append(index)
+        for (device, dtype), indices in groups.items():
+            shapes = [self._wanted[index][2] for index in indices]
             layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
-            flat, array = device.empty((layout.size,), dtype), np.zeros(layout.size, dtype)
-            self._flat_buffers.append((flat, array))
-            for index, start, size, shape in zip(
-                group, layout.offsets, layout.sizes, shapes, strict=True
-            ):
-                host[index] = array[start : start + size].reshape(shape)
-                self._parts[index] = flat.view(start, shape)
-        self._host = host  # last: it says that all is there
-        return host
+            host, flat = np.zeros(layout.size, dtype), device.empty((layout.size,), dtype)
+            flat_buffers.append((host, flat))
+            parts = flat.parts(layout.offsets, shapes)
+            for index, start, part in zip(indices, layout.offsets, parts, strict=True):
+                places[index] = host[start : start + part.size].reshape(part.shape), part
+        return places, flat_buffers
 
 
 def is_owned_by_numpy(array: np.ndarray) -> bool:

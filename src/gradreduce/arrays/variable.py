@@ -245,9 +245,7 @@ class Variable(NotCopied, Readable):
             ValueError: another shape or dtype; nothing is changed.
             RuntimeError: inside a loss that has read this Variable, likewise.
         """
-        check_unread([self])
-        sources = [self._checked(value, buffer) for buffer in self._buffers]
-        separate = [self._copied_if_overlapping(source) for source in sources]
+        separate = self._sources(value)
         with self._all_copies():
             for buffer, source in zip(self._buffers, separate, strict=True):
                 copy_over(buffer.device, buffer, source)
@@ -261,12 +259,9 @@ class Variable(NotCopied, Readable):
 
     def _ready_add(self, delta: Any) -> Callable[[], None]:
         """Checks, copies and compiles for ``assign_add``; returns a function that launches it."""
-        check_unread([self])
-        sources = [self._checked(delta, buffer) for buffer in self._buffers]
-        separate = [self._copied_if_overlapping(source) for source in sources]
         accessible = [
             source if source.device is buffer.device else copied_to(buffer.device, source)
-            for buffer, source in zip(self._buffers, separate, strict=True)
+            for buffer, source in zip(self._buffers, self._sources(delta), strict=True)
         ]
         for buffer in self._buffers:
             ops.prepare_accumulate_n(buffer.device, self.dtype, self.dtype)
@@ -294,11 +289,16 @@ class Variable(NotCopied, Readable):
             yield
             release_inputs()
 
-    def _copied_if_overlapping(self, source: Buffer) -> Buffer:
-        """Returns ``source``, or a copy of it if it overlaps this variable's memory."""
-        if not any(overlap(source, buffer) for buffer in self._buffers):
-            return source
-        return copied_to(source.device, source)
+    def _sources(self, value: Any) -> list[Buffer]:
+        """Returns ``value`` for each copy; copied if it overlaps this variable's memory."""
+        check_unread([self])
+        sources = [self._checked(value, buffer) for buffer in self._buffers]
+        return [
+            copied_to(source.device, source)
+            if any(overlap(source, buffer) for buffer in self._buffers)
+            else source
+            for source in sources
+        ]
 
     def _current(self) -> Buffer:
         index = current_replica()

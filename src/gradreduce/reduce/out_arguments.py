@@ -113,7 +113,7 @@ def _check_overlap(requests: Sequence[Request], outs: Sequence[list[Out]]) -> No
         raise ValueError(f"{names[0]} and {names[1]} overlap; each must have its own memory")
     for at, place in with_inputs:
         index, owner, part, out = values[at], owners[place], parts[at], arrays[place]
-        if (owner, out.address, out.nbytes) != (index, part.address, part.nbytes):
+        if (owner, out.address, out.buffer.nbytes) != (index, part.address, part.nbytes):
             name = requests[owner].value._name_of(owner, of="out")
             replica = at - bisect_left(values, index)
             raise ValueError(
