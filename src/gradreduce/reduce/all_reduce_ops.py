@@ -213,7 +213,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 raises, about ``grads[device][tensor]``.
         """
         check_op("op", op)
-        seconds = as_deadline(deadline)
         mesh = self.mesh or default_mesh()
         keys = checked_nest(grads, mesh)
         present = keys_of_arrays(grads, keys)
@@ -221,15 +220,13 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         pairs = [(value := PerReplica.of_grads(grads, key, mesh), value) for key in present]
         outs = None if out is None else outs_of(out, grads, present)
         reduced = self.batch_reduce(
-            op, pairs, coalesce=coalesce, output_type=output_type, out=outs, deadline=seconds
+            op, pairs, coalesce=coalesce, output_type=output_type, out=outs, deadline=deadline
         )
         if out is not None:
             return out
-        results = iter(reduced)
-        nothing, here = (None,) * len(grads), set(present)
-        return nests(
-            grads, keys, [next(results).values if key in here else nothing for key in keys]
-        )
+        results = dict.fromkeys(keys, (None,) * len(grads))
+        results.update(zip(present, [each.values for each in reduced], strict=True))
+        return nests(grads, results)
 
     def plan(
         self,
@@ -504,9 +501,7 @@ def all_reduce(  # noqa: PLR0913  # the options of a one-line call
         ValueError, TypeError, BackendUnavailableError, CollectiveError: what
             ``AllReduceCrossDeviceOps.all_reduce`` raises.
     """
-    check_op("op", op)
-    ops_of_mesh = AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire_dtype)
-    return ops_of_mesh.all_reduce(
+    return AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire_dtype).all_reduce(
         grads, op, coalesce=coalesce, output_type=output_type, out=out, deadline=deadline
     )
 

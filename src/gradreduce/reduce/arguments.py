@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -336,11 +336,11 @@ def named_mesh(destination: Any) -> Mesh | None:
 
 def checked_nest(grads: Any, mesh: Mesh) -> list[Any]:
     """Returns the keys (or indices) of the tensors, after checking that all devices agree."""
-    _check_entries("grads", grads, len(mesh.devices), f" of {mesh}")
-    keys = [keys_of(entry, replica) for replica, entry in enumerate(grads)]
-    for replica, found in enumerate(keys):
-        _check_alike(f"grads[{replica}]", grads[replica], found, "grads[0]", grads[0], keys[0])
-    return keys[0]
+    count = len(mesh.devices)
+    _check_entries("grads", grads, count, f" of {mesh}")
+    for replica, entry in enumerate(grads):
+        _check_alike(f"grads[{replica}]", entry, "grads[0]", grads[0])
+    return _keys_of(grads[0])
 
 
 def keys_of_arrays(grads: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
@@ -367,8 +367,7 @@ def outs_of(out: Any, grads: Sequence[Any], keys: Sequence[Any]) -> list[list[An
     """Returns the arrays of ``out`` for each key, after checking its nesting."""
     _check_entries("out", out, len(grads), ", as grads has")
     for replica, (entry, like) in enumerate(zip(out, grads, strict=True)):
-        found = keys_of(entry, replica, "out")
-        _check_alike(f"out[{replica}]", entry, found, f"grads[{replica}]", like, list(like))
+        _check_alike(f"out[{replica}]", entry, f"grads[{replica}]", like)
     return [[entry[key] for entry in out] for key in keys]
 
 
@@ -386,22 +385,30 @@ def _check_entries(name: str, entries: Any, count: int, why: str) -> None:
         )
 
 
-def _check_alike(
-    name: str, entry: Any, keys: Sequence[Any], other: str, like: Any, wanted: Sequence[Any]
-) -> None:
-    """Raises ``ValueError`` unless two entries have the same type and keys."""
+def _check_alike(name: str, entry: Any, other: str, like: Any) -> None:
+    """Raises ``ValueError`` unless two entries hold arrays, and have the same type and keys."""
+    if not isinstance(entry, _CONTAINERS):
+        raise ValueError(
+            f"{name} must be a list, tuple or dict of arrays, not {type(entry).__name__}"
+        )
+    for key in _keys_of(entry):
+        if _is_nest(entry[key]):
+            raise ValueError(
+                f"{name}[{brief(key)}] is a container of arrays, not an array; put all arrays of a "
+                "device into one list or dict"
+            )
     differs = f"{name} has other tensors than {other}"
     if type(entry) is not type(like):
         raise ValueError(f"{differs}: it is a {type(entry).__name__}, not a {type(like).__name__}")
     if isinstance(entry, dict):
-        missing = [repr(key) for key in wanted if key not in entry]
-        extra = [repr(key) for key in keys if key not in like]
+        missing = [repr(key) for key in like if key not in entry]
+        extra = [repr(key) for key in entry if key not in like]
         how = [f"it lacks {listed(missing)}"] * bool(missing)
         how += [f"it has also {listed(extra)}"] * bool(extra)
         if how:
             raise ValueError(f"{differs}: {' and '.join(how)}")
-    elif len(keys) != len(wanted):
-        raise ValueError(f"{differs}: it has {len(keys)}, {other} has {len(wanted)}")
+    elif len(entry) != len(like):
+        raise ValueError(f"{differs}: it has {len(entry)}, {other} has {len(like)}")
 
 
 def _is_nest(value: Any) -> bool:
@@ -411,42 +418,24 @@ def _is_nest(value: Any) -> bool:
     return False
 
 
-def nests(like: Sequence[Any], keys: Sequence[Any], values: Sequence[Sequence[Any]]) -> Any:
+def _keys_of(entry: Any) -> list[Any]:
+    """Returns the keys of a dict, or the indices of a list."""
+    return list(entry) if isinstance(entry, dict) else list(range(len(entry)))
+
+
+def nests(like: Sequence[Any], values: Mapping[Any, Sequence[Any]]) -> Any:
     """Nests ``values[key][replica]`` like ``like[replica][key]``, with each entry's key order."""
-    if not isinstance(like[0], dict):
-        rows = zip(*values, strict=True) if keys else [()] * len(like)
-        made = [nested(entry, list(row)) for entry, row in zip(like, rows, strict=True)]
-        return nested(like, made)
-    by_key = dict(zip(keys, values, strict=True))
-    return nested(
-        like,
-        [
-            nested(entry, [by_key[key][replica] for key in entry])
-            for replica, entry in enumerate(like)
-        ],
-    )
+    made = [
+        _nested(entry, [values[key][replica] for key in _keys_of(entry)])
+        for replica, entry in enumerate(like)
+    ]
+    return _nested(like, made)
 
 
-def nested(like: Any, parts: list[Any]) -> Any:
+def _nested(like: Any, parts: list[Any]) -> Any:
     """Puts ``parts`` into a container like ``like``: list, tuple, named tuple or dict."""
     if isinstance(like, dict):
         return dict(zip(like, parts, strict=True))
     if hasattr(like, "_fields"):
         return type(like)(*parts)
     return type(like)(parts)
-
-
-def keys_of(entry: Any, replica: int, name: str = "grads") -> list[Any]:
-    """Returns the keys of a dict, or the indices of a list, of arrays."""
-    if isinstance(entry, _CONTAINERS):
-        keys = list(entry) if isinstance(entry, dict) else list(range(len(entry)))
-        for key in keys:
-            if _is_nest(entry[key]):
-                raise ValueError(
-                    f"{name}[{replica}][{brief(key)}] is a container of arrays, not an array; put "
-                    "all arrays of a device into one list or dict"
-                )
-        return keys
-    raise ValueError(
-        f"{name}[{replica}] must be a list, tuple or dict of arrays, not {type(entry).__name__}"
-    )
