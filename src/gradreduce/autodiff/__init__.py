@@ -5,6 +5,7 @@ Start reading with ``tape.py``.
 
 from __future__ import annotations
 
+from . import rules_linear, rules_reductions, rules_shapes  # noqa: F401  # they fill the registry
 from .array_methods import stop_gradient
 from .rules_indexing import embedding_lookup
 from .rules_losses import logsumexp, relu, sigmoid, softmax_cross_entropy

@@ -147,10 +147,6 @@ class ArrayMethods(NDArrayOperatorsMixin):
         """As the member of a NumPy array."""
         return np.reshape(self, shape[0] if len(shape) == 1 else shape, order)
 
-    def ravel(self, order: Any = "C") -> Any:
-        """As the member of a NumPy array."""
-        return np.ravel(self, order)
-
     def flatten(self, order: Any = "C") -> Any:
         """As the member of a NumPy array."""
         return np.ravel(self, order).copy()
@@ -175,9 +171,9 @@ class ArrayMethods(NDArrayOperatorsMixin):
 
 
 _FORWARDED = (
-    "swapaxes", "squeeze", "take", "repeat", "dot", "clip", "round", "sum", "mean", "prod", "max",
-    "min", "var", "std", "cumsum", "diagonal", "trace", "argmax", "argmin", "argsort", "nonzero",
-    "all", "any",
+    "swapaxes", "squeeze", "ravel", "take", "repeat", "dot", "clip", "round", "sum", "mean", "prod",
+    "max", "min", "var", "std", "cumsum", "diagonal", "trace", "argmax", "argmin", "argsort",
+    "nonzero", "all", "any",
 )  # fmt: skip
 _IN_PLACE = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor",

@@ -137,7 +137,7 @@ class JaxLoss:
             with contexts("a loss of gradreduce's"):
                 found = self._gradients(grad_loss)
         except Exception:  # the loss may have converted the error
-            if not self._is_inside or contexts is _no_context:
+            if not self._is_inside or contexts is nullcontext:
                 raise
         else:
             if not self._is_inside:
@@ -230,15 +230,11 @@ def _tracing_to_keep() -> Any:
     return getattr(trace, "main", None) or trace  # JAX before 0.4.36 creates one for each operation
 
 
-def _no_context(value: Any) -> Any:
-    return nullcontext()
-
-
 @lru_cache(maxsize=1)
 def _contexts() -> Callable[[Any], Any]:
     """JAX's factory of context managers with separate caches, if it has one."""
     make: Any = getattr(sys.modules["jax"], "make_user_context", None)
-    return _no_context if make is None else make()
+    return nullcontext if make is None else make()
 
 
 def as_jax(copy: Buffer) -> Any:

@@ -22,7 +22,6 @@ from gradreduce.device import Buffer, Device
 from gradreduce.errors import BackendUnavailableError, CollectiveError, InvalidVariableError
 from gradreduce.reduce.aggregation import AggregationMethod
 
-from . import rules
 from .accumulate_terms import TermAccumulator
 from .backward import backward
 from .frameworks import JaxLoss, as_jax, is_tensor, tensor_gradients
@@ -32,7 +31,6 @@ from .unsupported import check_operand
 Engine = Literal["jax"]
 ENGINES = ("jax",)
 _ALLOWED = ("float16", "bfloat16", "float32", "float64")
-assert rules, "imported because it fills the registry"
 
 
 def gradients_of(

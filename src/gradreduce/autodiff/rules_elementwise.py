@@ -73,32 +73,11 @@ def _power_right(out: Any, x: Any, y: Any) -> VJP:
     return lambda g: g * (out * base)
 
 
-def _larger(out: Any, x: Any, y: Any) -> VJP:
-    first = x >= y  # of equal values the first gets all, as in TensorFlow
-    return lambda g: chosen(first, g)
-
-
-def _rest_larger(out: Any, x: Any, y: Any) -> VJP:
-    second = x < y
-    return lambda g: chosen(second, g)
-
-
-def _smaller(out: Any, x: Any, y: Any) -> VJP:
-    first = x <= y
-    return lambda g: chosen(first, g)
-
-
-def _rest_smaller(out: Any, x: Any, y: Any) -> VJP:
-    second = x > y
-    return lambda g: chosen(second, g)
-
-
-def _number(first: Callable[[Any, Any], Any], *, of_first: bool) -> Callable[..., VJP]:
-    """The VJP of ``np.fmax`` and ``np.fmin``, which ignore a NaN operand."""
+def _where(condition: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], VJP]:
+    """The VJP of an operand that is the result where a condition of both operands is true."""
 
     def vjp(out: Any, x: Any, y: Any) -> VJP:
-        mask = first(x, y) | np.isnan(y)
-        mask = mask if of_first else ~mask
+        mask = condition(x, y)
         return lambda g: chosen(mask, g)
 
     return vjp
@@ -145,10 +124,19 @@ two(np.multiply, lambda out, x, y: lambda g: g * y, lambda out, x, y: lambda g: 
 two(np.divide, lambda out, x, y: lambda g: g / y, lambda out, x, y: lambda g: -g * out / y)
 two(np.power, _power_left, _power_right)
 two(np.float_power, _power_left, _power_right)
-two(np.maximum, _larger, _rest_larger)
-two(np.minimum, _smaller, _rest_smaller)
-for function, first in ((np.fmax, np.greater_equal), (np.fmin, np.less_equal)):
-    two(function, _number(first, of_first=True), _number(first, of_first=False))
+# Of equal values the first gets all, as in TensorFlow. fmax and fmin ignore a NaN operand.
+two(np.maximum, _where(np.greater_equal), _where(np.less))
+two(np.minimum, _where(np.less_equal), _where(np.greater))
+two(
+    np.fmax,
+    _where(lambda x, y: (x >= y) | np.isnan(y)),
+    _where(lambda x, y: ~((x >= y) | np.isnan(y))),
+)
+two(
+    np.fmin,
+    _where(lambda x, y: (x <= y) | np.isnan(y)),
+    _where(lambda x, y: ~((x <= y) | np.isnan(y))),
+)
 two(
     np.remainder,
     lambda out, x, y: itself,
@@ -171,7 +159,7 @@ two(
 )
 
 
-def _where(out: Any, condition: Any, x: Any, y: Any) -> tuple[Maker, ...]:
+def _choice(out: Any, condition: Any, x: Any, y: Any) -> tuple[Maker, ...]:
     return (
         lambda: lambda g: None,
         lambda: scaled(x, lambda g: chosen(condition, g)),
@@ -179,37 +167,11 @@ def _where(out: Any, condition: Any, x: Any, y: Any) -> tuple[Maker, ...]:
     )
 
 
-def _clip(
-    out: Any,
-    a: Any,
-    a_min: Any = None,
-    a_max: Any = None,
-    *,
-    min: Any = None,
-    max: Any = None,
-) -> tuple[Maker, ...]:
-    low = min if a_min is None else a_min
-    high = max if a_max is None else a_max
-
-    def inside() -> VJP:
-        mask = True if low is None else a >= low
-        if high is not None:
-            mask = mask & (a <= high)
-        return lambda g: g if mask is True else chosen(mask, g)
-
-    def below() -> VJP:
-        mask = a < low
-        if high is not None:
-            mask = mask & (low <= high)  # if low > high, the result is high
-        return lambda g: chosen(mask, g)
-
-    def above() -> VJP:
-        mask = a > high
-        if low is not None:
-            mask = mask | (low > high)
-        return lambda g: chosen(mask, g)
-
-    return lambda: scaled(a, inside()), lambda: scaled(low, below()), lambda: scaled(high, above())
+def _clip(a: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: Any = None) -> Any:
+    """``np.clip``; if the lower limit is above the upper one, the result is the upper one."""
+    low, high = min if a_min is None else a_min, max if a_max is None else a_max
+    found = a if low is None else np.maximum(a, low)
+    return found if high is None else np.minimum(found, high)
 
 
 def _astype(out: Any, x: Any, dtype: Any) -> tuple[Maker]:
@@ -223,8 +185,8 @@ def _full_like(a: Any, fill_value: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 COMPOSED[np.full_like] = _full_like
-RULES[np.where] = _where
-RULES[np.clip] = _clip
+COMPOSED[np.clip] = _clip
+RULES[np.where] = _choice
 RULES[astype] = _astype
 
 CONSTANT |= {

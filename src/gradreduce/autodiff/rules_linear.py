@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,26 +79,19 @@ def _axes(axes: Any, left: int, right: int) -> tuple[list[int], list[int]]:
     return list(range(left - axes, left)), list(range(axes))
 
 
-def _tensordot(out: Any, a: Any, b: Any, axes: Any = 2) -> tuple[Maker, Maker]:
-    left, right = len(shape_of(a)), len(shape_of(b))
-    summed, summed_too = _axes(axes, left, right)
-    free = [index for index in range(left) if index not in summed]
-    free_too = [index for index in range(right) if index not in summed_too]
-
-    def to_left() -> Any:
-        # The product has the free axes of a, then the summed ones in b's order.
-        order = free + [summed[summed_too.index(index)] for index in sorted(summed_too)]
-        back = [order.index(index) for index in range(left)]
-        axes_of_g = list(range(len(free), len(free) + len(free_too)))
-        return lambda g: np.transpose(np.tensordot(g, b, axes=(axes_of_g, free_too)), back)
-
-    def to_right() -> Any:
-        order = [summed_too[summed.index(index)] for index in sorted(summed)] + free_too
-        back = [order.index(index) for index in range(right)]
-        axes_of_g = list(range(len(free)))
-        return lambda g: np.transpose(np.tensordot(a, g, axes=(free, axes_of_g)), back)
-
-    return to_left, to_right
+def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
+    """``np.tensordot`` as the product of two matrices, as NumPy computes it."""
+    a, b = _array(a), _array(b)
+    summed, summed_too = _axes(axes, a.ndim, b.ndim)
+    free = [index for index in range(a.ndim) if index not in summed]
+    free_too = [index for index in range(b.ndim) if index not in summed_too]
+    left, right = np.transpose(a, free + summed), np.transpose(b, summed_too + free_too)
+    shape, shape_too = left.shape[: len(free)], right.shape[len(summed) :]
+    if left.shape[len(free) :] != right.shape[: len(summed)]:
+        raise ValueError("shape-mismatch for sum")
+    count = math.prod(left.shape[len(free) :])
+    left = np.reshape(left, (math.prod(shape), count))
+    return np.reshape(left @ np.reshape(right, (count, math.prod(shape_too))), shape + shape_too)
 
 
 def _labels(subscripts: str, operands: Sequence[Any]) -> tuple[list[str], str]:
@@ -160,8 +154,8 @@ def _einsum(out: Any, subscripts: Any, *operands: Any, **kwargs: Any) -> tuple[M
 
 
 RULES[np.matmul] = _matmul
-RULES[np.tensordot] = _tensordot
 RULES[np.einsum] = _einsum
+COMPOSED[np.tensordot] = _tensordot
 COMPOSED[np.dot] = _dot
 COMPOSED[np.inner] = _inner
 COMPOSED[np.outer] = _outer

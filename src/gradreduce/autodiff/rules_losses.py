@@ -42,12 +42,11 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
     """
     if is_half(x):
         return astype(logsumexp(widened(x), axis, keepdims), x.dtype)
-    shape = shape_of(x)
     top = np.max(x, axis=axis, keepdims=True)
     top = np.where(np.isfinite(top), top, np.zeros_like(top))  # inf - inf would be nan
     with np.errstate(divide="ignore"):  # if all are -inf
         found = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top
-    return found if keepdims else np.reshape(found, _reduced(shape, axis))
+    return found if keepdims else np.squeeze(found, axis)
 
 
 @traceable
@@ -89,13 +88,6 @@ def _check_classes(labels: Any, num_classes: int) -> None:
             raise InvalidArgumentError(
                 f"labels are from {low} to {high}; allowed are 0 to {num_classes - 1}"
             )
-
-
-def _reduced(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
-    whole = kept_shape(shape, axis)
-    axes = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    gone = {each % len(shape) for each in axes}
-    return tuple(extent for index, extent in enumerate(whole) if index not in gone)
 
 
 def _as_probabilities(logits: Any, labels: Any) -> Any:

@@ -15,13 +15,6 @@ from .rules_elementwise import chosen
 from .unsupported import no_rule
 
 
-def _only(name: str, **extras: Any) -> None:
-    """Raises for arguments that the rules do not support."""
-    for key, value in extras.items():
-        if value is not None and value is not True:
-            raise no_rule(f"np.{name}(..., {key}=)")
-
-
 def _num_reduced(shape: tuple[int, ...], axis: Any) -> int:
     return math.prod(shape[index] for index in reduced_axes(axis, len(shape)))
 
@@ -35,71 +28,51 @@ def _over(g: Any, count: float) -> Any:
     return share if share.dtype == g.dtype else share.astype(g.dtype)
 
 
-def _sum(
-    out: Any,
-    a: Any,
-    axis: Any = None,
-    dtype: Any = None,
-    _out: Any = None,
-    keepdims: Any = False,
-    initial: Any = None,
-    where: Any = True,
-) -> tuple[Maker]:
-    _only("sum", where=where)  # initial is only added
+def _reduction(function: Any, vjp: Callable[..., VJP], parameters: str) -> None:
+    """Registers the rule of a reduction.
+
+    Args:
+        function: of NumPy.
+        vjp: takes the result, the operand and the axis; that of var and std ``ddof`` too.
+        parameters: of ``function``, after the operand; those that the rule does not support in
+            brackets.
+    """
+    names = [name.strip("[]") for name in parameters.split()]
+    supported = set(parameters.split())
+
+    def rule(out: Any, a: Any, *args: Any, **kwargs: Any) -> tuple[Maker]:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        for key, value in given.items():
+            if key not in supported and value is not None and value is not True:
+                raise no_rule(f"np.{function.__name__}(..., {key}=)")
+        extra = [given.get("ddof", 0)] if "ddof" in supported else []
+        return (lambda: vjp(out, a, given.get("axis"), *extra),)
+
+    RULES[function] = rule
+
+
+def _sum(out: Any, a: Any, axis: Any) -> VJP:
     shape = shape_of(a)
-    return (lambda: lambda g: gradient_of_sum(g, shape, axis),)
+    return lambda g: gradient_of_sum(g, shape, axis)
 
 
-def _mean(
-    out: Any,
-    a: Any,
-    axis: Any = None,
-    dtype: Any = None,
-    _out: Any = None,
-    keepdims: Any = False,
-    *,
-    where: Any = True,
-) -> tuple[Maker]:
-    _only("mean", where=where)
+def _mean(out: Any, a: Any, axis: Any) -> VJP:
     shape = shape_of(a)
     count = _num_reduced(shape, axis)
-    return (lambda: lambda g: gradient_of_sum(_over(g, count), shape, axis),)
+    return lambda g: gradient_of_sum(_over(g, count), shape, axis)
 
 
-def _max(
-    out: Any,
-    a: Any,
-    axis: Any = None,
-    _out: Any = None,
-    keepdims: Any = False,
-    initial: Any = None,
-    where: Any = True,
-) -> tuple[Maker]:
+def _extreme(out: Any, a: Any, axis: Any) -> VJP:
     """The rule of max and min; equal extremes share the gradient, as in TensorFlow."""
-    _only("max", initial=initial, where=where)
     kept = kept_shape(shape_of(a), axis)
-
-    def make() -> VJP:
-        mask = a == np.reshape(out, kept)
-        axes = reduced_axes(axis, len(kept))
-        count = np.sum(mask, axis=axes, keepdims=True).astype(a.dtype)
-        return lambda g: chosen(mask, np.broadcast_to(np.reshape(g, kept) / count, mask.shape))
-
-    return (make,)
+    mask = a == np.reshape(out, kept)
+    axes = reduced_axes(axis, len(kept))
+    count = np.sum(mask, axis=axes, keepdims=True).astype(a.dtype)
+    return lambda g: chosen(mask, np.broadcast_to(np.reshape(g, kept) / count, mask.shape))
 
 
-def _prod(
-    out: Any,
-    a: Any,
-    axis: Any = None,
-    dtype: Any = None,
-    _out: Any = None,
-    keepdims: Any = False,
-    initial: Any = None,
-    where: Any = True,
-) -> tuple[Maker]:
+def _prod(out: Any, a: Any, axis: Any) -> VJP:
     """The rule of ``np.prod``; multiplies the other elements, without a division."""
-    _only("prod", initial=initial, where=where)
     shape = shape_of(a)
     axes = reduced_axes(axis, len(shape))
     order = [index for index in range(len(shape)) if index not in axes] + list(axes)
@@ -112,7 +85,7 @@ def _prod(
         back = [order.index(index) for index in range(len(shape))]
         return gradient_of_sum(g, shape, axis) * np.transpose(np.reshape(others, moved), back)
 
-    return (lambda: vjp,)
+    return vjp
 
 
 def _product_before(x: Any) -> Any:
@@ -132,51 +105,20 @@ def _centred(a: Any, axis: Any) -> Any:
     return astype(found, a.dtype) if is_half(a) else found
 
 
-def _deviation(
-    name: str, factor: Callable[[Any], Callable[[Any, float], Any]]
-) -> Callable[..., tuple[Maker]]:
-    """Makes the rule of ``np.var`` or ``np.std``: a factor times ``a - mean(a)``.
-
-    Args:
-        name: which of the two.
-        factor: takes the result, and returns a function from gradient and count to the factor.
-    """
-
-    def rule(
-        out: Any,
-        a: Any,
-        axis: Any = None,
-        dtype: Any = None,
-        _out: Any = None,
-        ddof: Any = 0,
-        keepdims: Any = False,
-        *,
-        where: Any = True,
-    ) -> tuple[Maker]:
-        _only(name, where=where)
-        shape = shape_of(a)
-        count = max(_num_reduced(shape, axis) - ddof, 0)
-        axes = reduced_axes(axis, len(shape))
-        scale = factor(out)
-        return (
-            lambda: lambda g: gradient_of_sum(scale(g, count), shape, axis) * _centred(a, axes),
-        )
-
-    return rule
+def _var(out: Any, a: Any, axis: Any, ddof: Any) -> VJP:
+    shape = shape_of(a)
+    count = max(_num_reduced(shape, axis) - ddof, 0)
+    axes = reduced_axes(axis, len(shape))
+    return lambda g: gradient_of_sum(_over(g, count / 2), shape, axis) * _centred(a, axes)
 
 
-def _of_var(out: Any) -> Callable[[Any, float], Any]:
-    return lambda g, count: _over(g, count / 2)
+def _std(out: Any, a: Any, axis: Any, ddof: Any) -> VJP:
+    """The rule of ``np.std``; zero if all are equal, where it has no derivative."""
+    of_var = _var(out, a, axis, ddof)
+    return lambda g: of_var(g * 0.5 / np.where(out == 0, np.ones_like(out), out))
 
 
-def _of_std(out: Any) -> Callable[[Any, float], Any]:
-    """The factor of ``np.std``; zero if all are equal, where it has no derivative."""
-    return lambda g, count: _over(g / np.where(out == 0, np.ones_like(out), out), count)
-
-
-def _cumsum(
-    out: Any, a: Any, axis: Any = None, dtype: Any = None, _out: Any = None
-) -> tuple[Maker]:
+def _cumsum(out: Any, a: Any, axis: Any) -> VJP:
     shape = shape_of(a)
     along = 0 if axis is None else axis
 
@@ -184,7 +126,7 @@ def _cumsum(
         summed = np.flip(np.cumsum(np.flip(widened(g), along), axis=along), along)
         return np.reshape(astype(summed, g.dtype) if is_half(g) else summed, shape)
 
-    return (lambda: vjp,)
+    return vjp
 
 
 def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
@@ -194,13 +136,14 @@ def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> 
     return np.sqrt(np.sum(np.square(x), axis=axis, keepdims=keepdims))
 
 
-RULES[np.sum] = _sum
-RULES[np.mean] = _mean
-RULES[np.max] = RULES[np.amax] = RULES[np.min] = RULES[np.amin] = _max
-RULES[np.prod] = _prod
-RULES[np.var] = _deviation("var", _of_var)
-RULES[np.std] = _deviation("std", _of_std)
-RULES[np.cumsum] = _cumsum
+_reduction(np.sum, _sum, "axis dtype [out] keepdims initial [where]")  # initial is only added
+_reduction(np.mean, _mean, "axis dtype [out] keepdims [where]")
+_reduction(np.prod, _prod, "axis dtype [out] keepdims [initial] [where]")
+_reduction(np.var, _var, "axis dtype [out] ddof keepdims [where]")
+_reduction(np.std, _std, "axis dtype [out] ddof keepdims [where]")
+_reduction(np.cumsum, _cumsum, "axis dtype [out]")
+for function in (np.max, np.amax, np.min, np.amin):
+    _reduction(function, _extreme, "axis [out] keepdims [initial] [where]")
 COMPOSED[np.linalg.norm] = _norm
 
 CONSTANT |= {

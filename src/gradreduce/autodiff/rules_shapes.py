@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,33 +22,24 @@ def _reshaped(out: Any, a: Any, *args: Any, **kwargs: Any) -> tuple[Maker]:
     return (lambda: lambda g: np.reshape(g, shape),)
 
 
-def _transpose(out: Any, a: Any, axes: Any = None) -> tuple[Maker]:
-    ndim = len(shape_of(a))
-    order = [normalized(axis, ndim) for axis in axes] if axes is not None else None
-    back = None if order is None else [order.index(index) for index in range(ndim)]
-    return (lambda: lambda g: np.transpose(g, back),)
+def _moved(function: Any, back: Callable[..., Any]) -> None:
+    """Registers a rule; ``back`` takes the gradient, the operand's shape, and the arguments."""
+
+    def rule(out: Any, operand: Any, *args: Any, **kwargs: Any) -> tuple[Maker]:
+        shape = shape_of(operand)
+        return (lambda: lambda g: back(g, shape, *args, **kwargs),)
+
+    RULES[function] = rule
 
 
-def _swapaxes(out: Any, a: Any, axis1: int, axis2: int) -> tuple[Maker]:
-    return (lambda: lambda g: np.swapaxes(g, axis1, axis2),)
+def _transposed_back(g: Any, shape: Any, axes: Any = None) -> Any:
+    order = [normalized(axis, len(shape)) for axis in axes] if axes is not None else None
+    return np.transpose(g, None if order is None else np.argsort(order).tolist())
 
 
-def _moveaxis(out: Any, a: Any, source: Any, destination: Any) -> tuple[Maker]:
-    return (lambda: lambda g: np.moveaxis(g, destination, source),)
-
-
-def _flip(out: Any, m: Any, axis: Any = None) -> tuple[Maker]:
-    return (lambda: lambda g: np.flip(g, axis),)
-
-
-def _roll(out: Any, a: Any, shift: Any, axis: Any = None) -> tuple[Maker]:
+def _rolled_back(g: Any, shape: Any, shift: Any, axis: Any = None) -> Any:
     back = tuple(-each for each in shift) if isinstance(shift, tuple | list) else -shift
-    return (lambda: lambda g: np.roll(g, back, axis),)
-
-
-def _broadcast_to(out: Any, array: Any, shape: Any) -> tuple[Maker]:
-    of_operand = shape_of(array)
-    return (lambda: lambda g: like(g, of_operand),)
+    return np.roll(g, back, axis)
 
 
 def _concatenate(
@@ -173,12 +164,12 @@ def _diagonal(a: Any) -> Any:
 
 RULES[np.reshape] = RULES[np.ravel] = _reshaped
 RULES[np.expand_dims] = RULES[np.squeeze] = _reshaped
-RULES[np.transpose] = _transpose
-RULES[np.swapaxes] = _swapaxes
-RULES[np.moveaxis] = _moveaxis
-RULES[np.flip] = _flip
-RULES[np.roll] = _roll
-RULES[np.broadcast_to] = _broadcast_to
+_moved(np.transpose, _transposed_back)
+_moved(np.swapaxes, lambda g, shape, axis1, axis2: np.swapaxes(g, axis1, axis2))
+_moved(np.moveaxis, lambda g, shape, source, destination: np.moveaxis(g, destination, source))
+_moved(np.flip, lambda g, shape, axis=None: np.flip(g, axis))
+_moved(np.roll, _rolled_back)
+_moved(np.broadcast_to, lambda g, of_operand, shape: like(g, of_operand))
 RULES[np.concatenate] = _concatenate
 RULES[np.stack] = _stack
 RULES[add_n] = RULES[accumulate_n] = RULES[aggregate] = _sum_of

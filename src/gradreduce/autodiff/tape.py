@@ -320,7 +320,10 @@ def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     rule = COMPOSED.get(function) or RULES.get(function)
     if rule is None:
         raise no_rule(name_of(function))
-    names = list(inspect.signature(rule).parameters)[0 if function in COMPOSED else 1 :]
+    try:
+        names = list(inspect.signature(function).parameters)
+    except ValueError:  # some functions in C have none
+        names = list(inspect.signature(rule).parameters)[0 if function in COMPOSED else 1 :]
     placed, rest = list(args), dict(kwargs)
     for name in names[len(args) :]:
         if name not in rest:
