@@ -12,7 +12,7 @@ from support.signal_injection import Strike
 
 import gradreduce as gr
 from gradreduce.backends.sim.device import SimDevice
-from gradreduce.backends.sim.scheduler import EagerScheduler
+from gradreduce.backends.sim.scheduler import Scheduler
 from gradreduce.errors import brief
 
 DEADLINE = 60.0
@@ -56,7 +56,7 @@ def test_no_addition_of_several_threads_is_lost():
 
 
 def test_one_piece_of_work_at_a_time_in_a_queue():
-    scheduler = EagerScheduler()
+    scheduler = Scheduler()
     started, ran, ran_elsewhere = threading.Event(), threading.Event(), threading.Event()
 
     def first():

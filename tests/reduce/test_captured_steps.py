@@ -14,7 +14,7 @@ from support.reduction_calls import dense
 
 import gradreduce as gr
 from gradreduce import ops as arithmetic
-from gradreduce.device import Capture, deadline_scope
+from gradreduce.device import Capture, deadline_scope, fork_streams, join_streams
 from gradreduce.errors import CaptureError, CollectiveError
 from gradreduce.reduce.prepared import CapturedStep
 
@@ -156,7 +156,13 @@ def test_what_is_refused_inside(mesh, where):
 def test_a_device_that_is_not_named_is_refused(mesh):
     first, second, third = mesh.devices
     source, target = holding(first, 1), holding(third, 2)
-    for refuse in (lambda: third.copy(target, source), third.mark, lambda: third.put(np.ones(3))):
+    for refuse in (
+        lambda: third.copy(target, source),
+        third.mark,
+        lambda: third.put(np.ones(3)),
+        lambda: join_streams(first, [first, third]),
+        lambda: fork_streams(first, [first, third]),
+    ):
         with (
             refused(mesh, CaptureError, "sim:2 is not among the devices of the capture"),
             Capture([first, second]).recorded(),
@@ -372,8 +378,8 @@ def test_what_it_uses_stays_alive_and_ends_with_it(mesh):
     gc.collect()
     mesh.synchronize()
     assert live_bytes(mesh) == before
-    scheduler = first.scheduler
-    assert not any("captured" in str(queue) for queue in getattr(scheduler, "_queues", ()))
+    queues = getattr(first.scheduler, "_queues", {})
+    assert not any(work for queue, work in queues.items() if "captured" in str(queue))
 
 
 def test_memory_freed_meanwhile_returns_to_its_pool_afterwards(mesh):

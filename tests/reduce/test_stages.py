@@ -188,9 +188,11 @@ def _run_compute_queues(mesh):
     scheduler = mesh.devices[0].scheduler
     lines = [scheduler._queues[device, "compute"] for device in mesh]
     while ready := [line for line in lines if scheduler._can_run(line)]:
-        work = ready[0].popleft()
-        if callable(work):
-            work()
+        kind, item = ready[0].popleft()
+        if kind == "work":
+            item()
+        elif kind == "record":
+            item.done = True
 
 
 def test_what_need_not_be_moved_and_what_stays_on_one_gpu_has_one_stage():

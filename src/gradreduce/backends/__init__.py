@@ -29,7 +29,7 @@ from typing import Any
 from gradreduce.backends.sim.collective import SimCollective
 from gradreduce.backends.sim.device import IMPLEMENTATIONS, SimDevice, SimOptions
 from gradreduce.backends.sim.host_compile import find_compiler
-from gradreduce.backends.sim.scheduler import EagerScheduler, RandomScheduler
+from gradreduce.backends.sim.scheduler import RandomScheduler, Scheduler
 from gradreduce.backends.sim.workers import Workers
 from gradreduce.device import Collective, Device, Mesh, ModuleLock, as_flag, as_index
 from gradreduce.device.mesh_state import MeshState
@@ -110,7 +110,7 @@ def open_mesh(
         find_compiler(build)
     placement = _placement(devices)
     workers = Workers(_integer("GRADREDUCE_SIM_THREADS", _num_cores()))
-    scheduler = EagerScheduler() if schedule_seed is None else RandomScheduler(_seed(schedule_seed))
+    scheduler = Scheduler() if schedule_seed is None else RandomScheduler(_seed(schedule_seed))
     options = SimOptions(kernels, strict, workers, scheduler)
     return _open_sim(placement, peer_access, options)
 

@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from gradreduce.device import (
     Block,
     Buffer,
-    Capture,
     Device,
     Kernel,
     Mark,
@@ -213,11 +212,12 @@ class SimDevice(Device):
 
     def submit(self, queue: Queue, work: Callable[[], None]) -> None:
         """Submits work to a queue; inside a capture, to the capture."""
+        self._recorder().submit((self, queue), work)
+
+    def _recorder(self) -> Scheduler | Replay:
+        """Returns what takes the work of queues: the scheduler, or the open capture."""
         capture = self.mesh_state.current.capture
-        if capture is None:
-            self.scheduler.submit((self, queue), work)
-        else:
-            recording_of(capture).submit((self, queue), work)
+        return self.scheduler if capture is None else cast("Replay", capture.backend)
 
     def _reference_work(
         self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[int | float]
@@ -297,17 +297,10 @@ class SimDevice(Device):
         return Replay(self.scheduler, (self, "compute"))
 
     def _mark(self, queue: Queue) -> Event:
-        capture = self.mesh_state.current.capture
-        if capture is None:
-            return self.scheduler.record((self, queue))
-        return recording_of(capture).record((self, queue))
+        return self._recorder().record((self, queue))
 
     def _wait(self, mark: Mark, queue: Queue) -> None:
-        capture = self.mesh_state.current.capture
-        if capture is None:
-            self.scheduler.wait((self, queue), mark.event)
-        else:
-            recording_of(capture).wait((self, queue), mark.event)
+        self._recorder().wait((self, queue), mark.event)
 
     def _synchronize(self, wait_policy: WaitPolicy, queues: Sequence[Queue] = QUEUES) -> bool:
         return all(self.scheduler.finish((self, queue), wait_policy) for queue in queues)
@@ -374,9 +367,3 @@ def read_only(array: np.ndarray) -> np.ndarray:
     view = array[:]
     view.flags.writeable = False
     return view
-
-
-def recording_of(capture: Capture) -> Replay:
-    """Returns the recording of a capture of simulated devices."""
-    assert isinstance(capture.backend, Replay)
-    return capture.backend

@@ -1,6 +1,6 @@
 """Schedulers of the queues of simulated devices, and the replay of captures.
 
-``EagerScheduler`` runs work in the call that submits it. ``RandomScheduler`` runs it later, in a
+``Scheduler`` runs work in the call that submits it. ``RandomScheduler`` runs it later, in a
 seeded random order among all that the waits allow: a missing wait gives a wrong result under some
 seed. ``Replay`` stands for a CUDA graph: it keeps a list of what queues were given, and runs it in
 order.
@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import random
 import threading
-import weakref
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
+from typing import Any
 
 from gradreduce.device import DeferInterrupts, Waiters
 from gradreduce.device.command_list import Command
@@ -40,91 +39,58 @@ class Event:
         self.done = done
 
 
-class Scheduler(ABC):
+_PASSED = Event(done=True)
+# What a queue was given: ("work", what to call), ("record", an event), or ("wait", an event).
+_Entry = tuple[str, Any]
+
+
+class Scheduler:
     """Runs the queues of all devices of a mesh; any hashable key names a queue.
+
+    This one runs work when it is submitted, in that thread, one at a time per queue. What a signal
+    handler gives runs inside the work that it has interrupted.
 
     Attributes:
         defers: whether work may still be waiting when ``submit`` returns.
     """
 
-    defers: bool
+    defers = False
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._locks: defaultdict[Hashable, threading.RLock] = defaultdict(threading.RLock)
+
     def submit(self, queue: Hashable, work: Work) -> None:
         """Appends work to a queue."""
+        with self._locks[queue]:
+            work()
 
-    @abstractmethod
     def record(self, queue: Hashable) -> Event:
         """Marks the end of a queue."""
+        return _PASSED
 
-    @abstractmethod
     def wait(self, queue: Hashable, event: Event) -> None:
         """Makes later work of the queue run after ``event``."""
 
-    @abstractmethod
     def finish(self, queue: Hashable, wait_policy: WaitPolicy | None = None) -> bool:
         """Waits on the host until the queue is empty.
 
         Returns:
             False if ``wait_policy`` ended the wait first, or the work was dropped.
         """
+        return True
 
-    def progress(self) -> None:  # noqa: B027  # where work runs at once nothing is left to do
+    def progress(self) -> None:
         """Runs what can run without a host wait, as a GPU does."""
 
     def is_waiting(self, queue: Hashable) -> bool:
         """Whether a queue waits for an event that has not passed."""
         return False
 
-    def drop(self) -> None:  # noqa: B027
+    def drop(self) -> None:
         """Drops work that has not run; all its marks count as passed."""
 
-    def wake(self) -> None:  # noqa: B027
+    def wake(self) -> None:
         """Makes threads that wait in ``finish`` check their wait policy."""
-
-    def forget(self, queue: Hashable) -> None:  # noqa: B027  # not all keep any
-        """Drops a queue that is not used any more, if it is empty."""
-
-
-class EagerScheduler(Scheduler):
-    """Runs work when it is submitted, in that thread, one at a time per queue.
-
-    What a signal handler gives runs inside the work that it has interrupted.
-    """
-
-    defers = False
-    _passed = Event(done=True)
-
-    def __init__(self) -> None:
-        self._locks: defaultdict[Hashable, threading.RLock] = defaultdict(threading.RLock)
-
-    def submit(self, queue: Hashable, work: Work) -> None:
-        """See ``Scheduler.submit``."""
-        with self._locks[queue]:
-            work()
-
-    def record(self, queue: Hashable) -> Event:
-        """See ``Scheduler.record``."""
-        return self._passed
-
-    def wait(self, queue: Hashable, event: Event) -> None:
-        """See ``Scheduler.wait``."""
-
-    def finish(self, queue: Hashable, wait_policy: WaitPolicy | None = None) -> bool:
-        """See ``Scheduler.finish``."""
-        return True
-
-
-class _Passing:
-    """Work that marks an event as passed."""
-
-    __slots__ = ("_event",)
-
-    def __init__(self, event: Event) -> None:
-        self._event = event
-
-    def __call__(self) -> None:
-        self._event.done = True
 
 
 class RandomScheduler(Scheduler):
@@ -143,7 +109,7 @@ class RandomScheduler(Scheduler):
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.5, 0.8)))
-        self._queues: dict[Hashable, deque[Work | Event]] = {}
+        self._queues: dict[Hashable, deque[_Entry]] = {}
         self._stalled: dict[Hashable, int] = {}  # queue -> what it may still run
         self._drops = 0
         self._runs = False  # whether work is being chosen or run
@@ -153,20 +119,22 @@ class RandomScheduler(Scheduler):
 
     def submit(self, queue: Hashable, work: Work) -> None:
         """See ``Scheduler.submit``."""
-        with self._lock:
-            self._queues.setdefault(queue, deque()).append(work)
-            self._run_some()
+        self._append(queue, ("work", work))
 
     def record(self, queue: Hashable) -> Event:
         """See ``Scheduler.record``."""
         event = Event()
-        self.submit(queue, _Passing(event))
+        self._append(queue, ("record", event))
         return event
 
     def wait(self, queue: Hashable, event: Event) -> None:
         """See ``Scheduler.wait``."""
+        self._append(queue, ("wait", event))
+
+    def _append(self, queue: Hashable, entry: _Entry) -> None:
         with self._lock:
-            self._queues.setdefault(queue, deque()).append(event)
+            self._queues.setdefault(queue, deque()).append(entry)
+            self._run_some()
 
     def finish(self, queue: Hashable, wait_policy: WaitPolicy | None = None) -> bool:
         """See ``Scheduler.finish``; also waits for a stalled queue.
@@ -233,9 +201,9 @@ class RandomScheduler(Scheduler):
         with self._lock:
             self._drops += 1
             for pending in self._queues.values():
-                for work in pending:
-                    if isinstance(work, _Passing):
-                        work()
+                for kind, item in pending:
+                    if kind == "record":
+                        item.done = True
                 pending.clear()
             self._stalled.clear()
             self._waiters.notify()
@@ -244,11 +212,6 @@ class RandomScheduler(Scheduler):
         """See ``Scheduler.wake``."""
         with self._lock:
             self._waiters.notify()
-
-    def forget(self, queue: Hashable) -> None:
-        """See ``Scheduler.forget``."""
-        if not self._queues.get(queue):
-            self._queues.pop(queue, None)
 
     def _run_some(self) -> None:
         while self._random.random() < self._early and self._run_one():
@@ -276,19 +239,21 @@ class RandomScheduler(Scheduler):
             with DeferInterrupts():
                 if queue in self._stalled:
                     self._stalled[queue] -= 1
-                work = self._queues[queue].popleft()
-                if not isinstance(work, Event):
-                    work()
+                kind, item = self._queues[queue].popleft()
+                if kind == "work":
+                    item()
+                elif kind == "record":
+                    item.done = True
         finally:
             self._runs = False
         return True
 
     @staticmethod
-    def _can_run(pending: deque[Work | Event]) -> bool:
+    def _can_run(pending: deque[_Entry]) -> bool:
         if not pending:
             return False
-        head = pending[0]
-        return head.done if isinstance(head, Event) else True
+        kind, item = pending[0]
+        return kind != "wait" or bool(item.done)
 
 
 class Replay(Recording):
@@ -302,9 +267,9 @@ class Replay(Recording):
     def __init__(self, scheduler: Scheduler, origin: Hashable) -> None:
         self._scheduler = scheduler
         self._origin = origin
-        self._entries: list[tuple[Hashable, Work | None, Event | None]] = []
-        self._made: dict[int, Event] = {}  # kept alive, so that no other has its id
-        self._own: dict[Hashable, Hashable] = {}  # a device's queue -> ours in its place
+        self._entries: list[tuple[Hashable, _Entry]] = []
+        self._recorded: set[Event] = set()
+        self._own: dict[Hashable, None] = {}  # the queues that it plays in
 
     def begin(self) -> None:
         """See ``Recording.begin``."""
@@ -314,18 +279,17 @@ class Replay(Recording):
 
     def end(self) -> Command:
         """See ``Recording.end``."""
-        weakref.finalize(self, _forget, self._scheduler, tuple(self._own.values()))
         return self._replay
 
     def submit(self, queue: Hashable, work: Work) -> None:
         """Records work at the end of a queue."""
-        self._entries.append((self._ours(queue), work, None))
+        self._append(queue, ("work", work))
 
     def record(self, queue: Hashable) -> Event:
         """Records a mark at the end of a queue."""
         event = Event()
-        self._made[id(event)] = event
-        self._entries.append((self._ours(queue), None, event))
+        self._recorded.add(event)
+        self._append(queue, ("record", event))
         return event
 
     def wait(self, queue: Hashable, event: Event) -> None:
@@ -334,37 +298,28 @@ class Replay(Recording):
         Raises:
             CaptureError: for an event that was not made inside; CUDA refuses it too.
         """
-        if id(event) not in self._made:
+        if event not in self._recorded:
             raise CaptureError(f"{queue} waits for an event that the capture did not record")
-        self._entries.append((self._ours(queue), event_wait, event))
+        self._append(queue, ("wait", event))
 
-    def _ours(self, queue: Hashable) -> Hashable:
-        # Where work runs at once a queue is a lock and nothing else: the device's own will do.
-        made = ("captured", object(), queue) if self._scheduler.defers else queue
-        return self._own.setdefault(queue, made)
+    def _append(self, queue: Hashable, entry: _Entry) -> None:
+        # A graph runs beside its devices' queues. Where work runs at once a queue is only a lock.
+        own = ("captured", queue) if self._scheduler.defers else queue
+        self._own[own] = None
+        self._entries.append((own, entry))
 
     def _replay(self) -> None:
         scheduler, origin = self._scheduler, self._origin
         begun = scheduler.record(origin)
-        for queue in self._own.values():
+        for queue in self._own:
             scheduler.wait(queue, begun)
-        passed: dict[int, Event] = {}
-        for queue, work, event in self._entries:
-            if event is None:
-                assert work is not None
-                scheduler.submit(queue, work)
-            elif work is None:
-                passed[id(event)] = scheduler.record(queue)
+        passed: dict[Event, Event] = {}
+        for queue, (kind, item) in self._entries:
+            if kind == "work":
+                scheduler.submit(queue, item)
+            elif kind == "record":
+                passed[item] = scheduler.record(queue)
             else:
-                scheduler.wait(queue, passed[id(event)])
-        for queue in self._own.values():
+                scheduler.wait(queue, passed[item])
+        for queue in self._own:
             scheduler.wait(origin, scheduler.record(queue))
-
-
-def event_wait() -> None:
-    """Does nothing: stands for a wait in the list of recorded work."""
-
-
-def _forget(scheduler: Scheduler, queues: tuple[Hashable, ...]) -> None:
-    for queue in queues:
-        scheduler.forget(queue)
