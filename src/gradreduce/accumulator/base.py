@@ -6,7 +6,6 @@ Source: tf.ConditionalAccumulatorBase (conditional_accumulator.md).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from gradreduce.arrays.variable import Variable
@@ -172,13 +171,7 @@ class ConditionalAccumulatorBase(NotCopied):
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if not self._state.devices[
-            0
-        ].mesh_state.is_inherited:  # after a fork, the child leaves the sum to its parent
+    def __exit__(self, *error: object) -> None:
+        # After a fork, the child leaves the sum to its parent.
+        if not self._state.devices[0].mesh_state.is_inherited:
             self.close()

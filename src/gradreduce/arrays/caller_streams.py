@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import ContextDecorator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from gradreduce.device import Block, Device, FreedBlock, Stream, block_stream, handle_of
@@ -79,12 +79,7 @@ class StreamScope(ContextDecorator):
         if self._outer is None or not _is_open(self._outer, frame):
             self._outer, _thread.scope = None, _Scope(frame)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._outer is not None:
             return
         scope, _thread.scope = _thread.scope, None
@@ -117,12 +112,7 @@ class SuspendedScope:
         if self._scope is not None:
             _thread.suspended, _thread.scope = self._scope, None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._scope is not None:
             self._scope.fenced.clear()
             self._scope.checked.clear()

@@ -7,7 +7,7 @@ import _signal  # type: ignore[import-not-found]
 import threading
 import time
 from signal import SIGINT
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 _HELD_SECONDS = 1.0
@@ -36,12 +36,7 @@ class DeferInterrupts:
             self._handler = handler  # before `signal`, behind which nothing is interrupted
             _signal.signal(SIGINT, self)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._handler is None:
             return
         if _signal.getsignal(SIGINT) is self:  # else somebody has set another handler inside

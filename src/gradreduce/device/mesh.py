@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from types import TracebackType
 from typing import SupportsIndex, overload
 
 import numpy as np
@@ -174,12 +173,7 @@ class Mesh(NotCopied):
     def __enter__(self) -> Mesh:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self.mesh_state.is_inherited:  # a child that ends may leave the parent's block
             self.close()
 

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from .buffer import Queue, Row
@@ -370,12 +369,7 @@ class PackScope:
         if thread.pending_call is not None or thread.command_list is not None:
             self._mark_queues(leaves=False)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         thread = self._log.thread
         thread.label, thread.phase = self._before
         if error is None and (thread.pending_call or thread.command_list) is not None:

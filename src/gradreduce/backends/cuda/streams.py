@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import permutations
-from types import TracebackType
 from typing import Any
 
 import cupy
@@ -133,12 +132,7 @@ class Gpu:
     def __enter__(self) -> None:
         self._device.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._device.__exit__()
             return
