@@ -12,7 +12,7 @@ from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, 
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device, copied_to
+from gradreduce.device import copied_to
 from gradreduce.errors import InvalidVariableError, about, brief, listed, repeated
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
@@ -71,14 +71,7 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
         raise TypeError(
             f"grads_and_vars={brief(grads_and_vars)} must be a list of (gradient, variable) pairs"
         ) from None
-    for index, pair in enumerate(pairs):
-        if (
-            type(pair) is not tuple
-            or len(pair) != 2
-            or type(pair[1]) is not Variable
-            or not pair[1].trainable  # a trainable one holds floats
-        ):
-            _check_pair(pair, index)
+    _check_pairs(pairs)
     if not pairs:
         raise ValueError("No variables provided.")
     variables = [var for _, var in pairs]
@@ -96,14 +89,15 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
     return gradients, variables
 
 
-def _check_pair(pair: Any, index: int) -> None:
-    name = f"grads_and_vars[{index}]"
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        raise TypeError(f"{name} is {brief(pair)}, not a (gradient, variable) pair")
-    if not isinstance(pair[1], Variable):
-        raise InvalidVariableError(f"{name}: {brief(pair[1])} is not a Variable")
-    if pair[0] is not None:
-        check_float(pair[1])
+def _check_pairs(pairs: Sequence[Any]) -> None:
+    for index, pair in enumerate(pairs):
+        name = f"grads_and_vars[{index}]"
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(f"{name} is {brief(pair)}, not a (gradient, variable) pair")
+        if not isinstance(pair[1], Variable):
+            raise InvalidVariableError(f"{name}: {brief(pair[1])} is not a Variable")
+        if pair[0] is not None and not pair[1].trainable:  # a trainable one holds floats
+            check_float(pair[1])
 
 
 def to_variables(
@@ -126,34 +120,47 @@ def to_variables(
         TypeError: a gradient that is not an array.
     """
     placed = [_placed(grad, var) for grad, var in zip(gradients, variables, strict=True)]
-    for grad, var in zip(placed, variables, strict=True):
-        if type(grad) is Buffer:
-            _check_dense(grad, var)
-        else:
-            _check_parts(grad, var)
-    wait_for_inputs([part for grad in placed for part in _buffers(grad)])
+    wait_for_inputs([buffer_of(part) for grad in placed for part in _parts(grad)])
     per_replica = [(grad, grad) for grad in placed if isinstance(grad, PerReplica)]
     reduced: Sequence[Mirrored] = ()
     if per_replica:
         assert cross_device_ops is not None
         reduced = cross_device_ops.batch_reduce(ReduceOp.MEAN, per_replica)
     ready = iter(reduced)
-    found = []
-    for grad, var in zip(placed, variables, strict=True):
-        if isinstance(grad, PerReplica):
-            grad = next(ready)
-        if isinstance(grad, Mirrored):
-            found.append(_in_order(grad, var))
-        else:
-            found.append(_on_all_gpus(grad, var))
-    return found
+    return [
+        _colocated(next(ready) if isinstance(grad, PerReplica) else grad, var)
+        for grad, var in zip(placed, variables, strict=True)
+    ]
+
+
+def _parts(grad: GradientValue) -> Sequence[Part]:
+    return (grad,) if isinstance(grad, Part) else grad.parts
 
 
 def _placed(grad: Any, var: Variable) -> GradientValue:
-    """Converts a gradient to a Buffer or to IndexedSlices of one; keeps distributed ones."""
+    """Converts a gradient to a Buffer or IndexedSlices of one, unless distributed; checks it."""
     if isinstance(grad, PerReplica | Mirrored):
         grad._discard_copies()
-        return grad
+        if set(grad.devices) != set(var.devices):
+            devices = listed(device.name for device in grad.devices)
+            raise ValueError(
+                f"the gradient of {var!r} is on {devices}; it must be on the variable's devices"
+            )
+        placed: GradientValue = grad
+    else:
+        placed = _converted(grad, var)
+    for part in _parts(placed):
+        if isinstance(part, IndexedSlices):
+            _check_rows(part, var)
+        elif part.shape != var.shape or part.dtype != var.dtype:
+            raise ValueError(
+                f"the gradient of {var!r} is {part.dtype}{list(part.shape)}; it must have the "
+                "shape and dtype of the variable"
+            )
+    return placed
+
+
+def _converted(grad: Any, var: Variable) -> Part:
     first = var.buffers[0]
     try:
         grad = as_slices(grad)
@@ -163,36 +170,6 @@ def _placed(grad: Any, var: Variable) -> GradientValue:
         return to_buffer(grad, first.device, dtype=first.dtype)
     except (TypeError, ValueError) as error:
         raise about(f"the gradient of {var!r}", error) from None
-
-
-def _buffers(grad: GradientValue) -> Sequence[Buffer]:
-    if type(grad) is Buffer:
-        return (grad,)
-    parts = grad.parts if isinstance(grad, PerReplica | Mirrored) else (grad,)
-    return [buffer_of(part) for part in parts]
-
-
-def _check_dense(part: Buffer, var: Variable) -> None:
-    like = var.buffers[0]
-    if part.shape != like.shape or part.dtype != like.dtype:
-        raise ValueError(
-            f"the gradient of {var!r} is {part.dtype}{list(part.shape)}; it must have the shape "
-            "and dtype of the variable"
-        )
-
-
-def _check_parts(grad: GradientValue, var: Variable) -> None:
-    parts: Sequence[Part] = (grad,) if isinstance(grad, Part) else grad.parts
-    if isinstance(grad, PerReplica | Mirrored) and set(grad.devices) != set(var.devices):
-        devices = listed(device.name for device in grad.devices)
-        raise ValueError(
-            f"the gradient of {var!r} is on {devices}; it must be on the variable's devices"
-        )
-    for part in parts:
-        if isinstance(part, IndexedSlices):
-            _check_rows(part, var)
-        else:
-            _check_dense(part, var)
 
 
 def _check_rows(slices: IndexedSlices, var: Variable) -> None:
@@ -213,50 +190,31 @@ def _check_rows(slices: IndexedSlices, var: Variable) -> None:
         raise ValueError(f"the gradient of {var!r}: {error}") from None
 
 
-def _in_order(grad: Mirrored, var: Variable) -> Colocated:
-    """Returns the gradient's copies in the order of the variable's devices."""
-    if grad.devices == var.devices:
-        return grad.parts
-    by_device = dict(zip(grad.devices, grad.parts, strict=True))
-    return tuple(by_device[device] for device in var.devices)
-
-
-def _on_all_gpus(grad: Part, var: Variable) -> Colocated:
-    """Copies a plain gradient to each physical device of its variable where needed."""
-    home = device_of(grad)
-    if len(var.buffers) == 1 and home.physical == var.buffers[0].device.physical:
-        return (grad,)
-    by_physical: dict[int, Part] = {home.physical: grad}
+def _colocated(grad: Part | Mirrored, var: Variable) -> Colocated:
+    """Returns a gradient for each copy of a variable, copied to other physical devices."""
+    if isinstance(grad, Mirrored):
+        by_device = dict(zip(grad.devices, grad.parts, strict=True))
+        return tuple([by_device[device] for device in var.devices])
+    by_gpu: dict[int, Part] = {device_of(grad).physical: grad}
     for device in var.devices:
-        if device.physical not in by_physical:
-            by_physical[device.physical] = _copied_to(grad, device)
-    return tuple(by_physical[device.physical] for device in var.devices)
-
-
-def _copied_to(grad: Part, device: Device) -> Part:
-    copied = copied_to(device, buffer_of(grad))
-    if isinstance(grad, IndexedSlices):
-        return IndexedSlices.of(copied, grad.indices, grad.dense_shape)
-    return copied
+        if device.physical not in by_gpu:
+            made: Part = copied_to(device, buffer_of(grad))
+            if isinstance(grad, IndexedSlices):
+                made = IndexedSlices.of(made, grad.indices, grad.dense_shape)
+            by_gpu[device.physical] = made
+    return tuple([by_gpu[device.physical] for device in var.devices])
 
 
 def made_dense(gradients: Sequence[Colocated], variables: Sequence[Variable]) -> list[Colocated]:
     """Converts sparse gradients to dense ones; one array per physical device."""
-    if all([type(part) is Buffer for parts in gradients for part in parts]):
-        return list(gradients)
-    dense: dict[int, Buffer] = {}  # by id: the copies on one physical device share theirs
-    found = [
-        (part, var)
+    found = {  # by id: the copies on one physical device share theirs
+        id(part): IndexedSlices.of(part.values, part.indices, var.shape)
         for parts, var in zip(gradients, variables, strict=True)
-        for part in {id(part): part for part in parts}.values()
+        for part in parts
         if isinstance(part, IndexedSlices)
-    ]
-    whole = densified(
-        [IndexedSlices.of(part.values, part.indices, var.shape) for part, var in found]
-    )
-    for (part, _), made in zip(found, whole, strict=True):
-        dense[id(part)] = made
-    return [tuple(dense.get(id(part), part) for part in parts) for parts in gradients]
+    }
+    dense = dict(zip(found, densified(list(found.values())), strict=True))
+    return [tuple([dense.get(id(part), part) for part in parts]) for parts in gradients]
 
 
 def check_no_overlap(
@@ -274,13 +232,10 @@ def check_no_overlap(
     Raises:
         ValueError: they overlap.
     """
-    index = written.shared_by(
-        [part if type(part) is Buffer else buffer_of(part) for parts in gradients for part in parts]
-    )
-    if index is None:
-        return
-    owners = [var for var, parts in zip(variables, gradients, strict=True) for _ in parts]
-    raise ValueError(
-        f"the gradient of {owners[index]!r} shares memory with a variable or slot that this call "
-        "writes; pass a copy"
-    )
+    index = written.shared_by([buffer_of(part) for parts in gradients for part in parts])
+    if index is not None:
+        owners = [var for var, parts in zip(variables, gradients, strict=True) for _ in parts]
+        raise ValueError(
+            f"the gradient of {owners[index]!r} shares memory with a variable or slot that this "
+            "call writes; pass a copy"
+        )

@@ -390,13 +390,8 @@ class Optimizer(NotCopied):
         self, gradients: Sequence[Any], variables: Sequence[Variable], plan: Plan | None
     ) -> Sequence[Part]:
         """Validates gradients and returns, for each copy of each variable, a colocated one."""
-        if plan is not None:
-            plain = plan.plain(gradients)
-            if plain is not None:
-                if not plan.has_known_addresses(plain):
-                    check_no_overlap(variables, [(part,) for part in plain], plan.ranges)
-                    plan.remember_addresses(plain)
-                return plain
+        if plan is not None and (plain := plan.plain(gradients)) is not None:
+            return plain
         has_replicas = any([isinstance(grad, PerReplica) for grad in gradients])
         found = to_variables(gradients, variables, self.cross_device_ops if has_replicas else None)
         ranges = self._slots.ranges(variables) if plan is None else plan.ranges

@@ -20,6 +20,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device, LaunchBatch, by_physical, fork_streams, join_streams
 from gradreduce.ops import Update
 
+from .gradient_inputs import check_no_overlap
 from .slots import Slots
 
 
@@ -89,24 +90,24 @@ class Plan:
             is_external = is_external or grad.array_owner is not None
         if is_external:
             wait_for_inputs(gradients)
+        self._check_no_overlap(gradients)
         return gradients
 
     def _from_host(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
         # A Python rule may keep its arguments; a capture would record the current values.
         if self.kernel is None or self.devices[0].mesh_state.capture is not None:
             return None
-        return self._staging.staged(gradients)
+        staged = self._staging.staged(gradients)
+        if staged is not None:
+            self._check_no_overlap(staged)
+        return staged
 
-    def has_known_addresses(self, gradients: Sequence[Buffer]) -> bool:
-        """Whether the gradients have the addresses that were last checked for overlaps.
-
-        For the result of ``plain``, whose sizes are those of the variables.
-        """
-        return [grad.address for grad in gradients] == self._addresses
-
-    def remember_addresses(self, gradients: Sequence[Buffer]) -> None:
-        """Remembers the addresses of gradients that overlap nothing that is written."""
-        self._addresses = [grad.address for grad in gradients]
+    def _check_no_overlap(self, gradients: Sequence[Buffer]) -> None:
+        """Raises if a gradient shares memory with what is written; checks new addresses only."""
+        addresses = [grad.address for grad in gradients]
+        if addresses != self._addresses:
+            check_no_overlap(self.variables, [(part,) for part in gradients], self.ranges)
+            self._addresses = addresses
 
 
 def writer_of(leader: Device, rows: Sequence[Sequence[Buffer]]) -> LaunchBatch | None:
@@ -161,7 +162,8 @@ class Job:
         for index in (0, -1):
             devices = [row[index].device for row in self.updates if row[index].device is not leader]
             self._devices |= dict.fromkeys(devices)
-        self._take, self._put_back = _nothing, _nothing
+        self._before: list[Callable[[], None]] = []
+        self._after: list[Callable[[], None]] = []
         self.is_dense = len(self.updates) == len(pairs)
         if not self.is_dense:
             self._add_sparse(
@@ -169,89 +171,49 @@ class Job:
             )
 
     def _add_sparse(self, pairs: Sequence[tuple[Sequence[Buffer], IndexedSlices]]) -> None:
-        self._devices |= dict.fromkeys([row[0].device for row, _ in pairs])
-        self._devices |= dict.fromkeys([device_of(part) for _, part in pairs])
-        rows = [_Rows(operands, part, self.leader) for operands, part in pairs if part.values.size]
-        self.updates += [row.update for row in rows]
-        if rows:
-            self._take, self._put_back = _ready(rows, self.leader)
+        """Plans new memory for the rows of gradients, each index once, and of what is written."""
+        leader = self.leader
+        merges: list[tuple[Buffer, Buffer, ops.Segments]] = []
+        takes: list[tuple[Buffer, Buffer, ops.Segments]] = []
+        for written, part in pairs:
+            self._devices |= dict.fromkeys([written[0].device, device_of(part)])
+            if not part.values.size:
+                continue
+            segments = ops.plan_segments(part.indices)
+            shape = (segments.num_segments, *written[0].shape[1:])
+            merged = leader.empty(shape, part.values.dtype)
+            taken = [leader.empty(shape, operand.dtype) for operand in written]
+            merges.append((merged, part.values, segments))
+            takes += [(rows, whole, segments) for rows, whole in zip(taken, written, strict=True)]
+            self.updates.append([*taken, merged])
+        if not merges:
+            return
+        for dtype in {buffer.dtype for buffer, _, _ in merges + takes}:
+            ops.prepare_segment_sum(leader, dtype, dtype)
+            ops.prepare_take_rows(leader, dtype)
+        rows, wholes, plans = zip(*takes, strict=True)
+        indices = [segments.indices for segments in plans]
+        singles = [ops.single_row_segments(segments.num_segments) for segments in plans]
+        self._before = [
+            ops.segment_sum_command(*zip(*merges, strict=True), device=leader),
+            ops.take_rows_command(rows, wholes, indices, device=leader),
+        ]
+        self._after = [ops.segment_sum_command(wholes, rows, singles, into=indices, device=leader)]
 
     def begin(self) -> None:
         """Waits for the other devices' streams, and gathers the rows of sparse gradients."""
         join_streams(self.leader, self._devices)
-        self._take()
+        for launch in self._before:
+            launch()
 
     def end(self, rule: Rule) -> None:
         """Launches the rule, scatters rows back, and makes the other streams wait for that."""
         rule(self.updates, self.leader)
-        self._put_back()
+        for launch in self._after:
+            launch()
         fork_streams(self.leader, self._devices)
 
     def run(self, rule: Rule) -> None:
         """Updates the copies by a rule: ``begin``, then ``end``."""
         self.begin()
         self.end(rule)
-
-
-class _Rows:
-    """Temporary rows of a sparse gradient, its variable and the slots.
-
-    Attributes:
-        written: the whole variable, its master and its slots.
-        segments: of the gradient's rows.
-        merged: new memory for the gradient's rows, each index once.
-        taken: new memory for those rows of ``written``.
-    """
-
-    def __init__(self, written: Sequence[Buffer], slices: IndexedSlices, leader: Device) -> None:
-        self.written, self.grad_rows = written, slices.values
-        self.segments = ops.plan_segments(slices.indices)
-        shape = (self.segments.num_segments, *written[0].shape[1:])
-        self.merged = leader.empty(shape, self.grad_rows.dtype)
-        self.taken = [leader.empty(shape, operand.dtype) for operand in written]
-
-    @property
-    def update(self) -> Update:
-        """The rows in the order of the rule's operands."""
-        return [*self.taken, self.merged]
-
-
-def _ready(rows: Sequence[_Rows], leader: Device) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Returns a function that gathers the rows, and one that scatters them back."""
-    for dtype in {buffer.dtype for row in rows for buffer in row.update}:
-        ops.prepare_segment_sum(leader, dtype, dtype)
-        ops.prepare_take_rows(leader, dtype)
-    merge = ops.segment_sum_command(
-        [row.merged for row in rows],
-        [row.grad_rows for row in rows],
-        [row.segments for row in rows],
-        device=leader,
-    )
-    pairs = [
-        (row, whole, part)
-        for row in rows
-        for whole, part in zip(row.written, row.taken, strict=True)
-    ]
-    take = ops.take_rows_command(
-        [part for _, _, part in pairs],
-        [whole for _, whole, _ in pairs],
-        [row.segments.indices for row, _, _ in pairs],
-        device=leader,
-    )
-    put_back = ops.segment_sum_command(
-        [whole for _, whole, _ in pairs],
-        [part for _, _, part in pairs],
-        [ops.single_row_segments(row.segments.num_segments) for row, _, _ in pairs],
-        into=[row.segments.indices for row, _, _ in pairs],
-        device=leader,
-    )
-
-    def begin() -> None:
-        merge()
-        take()
-
-    return begin, put_back
-
-
-def _nothing() -> None:
-    """Does nothing: no gradient is sparse."""
