@@ -33,7 +33,7 @@ from gradreduce.device import (
     fork_streams,
     join_streams,
 )
-from gradreduce.errors import MixedDtypesError, brief, listed
+from gradreduce.errors import brief, listed
 
 from .aggregators import AddN, Aggregator, MultiDeviceSum, OneBuffer, Tree, aggregate_buffers
 
@@ -126,16 +126,14 @@ def concatenated_rows(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list
     """Concatenates the rows of each group of Buffers, in new memory on its device.
 
     One launch on each device copies all that it can access. Other rows come in one copy
-    from each other device, packed there if it is several.
+    of each dtype from each other device, packed there if it is several.
 
     Args:
         groups: where to, and Buffers with rows of one shape and dtype, at least one.
     """
-    wholes, local, remote = (
-        [],
-        dict[Device, list[_Move]](),
-        dict[tuple[Device, Device], list[_Move]](),
-    )
+    wholes: list[Buffer] = []
+    local: dict[Device, list[_Move]] = {}
+    remote: dict[tuple[Device, Device, DType], list[_Move]] = {}
     for home, parts in groups:
         num_rows = sum(part.shape[0] for part in parts)
         whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
@@ -147,8 +145,8 @@ def concatenated_rows(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list
             if can_access(home, part):
                 local.setdefault(home, []).append(move)
             else:
-                remote.setdefault((home, part.device), []).append(move)
-    for (home, _), moves in remote.items():
+                remote.setdefault((home, part.device, part.dtype), []).append(move)
+    for (home, _, _), moves in remote.items():
         if len(moves) == 1:
             copy_over(home, *moves[0])
         else:
@@ -159,22 +157,14 @@ def concatenated_rows(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list
 
 
 def _copied_packed(home: Device, moves: Sequence[_Move]) -> list[_Move]:
-    """Copies rows of one device to ``home`` through two flat buffers."""
-    source = moves[0][1].device
-    pack_buffers: dict[DType, list[_Move]] = {}
-    for move in moves:
-        pack_buffers.setdefault(move[1].dtype, []).append(move)
-    arrived, packed = list[_Move](), list[_Move]()
-    for dtype, sharing in pack_buffers.items():
-        layout = flat_layout([part.size for _, part in sharing], dtype.itemsize)
-        there, here = (device.empty((layout.size,), dtype) for device in (source, home))
-        for (into, part), offset in zip(sharing, layout.offsets, strict=True):
-            packed.append((there.view(offset, part.shape), part))
-            arrived.append((into, here.view(offset, part.shape)))
-        _pack(source, packed)
-        copy_over(home, here, there)
-        packed = []
-    return arrived
+    """Copies rows of one device and dtype to ``home`` through two flat buffers."""
+    outs, parts = zip(*moves, strict=True)
+    source, dtype, shapes = parts[0].device, parts[0].dtype, [part.shape for part in parts]
+    layout = flat_layout([part.size for part in parts], dtype.itemsize)
+    there, here = (device.empty((layout.size,), dtype) for device in (source, home))
+    _pack(source, list(zip(there.parts(layout.offsets, shapes), parts, strict=True)))
+    copy_over(home, here, there)
+    return list(zip(outs, here.parts(layout.offsets, shapes), strict=True))
 
 
 def _pack(device: Device, moves: Sequence[_Move]) -> None:
@@ -263,7 +253,7 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, output_type: str | 
     if len(inputs) == 1 and not all_sparse(inputs):
         return _alone(inputs[0], output_type)
     kind = as_result_kind(output_type, kind_of_term(inputs[0]))
-    return _aggregate(list(inputs), AggregationMethod.ADD_N, TypeError, kind)
+    return _aggregate(list(inputs), AggregationMethod.ADD_N, kind)
 
 
 @traceable
@@ -311,7 +301,7 @@ def accumulate_n(
         _check_promised(terms, shape, tensor_dtype)
     if len(inputs) == 1:
         return _alone(inputs[0], output_type)
-    return _aggregate(terms, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, ValueError, kind)
+    return _aggregate(terms, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, kind)
 
 
 @traceable
@@ -361,24 +351,21 @@ def aggregate(
         return _alone(present[0], output_type)
     if all_sparse(present):
         return concatenated(present, as_result_kind(output_type, kinds[0]))
-    return _aggregate(present, method, _dtype_error(method), as_result_kind(output_type, kinds[0]))
+    return _aggregate(present, method, as_result_kind(output_type, kinds[0]))
 
 
-def _aggregate(
-    terms: list[Any],
-    method: AggregationMethod,
-    dtype_error: type[Exception],
-    kind: Kind,
-) -> Any:
+def _aggregate(terms: list[Any], method: AggregationMethod, kind: Kind) -> Any:
     """Sums a list of terms, checked before anything is launched."""
-    if method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N and _any_sparse(terms):
-        method = AggregationMethod.EXPERIMENTAL_TREE
     tree = method is AggregationMethod.EXPERIMENTAL_TREE
+    if method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N:
+        tree = _any_sparse(terms)
     if not tree and kind == ("buffer" if type(terms[0]) is Buffer else "native"):
         made = _sum_directly(terms)
         if made is not None:
             return made
-    total = MultiDeviceSum(_AGGREGATORS[method], dtype_error)
+    total = MultiDeviceSum(_AGGREGATORS[method])
+    if tree:
+        total.use_tree()
     with StreamScope():
         buffers = _checked(terms, total)
         home = buffers[0].device
@@ -410,13 +397,11 @@ def _checked(terms: Sequence[Any], total: MultiDeviceSum) -> list[Buffer]:
     """Checks that all terms agree, and returns them as dense Buffers."""
     if _any_sparse(terms):
         placed = [_on_current_device(term) for term in terms]
-        for term in placed:
-            total.check(known_shape(term, alone=len(placed) == 1), term.dtype)
-        return with_dense(placed)
-    buffers = on_current_devices(terms)
-    for buffer in buffers:
-        total.check(buffer.shape, buffer.dtype)
-    return buffers
+    else:
+        placed = list(on_current_devices(terms))
+    for term in placed:
+        total.check(known_shape(term, alone=len(placed) == 1), term.dtype)
+    return with_dense(placed)
 
 
 @StreamScope()
@@ -424,7 +409,7 @@ def _aggregate_lazily(
     terms: Iterable[Any], method: AggregationMethod, output_type: str | None
 ) -> Any:
     """Sums the terms of an iterator, keeping each only as long as needed."""
-    total = MultiDeviceSum(_AGGREGATORS[method], _dtype_error(method))
+    total = MultiDeviceSum(_AGGREGATORS[method])
     kind: Kind = "native"
     held: list[Any] = []  # the first term, which is itself if alone; sparse ones, while all are
     for term in _iterate_suspended(terms):
@@ -524,12 +509,6 @@ def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
         raise TypeError(
             f"shape={brief(shape)} must be a list of integers and None, or None"
         ) from None
-
-
-def _dtype_error(method: AggregationMethod) -> type[Exception]:
-    """Returns the error type for terms of different dtypes."""
-    accumulated = method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
-    return MixedDtypesError if accumulated else TypeError
 
 
 def _check_inputs(inputs: Any, what: str) -> None:

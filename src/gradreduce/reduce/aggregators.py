@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from gradreduce import ops
 from gradreduce.device import (
@@ -19,6 +20,7 @@ from gradreduce.device import (
     fork_streams,
     join_streams,
 )
+from gradreduce.errors import MixedDtypesError
 
 
 class Aggregator(ABC):
@@ -26,7 +28,12 @@ class Aggregator(ABC):
 
     A term is borrowed: it is never written, and dropped as soon as it is added. Sums are of the
     accumulate type until the end.
+
+    Attributes:
+        dtype_error: what is raised for terms of different dtypes.
     """
+
+    dtype_error: ClassVar[type[Exception]] = TypeError
 
     @abstractmethod
     def push(self, term: Buffer) -> None:
@@ -54,6 +61,8 @@ class AddN(Aggregator):
 
 class OneBuffer(Aggregator):
     """Sums into a single buffer; at most three buffers are alive at a time."""
+
+    dtype_error = MixedDtypesError
 
     def __init__(self) -> None:
         self._first: Buffer | None = None
@@ -142,18 +151,15 @@ class MultiDeviceSum:
 
     Args:
         aggregator: adds those of one device.
-        dtype_error: what ``check`` raises for a term of another dtype.
 
     Attributes:
         count: terms so far.
     """
 
-    def __init__(
-        self, aggregator: type[Aggregator], dtype_error: type[Exception] = TypeError
-    ) -> None:
+    def __init__(self, aggregator: type[Aggregator]) -> None:
         self.count = 0
         self._aggregator = aggregator
-        self._dtype_error = dtype_error
+        self._dtype_error = aggregator.dtype_error
         self._like: tuple[tuple[int, ...], DType] | None = None
         self._checked = 0
         self._parts: dict[Device, Aggregator] = {}
