@@ -273,6 +273,11 @@ class Mark(NamedTuple):
     queue: Queue
     event: Any
 
+    @property
+    def passed(self) -> bool:
+        """Whether the queue is known to have passed it; does not wait."""
+        return self.device._reached(self.event)
+
 
 class CapturedMark(Mark):
     """A mark made inside a capture; nothing outside can wait for it."""

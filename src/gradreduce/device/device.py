@@ -18,6 +18,7 @@ from gradreduce.errors import CaptureError, DeviceMismatchError, NotCopied
 
 from .backend import Backend
 from .buffer import Block, Buffer, CapturedMark, Mark, Queue, Row, Stream, handle_of
+from .command_list import Command
 from .deferred_free import DeferredFree
 from .dtypes import as_dtype
 from .external_buffers import ExternalBuffers
@@ -288,13 +289,8 @@ class Device(NotCopied, Backend):
                 self.wait(end.device.mark("compute"), queue=queue)
                 end.block.touched.add((self, queue))
         self._before_write(dst, queue)
-        self.mesh_state.submit(
-            partial(self._copy, dst, src, queue),
-            Record("copy", "", self.index, src.device.index, dst.nbytes, queue),
-            [(dst, src)],
-            1,
-            defers=self.defers,
-        )
+        record = Record("copy", "", self.index, src.device.index, dst.nbytes, queue)
+        self._submit(partial(self._copy, dst, src, queue), record, [(dst, src)], 1)
         if src.device is not self or queue != "compute":
             (self.mesh_state.current.capture or src.block).record_reader(self.mark(queue), src)
             self.mesh_state.last_read = object()  # after it: who sees this one sees the reader too
@@ -364,13 +360,12 @@ class Device(NotCopied, Backend):
     def mark(self, queue: Queue = "compute") -> Mark:
         """Marks the current end of ``queue``."""
         self.mesh_state.check_usable(self)
-        event = self._mark(queue)
         capture = self.mesh_state.current.capture
         if capture is None:
-            mark = Mark(self, queue, event)
-            self.mesh_state.log.marked(self, queue, event)
+            mark = Mark(self, queue, self._mark(queue))
+            self.mesh_state.log.marked(mark)
         else:
-            mark = CapturedMark(self, queue, event)
+            mark = CapturedMark(self, queue, self._mark(queue))
             capture.made(mark)
         command_list = self.mesh_state.thread.command_list
         if command_list is not None:
@@ -479,13 +474,26 @@ class Device(NotCopied, Backend):
         num_written: int,
     ) -> None:
         """Queues a kernel whose waits are already queued, and logs it."""
-        self.mesh_state.submit(
-            self._resolved(kernel, template, rows, scalars, queue),
-            Record("launch", kernel.name, self.index, -1, crossing, queue, len(rows)),
-            rows,
-            num_written,
-            defers=self.defers,
-        )
+        record = Record("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
+        command = self._resolved(kernel, template, rows, scalars, queue)
+        self._submit(command, record, rows, num_written)
+
+    def _submit(
+        self, command: Command, record: Record, rows: Sequence[Row], num_written: int
+    ) -> None:
+        """Runs a launch or copy, counts it for ``fail_on_partial_write`` and logs it.
+
+        What was cut short may have begun, and counts; where work is deferred an ``Exception`` comes
+        before it, and Ctrl-C anywhere.
+        """
+        log = self.mesh_state.log
+        try:
+            command()
+            log.thread.num_submitted += 1
+        except BaseException as error:
+            log.thread.num_submitted += not (self.defers and isinstance(error, Exception))
+            raise
+        log.append(record, command, rows, num_written)
 
 
 def _written(rows: Sequence[Row], num_written: int) -> list[Buffer]:

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,11 @@ from weakref import WeakKeyDictionary
 
 from gradreduce.errors import BackendUnavailableError, CaptureError, CollectiveError
 
-from .buffer import Row
-from .command_list import Command, CommandList
+from .command_list import CommandList
 from .forks import forks
 from .interrupts import DeferInterrupts
-from .op_log import OpLog, PackScope, Record, current, write_flight
-from .pending_calls import PackInfoLike, PendingCall, WaitPolicy, names_of
+from .op_log import OpLog, PackScope, current, write_flight
+from .pending_calls import Label, PendingCall, WaitPolicy, names_of
 from .waiting import Done, run_in_thread
 from .watchdog import Watchdog
 
@@ -157,28 +156,6 @@ class MeshState:
         finally:
             self.thread.command_list = before
 
-    def submit(
-        self,
-        command: Command,
-        record: Record,
-        rows: Sequence[Row],
-        num_written: int,
-        *,
-        defers: bool,
-    ) -> None:
-        """Runs a launch or copy, counts it for ``fail_on_partial_write`` and logs it.
-
-        What was cut short may have begun, and counts; where work is deferred an ``Exception`` comes
-        before it, and Ctrl-C anywhere.
-        """
-        try:
-            command()
-            self.thread.num_submitted += 1
-        except BaseException as error:
-            self.thread.num_submitted += not (defers and isinstance(error, Exception))
-            raise
-        self.log.append(record, command, rows, num_written)
-
     @contextmanager
     def on_partial_failure(self, then: Callable[[BaseException], None]) -> Iterator[None]:
         """Context manager: calls ``then`` if work fails after part of it was submitted.
@@ -213,9 +190,7 @@ class MeshState:
 
         return self.on_partial_failure(mark_all_failed)
 
-    def pack_scope(
-        self, pack_info: PackInfoLike | None, devices: Iterable[Device] = ()
-    ) -> PackScope:
+    def pack_scope(self, pack_info: Label | None, devices: Iterable[Device] = ()) -> PackScope:
         """Context manager: labels this thread's work with the packs that it is for.
 
         The log and the error of a deadline contain the label.

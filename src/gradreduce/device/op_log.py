@@ -21,16 +21,16 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from .buffer import Queue, Row
+from .buffer import Mark, Queue, Row
 from .waiting import run_in_thread
 
 if TYPE_CHECKING:
     from .command_list import Command, CommandList
     from .device import Device
     from .graph_capture import Capture
-    from .pending_calls import PackInfoLike, PendingCall
+    from .pending_calls import Label, PendingCall
 
 # The kinds whose bytes leave a device for another.
 CROSSING = ("launch", "copy", "collective")
@@ -70,7 +70,7 @@ class Record:
     nbytes: int = 0
     queue: str = "compute"
     num_rows: int = 0
-    label: PackInfoLike | None = field(default=None, compare=False, repr=False)
+    label: Label | None = field(default=None, compare=False, repr=False)
     phase: str = field(default="", compare=False, repr=False)
 
 
@@ -166,17 +166,14 @@ class ThreadState(threading.local):
         num_submitted: launches, copies and collectives; see ``MeshState.on_partial_failure``.
     """
 
-    label: PackInfoLike | None = None
+    label: Label | None = None
     phase: str = ""
     command_list: CommandList | None = None
     pending_call: PendingCall | None = None
     num_submitted: int = 0
 
 
-# Logical index of a device, and one of its queues.
-_QueueOf = tuple[int, str]
-# The number of the last operation given before a mark, and the mark: device, queue, event.
-_Place = tuple[int, "Device", Queue, Any]
+_QueueOf = tuple[int, str]  # logical index of a device, and one of its queues
 
 
 class OpLog:
@@ -193,7 +190,8 @@ class OpLog:
         self._numbers = count(1)  # of the next one; drawn when it has been given
         self._journals: tuple[Journal, ...] = ()
         self._lock = threading.RLock()  # to open and close journals
-        self._marks: deque[_Place] = deque(maxlen=_MARKS)
+        # The number of the last operation before a mark, and the mark.
+        self._marks: deque[tuple[int, Mark]] = deque(maxlen=_MARKS)
         # Up to which number a queue is over, without a mark: by what the host waited for.
         self._over: dict[_QueueOf, int] = {}
         self._dropped: set[int] = set()  # by resets: operations that are never done
@@ -256,10 +254,10 @@ class OpLog:
             key = device.index, queue
             self._over[key] = max(number, self._over.get(key, 0))
 
-    def marked(self, device: Device, queue: Queue, event: Any) -> None:
+    def marked(self, mark: Mark) -> None:
         """Records a mark that has just been made for any reason."""
         if self.ring:
-            self._marks.append((self.ring[-1][0], device, queue, event))
+            self._marks.append((self.ring[-1][0], mark))
 
     def entries(self, devices: Sequence[Device], *, fresh: bool) -> list[FlightEntry]:
         """Returns all entries, oldest first.
@@ -269,7 +267,7 @@ class OpLog:
             fresh: mark every queue now and look whether the marks pass at once, for some
                 milliseconds; otherwise only marks that were made anyway are looked at.
         """
-        submitted = sorted(_copied(self.ring))  # by their numbers
+        submitted = sorted(self.ring.copy())  # by their numbers
         if fresh and submitted:
             self._query_marks(devices)
         reached = self._reached()
@@ -295,11 +293,7 @@ class OpLog:
 
         Without those whose queues are known to wait for another device, if any is left then.
         """
-        passed = {
-            (device, queue)
-            for _, device, queue, event in self._query_marks(devices)
-            if device._reached(event)
-        }
+        passed = {(mark.device, mark.queue) for mark in self._query_marks(devices) if mark.passed}
         queues = [(device, queue) for device in devices for queue in QUEUES]
         late = [each for each in queues if each not in passed]
         stuck = [(device, queue) for device, queue in late if not device._is_waiting(queue)]
@@ -315,38 +309,37 @@ class OpLog:
     def _reached(self) -> dict[_QueueOf, int]:
         """Returns the number up to which each queue is known to be done."""
         reached = dict(self._over)
-        for last, device, queue, event in _copied(self._marks):
-            key = device.index, queue
-            if last > reached.get(key, 0) and device._reached(event):
+        for last, mark in self._marks.copy():
+            key = mark.device.index, mark.queue
+            if last > reached.get(key, 0) and mark.passed:
                 reached[key] = last
         return reached
 
-    def _query_marks(self, devices: Sequence[Device]) -> list[_Place]:
+    def _query_marks(self, devices: Sequence[Device]) -> list[Mark]:
         """Marks all queues in a new thread, because a driver whose queue is full may block.
 
         Returns:
             The marks that could be made.
         """
-        made: list[_Place] = []
+        made: list[Mark] = []
         last = self.ring[-1][0] if self.ring else 0
 
         def mark() -> None:
             for device in devices:
                 for queue in QUEUES:
                     try:
-                        made.append((last, device, queue, device._mark(queue)))
+                        made.append(Mark(device, queue, device._mark(queue)))
                     except Exception:  # a failed device cannot be queried
                         continue
                 device._progress()
 
         end = time.monotonic() + _LOOK_SECONDS
         run_in_thread(mark).wait(_LOOK_SECONDS * 4)
-        self._marks.extend(made)
-        while time.monotonic() < end:
-            if all(device._reached(event) for _, device, _, event in list(made)):
-                break
+        marks = list(made)
+        self._marks.extend((last, mark) for mark in marks)
+        while time.monotonic() < end and not all(mark.passed for mark in marks):
             time.sleep(_LOOK_SECONDS / 20)
-        return list(made)
+        return marks
 
 
 class PackScope:
@@ -357,7 +350,7 @@ class PackScope:
 
     __slots__ = ("_before", "_devices", "_log", "_pack_info")
 
-    def __init__(self, log: OpLog, pack_info: PackInfoLike | None, devices: tuple[Device, ...]):
+    def __init__(self, log: OpLog, pack_info: Label | None, devices: tuple[Device, ...]):
         self._log = log
         self._pack_info = pack_info
         self._devices = devices
@@ -382,14 +375,6 @@ class PackScope:
             thread.pending_call.mark_queues(self._pack_info, leaves=leaves, devices=self._devices)
         if thread.command_list is not None:
             thread.command_list.add(partial(self._mark_queues, leaves=leaves))
-
-
-def _copied(ring: deque[Any]) -> list[Any]:
-    while True:
-        try:
-            return list(ring)
-        except RuntimeError:  # another thread appended, where the interpreter has no lock
-            continue
 
 
 def flight_path(wanted: str) -> str:

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradreduce.errors import brief, listed
 
-from .buffer import Queue
+from .buffer import Mark
 from .op_log import QUEUES
 
 if TYPE_CHECKING:
@@ -66,21 +66,15 @@ class PackInfo:
         return f"{_numbered('pack', self.packs)} of {self.num_packs} ({tensors})"
 
 
-class PackInfos(tuple[PackInfo, ...]):
-    """Names the packs of several batches, which are counted separately."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        """``"pack 1 of 1 (tensors 0 to 1), tensor 2"``; 5 at most."""
-        return listed(self)
+Label = PackInfo | str  # in errors and in the log only its text is used
 
 
-PackInfoLike = PackInfo | PackInfos
+def merged_pack_infos(labels: Iterable[Label | None]) -> Label | None:
+    """Merges the labels of what is reduced together: the stages of one batch become one.
 
-
-def merged_pack_infos(labels: Iterable[PackInfoLike | None]) -> PackInfoLike | None:
-    """Merges the labels of what is reduced together: the stages of one batch become one."""
+    Returns:
+        ``"pack 1 of 1 (tensors 0 to 1), tensor 2"``, 5 at most; None of no label.
+    """
     made: list[PackInfo] = []
     for each in {id(label): label for label in labels}.values():
         if not isinstance(each, PackInfo):
@@ -92,7 +86,7 @@ def merged_pack_infos(labels: Iterable[PackInfoLike | None]) -> PackInfoLike | N
             had = made[index]
             tensors = tuple(sorted({*had.tensors, *each.tensors}))
             made[index] = PackInfo(tensors, sorted({*had.packs, *each.packs}), had.num_packs)
-    return PackInfos(made) if len(made) > 1 else next(iter(made), None)
+    return listed(made) or None
 
 
 def _of_one_batch(had: PackInfo, other: PackInfo) -> bool:
@@ -116,16 +110,6 @@ def names_of(devices: Iterable[Device]) -> str:
     return listed(dict.fromkeys(device.name for device in devices))
 
 
-class _Mark(NamedTuple):
-    device: Device
-    queue: Queue
-    event: Any
-
-    @property
-    def passed(self) -> bool:
-        return self.device._reached(self.event)
-
-
 class _Stage(NamedTuple):
     """A point that every device has to pass.
 
@@ -135,9 +119,9 @@ class _Stage(NamedTuple):
         marks: on every queue of every device.
     """
 
-    pack_info: PackInfoLike | None
+    pack_info: Label | None
     leaves: bool
-    marks: tuple[_Mark, ...]
+    marks: Sequence[Mark]
 
 
 class PendingCall:
@@ -165,16 +149,15 @@ class PendingCall:
         self._stages: list[_Stage] = []
 
     def mark_queues(
-        self, pack_info: PackInfoLike | None, *, leaves: bool, devices: Iterable[Device] = ()
+        self, pack_info: Label | None, *, leaves: bool, devices: Iterable[Device] = ()
     ) -> None:
         """Marks the current end of both queues of these devices (default: all of the call)."""
         marks = []
         for device in dict.fromkeys(devices) or self.devices:
             for queue in QUEUES:
-                mark = _Mark(device, queue, device._mark(queue))
-                device.mesh_state.log.marked(*mark)
-                marks.append(mark)
-        self._stages.append(_Stage(pack_info, leaves, tuple(marks)))
+                marks.append(Mark(device, queue, device._mark(queue)))
+                device.mesh_state.log.marked(marks[-1])
+        self._stages.append(_Stage(pack_info, leaves, marks))
 
     @property
     def remaining(self) -> float:
@@ -211,7 +194,7 @@ class PendingCall:
             return "every device has finished meanwhile"
         return "the call itself has not submitted all its work to the devices"
 
-    def _late(self, index: int, stage: _Stage, late: Sequence[_Mark]) -> str:
+    def _late(self, index: int, stage: _Stage, late: Sequence[Mark]) -> str:
         pack_info = stage.pack_info
         if pack_info is None and not stage.leaves:  # the call's begin: its first pack is missing
             packs = [

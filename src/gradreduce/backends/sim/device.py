@@ -284,13 +284,8 @@ class SimDevice(Device):
             return False
         self.mesh_state.check_usable(self)
         work = partial(_run, kernel, [row], scalars)
-        self.mesh_state.submit(
-            partial(self.scheduler.submit, (self, "compute"), work),
-            Record("launch", kernel.name, self.index, num_rows=1),
-            (),
-            0,
-            defers=self.defers,
-        )
+        command = partial(self.scheduler.submit, (self, "compute"), work)
+        self._submit(command, Record("launch", kernel.name, self.index, num_rows=1), (), 0)
         return True
 
     def _recording(self, devices: Sequence[Device]) -> Replay:
