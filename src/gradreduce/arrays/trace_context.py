@@ -7,10 +7,13 @@ NumPy's functions find a traced value by NumPy's own protocols. Our functions th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from gradreduce.device import Buffer, Device
@@ -19,6 +22,9 @@ _CREATING = {
     "arange", "array", "asanyarray", "asarray", "ascontiguousarray", "empty", "eye", "full",
     "identity", "ones", "tri", "zeros",
 }  # fmt: skip
+
+# Of functions of which NumPy before 2.4 shows no signature.
+_POSITIONAL = {"concatenate": ("arrays", "axis", "out"), "dot": ("a", "b", "out")}
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -72,9 +78,36 @@ def reading_by(reader: Reader | None) -> Iterator[None]:
 
 
 class Traceable:
-    """Base of values that handle ``traceable`` functions themselves: see NumPy's NEP 18."""
+    """Base of arrays that handle ``traceable`` functions themselves: see NumPy's NEP 18."""
 
     __slots__ = ()
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    @abstractmethod
+    def __getitem__(self, index: Any) -> Any:
+        """As of an array."""
 
     def __array_function__(
         self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
@@ -87,6 +120,23 @@ def holds_traceable(value: Any) -> bool:
     """Whether an argument is ``Traceable``, or a list or tuple with a ``Traceable`` element."""
     within = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(each, Traceable) for each in within)
+
+
+def named_arguments(
+    function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments of a call of NumPy by the names of their parameters."""
+    return {**dict(zip(_positional(function), args, strict=False)), **kwargs}
+
+
+@lru_cache(maxsize=1024)
+def _positional(function: Callable[..., Any]) -> Sequence[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return _POSITIONAL.get(function.__name__, ())
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in positional]
 
 
 def make_like(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], array: Any) -> Any:

@@ -134,16 +134,6 @@ class Variable(NotCopied, Readable):
         return self._buffers[0].shape
 
     @property
-    def ndim(self) -> int:
-        """Number of dimensions of each copy."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements of each copy."""
-        return math.prod(self.shape)
-
-    @property
     def dtype(self) -> DType:
         """NumPy dtype of each copy."""
         return self._buffers[0].dtype

@@ -5,22 +5,19 @@ Inside a loss the value is a traced one, elsewhere a plain array.
 
 from __future__ import annotations
 
-import inspect
 import operator
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .convert import kind_of
-from .trace_context import Traceable, holds_traceable
+from .trace_context import Traceable, holds_traceable, named_arguments
 
 # NumPy's functions that write their first argument, and how they call it.
 _WRITING = {
     "copyto": "dst", "fill_diagonal": "a", "place": "arr", "put": "a", "put_along_axis": "arr",
-    "putmask": "a",
+    "putmask": "a", "nan_to_num": "x",
 }  # fmt: skip
-_OUT = {"concatenate": 2, "dot": 2}  # of which NumPy before 2.4 shows no signature
 
 
 def _before(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -68,11 +65,6 @@ class Readable(Traceable):
     """
 
     __array_priority__ = 1000  # above CuPy's 100
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the value."""
 
     @abstractmethod
     def read(self, output_type: str | None = None) -> Any:
@@ -122,18 +114,9 @@ class Readable(Traceable):
     def __setitem__(self, index: Any, value: Any) -> None:
         _reject_in_place(self, value)
 
-    def __len__(self) -> int:
-        shape = self.shape
-        if not shape:
-            raise TypeError("len() of unsized object")
-        return int(shape[0])
-
     def __bool__(self) -> bool:
         """True, whatever the value, as for any object without a truth value of its own."""
         return True
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if _is_readable(kwargs.get("out")) or (method == "at" and _is_readable(inputs[0])):
@@ -189,26 +172,13 @@ def _is_readable(value: Any) -> bool:
 
 def _writes_readable(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a NumPy function would write to a copy of a Variable's value."""
-    index = _place_of_out(function)
-    if _is_readable(args[index] if 0 <= index < len(args) else kwargs.get("out")):
+    named = named_arguments(function, args, kwargs)
+    if _is_readable(named.get("out")):
         return True
     name = function.__name__
-    if name == "nan_to_num" and not (args[1] if len(args) > 1 else kwargs.get("copy", True)):
-        return _is_readable(args[0] if args else kwargs["x"])
-    return name in _WRITING and _is_readable(args[0] if args else kwargs.get(_WRITING[name]))
-
-
-@lru_cache(maxsize=1024)
-def _place_of_out(function: Callable[..., Any]) -> int:
-    """Returns the position of ``out`` among the positional arguments; -1 if it is none."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return _OUT.get(function.__name__, -1)
-    out = parameters.get("out")
-    if out is None or out.kind is out.KEYWORD_ONLY:
-        return -1
-    return list(parameters).index("out")
+    if name not in _WRITING or (name == "nan_to_num" and named.get("copy", True)):
+        return False
+    return _is_readable(args[0] if args else kwargs.get(_WRITING[name]))
 
 
 def _writes_tensor(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from gradreduce.arrays.convert import host_array
-from gradreduce.arrays.trace_context import traceable
+from gradreduce.arrays.trace_context import Traceable, traceable
 
 from .frameworks import detached
 
@@ -64,13 +64,12 @@ def _replacing(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
     return lambda self, other: self._replaced(operation(self, other))
 
 
-class ArrayMethods(NDArrayOperatorsMixin):
+class ArrayMethods(NDArrayOperatorsMixin, Traceable):
     """Base class with the operators, methods and attributes of a NumPy array."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]  # as of an array: == compares elements
 
-    shape: Any
     dtype: Any
     value: Any
 
@@ -88,16 +87,6 @@ class ArrayMethods(NDArrayOperatorsMixin):
         """
 
     @property
-    def ndim(self) -> int:
-        """As the member of a NumPy array."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """As the member of a NumPy array."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
     def T(self) -> Any:  # NumPy's name
         """As the member of a NumPy array."""
         return np.transpose(self)
@@ -106,14 +95,6 @@ class ArrayMethods(NDArrayOperatorsMixin):
     def mT(self) -> Any:  # NumPy's name
         """As the member of a NumPy array."""
         return np.swapaxes(self, -1, -2)
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of unsized object")
-        return int(self.shape[0])
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: Any) -> Any:
         return index_into(self, index)

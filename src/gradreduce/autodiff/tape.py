@@ -34,7 +34,12 @@ from typing import Any
 import numpy as np
 
 from gradreduce.arrays.convert_gpu import on_gpu_of
-from gradreduce.arrays.trace_context import Traceable, holds_traceable, make_like
+from gradreduce.arrays.trace_context import (
+    Traceable,
+    holds_traceable,
+    make_like,
+    named_arguments,
+)
 from gradreduce.device import Device
 
 from .accumulate_terms import TermAccumulator
@@ -47,7 +52,6 @@ from .unsupported import (
     is_float,
     name_of,
     no_rule,
-    out_of,
     view_written,
     would_write,
 )
@@ -111,7 +115,7 @@ class Node:
         self.terms: TermAccumulator | None = None
 
 
-class Traced(ArrayMethods, Traceable):
+class Traced(ArrayMethods):
     """A traced array: operations on it are recorded and return new traced arrays.
 
     Attributes:
@@ -170,7 +174,7 @@ class Traced(ArrayMethods, Traceable):
         return apply(ufunc, inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        out = out_of(function, args, kwargs)
+        out = named_arguments(function, args, kwargs).get("out")
         if out is not None:
             if not _is_open(args, kwargs):
                 return function(*map(resolve, args), **_resolve_all(kwargs, out))

@@ -8,13 +8,6 @@ import numpy as np
 
 from .frameworks import is_tensor
 
-#: The position of ``out`` in functions that take it as a positional argument.
-_OUT_PLACES = {
-    np.sum: 3, np.mean: 3, np.prod: 3, np.var: 3, np.std: 3, np.cumsum: 3,
-    np.max: 2, np.amax: 2, np.min: 2, np.amin: 2, np.clip: 3, np.take: 3,
-    np.concatenate: 2, np.stack: 2, np.dot: 2, np.outer: 2, np.trace: 5,
-    np.argmax: 2, np.argmin: 2, np.all: 2, np.any: 2, np.round: 2, np.around: 2, np.fix: 1,
-}  # fmt: skip
 #: Keywords of ufuncs that change only the dtype and the layout of the result.
 _HARMLESS = frozenset({"dtype", "casting", "order", "subok"})
 _PLAIN = frozenset(
@@ -40,13 +33,6 @@ def name_of(function: Any) -> str:
     module = getattr(function, "__module__", None) or ""
     prefix = "gr" if module.startswith("gradreduce") else "np" + module.removeprefix("numpy")
     return f"{prefix}.{getattr(function, '__name__', function)}"
-
-
-def out_of(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The ``out`` argument of a call, by name or by position; None for a new array."""
-    out = kwargs.get("out")
-    index = _OUT_PLACES.get(function)
-    return args[index] if out is None and index is not None and len(args) > index else out
 
 
 def would_write(name: str) -> WriteError:
