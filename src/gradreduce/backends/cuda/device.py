@@ -45,124 +45,7 @@ from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 from .compile import is_compiled, load_kernel
 from .geometry import Geometry
 from .graph import GraphRecording
-from .streams import FATAL, Gpu, StreamState, event_of, is_capturing
-
-
-class CudaQueues(Device):
-    """The queues of a ``CudaDevice`` and their waits.
-
-    Attributes:
-        gpu: makes its GPU the current one.
-    """
-
-    def __init__(self, mesh_state: MeshState, index: int, physical: int) -> None:
-        super().__init__(mesh_state, index, physical)
-        self.gpu = Gpu(self)
-        queues: tuple[Queue, ...] = ("compute", "transfer")
-        self._stream_states = {
-            queue: StreamState(self.gpu, mesh_state.order_lock) for queue in queues
-        }
-        self._streams = {queue: state.stream for queue, state in self._stream_states.items()}
-        self._compute = self._stream_states["compute"]
-
-    def stream(self, queue: Queue = "compute") -> Any:
-        """Returns the CuPy stream of a queue, for work that this device does not see.
-
-        Take it before each piece of such work, which is behind what came before. From the first
-        time on every fence of the queue is given to CUDA, also one that would change nothing.
-        """
-        return (
-            self._stream_states[queue].expose()
-            if self.mesh_state.capture is None
-            else self._ready(queue)
-        )
-
-    def _ready(self, queue: Queue) -> Any:
-        """Returns the stream to submit to; inside a capture, the stream that records it."""
-        capture = self.mesh_state.capture
-        if capture is None:
-            return self._stream_states[queue].ready()
-        return cast("GraphRecording", capture.backend).stream(self.index, queue)
-
-    def _submitted(self, queue: Queue) -> None:
-        """Notes that work was submitted to a queue, after ``_ready``."""
-        self._stream_states[queue].submitted()
-
-    def _is_capturing(self, stream: Stream) -> bool:
-        return is_capturing(self.gpu, stream)
-
-    def _mark(self, queue: User) -> Any:
-        state = self._stream_states.get(queue)
-        if state is None:  # a caller's stream
-            return self._event(queue)
-        return state.mark() if self.mesh_state.capture is None else self._event(self._ready(queue))
-
-    def _wait(self, mark: Mark, queue: User) -> None:
-        state = self._stream_states.get(queue)
-        if state is not None and self.mesh_state.capture is None:
-            other = cast("CudaQueues", mark.device)
-            state.wait(other._stream_states.get(mark.queue), mark.event)
-            return
-        stream = queue if state is None else self._ready(queue)  # a caller's, or one that records
-        with self.gpu:
-            runtime.streamWaitEvent(handle_of(stream), mark.event.ptr)
-
-    def _recording(self, devices: Sequence[Device]) -> GraphRecording:
-        indices = [(each.index, each.gpu) for each in devices if isinstance(each, CudaQueues)]
-        return GraphRecording(indices, self._compute)
-
-    def _needs_wait(self, others: Iterable[Device]) -> list[Device]:
-        if self.mesh_state.capture is not None:
-            return super()._needs_wait(others)
-        own, physical = self._compute, self.physical
-        waiting: list[Device] = []
-        with self.mesh_state.order_lock:  # nobody is on the way behind an end that was earlier
-            if own.is_followed_by(others):
-                return waiting
-            for other in cast("Iterable[CudaQueues]", others):
-                behind = other._compute
-                if behind.leader is own or behind is own:
-                    continue
-                if other.physical != physical or not behind.follow_lazily(own):
-                    waiting.append(other)
-        return waiting
-
-    def _unsynchronized(self, others: Iterable[Device]) -> list[Device]:
-        if self.mesh_state.capture is not None:
-            return super()._unsynchronized(others)
-        own = self._compute
-        if own.is_followed_by(others):
-            return []
-        changed = own.changed  # before the followers are looked at
-        found: list[Device] = []
-        for other in cast("Iterable[CudaQueues]", others):
-            behind = other._compute
-            if behind is not own and not behind.follows_lazily(own):
-                found.append(other)
-        if not found:
-            own.all_follow(others, changed)
-        return found
-
-    def _comes_behind(self, device: Device, queue: Queue) -> bool:
-        same_gpu = device.physical == self.physical  # and fails with it
-        other = cast("CudaQueues", device)
-        return same_gpu and self._compute.comes_behind(other._stream_states[queue])
-
-    def _event(self, stream: Stream) -> Any:
-        return event_of(self.gpu, stream)
-
-    def _all_streams(self) -> list[Any]:
-        """Its own streams, and those it follows lazily: they may use its memory."""
-        leader = self._compute.leader
-        return [*self._streams.values(), *([] if leader is None else [leader.stream])]
-
-    @property
-    def _follows_lazily(self) -> bool:
-        return self._compute.leader is not None
-
-    def _catch_up(self) -> None:
-        self._compute.ready()
-
+from .streams import FATAL, Gpu, StreamState
 
 # Between two looks at a queue that must come to its end before a mesh is usable again.
 _LOOK_SECONDS = 1e-3
@@ -189,18 +72,23 @@ def _scalar_arguments(
     return tuple(Argument(np.array(value, kinds[kind])) for (_, kind), value in declared)
 
 
-def _narrowest(row: Row) -> int:
-    """Returns the item size of the narrowest elementwise operand."""
-    return min(operand.dtype.itemsize for operand in row)
+class CudaDevice(Device):
+    """A logical device on the GPU ``physical``; several may share one GPU.
 
-
-class CudaDevice(CudaQueues):
-    """A logical device on the GPU ``physical``; several may share one GPU."""
+    Attributes:
+        gpu: makes its GPU the current one.
+    """
 
     defers = True
 
     def __init__(self, mesh_state: MeshState, index: int, physical: int) -> None:
         super().__init__(mesh_state, index, physical)
+        self.gpu = Gpu(self)
+        self._stream_states = {
+            queue: StreamState(self.gpu, mesh_state.order_lock) for queue in QUEUES
+        }
+        self._streams = {queue: state.stream for queue, state in self._stream_states.items()}
+        self._compute = self._stream_states["compute"]
         # Pinned memory and the event behind the copy that reads it; pinned memory that is dropped
         # is handed out again at once.
         self._staging: deque[tuple[Any, Any]] = deque()
@@ -209,7 +97,7 @@ class CudaDevice(CudaQueues):
             self._pool = cupy.cuda.MemoryPool()
         _STREAMS[id(self)] = self._streams
         mesh_state.on_failure.append(self._retain)
-        self._geometry = Geometry.of(self.gpu.attributes)
+        self._geometry = Geometry.of(self.gpu.device.attributes)
         self._tables = Tables(self._place, Argument)
 
     def close(self) -> None:
@@ -244,6 +132,105 @@ class CudaDevice(CudaQueues):
 
     def _release_retained(self) -> None:
         _RETAINED.pop(id(self._pool), None)
+
+    # -- queues ---------------------------------------------------------------------------------
+
+    def stream(self, queue: Queue = "compute") -> Any:
+        """Returns the CuPy stream of a queue, for work that this device does not see.
+
+        Take it before each piece of such work, which is behind what came before. From the first
+        time on every fence of the queue is given to CUDA, also one that would change nothing.
+        """
+        return (
+            self._stream_states[queue].expose()
+            if self.mesh_state.capture is None
+            else self._ready(queue)
+        )
+
+    def _ready(self, queue: Queue) -> Any:
+        """Returns the stream to submit to; inside a capture, the stream that records it."""
+        capture = self.mesh_state.capture
+        if capture is None:
+            return self._stream_states[queue].ready()
+        return cast("GraphRecording", capture.backend).stream(self.index, queue)
+
+    def _submitted(self, queue: Queue) -> None:
+        """Notes that work was submitted to a queue, after ``_ready``."""
+        self._stream_states[queue].submitted()
+
+    def _is_capturing(self, stream: Stream) -> bool:
+        return self.gpu.is_capturing(stream)
+
+    def _mark(self, queue: User) -> Any:
+        state = self._stream_states.get(queue)
+        if state is None:  # a caller's stream
+            return self.gpu.event(queue)
+        return (
+            state.mark() if self.mesh_state.capture is None else self.gpu.event(self._ready(queue))
+        )
+
+    def _wait(self, mark: Mark, queue: User) -> None:
+        state = self._stream_states.get(queue)
+        if state is not None and self.mesh_state.capture is None:
+            other = cast("CudaDevice", mark.device)
+            state.wait(other._stream_states.get(mark.queue), mark.event)
+            return
+        stream = queue if state is None else self._ready(queue)  # a caller's, or one that records
+        with self.gpu:
+            runtime.streamWaitEvent(handle_of(stream), mark.event.ptr)
+
+    def _recording(self, devices: Sequence[Device]) -> GraphRecording:
+        indices = [(each.index, each.gpu) for each in devices if isinstance(each, CudaDevice)]
+        return GraphRecording(indices, self._compute)
+
+    def _needs_wait(self, others: Iterable[Device]) -> list[Device]:
+        if self.mesh_state.capture is not None:
+            return super()._needs_wait(others)
+        own, physical = self._compute, self.physical
+        waiting: list[Device] = []
+        with self.mesh_state.order_lock:  # nobody is on the way behind an end that was earlier
+            if own.is_followed_by(others):
+                return waiting
+            for other in cast("Iterable[CudaDevice]", others):
+                behind = other._compute
+                if behind.leader is own or behind is own:
+                    continue
+                if other.physical != physical or not behind.follow_lazily(own):
+                    waiting.append(other)
+        return waiting
+
+    def _unsynchronized(self, others: Iterable[Device]) -> list[Device]:
+        if self.mesh_state.capture is not None:
+            return super()._unsynchronized(others)
+        own = self._compute
+        if own.is_followed_by(others):
+            return []
+        changed = own.changed  # before the followers are looked at
+        found: list[Device] = []
+        for other in cast("Iterable[CudaDevice]", others):
+            behind = other._compute
+            if behind is not own and not behind.follows_lazily(own):
+                found.append(other)
+        if not found:
+            own.all_follow(others, changed)
+        return found
+
+    def _comes_behind(self, device: Device, queue: Queue) -> bool:
+        same_gpu = device.physical == self.physical  # and fails with it
+        other = cast("CudaDevice", device)
+        return same_gpu and self._compute.comes_behind(other._stream_states[queue])
+
+    def _all_streams(self) -> list[Any]:
+        """Its own streams, and those it follows lazily: they may use its memory."""
+        leader = self._compute.leader
+        return [*self._streams.values(), *([] if leader is None else [leader.stream])]
+
+    @property
+    def _follows_lazily(self) -> bool:
+        return self._compute.leader is not None
+
+    def _catch_up(self) -> None:
+        self._compute.ready()
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -351,7 +338,7 @@ class CudaDevice(CudaQueues):
             runtime.memcpyAsync(
                 dst.address, pinned.ptr, dst.nbytes, runtime.memcpyHostToDevice, stream.ptr
             )
-            self._staging.append((pinned, self._event(stream)))
+            self._staging.append((pinned, self.gpu.event(stream)))
             self._drop_staging()
         self._submitted(queue)
 
@@ -362,38 +349,27 @@ class CudaDevice(CudaQueues):
                 self._staging.popleft()
 
     def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
-        if wait_policy.polls:
-            return self._fetched(buffer, wait_policy)
-        host = np.empty(buffer.shape, buffer.dtype)
+        nbytes, polls = buffer.nbytes, wait_policy.polls
         stream = self._ready("compute")
         with self.gpu:
-            if buffer.nbytes:
+            if polls:  # a copy to pageable memory waits in the driver
+                pinned = cupy.cuda.alloc_pinned_memory(max(1, nbytes))
+                host = np.frombuffer(pinned, np.uint8, nbytes)
+            else:
+                host = np.empty(nbytes, np.uint8)
+            if nbytes:
                 runtime.memcpyAsync(
-                    host.ctypes.data, buffer.address, buffer.nbytes,
+                    host.ctypes.data, buffer.address, nbytes,
                     runtime.memcpyDeviceToHost, stream.ptr,
                 )  # fmt: skip
-            stream.synchronize()
+            if polls:  # the copy writes it after Ctrl-C, too
+                self._staging.append((pinned, self.gpu.event(stream)))
         self._submitted("compute")
-        return host
-
-    def _fetched(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
-        """Downloads without a wait in the driver, which a copy to pageable memory is."""
-        stream = self._ready("compute")
-        with self.gpu:
-            pinned = cupy.cuda.alloc_pinned_memory(max(1, buffer.nbytes))
-            if buffer.nbytes:
-                runtime.memcpyAsync(
-                    pinned.ptr, buffer.address, buffer.nbytes,
-                    runtime.memcpyDeviceToHost, stream.ptr,
-                )  # fmt: skip
-            event = self._event(stream)
-            self._staging.append((pinned, event))  # the copy writes it after Ctrl-C, too
-        self._submitted("compute")
-        if not wait_policy.until(lambda: self._reached(event)):
+        if not self._host_waits(wait_policy, [stream]):
             return None
         self._drop_staging()
-        staged = np.frombuffer(pinned, np.uint8, buffer.nbytes)
-        return staged.view(buffer.dtype).reshape(buffer.shape).copy()
+        host = host.view(buffer.dtype).reshape(buffer.shape)
+        return host.copy() if polls else host
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
         stream = self._ready(queue).ptr
@@ -437,7 +413,7 @@ class CudaDevice(CudaQueues):
                 items = [row[0].size for row in rows]
             else:
                 items = [kernel.num_items(row) for row in rows]
-            total, itemsize = sum(items), _narrowest(rows[0])
+            total, itemsize = sum(items), min([each.dtype.itemsize for each in rows[0]])
             table = self._tables.find(rows, items, geometry.chunk_size(total, itemsize, blocks))
             if table.held is not None and queue != "compute":  # on which it was uploaded
                 table.held.block.touched.add((self, queue))
@@ -485,7 +461,7 @@ class CudaDevice(CudaQueues):
                     stream.synchronize()
             return True
         with self.gpu:
-            events = [self._event(stream) for stream in streams]
+            events = [self.gpu.event(stream) for stream in streams]
         return wait_policy.until(lambda: all(self._reached(event) for event in events))
 
     def _is_idle(self) -> bool:

@@ -17,9 +17,10 @@ from cupy.cuda import runtime
 from gradreduce.device import Queue
 from gradreduce.device.command_list import Command
 from gradreduce.device.graph_capture import Recording
+from gradreduce.device.op_log import QUEUES
 from gradreduce.errors import CaptureError
 
-from .streams import StreamState, event_of
+from .streams import Gpu, StreamState
 
 
 class GraphRecording(Recording):
@@ -30,12 +31,12 @@ class GraphRecording(Recording):
         home: the queue that a launch is given to, of the first device.
     """
 
-    def __init__(self, devices: Iterable[tuple[int, Any]], home: StreamState) -> None:
+    def __init__(self, devices: Iterable[tuple[int, Gpu]], home: StreamState) -> None:
         self._home = home
-        self._streams: dict[tuple[int, Queue], tuple[Any, Any]] = {}
+        self._streams: dict[tuple[int, Queue], tuple[Gpu, Any]] = {}
         for index, gpu in devices:
             with gpu:
-                for queue in ("compute", "transfer"):
+                for queue in QUEUES:
                     stream = cupy.cuda.Stream(non_blocking=True)
                     self._streams[index, queue] = (gpu, stream)
         (self._gpu, self._origin), *self._others = self._streams.values()
@@ -51,7 +52,7 @@ class GraphRecording(Recording):
         """
         with self._gpu:
             self._origin.begin_capture(runtime.streamCaptureModeThreadLocal)
-        begun = event_of(self._gpu, self._origin)
+        begun = self._gpu.event(self._origin)
         for gpu, stream in self._others:
             with gpu:
                 stream.wait_event(begun)
@@ -64,7 +65,7 @@ class GraphRecording(Recording):
         """
         try:
             for gpu, stream in self._others:
-                ended = event_of(gpu, stream)
+                ended = gpu.event(stream)
                 with self._gpu:
                     self._origin.wait_event(ended)
             with self._gpu:

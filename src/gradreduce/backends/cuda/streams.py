@@ -108,6 +108,8 @@ FATAL = frozenset({
 
 # Errors of stream captures: the capture is invalid then, the device stays usable.
 _CAPTURE = frozenset(range(900, 909))
+# CUDA's error of a default stream on whose GPU a blocking stream is capturing.
+_CAPTURE_IMPLICIT = 906
 
 
 class Gpu:
@@ -116,28 +118,44 @@ class Gpu:
     Every driver call of ours is inside of one.
 
     Attributes:
+        device: CuPy's.
         events: of this GPU, which nobody needs any more: they are recorded again.
     """
 
     def __init__(self, owner: Device) -> None:
         self._owner = owner
-        self._device = cupy.cuda.Device(owner.physical)
+        self.device = cupy.cuda.Device(owner.physical)
         self.events: list[Any] = []
 
-    @property
-    def attributes(self) -> Any:
-        """See ``cupy.cuda.Device``."""
-        return self._device.attributes
+    def event(self, stream: Stream) -> Any:
+        """Records an event at the end of a stream of this GPU."""
+        with self:  # which the event belongs to, and whose default stream a handle may name
+            try:
+                event = self.events.pop()
+            except IndexError:
+                event = cupy.cuda.Event(disable_timing=True)
+            runtime.eventRecord(event.ptr, handle_of(stream))
+        return event
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Whether a stream of this GPU is capturing, or must wait for one that is."""
+        with self:  # whose default stream a handle may name
+            try:
+                return bool(runtime.streamIsCapturing(handle_of(stream)))
+            except RuntimeError as error:  # without a status: its capture is invalid
+                if getattr(error, "status", _CAPTURE_IMPLICIT) != _CAPTURE_IMPLICIT:
+                    raise
+                return True
 
     def __enter__(self) -> None:
-        self._device.__enter__()
+        self.device.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self._device.__exit__()
+            self.device.__exit__()
             return
         with suppress(runtime.CUDARuntimeError):  # this fails on a failed device, too
-            self._device.__exit__()
+            self.device.__exit__()
         if getattr(error, "status", 0) in FATAL:
             self._owner.mark_failed(str(error))
             text = f"device {self._owner.name} failed: {error}"
@@ -150,10 +168,6 @@ class Gpu:
                 "default, no thread may allocate or free GPU memory or query events: capture with "
                 'capture_error_mode="thread_local". Then capture again'
             ) from error
-
-
-# CUDA's error of a default stream on whose GPU a blocking stream is capturing.
-_CAPTURE_IMPLICIT = 906
 
 
 class StreamState:
@@ -175,20 +189,7 @@ class StreamState:
         changed: another object after each use of a queue that followed this one lazily.
     """
 
-    __slots__ = (
-        "_behind",
-        "_end",
-        "_followers",
-        "_gpu",
-        "_lock",
-        "_marked",
-        "changed",
-        "exposed",
-        "leader",
-        "stream",
-    )  # fmt: skip
-
-    def __init__(self, gpu: Any, lock: threading.RLock) -> None:
+    def __init__(self, gpu: Gpu, lock: threading.RLock) -> None:
         self._gpu = gpu
         with gpu:
             self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -226,7 +227,7 @@ class StreamState:
         end = self._end  # read first: work that another thread submits meanwhile changes it
         last, event = self._marked
         if last is not end or self.exposed:
-            event = event_of(self._gpu, stream)
+            event = self._gpu.event(stream)
             self._marked = (end, event)
         return event
 
@@ -296,25 +297,3 @@ class StreamState:
                 self.submitted()
             self.leader = None
             leader.changed = object()
-
-
-def event_of(gpu: Any, stream: Stream) -> Any:
-    """Records an event at the end of a stream of this GPU."""
-    with gpu:  # which the event belongs to, and whose default stream a handle may name
-        try:
-            event = gpu.events.pop()
-        except IndexError:
-            event = cupy.cuda.Event(disable_timing=True)
-        runtime.eventRecord(event.ptr, handle_of(stream))
-    return event
-
-
-def is_capturing(gpu: Any, stream: Stream) -> bool:
-    """Whether a stream of this GPU is capturing, or must wait for one that is."""
-    with gpu:  # whose default stream a handle may name
-        try:
-            return bool(runtime.streamIsCapturing(handle_of(stream)))
-        except RuntimeError as error:  # without a status: its capture is invalid
-            if getattr(error, "status", _CAPTURE_IMPLICIT) != _CAPTURE_IMPLICIT:
-                raise
-            return True
