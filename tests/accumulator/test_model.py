@@ -302,7 +302,9 @@ class Accumulators(RuleBasedStateMachine):
                     take_queue.await_take(pending_take, 0)
             else:
                 take_queue.await_take(pending_take, 0)
-                self.hold(multi._results_of(pending_take), waiting.outcome)
+                self.hold(
+                    multi._results_of(pending_take.states, pending_take.taken), waiting.outcome
+                )
         self.waiting = still
 
     @invariant()

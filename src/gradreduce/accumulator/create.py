@@ -8,15 +8,12 @@ from typing import Any
 
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
-from gradreduce.device import Device, Mesh, ModuleLock, accumulate_dtype, as_dtype
+from gradreduce.device import Device, Mesh, ModuleLock, as_dtype
 from gradreduce.errors import brief, listed
-from gradreduce.ops import prepare_all_sum
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce, shared_ops
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-from .dense_storage import prepare_pending
-from .sparse_storage import prepare_sparse
-from .state import AccumulatorState
+from .state import AccumulatorState, Storage
 from .take_queue import cancel_waiting, discard_sums
 from .validate import DTYPES, as_shape
 
@@ -56,7 +53,10 @@ def shared_state(
         if found.closed or found.devices[0].mesh_state.is_inherited:
             found = _shared[shared_name] = state
     for field in ("sparse", "dtype", "shape", "reduction_type"):
-        had, wanted = getattr(found, field), getattr(state, field)
+        had, wanted = [
+            each.storage.sparse if field == "sparse" else getattr(each, field)
+            for each in (found, state)
+        ]
         if had != wanted:
             raise ValueError(f"shared_name={brief(shared_name)} has {field} {had}, not {wanted}")
     if (found.devices, found.over_mesh) != (state.devices, state.over_mesh):
@@ -93,9 +93,8 @@ def create_state(
     shared_name: str | None,
     reduction_type: str,
     device: DeviceLike | Mesh | None,
-    *,
-    cross_device_ops: CrossDeviceOps | None = None,
-    sparse: bool = False,
+    cross_device_ops: CrossDeviceOps | None,
+    storage: Storage,
 ) -> AccumulatorState:
     """Returns the state of a new accumulator; see ``ConditionalAccumulator`` for arguments."""
     found = as_dtype(dtype)
@@ -108,13 +107,8 @@ def create_state(
     if not isinstance(reducer, CrossDeviceOps):
         raise TypeError(f"cross_device_ops={brief(reducer)} must be a CrossDeviceOps")
     devices, over_mesh = _placed(device, state_of(shared_name), reducer.mesh)
-    state = AccumulatorState(
-        found, wanted, reduction_type, devices, over_mesh, reducer, sparse=sparse
-    )
-    if sparse:
-        prepare_sparse(state)
-    else:
-        _prepare_dense(state)
+    state = AccumulatorState(found, wanted, reduction_type, devices, over_mesh, reducer, storage)
+    storage.prepare(state)
     devices[0].mesh_state.add_listener(state, cancel_waiting, discard_sums)
     return shared_state(shared_name, state, cross_device_ops)
 
@@ -130,12 +124,3 @@ def _placed(
     if device is None:
         return default_mesh().devices[:1], False
     return as_devices(device, "device=", mesh), isinstance(device, Mesh)
-
-
-def _prepare_dense(state: AccumulatorState) -> None:
-    acc_dtype = accumulate_dtype(state.dtype)
-    prepare_pending(state.devices, state.dtype, state.dtype)
-    for device in state.devices:
-        prepare_all_sum(device, state.dtype, acc_dtype)
-    if state.over_mesh:
-        state.cross_device_ops.compile_for(state.devices, acc_dtype, state.dtype)

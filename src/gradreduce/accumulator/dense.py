@@ -15,6 +15,7 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .base import ConditionalAccumulatorBase
 from .create import create_state
+from .dense_storage import DENSE
 from .multi import apply_grads, take_grads
 from .validate import DEFAULT_STEP
 
@@ -58,7 +59,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:  # fmt: skip
         state = create_state(
-            dtype, shape, shared_name, reduction_type, device, cross_device_ops=cross_device_ops
+            dtype, shape, shared_name, reduction_type, device, cross_device_ops, DENSE
         )
         super().__init__(state, name)
 

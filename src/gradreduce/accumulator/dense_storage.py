@@ -1,56 +1,49 @@
 """Partial sums of dense gradients: adds gradients with one launch for each GPU.
 
 The first gradient after a take is copied with a cast into new memory, later ones are added in
-place: nothing is zeroed, and the host does not wait for a device.
+place: nothing is zeroed, and the host does not wait for a device. A take all-reduces the sums of a
+mesh, and divides those of one device, in place where it can.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, takewhile, zip_longest
+from operator import attrgetter
+from typing import Any
 
 from gradreduce import ops
+from gradreduce.arrays import snapshots
+from gradreduce.arrays.convert import is_array, kind_of, numbers, shape_and_dtype
+from gradreduce.arrays.distributed import Part
+from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, densified
 from gradreduce.device import (
     Buffer,
     Device,
     DType,
     accumulate_dtype,
     by_physical,
+    compatible,
     flat_layout,
     fork_streams,
     join_streams,
     to_accessible,
 )
+from gradreduce.errors import InvalidArgumentError
+from gradreduce.reduce.aggregation import known_shape
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-from .state import AccumulatorState, PendingGradient, SparseSum
+from .state import AccumulatorState, Addend, Additions, PendingGradient, Storage
+from .validate import check_dtype, to_sum_device
 
-
-def prepare_pending(devices: Sequence[Device], dtype: DType, gradient: DType) -> None:
-    """Compiles the kernels for gradients of one dtype, before any lock is held.
-
-    Args:
-        devices: of the partial sums.
-        dtype: of the accumulator.
-        gradient: of the gradients.
-    """
-    acc_dtype = accumulate_dtype(dtype)
-    for device in devices:
-        ops.prepare_add_n(device, acc_dtype, gradient, 1)
-        ops.prepare_accumulate_n(device, acc_dtype, gradient)
-
-
-def prepare_parts(pending_gradient: PendingGradient) -> None:
-    """Compiles kernels for other dtypes, or for several gradients of one sum."""
-    acc_dtype = accumulate_dtype(pending_gradient.state.dtype)
-    for index, gradients in _by_device(pending_gradient).items():
-        device = pending_gradient.state.devices[index]
-        ops.prepare_add_n(
-            device, acc_dtype, gradients[0].dtype, _num_together(acc_dtype, gradients)
-        )
-        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            ops.prepare_accumulate_n(device, acc_dtype, dtype)
+_Kernel = Callable[..., None]
+# Mesh accumulators that are reduced together: devices, divisor, cross_device_ops.
+_Batch = tuple[tuple[Device, ...], float, CrossDeviceOps]
+_Division = tuple[float, Buffer, Buffer]  # divisor, sum, output
 
 
 @dataclass(slots=True)
@@ -69,123 +62,207 @@ class _Addition:
     device_index: int
     device: Device
     gradients: list[Buffer]
-    total: Buffer | None
+    total: Any
 
 
-_Kernel = Callable[..., None]
 # A partial sum, and the gradients that one launch adds to it.
 _Row = tuple[_Addition, list[Buffer]]
 
 
-class DenseAdditions:
-    """Prepared additions of dense gradients to partial sums: memory is allocated.
+class DenseStorage(Storage):
+    """Stores each partial sum as one array, in the accumulate dtype."""
 
-    First gradients are copied, later ones added; devices on one GPU share launches. Several
-    gradients for one sum are added in order, with the same bits as one call for each: in one launch
-    if they have one dtype and the sum its accumulate dtype, else one after the other.
+    sparse = False
+    format = "gradreduce dense accumulator 1"
 
-    If the constructor fails, nothing has changed. Call ``launch_out_of_place``, then
-    ``launch_in_place``; then ``totals`` returns the new sums.
+    def prepare(self, state: AccumulatorState) -> None:
+        """See ``Storage``."""
+        acc_dtype = accumulate_dtype(state.dtype)
+        for device in state.devices:
+            _prepare(device, acc_dtype, [state.dtype])
+            ops.prepare_all_sum(device, state.dtype, acc_dtype)
+        if state.over_mesh:
+            state.cross_device_ops.compile_for(state.devices, acc_dtype, state.dtype)
 
-    Args:
-        pending_gradients: of dense accumulators; all locks are held.
+    def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> Any:
+        """See ``Storage``; IndexedSlices without a shape get the accumulator's, if known."""
+        wanted = state.shape
+        if isinstance(grad, IndexedSlices):
+            check_dtype(state, grad.dtype, cast)
+            if grad.dense_shape is None and wanted and None not in wanted:
+                grad = IndexedSlices(grad.values, grad.indices, [each or 0 for each in wanted])
+            shape = known_shape(grad, alone=True)
+        else:
+            known = kind_of(grad) in ("native", "buffer")
+            grad = grad if is_array(grad) else numbers(grad, state.dtype)
+            shape, dtype = (grad.shape, grad.dtype) if known else shape_and_dtype(grad)
+            check_dtype(state, dtype, cast)
+        if wanted is not None and shape != wanted and not compatible(shape, wanted):
+            raise ValueError(
+                f"Shapes {shape} and {wanted} are incompatible: the gradient's and the "
+                "accumulator's"
+            )
+        return grad
 
-    Attributes:
-        kept: devices of the sums that ``launch_in_place`` overwrites.
-    """
+    def converted(self, state: AccumulatorState, grad: Any, cast: bool) -> Addend:
+        """See ``Storage``; makes IndexedSlices dense."""
+        checked = self.checked(state, grad, cast)
+        if not isinstance(checked, IndexedSlices):
+            return to_sum_device(state, checked)
+        index, rows = to_sum_device(state, checked.values)
+        (array,) = densified([IndexedSlices.of(rows, checked.indices, checked.dense_shape)])
+        return index, array
 
-    __slots__ = ("_additions", "_fresh", "_rows", "kept")
+    def prepare_parts(self, state: AccumulatorState, parts: Sequence[Addend]) -> None:
+        """See ``Storage``."""
+        by_device = _by_device(parts)
+        if len(by_device) < len(parts) or any([part.dtype != state.dtype for _, part in parts]):
+            for index, gradients in by_device.items():
+                dtypes = [gradient.dtype for gradient in gradients]
+                _prepare(state.devices[index], accumulate_dtype(state.dtype), dtypes)
 
-    def __init__(self, pending_gradients: Sequence[PendingGradient]) -> None:
-        self._additions: list[_Addition] = []
-        self._rows: list[_Row] = []
-        self.kept: list[Device] = []
-        self._fresh: list[_Addition] = []
-        for pending_gradient in pending_gradients:
-            state = pending_gradient.state
-            for index, gradients in _by_device(pending_gradient).items():
-                device = state.devices[index]
-                total = state.totals[index]
-                assert not isinstance(total, SparseSum)
-                accessible = [to_accessible(device, gradient) for gradient in gradients]
-                addition = _Addition(state, index, device, accessible, total)
-                self._additions.append(addition)
+    def check_sum_shape(self, gradient: Any, wanted: tuple[int, ...]) -> None:
+        """See ``Storage``."""
+        if gradient.shape != wanted:
+            raise InvalidArgumentError(
+                f"Shape mismatch: expected {list(wanted)}, got {list(gradient.shape)}"
+            )
+
+    def additions(self, pending_gradients: Sequence[PendingGradient]) -> Additions:
+        """See ``Storage``.
+
+        First gradients are copied, later ones added; devices on one GPU share launches. Several
+        gradients for one sum are added in order, with the same bits as one call for each: in one
+        launch if they have one dtype and the sum its accumulate dtype, else one after the other.
+        """
+        sums: list[_Addition] = []
+        fresh: list[_Addition] = []
+        rows: list[_Row] = []
+        overwritten: list[Device] = []
+        for state, parts, _ in pending_gradients:
+            for index, gradients in _by_device(parts).items():
+                device, total = state.devices[index], state.totals[index]
+                gradients = [to_accessible(device, gradient) for gradient in gradients]
+                addition = _Addition(state, index, device, gradients, total)
+                sums.append(addition)
                 if total is None:
-                    self._fresh.append(addition)
+                    fresh.append(addition)
                 else:
-                    self._rows.append((addition, accessible))
-                    self.kept.append(device)
-        if self._fresh:
-            _allocate_sums(self._fresh)
+                    rows.append((addition, gradients))
+                    overwritten.append(device)
+        first: list[_Row] = []
+        if fresh:
+            _allocate_sums(fresh)
+        for addition in fresh:
+            gradients = addition.gradients
+            count = _num_together(addition.total.dtype, [grad.dtype for grad in gradients])
+            first.append((addition, gradients[:count]))
+            if count < len(gradients):
+                rows.append((addition, gradients[count:]))
+        return Additions(
+            [partial(_add, ops.add_n, ops.cast_unchecked, first)] if first else [],
+            [partial(_add, ops.accumulate_n, ops.accumulate_unchecked, wave)
+             for wave in _waves(rows)],
+            overwritten,
+            [(each.state, each.device_index, each.total) for each in sums],
+        )  # fmt: skip
 
-    def launch_out_of_place(self) -> None:
-        """Writes new sums; on error, the existing sums are unchanged."""
-        if self._fresh:
-            self._rows = _start(self._fresh) + self._rows
+    def take(
+        self, states: Sequence[AccumulatorState], guard: ExitStack
+    ) -> dict[AccumulatorState, tuple[Part, ...]]:
+        """See ``Storage``; sums may be reduced or divided in place."""
+        taken: dict[AccumulatorState, tuple[Part, ...]] = {}
+        batches: dict[_Batch, list[AccumulatorState]] = {}
+        apart: list[_Division] = []
+        in_place: list[_Division] = []
+        for state in states:
+            divisor = float(state.count if state.reduction_type == "MEAN" else 1)
+            if state.over_mesh:
+                key = (state.devices, divisor, state.cross_device_ops)
+                batches.setdefault(key, []).append(state)
+                continue
+            (out,) = (total,) = state.totals
+            if total.dtype != state.dtype:
+                out = total.device.empty(total.shape, state.dtype)
+                apart.append((divisor, total, out))
+            elif divisor != 1:
+                in_place.append((divisor, total, out))
+            taken[state] = (out,)
+        alone = bool(taken)
+        for index, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
+            # A batch allocates its memory before its first launch; but a later batch may fail to,
+            # and then the sums of those before it must be intact. So only the last one may
+            # overwrite its sums, and only if no division follows.
+            last = index == len(batches) and not alone
+            reduced = reducer.reduce_buffers(
+                _partials(together),
+                divisor=divisor,
+                out_dtypes=[state.dtype for state in together],
+                consume=guard if last else None,
+            )
+            taken.update(zip(together, reduced, strict=True))
+        _divide(apart)
+        if in_place:
+            kept = [total.device for _, total, _ in in_place]
+            guard.enter_context(kept[0].mesh_state.fail_on_partial_write(kept))
+            _divide(in_place)
+        return taken
 
-    def launch_in_place(self) -> None:
-        """Adds to existing sums; after an error their contents are undefined."""
-        if self._rows:
-            _accumulate(self._rows)
+    def fits(self, shape: tuple[int, ...], wanted: tuple[int | None, ...] | None) -> bool:
+        """See ``Storage``."""
+        return UNKNOWN not in shape and (wanted is None or compatible(shape, wanted))
 
-    def totals(self) -> list[tuple[AccumulatorState, int, Buffer | SparseSum | None]]:
-        """Each sum that changed, with its accumulator and device index."""
-        return [(each.state, each.device_index, each.total) for each in self._additions]
+    def save(self, total: Any) -> Callable[[float | None], Any]:
+        """See ``Storage``; an array."""
+        return partial(snapshots.downloaded, snapshots.copied(total))
+
+    def load(
+        self, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
+    ) -> Callable[[Device], Buffer]:
+        """See ``Storage``."""
+        host = snapshots.checked_array(name, saved, shape, accumulate_dtype(dtype))
+        return lambda device: device.upload(host)
 
 
-def _by_device(pending_gradient: PendingGradient) -> dict[int, list[Buffer]]:
+DENSE = DenseStorage()
+
+
+def _by_device(parts: Sequence[Addend]) -> dict[int, list[Buffer]]:
     """The gradients for each partial sum, in the order of the replicas."""
     found: dict[int, list[Buffer]] = {}
-    for index, gradient in pending_gradient.parts:
+    for index, gradient in parts:
         assert isinstance(gradient, Buffer)
         found.setdefault(index, []).append(gradient)
     return found
 
 
-def _start(fresh: Sequence[_Addition]) -> list[_Row]:
-    """Writes new sums from their first gradients; returns the additions left to do."""
-    first: list[_Row] = []
-    rest: list[_Row] = []
-    for each in fresh:
-        gradients = each.gradients
-        if len(gradients) == 1:
-            first.append((each, gradients))
-            continue
-        count = _num_together(accumulate_dtype(each.state.dtype), gradients)
-        first.append((each, gradients[:count]))
-        if count < len(gradients):
-            rest.append((each, gradients[count:]))
-    _add(ops.add_n, ops.cast_unchecked, first)
-    return rest
-
-
-def _num_together(acc_dtype: DType, gradients: Sequence[Buffer]) -> int:
-    """How many of the first gradients one launch of ``add_n`` may sum.
+def _num_together(acc_dtype: DType, dtypes: Sequence[DType]) -> int:
+    """How many gradients of these dtypes the first launch, of ``add_n``, may sum.
 
     ``add_n`` accumulates in the accumulate dtype of its inputs; if the sum has another dtype, the
     first gradient is cast alone.
     """
-    dtype = gradients[0].dtype
-    if len(gradients) == 1 or accumulate_dtype(dtype) != acc_dtype:
+    if len(dtypes) == 1 or accumulate_dtype(dtypes[0]) != acc_dtype:
         return 1
-    return len(list(itertools.takewhile(lambda each: each.dtype == dtype, gradients)))
+    return len(list(takewhile(dtypes[0].__eq__, dtypes)))
 
 
-def _accumulate(rows: Sequence[_Row]) -> None:
-    """Adds to existing sums, with one launch for each run of gradients of one dtype."""
+def _prepare(device: Device, acc_dtype: DType, dtypes: Sequence[DType]) -> None:
+    """Compiles the kernels that add gradients of these dtypes to a sum."""
+    ops.prepare_add_n(device, acc_dtype, dtypes[0], _num_together(acc_dtype, dtypes))
+    for dtype in dict.fromkeys(dtypes):
+        ops.prepare_accumulate_n(device, acc_dtype, dtype)
+
+
+def _waves(rows: list[_Row]) -> list[list[_Row]]:
+    """Splits the gradients of each sum into runs of one dtype; the n-th runs share launches."""
     if all([len(gradients) == 1 for _, gradients in rows]):
-        _add(ops.accumulate_n, ops.accumulate_unchecked, rows)
-        return
+        return [rows] if rows else []
     runs = [
-        (each, [list(run) for _, run in itertools.groupby(gradients, lambda buffer: buffer.dtype)])
+        [(each, list(run)) for _, run in groupby(gradients, attrgetter("dtype"))]
         for each, gradients in rows
     ]
-    for turn in range(max(len(found) for _, found in runs)):
-        _add(
-            ops.accumulate_n,
-            ops.accumulate_unchecked,
-            [(each, found[turn]) for each, found in runs if turn < len(found)],
-        )
+    return [[row for row in wave if row is not None] for wave in zip_longest(*runs)]
 
 
 def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
@@ -197,18 +274,16 @@ def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
         rows: the sums and their gradients.
     """
     for indices in by_physical([addition.device for addition, _ in rows]).values():
-        totals: list[Buffer | None] = []
+        totals: list[Buffer] = []
         terms: list[list[Buffer]] = []
         flat: list[Buffer] = []
-        involved: list[Device] = []
         for index in indices:
             addition, gradients = rows[index]
-            involved.append(addition.device)
             totals.append(addition.total)
             terms.append(gradients)
             flat += gradients
-        leader = involved[0]
-        involved += [gradient.device for gradient in flat]
+        leader = totals[0].device
+        involved = [buffer.device for buffer in (*totals, *flat)]
         join_streams(leader, involved)
         if len(flat) == len(terms):
             alone(totals, flat, device=leader)
@@ -218,34 +293,70 @@ def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
 
 
 def _allocate_sums(fresh: Sequence[_Addition]) -> None:
-    """Allocates new sums back to back in flat buffers, which a take need not pack."""
-    if len(fresh) == 1 and not fresh[0].state.over_mesh:  # no take packs it
+    """Allocates new sums; those that a take may pack, so that it need not."""
+    if len(fresh) == 1 and not fresh[0].state.over_mesh:
         (one,) = fresh
         one.total = one.device.empty(one.gradients[0].shape, accumulate_dtype(one.state.dtype))
         return
-    together: dict[tuple[Device, DType], list[_Addition]] = {}
-    for addition in fresh:
-        together.setdefault((addition.device, addition.state.dtype), []).append(addition)
-    for (device, dtype), additions in together.items():
-        shapes = [each.gradients[0].shape for each in additions]
-        for addition, total in zip(
-            additions, allocate_flat(device.empty, dtype, shapes), strict=True
-        ):
-            addition.total = total
+    sums = [(each.device, each.state.dtype, each.gradients[0].shape) for each in fresh]
+    for each, total in zip(fresh, _allocate_flat(sums), strict=True):
+        each.total = total
 
 
-def allocate_flat(
-    make: Callable[[tuple[int, ...], DType], Buffer],
-    dtype: DType,
-    shapes: Sequence[tuple[int, ...]],
+def _allocate_flat(
+    sums: Sequence[tuple[Device, DType, tuple[int, ...]]], *, zeros: bool = False
 ) -> list[Buffer]:
-    """Allocates partial sums back to back in one flat buffer, which can be reduced unpacked.
+    """Allocates the partial sums of each device and dtype back to back in one flat buffer.
 
     Args:
-        make: ``empty`` or ``zeros`` of the device.
-        dtype: of the accumulators.
-        shapes: of the sums.
+        sums: of each its device, the dtype of its accumulator, and its shape.
+        zeros: fill them with zeros.
     """
-    layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
-    flat = make((layout.size,), accumulate_dtype(dtype))
-    return [flat.view(offset, shape) for offset, shape in zip(layout.offsets, shapes, strict=True)]
+    made: dict[int, Buffer] = {}
+    groups: dict[tuple[Device, DType], list[int]] = {}
+    for index, (device, dtype, _) in enumerate(sums):
+        groups.setdefault((device, dtype), []).append(index)
+    for (device, dtype), indices in groups.items():
+        layout = flat_layout([math.prod(sums[index][2]) for index in indices], dtype.itemsize)
+        flat = (device.zeros if zeros else device.empty)((layout.size,), accumulate_dtype(dtype))
+        for index, offset in zip(indices, layout.offsets, strict=True):
+            made[index] = flat.view(offset, sums[index][2])
+    return [made[index] for index in range(len(sums))]
+
+
+def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
+    """The partial sums of each state; zeros for a device without gradients.
+
+    The zeros of a device are allocated like sums that were added together: so the packing does not
+    depend on which devices have gradients.
+    """
+    missing = [
+        (state, index)
+        for state in states
+        for index, total in enumerate(state.totals)
+        if total is None
+    ]
+    sums = [(state.devices[index], state.dtype, state.sum_shape or ()) for state, index in missing]
+    zeros = dict(zip(missing, _allocate_flat(sums, zeros=True), strict=True))
+    return [
+        [zeros.get((state, index), total) for index, total in enumerate(state.totals)]
+        for state in states
+    ]
+
+
+def _divide(divisions: Sequence[_Division]) -> None:
+    """Divides sums with one launch for each GPU, divisor and dtype."""
+    launches: dict[tuple[int, float], list[_Division]] = {}
+    for division in divisions:
+        divisor, total, _ = division
+        launches.setdefault((total.device.physical, divisor), []).append(division)
+    for (_, divisor), sharing in launches.items():
+        devices = [total.device for _, total, _ in sharing]
+        join_streams(devices[0], devices)
+        ops.all_sum(
+            [[out] for _, _, out in sharing],
+            [[total] for _, total, _ in sharing],
+            divisor=divisor,
+            device=devices[0],
+        )
+        fork_streams(devices[0], devices)

@@ -7,163 +7,31 @@ Source: own; TensorFlow has one accumulator to a call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.convert import as_result_kind, from_buffer
 from gradreduce.arrays.convert_gpu import Kind, wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part
-from gradreduce.arrays.indexed_slices import as_slices
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, DeferInterrupts, as_deadline, as_flag, compatible
-from gradreduce.errors import InvalidArgumentError, brief
+from gradreduce.device import Buffer, DeferInterrupts, as_deadline, as_flag
+from gradreduce.errors import DeviceMismatchError, about, brief
 
 from .base import ConditionalAccumulatorBase
-from .dense_storage import DenseAdditions
-from .sparse_storage import SparseAdditions
-from .state import AccumulatorState, PendingGradient, PendingTake, SparseGradient, locked
+from .state import AccumulatorState, PendingGradient, PendingTake, Storage, Taken, locked
 from .take_queue import await_take, complete_multi, complete_ready, join, take_locked, withdraw
 from .validate import (
     DEFAULT_STEP,
     as_required,
     as_step,
     as_timeout,
-    check_distinct,
-    check_sum_shape,
-    for_each,
     num_gradients,
-    num_sparse_gradients,
     pending_gradient,
-    pending_sparse_gradient,
 )
 
-
-def is_stale(states: Sequence[AccumulatorState], local_step: int) -> bool:
-    """Whether gradients of this step are stale for any of the states."""
-    return any([local_step < state.step for state in states])
-
-
-def drop_stale(states: Sequence[AccumulatorState], counts: Sequence[int], local_step: int) -> bool:
-    """Drops gradients that were not converted yet, if they are still stale.
-
-    Args:
-        states: the accumulators.
-        counts: the number of gradients for each.
-        local_step: of all gradients.
-
-    Returns:
-        False if they are not stale any more.
-
-    Raises:
-        CancelledError: an accumulator was closed.
-        BackendUnavailableError: the mesh was closed, or a device failed.
-        CollectiveError: the mesh has failed.
-    """
-    with locked(states):
-        for state in states:
-            state.check_open()
-            state.check_devices()
-        if not is_stale(states, local_step):
-            return False
-        for state, count in zip(states, counts, strict=True):
-            state.num_dropped += count
-        return True
-
-
-def apply_pending(
-    pending_gradients: Sequence[PendingGradient], local_step: int, name_of: Callable[[int], str]
-) -> tuple[bool, list[PendingTake]]:
-    """Adds all gradients; drops all if the step is stale for any accumulator.
-
-    Args:
-        pending_gradients: one for each accumulator.
-        local_step: of all of them.
-        name_of: the name of a gradient in errors, from its index.
-
-    Returns:
-        Whether they were added; and the takes of several accumulators that may now complete, which
-        the caller must pass to ``complete_multi`` after this call, when no lock is held.
-
-    Raises:
-        CancelledError: an accumulator was closed.
-        InvalidArgumentError: the shape differs from that of the sum. Nothing was added.
-    """
-    states = [pending.state for pending in pending_gradients]
-    with locked(states):
-        for state in states:
-            state.check_open()
-        if is_stale(states, local_step):
-            for pending in pending_gradients:
-                pending.state.num_dropped += len(pending.parts)
-            return False, []
-        for_each(_check_shape, [(pending,) for pending in pending_gradients], name_of)
-        _add(pending_gradients)
-        return True, complete_ready(states)
-
-
-def _check_shape(pending: PendingGradient) -> None:
-    """Checks the shape against the sum's; validation checked the constructor's."""
-    state = pending.state
-    if state.sparse:
-        check_sum_shape(pending)
-        return
-    shape = pending.shape
-    expected = state.sum_shape if state.count else state.shape
-    if expected is not None and shape != expected and not compatible(shape, expected):
-        raise InvalidArgumentError(f"Shape mismatch: expected {list(expected)}, got {list(shape)}")
-
-
-def _add(pending_gradients: Sequence[PendingGradient]) -> None:
-    """Launches the additions: first those into new memory, then those in place.
-
-    A failure between the first launch in place and the update of the counts leaves sums with
-    undefined contents: then their devices are marked as failed.
-    """
-    sparse = [pending for pending in pending_gradients if pending.state.sparse]
-    dense = (
-        [pending for pending in pending_gradients if not pending.state.sparse]
-        if sparse
-        else pending_gradients
-    )
-    additions: list[DenseAdditions | SparseAdditions] = []
-    if sparse:
-        additions.append(SparseAdditions(sparse))
-    if dense:
-        additions.append(DenseAdditions(dense))
-    for each in additions:
-        each.launch_out_of_place()
-    kept = [device for each in additions for device in each.kept]
-    with kept[0].mesh_state.fail_on_partial_write(kept) if kept else nullcontext():
-        for each in additions:
-            each.launch_in_place()
-        _count(pending_gradients, additions)
-
-
-def _count(
-    pending_gradients: Sequence[PendingGradient],
-    additions: Sequence[DenseAdditions | SparseAdditions],
-) -> None:
-    """Stores the new sums and counts."""
-    totals = {pending.state: list(pending.state.totals) for pending in pending_gradients}
-    for each in additions:
-        for state, index, total in each.totals():
-            totals[state][index] = total
-    for pending in pending_gradients:
-        state, count = pending.state, pending.state.count
-        if count:
-            state.update(totals=totals[state], count=count + len(pending.parts))
-        else:
-            state.update(
-                totals=totals[state],
-                count=len(pending.parts),
-                kind=pending.kind,
-                sum_shape=pending.shape,
-            )
-
-
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -193,48 +61,131 @@ def apply_grads(
             twice, or as in ``apply_grad``. Nothing was added.
     """
     step, cast = as_step("local_step", local_step), as_flag("cast", cast)
-    accumulators, grads = _listed(accumulators), tuple(grads)
-    states = _states_of(accumulators)
+    (accumulators, states), grads = _checked(accumulators), tuple(grads)
     if len(states) != len(grads):
         raise ValueError(
             f"grads has {len(grads)} entries, accumulators has {len(states)}; pass one gradient "
             "for each accumulator"
         )
-    kept = _all_or_none(accumulators, grads, step, cast)
+    kept = _all_or_none(accumulators, states, grads, step, cast)
     if not kept and local_step is DEFAULT_STEP:
-        _warn_of_default(accumulators)
+        _warn_of_default(accumulators, states)
     return kept
 
 
 def _all_or_none(
-    accumulators: Sequence[ConditionalAccumulatorBase], grads: Sequence[Any], step: int, cast: bool
+    accumulators: Sequence[ConditionalAccumulatorBase],
+    states: Sequence[AccumulatorState],
+    grads: Sequence[Any],
+    step: int,
+    cast: bool,
 ) -> bool:
-    states = [each.accumulator_ref for each in accumulators]
+    """Adds all gradients, or drops all if the step is stale for any accumulator."""
     calls = [(state, grad, cast) for state, grad in zip(states, grads, strict=True)]
-    name_of = partial(_name_of, accumulators)
     if is_stale(states, step):  # gradients that will be dropped are not converted
-        counts = for_each(_num_gradients, calls, name_of)
-        if drop_stale(states, counts, step):
-            return False
+        counts = _for_each(num_gradients, calls, accumulators)
+        with locked(states):
+            if _dropped(states, counts, step):
+                return False
     with StreamScope():
-        pending_gradients = for_each(_pending_gradient, calls, name_of)
-        wait_for_inputs([_rows_of(part) for each in pending_gradients for _, part in each.parts])
+        pending_gradients = _for_each(pending_gradient, calls, accumulators)
+        wait_for_inputs([buffer for each in pending_gradients for buffer in each.buffers])
+        counts = [len(each.parts) for each in pending_gradients]
+        incomplete: list[PendingTake] = []
         with DeferInterrupts():  # also completes the takes that now have enough
-            kept, incomplete = apply_pending(pending_gradients, step, name_of)
+            with locked(states):
+                kept = not _dropped(states, counts, step)
+                if kept:
+                    _for_each(_check_sum_shape, zip(pending_gradients), accumulators)
+                    _add(pending_gradients)
+                    incomplete = complete_ready(states)
             complete_multi(incomplete)
             release_inputs()
     return kept
 
 
-def _name_of(accumulators: Sequence[ConditionalAccumulatorBase], index: int) -> str:
-    """The name of a gradient in errors."""
-    name = f"accumulator {accumulators[index].name!r}"
-    return name if len(accumulators) == 1 else f"grads[{index}], for {name}"
+def is_stale(states: Sequence[AccumulatorState], local_step: int) -> bool:
+    """Whether gradients of this step are stale for any of the states."""
+    return any([local_step < state.step for state in states])
 
 
-def _warn_of_default(accumulators: Sequence[ConditionalAccumulatorBase]) -> None:
+def _dropped(states: Sequence[AccumulatorState], counts: Sequence[int], local_step: int) -> bool:
+    """Whether gradients are stale; then counts them as dropped. All locks must be held.
+
+    Raises:
+        CancelledError: an accumulator was closed.
+        BackendUnavailableError: they are stale, and the mesh was closed, or a device failed.
+        CollectiveError: they are stale, and the mesh has failed.
+    """
+    for state in states:
+        state.check_open()
+    if not is_stale(states, local_step):
+        return False
+    for state in states:
+        state.check_devices()
+    for state, count in zip(states, counts, strict=True):
+        state.num_dropped += count
+    return True
+
+
+def _for_each(
+    function: Callable[..., T],
+    arguments: Iterable[tuple[Any, ...]],
+    accumulators: Sequence[ConditionalAccumulatorBase],
+) -> list[T]:
+    """Calls the function for each accumulator; errors begin with its name."""
+    made = []
+    for index, each in enumerate(arguments):
+        try:
+            made.append(function(*each))
+        except (TypeError, ValueError) as error:
+            name = f"accumulator {accumulators[index].name!r}"
+            if len(accumulators) > 1:
+                name = f"grads[{index}], for {name}"
+            raise about(name, error) from None
+    return made
+
+
+def _check_sum_shape(pending: PendingGradient) -> None:
+    """Checks shapes against the sum's; validation checked the constructor's.
+
+    Raises:
+        InvalidArgumentError: a shape differs, or an index is too large.
+    """
+    state = pending.state
+    wanted = pending.shape if state.sum_shape is None else state.sum_shape
+    for _, gradient in pending.parts:
+        state.storage.check_sum_shape(gradient, wanted)
+
+
+def _add(pending_gradients: Sequence[PendingGradient]) -> None:
+    """Launches the additions, and updates the sums and counts.
+
+    A failure between the first launch in place and the update of the counts leaves sums with
+    undefined contents: then their devices are marked as failed.
+    """
+    by_storage: dict[Storage, list[PendingGradient]] = {}
+    for pending in pending_gradients:
+        by_storage.setdefault(pending.state.storage, []).append(pending)
+    additions = [storage.additions(group) for storage, group in by_storage.items()]
+    for each in additions:
+        each.launch_out_of_place()
+    kept = [device for each in additions for device in each.overwritten]
+    with kept[0].mesh_state.fail_on_partial_write(kept) if kept else nullcontext():
+        totals = {pending.state: list(pending.state.totals) for pending in pending_gradients}
+        for each in additions:
+            each.launch_in_place()
+            for state, index, total in each.totals:
+                totals[state][index] = total
+        for state, parts, kind in pending_gradients:
+            first = {} if state.count else {"kind": kind, "sum_shape": parts[0][1].shape}
+            state.update(totals=totals[state], count=state.count + len(parts), **first)
+
+
+def _warn_of_default(
+    accumulators: Sequence[ConditionalAccumulatorBase], states: Sequence[AccumulatorState]
+) -> None:
     """Warns once for each accumulator that a gradient came without ``local_step``."""
-    states = [each.accumulator_ref for each in accumulators]
     with locked(states):
         untold = [
             (each.name, state.step)
@@ -252,40 +203,42 @@ def _warn_of_default(accumulators: Sequence[ConditionalAccumulatorBase]) -> None
         )  # fmt: skip
 
 
-def _listed(accumulators: Any) -> tuple[ConditionalAccumulatorBase, ...]:
+def _checked(
+    accumulators: Any,
+) -> tuple[tuple[ConditionalAccumulatorBase, ...], list[AccumulatorState]]:
+    """Checks that one call can use all the accumulators; returns them with their states.
+
+    Raises:
+        TypeError: ``accumulators`` is not a list of accumulators.
+        ValueError: there are none, or one is passed twice.
+        DeviceMismatchError: they are on devices of different meshes.
+    """
     if isinstance(accumulators, ConditionalAccumulatorBase):
         raise TypeError(
             f"accumulators={brief(accumulators)} must be a list of accumulators: pass [accumulator]"
         )
-    return tuple(accumulators)
-
-
-def _states_of(accumulators: Sequence[ConditionalAccumulatorBase]) -> list[AccumulatorState]:
-    """Checks that one call can use all of them, and returns their states."""
+    accumulators = tuple(accumulators)
+    seen: dict[AccumulatorState, int] = {}
+    mesh_state = None
     for index, each in enumerate(accumulators):
         if not isinstance(each, ConditionalAccumulatorBase):
             raise TypeError(f"accumulators[{index}]={brief(each)} must be an accumulator")
-    states = [each.accumulator_ref for each in accumulators]
-    check_distinct(states)
-    return states
-
-
-def _as_result(part: Part, kind: Kind) -> Any:
-    return from_buffer(part, kind) if isinstance(part, Buffer) else part._as_result(kind)
-
-
-def _rows_of(part: Buffer | SparseGradient) -> Buffer:
-    return part if isinstance(part, Buffer) else part.values
-
-
-def _num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
-    made = num_sparse_gradients if state.sparse else num_gradients
-    return made(state, as_slices(grad), cast)
-
-
-def _pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingGradient:
-    made = pending_sparse_gradient if state.sparse else pending_gradient
-    return made(state, as_slices(grad), cast)
+        state = each.accumulator_ref
+        if state in seen:
+            raise ValueError(
+                f"accumulators[{index}] is the same as accumulators[{seen[state]}]; pass each at "
+                "most once"
+            )
+        mesh_state = mesh_state or state.devices[0].mesh_state
+        if state.devices[0].mesh_state is not mesh_state:
+            raise DeviceMismatchError(
+                f"accumulators[{index}] is on another mesh than accumulators[0]; make one call "
+                "for each mesh"
+            )
+        seen[state] = index
+    if not seen:
+        raise ValueError("accumulators is empty; pass at least one")
+    return accumulators, list(seen)
 
 
 def take_grads(
@@ -323,14 +276,15 @@ def take_grads(
     """
     required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
     as_result_kind(output_type, "native")  # checked before anything is taken
-    pending_take = PendingTake(tuple(_states_of(_listed(accumulators))), required, seconds)
+    _, states = _checked(accumulators)
+    pending_take = PendingTake(tuple(states), required, seconds)
     try:
         join(pending_take)
         await_take(pending_take, limit)
     except BaseException:
         withdraw(pending_take)
         raise
-    return _results_of(pending_take, output_type)
+    return _results_of(states, pending_take.taken, output_type)
 
 
 def take_now(
@@ -350,25 +304,26 @@ def take_now(
             return None
         if max(state.count for state in states) < num_required:
             return None
-        pending_take = PendingTake(
-            tuple(states), num_required, kinds=[state.kind for state in states]
-        )
-        pending_take.taken = take_locked(states)
-    return _results_of(pending_take)
+        taken = take_locked(states)
+    return _results_of(states, taken)
 
 
-def _results_of(pending_take: PendingTake, output_type: str | None = None) -> list[Any]:
+def _results_of(
+    states: Sequence[AccumulatorState], taken: Sequence[Taken], output_type: str | None = None
+) -> list[Any]:
     """Converts the taken Buffers to the arrays that callers get."""
     results: list[Any] = []
     with StreamScope():
-        for state, buffers, first in zip(
-            pending_take.states, pending_take.taken, pending_take.kinds, strict=True
-        ):
+        for state, (parts, first) in zip(states, taken, strict=True):
             kind = as_result_kind(output_type, first)
-            if not buffers:
+            if not parts:
                 results.append(None)
             elif state.over_mesh:
-                results.append(Mirrored.of(buffers, kind))
+                results.append(Mirrored.of(parts, kind))
             else:
-                results.append(_as_result(buffers[0], kind))
+                results.append(_as_result(parts[0], kind))
     return results
+
+
+def _as_result(part: Part, kind: Kind) -> Any:
+    return from_buffer(part, kind) if isinstance(part, Buffer) else part._as_result(kind)

@@ -20,6 +20,7 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from .base import ConditionalAccumulatorBase
 from .create import create_state
 from .multi import apply_grads, take_grads
+from .sparse_storage import SPARSE
 from .validate import DEFAULT_STEP
 
 
@@ -67,9 +68,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         state = create_state(
-            dtype, shape, shared_name, reduction_type, device,
-            cross_device_ops=cross_device_ops, sparse=True,
-        )  # fmt: skip
+            dtype, shape, shared_name, reduction_type, device, cross_device_ops, SPARSE
+        )
         super().__init__(state, name)
 
     @StreamScope()

@@ -12,29 +12,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from gradreduce import ops
+from gradreduce.arrays import snapshots
 from gradreduce.arrays.caller_streams import SuspendedScope
+from gradreduce.arrays.convert import host_array, is_array, shape_and_dtype
 from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp, buffer_of
-from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced
+from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, coalesced
 from gradreduce.device import (
     Buffer,
     Device,
     DType,
     accumulate_dtype,
     by_physical,
+    compatible,
     flat_layout,
     fork_streams,
     join_streams,
     to_accessible,
 )
-from gradreduce.errors import brief
+from gradreduce.errors import InvalidArgumentError, about, brief
 from gradreduce.ops import (
+    Divisor,
     Indices,
     RowIndex,
     Segments,
     expand_divisors,
+    joined_indices,
     merged_row_index,
     plan_segments,
 )
@@ -43,23 +50,18 @@ from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.one_device import broadcast_values
 
-from .state import AccumulatorState, PendingGradient, SparseGradient, SparseSum
+from .state import (
+    AccumulatorState,
+    Addend,
+    Additions,
+    PendingGradient,
+    SparseGradient,
+    SparseSum,
+    Storage,
+)
+from .validate import check_dtype, to_sum_device
 
-
-def prepare_sparse(state: AccumulatorState) -> None:
-    """Compiles the kernels for gradients of the accumulator's dtype, and for takes."""
-    acc_dtype = accumulate_dtype(state.dtype)
-    prepare_gradient(state, state.dtype)
-    for device in state.devices:
-        ops.prepare_pack(device, acc_dtype, acc_dtype)
-        ops.prepare_all_sum(device, state.dtype, state.dtype)
-        ops.prepare_segment_sum(device, state.dtype, acc_dtype)
-
-
-def prepare_gradient(state: AccumulatorState, gradient: DType) -> None:
-    """Compiles the kernels for gradients of one dtype, before any lock is held."""
-    for device in state.devices:
-        ops.prepare_segment_sum(device, accumulate_dtype(state.dtype), gradient)
+_KEYS = ("indices", "num_touches", "values")  # of a partial sum in a checkpoint
 
 
 @dataclass(eq=False)
@@ -83,7 +85,7 @@ class _GrowingSum:
     total: SparseSum | None
     slots: RowIndex
     steps: list[tuple[Buffer, Segments, Indices]] = field(default_factory=list)
-    values: Buffer | None = None
+    values: Any = None
 
     @property
     def is_in_place(self) -> bool:
@@ -91,71 +93,179 @@ class _GrowingSum:
         return self.total is not None and self.values is self.total.values
 
 
-class SparseAdditions:
-    """Prepared additions of sparse gradients to partial sums: memory is allocated.
+class SparseStorage(Storage):
+    """Stores the rows that any gradient touched, in the accumulate dtype, in order of arrival."""
 
-    If the constructor fails, nothing has changed. Call ``launch_out_of_place``, then
-    ``launch_in_place``; then ``totals`` returns the new sums.
+    sparse = True
+    format = "gradreduce sparse accumulator 1"
 
-    Args:
-        pending_gradients: of sparse accumulators; all locks are held.
+    def prepare(self, state: AccumulatorState) -> None:
+        """See ``Storage``."""
+        acc_dtype = accumulate_dtype(state.dtype)
+        prepare_gradient(state, state.dtype)
+        for device in state.devices:
+            ops.prepare_pack(device, acc_dtype, acc_dtype)
+            ops.prepare_all_sum(device, state.dtype, state.dtype)
+            ops.prepare_segment_sum(device, state.dtype, acc_dtype)
 
-    Attributes:
-        kept: devices of the sums that ``launch_in_place`` overwrites.
-    """
+    def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> IndexedSlices:
+        """See ``Storage``; only IndexedSlices, possibly with more dimensions."""
+        if not isinstance(grad, IndexedSlices):
+            raise TypeError(
+                f"a SparseConditionalAccumulator expects IndexedSlices, got {type(grad).__name__}"
+            )
+        check_dtype(state, grad.dtype, cast)
+        if state.shape:
+            _check_shape(state.shape, grad)
+        return grad
 
-    def __init__(self, pending_gradients: Sequence[PendingGradient]) -> None:
-        self._sums: dict[tuple[AccumulatorState, int], _GrowingSum] = {}
-        for pending_gradient in pending_gradients:
-            for index, gradient in pending_gradient.parts:
+    def converted(self, state: AccumulatorState, grad: Any, cast: bool) -> Addend:
+        """See ``Storage``; the first extent is the accumulator's, if known."""
+        slices = self.checked(state, grad, cast)
+        index, rows = to_sum_device(state, slices.values)
+        first = UNKNOWN if slices.dense_shape is None else slices.dense_shape[0]
+        if state.shape and state.shape[0] is not None:
+            first = state.shape[0]
+        segments = plan_segments(slices.indices)
+        return index, SparseGradient(rows, segments, (first, *rows.shape[1:]))
+
+    def prepare_parts(self, state: AccumulatorState, parts: Sequence[Addend]) -> None:
+        """See ``Storage``."""
+        for dtype in dict.fromkeys([gradient.dtype for _, gradient in parts]):
+            if dtype != state.dtype:
+                prepare_gradient(state, dtype)
+
+    def check_sum_shape(self, gradient: Any, wanted: tuple[int, ...]) -> None:
+        """See ``Storage``; also checks the indices."""
+        shape, indices = gradient.shape, gradient.segments.indices  # unique and ascending
+        known = (None if UNKNOWN in (shape[0], wanted[0]) else wanted[0], *wanted[1:])
+        if not compatible(shape, known):
+            raise InvalidArgumentError(
+                f"Shape mismatch: expected {list(wanted)}, got {list(shape)}"
+            )
+        if wanted[0] != UNKNOWN and len(indices) and indices[-1] >= wanted[0]:
+            raise InvalidArgumentError(
+                f"index {indices[-1]} is not below dense_shape[0] = {wanted[0]} of the first "
+                "gradient in the sum"
+            )
+
+    def additions(self, pending_gradients: Sequence[PendingGradient]) -> Additions:
+        """See ``Storage``; each GPU adds the n-th gradients of all sums in one launch."""
+        sums: dict[tuple[AccumulatorState, int], _GrowingSum] = {}
+        for state, parts, _ in pending_gradients:
+            for index, gradient in parts:
                 assert isinstance(gradient, SparseGradient)
-                self._plan(pending_gradient.state, index, gradient)
-        growing = list(self._sums.values())
+                device, total = state.devices[index], state.totals[index]
+                each = sums.get((state, index))
+                if each is None:
+                    # A gradient without rows launches nothing that would check it.
+                    device.mesh_state.check_usable(device)
+                    slots = RowIndex.none() if total is None else total.slots
+                    each = sums[state, index] = _GrowingSum(state, index, device, total, slots)
+                values = to_accessible(device, gradient.values)
+                each.slots, into = each.slots.touched(gradient.segments.indices)
+                each.steps.append((values, gradient.segments, into))
+        growing = list(sums.values())
         _allocate_sums(growing)
         launches: list[tuple[bool, Callable[[], None]]] = []
-        for wave in range(max((len(each.steps) for each in growing), default=0)):
-            made = _additions([each for each in growing if wave < len(each.steps)], wave)
+        for wave in range(max([len(each.steps) for each in growing], default=0)):
+            made = _launches([each for each in growing if wave < len(each.steps)], wave)
             launches += sorted(made, key=lambda launch: launch[0])
         # A new sum may share a launch with one in place; then its next gradient must follow it.
         apart = next((at for at, (writes, _) in enumerate(launches) if writes), len(launches))
-        self._apart = [launch for _, launch in launches[:apart]]
-        self._in_place = [launch for _, launch in launches[apart:]]
-        self.kept = [each.device for each in growing] if self._in_place else []
+        return Additions(
+            [launch for _, launch in launches[:apart]],
+            [launch for _, launch in launches[apart:]],
+            [each.device for each in growing] if apart < len(launches) else [],
+            [(each.state, each.device_index, SparseSum(each.slots, each.values))
+             for each in growing],
+        )  # fmt: skip
 
-    def _plan(self, state: AccumulatorState, device_index: int, gradient: SparseGradient) -> None:
-        device = state.devices[device_index]
-        growing = self._sums.get((state, device_index))
-        if growing is None:
-            device.mesh_state.check_usable(
-                device
-            )  # a gradient without rows launches nothing that would check
-            total = state.totals[device_index]
-            assert not isinstance(total, Buffer)
-            slots = RowIndex.none() if total is None else total.slots
-            growing = self._sums[state, device_index] = _GrowingSum(
-                state, device_index, device, total, slots
+    def take(
+        self, states: Sequence[AccumulatorState], guard: ExitStack
+    ) -> dict[AccumulatorState, tuple[Part, ...]]:
+        """See ``Storage``; the sums are unchanged."""
+        taken = {state: _reduced(state) for state in states if _has_custom_ops(state)}
+        ours = [state for state in states if state not in taken]
+        return taken | (_merged(ours) if ours else {})
+
+    def fits(self, shape: tuple[int, ...], wanted: tuple[int | None, ...] | None) -> bool:
+        """See ``Storage``; the first extent may be unknown, and there may be more."""
+        wanted = wanted or (None,)
+        first = shape[: len(wanted)]
+        return UNKNOWN not in shape[1:] and compatible(first, wanted)
+
+    def save(self, total: Any) -> Callable[[float | None], Any]:
+        """See ``Storage``; a dict of arrays, in the order of the indices."""
+        slots, copy = total.slots, snapshots.copied(total.rows)
+
+        def download(end: float | None) -> dict[str, Any]:
+            rows = snapshots.downloaded(copy, end)[slots.rows]
+            found = (slots.indices.copy(), slots.num_touches(), rows)
+            return dict(zip(_KEYS, found, strict=True))
+
+        return download
+
+    def load(
+        self, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
+    ) -> Callable[[Device], SparseSum]:
+        """See ``Storage``; the new memory has no spare capacity."""
+        snapshots.check_keys(name, saved, _KEYS)
+        values, acc_dtype = saved["values"], accumulate_dtype(dtype)
+        try:
+            slices = IndexedSlices(values, saved["indices"], shape)
+            touches = joined_indices([host_array(saved["num_touches"])])
+        except (TypeError, ValueError) as error:
+            raise about(name, error) from None
+        indices = slices.indices
+        if slices.dtype != acc_dtype or not is_array(values):
+            raise ValueError(f"{name}['values'] is {slices.dtype}; expected {acc_dtype}")
+        if not (indices[1:] > indices[:-1]).all():
+            raise ValueError(f"{name}['indices'] must be strictly ascending, got {indices}")
+        if touches.dtype.kind not in "iu" or touches.shape != indices.shape:
+            raise ValueError(
+                f"{name}['num_touches'] must have one integer for each of {len(indices)} indices"
             )
-        values = to_accessible(device, gradient.values)
-        growing.slots, into = growing.slots.touched(gradient.segments.indices)
-        growing.steps.append((values, gradient.segments, into))
+        if len(indices) and not 1 <= touches.min() <= touches.max() <= count:
+            raise ValueError(f"{name}['num_touches'] must be from 1 to {count}, got {touches}")
+        slots, host = RowIndex.of(indices, touches.astype("int64")), host_array(values)
+        return lambda device: SparseSum(slots, device.upload(host))
 
-    def launch_out_of_place(self) -> None:
-        """Writes new sums; on error, the existing sums are unchanged."""
-        for launch in self._apart:
-            launch()
 
-    def launch_in_place(self) -> None:
-        """Adds to existing sums; after an error their contents are undefined."""
-        for launch in self._in_place:
-            launch()
+SPARSE = SparseStorage()
 
-    def totals(self) -> list[tuple[AccumulatorState, int, Buffer | SparseSum | None]]:
-        """Each sum that changed, with its accumulator and device index."""
-        return [
-            (each.state, each.device_index, SparseSum(each.slots, each.values))
-            for each in self._sums.values()
-            if each.values is not None
-        ]
+
+def prepare_gradient(state: AccumulatorState, gradient: DType) -> None:
+    """Compiles the kernels for gradients of one dtype, before any lock is held."""
+    for device in state.devices:
+        ops.prepare_segment_sum(device, accumulate_dtype(state.dtype), gradient)
+
+
+def _check_shape(wanted: tuple[int | None, ...], slices: IndexedSlices) -> None:
+    """Checks slices against the accumulator's shape, which may have fewer dimensions."""
+    if slices.dense_shape is not None:
+        first, *row = slices.dense_shape
+        _check_extents("shape", wanted, (None if first == UNKNOWN else first, *row))
+    if wanted[0] is not None and len(slices.indices):
+        last = int(slices.indices.max())
+        if last >= wanted[0]:
+            raise InvalidArgumentError(
+                f"index of slice {int(slices.indices.argmax())} exceeded limits of shape; index is "
+                f"{last} exceeded {wanted[0]}"
+            )
+    rows, _ = shape_and_dtype(slices.values)
+    _check_extents("values", wanted, (None, *rows[1:]))
+
+
+def _check_extents(
+    what: str, wanted: tuple[int | None, ...], shape: tuple[int | None, ...]
+) -> None:
+    """Raises ``InvalidArgumentError`` if known extents differ or dimensions are missing."""
+    if len(shape) < len(wanted):
+        raise InvalidArgumentError(f"expected {what} rank at least {len(wanted)}, got {len(shape)}")
+    for index, (extent, known) in enumerate(zip(shape, wanted, strict=False)):
+        if extent is not None and known is not None and extent != known:
+            raise InvalidArgumentError(f"expected {what} dim {index} to be {known}, got {extent}")
 
 
 def _allocate_sums(growing: Sequence[_GrowingSum]) -> None:
@@ -185,7 +295,7 @@ def _allocate_sums(growing: Sequence[_GrowingSum]) -> None:
         fork_streams(devices[0], devices)
 
 
-def _additions(growing: Sequence[_GrowingSum], wave: int) -> list[tuple[bool, Callable[[], None]]]:
+def _launches(growing: Sequence[_GrowingSum], wave: int) -> list[tuple[bool, Callable[[], None]]]:
     """One launch for each GPU: whether it writes in place, and the function to call."""
     launches = []
     for indices in by_physical([each.device for each in growing]).values():
@@ -193,7 +303,7 @@ def _additions(growing: Sequence[_GrowingSum], wave: int) -> list[tuple[bool, Ca
         steps = [each.steps[wave] for each in sharing]
         devices = [each.device for each in sharing] + [rows.device for rows, _, _ in steps]
         add = ops.segment_sum_command(
-            [each.values for each in sharing if each.values is not None],
+            [each.values for each in sharing],
             [rows for rows, _, _ in steps],
             [segments for _, segments, _ in steps],
             into=[into for _, _, into in steps],
@@ -214,28 +324,23 @@ def _with_stream_waits(devices: Sequence[Device], add: Callable[[], None]) -> Ca
     return launch
 
 
-def take_sparse(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...]]:
-    """Returns the gradient of each state on each of its devices; the sums are unchanged.
-
-    Args:
-        states: of sparse accumulators, each with at least one gradient.
-    """
-    taken = {state: _reduced(state) for state in states if _has_custom_ops(state)}
-    ours = [state for state in states if state not in taken]
-    taken.update(zip(ours, _merged(ours), strict=True))
-    return [taken[state] for state in states]
-
-
 def _has_custom_ops(state: AccumulatorState) -> bool:
     """Whether a ``CrossDeviceOps`` other than this package's all-reduce merges its sums."""
     return state.over_mesh and not is_all_reduce(state.cross_device_ops)
 
 
+def _merged_plan(state: AccumulatorState) -> tuple[Segments, Divisor]:
+    """Plans how the rows of a state's sums are merged, and by what they are divided."""
+    slots = [total.slots for total in state.totals if total is not None]
+    return merged_row_index(slots, mean=state.reduction_type == "MEAN")
+
+
 def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
     """Merges sums by ``cross_device_ops``, then sorts and divides on each device."""
-    sums = [total for total in state.totals if isinstance(total, SparseSum)]
     mean = state.reduction_type == "MEAN"
-    plan, divisor = merged_row_index([total.slots for total in sums], mean=mean)
+    plan, divisor = merged_row_index(
+        [total.slots for total in state.totals if total is not None], mean=mean
+    )
     rows = [_as_slices(state, index) for index in range(len(state.devices))]
     value = PerReplica.of(rows, "native")
     with SuspendedScope():  # it may run a user's class
@@ -269,70 +374,51 @@ def _as_slices(state: AccumulatorState, device_index: int) -> IndexedSlices:
     return IndexedSlices.of(total.rows, total.slots.by_row, state.sum_shape)
 
 
-def _merged(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...]]:
+def _merged(states: Sequence[AccumulatorState]) -> dict[AccumulatorState, tuple[Part, ...]]:
     """Merges the sums of each state by one launch on its first device."""
-    sums = [[total for total in state.totals if isinstance(total, SparseSum)] for state in states]
     plans, divisors = [], []
-    for state, totals in zip(states, sums, strict=True):
-        mean = state.reduction_type == "MEAN"
-        segments, by = merged_row_index([total.slots for total in totals], mean=mean)
-        plans.append(segments)
-        divisors.append(by)
-    values = _gather_rows(states, sums)
+    for state in states:
+        plan, divisor = _merged_plan(state)
+        plans.append(plan)
+        divisors.append(divisor)
+    values = _gathered_rows(states)
     shapes = [
         (plan.num_segments, *rows.shape[1:]) for rows, plan in zip(values, plans, strict=True)
     ]
-    outs, flat_buffers = _allocate_results(states, shapes)
-    coalesced(values, plans, outs=outs, divisors=expand_divisors(divisors, plans))
-    found: list[Sequence[Part]] = [(out,) for out in outs]
-    for flat, offsets in flat_buffers:
-        copies = broadcast_values(flat, states[next(iter(offsets))].devices)
-        for index, offset in offsets.items():
-            found[index] = [buffer_of(copy).view(offset, shapes[index]) for copy in copies]
-    return [
-        tuple([IndexedSlices.of(rows, plan.indices, state.sum_shape) for rows in here])
-        for state, plan, here in zip(states, plans, found, strict=True)
-    ]
-
-
-def _allocate_results(
-    states: Sequence[AccumulatorState], shapes: Sequence[tuple[int, ...]]
-) -> tuple[list[Buffer], list[tuple[Buffer, dict[int, int]]]]:
-    """Allocates memory for each result on the first device of its accumulator.
-
-    Returns:
-        The results; and each flat buffer of results that go to the same devices, with the offset
-        of each result by the index of its accumulator.
-    """
-    outs: dict[int, Buffer] = {}
     groups: dict[tuple[tuple[Device, ...], DType], list[int]] = {}
     for index, state in enumerate(states):
-        if state.over_mesh:
-            groups.setdefault((state.devices, state.dtype), []).append(index)
-        else:
-            outs[index] = state.devices[0].empty(shapes[index], state.dtype)
+        groups.setdefault((state.devices, state.dtype), []).append(index)
+    outs: dict[int, Buffer] = {}
     flat_buffers = []
     for (devices, dtype), indices in groups.items():
         layout = flat_layout([math.prod(shapes[index]) for index in indices], dtype.itemsize)
         flat = devices[0].empty((layout.size,), dtype)
-        offsets = dict(zip(indices, layout.offsets, strict=True))
-        flat_buffers.append((flat, offsets))
-        outs.update((index, flat.view(offset, shapes[index])) for index, offset in offsets.items())
-    return [outs[index] for index in range(len(states))], flat_buffers
+        offsets = list(zip(indices, layout.offsets, strict=True))
+        outs.update((index, flat.view(offset, shapes[index])) for index, offset in offsets)
+        flat_buffers.append((flat, devices, offsets))
+    merged = [outs[index] for index in range(len(states))]
+    coalesced(values, plans, outs=merged, divisors=expand_divisors(divisors, plans))
+    found: list[list[Buffer]] = [[] for _ in states]
+    for flat, devices, offsets in flat_buffers:
+        for copy in broadcast_values(flat, devices):
+            for index, offset in offsets:
+                found[index].append(buffer_of(copy).view(offset, shapes[index]))
+    return {
+        state: tuple([IndexedSlices.of(rows, plan.indices, state.sum_shape) for rows in here])
+        for state, plan, here in zip(states, plans, found, strict=True)
+    }
 
 
-def _gather_rows(
-    states: Sequence[AccumulatorState], sums: Sequence[Sequence[SparseSum]]
-) -> list[Buffer]:
-    """Copies the rows of each state's sums back to back to its first device."""
-    there: list[Buffer | None] = []
-    groups: list[tuple[Device, list[Buffer]]] = []
-    for state, totals in zip(states, sums, strict=True):
-        rows = [total.rows for total in totals]
-        if len(rows) == 1 and rows[0].device is state.devices[0]:
-            there.append(rows[0])
-        else:
-            there.append(None)
-            groups.append((state.devices[0], rows))
-    gathered = iter(concatenated_rows(groups))
-    return [next(gathered) if rows is None else rows for rows in there]
+def _gathered_rows(states: Sequence[AccumulatorState]) -> list[Buffer]:
+    """The rows of each state's sums back to back on its first device; copied if not there."""
+    rows = [[total.rows for total in state.totals if total is not None] for state in states]
+    found = [parts[0] for parts in rows]
+    scattered = [
+        index
+        for index, parts in enumerate(rows)
+        if len(parts) > 1 or parts[0].device is not states[index].devices[0]
+    ]
+    groups = [(states[index].devices[0], rows[index]) for index in scattered]
+    for index, whole in zip(scattered, concatenated_rows(groups), strict=True):
+        found[index] = whole
+    return found

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -66,6 +67,9 @@ class SparseSum:
         return self.values.view(0, (self.slots.num_rows, *self.values.shape[1:]))
 
 
+Taken = tuple[tuple[Part, ...], Kind]
+
+
 @dataclass(eq=False, slots=True)
 class PendingTake:
     """A waiting take, queued at each of its accumulators.
@@ -75,8 +79,7 @@ class PendingTake:
         num_required: the number of gradients that each must have.
         deadline: seconds for the devices to compute the result; None without limit.
         done: set when it has left all queues, with a result or an error.
-        taken: for each state, its gradient on each of its devices.
-        kinds: for each state, the array type to return.
+        taken: for each state, its gradient on each of its devices, and the array type to return.
         error: raised when it completes.
     """
 
@@ -84,15 +87,17 @@ class PendingTake:
     num_required: int
     deadline: float | None = None
     done: Done | threading.Event = field(default_factory=Done)
-    taken: list[tuple[Part, ...]] = field(default_factory=list)
-    kinds: list[Kind] = field(default_factory=list)
+    taken: list[Taken] = field(default_factory=list)
     error: BaseException | None = None
+
+    def is_first_of(self, state: AccumulatorState) -> bool:
+        """Whether it is first in the queue of an accumulator, whose lock must be held."""
+        return bool(state.queue) and state.queue[0] is self
 
     def is_ready(self) -> bool:
         """Whether it is first in every queue and all have enough; all locks must be held."""
         for state in self.states:
-            heads = state.queue and state.queue[0] is self
-            if not heads or state.closed or state.count < self.num_required:
+            if state.closed or state.count < self.num_required or not self.is_first_of(state):
                 return False
         return True
 
@@ -116,7 +121,7 @@ class AccumulatorState:
         devices: one partial sum is kept on each.
         over_mesh: whether results are ``Mirrored`` on all devices.
         cross_device_ops: reduces the partial sums of a mesh at a take.
-        sparse: whether gradients are IndexedSlices.
+        storage: of the partial sums.
         lock: guards everything below; raises in a forked child.
         count: gradients in the sum.
         step: gradients of an earlier one are stale.
@@ -138,8 +143,7 @@ class AccumulatorState:
         devices: tuple[Device, ...],
         over_mesh: bool,
         cross_device_ops: CrossDeviceOps,
-        *,
-        sparse: bool = False,
+        storage: Storage,
     ) -> None:
         self.number = next(_numbers)
         self.name = ""
@@ -149,14 +153,14 @@ class AccumulatorState:
         self.devices = devices
         self.over_mesh = over_mesh
         self.cross_device_ops = cross_device_ops
-        self.sparse = sparse
+        self.storage = storage
         self._lock = threading.RLock()
         self.count = 0
         self.step = 0
         self.num_dropped = 0
         self.has_warned = False
         self.sum_shape: tuple[int, ...] | None = None
-        self.totals: list[Buffer | SparseSum | None] = [None] * len(devices)
+        self.totals: list[Any] = [None] * len(devices)
         self.kind: Kind = "native"
         self.queue: deque[PendingTake] = deque()
         self.closed = False
@@ -189,14 +193,17 @@ class AccumulatorState:
                 step,
             )
 
-    def reset(self) -> None:
-        """Clears the sum and increments the step; the lock must be held."""
-        nothing = [None] * len(self.devices)
-        self.update(count=0, step=self.step + 1, sum_shape=None, totals=nothing)
+    def reset(self, step: int) -> None:
+        """Clears the sum and sets the step; the lock must be held."""
+        self.update(count=0, step=step, sum_shape=None, totals=[None] * len(self.devices))
 
     def update(self, **attributes: Any) -> None:
         """Sets the attributes; the lock must be held."""
         vars(self).update(attributes)
+
+
+# Index in ``AccumulatorState.devices``, and gradient.
+Addend = tuple[int, Buffer | SparseGradient]
 
 
 class PendingGradient(NamedTuple):
@@ -204,19 +211,129 @@ class PendingGradient(NamedTuple):
 
     Attributes:
         state: the accumulator.
-        parts: ``(index in state.devices, gradient)``; each counts as one gradient, those of one
-            device are added in this order.
+        parts: each counts as one gradient; those of one device are added in this order.
         kind: the type of the caller's arrays.
     """
 
     state: AccumulatorState
-    parts: tuple[tuple[int, Buffer | SparseGradient], ...]
+    parts: tuple[Addend, ...]
     kind: Kind
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the first gradient."""
         return self.parts[0][1].shape
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """The arrays, or the rows of sparse ones."""
+        return [each if isinstance(each, Buffer) else each.values for _, each in self.parts]
+
+
+@dataclass
+class Additions:
+    """Prepared additions of gradients to partial sums: memory is allocated.
+
+    Attributes:
+        out_of_place: launches that write new sums; on error, the existing sums are unchanged.
+        in_place: launches that add to sums; after an error, contents of existing ones are
+            undefined.
+        overwritten: devices of the existing sums that ``in_place`` writes.
+        totals: each sum that changes, with its accumulator and device index.
+    """
+
+    out_of_place: list[Callable[[], None]]
+    in_place: list[Callable[[], None]]
+    overwritten: list[Device]
+    totals: list[tuple[AccumulatorState, int, Buffer | SparseSum]]
+
+    def launch_out_of_place(self) -> None:
+        """Writes new sums."""
+        for launch in self.out_of_place:
+            launch()
+
+    def launch_in_place(self) -> None:
+        """Adds to sums, after ``launch_out_of_place``."""
+        for launch in self.in_place:
+            launch()
+
+
+class Storage(ABC):
+    """How accumulators store their partial sums: as dense arrays, or as rows with indices.
+
+    Attributes:
+        sparse: whether sums are rows with indices.
+        format: identifies the kind of accumulator and the version of a checkpoint's layout.
+    """
+
+    sparse: bool
+    format: str
+
+    @abstractmethod
+    def prepare(self, state: AccumulatorState) -> None:
+        """Compiles the kernels for gradients of the accumulator's dtype, and for takes."""
+
+    @abstractmethod
+    def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> Any:
+        """Checks the gradient of a replica; returns an array or IndexedSlices.
+
+        Raises:
+            TypeError: it is not an array, or not IndexedSlices for sparse sums.
+            ValueError: its dtype or shape does not fit the accumulator's.
+        """
+
+    @abstractmethod
+    def converted(self, state: AccumulatorState, grad: Any, cast: bool) -> Addend:
+        """Checks and converts the gradient of a replica; see ``to_sum_device`` for where."""
+
+    @abstractmethod
+    def prepare_parts(self, state: AccumulatorState, parts: Sequence[Addend]) -> None:
+        """Compiles the kernels for these gradients that ``prepare`` did not."""
+
+    @abstractmethod
+    def check_sum_shape(self, gradient: Any, wanted: tuple[int, ...]) -> None:
+        """Checks a converted gradient against the shape of the sum.
+
+        Raises:
+            InvalidArgumentError: the shape differs, or an index is too large.
+        """
+
+    @abstractmethod
+    def additions(self, pending_gradients: Sequence[PendingGradient]) -> Additions:
+        """Prepares additions; all locks are held. On error, nothing has changed."""
+
+    @abstractmethod
+    def take(
+        self, states: Sequence[AccumulatorState], guard: ExitStack
+    ) -> dict[AccumulatorState, tuple[Part, ...]]:
+        """Returns the gradient of each state on each of its devices.
+
+        Args:
+            states: each with at least one gradient.
+            guard: if sums are overwritten, this marks their devices as failed on an error.
+        """
+
+    @abstractmethod
+    def fits(self, shape: tuple[int, ...], wanted: tuple[int | None, ...] | None) -> bool:
+        """Whether a sum of ``shape`` fits an accumulator whose shape is ``wanted``."""
+
+    @abstractmethod
+    def save(self, total: Any) -> Callable[[float | None], Any]:
+        """Queues a copy of a partial sum; the result downloads it until a point in time."""
+
+    @abstractmethod
+    def load(
+        self, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
+    ) -> Callable[[Device], Buffer | SparseSum]:
+        """Validates a saved partial sum; the result uploads it into new memory.
+
+        Args:
+            name: of the entry, for errors.
+            saved: the entry.
+            dtype: of the accumulator.
+            shape: of the sum.
+            count: gradients in the sum.
+        """
 
 
 def locked(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]:

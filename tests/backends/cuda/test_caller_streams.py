@@ -118,10 +118,11 @@ def test_a_callers_stream_is_waited_for_once_a_call(mesh, here, torch):
 
 def test_a_call_that_raises_hands_back_what_came_in(mesh, here, torch):
     tensor = on(torch, 0, data(SHAPE))
-    acc = gr.ConditionalAccumulator("float32", [3], device=mesh.devices[0])
+    acc = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
+    acc.apply_grad([1.0, 2.0, 3.0])
 
     def refused():
-        with pytest.raises(ValueError, match="incompatible"):
+        with pytest.raises(ValueError, match="Shape mismatch"):
             acc.apply_grad(tensor)
 
     assert records(here, refused) == 2

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from gradreduce import ops
-from gradreduce.accumulator.sparse_storage import SparseAdditions
-from gradreduce.accumulator.state import PendingGradient
+from gradreduce.accumulator.sparse_storage import SPARSE
+from gradreduce.accumulator.state import Additions, PendingGradient
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
@@ -92,13 +92,13 @@ class LocalStep:
     updates: Sequence[Callable[[], None]]
     dense: Mapping[Member, tuple[Buffer, ...]]
     sparse: Mapping[Member, PendingGradient] = field(default_factory=dict)
-    additions: SparseAdditions | None = None
+    additions: Additions | None = None
 
     def sums(self) -> dict[Member, Sum]:
         """Returns the sums on the first device that ``launch`` writes to other memory."""
         found: dict[Member, Sum] = {member: memory[0] for member, memory in self.dense.items()}
         if self.additions is not None:
-            totals = {state: total for state, _, total in self.additions.totals()}
+            totals = {state: total for state, _, total in self.additions.totals}
             for member, gradient in self.sparse.items():
                 total = totals[gradient.state]
                 assert total is not None
@@ -118,7 +118,7 @@ class LocalStep:
             if self.additions is not None:
                 self.additions.launch_out_of_place()
                 self.additions.launch_in_place()
-                for state, index, total in self.additions.totals():
+                for state, index, total in self.additions.totals:
                     state.totals[index] = total
             for member, memory in self.dense.items():
                 member.total.added(memory)
@@ -188,7 +188,7 @@ def local_step(
             launches.append(partial(job.run, rule))
     launches += [_sum(Job(*group), first=bool(kind)) for (_, kind), group in sums.items()]
     devices = [copy.device for member in members for copy in member.local.buffers]
-    return LocalStep(devices, launches, dense, sparse, SparseAdditions(list(sparse.values())))
+    return LocalStep(devices, launches, dense, sparse, SPARSE.additions(list(sparse.values())))
 
 
 # By physical device, and whether gradients are written to the sums, not added (None: the launch

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from gradreduce import ops
-from gradreduce.accumulator.sparse_storage import SparseAdditions, prepare_gradient
+from gradreduce.accumulator.sparse_storage import SPARSE, prepare_gradient
 from gradreduce.accumulator.state import (
     AccumulatorState,
     PendingGradient,
@@ -182,7 +182,7 @@ class Accumulation(LazyVariable):
     def pending_gradient(self, gradient: IndexedSlices) -> PendingGradient:
         """Prepares a sparse gradient for addition; call ``added_rows`` after adding it."""
         state = self.rows or AccumulatorState(
-            self._local.dtype, self.shape, "SUM", self.devices[:1], False, _NO_OPS, sparse=True
+            self._local.dtype, self.shape, "SUM", self.devices[:1], False, _NO_OPS, SPARSE
         )
         prepare_gradient(state, gradient.dtype)
         segments = ops.plan_segments(gradient.indices)
@@ -206,9 +206,9 @@ class Accumulation(LazyVariable):
             self.added(tuple(device.upload(dense) for device in self.devices))
         elif rows is not None:
             pending_gradient = self.pending_gradient(rows)
-            addition = SparseAdditions([pending_gradient])
+            addition = SPARSE.additions([pending_gradient])
             addition.launch_out_of_place()
-            ((state, index, total),) = addition.totals()
+            ((state, index, total),) = addition.totals
             state.totals[index] = total
             self.added_rows(state)
 
