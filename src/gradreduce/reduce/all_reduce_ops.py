@@ -50,7 +50,7 @@ from .pipeline import (
     reduce_batch,
     reduce_requests,
 )
-from .plan import ReducePlan, dry_run_of, plan_of
+from .plan import ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
 from .profile import Profile, profile_of
 from .reduction_groups import ReductionGroups, as_reduction_groups
@@ -252,7 +252,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         coalesce = as_flag("coalesce", coalesce)
         with StreamScope():
             requests = self._plannable(reduce_op, value_destination_pairs)
-        return plan_of(self.settings, reduce_op, requests, coalesce=coalesce)
+        return dry_run_of(self.settings, reduce_op, requests, coalesce=coalesce).plan
 
     @StreamScope()
     def profile(

@@ -134,14 +134,14 @@ class RequestSignature:
     devices: tuple[int, ...]
 
 
-def plan_of(
+def dry_run_of(
     settings: Settings,
     reduce_op: ReduceOp,
     requests: Sequence[Request],
     *,
     coalesce: bool,
-) -> ReducePlan:
-    """Returns the plan of a reduction of these requests.
+) -> DryRun:
+    """Runs a reduction of these requests on dry-run devices; of equal ones only the first.
 
     Args:
         settings: how.
@@ -152,22 +152,10 @@ def plan_of(
     Raises:
         ValueError: there is none, or they are of several meshes.
     """
-    signatures = _signatures_of(requests, coalesce=coalesce)
     mesh = mesh_signature(_mesh_of(requests))
-    return _planned(settings, reduce_op, mesh, signatures, coalesce=coalesce)
-
-
-def dry_run_of(
-    settings: Settings,
-    reduce_op: ReduceOp,
-    requests: Sequence[Request],
-    *,
-    coalesce: bool,
-) -> DryRun:
-    """Runs a reduction of these requests on dry-run devices; see ``plan_of``."""
-    signatures = _signatures_of(requests, coalesce=coalesce)
-    mesh = mesh_signature(_mesh_of(requests))
-    return _dry_run(settings, reduce_op, mesh, signatures, coalesce=coalesce)
+    blocks: dict[int, int] = {}  # the memory that requests share
+    signatures = tuple([_signature_of(request, blocks, coalesce) for request in requests])
+    return _dry_run(settings, reduce_op, mesh, signatures, coalesce)
 
 
 def _mesh_of(requests: Sequence[Request]) -> Mesh:
@@ -181,27 +169,15 @@ def _mesh_of(requests: Sequence[Request]) -> Mesh:
 
 
 @lru_cache(maxsize=64)
-def _planned(
-    settings: Settings,
-    reduce_op: ReduceOp,
-    mesh: MeshSignature,
-    signatures: tuple[RequestSignature, ...],
-    *,
-    coalesce: bool,
-) -> ReducePlan:
-    return _dry_run(settings, reduce_op, mesh, signatures, coalesce=coalesce).plan
-
-
 def _dry_run(
     settings: Settings,
     reduce_op: ReduceOp,
     mesh: MeshSignature,
     signatures: tuple[RequestSignature, ...],
-    *,
     coalesce: bool,
 ) -> DryRun:
     dry_run_mesh = DryRunMesh(mesh)
-    requests = _dry_run_requests(dry_run_mesh, signatures)
+    requests = [_dry_run_request(dry_run_mesh, signature) for signature in signatures]
     commands = CommandList()
     with dry_run_mesh.mesh.mesh_state.recording_commands(commands):
         reduce_requests(settings, reduce_op, requests, coalesce=coalesce)
@@ -218,47 +194,33 @@ def _dry_run(
     return DryRun(plan, operations)
 
 
-def _signatures_of(requests: Sequence[Request], *, coalesce: bool) -> tuple[RequestSignature, ...]:
-    """Returns the signature of each request, with the memory that they share."""
-    blocks: dict[int, int] = {}
-    made = []
-    for request in requests:
-        parts = tuple(_signature(part, blocks, coalesce) for part in request.value.parts)
-        devices = tuple(device.index for device in request.devices)
-        made.append(RequestSignature(parts, devices))
-    return tuple(made)
+def _signature_of(request: Request, blocks: dict[int, int], coalesce: bool) -> RequestSignature:
+    parts: list[tuple[Signature, _Rows]] = []
+    for part in request.value.parts:
+        if isinstance(part, Buffer):
+            parts.append((signature_of(part, blocks), None))
+        else:
+            index_data = part.indices.tobytes() if coalesce else len(part.indices)
+            parts.append((signature_of(part.values, blocks), (index_data, part.dense_shape)))
+    return RequestSignature(tuple(parts), tuple([device.index for device in request.devices]))
 
 
-def _signature(
-    part: Part,
-    blocks: dict[int, int],
-    coalesce: bool,
-) -> tuple[Signature, _Rows]:
-    if isinstance(part, Buffer):
-        return signature_of(part, blocks), None
-    index_data = part.indices.tobytes() if coalesce else len(part.indices)
-    return signature_of(part.values, blocks), (index_data, part.dense_shape)
-
-
-def _dry_run_requests(
-    dry_run_mesh: DryRunMesh, signatures: Sequence[RequestSignature]
-) -> list[Request]:
-    """Makes requests with these signatures, on dry-run devices."""
-    made = []
-    for signature in signatures:
-        parts = [_dry_run_buffers(dry_run_mesh, *part) for part in signature.parts]
-        devices = tuple(dry_run_mesh.mesh.devices[index] for index in signature.devices)
-        made.append(Request(PerReplica.of(parts), devices))
-    return made
-
-
-def _dry_run_buffers(dry_run_mesh: DryRunMesh, signature: Signature, rows: _Rows) -> Part:
-    buffer = dry_run_mesh.buffer(signature)
-    if rows is None:
-        return buffer
-    index_data, dense_shape = rows
-    indices = [0] * index_data if isinstance(index_data, int) else array("q", index_data).tolist()
-    return IndexedSlices(buffer, indices, dense_shape)
+def _dry_run_request(dry_run_mesh: DryRunMesh, signature: RequestSignature) -> Request:
+    """Makes a request with this signature, on dry-run devices."""
+    parts: list[Part] = []
+    for values, rows in signature.parts:
+        buffer = dry_run_mesh.buffer(values)
+        if rows is None:
+            parts.append(buffer)
+            continue
+        index_data, dense_shape = rows
+        if isinstance(index_data, int):
+            indices = [0] * index_data
+        else:
+            indices = array("q", index_data).tolist()
+        parts.append(IndexedSlices(buffer, indices, dense_shape))
+    devices = tuple([dry_run_mesh.mesh.devices[index] for index in signature.devices])
+    return Request(PerReplica.of(parts), devices)
 
 
 def _packs_of(
@@ -268,15 +230,7 @@ def _packs_of(
     way: str,
     log: Journal,
 ) -> list[PlannedPack]:
-    """Describes the packs of one batch.
-
-    Args:
-        batch: as it is planned.
-        gradients: of the batch.
-        positions: of each of these tensors in the whole call.
-        way: see ``PlannedPack``.
-        log: what the dry run did.
-    """
+    """Describes the packs of one batch; ``positions`` of its tensors in the whole call."""
     made = []
     indices = tuple([device.index for device in batch.devices])
     pack_buffers = lay_out(batch.flat, gradients, batch.devices, Options(), batch.divisors)
@@ -338,16 +292,13 @@ def _transfer_text(pack: PlannedPack, mesh: Sequence[int]) -> str:
 
 def _pack_of_one(request: Request, index: int, log: Journal) -> PlannedPack:
     """Describes a value that is added on one device."""
-    rows = _rows_of(request.value.parts[0])
+    part = request.value.parts[0]
+    rows = part if isinstance(part, Buffer) else part.values
     indices = tuple([device.index for device in request.value.devices])
     return PlannedPack(
         (index,), rows.dtype, rows.dtype, rows.nbytes, "one device", indices, 0,
         _crossing(log, index),
     )  # fmt: skip
-
-
-def _rows_of(part: Part) -> Buffer:
-    return part if isinstance(part, Buffer) else part.values
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -36,27 +36,21 @@ class CopyBandwidth:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[int, float] = {}
-        self._links: dict[tuple[int, int], float] = {}
+        self._found: dict[tuple[int, int], float] = {}  # physical devices: source, destination
         self._lock = threading.RLock()
 
     def memory(self, device: Device) -> float:
         """Returns bytes per second, read plus written, of copies inside a physical device."""
-        key = 0 if device.mesh_state.backend == "sim" else device.physical
-        with self._lock:
-            if key not in self._memory:
-                self._memory[key] = 2 * _copied_bytes_per_second(device, device)
-            return self._memory[key]
+        return 2 * self.link(device, device)
 
     def link(self, device: Device, source: Device) -> float:
-        """Returns bytes per second of copies by ``device`` from another physical device."""
-        if device.mesh_state.backend == "sim":
-            return self.memory(device) / 2
-        key = (source.physical, device.physical)
+        """Returns bytes per second of copies by ``device`` from a physical device."""
+        is_sim = device.mesh_state.backend == "sim"
+        key = (0, 0) if is_sim else (source.physical, device.physical)
         with self._lock:
-            if key not in self._links:
-                self._links[key] = _copied_bytes_per_second(device, source)
-            return self._links[key]
+            if key not in self._found:
+                self._found[key] = _copied_bytes_per_second(device, device if is_sim else source)
+            return self._found[key]
 
 
 _found: WeakKeyDictionary[MeshState, CopyBandwidth] = WeakKeyDictionary()
@@ -122,26 +116,24 @@ class Traffic:
         links: (from, to) of physical devices -> bytes; of a collective, those of a ring.
     """
 
-    read: Mapping[int, int]
-    written: Mapping[int, int]
-    links: Mapping[tuple[int, int], int]
+    read: Counter[int]
+    written: Counter[int]
+    links: Counter[tuple[int, int]]
 
     @classmethod
     def sum(cls, parts: Iterable[Traffic]) -> Traffic:
         """Adds the traffic of several parts."""
-        read: Counter[int] = Counter()
-        written: Counter[int] = Counter()
-        links: Counter[tuple[int, int]] = Counter()
+        total = cls(Counter(), Counter(), Counter())
         for part in parts:
-            read.update(part.read)
-            written.update(part.written)
-            links.update(part.links)
-        return cls(dict(read), dict(written), dict(links))
+            total.read.update(part.read)
+            total.written.update(part.written)
+            total.links.update(part.links)
+        return total
 
     @property
-    def memory(self) -> dict[int, int]:
+    def memory(self) -> Counter[int]:
         """Bytes read and written in the memory of each physical device."""
-        return dict(Counter(self.read) + Counter(self.written))
+        return self.read + self.written
 
 
 @dataclass(frozen=True)
@@ -204,8 +196,8 @@ class Profile:
                 _cell(f"{planned.copies}", f"{done.copies}"),
                 _cell(f"{planned.collectives}", f"{done.collectives}"),
                 _cell(_megabytes(planned.bytes), _megabytes(done.bytes)),
-                _megabytes(sum(stage.traffic.read.values())),
-                _megabytes(sum(stage.traffic.written.values())),
+                _megabytes(stage.traffic.read.total()),
+                _megabytes(stage.traffic.written.total()),
                 f"{stage.floor_seconds * 1e3:.4f}",
             ]
             yield f"  {stage.name:12}" + "".join(f"{cell:>12}" for cell in cells)
@@ -216,8 +208,8 @@ class Profile:
         for physical, nbytes in sorted(total.memory.items()):
             bandwidth = self.memory_bandwidth[physical]
             yield (
-                f"  device {physical}: {_megabytes(total.read.get(physical, 0))} MB read, "
-                f"{_megabytes(total.written.get(physical, 0))} MB written, at "
+                f"  device {physical}: {_megabytes(total.read[physical])} MB read, "
+                f"{_megabytes(total.written[physical])} MB written, at "
                 f"{bandwidth / 1e9:.2f} GB/s {nbytes / bandwidth * 1e3:.4f} ms"
             )
         for (source, target), nbytes in sorted(total.links.items()):
@@ -324,17 +316,15 @@ def _traffic(operation: Operation, mesh: Sequence[int]) -> Traffic:
     """Returns the traffic of one launch, copy or fill; a copy may run on either of its ends."""
     (record,), rows, num_written = operation.records, operation.rows, operation.num_written
     home = rows[0][0].device.physical if record.kind == "copy" else mesh[record.device]
-    read: Counter[int] = Counter()
-    written: Counter[int] = Counter()
-    links: Counter[tuple[int, int]] = Counter()
+    total = Traffic(Counter(), Counter(), Counter())
     for row in rows:
         for index, buffer in enumerate(row):
             there = buffer.device.physical
             is_written = index < num_written
-            (written if is_written else read)[there] += buffer.nbytes
+            (total.written if is_written else total.read)[there] += buffer.nbytes
             if there != home:
-                links[(home, there) if is_written else (there, home)] += buffer.nbytes
-    return Traffic(dict(read), dict(written), dict(links))
+                total.links[(home, there) if is_written else (there, home)] += buffer.nbytes
+    return total
 
 
 def _ring(operation: Operation) -> Iterator[Traffic]:
@@ -345,8 +335,8 @@ def _ring(operation: Operation) -> Iterator[Traffic]:
         operation.records, operation.rows, physicals, following, strict=True
     ):
         sent = bytes_sent(record.name, record.nbytes, len(physicals))
-        links = {(home, after): sent} if sent else {}
-        yield Traffic({home: row[1].nbytes}, {home: row[0].nbytes}, links)
+        links = Counter({(home, after): sent} if sent else {})
+        yield Traffic(Counter({home: row[1].nbytes}), Counter({home: row[0].nbytes}), links)
 
 
 def _differences(planned: Iterable[Record], done: Iterable[Record]) -> Iterator[str]:
