@@ -144,45 +144,36 @@ class SyncStep(NotCopied):
         seconds = as_deadline(deadline)
         step = self.global_step if local_step is None else as_step("local_step", local_step)
         self.optimizer.prepare(self.variables)  # what can fail does so before a gradient is taken
-        present, placed = self._validated(terms)
+        placed = self._validated(terms)
         with deadline_scope("a SyncStep", seconds, self.devices):
-            return self._run(present, placed, step)
-
-    def _run(self, present: list[int], placed: list[list[list[Buffer]]], step: int) -> bool:
-        """Runs one step on validated gradients."""
-        gradients = self._aggregate(placed, stale=step < self.global_step)
-        accumulators = [self.accumulators[index] for index in present]
-        with DeferInterrupts():
-            if not apply_grads(accumulators, gradients, step):
-                return False
-            means = take_now(self.accumulators, self.num_required)  # pack, all-reduce, unpack
-            if means is None:
-                return False
-            self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
-            return True
+            gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
+            accumulators = [self.accumulators[index] for index in placed]
+            with DeferInterrupts():
+                if not apply_grads(accumulators, gradients, step):
+                    return False
+                means = take_now(self.accumulators, self.num_required)  # pack, all-reduce, unpack
+                if means is not None:
+                    self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
+                return means is not None
 
     def _validated(
         self, terms: Sequence[Sequence[Sequence[Any] | None]]
-    ) -> tuple[list[int], list[list[list[Buffer]]]]:
-        """Returns the variables that have terms, by index, and ``[variable][replica][term]``."""
+    ) -> dict[int, list[list[Buffer]]]:
+        """Returns ``[replica][term]`` of each variable that has terms, by index."""
         _check_length("terms", terms, len(self.devices), "device")
         for replica, of_replica in enumerate(terms):
             _check_length(f"terms[{replica}]", of_replica, len(self.variables), "variable")
-        present, placed = [], []
+        placed = {}
         for index, variable in enumerate(self.variables):
             lists = [_without_none(of_replica[index]) for of_replica in terms]
-            if all(each is None for each in lists):
-                continue
-            present.append(index)
-            placed.append(
-                [
-                    _checked_terms(each, variable, replica, device)
-                    for replica, (each, device) in enumerate(zip(lists, self.devices, strict=True))
+            if any(each is not None for each in lists):
+                placed[index] = [
+                    _checked_terms(each, variable, replica, self.devices[replica])
+                    for replica, each in enumerate(lists)
                 ]
-            )
-        if not present:
+        if not placed:
             raise ValueError("No gradients provided for any variable")
-        return present, placed
+        return placed
 
     def _aggregate(self, placed: list[list[list[Buffer]]], *, stale: bool) -> list[PerReplica]:
         """Sums each list of terms; replicas on the same GPU share the launches.
@@ -190,9 +181,7 @@ class SyncStep(NotCopied):
         Stale gradients will be dropped, so their first terms stand for them without a launch.
         """
         made: list[list[Buffer]] = [[lists[0] for lists in of_one] for of_one in placed]
-        if stale:
-            return [PerReplica.of(buffers) for buffers in made]
-        for replicas in by_physical(self.devices).values():
+        for replicas in by_physical(() if stale else self.devices).values():
             wanted = [(index, replica) for index in range(len(placed)) for replica in replicas]
             sums = aggregate_buffers(
                 [placed[index][replica] for index, replica in wanted],

@@ -36,12 +36,11 @@ from .arguments import (
     check_op,
     checked_mesh,
     checked_nest,
-    checked_requests,
     keys_of_arrays,
     nests,
     outs_of,
 )
-from .cross_device_ops import Call, CrossDeviceOps, checked_call
+from .cross_device_ops import CrossDeviceOps
 from .pipeline import (
     Settings,
     algorithm_of,
@@ -291,7 +290,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     def _plannable(self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]) -> list[Request]:
         """Checks the arguments of ``plan`` and ``profile``, and the devices."""
-        requests = checked_requests(pairs, reduce_op, self.mesh, elementwise=True)
+        requests = self._checked(reduce_op, pairs).requests
         for request in requests:
             if request.is_all_reduced:
                 algorithm_of(self.settings, request.devices)
@@ -326,23 +325,10 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 NumPy arrays of a GPU's values.
             DeviceMismatchError, TypeError: what ``batch_reduce`` raises for an ``out``.
         """
-        call = self._checked_step(reduce_op, value_destination_pairs, output_type, out)
+        call = self._checked(reduce_op, value_destination_pairs, output_type, out)
+        check_preparable(call)
         with call.running("prepare", deadline):
             return PreparedStep(call, partial(self.reduce_batch, reduce_op, coalesce=False))
-
-    def _checked_step(
-        self,
-        reduce_op: ReduceOp,
-        pairs: Sequence[tuple[Any, Any]],
-        output_type: str | None,
-        out: Any,
-    ) -> Call:
-        """Checks the arguments of ``prepare`` and ``capture``; launches nothing."""
-        with StreamScope():  # for inputs and outs: one wait for each stream
-            requests = checked_requests(pairs, reduce_op, self.mesh, elementwise=True, out=out)
-            call = checked_call(requests, reduce_op, output_type, out)
-        check_preparable(call)
-        return call
 
     @StreamScope()
     def capture(
@@ -369,7 +355,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             CaptureError: inside a capture, or two physical devices are not peers: nothing was
                 launched; or CUDA cannot make the graph.
         """
-        call = self._checked_step(reduce_op, value_destination_pairs, output_type, out)
+        call = self._checked(reduce_op, value_destination_pairs, output_type, out)
+        check_preparable(call)
         for index, request in enumerate(call.requests):
             crosses = len(by_physical(request.devices)) > 1 and request.is_all_reduced
             if crosses and self.all_reduce_alg == "nccl":

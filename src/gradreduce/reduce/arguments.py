@@ -20,7 +20,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_ind
 from gradreduce.arrays.replica_context import current_device
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import as_device, is_device_like
-from gradreduce.device import Buffer, Device, DType, Mesh, as_index
+from gradreduce.device import Buffer, Device, Mesh, as_index
 from gradreduce.errors import (
     DeviceMismatchError,
     InvalidArgumentError,
@@ -199,17 +199,15 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
         ValueError: not an array, or several replicas that may differ.
         TypeError: a dtype that cannot be added.
     """
-    if isinstance(tensor, Mirrored) or (
-        isinstance(tensor, DistributedValues) and len(tensor.devices) == 1
-    ):
-        return tensor._first_replica()
-    if isinstance(tensor, DistributedValues):
-        count = len(tensor.devices)
+    if not isinstance(tensor, DistributedValues):
+        return _alone(tensor, what, mesh)
+    count = len(tensor.devices)
+    if count > 1 and not isinstance(tensor, Mirrored):
         raise ValueError(
             f"{what} is a {type(tensor).__name__} of {count} replicas, which may differ: pass one "
             "of them, value[0]"
         )
-    return _alone(tensor, what, mesh)
+    return tensor._first_replica()
 
 
 def _alone(value: Any, what: str, mesh: Mesh | None) -> PerReplica:
@@ -250,18 +248,29 @@ def _check_replicas(value: DistributedValues, index: int) -> None:
                 break
         else:
             return
-    wanted = _signature(first, value)
+    wanted = _described(first, value)
     for replica, part in enumerate(parts):
-        found = _signature(part, value)
+        found, name = _described(part, value), value._name_of(index, replica)
         if found != wanted:
-            name = value._name_of(index, replica)
             other = value._name_of(index, 0).rpartition(": ")[2]
             raise ValueError(
-                f"{name} is {_as_text(found)}, {other} is {_as_text(wanted)}; replicas must agree "
-                "in shape and dtype"
+                f"{name} is {found}, {other} is {wanted}; replicas must agree in shape and dtype"
             )
         if isinstance(part, IndexedSlices):
-            _check_indices(part, first, value._name_of(index, replica))
+            try:
+                check_indices(part.indices, first.shape)
+            except InvalidArgumentError as error:
+                raise about(name, error) from None
+
+
+def _described(part: Part, value: DistributedValues) -> str:
+    """Returns dtype and shape (or shape of a row) as text, the same for replicas that agree."""
+    if isinstance(part, Buffer):
+        return f"{part.dtype}{list(part.shape)}"
+    if all(isinstance(other, IndexedSlices) for other in value.parts):
+        return f"{part.dtype}{list(part.values.shape[1:])} rows"
+    shape = part.dense_shape if part.is_known else None
+    return f"{part.dtype}[?] rows of an array" if shape is None else f"{part.dtype}{list(shape)}"
 
 
 def _check_usable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
@@ -269,29 +278,6 @@ def _check_usable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
     for device in devices:
         device.mesh_state.check_usable(device)
     return devices
-
-
-def _check_indices(part: IndexedSlices, first: Part, what: str) -> None:
-    try:
-        check_indices(part.indices, first.shape)
-    except InvalidArgumentError as error:
-        raise about(what, error) from None
-
-
-def _signature(part: Part, value: DistributedValues) -> tuple[DType, tuple[int, ...] | None, str]:
-    """Returns dtype and shape (or shape of a row) for comparing replicas."""
-    if isinstance(part, Buffer):
-        return part.dtype, part.shape, ""
-    if all(isinstance(other, IndexedSlices) for other in value.parts):
-        return part.dtype, part.values.shape[1:], " rows"
-    if not part.is_known:
-        return part.dtype, None, " rows of an array"
-    return part.dtype, part.dense_shape, ""
-
-
-def _as_text(signature: tuple[DType, tuple[int, ...] | None, str]) -> str:
-    dtype, shape, rows = signature
-    return f"{dtype}{'[?]' if shape is None else list(shape)}{rows}"
 
 
 def destination_devices(destination: Any, index: int, mesh: Mesh) -> tuple[Device, ...]:

@@ -83,10 +83,11 @@ class Call:
 
     @contextmanager
     def _running(self, name: str, seconds: float | None) -> Iterator[None]:
-        with deadline_scope(name, seconds, self.devices), ExitStack() as stack:
-            if self.outs:
-                partial = self.devices[0].mesh_state.on_partial_failure
-                stack.enter_context(partial(lambda error: error.add_note(_PARTIAL)))
+        partial = _NOTHING
+        if self.outs:
+            of_mesh = self.devices[0].mesh_state
+            partial = of_mesh.on_partial_failure(lambda error: error.add_note(_PARTIAL))
+        with deadline_scope(name, seconds, self.devices), partial:
             yield
 
     def results(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
@@ -168,16 +169,15 @@ class CrossDeviceOps(ABC):
         deadline: float | None = None,
     ) -> Mirrored:
         """Combines the replicas of one value; see ``batch_reduce``."""
-        pairs = [(per_replica_value, destinations)]
-        outs = None if out is None else [out]
-        return self.batch_reduce(
+        (made,) = self.batch_reduce(
             reduce_op,
-            pairs,
+            [(per_replica_value, destinations)],
             coalesce=coalesce,
             output_type=output_type,
-            out=outs,
+            out=None if out is None else [out],
             deadline=deadline,
-        )[0]
+        )
+        return made
 
     def batch_reduce(
         self,
@@ -249,20 +249,26 @@ class CrossDeviceOps(ABC):
         if coalesce is not False:
             coalesce = as_flag("coalesce", coalesce)
         with StreamScope():
-            requests = checked_requests(
-                value_destination_pairs,
-                reduce_op,
-                self.mesh,
-                elementwise=self._elementwise,
-                out=out,
-            )
-            call = checked_call(requests, reduce_op, output_type, out)
+            call = self._checked(reduce_op, value_destination_pairs, output_type, out)
             with call.running("batch_reduce", deadline):
                 with SuspendedScope():  # may be a subclass of the caller's
                     reduced = self.reduce_batch(reduce_op, call.requests, coalesce=coalesce)
                 if call.outs:
                     copy_to_out(call.requests, reduced)
             return call.finish(reduced)
+
+    def _checked(
+        self,
+        reduce_op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        output_type: str | None = None,
+        out: Any = None,
+    ) -> Call:
+        """Checks the arguments of ``batch_reduce``; launches nothing."""
+        requests = checked_requests(
+            pairs, reduce_op, self.mesh, elementwise=self._elementwise, out=out
+        )
+        return checked_call(requests, reduce_op, output_type, out)
 
     @StreamScope()
     def broadcast(

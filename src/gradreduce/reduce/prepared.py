@@ -36,10 +36,8 @@ from .arguments import Request
 from .cross_device_ops import Call
 from .pipeline import copy_to_out
 
-_SHARED_KINDS = (
-    "torch",
-    "cupy",
-)  # JAX's arrays never change: those that came in are ready for good
+# JAX's arrays never change: those that came in are ready for good.
+_SHARED_KINDS = ("torch", "cupy")
 _ON_HOST = ("native", "numpy", "torch")
 _ON_GPU = ("native", "torch", "cupy", "cuda")
 
