@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from gradreduce.device import FlatBuffer
 
-from .flat_arrays import FlatArrayConverter
+from . import flat_arrays
 
-FlatBuffer.array_converter = FlatArrayConverter()
+FlatBuffer.array_converter = flat_arrays

@@ -95,6 +95,22 @@ def as_result_kind(output_type: str | None, kind: Kind, device: Device | None = 
     return output_type  # type: ignore[return-value]  # one of the literals, checked above
 
 
+def as_view_kind(output_type: str | None, device: Device | None, use: str) -> Kind:
+    """Returns the kind of arrays on the memory of ``device``; ``use``: what they are for.
+
+    Raises:
+        ValueError: what ``as_result_kind`` raises; JAX, or NumPy for a GPU.
+    """
+    kind = as_result_kind(output_type, "native", device)
+    if kind == "jax":
+        raise ValueError(f"output_type='jax': JAX arrays are immutable and cannot be {use}")
+    if kind == "numpy" and device is not None and device.mesh_state.backend != "sim":
+        raise ValueError(
+            f"output_type='numpy': {device.name} is a GPU, whose memory NumPy cannot access"
+        )
+    return kind
+
+
 def is_array(value: Any) -> bool:
     """Whether ``value`` has a dtype of its own; lists and Python numbers have none."""
     return hasattr(value, "dtype")

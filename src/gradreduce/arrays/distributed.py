@@ -398,13 +398,6 @@ def _devices(
     return found
 
 
-def device_of(part: Part) -> Device:
-    """Returns the device of a Buffer, or of IndexedSlices of a Buffer."""
-    device = part.device
-    assert device is not None
-    return device
-
-
 def buffer_of(part: Part) -> Buffer:
     """Returns a Buffer itself, or the rows of IndexedSlices of a Buffer."""
     buffer: Buffer = part if isinstance(part, Buffer) else part.values

@@ -11,73 +11,68 @@ from gradreduce.device import Attached, Block, Buffer
 from gradreduce.errors import DeviceMismatchError, about, brief
 
 from .caller_streams import StreamScope
-from .convert import as_result_kind, check_tensor, from_buffer, hand_over, shape_and_dtype
+from .convert import (
+    as_result_kind,
+    as_view_kind,
+    check_tensor,
+    from_buffer,
+    hand_over,
+    shape_and_dtype,
+)
 from .convert_gpu import wait_for_current_stream
 
 
-class FlatArrayConverter:
-    """Converts views of flat buffers to arrays and back; see ``ArrayConverter``."""
+def shared(buffers: Sequence[Sequence[Buffer]], output_type: str | None) -> list[list[Any]]:
+    """See ``FlatBuffer.arrays``."""
+    device = buffers[0][0].device if buffers and buffers[0] else None
+    kind = as_view_kind(output_type, device, "filled in place")
+    with StreamScope():
+        return [[from_buffer(buffer, kind) for buffer in row] for row in buffers]
 
-    def shared(
-        self, buffers: Sequence[Sequence[Buffer]], output_type: str | None
-    ) -> list[list[Any]]:
-        """See ``FlatBuffer.arrays``."""
-        device = buffers[0][0].device if buffers and buffers[0] else None
-        kind = as_result_kind(output_type, "native", device)
-        if kind == "jax":
-            raise ValueError(
-                "output_type='jax': JAX arrays are immutable and cannot be filled in place"
+
+def to_buffers(buffers: Sequence[Buffer], output_type: str | None) -> None:
+    """Makes our queues wait for the library's current streams; host arrays are ready."""
+    if buffers[0].device.mesh_state.backend != "sim" and output_type != "buffer":
+        wait_for_current_stream(buffers, as_result_kind(output_type, "native"))
+
+
+def from_buffers(buffers: Sequence[Buffer], output_type: str | None) -> None:
+    """Makes the library's current streams wait for our queues; host arrays: the host waits."""
+    for buffer in buffers:
+        if output_type != "buffer":
+            hand_over(buffer, as_result_kind(output_type, "native"))
+
+
+def attached(
+    views: Sequence[Sequence[Buffer]], parameters: Iterable[Iterable[Any]]
+) -> list[Attached]:
+    """See ``FlatBuffer.attach``."""
+    rows = []
+    for index, row in enumerate(parameters):
+        if not isinstance(row, Iterable):
+            raise TypeError(
+                f"parameters[{index}] is {type(row).__name__}; pass the parameters of each "
+                "device: [model.parameters() for model in models]"
             )
-        if kind == "numpy" and device is not None and device.mesh_state.backend != "sim":
-            raise ValueError(
-                f"output_type='numpy': {device.name} is a GPU, whose memory NumPy cannot access"
-            )
-        with StreamScope():
-            return [[from_buffer(buffer, kind) for buffer in row] for row in buffers]
-
-    def to_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
-        """Makes our queues wait for the library's current streams; host arrays are ready."""
-        if buffers[0].device.mesh_state.backend != "sim" and output_type != "buffer":
-            wait_for_current_stream(buffers, as_result_kind(output_type, "native"))
-
-    def from_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
-        """Makes the library's current streams wait for our queues; host arrays: the host waits."""
-        for buffer in buffers:
-            if output_type != "buffer":
-                hand_over(buffer, as_result_kind(output_type, "native"))
-
-    def attached(
-        self, views: Sequence[Sequence[Buffer]], parameters: Iterable[Iterable[Any]]
-    ) -> list[Attached]:
-        """See ``FlatBuffer.attach``."""
-        rows = []
-        for index, row in enumerate(parameters):
-            if not isinstance(row, Iterable):
-                raise TypeError(
-                    f"parameters[{index}] is {type(row).__name__}; pass the parameters of each "
-                    "device: [model.parameters() for model in models]"
+        rows.append(list(row))
+    counts, wanted = [len(row) for row in rows], [len(row) for row in views]
+    if counts != wanted:
+        raise ValueError(
+            f"parameters must have {wanted[0]} for each of {len(wanted)} devices, one for each "
+            f"tensor of the flat buffer; it has {brief(counts)}"
+        )
+    seen: dict[int, str] = {}
+    for index, row in enumerate(rows):
+        for tensor, parameter in enumerate(row):
+            name = f"parameters[{index}][{tensor}]"
+            _check_parameter(parameter, name)
+            if id(parameter) in seen:
+                raise ValueError(
+                    f"{name} is the same tensor as {seen[id(parameter)]}, which can have only "
+                    "one gradient: list a shared parameter once"
                 )
-            rows.append(list(row))
-        counts, wanted = [len(row) for row in rows], [len(row) for row in views]
-        if counts != wanted:
-            raise ValueError(
-                f"parameters must have {wanted[0]} for each of {len(wanted)} devices, one for each "
-                f"tensor of the flat buffer; it has {brief(counts)}"
-            )
-        seen: dict[int, str] = {}
-        for index, row in enumerate(rows):
-            for tensor, parameter in enumerate(row):
-                name = f"parameters[{index}][{tensor}]"
-                _check_parameter(parameter, name)
-                if id(parameter) in seen:
-                    raise ValueError(
-                        f"{name} is the same tensor as {seen[id(parameter)]}, which can have only "
-                        "one gradient: list a shared parameter once"
-                    )
-                seen[id(parameter)] = name
-        return [
-            _AttachedGradients(*each) for each in zip(range(len(rows)), rows, views, strict=True)
-        ]
+            seen[id(parameter)] = name
+    return [_AttachedGradients(*each) for each in zip(range(len(rows)), rows, views, strict=True)]
 
 
 def _check_parameter(parameter: Any, name: str) -> None:
@@ -110,10 +105,10 @@ class _AttachedGradients:
     def __init__(self, replica: int, parameters: Sequence[Any], views: Sequence[Buffer]) -> None:
         self._replica = replica
         self._spans = [(view.device, view.offset, view.shape, view.dtype) for view in views]
-        # The last view of each parameter; one of another memory, as ``model.double()`` makes it of
-        # the same tensor, has another address.
+        # The last view of each parameter, none yet; one of another memory, as ``model.double()``
+        # makes it of the same tensor, has another address.
         self._rows: list[tuple[ref[Any], Callable[[], Any], int]] = [
-            (ref(parameter), _no_view, view.address)
+            (ref(parameter), lambda: None, view.address)
             for parameter, view in zip(parameters, views, strict=True)
         ]
 
@@ -166,7 +161,3 @@ class _AttachedGradients:
                 self._rows[tensor] = (self._rows[tensor][0], ref(view), self._rows[tensor][2])
         if replaced and block.device.mesh_state.backend == "cuda":
             wait_for_current_stream([buffer], "torch")
-
-
-def _no_view() -> None:
-    """Stands for the view of a parameter that has none yet."""

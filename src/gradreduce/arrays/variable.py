@@ -32,6 +32,7 @@ from gradreduce.errors import NotCopied, about, brief, listed
 from .caller_streams import StreamScope, release_inputs
 from .convert import (
     as_result_kind,
+    as_view_kind,
     converted,
     from_buffer,
     is_array,
@@ -164,17 +165,7 @@ class Variable(NotCopied, Readable):
                 JAX's, whose arrays never change.
         """
         buffer = self._current()
-        kind = as_result_kind(output_type, "native", buffer.device)
-        if kind == "jax":
-            raise ValueError(
-                "output_type='jax': JAX arrays are immutable and cannot be views of a Variable"
-            )
-        if kind == "numpy" and buffer.device.mesh_state.backend != "sim":
-            raise ValueError(
-                f"output_type='numpy': {buffer.device.name} is a GPU, whose memory NumPy cannot "
-                "access"
-            )
-        return from_buffer(buffer, kind)
+        return from_buffer(buffer, as_view_kind(output_type, buffer.device, "views of a Variable"))
 
     def read(self, output_type: str | None = None) -> Any:
         """Returns the value to compute with, of the current ``gr.replica``, else the first copy.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from numpy.typing import DTypeLike
 
 from gradreduce.errors import brief, listed
 
-from .buffer import Attached, Block, Buffer, flat_layout
+from .buffer import Block, Buffer, flat_layout
 from .deadlines import deadline_scope
 from .dtypes import as_dtype, as_index
 from .external_buffers import ExternalBuffers
@@ -22,30 +23,6 @@ if TYPE_CHECKING:
     from .device import Device
 
 _first = ModuleLock()  # of those who make the first flat buffer of a device
-
-
-class ArrayConverter(Protocol):
-    """What a flat buffer needs from the package that converts arrays."""
-
-    def shared(
-        self, buffers: Sequence[Sequence[Buffer]], output_type: str | None
-    ) -> list[list[Any]]:
-        """Returns arrays on the Buffers' own memory, nested as they are, for callers to write."""
-        ...
-
-    def to_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
-        """Makes our queues wait for the library's current streams."""
-        ...
-
-    def from_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
-        """Makes the library's current streams (for host arrays, the host) wait for our queues."""
-        ...
-
-    def attached(
-        self, views: Sequence[Sequence[Buffer]], parameters: Iterable[Iterable[Any]]
-    ) -> list[Attached]:
-        """Returns each device's parameters, after comparing all of them with the views."""
-        ...
 
 
 class Step(Protocol):
@@ -79,7 +56,7 @@ class FlatBuffer:
     _kinds: set[str | None] = field(default_factory=set, repr=False, compare=False)
 
     # ``arrays`` and ``reduce`` set these: this module may not import them.
-    array_converter: ClassVar[ArrayConverter]
+    array_converter: ClassVar[ModuleType]
     prepare_step: ClassVar[Callable[[FlatBuffer, Any, Any, float | None], Step]]
 
     def __repr__(self) -> str:
@@ -131,7 +108,7 @@ class FlatBuffer:
             ValueError: JAX, whose arrays are never written; NumPy of a GPU's memory, or CuPy of
                 the simulation's; a library that is not imported, or an unknown name.
         """
-        made = self.array_converter.shared(self.views, output_type)
+        made: list[list[Any]] = self.array_converter.shared(self.views, output_type)
         self._kinds.add(output_type)
         return made
 

@@ -9,7 +9,7 @@ from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import as_result_kind, from_buffer, host_array, kind_of, to_buffer
 from gradreduce.arrays.convert_gpu import wait_for_inputs
-from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, buffer_of, device_of
+from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.replica_context import current_device
 from gradreduce.device import (
@@ -90,7 +90,7 @@ def _plain(
         as_result_kind(output_type, each.kind if isinstance(each, IndexedSlices) else kind_of(each))
         for each in present.values()
     ]
-    clipped, found = _clipped(parts, limit, norm, device_of(next(iter(parts.values()))))
+    clipped, found = _clipped(parts, limit, norm, buffer_of(next(iter(parts.values()))).device)
     results = [
         part._as_result(kind) if isinstance(part, IndexedSlices) else from_buffer(part, kind)
         for part, kind in zip(clipped, kinds, strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.arrays.convert import shape_and_dtype, to_buffer
 from gradreduce.arrays.convert_gpu import wait_for_inputs
-from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
+from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
@@ -195,7 +195,7 @@ def _colocated(grad: Part | Mirrored, var: Variable) -> Colocated:
     if isinstance(grad, Mirrored):
         by_device = dict(zip(grad.devices, grad.parts, strict=True))
         return tuple([by_device[device] for device in var.devices])
-    by_gpu: dict[int, Part] = {device_of(grad).physical: grad}
+    by_gpu: dict[int, Part] = {buffer_of(grad).device.physical: grad}
     for device in var.devices:
         if device.physical not in by_gpu:
             made: Part = copied_to(device, buffer_of(grad))

@@ -13,7 +13,7 @@ from typing import Any
 
 from gradreduce import ops
 from gradreduce.arrays.convert_gpu import wait_for_inputs
-from gradreduce.arrays.distributed import Part, device_of
+from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.staging import Staging
 from gradreduce.arrays.variable import Variable
@@ -176,7 +176,7 @@ class Job:
         merges: list[tuple[Buffer, Buffer, ops.Segments]] = []
         takes: list[tuple[Buffer, Buffer, ops.Segments]] = []
         for written, part in pairs:
-            self._devices |= dict.fromkeys([written[0].device, device_of(part)])
+            self._devices |= dict.fromkeys([written[0].device, part.values.device])
             if not part.values.size:
                 continue
             segments = ops.plan_segments(part.indices)

@@ -16,7 +16,7 @@ from typing import Any
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.convert import as_result_kind
 from gradreduce.arrays.convert_gpu import Kind, wait_for_inputs
-from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
+from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of
 from gradreduce.arrays.outputs import Out, release_outputs
 from gradreduce.backends.device_names import DeviceLike, as_device, is_device_like
 from gradreduce.device import (
@@ -456,5 +456,5 @@ def _as_result(request: Request, outs: Sequence[Out]) -> Mirrored:
 def _copied(index: int, request: Request) -> tuple[Part, ...]:
     """Copies the only replica of a value to each of the request's devices."""
     (part,) = request.value.parts
-    with device_of(part).mesh_state.pack_scope(PackInfo((index,))):
+    with buffer_of(part).device.mesh_state.pack_scope(PackInfo((index,))):
         return copied_to(part, request.devices, request.out)
