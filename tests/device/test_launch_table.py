@@ -73,14 +73,14 @@ def test_words_that_are_not_inline_come_with_their_map(cache, placed):
     assert words[-900:].tolist() == [row for row in range(300) for _ in range(3)]
 
 
-def test_the_oldest_tables_are_given_up_by_their_size(cache, monkeypatch):
-    monkeypatch.setattr(tables, "CACHED_WORDS", 3 * INLINE_WORDS)
-    made = [find(cache, rows_of(1, address=64 * (1 + place))) for place in range(3)]
-    assert find(cache, rows_of(1, address=64)) is not made[0]  # three do not fit with their keys
-    kept = find(cache, rows_of(1, address=64))
+def test_all_tables_are_dropped_when_they_are_too_large(cache, monkeypatch):
+    monkeypatch.setattr(tables, "CACHED_WORDS", 2 * INLINE_WORDS)
+    made = [find(cache, rows_of(1, address=64 * (1 + place))) for place in range(2)]
+    assert find(cache, rows_of(1, address=64)) is made[0]
     large = find(cache, rows_of(2000))  # more than all that may be kept: it is kept alone
     assert find(cache, rows_of(2000)) is large
-    assert find(cache, rows_of(1, address=64)) is not kept
+    assert find(cache, rows_of(1, address=64)) is not made[0]
+    assert find(cache, rows_of(2000)) is not large
 
 
 def test_any_thread_may_ask(cache):

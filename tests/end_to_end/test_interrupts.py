@@ -396,8 +396,7 @@ def test_a_handler_may_come_while_locks_are_held(implementation):
                 ):
                     held.enter_context(lock)
             for device in (*mesh.devices, *opened.devices):
-                for lock in (device._pool._lock, device._tables._lock):
-                    held.enter_context(lock)
+                held.enter_context(device._pool._lock)
             held.enter_context(opening._default_lock.lock)
             held.enter_context(host_compile._LOCK.lock)
             training.save()
@@ -466,4 +465,3 @@ def test_a_handler_may_use_tables_in_the_middle_of_a_search(handled, monkeypatch
             made = launch_table.Tables(lambda words: (0, words))
             with Strike(place, partial(find, *handled)):
                 find(0, 0, 1)
-            assert made._num_words == sum(map(launch_table._words_of, made._made))

@@ -20,9 +20,7 @@ training step whose addresses do not change finds its tables in the cache and up
 
 from __future__ import annotations
 
-import threading
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -106,7 +104,8 @@ def struct(
     return table
 
 
-CACHED_WORDS = 1 << 20  # 8 MiB of host memory, and at most as much on the device
+# 8 MiB of host memory, and at most as much on the device; then all tables are dropped.
+CACHED_WORDS = 1 << 20
 
 
 class Table(NamedTuple):
@@ -140,8 +139,7 @@ class Tables:
     ) -> None:
         self._upload = upload
         self._as_argument = as_argument
-        self._lock = threading.RLock()
-        self._made: OrderedDict[tuple[int, int, bytes], Table] = OrderedDict()
+        self._made: dict[tuple[int, int, bytes], Table] = {}
         self._num_words = 0
 
     def find(self, rows: Sequence[Row], items: Sequence[int], chunk_size: int) -> Table:
@@ -156,21 +154,14 @@ class Tables:
         addresses = map(_ADDRESS, chain.from_iterable(rows))
         looked = array("q", [*items, *sizes, *addresses])
         key = (chunk_size, len(rows), looked.tobytes())
-        with self._lock:
-            found = self._made.get(key)
-            if found is not None:
-                if key in self._made:  # a signal handler, which may run in between, may drop it
-                    self._made.move_to_end(key)
-                return found
-        found = self._make(np.frombuffer(looked, np.int64), len(rows), chunk_size)
-        num_words = _words_of(key)
-        with self._lock:
-            if self._made.setdefault(key, found) is found:
-                self._num_words += num_words
-            while self._num_words > CACHED_WORDS and len(self._made) > 1:
-                dropped, _ = self._made.popitem(last=False)
-                num_words = _words_of(dropped)
-                self._num_words -= num_words
+        found = self._made.get(key)
+        if found is None:
+            found = self._make(np.frombuffer(looked, np.int64), len(rows), chunk_size)
+            if self._num_words > CACHED_WORDS:  # of addresses that are not used any more, as a rule
+                self._made.clear()
+                self._num_words = 0
+            self._made[key] = found
+            self._num_words += INLINE_WORDS + len(looked)
         return found
 
     def _make(self, looked: np.ndarray, num_rows: int, chunk_size: int) -> Table:
@@ -182,8 +173,3 @@ class Tables:
             address, held = self._upload(np.append(words, row_map(words, num_chunks)))
         made = struct(words, num_chunks, address=address, chunk_size=chunk_size)
         return Table(made, num_chunks, held, self._as_argument(made))
-
-
-def _words_of(key: tuple[int, int, bytes]) -> int:
-    """Estimates the words of the table with this key, its struct included."""
-    return INLINE_WORDS + len(key[2]) // 8

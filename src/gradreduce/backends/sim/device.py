@@ -263,12 +263,12 @@ class SimDevice(Device):
     ) -> Callable[[], None]:
         items = [kernel.num_items(row) for row in rows]
         table = self._tables.find(rows, items, CHUNK_SIZE)
-        entry = host_kernel(kernel, build)
+        entry = host_kernel(kernel, build)[template]
         # Must outlive the work (its ownership need not).
         memory = [operand.block.raw for row in rows for operand in row]
 
         def job(chunks: range, _memory: object) -> None:
-            entry.run(template, table.argument, chunks, scalars, self.options.geometry)
+            entry(table.argument, chunks.start, chunks.stop, *self.options.geometry, *scalars)
 
         workers = self.options.workers
         shares = workers.shares(range(table.num_chunks), sum(items))

@@ -20,7 +20,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -53,39 +53,24 @@ _SCALARS: dict[str, tuple[str, Any]] = {
 _LOCK = ModuleLock()
 
 
-class HostKernel:
-    """The entry points of one kernel in a shared library; calls release the GIL."""
+# Of a kernel in a shared library the function of each instantiation, which releases the GIL: called
+# with the address of one element of ``TABLE``, first chunk, end chunk (not an empty range), blocks,
+# threads of a block (the fast build has one of each), and the scalars that the kernel declares.
+HostKernel = dict[Template, Callable[..., None]]
 
-    def __init__(self, kernel: Kernel, library: ctypes.CDLL) -> None:
-        arguments = [_SCALARS[kind][1] for _, kind in kernel.scalars]
-        self._entries: dict[Template, Any] = {}
-        for position, template in enumerate(kernel.templates):
-            entry = library[f"run_{position}"]
-            entry.argtypes = [
-                ctypes.c_void_p, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_uint, ctypes.c_uint,
-                *arguments,
-            ]  # fmt: skip
-            entry.restype = None
-            self._entries[template] = entry
 
-    def run(
-        self,
-        template: Template,
-        table: int,
-        chunks: range,
-        scalars: Sequence[int | float],
-        geometry: tuple[int, int] = (1, 1),
-    ) -> None:
-        """Runs some chunks of a launch.
-
-        Args:
-            template: which instantiation; one of ``kernel.templates``.
-            table: the address of one element of ``TABLE``.
-            chunks: of all that the table has; not empty.
-            scalars: as the kernel declares them.
-            geometry: blocks, and threads of a block; the fast build has but one of each.
-        """
-        self._entries[template](table, chunks.start, chunks.stop, *geometry, *scalars)
+def _entries(kernel: Kernel, library: ctypes.CDLL) -> HostKernel:
+    arguments = [_SCALARS[kind][1] for _, kind in kernel.scalars]
+    entries: HostKernel = {}
+    for position, template in enumerate(kernel.templates):
+        entry = library[f"run_{position}"]
+        entry.argtypes = [
+            ctypes.c_void_p, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_uint, ctypes.c_uint,
+            *arguments,
+        ]  # fmt: skip
+        entry.restype = None
+        entries[template] = entry
+    return entries
 
 
 _loaded: set[tuple[Kernel, str]] = set()
@@ -118,7 +103,7 @@ def host_kernel(kernel: Kernel, build: str) -> HostKernel:
             raise BackendUnavailableError(
                 f"the {build} build of {kernel.name} cannot be loaded: {error}"
             ) from error
-        found = HostKernel(kernel, library)
+        found = _entries(kernel, library)
         _loaded.add((kernel, build))
         return found
 

@@ -7,7 +7,6 @@ which forgets to fill a buffer meets the last owner's values, not zeros.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, insort
 
 import numpy as np
 
@@ -59,7 +58,6 @@ class SimPool:
 
     def __init__(self) -> None:
         self._free: dict[int, list[Memory]] = {}
-        self._sizes: list[int] = []  # sorted: at least those of which there is a free block
         self._lock = threading.RLock()
         self._peak_bytes = 0
         self.live_bytes = 0
@@ -87,8 +85,6 @@ class SimPool:
         with self._lock:
             self.live_bytes -= size
             self.free_bytes += size
-            if size not in self._free:
-                insort(self._sizes, size)
             self._free.setdefault(size, []).append(memory)
 
     def clear(self) -> None:
@@ -101,11 +97,9 @@ class SimPool:
         if exact:
             self.free_bytes -= wanted
             return exact.pop()
-        sizes = self._sizes.copy()  # a handler may change them
-        for size in sizes[bisect_left(sizes, wanted) :]:
-            if size > 2 * wanted:
-                return None
-            free = self._free.get(size)
+        fitting = [size for size in list(self._free) if wanted <= size <= 2 * wanted]
+        for size in sorted(fitting):
+            free = self._free.get(size)  # a handler may have taken it
             if free:
                 self.free_bytes -= size
                 return free.pop()
@@ -113,5 +107,4 @@ class SimPool:
 
     def _clear(self) -> None:
         self._free.clear()
-        self._sizes.clear()
         self.free_bytes = 0
