@@ -41,7 +41,7 @@ class Aggregator(ABC):
 
     @abstractmethod
     def total(self, dtype: DType) -> Buffer:
-        """Returns the sum, rounded once to ``dtype``; a single term itself."""
+        """Returns the sum in ``dtype``, rounded once; a single term of it itself."""
 
 
 class AddN(Aggregator):
@@ -56,7 +56,9 @@ class AddN(Aggregator):
 
     def total(self, dtype: DType) -> Buffer:
         """See ``Aggregator.total``."""
-        return self._terms[0] if len(self._terms) == 1 else ops.add_unchecked(self._terms, dtype)
+        if len(self._terms) == 1:
+            return _rounded(self._terms[0], dtype)
+        return ops.add_unchecked(self._terms, dtype)
 
 
 class OneBuffer(Aggregator):
@@ -77,18 +79,13 @@ class OneBuffer(Aggregator):
         else:
             first, self._first = self._first, None
             self._total = _empty_like(first, accumulate_dtype(first.dtype))
-            if first.dtype == term.dtype:
-                ops.add_n([self._total], [[first, term]])
-            else:  # partial sums of several devices, of which one had but one term
-                ops.pack([self._total], [first])
-                ops.accumulate_n([self._total], [[term]])
+            ops.add_n([self._total], [[first, term]])
 
     def total(self, dtype: DType) -> Buffer:
         """See ``Aggregator.total``."""
-        if self._total is None:
-            assert self._first is not None
-            return self._first
-        return _rounded(self._total, dtype)
+        total = self._first if self._total is None else self._total
+        assert total is not None
+        return _rounded(total, dtype)
 
     def as_tree(self) -> Tree:
         """Returns a ``Tree`` that continues this sum, which counts as one pair."""
@@ -140,7 +137,7 @@ class Tree(Aggregator):
         for older in left[1:]:
             ops.accumulate_n([older], [[total]])
             total = older
-        return total if self._sums[0] is total else _rounded(total, dtype)
+        return _rounded(total, dtype)
 
 
 class MultiDeviceSum:
