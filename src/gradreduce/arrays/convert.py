@@ -25,10 +25,11 @@ from .convert_gpu import (
     adopt_foreign,
     adopt_torch,
     as_tensor,
-    block_current_stream,
+    current_of,
     download_foreign,
     from_gpu,
     not_readable,
+    release_to,
 )
 
 _OUTPUT_TYPES = ("numpy", "cupy", "torch", "jax", "buffer")
@@ -307,7 +308,7 @@ def hand_over(buffer: Buffer, kind: Kind) -> None:
     if buffer.device.mesh_state.backend == "sim":
         buffer.device.release(buffer)
     else:
-        block_current_stream(buffer, kind)
+        release_to(current_of(buffer.device, kind), buffer)
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------

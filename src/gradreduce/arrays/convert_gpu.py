@@ -285,11 +285,6 @@ def wait_for_current_stream(buffers: Iterable[Buffer], kind: Kind) -> None:
         wait_for_stream(devices[0], current_of(devices[0], kind), sharing=devices)
 
 
-def block_current_stream(buffer: Buffer, kind: Kind) -> None:
-    """Makes the current stream of the library of ``kind`` wait for our queue."""
-    _released(buffer, current_of(buffer.device, kind))
-
-
 def current_of(device: Device, kind: str) -> Stream:
     """Returns the current stream of the library of ``kind``: PyTorch's own, else CuPy's.
 
@@ -313,7 +308,7 @@ def from_gpu(buffer: Buffer, kind: Kind) -> Any:
     """Converts GPU memory to an array of ``kind``, whose library's stream waits for ours."""
     if kind == "numpy":
         return buffer.numpy()
-    shared = _released(buffer, current_of(buffer.device, kind))
+    shared = release_to(current_of(buffer.device, kind), buffer)
     if kind == "torch":
         return as_tensor(shared, sys.modules["torch"].from_dlpack)
     if kind != "jax":
@@ -329,7 +324,8 @@ def as_tensor(array: Any, share: Callable[[Any], Any]) -> Any:
     return share(array)
 
 
-def _released(buffer: Buffer, consumer: Stream) -> Any:
+def release_to(consumer: Stream, buffer: Buffer) -> Any:
+    """Makes a caller's stream wait for our queue; returns a CuPy array of the Buffer's memory."""
     buffer.block.record_stream(consumer)
     waited = unsynchronized(buffer.device, consumer, leaving=True) is None
     return buffer.device.release(buffer, consumer, waited=waited)

@@ -205,15 +205,14 @@ class IndexedSlices:
         )
 
 
-def as_slices(array: Any) -> Any:
+def as_slices(tensor: Any) -> Any:
     """Converts a ``torch.sparse_coo`` tensor to IndexedSlices; returns anything else unchanged.
 
     Raises:
         ValueError: a tensor of another ``sparse_dim`` than 1, or that requires grad.
     """
-    if not is_coo(array):
-        return array
-    tensor = array
+    if not is_coo(tensor):
+        return tensor
     if tensor.sparse_dim() != 1:
         raise ValueError(
             f"a sparse tensor with sparse_dim {tensor.sparse_dim()} has no rows; pass one with "

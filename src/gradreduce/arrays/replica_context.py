@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,12 +16,12 @@ from .convert_gpu import wait_for_inputs
 from .trace_context import current_reader
 
 # Of a thread or, within one, of an asyncio task.
-_replica: ContextVar[int | None] = ContextVar("gradreduce_replica", default=None)
-_device: ContextVar[Device | None] = ContextVar("gradreduce_device", default=None)
+_current: ContextVar[tuple[int | None, Device | None]] = ContextVar(
+    "gradreduce_replica", default=(None, None)
+)
 
 
-@contextmanager
-def replica(index: int) -> Iterator[None]:
+def replica(index: int) -> AbstractContextManager[None]:
     """Context in which this thread works for replica ``index`` and reads its copies.
 
     Mirrored values and Variables are read from the copy of this replica, and arrays that are no
@@ -39,8 +39,7 @@ def replica(index: int) -> Iterator[None]:
         number = -1
     if number < 0:
         raise ValueError(f"replica index {brief(index)} must be a non-negative integer")
-    with replica_on(None, number):
-        yield
+    return replica_on(None, number)
 
 
 @contextmanager
@@ -51,19 +50,17 @@ def replica_on(device: Device | None, index: int) -> Iterator[None]:
         device: of this replica; None: the device of that index in the mesh.
         index: place of the device among the worker's, and of its copy in a mirrored value.
     """
-    before = current_replica(), _device.get()
-    _replica.set(index)
-    _device.set(device)
+    before = _current.get()
+    _current.set((index, device))
     try:
         yield
     finally:
-        _replica.set(before[0])
-        _device.set(before[1])
+        _current.set(before)
 
 
 def current_replica() -> int | None:
     """Returns the index of this thread's innermost ``gr.replica``; None outside any."""
-    return _replica.get()
+    return _current.get()[0]
 
 
 def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
@@ -101,16 +98,15 @@ def current_device(mesh: Mesh | None = None) -> Device:
     Raises:
         ValueError: the mesh has fewer replicas.
     """
-    own = _device.get()
+    index, own = _current.get()
     if mesh is None and own is not None:
         return own
     reader = current_reader()
     if mesh is None and reader is not None and reader.home is not None:
-        if current_replica() is None:
+        if index is None:
             return reader.home
         mesh = reader.home.mesh
     devices = (mesh or default_mesh()).devices
-    index = current_replica() or 0
-    if index >= len(devices):
+    if (index or 0) >= len(devices):
         raise ValueError(f"there is no replica {index}: the mesh has {len(devices)} devices")
-    return devices[index]
+    return devices[index or 0]

@@ -121,7 +121,7 @@ class Readable(Traceable):
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if _is_readable(kwargs.get("out")) or (method == "at" and _is_readable(inputs[0])):
             _reject_in_place(self, None)
-        return getattr(ufunc, method)(*[_read(each) for each in inputs], **kwargs)
+        return _call(getattr(ufunc, method), inputs, kwargs)
 
     def __array_function__(
         self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
@@ -130,14 +130,13 @@ class Readable(Traceable):
             return self._make_like(function, args, kwargs)
         if _writes_readable(function, args, kwargs):
             _reject_in_place(self, None)
-        named = {name: _read(each) for name, each in kwargs.items()}
-        return function(*[_read(each) for each in args], **named)
+        return _call(function, args, kwargs)
 
     def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs CuPy's own kernels, which do not use NumPy's protocols, on the value."""
         if any(map(_is_readable, (kwargs.get("out"), *args[getattr(kernel, "nin", len(args)) :]))):
             _reject_in_place(self, None)
-        return kernel(*[_read(each) for each in args], **kwargs)
+        return _call(kernel, args, kwargs)
 
     @classmethod
     def __torch_function__(
@@ -147,11 +146,18 @@ class Readable(Traceable):
         kwargs = kwargs or {}
         if _writes_tensor(function, args, kwargs):
             _reject_in_place(cls, None)
-        named = {name: _read(each, "torch") for name, each in kwargs.items()}
-        return function(*[_read(each, "torch") for each in args], **named)
+        return _call(function, args, kwargs, "torch")
 
     def __jax_array__(self) -> Any:
         return self.read("jax")
+
+
+def _call(
+    function: Callable[..., Any], args: Any, kwargs: dict[str, Any], output_type: str | None = None
+) -> Any:
+    """Calls a function with the values of Variables."""
+    named = {name: _read(each, output_type) for name, each in kwargs.items()}
+    return function(*[_read(each, output_type) for each in args], **named)
 
 
 def _read(value: Any, output_type: str | None = None) -> Any:
