@@ -18,7 +18,7 @@ from .buffer import (
     overlap,
 )
 from .collective import NOT_CAPTURED, Collective
-from .command_list import CommandList, spans_of, wait_for_readers
+from .command_list import CommandList, WrittenSpans
 from .deadlines import deadline_scope
 from .device import Device
 from .dtypes import DType, accumulate_dtype, as_dtype, as_flag, as_index, element_of, mean_dtype
@@ -76,6 +76,7 @@ __all__ = [
     "Stream",
     "Template",
     "Waiters",
+    "WrittenSpans",
     "accumulate_dtype",
     "as_deadline",
     "as_dtype",
@@ -98,9 +99,7 @@ __all__ = [
     "join_streams_each",
     "mean_dtype",
     "overlap",
-    "spans_of",
     "to_accessible",
     "to_local",
-    "wait_for_readers",
     "wait_for_stream",
 ]

@@ -15,29 +15,34 @@ from .op_log import OpLog, Record
 
 if TYPE_CHECKING:
     from .device import Device
+    from .mesh_state import MeshState
 
 Command = Callable[[], None]
 
 
-# A block, and the first and last byte in it that work which is submitted again may write.
-Span = tuple[Block, int, int]
+class WrittenSpans:
+    """The memory that repeated work writes: of each block one span that covers all of it.
 
+    Args:
+        written: by the work, on compute queues.
+    """
 
-def spans_of(written: Iterable[Buffer]) -> list[Span]:
-    """Returns one span for each block, which covers all that is written there."""
-    spans: dict[int, Span] = {}
-    for part in written:
-        block, start, stop = part.block, part.offset, part.offset + part.nbytes
-        _, low, high = spans.get(id(block), (block, start, stop))
-        spans[id(block)] = (block, min(low, start), max(high, stop))
-    return list(spans.values())
+    def __init__(self, written: Iterable[Buffer]) -> None:
+        self._spans: dict[int, tuple[Block, int, int]] = {}  # first and last byte
+        self._seen: object = None  # the last copy in the mesh when it was asked
+        for part in written:
+            block, start, stop = part.block, part.offset, part.offset + part.nbytes
+            _, low, high = self._spans.get(id(block), (block, start, stop))
+            self._spans[id(block)] = (block, min(low, start), max(high, stop))
 
-
-def wait_for_readers(spans: Iterable[Span]) -> None:
-    """Makes the blocks' compute queues wait for copies that still read these spans."""
-    for block, start, stop in spans:
-        for mark in block.readers_between(start, stop):
-            block.device.wait(mark)
+    def wait_for_readers(self, mesh_state: MeshState) -> None:
+        """Makes the blocks' compute queues wait for copies that still read the spans."""
+        if self._seen is mesh_state.last_read:
+            return
+        self._seen = mesh_state.last_read
+        for block, start, stop in self._spans.values():
+            for mark in block.readers_between(start, stop):
+                block.device.wait(mark)
 
 
 class Operation(NamedTuple):

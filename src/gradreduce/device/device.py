@@ -235,7 +235,7 @@ class Device(NotCopied, Backend):
             CollectiveError: the deadline passed, or the mesh failed meanwhile.
             BackendUnavailableError: the device failed meanwhile.
         """
-        wait_policy = self._endless if deadline is None else self._wait_policy(deadline)
+        wait_policy = self._wait_policy(deadline)
         self.mesh_state.check_free(self, "download")
         check_accessible(self, buffer)
         log = self.mesh_state.log
@@ -328,18 +328,19 @@ class Device(NotCopied, Backend):
         is_here = len(homes) == 1 and self in homes
         crossing = 0 if is_here else check_all_accessible(self, homes, operands)
         self._check_compiled(kernel, template)
-        num_written = kernel.num_written(scalars)
-        written = _written(rows, num_written)
-        if not all([block.writable for block in blocks]):
-            for operand in written:
-                check_writable(operand)
+        may_wait = self.mesh_state.current.capture is not None
+        written: list[Buffer] = []
+        if may_wait or not all([block.writable and not block.readers for block in blocks]):
+            num_written = kernel.num_written(scalars)
+            written = [operand for row in rows for operand in row[:num_written]]
+        for operand in written:
+            check_writable(operand)
         if not is_here or queue != "compute":
             self._touch(blocks, queue)
         # Of all of them, not of one for each block: each waits for the readers of its own bytes.
-        if self.mesh_state.current.capture is not None or any([block.readers for block in blocks]):
-            for operand in written:
-                self._before_write(operand, queue)
-        self._launch(kernel, template, rows, scalars, queue, crossing, num_written)
+        for operand in written:
+            self._before_write(operand, queue)
+        self._launch(kernel, template, rows, scalars, queue, crossing)
 
     def prepare(self, kernel: Kernel, template: Template) -> None:
         """Compiles a kernel, so that a later launch does not have to.
@@ -404,7 +405,7 @@ class Device(NotCopied, Backend):
             CollectiveError: the deadline passed, or the mesh failed meanwhile.
             BackendUnavailableError: the device failed meanwhile.
         """
-        wait_policy = self._endless if deadline is None else self._wait_policy(deadline)
+        wait_policy = self._wait_policy(deadline)
         self.mesh_state.check_free(self, "synchronize")
         log = self.mesh_state.log
         number = log.append(Record("sync", "", self.index))
@@ -414,8 +415,10 @@ class Device(NotCopied, Backend):
         log.mark_finished(number, self, "compute", "transfer")
         self.drain()
 
-    def _wait_policy(self, deadline: float) -> WaitPolicy:
+    def _wait_policy(self, deadline: float | None) -> WaitPolicy:
         seconds = as_deadline(deadline)
+        if seconds is None:
+            return self._endless
         self.mesh_state.guard()
         return WaitPolicy(self, seconds)
 
@@ -471,12 +474,11 @@ class Device(NotCopied, Backend):
         scalars: Sequence[int | float],
         queue: Queue,
         crossing: int,
-        num_written: int,
     ) -> None:
         """Queues a kernel whose waits are already queued, and logs it."""
         record = Record("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
         command = self._resolved(kernel, template, rows, scalars, queue)
-        self._submit(command, record, rows, num_written)
+        self._submit(command, record, rows, kernel.num_written(scalars))
 
     def _submit(
         self, command: Command, record: Record, rows: Sequence[Row], num_written: int
@@ -494,10 +496,3 @@ class Device(NotCopied, Backend):
             log.thread.num_submitted += not (self.defers and isinstance(error, Exception))
             raise
         log.append(record, command, rows, num_written)
-
-
-def _written(rows: Sequence[Row], num_written: int) -> list[Buffer]:
-    """Returns the first operands of all rows, which a launch writes."""
-    if num_written == 1:  # of most kernels
-        return [row[0] for row in rows]
-    return [operand for row in rows for operand in row[:num_written]]

@@ -12,12 +12,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING
 
 from gradreduce.errors import CaptureError
 
 from .buffer import Buffer, Mark, Stream, overlap
-from .command_list import Command, CommandList, Span, spans_of, wait_for_readers
+from .command_list import Command, CommandList, WrittenSpans
 from .forks import after_fork
 from .op_log import CROSSING, Record, current
 from .pending_calls import merged_pack_infos, names_of
@@ -115,7 +116,6 @@ class Capture:
         self.devices = tuple(dict.fromkeys(devices))
         self._leader = self.devices[0]
         self._mesh_state = self._leader.mesh_state
-        self._physicals = tuple(dict.fromkeys(device.physical for device in self.devices))
         self._check_alone()
         self._check_peers()
         self.backend = self._leader._recording(self.devices)
@@ -126,8 +126,7 @@ class Capture:
         self._streams: dict[tuple[Device, Stream], None] = {}
         self._reads: list[tuple[Mark, Buffer]] = []
         self._written: list[Buffer] = []
-        self._spans: list[Span] = []
-        self._last_read: Any = None
+        self._spans = WrittenSpans([])
         self._again: Command | None = None
         self._record: Record | None = None
 
@@ -155,7 +154,7 @@ class Capture:
                 finally:
                     current.capture = None
                 self._again = self.backend.end()
-                self._spans = spans_of(self._written)
+                self._spans = WrittenSpans(self._written)
                 # One for all of them: what a call costs is not to depend on what is in it.
                 self._record = Record(
                     "launch",
@@ -208,11 +207,7 @@ class Capture:
             self._leader.wait(self._earlier.pop())
         for device, stream in self._streams:
             device._wait_for_stream(stream)
-        if (
-            self._last_read is not self._mesh_state.last_read
-        ):  # somebody copies; maybe what is written
-            self._last_read = self._mesh_state.last_read
-            wait_for_readers(self._spans)
+        self._spans.wait_for_readers(self._mesh_state)
 
     # -- what the devices say and ask, inside -----------------------------------------------------
 
@@ -262,10 +257,10 @@ class Capture:
             raise CaptureError("a capture cannot begin inside another: end the first one before")
 
     def _check_peers(self) -> None:
-        for here in self._physicals:
-            for there in self._physicals:
-                if not self._mesh_state.peers(here, there):
-                    raise CaptureError(
-                        f"physical devices {here} and {there} have no peer access: CUDA cannot "
-                        "capture copies between them"
-                    )
+        physicals = dict.fromkeys(device.physical for device in self.devices)
+        for here, there in product(physicals, physicals):
+            if not self._mesh_state.peers(here, there):
+                raise CaptureError(
+                    f"physical devices {here} and {there} have no peer access: CUDA cannot "
+                    "capture copies between them"
+                )

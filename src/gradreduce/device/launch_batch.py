@@ -65,14 +65,12 @@ class LaunchBatch:
             crossing = check_all_accessible(device, {each.device for each in away}, away)
             device._touch([each.block for each in away], "compute")
         self._fence()
-        num_written = kernel.num_written(scalars)
-        device._launch(kernel, template, rows, scalars, "compute", crossing, num_written)
+        device._launch(kernel, template, rows, scalars, "compute", crossing)
 
     def _fence(self) -> None:
         """Makes the queue wait for copies that still read what is written."""
-        read = (
-            self._device.mesh_state.last_read
-        )  # first: a copy that comes now is seen the next time
+        # First: a copy that comes now is seen the next time.
+        read = self._device.mesh_state.last_read
         if read is not self._read:
             for operand in self._operands:
                 if operand.block.readers:

@@ -51,7 +51,8 @@ def _watch(mesh_state: ReferenceType[MeshState], inbox: _Inbox) -> None:
     pause = _FIRST_LOOK
     while True:
         try:
-            arrived = inbox.get(timeout=_rest(calls, pause) if calls else None)
+            rest = min([pause, *(pending.remaining for pending in calls)])
+            arrived = inbox.get(timeout=max(0.0, rest) if calls else None)
         except Empty:
             pause = min(2 * pause, _LAST_LOOK)
         else:
@@ -66,41 +67,26 @@ def _watch(mesh_state: ReferenceType[MeshState], inbox: _Inbox) -> None:
         calls = _check_calls(mesh_state(), calls)
 
 
-def _rest(calls: list[PendingCall], pause: float) -> float:
-    return max(0.0, min(pause, *(pending.remaining for pending in calls)))
-
-
 def _check_calls(mesh_state: MeshState | None, calls: list[PendingCall]) -> list[PendingCall]:
     """Returns calls that are still open; fails the mesh if one is late or failed."""
     if mesh_state is None or mesh_state.reason is not None:
         return []
+    reason = None
     try:
-        return _still_open(mesh_state, calls)
+        ours = [pending for pending in calls if pending.generation == mesh_state.generation]
+        calls = [pending for pending in ours if not pending.is_resolved]
+        if calls:
+            reason = mesh_state.library_error() or _failure(mesh_state, calls) or _lateness(calls)
     except Exception as error:  # of a driver: nobody would look any more, and nobody know
-        mesh_state.fail(f"the devices cannot be queried: {error!r}")
-        return []
-
-
-def _still_open(mesh_state: MeshState, calls: list[PendingCall]) -> list[PendingCall]:
-    ours = [pending for pending in calls if pending.generation == mesh_state.generation]
-    open_ones = [pending for pending in ours if not pending.is_resolved]
-    checks: tuple[Callable[[], str | None], ...] = (
-        mesh_state.library_error,
-        lambda: _failure(mesh_state, open_ones),
-        lambda: _lateness(open_ones),
-    )
-    for check in checks if open_ones else ():
-        reason = check()
-        if reason is not None:
-            mesh_state.fail(reason)
-            return []
-    return open_ones
+        reason = f"the devices cannot be queried: {error!r}"
+    if reason is None:
+        return calls
+    mesh_state.fail(reason)
+    return []
 
 
 def _failure(mesh_state: MeshState, calls: list[PendingCall]) -> str | None:
-    if not mesh_state.failed:
-        return None
-    for pending in calls:
+    for pending in calls if mesh_state.failed else ():
         if pending.failed_devices():
             _progress(pending)  # lets the other devices finish what they can
         gone = pending.failed_devices()

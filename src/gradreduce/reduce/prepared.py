@@ -20,14 +20,13 @@ from gradreduce.device import (
     CommandList,
     Device,
     FlatBuffer,
+    WrittenSpans,
     as_deadline,
     attach_again,
     block_stream,
     deadline_scope,
     fork_streams,
     join_streams,
-    spans_of,
-    wait_for_readers,
     wait_for_stream,
 )
 from gradreduce.errors import NotCopied, listed
@@ -175,8 +174,7 @@ class PreparedStep(NotCopied):
             fork_streams(self._devices[0], self._devices)
         self._command_list.close()
         self._outputs = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
-        self._written = spans_of(self._outputs)
-        self._read = self._mesh_state.last_read
+        self._written = WrittenSpans(self._outputs)
         count_writes(self._tensors)
         for each in (
             boundaries if call.outs else boundaries[1:]
@@ -224,9 +222,7 @@ class PreparedStep(NotCopied):
         ):
             for each in boundaries:
                 each.enter()
-            if self._read is not self._mesh_state.last_read:  # somebody copies; maybe from a result
-                self._read = self._mesh_state.last_read
-                wait_for_readers(self._written)
+            self._written.wait_for_readers(self._mesh_state)
             self._replay()
         count_writes(self._tensors)
         for each in boundaries:
