@@ -238,17 +238,16 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
             raise DeviceMismatchError(f"{value} belongs to another mesh than {device.name}")
         same: Buffer = value
         return same
-    if kind == "native":
-        buffer = device.put(value if is_array(value) else numbers(value, dtype))
+    owner: str = kind
+    if isinstance(value, np.ndarray):
+        buffer = device.put(value)
+    elif kind == "native":
+        buffer, owner = device.put(value if is_array(value) else numbers(value, dtype)), "copy"
     else:
         buffer = _CONVERTERS[kind](value, device)
     if buffer.array_owner is None:  # set already where the array was copied
-        block = buffer.block
-        copied = block.owned and block.gaps is None  # pool memory that is no flat buffer
-        if copied or (kind == "native" and not isinstance(value, np.ndarray)):
-            buffer.array_owner = "copy"
-        else:
-            buffer.array_owner = kind
+        block = buffer.block  # in the pool there are only copies, and flat buffers
+        buffer.array_owner = "copy" if block.owned and block.gaps is None else owner
     return buffer
 
 

@@ -36,7 +36,6 @@ User = Queue | Stream
 # Handles of default streams: of the GPU that is current, the second of each thread its own.
 LEGACY, PER_THREAD = 1, 2
 MAX_READERS = 16  # ranges of a block that are tracked separately
-_NO_READERS: dict[Any, Any] = {}  # shared by all blocks that no copy reads; stays empty
 ALIGNMENT = 16  # bytes: one vector access of a kernel, and what NCCL wants of a buffer's start
 
 
@@ -77,7 +76,6 @@ class Block:
     )  # fmt: skip
 
     attached: Attached | None
-    readers: dict[tuple[Device, Queue, int, int], Mark]
     remains: FreedBlock
 
     def __init__(
@@ -97,7 +95,7 @@ class Block:
         self.owned = owned
         self.writable = writable
         self.gaps: dict[int, int] | None = None
-        self.readers = _NO_READERS  # a dictionary of its own once there is one
+        self.readers: dict[tuple[Device, Queue, int, int], Mark] = {}
         self.touched: set[tuple[Device, User]] = set()
 
     def record_stream(self, stream: Stream) -> None:
@@ -111,8 +109,6 @@ class Block:
         if len(self.readers) >= MAX_READERS:  # one for each queue: the last says it for all
             last = {(key[0], key[1]): mark for key, mark in self.readers.items()}
             self.readers = {(*key, 0, self.nbytes): mark for key, mark in last.items()}
-        if not self.readers:
-            self.readers = {}
         # Last in the order of the dictionary too, which is then that of the marks of each queue.
         self.readers.pop((mark.device, mark.queue, start, start + part.nbytes), None)
         self.readers[mark.device, mark.queue, start, start + part.nbytes] = mark
