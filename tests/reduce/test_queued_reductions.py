@@ -88,6 +88,10 @@ def terms_of(mesh, value):
     return gr.add_n(value.buffers)
 
 
+def partial_sums_of(mesh, value):
+    return gr.add_n([*value.buffers, *value.buffers])
+
+
 def gradient_of(mesh, value):
     accumulator = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
     accumulator.apply_grad(value.buffers[1])
@@ -114,7 +118,7 @@ SCENES = {
     "added": added,
     "spread": spread,
     **{use.__name__: partial(read_by_a_peer, use)
-       for use in (sum_of, rows_of, terms_of, gradient_of)},
+       for use in (sum_of, rows_of, terms_of, partial_sums_of, gradient_of)},
     "on islands": on_islands,
 }  # fmt: skip
 

@@ -196,20 +196,18 @@ class MultiDeviceSum:
 
     def result(self) -> Buffer:
         """Returns the sum, on the device of the first term."""
-        (home, first), *others = self._parts.items()
         assert self._like is not None
         dtype = self._like[1]
-        if not others:
+        home, first = next(iter(self._parts.items()))
+        if len(self._parts) == 1:
             return first.total(dtype)
-        joined = OneBuffer()
-        acc_dtype = accumulate_dtype(dtype)
-        joined.push(first.total(acc_dtype))
-        for device, part in others:
-            partial_sum = ensure_accessible(home, part.total(acc_dtype))
-            join_streams(home, [partial_sum.device])
-            joined.push(partial_sum)
-            fork_streams(home, [device])
-        return joined.total(dtype)
+        partial_sums = [part.total(accumulate_dtype(dtype)) for part in self._parts.values()]
+        read = [ensure_accessible(home, partial_sum) for partial_sum in partial_sums]
+        total = home.empty(*self._like)
+        join_streams(home, [buffer.device for buffer in read])
+        ops.all_sum([[total]], [read], device=home)
+        fork_streams(home, list(self._parts))
+        return total
 
 
 def aggregate_buffers(
