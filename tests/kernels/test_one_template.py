@@ -23,8 +23,8 @@ from gradreduce.ops.add_n import ADD_N
 from gradreduce.ops.all_sum import ALL_SUM
 from gradreduce.ops.clip import CLIP
 from gradreduce.ops.distance_scale import DISTANCE_SCALE
-from gradreduce.ops.global_update import global_update_of
-from gradreduce.ops.local_update import local_update_of
+from gradreduce.ops.global_update import GLOBAL_UPDATES
+from gradreduce.ops.local_update import LOCAL_UPDATES
 from gradreduce.ops.pack import PACK
 from gradreduce.ops.segment_sum import SEGMENT_SUM
 from gradreduce.ops.square_sum import SQUARE_SUM
@@ -73,7 +73,7 @@ def clipped(norm):
 
 TERMS = [random_data((SIZE,), SINGLE, seed=place) for place in range(4)]
 SUMS = positive("float64", size=32) + positive(SINGLE)
-LOCAL, GLOBAL = local_update_of(MOMENTUM), global_update_of(MOMENTUM)
+LOCAL, GLOBAL = LOCAL_UPDATES[MOMENTUM.rule], GLOBAL_UPDATES[MOMENTUM.rule]
 # case -> kernel, template, the operands of each row, scalars
 CASES = {
     "add_n of 3": (ADD_N, (SINGLE, SINGLE, 3), [TERMS], (3,)),

@@ -9,8 +9,8 @@ from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .clip import CLIP, clip, prepare_clip
 from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
 from .divide import DIVIDE, divide, prepare_divide
-from .global_update import GLOBAL_UPDATES, global_update_of
-from .local_update import LOCAL_UPDATES, local_update_of
+from .global_update import GLOBAL_UPDATES
+from .local_update import LOCAL_UPDATES
 from .pack import PACK, pack, pack_unchecked, prepare_pack
 from .row_index import RowIndex, expand_divisors, merged_row_index
 from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum_command
@@ -22,7 +22,9 @@ from .update_kernels import RuleKernel, Update, prepare_rule, update_rows
 from .validate import Ranges
 
 __all__ = [
+    "GLOBAL_UPDATES",
     "KERNELS",
+    "LOCAL_UPDATES",
     "Divisor",
     "Indices",
     "Ranges",
@@ -41,9 +43,7 @@ __all__ = [
     "distance_scale",
     "divide",
     "expand_divisors",
-    "global_update_of",
     "joined_indices",
-    "local_update_of",
     "merged_row_index",
     "norm_of",
     "pack",

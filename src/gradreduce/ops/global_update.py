@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from .update_kernels import RuleKernel, rule_kernels
+from .update_kernels import rule_kernels
 
 GLOBAL_UPDATES = {kernel.rule: kernel for kernel in rule_kernels("global", "global_update")}
-
-
-def global_update_of(kernel: RuleKernel) -> RuleKernel:
-    """The global variant of a rule's kernel."""
-    return GLOBAL_UPDATES[kernel.rule]

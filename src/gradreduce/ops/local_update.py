@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from .update_kernels import RuleKernel, rule_kernels
+from .update_kernels import rule_kernels
 
 LOCAL_UPDATES = {kernel.rule: kernel for kernel in rule_kernels("local", "local_update")}
-
-
-def local_update_of(kernel: RuleKernel) -> RuleKernel:
-    """The local variant of a rule's kernel."""
-    return LOCAL_UPDATES[kernel.rule]

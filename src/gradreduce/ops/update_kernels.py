@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -25,13 +26,7 @@ from .validate import UPDATES
 # not round to its variable, the variable was assigned to: the master is overwritten, not used.
 Update = Sequence[Buffer]
 
-# plain: no extra operands. local: before the gradient the sum of a period, in the accumulate dtype.
-# global: the pulled copy, and its master if the variable has one; the gradient is the sum.
 Variant = Literal["plain", "local", "global"]
-_MORE: dict[Variant, int] = {"plain": 0, "local": 1, "global": 1}
-# Scalars in front of those of the rule. first: 1 writes the gradient to the sum, 0 adds it.
-# period: divides the sum.
-_LEAD: dict[Variant, tuple[str, ...]] = {"plain": (), "local": ("first",), "global": ("period",)}
 
 # Elements of a block; the simulation splits launches into blocks of this size.
 # SGD, momentum and Adam over 16M float32 in 50 variables, best of 12 in turns on two busy cores,
@@ -42,7 +37,55 @@ BLOCK_SIZE = 1 << 17
 SMALL_SIZE = 1 << 11
 
 # Updates one block: takes the operands without masters, and scratch arrays.
-Block = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], None]
+Block = Callable[[Arrays, Arrays], None]
+_Step = Callable[..., None]
+
+
+def _plain(step: _Step, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
+    step(*operands, *scratch, *scalars)
+
+
+def _local(step: _Step, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
+    (*changed, total, grad), (first, *others) = operands, scalars
+    if first:
+        np.copyto(total, grad)
+    else:
+        np.add(total, grad, out=total)
+    step(*changed, grad, *scratch, *others)
+
+
+def _global(step: _Step, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
+    (*changed, copy, total), (period, *others), (mean, *spare) = operands, scalars, scratch
+    np.true_divide(total, period, out=mean)
+    step(*changed, mean, *spare, *others)
+    np.copyto(copy, changed[0])
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a variant of a kernel differs from the rule.
+
+    Attributes:
+        block: NumPy reference of one block.
+        num_more: operands between the slots and the gradient, without masters.
+        lead: scalars in front of those of the rule.
+        num_scratch: scratch arrays besides those of the rule.
+    """
+
+    block: Callable[..., None]
+    num_more: int = 0
+    lead: tuple[str, ...] = ()
+    num_scratch: int = 0
+
+
+_FORMS: dict[Variant, _Form] = {
+    "plain": _Form(_plain),
+    # The sum of a period, in the accumulate dtype. first: 1 writes the gradient there, 0 adds it.
+    "local": _Form(_local, 1, ("first",)),
+    # The pulled copy, and its master if the variable has one; the gradient is the sum, which
+    # ``period`` divides.
+    "global": _Form(_global, 1, ("period",), 1),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +103,7 @@ class RuleKernel(Kernel):
     @property
     def num_plain(self) -> int:
         """The number of operands of a row without masters."""
-        return 2 + self.rule.num_slots + _MORE[self.variant]
+        return 2 + self.rule.num_slots + _FORMS[self.variant].num_more
 
     def template_of(self, row: Update) -> tuple[str, str]:
         """The template arguments for a row: the dtypes of its variable and of its slots."""
@@ -86,7 +129,7 @@ def rule_kernels(
             _reference_of(variant, RULES[name]),
             (
                 ("num_written", "int64"),
-                *((scalar, "int64") for scalar in _LEAD[variant]),
+                *((scalar, "int64") for scalar in _FORMS[variant].lead),
                 *((scalar, "float64") for scalar in RULES[name].scalars),
             ),
             UPDATES,
@@ -99,59 +142,19 @@ def rule_kernels(
 
 
 def _reference_of(variant: Variant, rule: Rule) -> Callable[..., None]:
+    """Returns the NumPy reference of a rule in one variant."""
+    form = _FORMS[variant]
+
     def reference(table: Sequence[Arrays], num_written: int, *scalars: float) -> None:
-        run(table, rule, scalars)
+        if not table:
+            return
+        acc_dtype = accumulate_dtype(table[0][0].dtype)
+        converted = [acc_dtype.type(scalar) for scalar in scalars]
+        block = partial(form.block, rule.step, converted)
+        num_plain, num_scratch = 2 + rule.num_slots + form.num_more, rule.num_scratch
+        run_blocks(table, num_plain, block, num_scratch + form.num_scratch)
 
-    run = {"plain": run_plain, "local": run_local, "global": run_global}[variant]
     return reference
-
-
-def run_plain(table: Sequence[Arrays], rule: Rule, scalars: Sequence[float]) -> None:
-    """NumPy reference of a plain update."""
-
-    def block(operands: Sequence[np.ndarray], scratch: Sequence[np.ndarray]) -> None:
-        rule.step(*operands, *scratch, *converted)
-
-    converted = _converted_scalars(table, scalars)
-    run_blocks(table, 2 + rule.num_slots, block, rule.num_scratch)
-
-
-def run_local(table: Sequence[Arrays], rule: Rule, scalars: Sequence[float]) -> None:
-    """NumPy reference of a local update: the rule, and the gradient added to the sum."""
-
-    def block(operands: Sequence[np.ndarray], scratch: Sequence[np.ndarray]) -> None:
-        *changed, total, grad = operands
-        if first:
-            np.copyto(total, grad)
-        else:
-            np.add(total, grad, out=total)
-        rule.step(*changed, grad, *scratch, *converted)
-
-    first, *rest = scalars
-    converted = _converted_scalars(table, rest)
-    run_blocks(table, 3 + rule.num_slots, block, rule.num_scratch)
-
-
-def run_global(table: Sequence[Arrays], rule: Rule, scalars: Sequence[float]) -> None:
-    """NumPy reference of a global update: the rule with the mean, and a copy."""
-
-    def block(operands: Sequence[np.ndarray], scratch: Sequence[np.ndarray]) -> None:
-        *changed, copy, total = operands
-        mean, *spare = scratch
-        np.true_divide(total, by, out=mean)
-        rule.step(*changed, mean, *spare, *converted)
-        np.copyto(copy, changed[0])
-
-    by, *converted = _converted_scalars(table, scalars)
-    run_blocks(table, 3 + rule.num_slots, block, rule.num_scratch + 1)
-
-
-def _converted_scalars(table: Sequence[Arrays], scalars: Sequence[float]) -> list[Any]:
-    """The scalars in the accumulate dtype; unchanged if the table is empty."""
-    if not table:
-        return list(scalars)
-    acc_dtype = accumulate_dtype(table[0][0].dtype)
-    return [acc_dtype.type(scalar) for scalar in scalars]
 
 
 def run_blocks(table: Sequence[Arrays], num_plain: int, block: Block, num_scratch: int) -> None:
@@ -160,13 +163,11 @@ def run_blocks(table: Sequence[Arrays], num_plain: int, block: Block, num_scratc
     Masters replace their variables.
 
     Args:
-        table: the rows of a launch; all operands except the last are written.
+        table: the rows of a launch, at least one; all operands except the last are written.
         num_plain: number of operands of a row without masters.
         block: updates the operands of a block, which are without masters.
         num_scratch: number of scratch arrays, uninitialized.
     """
-    if not table:
-        return
     dtype, num_operands = table[0][0].dtype, len(table[0])
     acc_dtype = accumulate_dtype(dtype)
     blocks = _blocks(table)

@@ -136,7 +136,7 @@ def planned_step(plan: LocalPlan, gradients: Sequence[Part], scalars: Scalars) -
         scalars: of the rule.
     """
     assert plan.kernel is not None
-    kernel, scalars = ops.local_update_of(plan.kernel), (int(bool(plan.first)), *scalars)
+    kernel, scalars = ops.LOCAL_UPDATES[plan.kernel.rule], (int(bool(plan.first)), *scalars)
     updates = []
     for indices, writer in zip(plan.indices_by_gpu, plan.writers, strict=True):
         written = [plan.written[index] for index in indices]
@@ -184,7 +184,7 @@ def local_step(
         if kernel is None or kind is None:
             launches.append(optimizer._ready(job, scalars, None))
         else:
-            rule = by_kernel(ops.local_update_of(kernel), (int(kind), *scalars))
+            rule = by_kernel(ops.LOCAL_UPDATES[kernel.rule], (int(kind), *scalars))
             launches.append(partial(job.run, rule))
     launches += [_sum(Job(*group), first=bool(kind)) for (_, kind), group in sums.items()]
     devices = [copy.device for member in members for copy in member.local.buffers]

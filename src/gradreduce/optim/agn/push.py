@@ -221,7 +221,7 @@ class PushPlan:
     def _plan_fused(self, push: DevicePush, rows: Sequence[ops.Update]) -> None:
         """Plans one launch for mean, update and pull of dense sums."""
         assert self._kernel is not None
-        kernel, period = ops.global_update_of(self._kernel), self._config.period
+        kernel, period = ops.GLOBAL_UPDATES[self._kernel.rule], self._config.period
         for row in rows:
             push.leader.prepare(kernel, kernel.template_of(row))
         job = Job([row[:-1] for row in rows], [row[-1] for row in rows], push.others)
