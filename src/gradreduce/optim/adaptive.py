@@ -7,7 +7,6 @@ from typing import Any
 
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import as_flag
-from gradreduce.ops import RuleKernel
 from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP, RMSPROP_CENTERED
 
 from .hyperparameters import Number, as_number
@@ -39,6 +38,7 @@ class AdamOptimizer(Optimizer):
         ValueError: ``beta1`` or ``beta2`` is out of range, here or at an update.
     """
 
+    _kernel = ADAM
     _slot_names = ("m", "v")
     _hyperparameters = ("learning_rate", "beta1", "beta2", "epsilon")
     _decays = ("beta1", "beta2")
@@ -87,10 +87,6 @@ class AdamOptimizer(Optimizer):
             variable.assign(power)
         return sorted([*self._power_variables, *slots], key=lambda each: each.name)
 
-    @property
-    def _kernel(self) -> RuleKernel:
-        return ADAM
-
     def _next_update(self, powers: Scalars) -> tuple[Scalars, Scalars]:
         (lr, beta1, beta2, epsilon), _ = super()._next_update(powers)
         power1, power2 = powers or (beta1, beta2)
@@ -116,6 +112,7 @@ class AdagradOptimizer(Optimizer):
         ValueError: ``initial_accumulator_value`` is not above 0.
     """
 
+    _kernel = ADAGRAD
     _slot_names = ("accumulator",)
     _hyperparameters = ("learning_rate",)
     _settings = ("initial_accumulator_value",)
@@ -140,10 +137,6 @@ class AdagradOptimizer(Optimizer):
     def _slot_start(self, name: str) -> float:
         return self.initial_accumulator_value
 
-    @property
-    def _kernel(self) -> RuleKernel:
-        return ADAGRAD
-
 
 class RMSPropOptimizer(Optimizer):
     """RMSProp optimizer (tf.train.RMSPropOptimizer).
@@ -167,6 +160,7 @@ class RMSPropOptimizer(Optimizer):
         master_dtype: see ``Optimizer``.
     """
 
+    _kernel = RMSPROP
     _slot_names: tuple[str, ...] = ("rms", "momentum")
     _hyperparameters = ("learning_rate", "decay", "momentum", "epsilon")
 
@@ -183,7 +177,7 @@ class RMSPropOptimizer(Optimizer):
         master_dtype: Any = None,
     ) -> None:
         if as_flag("centered", centered):
-            self._slot_names = ("rms", "mg", "momentum")
+            self._kernel, self._slot_names = RMSPROP_CENTERED, ("rms", "mg", "momentum")
         super().__init__(name, master_dtype=master_dtype)
         self.learning_rate = as_number("learning_rate", learning_rate)
         self.decay = as_number("decay", decay)
@@ -197,10 +191,6 @@ class RMSPropOptimizer(Optimizer):
 
     def _slot_start(self, name: str) -> float:
         return 1.0 if name == "rms" else 0.0
-
-    @property
-    def _kernel(self) -> RuleKernel:
-        return RMSPROP_CENTERED if self.centered else RMSPROP
 
     def _next_update(self, powers: Scalars) -> tuple[Scalars, Scalars]:
         (lr, decay, momentum, epsilon), powers = super()._next_update(powers)

@@ -34,7 +34,7 @@ from .gradient_inputs import (
 )
 from .hyperparameters import as_number, no_attribute, text_of, value_of
 from .slots import Slots
-from .update_plan import Job, Plan, by_kernel, devices_of
+from .update_plan import Job, Plan, by_kernel
 
 Scalars = tuple[float, ...]
 
@@ -148,11 +148,7 @@ class Optimizer(NotCopied):
         known = (*self._hyperparameters, *self._settings, "cross_device_ops")
         return no_attribute(type(self).__name__, name, known)
 
-    @property
-    def _kernel(self) -> ops.RuleKernel | None:
-        """The compiled rule, used in place of ``_apply``; None if there is none."""
-        return None
-
+    _kernel: ops.RuleKernel | None = None  # the compiled rule, used in place of ``_apply``
     # -- members ----------------------------------------------------------------------------------
 
     @property
@@ -223,9 +219,8 @@ class Optimizer(NotCopied):
         plan = self._plan
         if plan is not None and not plan.is_valid_for(variables, self._slots, self._kernel):
             plan = None
-        with deadline_scope(
-            "apply_gradients", seconds, plan.devices if plan else devices_of(variables)
-        ):
+        devices = plan.devices if plan else [each for var in variables for each in var.devices]
+        with deadline_scope("apply_gradients", seconds, devices):
             parts = self._colocated_gradients(gradients, variables, plan)
             count = ready_count(global_step)
             with self._slots.rollback_on_error():

@@ -25,6 +25,7 @@ class GradientDescentOptimizer(Optimizer):
         master_dtype: see ``Optimizer``.
     """
 
+    _kernel = SGD
     _hyperparameters = ("learning_rate",)
 
     def __init__(
@@ -37,10 +38,6 @@ class GradientDescentOptimizer(Optimizer):
     ) -> None:
         super().__init__(name, master_dtype=master_dtype)
         self.learning_rate = as_number("learning_rate", learning_rate)
-
-    @property
-    def _kernel(self) -> RuleKernel:
-        return SGD
 
 
 class MomentumOptimizer(Optimizer):
@@ -81,5 +78,5 @@ class MomentumOptimizer(Optimizer):
         self.use_nesterov = as_flag("use_nesterov", use_nesterov)
 
     @property
-    def _kernel(self) -> RuleKernel:
+    def _kernel(self) -> RuleKernel:  # type: ignore[override]  # use_nesterov can be set
         return NESTEROV if self.use_nesterov else MOMENTUM

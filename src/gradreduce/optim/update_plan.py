@@ -116,11 +116,6 @@ def writer_of(leader: Device, rows: Sequence[Sequence[Buffer]]) -> LaunchBatch |
     return LaunchBatch(leader, rows) if len(kinds) == 1 else None
 
 
-def devices_of(variables: Sequence[Variable]) -> list[Device]:
-    """Returns the device of each copy of each variable."""
-    return [copy.device for var in variables for copy in var.buffers]
-
-
 Rule = Callable[[Sequence[Update], Device], None]
 
 

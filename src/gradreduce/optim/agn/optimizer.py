@@ -239,13 +239,8 @@ class AGNOptimizer(Optimizer):
             TypeError: an argument of another type.
         """
         start, limit = self.get_init_op(task_index), as_timeout(wait_timeout, "wait_timeout")
-        return AGNHook(
-            self._center,
-            start,
-            as_count("task_index", task_index, least=0),
-            self._num_worker,
-            limit,
-        )
+        task = as_count("task_index", task_index, least=0)
+        return AGNHook(self._center, start, task, self._num_worker, limit)
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
         """Returns the state of the worker as host data.

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 
 from .center import AGNCenter
 
 
+@dataclass(frozen=True)
 class AGNHook:
     """Context manager around a worker's training that registers it with the center.
 
     Entering calls ``begin`` and ``after_create_session``, leaving calls ``end``. Exceptions
     propagate, and the center adds the worker to its ``failed_workers``.
 
-    Args:
-        center: of the worker.
-        start: copies the center to the worker.
-        task_index: of the worker.
-        num_worker: number of workers to wait for.
-        wait_timeout: seconds; None: do not wait.
+    Its fields are the center, the function that copies the center to the worker, the worker's
+    task index, the number of workers to wait for, and for how many seconds (None: do not wait).
     """
 
-    def __init__(
-        self,
-        center: AGNCenter,
-        start: Callable[[], None],
-        task_index: int,
-        num_worker: int,
-        wait_timeout: float | None,
-    ) -> None:
-        self._center, self._start, self._task = center, start, task_index
-        self._num_worker, self._timeout = num_worker, wait_timeout
+    _center: AGNCenter
+    _start: Callable[[], None]
+    _task: int
+    _num_worker: int
+    _timeout: float | None
 
     def begin(self) -> None:
         """Registers the worker with the center."""
