@@ -15,7 +15,7 @@ from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part, PerReplica
 from gradreduce.arrays.variable import Variable
 from gradreduce.autodiff.gradients import Engine
-from gradreduce.device import DeferInterrupts, LaunchBatch, as_deadline, deadline_scope
+from gradreduce.device import Buffer, DeferInterrupts, LaunchBatch, as_deadline, deadline_scope
 from gradreduce.errors import NotCopied, brief
 from gradreduce.reduce.aggregation import AggregationMethod
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
@@ -382,14 +382,21 @@ class Optimizer(NotCopied):
         self._slots.make(variables, self._slot_start)
 
     def _colocated_gradients(
-        self, gradients: Sequence[Any], variables: Sequence[Variable], plan: Plan | None
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Variable],
+        plan: Plan | None,
+        others: Sequence[Buffer] = (),
     ) -> Sequence[Part]:
-        """Validates gradients and returns, for each copy of each variable, a colocated one."""
+        """Validates gradients and returns, for each copy of each variable, a colocated one.
+
+        Without a plan, ``others`` is what the call writes besides the variables and their slots.
+        """
         if plan is not None and (plain := plan.plain(gradients)) is not None:
             return plain
         has_replicas = any([isinstance(grad, PerReplica) for grad in gradients])
         found = to_variables(gradients, variables, self.cross_device_ops if has_replicas else None)
-        ranges = self._slots.ranges(variables) if plan is None else plan.ranges
+        ranges = self._slots.ranges(variables, others) if plan is None else plan.ranges
         check_no_overlap(variables, found, ranges)
         if self._densifies:
             found = made_dense(found, variables)
@@ -408,12 +415,7 @@ class Optimizer(NotCopied):
             count: increments the global step.
         """
         scalars, powers = self._next_update(self._slots.powers)
-        jobs = [
-            Job([plan.written[index] for index in indices], [parts[index] for index in indices])
-            for indices in plan.indices_by_gpu
-        ]
-        both = zip(jobs, plan.writers, strict=True)
-        ready = [self._ready(job, scalars, each if job.is_dense else None) for job, each in both]
+        ready = [self._ready(job, scalars, writer) for job, writer in plan.jobs(parts)]
         mesh_state = plan.devices[0].mesh_state
         with DeferInterrupts():
             with (

@@ -104,13 +104,10 @@ class Slots:
             check_float(var)
             for name in self.names_for(var):
                 if var not in self.by_name[name]:
-                    self.by_name[name][var] = self._made(var, name, start)
-
-    def _made(self, var: Variable, name: str, start: Callable[[str], float]) -> Variable:
-        made = self.named(var, name, 0.0 if name == MASTER else start(name))
-        if name == MASTER:
-            _copy_to_master(made, var)
-        return made
+                    made = self.named(var, name, 0.0 if name == MASTER else start(name))
+                    if name == MASTER:
+                        _copy_to_master(made, var)
+                    self.by_name[name][var] = made
 
     def update_master(self, var: Variable) -> None:
         """Copies a variable, which was assigned to, to its master if it has one."""
@@ -132,10 +129,10 @@ class Slots:
         """Returns the existing slots of a variable."""
         return [slots[var] for slots in self.by_name.values() if var in slots]
 
-    def ranges(self, variables: Sequence[Variable]) -> ops.Ranges:
-        """Returns the address ranges of variables and their existing slots."""
+    def ranges(self, variables: Sequence[Variable], others: Sequence[Buffer]) -> ops.Ranges:
+        """Returns the address ranges of variables, their existing slots and other buffers."""
         written = [each for var in variables for each in (var, *self.of(var))]
-        return ops.Ranges([copy for each in written for copy in each.buffers])
+        return ops.Ranges([*others, *(copy for each in written for copy in each.buffers)])
 
     def rows(self, var: Variable) -> list[list[Buffer]]:
         """Returns, for each copy of a variable, the buffers that its update writes."""

@@ -74,6 +74,15 @@ class Plan:
             return False
         return len(variables) == len(self.variables) and all(map(is_, variables, self.variables))
 
+    def jobs(self, gradients: Sequence[Part]) -> list[tuple[Job, LaunchBatch | None]]:
+        """Returns a job for each physical device, with its launcher if that can run the job."""
+        found: list[tuple[Job, LaunchBatch | None]] = []
+        for indices, writer in zip(self.indices_by_gpu, self.writers, strict=True):
+            written = [self.written[index] for index in indices]
+            job = Job(written, [gradients[index] for index in indices])
+            found.append((job, writer if job.is_dense else None))
+        return found
+
     def plain(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
         """Returns the gradients as Buffers if all are on their devices or host arrays.
 

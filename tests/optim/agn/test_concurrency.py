@@ -12,6 +12,7 @@ import pytest
 
 import gradreduce as gr
 from gradreduce.optim.agn import checkpoint
+from gradreduce.optim.agn import worker as worker_module
 
 LIMIT_S = 30.0
 ONE = np.ones(2, "float32")
@@ -137,8 +138,8 @@ def test_a_plan_that_was_made_while_the_center_was_loaded_is_made_again(mesh, mo
     center = gr.AGNCenter(mesh.devices[0])
     getter, var, optimizer = worker(mesh, center, period=100)
     optimizer.prepare([var])
-    state, planned = center.state_dict(), optimizer._worker._local_step
-    monkeypatch.setattr(optimizer._worker, "_local_step", lambda *given: (
+    state, planned = center.state_dict(), worker_module.local_step
+    monkeypatch.setattr(worker_module, "local_step", lambda *given: (
         loaded_once(center, state, "_slots_of"), planned(*given))[1])  # fmt: skip
     optimizer.apply_gradients([(ONE, var)])
     monkeypatch.undo()

@@ -60,21 +60,21 @@ class WorkerThread(threading.Thread):
         work: Callable[[], object],
         mark_failed: Callable[[int, BaseException], None],
     ) -> None:
-        super().__init__(name=f"agn-worker-{task_index}", daemon=True)
-        self._task, self._work, self._mark_failed = task_index, work, mark_failed
+        super().__init__(target=work, name=f"agn-worker-{task_index}", daemon=True)
+        self._task, self._mark_failed = task_index, mark_failed
         self._error: BaseException | None = None
         self._said = ""  # text of the error that join() has raised
 
     def run(self) -> None:
         """Runs the worker's function."""
         try:
-            self._work()
+            super().run()
         except BaseException as error:  # raised by join()
             self._error = error
             self._mark_failed(self._task, error)
             _clear_frames(error)
         finally:
-            del self._work, self._mark_failed
+            del self._mark_failed
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until the worker has ended, and raises the exception that ended it.

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SPARSE
@@ -138,9 +139,7 @@ def planned_step(plan: LocalPlan, gradients: Sequence[Part], scalars: Scalars) -
     assert plan.kernel is not None
     kernel, scalars = ops.LOCAL_UPDATES[plan.kernel.rule], (int(bool(plan.first)), *scalars)
     updates = []
-    for indices, writer in zip(plan.indices_by_gpu, plan.writers, strict=True):
-        written = [plan.written[index] for index in indices]
-        job = Job(written, [gradients[index] for index in indices])
+    for job, writer in plan.jobs(gradients):
         updates.append(partial(job.run, by_kernel(kernel, scalars, writer)))
     return LocalStep(plan.devices, updates, plan.dense if plan.first else {})
 
@@ -148,7 +147,7 @@ def planned_step(plan: LocalPlan, gradients: Sequence[Part], scalars: Scalars) -
 def local_step(
     optimizer: Optimizer,
     members: Sequence[Member],
-    gradients: Sequence[Colocated],
+    parts: Sequence[Part],
     scalars: Scalars,
 ) -> LocalStep:
     """Returns a step with gradients of any kind.
@@ -156,9 +155,11 @@ def local_step(
     Args:
         optimizer: of the rule; its slots of the variables exist.
         members: the variables.
-        gradients: for each variable, colocated with its copies.
+        parts: for each copy of each variable, a colocated gradient.
         scalars: of the rule.
     """
+    left = iter(parts)
+    gradients = [tuple(islice(left, len(member.local.devices))) for member in members]
     kernel, additions = optimizer._kernel, _dense_additions(members, gradients)
     dense: dict[Member, tuple[Buffer, ...]] = {}
     sparse: dict[Member, PendingGradient] = {}

@@ -7,21 +7,19 @@ of the same variables is planned once, and so is a push that needs no staging me
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from typing import Any, TypeGuard
 
-from gradreduce import ops
 from gradreduce.arrays.caller_streams import release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DeferInterrupts, copy_over, deadline_scope
-from gradreduce.optim.gradient_inputs import Colocated, check_no_overlap, ready_count
+from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
 from .center import StalePushError
-from .local_step import LocalPlan, LocalStep, local_step, planned_step
+from .local_step import LocalPlan, local_step, planned_step
 from .push import PushConfig, PushPlan, Sum
 from .variables import AGNCustomGetter, HostCounter, Member
 
@@ -77,7 +75,8 @@ class Worker:
         members = plan.members if plan else [self._getter._member(var) for var in variables]
         devices = [device for var in variables for device in var.devices] if seconds else []
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
-            parts = self._checked(gradients, variables, members, plan)
+            others = () if plan else self._written_besides(members)
+            parts = inner._colocated_gradients(gradients, variables, plan, others)
             makes_up = self.is_due
             if makes_up:
                 self._retry_push(global_step)
@@ -101,20 +100,6 @@ class Worker:
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def _checked(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Variable],
-        members: Sequence[Member],
-        plan: LocalPlan | None,
-    ) -> Sequence[Part]:
-        """Validates gradients and returns one colocated with each copy of each variable."""
-        parts = self.inner._colocated_gradients(gradients, variables, plan)
-        if plan is None:
-            colocated = _by_variable(members, parts)
-            check_no_overlap(variables, colocated, ops.Ranges(self._written_besides(members)))
-        return parts
-
     def _written_besides(self, members: Sequence[Member]) -> list[Buffer]:
         """Returns what a call writes besides the worker's variables and their slots."""
         written = [member.center for member in members] + list(self.pulled.values())
@@ -137,9 +122,11 @@ class Worker:
         inner, planned = self.inner, None
         # A callable may raise; nothing has been created yet.
         scalars, powers = inner._next_update(inner._slots.powers)
-        if plan is None:
+        if plan is not None and _are_dense(parts):
+            step = planned_step(plan, parts, scalars)
+        else:
             self.prepare(members)
-        step = self._local_step(members, parts, plan, scalars)
+            step = local_step(inner, members, parts, scalars)
         is_due = not (self.step.value + 1) % self._config.period
         if is_due:
             push = self._ready_push(self._current_sums() | step.sums(), global_step, powers)
@@ -168,17 +155,6 @@ class Worker:
             # Without a start, the worker's initial values count as pulled.
             if local not in self.pulled:
                 self.pulled[local] = self.new_pulled(local, local.buffers[0])
-
-    def _local_step(
-        self,
-        members: Sequence[Member],
-        parts: Sequence[Part],
-        plan: LocalPlan | None,
-        scalars: Scalars,
-    ) -> LocalStep:
-        if plan is not None and _are_dense(parts):
-            return planned_step(plan, parts, scalars)
-        return local_step(self.inner, members, _by_variable(members, parts), scalars)
 
     # -- a communication --------------------------------------------------------------------------
 
@@ -262,12 +238,6 @@ def _copy_everywhere(center: Variable, local: Variable) -> None:
     (source,) = center.buffers
     for copy in local.buffers:
         copy_over(copy.device, copy, source)
-
-
-def _by_variable(members: Sequence[Member], parts: Sequence[Part]) -> list[Colocated]:
-    """Groups gradients of all copies by variable."""
-    left = iter(parts)
-    return [tuple(islice(left, len(member.local.devices))) for member in members]
 
 
 def _are_dense(parts: Sequence[Part]) -> TypeGuard[Sequence[Buffer]]:
