@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from weakref import ref
 
@@ -39,6 +39,7 @@ MAX_READERS = 16  # ranges of a block that are tracked separately
 ALIGNMENT = 16  # bytes: one vector access of a kernel, and what NCCL wants of a buffer's start
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Block:
     """One allocation, shared by every Buffer that is a view of it.
 
@@ -51,8 +52,7 @@ class Block:
         writable: False for a caller's read-only array.
         gaps: of one made by ``mesh.flat_buffer``: how many bytes behind the end of each tensor (in
             bytes from the start) are nobody's; None of any other.
-        attached: of one made by ``mesh.flat_buffer``: whose gradients lie in it (``attach``), or
-            None; of any other not set.
+        attached: of one made by ``mesh.flat_buffer``: whose gradients lie in it (``attach``).
         readers: of each range of bytes the last copy that reads it on each queue, marked; the next
             writer waits.
         touched: queues other than its home queue that used it, and callers' streams that were
@@ -60,43 +60,18 @@ class Block:
         remains: what is left of it when it is freed; not set where nobody asks.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "attached",
-        "device",
-        "gaps",
-        "nbytes",
-        "owned",
-        "raw",
-        "readers",
-        "remains",
-        "touched",
-        "writable",
-    )  # fmt: skip
-
-    attached: Attached | None
-    remains: FreedBlock
-
-    def __init__(
-        self,
-        device: Device,
-        raw: Any,
-        address: int,
-        nbytes: int,
-        *,
-        owned: bool,
-        writable: bool,
-    ) -> None:
-        self.device = device
-        self.raw = raw
-        self.address = address
-        self.nbytes = nbytes
-        self.owned = owned
-        self.writable = writable
-        self.gaps: dict[int, int] | None = None
-        self.readers: dict[tuple[Device, Queue, int, int], Mark] = {}
-        self.touched: set[tuple[Device, User]] = set()
+    device: Device
+    raw: Any
+    address: int
+    nbytes: int
+    _: KW_ONLY
+    owned: bool
+    writable: bool
+    gaps: dict[int, int] | None = None
+    attached: Attached | None = None
+    readers: dict[tuple[Device, Queue, int, int], Mark] = field(default_factory=dict)
+    touched: set[tuple[Device, User]] = field(default_factory=set)
+    remains: FreedBlock = field(init=False, repr=False)
 
     def record_stream(self, stream: Stream) -> None:
         """Records that a caller's stream may still use the block."""

@@ -47,8 +47,7 @@ class Device(NotCopied, Backend):
         physical: number of the physical device (the GPU ordinal).
         mesh: the whole mesh that it was opened with.
         freed: memory of freed blocks, until ``drain`` takes it back.
-        external_buffers: its flat buffers, whose memory comes back as arrays of other libraries;
-            None: none.
+        external_buffers: its flat buffers, whose memory comes back as arrays of other libraries.
         defers: whether work may still be waiting when the call that gave it has returned.
     """
 
@@ -64,7 +63,7 @@ class Device(NotCopied, Backend):
         self._endless = WaitPolicy(self)
         self._deferred_free = DeferredFree()
         self.freed = self._deferred_free.freed
-        self.external_buffers: ExternalBuffers | None = None
+        self.external_buffers = ExternalBuffers()
 
     @property
     def name(self) -> str:

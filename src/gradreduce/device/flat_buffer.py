@@ -15,14 +15,10 @@ from gradreduce.errors import brief, listed
 from .buffer import Block, Buffer, flat_layout
 from .deadlines import deadline_scope
 from .dtypes import as_dtype, as_index
-from .external_buffers import ExternalBuffers
-from .forks import ModuleLock
 from .pending_calls import as_deadline
 
 if TYPE_CHECKING:
     from .device import Device
-
-_first = ModuleLock()  # of those who make the first flat buffer of a device
 
 
 class Step(Protocol):
@@ -86,13 +82,8 @@ class FlatBuffer:
         buffers = tuple(device.zeros((layout.size,), found) for device in devices)
         views = tuple(tuple(map(flat.view, layout.offsets, inside)) for flat in buffers)
         for flat in buffers:
-            device = flat.device
-            with _first.lock:
-                if device.external_buffers is None:
-                    device.external_buffers = ExternalBuffers()
-            device.external_buffers.add(flat.block)
             flat.block.gaps = gaps
-            flat.block.attached = None
+            flat.device.external_buffers.add(flat.block)
         return cls(buffers, views)
 
     def arrays(self, output_type: str | None = None) -> list[list[Any]]:

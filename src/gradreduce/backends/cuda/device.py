@@ -246,7 +246,7 @@ class CudaDevice(Device):
         if not array.flags.c_contiguous:
             raise ValueError("an adopted array must be contiguous in C order: pass a copy")
         address, nbytes = array.data.ptr, array.nbytes
-        if self.external_buffers is not None and writable:
+        if self.external_buffers.is_used and writable:
             block = self.external_buffers.find(address, nbytes)
             if block is not None:
                 return Buffer(block, address - block.address, array.shape, dtype)

@@ -114,7 +114,7 @@ class SimDevice(Device):
     def _share(self, array: np.ndarray, address: int | None, writable: bool) -> Buffer:
         dtype = as_dtype(array.dtype)
         address = self.address_of(array) if address is None else address
-        if self.external_buffers is not None and writable:
+        if self.external_buffers.is_used and writable:
             block = self.external_buffers.find(address, array.nbytes)
             if block is not None:
                 return Buffer(block, address - block.address, array.shape, dtype)
