@@ -341,6 +341,16 @@ class Device(NotCopied, Backend):
             self._before_write(operand, queue)
         self._launch(kernel, template, rows, scalars, queue, crossing)
 
+    def launch_into_new(
+        self, kernel: Kernel, template: Template, row: Row, scalars: Sequence[int | float]
+    ) -> None:
+        """Launches over one row: a Buffer that was just allocated, and inputs on this device.
+
+        As ``launch``, which would check what the allocation has checked, and wait for nothing.
+        """
+        if row[0].size:
+            self._launch(kernel, template, [row], scalars, "compute", 0)
+
     def prepare(self, kernel: Kernel, template: Template) -> None:
         """Compiles a kernel, so that a later launch does not have to.
 

@@ -97,14 +97,16 @@ def add_unchecked(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
         terms: at least one; of one size and dtype, on one device.
         dtype: of the sum: the terms' dtype, or one that accumulates them.
     """
-    device = terms[0].device
-    out = device.allocate(terms[0].shape, dtype)
+    first = terms[0]
+    device = first.device
+    out = device.allocate(first.shape, dtype)
     row = [out, *terms]
-    to, of = ELEMENT_OF[dtype], ELEMENT_OF[terms[0].dtype]
+    to = of = ELEMENT_OF[dtype]
+    if first.dtype is not dtype:
+        of = ELEMENT_OF[first.dtype]
     if to.viewed is not None:
         row = as_elements(row)
-    template = _template(to.name, of.name, len(terms))
-    device.launch(ADD_N, template, [row], (len(terms),))
+    device.launch_into_new(ADD_N, _template(to.name, of.name, len(terms)), row, (len(terms),))
     return out
 
 

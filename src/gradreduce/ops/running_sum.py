@@ -28,15 +28,13 @@ def add_left_to_right(
     """
     if len(terms) == 1:
         return terms[0].astype(acc_dtype, copy=False)
-    later = [*terms[2:], *late]
-    if out is not None and (out.dtype != acc_dtype or (later and _may_be_read(out, later))):
+    if out is not None and out.dtype != acc_dtype:
         out = None
+    if out is not None and (len(terms) > 2 or late):
+        read = (*terms[2:], *late)
+        if out.size < LARGE or any(np.may_share_memory(out, term) for term in read):
+            out = None
     total: np.ndarray = np.add(terms[0], terms[1], out, dtype=acc_dtype)
     for term in terms[2:]:
         total += term
     return total
-
-
-def _may_be_read(out: np.ndarray, terms: Sequence[np.ndarray]) -> bool:
-    """Whether a term may share the memory of ``out``: if it is small, a scratch array is faster."""
-    return out.size < LARGE or any(np.may_share_memory(out, term) for term in terms)

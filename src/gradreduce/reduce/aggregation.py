@@ -244,11 +244,11 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, output_type: str | 
         TypeError: dtypes differ, one that cannot be added, or IndexedSlices without
             ``dense_shape`` among several inputs.
     """
-    _check_inputs(inputs, "Tensor/IndexedSlices")
-    if output_type is None and type(inputs[0]) is Buffer:  # before what arrays need
+    if output_type is None and type(inputs) is list and inputs and type(inputs[0]) is Buffer:
         made = _sum_directly(inputs)
         if made is not None:
             return made
+    _check_inputs(inputs, "Tensor/IndexedSlices")
     inputs = [as_slices(each) for each in inputs]
     if len(inputs) == 1 and not all_sparse(inputs):
         return _alone(inputs[0], output_type)

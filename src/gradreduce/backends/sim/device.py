@@ -28,7 +28,6 @@ from gradreduce.device import (
 from gradreduce.device.buffer import Row
 from gradreduce.device.command_list import Command
 from gradreduce.device.dtypes import BFLOAT16
-from gradreduce.device.kernel import Arrays
 from gradreduce.device.launch_table import CHUNK_SIZE, Tables
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
@@ -222,14 +221,16 @@ class SimDevice(Device):
     def _reference_work(
         self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[int | float]
     ) -> Callable[[], None]:
-        num_written = kernel.num_written(scalars)
         strict, whole = self.options.strict, kernel.items is not None
         if not strict and not whole and sum([row[0].size for row in rows]) <= BLOCK_SIZE:
             small = [
                 [memory_of(operand) if operand.flat is None else operand.flat for operand in row]
                 for row in rows
             ]
-            return partial(_run, kernel, small, scalars)  # nothing to cut, nothing to share out
+            return partial(
+                without_warnings, kernel.reference, small, *scalars
+            )  # nothing to cut, nothing to share out
+        num_written = kernel.num_written(scalars)
         workers = self.options.workers
         blocks: list[list[np.ndarray]] = []
         costs: list[int] = []
@@ -249,7 +250,8 @@ class SimDevice(Device):
                 blocks.append([array[start : start + length] for array in arrays])
             costs += [CALL_COST + length] * -(-size // length)
         jobs = [
-            partial(_run, kernel, part, scalars) for part in workers.shares(blocks, total, costs)
+            partial(without_warnings, kernel.reference, part, *scalars)
+            for part in workers.shares(blocks, total, costs)
         ]
         return partial(workers.run, jobs)
 
@@ -283,7 +285,7 @@ class SimDevice(Device):
         if not plain or self.mesh_state.capture is not None:
             return False
         self.mesh_state.check_usable(self)
-        work = partial(_run, kernel, [row], scalars)
+        work = partial(without_warnings, kernel.reference, [row], *scalars)
         command = partial(self.scheduler.submit, (self, "compute"), work)
         self._submit(command, Record("launch", kernel.name, self.index, num_rows=1), (), 0)
         return True
@@ -327,10 +329,6 @@ class _ArrayInterface:
             "typestr": buffer.dtype.str,
             "data": (buffer.address, False),
         }
-
-
-def _run(kernel: Kernel, rows: Sequence[Arrays], scalars: Sequence[int | float]) -> None:
-    without_warnings(kernel.reference, rows, *scalars)
 
 
 def memory_of(buffer: Buffer) -> np.ndarray:
