@@ -22,71 +22,6 @@ _shared: weakref.WeakValueDictionary[str, AccumulatorState] = weakref.WeakValueD
 _lock = ModuleLock()
 
 
-def state_of(shared_name: str | None) -> AccumulatorState | None:
-    """Returns the open accumulator that is registered as ``shared_name``, if any."""
-    with _lock.lock:
-        found = _shared.get(shared_name) if shared_name else None
-        return None if found is None or found.closed else found
-
-
-def shared_state(
-    shared_name: str | None,
-    state: AccumulatorState,
-    cross_device_ops: CrossDeviceOps | None = None,
-) -> AccumulatorState:
-    """Returns the state registered as ``shared_name``, registering ``state`` if there is none.
-
-    A state that was closed or inherited across a fork is replaced, even if it is still referenced.
-
-    Args:
-        shared_name: the constructor's argument.
-        state: created from the constructor's other arguments.
-        cross_device_ops: the constructor's ``cross_device_ops``, if passed.
-
-    Raises:
-        ValueError: the name is registered with other arguments.
-    """
-    if not shared_name:
-        return state
-    with _lock.lock:
-        found = _shared.setdefault(shared_name, state)
-        if found.closed or found.devices[0].mesh_state.is_inherited:
-            found = _shared[shared_name] = state
-    for field in ("sparse", "dtype", "shape", "reduction_type"):
-        had, wanted = [
-            each.storage.sparse if field == "sparse" else getattr(each, field)
-            for each in (found, state)
-        ]
-        if had != wanted:
-            raise ValueError(f"shared_name={brief(shared_name)} has {field} {had}, not {wanted}")
-    if (found.devices, found.over_mesh) != (state.devices, state.over_mesh):
-        had, wanted = (
-            f"{'mesh of ' * of.over_mesh}{listed(each.name for each in of.devices)}"
-            for of in (found, state)
-        )
-        other = " of another mesh" * (
-            found.devices[0].mesh_state is not state.devices[0].mesh_state
-        )
-        raise ValueError(f"shared_name={brief(shared_name)} has device {had}, not {wanted}{other}")
-    if (
-        cross_device_ops is not None
-        and found.over_mesh
-        and _settings_of(found.cross_device_ops) != _settings_of(cross_device_ops)
-    ):
-        raise ValueError(
-            f"shared_name={brief(shared_name)} has cross_device_ops "
-            f"{found.cross_device_ops!r}, not {cross_device_ops!r}"
-        )
-    return found
-
-
-def _settings_of(cross_device_ops: CrossDeviceOps) -> object:
-    """A key that is equal for CrossDeviceOps that reduce in the same way."""
-    if isinstance(cross_device_ops, AllReduceCrossDeviceOps) and is_all_reduce(cross_device_ops):
-        return cross_device_ops.settings
-    return cross_device_ops
-
-
 def create_state(
     dtype: Any,
     shape: Sequence[int | None] | None,
@@ -96,7 +31,11 @@ def create_state(
     cross_device_ops: CrossDeviceOps | None,
     storage: Storage,
 ) -> AccumulatorState:
-    """Returns the state of a new accumulator; see ``ConditionalAccumulator`` for arguments."""
+    """Returns the state of a new accumulator, or the one registered as ``shared_name``.
+
+    A state that was closed or inherited across a fork is replaced, even if it is still referenced.
+    See ``ConditionalAccumulator`` for arguments and errors.
+    """
     found = as_dtype(dtype)
     if found.name not in DTYPES:
         raise TypeError(f"dtype={found} must be one of {', '.join(DTYPES)}")
@@ -106,21 +45,76 @@ def create_state(
     reducer = shared_ops() if cross_device_ops is None else cross_device_ops
     if not isinstance(reducer, CrossDeviceOps):
         raise TypeError(f"cross_device_ops={brief(reducer)} must be a CrossDeviceOps")
-    devices, over_mesh = _placed(device, state_of(shared_name), reducer.mesh)
+    devices, over_mesh = _placed(device, shared_name or "", reducer.mesh)
     state = AccumulatorState(found, wanted, reduction_type, devices, over_mesh, reducer, storage)
     storage.prepare(state)
     devices[0].mesh_state.add_listener(state, cancel_waiting, discard_sums)
-    return shared_state(shared_name, state, cross_device_ops)
+    return _registered(shared_name, state, cross_device_ops) if shared_name else state
 
 
 def _placed(
-    device: DeviceLike | Mesh | None, shared: AccumulatorState | None, mesh: Mesh | None
+    device: DeviceLike | Mesh | None, shared_name: str, mesh: Mesh | None
 ) -> tuple[tuple[Device, ...], bool]:
     """The devices of an accumulator, and whether they are a mesh."""
-    if shared is not None:
+    with _lock.lock:
+        shared = _shared.get(shared_name)
+    if shared is not None and not shared.closed:
         mesh = shared.devices[0].mesh
         if device is None:
             return shared.devices, shared.over_mesh
     if device is None:
         return default_mesh().devices[:1], False
     return as_devices(device, "device=", mesh), isinstance(device, Mesh)
+
+
+def _registered(
+    shared_name: str, state: AccumulatorState, cross_device_ops: CrossDeviceOps | None
+) -> AccumulatorState:
+    """Returns the state registered as ``shared_name``; registers ``state`` if there is none.
+
+    Args:
+        shared_name: the constructor's argument.
+        state: created from the constructor's other arguments.
+        cross_device_ops: the constructor's, if passed.
+
+    Raises:
+        ValueError: the name is registered with other arguments.
+    """
+    with _lock.lock:
+        found = _shared.setdefault(shared_name, state)
+        if found.closed or found.devices[0].mesh_state.is_inherited:
+            found = _shared[shared_name] = state
+    differing: list[tuple[str, Any, Any]] = [
+        (name, had, wanted)
+        for name, had, wanted in (
+            ("sparse", found.storage.sparse, state.storage.sparse),
+            ("dtype", found.dtype, state.dtype),
+            ("shape", found.shape, state.shape),
+            ("reduction_type", found.reduction_type, state.reduction_type),
+        )
+        if had != wanted
+    ]
+    if (found.devices, found.over_mesh) != (state.devices, state.over_mesh):
+        had, wanted = (
+            f"{'mesh of ' * each.over_mesh}{listed(device.name for device in each.devices)}"
+            for each in (found, state)
+        )
+        same_mesh = found.devices[0].mesh_state is state.devices[0].mesh_state
+        differing.append(("device", had, wanted if same_mesh else f"{wanted} of another mesh"))
+    if (
+        cross_device_ops is not None
+        and found.over_mesh
+        and _settings_of(found.cross_device_ops) != _settings_of(cross_device_ops)
+    ):
+        differing.append(("cross_device_ops", found.cross_device_ops, cross_device_ops))
+    if differing:
+        name, had, wanted = differing[0]
+        raise ValueError(f"shared_name={brief(shared_name)} has {name} {had}, not {wanted}")
+    return found
+
+
+def _settings_of(cross_device_ops: CrossDeviceOps) -> object:
+    """A key that is equal for CrossDeviceOps that reduce in the same way."""
+    if isinstance(cross_device_ops, AllReduceCrossDeviceOps) and is_all_reduce(cross_device_ops):
+        return cross_device_ops.settings
+    return cross_device_ops

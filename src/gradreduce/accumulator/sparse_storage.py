@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gradreduce import ops
@@ -167,16 +168,12 @@ class SparseStorage(Storage):
                 each.steps.append((values, gradient.segments, into))
         growing = list(sums.values())
         _allocate_sums(growing)
-        launches: list[tuple[bool, Callable[[], None]]] = []
-        for wave in range(max([len(each.steps) for each in growing], default=0)):
-            made = _launches([each for each in growing if wave < len(each.steps)], wave)
-            launches += sorted(made, key=lambda launch: launch[0])
-        # A new sum may share a launch with one in place; then its next gradient must follow it.
-        apart = next((at for at, (writes, _) in enumerate(launches) if writes), len(launches))
+        fresh = [each for each in growing if not each.is_in_place]
+        later = [each for each in growing if each.is_in_place]
         return Additions(
-            [launch for _, launch in launches[:apart]],
-            [launch for _, launch in launches[apart:]],
-            [each.device for each in growing] if apart < len(launches) else [],
+            _launches(fresh),
+            _launches(later),
+            [each.device for each in later],
             [(each.state, each.device_index, SparseSum(each.slots, each.values))
              for each in growing],
         )  # fmt: skip
@@ -295,33 +292,30 @@ def _allocate_sums(growing: Sequence[_GrowingSum]) -> None:
         fork_streams(devices[0], devices)
 
 
-def _launches(growing: Sequence[_GrowingSum], wave: int) -> list[tuple[bool, Callable[[], None]]]:
-    """One launch for each GPU: whether it writes in place, and the function to call."""
-    launches = []
-    for indices in by_physical([each.device for each in growing]).values():
-        sharing = [growing[index] for index in indices]
-        steps = [each.steps[wave] for each in sharing]
-        devices = [each.device for each in sharing] + [rows.device for rows, _, _ in steps]
-        add = ops.segment_sum_command(
-            [each.values for each in sharing],
-            [rows for rows, _, _ in steps],
-            [segments for _, segments, _ in steps],
-            into=[into for _, _, into in steps],
-            device=devices[0],
-        )
-        launches.append(
-            (any(each.is_in_place for each in sharing), _with_stream_waits(devices, add))
-        )
+def _launches(growing: Sequence[_GrowingSum]) -> list[Callable[[], None]]:
+    """Launches that add the n-th gradients of all sums: one for each n and GPU."""
+    launches: list[Callable[[], None]] = []
+    for wave in range(max([len(each.steps) for each in growing], default=0)):
+        present = [each for each in growing if wave < len(each.steps)]
+        for indices in by_physical([each.device for each in present]).values():
+            sharing = [present[index] for index in indices]
+            steps = [each.steps[wave] for each in sharing]
+            devices = [each.device for each in sharing] + [rows.device for rows, _, _ in steps]
+            add = ops.segment_sum_command(
+                [each.values for each in sharing],
+                [rows for rows, _, _ in steps],
+                [segments for _, segments, _ in steps],
+                into=[into for _, _, into in steps],
+                device=devices[0],
+            )
+            launches.append(partial(_launch, devices, add))
     return launches
 
 
-def _with_stream_waits(devices: Sequence[Device], add: Callable[[], None]) -> Callable[[], None]:
-    def launch() -> None:
-        join_streams(devices[0], devices)
-        add()
-        fork_streams(devices[0], devices)
-
-    return launch
+def _launch(devices: Sequence[Device], add: Callable[[], None]) -> None:
+    join_streams(devices[0], devices)
+    add()
+    fork_streams(devices[0], devices)
 
 
 def _has_custom_ops(state: AccumulatorState) -> bool:

@@ -30,17 +30,12 @@ class SparseGradient:
     Attributes:
         values: its rows, ``(num_rows, …)``.
         segments: which of them have the same index.
-        dense_shape: of the whole array; -1 as its first entry if that is unknown.
+        shape: of the whole array; -1 as its first entry if that is unknown.
     """
 
     values: Buffer
     segments: Segments
-    dense_shape: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole array."""
-        return self.dense_shape
+    shape: tuple[int, ...]
 
     @property
     def dtype(self) -> DType:
