@@ -173,5 +173,5 @@ class ConditionalAccumulatorBase(NotCopied):
 
     def __exit__(self, *error: object) -> None:
         # After a fork, the child leaves the sum to its parent.
-        if not self._state.devices[0].mesh_state.is_inherited:
+        if not self._state.mesh_state.is_inherited:
             self.close()

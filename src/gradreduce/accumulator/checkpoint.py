@@ -46,11 +46,10 @@ def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, An
         deadline: seconds from ``as_deadline``, for all downloads together.
     """
     end = snapshots.end_of(deadline)
-    mesh_state = state.devices[0].mesh_state
     with state.lock:
         state.check_open()
         state.check_devices()
-        generation = mesh_state.generation
+        generation = state.mesh_state.generation
         made: dict[str, Any] = {
             "format": state.storage.format,
             "dtype": str(state.dtype),
@@ -64,7 +63,7 @@ def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, An
         }
         downloads = [None if total is None else state.storage.save(total) for total in state.totals]
     made["partial_sums"] = [None if download is None else download(end) for download in downloads]
-    if mesh_state.has_failed(generation):  # and was reset before a download could fail
+    if state.mesh_state.has_failed(generation):  # and was reset before a download could fail
         raise CollectiveError(
             "the mesh failed while the state of an accumulator was saved; load an older checkpoint"
         )
@@ -76,8 +75,7 @@ def load_state(state: AccumulatorState, saved: Mapping[str, Any]) -> None:
 
     Checks, uploads, and then replaces everything under the lock: on error, nothing has changed.
     """
-    mesh_state = state.devices[0].mesh_state
-    generation = mesh_state.generation
+    generation = state.mesh_state.generation
     attributes, uploads = _checked(state, saved)
     totals = [
         None if upload is None else upload(device)
@@ -86,7 +84,7 @@ def load_state(state: AccumulatorState, saved: Mapping[str, Any]) -> None:
     with state.lock:
         state.check_open()
         state.check_devices()
-        if mesh_state.has_failed(generation):  # then reset: uploads may be incomplete
+        if state.mesh_state.has_failed(generation):  # then reset: uploads may be incomplete
             raise CollectiveError(
                 "the mesh failed while the state of an accumulator was loaded; load it again"
             )

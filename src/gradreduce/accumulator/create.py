@@ -48,7 +48,7 @@ def create_state(
     devices, over_mesh = _placed(device, shared_name or "", reducer.mesh)
     state = AccumulatorState(found, wanted, reduction_type, devices, over_mesh, reducer, storage)
     storage.prepare(state)
-    devices[0].mesh_state.add_listener(state, cancel_waiting, discard_sums)
+    state.mesh_state.add_listener(state, cancel_waiting, discard_sums)
     return _registered(shared_name, state, cross_device_ops) if shared_name else state
 
 
@@ -82,7 +82,7 @@ def _registered(
     """
     with _lock.lock:
         found = _shared.setdefault(shared_name, state)
-        if found.closed or found.devices[0].mesh_state.is_inherited:
+        if found.closed or found.mesh_state.is_inherited:
             found = _shared[shared_name] = state
     differing: list[tuple[str, Any, Any]] = [
         (name, had, wanted)
@@ -99,7 +99,7 @@ def _registered(
             f"{'mesh of ' * each.over_mesh}{listed(device.name for device in each.devices)}"
             for each in (found, state)
         )
-        same_mesh = found.devices[0].mesh_state is state.devices[0].mesh_state
+        same_mesh = found.mesh_state is state.mesh_state
         differing.append(("device", had, wanted if same_mesh else f"{wanted} of another mesh"))
     if (
         cross_device_ops is not None

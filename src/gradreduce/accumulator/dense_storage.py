@@ -36,6 +36,7 @@ from gradreduce.device import (
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.reduce.aggregation import known_shape
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+from gradreduce.reduce.one_device import by_gpu
 
 from .state import AccumulatorState, Addend, Additions, PendingGradient, Storage
 from .validate import check_dtype, to_sum_device
@@ -346,17 +347,11 @@ def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
 
 def _divide(divisions: Sequence[_Division]) -> None:
     """Divides sums with one launch for each GPU, divisor and dtype."""
-    launches: dict[tuple[int, float], list[_Division]] = {}
+    by_divisor: dict[float, list[_Division]] = {}
     for division in divisions:
-        divisor, total, _ = division
-        launches.setdefault((total.device.physical, divisor), []).append(division)
-    for (_, divisor), sharing in launches.items():
-        devices = [total.device for _, total, _ in sharing]
-        join_streams(devices[0], devices)
-        ops.all_sum(
-            [[out] for _, _, out in sharing],
-            [[total] for _, total, _ in sharing],
-            divisor=divisor,
-            device=devices[0],
-        )
-        fork_streams(devices[0], devices)
+        by_divisor.setdefault(division[0], []).append(division)
+    for divisor, sharing in by_divisor.items():
+        for indices, leader in by_gpu([total for _, total, _ in sharing]):
+            outs = [[sharing[index][2]] for index in indices]
+            totals = [[sharing[index][1]] for index in indices]
+            ops.all_sum(outs, totals, divisor=divisor, device=leader)

@@ -229,8 +229,8 @@ def _checked(
                 f"accumulators[{index}] is the same as accumulators[{seen[state]}]; pass each at "
                 "most once"
             )
-        mesh_state = mesh_state or state.devices[0].mesh_state
-        if state.devices[0].mesh_state is not mesh_state:
+        mesh_state = mesh_state or state.mesh_state
+        if state.mesh_state is not mesh_state:
             raise DeviceMismatchError(
                 f"accumulators[{index}] is on another mesh than accumulators[0]; make one call "
                 "for each mesh"

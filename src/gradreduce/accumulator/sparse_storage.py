@@ -49,7 +49,7 @@ from gradreduce.ops import (
 from gradreduce.reduce.aggregation import concatenated_rows
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.arguments import Request
-from gradreduce.reduce.one_device import broadcast_values
+from gradreduce.reduce.one_device import broadcast_values, by_gpu
 
 from .state import (
     AccumulatorState,
@@ -267,29 +267,26 @@ def _check_extents(
 
 def _allocate_sums(growing: Sequence[_GrowingSum]) -> None:
     """Allocates memory for new rows; copies the rows of a sum that outgrows its memory."""
-    moved: list[tuple[Device, Buffer, Buffer]] = []
+    outs: list[Buffer] = []
+    moved: list[Buffer] = []
     for each in growing:
         total, needed = each.total, each.slots.num_rows
-        if total is not None and needed <= total.values.shape[0]:
+        existing = 0 if total is None else total.values.shape[0]
+        if total is not None and needed <= existing:
             each.values = total.values
             continue
-        row = each.steps[0][0].shape[1:]
-        capacity = needed if total is None else max(needed, 2 * total.values.shape[0])
+        capacity = max(needed, 2 * existing)
         limit = each.state.shape[0] if each.state.shape else None
         if limit is not None:
             capacity = min(capacity, limit)
-        each.values = each.device.empty((capacity, *row), accumulate_dtype(each.state.dtype))
+        shape = (capacity, *each.steps[0][0].shape[1:])
+        each.values = each.device.empty(shape, accumulate_dtype(each.state.dtype))
         if total is not None and total.slots.num_rows:
-            rows = total.rows
-            moved.append((each.device, each.values.view(0, rows.shape), rows))
-    for indices in by_physical([device for device, _, _ in moved]).values():
-        sharing = [moved[index] for index in indices]
-        devices = [device for device, _, _ in sharing]
-        join_streams(devices[0], devices)
-        ops.pack(
-            [out for _, out, _ in sharing], [rows for _, _, rows in sharing], device=devices[0]
-        )
-        fork_streams(devices[0], devices)
+            moved.append(total.rows)
+            outs.append(each.values.view(0, total.rows.shape))
+    for indices, leader in by_gpu(outs):
+        rows = [moved[index] for index in indices]
+        ops.pack([outs[index] for index in indices], rows, device=leader)
 
 
 def _launches(growing: Sequence[_GrowingSum]) -> list[Callable[[], None]]:

@@ -104,12 +104,11 @@ class PendingTake:
         self.done.set()
 
 
+@dataclass(eq=False, repr=False)
 class AccumulatorState:
     """The state of an accumulator, shared by all with the same ``shared_name``.
 
     Attributes:
-        number: order of creation, in which locks are taken.
-        name: of its first accumulator, for errors.
         dtype: of gradients and results.
         shape: what gradients must fit; None for anything, None entries for any extent.
         reduction_type: ``"MEAN"`` or ``"SUM"``.
@@ -117,6 +116,9 @@ class AccumulatorState:
         over_mesh: whether results are ``Mirrored`` on all devices.
         cross_device_ops: reduces the partial sums of a mesh at a take.
         storage: of the partial sums.
+        number: order of creation, in which locks are taken.
+        name: of its first accumulator, for errors.
+        mesh_state: of the devices.
         lock: guards everything below; raises in a forked child.
         count: gradients in the sum.
         step: gradients of an earlier one are stale.
@@ -130,32 +132,25 @@ class AccumulatorState:
         closed: whether every further call is an error.
     """
 
-    def __init__(
-        self,
-        dtype: DType,
-        shape: tuple[int | None, ...] | None,
-        reduction_type: str,
-        devices: tuple[Device, ...],
-        over_mesh: bool,
-        cross_device_ops: CrossDeviceOps,
-        storage: Storage,
-    ) -> None:
+    dtype: DType
+    shape: tuple[int | None, ...] | None
+    reduction_type: str
+    devices: tuple[Device, ...]
+    over_mesh: bool
+    cross_device_ops: CrossDeviceOps
+    storage: Storage
+
+    def __post_init__(self) -> None:
         self.number = next(_numbers)
         self.name = ""
-        self.dtype = dtype
-        self.shape = shape
-        self.reduction_type = reduction_type
-        self.devices = devices
-        self.over_mesh = over_mesh
-        self.cross_device_ops = cross_device_ops
-        self.storage = storage
+        self.mesh_state = self.devices[0].mesh_state
         self._lock = threading.RLock()
         self.count = 0
         self.step = 0
         self.num_dropped = 0
         self.has_warned = False
         self.sum_shape: tuple[int, ...] | None = None
-        self.totals: list[Any] = [None] * len(devices)
+        self.totals: list[Any] = [None] * len(self.devices)
         self.kind: Kind = "native"
         self.queue: deque[PendingTake] = deque()
         self.closed = False
@@ -163,7 +158,7 @@ class AccumulatorState:
     @property
     def lock(self) -> threading.RLock:
         """The lock; raises ``BackendUnavailableError`` in a forked child."""
-        self.devices[0].mesh_state.check_process()
+        self.mesh_state.check_process()
         return self._lock
 
     def check_open(self) -> None:
@@ -174,7 +169,7 @@ class AccumulatorState:
     def check_devices(self) -> None:
         """Raises ``BackendUnavailableError`` if the mesh was closed or a device has failed."""
         for device in self.devices:
-            device.mesh_state.check_usable(device)
+            self.mesh_state.check_usable(device)
 
     def set_step(self, step: int) -> None:
         """Sets the step, with a warning if it decreases; waiting takes are not affected."""

@@ -49,9 +49,7 @@ def join(pending_take: PendingTake) -> None:
         CollectiveError: its mesh has failed.
     """
     if pending_take.deadline is not None:
-        pending_take.states[0].devices[
-            0
-        ].mesh_state.guard()  # starts the watchdog here, before any lock is held
+        pending_take.states[0].mesh_state.guard()  # starts the watchdog before a lock is held
     with locked(pending_take.states):
         for state in pending_take.states:
             state.check_open()
@@ -124,7 +122,7 @@ def cancel_waiting(state: AccumulatorState) -> None:
     """Cancels waiting takes, because the accumulator or its mesh was closed or failed."""
     with state.lock:
         waiting = list(state.queue)
-    reason = state.devices[0].mesh_state.reason
+    reason = state.mesh_state.reason
     text = "TakeGrad operation was cancelled"
     text += "" if reason is None else f": the mesh has failed: {reason}"
     for pending_take in waiting:

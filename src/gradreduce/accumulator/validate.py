@@ -62,7 +62,7 @@ def _replicas_of(state: AccumulatorState, grad: Any) -> Sequence[Any]:
     """The gradient of each replica, on the accumulator's mesh; dense ones of one shape."""
     if not isinstance(grad, PerReplica):
         return (grad,)
-    if grad.devices[0].mesh_state is not state.devices[0].mesh_state:
+    if grad.devices[0].mesh_state is not state.mesh_state:
         devices = listed(device.name for device in state.devices)
         raise DeviceMismatchError(
             f"the gradient is on another mesh than the accumulator, which is on {devices}"

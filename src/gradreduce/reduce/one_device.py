@@ -77,7 +77,7 @@ def added_on(
 def quotients(sums: Sequence[Buffer], divisor: float) -> list[Buffer]:
     """Divides integers to floats in new memory; buffers on one GPU share a launch."""
     outs = [total.device.empty(total.shape, mean_dtype(total.dtype)) for total in sums]
-    for indices, leader in _by_gpu(outs):
+    for indices, leader in by_gpu(outs):
         here = [outs[index] for index in indices]
         ops.divide(here, [sums[index] for index in indices], divisor, device=leader)
     return outs
@@ -88,14 +88,14 @@ def divided(sums: Sequence[Buffer], divisor: float, dtypes: Sequence[DType]) -> 
     outs = [
         total.device.empty(total.shape, dtype) for total, dtype in zip(sums, dtypes, strict=True)
     ]
-    for indices, leader in _by_gpu(outs):
+    for indices, leader in by_gpu(outs):
         here = [[outs[index]] for index in indices]
         ops.all_sum(here, [[sums[index]] for index in indices], divisor=divisor, device=leader)
     return outs
 
 
-def _by_gpu(buffers: Sequence[Buffer]) -> Iterator[tuple[tuple[int, ...], Device]]:
-    """Yields for each GPU its buffers' indices, and the device that launches."""
+def by_gpu(buffers: Sequence[Buffer]) -> Iterator[tuple[tuple[int, ...], Device]]:
+    """Yields for each GPU its buffers' indices, and the device that launches; adds stream waits."""
     devices = [buffer.device for buffer in buffers]
     for indices in by_physical(devices).values():
         sharing = [devices[index] for index in indices]
