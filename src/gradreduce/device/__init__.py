@@ -27,7 +27,6 @@ from .forks import ModuleLock
 from .graph_capture import Capture
 from .interrupts import DeferInterrupts
 from .kernel import Kernel, Template
-from .launch_batch import LaunchBatch
 from .mesh import Mesh
 from .op_log import FlightEntry, Journal, Record
 from .peer_access import can_access
@@ -65,7 +64,6 @@ __all__ = [
     "FreedBlock",
     "Journal",
     "Kernel",
-    "LaunchBatch",
     "Mark",
     "Mesh",
     "ModuleLock",
