@@ -6,7 +6,7 @@ second description of it could grow out of date. Nothing is allocated, compiled 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import count
 from typing import Any
@@ -38,7 +38,7 @@ from gradreduce.errors import DeviceMismatchError
 _ADDRESS_BITS = 44  # bits: blocks of up to 16 TiB lie this far apart
 
 # Logical devices' physical ones, backend, and peer access: all that a flow asks of a mesh.
-MeshSignature = tuple[tuple[int, ...], str, Hashable]
+MeshSignature = tuple[tuple[int, ...], str, bool | frozenset[tuple[int, int]]]
 # Of a Buffer: device, block, whether that is our pool's, its bytes, the offset in it, how far its
 # address is behind a 16-byte boundary, shape, dtype.
 Signature = tuple[int, int, bool, int, int, int, tuple[int, ...], np.dtype]
@@ -48,7 +48,7 @@ def mesh_signature(mesh: Mesh) -> MeshSignature:
     """Returns what a plan depends on in a mesh."""
     whole = mesh.devices[0].mesh
     access = whole.mesh_state.peer_access
-    peers: Hashable = access if isinstance(access, bool) else frozenset(access)
+    peers = access if isinstance(access, bool) else frozenset(access)
     return tuple(device.physical for device in whole.devices), whole.backend, peers
 
 
@@ -77,8 +77,7 @@ class DryRunMesh:
 
     def __init__(self, signature: MeshSignature) -> None:
         placement, backend, peers = signature
-        access = peers if isinstance(peers, bool) else set(peers)  # type: ignore[call-overload]
-        mesh_state = MeshState(backend, peer_access=access)
+        mesh_state = MeshState(backend, peer_access=peers)
         starts = count(1)
         made = [
             DryRunDevice(mesh_state, index, physical, starts)

@@ -168,7 +168,7 @@ def _mesh_of(requests: Sequence[Request]) -> Mesh:
     return mesh
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _dry_run(
     settings: Settings,
     reduce_op: ReduceOp,

@@ -10,13 +10,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, field
 
 from gradreduce.device import Buffer, Device, Journal, Mesh, Record
 from gradreduce.device.collective import bytes_sent
 from gradreduce.device.command_list import Operation
-from gradreduce.device.mesh_state import MeshState
 
 from .pipeline import PHASES
 from .plan import DryRun, ReducePlan
@@ -53,12 +51,10 @@ class CopyBandwidth:
             return self._found[key]
 
 
-_found: WeakKeyDictionary[MeshState, CopyBandwidth] = WeakKeyDictionary()
-
-
 def copy_bandwidth(mesh: Mesh) -> CopyBandwidth:
     """Returns the bandwidths of a mesh, shared by all its parts."""
-    return _found.setdefault(mesh.mesh_state, CopyBandwidth())
+    found: CopyBandwidth = mesh.mesh_state.plans.setdefault("copy bandwidth", CopyBandwidth())
+    return found
 
 
 def _copied_bytes_per_second(device: Device, source: Device) -> float:
@@ -116,14 +112,14 @@ class Traffic:
         links: (from, to) of physical devices -> bytes; of a collective, those of a ring.
     """
 
-    read: Counter[int]
-    written: Counter[int]
-    links: Counter[tuple[int, int]]
+    read: Counter[int] = field(default_factory=Counter)
+    written: Counter[int] = field(default_factory=Counter)
+    links: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     @classmethod
     def sum(cls, parts: Iterable[Traffic]) -> Traffic:
         """Adds the traffic of several parts."""
-        total = cls(Counter(), Counter(), Counter())
+        total = cls()
         for part in parts:
             total.read.update(part.read)
             total.written.update(part.written)
@@ -252,23 +248,24 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
     whole.synchronize()
     ended = time.perf_counter()
     del results
-    planned = _by_stage(dry_run)
+    planned: dict[str, list[Record]] = {name: [] for name in STAGES}
+    traffic = {name: Traffic() for name in STAGES}
+    for operation in dry_run.operations:
+        name = _stage_of(operation.records[0])
+        planned[name] += operation.records
+        _add_traffic(traffic[name], operation, dry_run.plan.mesh)
     done = [record for record in journal.records if record.kind in _COUNTED]
     firsts = {device.physical: device for device in reversed(whole.devices)}
-    stages = []
-    for name in STAGES:
-        records = [record for record, _ in planned[name]]
-        traffic = Traffic.sum(part for _, part in planned[name])
-        floor = _floor(traffic, firsts, bandwidth)
-        stages.append(
-            Stage(
-                name,
-                Counts.of(records),
-                Counts.of([each for each in done if _stage_of(each) == name]),
-                traffic,
-                floor,
-            )
+    stages = [
+        Stage(
+            name,
+            Counts.of(planned[name]),
+            Counts.of([each for each in done if _stage_of(each) == name]),
+            traffic[name],
+            _floor(traffic[name], firsts, bandwidth),
         )
+        for name in STAGES
+    ]
     total = Traffic.sum(stage.traffic for stage in stages)
     return Profile(
         plan=dry_run.plan,
@@ -297,46 +294,32 @@ def _floor(traffic: Traffic, firsts: Mapping[int, Device], bandwidth: CopyBandwi
 # -- stages ----------------------------------------------------------------------------------------
 
 
-def _by_stage(dry_run: DryRun) -> dict[str, list[tuple[Record, Traffic]]]:
-    """Returns for each stage the dry run's records and their traffic."""
-    found: dict[str, list[tuple[Record, Traffic]]] = {name: [] for name in STAGES}
-    for operation in dry_run.operations:
-        is_collective = operation.records[0].kind == "collective"
-        traffic = _ring(operation) if is_collective else [_traffic(operation, dry_run.plan.mesh)]
-        for record, each in zip(operation.records, traffic, strict=True):
-            found[_stage_of(record)].append((record, each))
-    return found
-
-
 def _stage_of(record: Record) -> str:
     return "copies" if record.kind == "copy" else record.phase
 
 
-def _traffic(operation: Operation, mesh: Sequence[int]) -> Traffic:
-    """Returns the traffic of one launch, copy or fill; a copy may run on either of its ends."""
-    (record,), rows, num_written = operation.records, operation.rows, operation.num_written
+def _add_traffic(total: Traffic, operation: Operation, mesh: Sequence[int]) -> None:
+    """Adds what an operation moves; of a collective over the links of a ring.
+
+    Args:
+        total: is changed.
+        operation: any.
+        mesh: the physical device of each logical one.
+    """
+    record, rows = operation.records[0], operation.rows
+    # A copy may run on either of its ends: the bytes go from one to the other.
     home = rows[0][0].device.physical if record.kind == "copy" else mesh[record.device]
-    total = Traffic(Counter(), Counter(), Counter())
     for row in rows:
         for index, buffer in enumerate(row):
-            there = buffer.device.physical
-            is_written = index < num_written
+            there, is_written = buffer.device.physical, index < operation.num_written
             (total.written if is_written else total.read)[there] += buffer.nbytes
-            if there != home:
+            if there != home and record.kind != "collective":
                 total.links[(home, there) if is_written else (there, home)] += buffer.nbytes
-    return total
-
-
-def _ring(operation: Operation) -> Iterator[Traffic]:
-    """Yields the traffic of each rank of a collective, as in a ring."""
-    physicals = [written.device.physical for written, _ in operation.rows]
-    following = [*physicals[1:], physicals[0]]
-    for record, row, home, after in zip(
-        operation.records, operation.rows, physicals, following, strict=True
-    ):
-        sent = bytes_sent(record.name, record.nbytes, len(physicals))
-        links = Counter({(home, after): sent} if sent else {})
-        yield Traffic(Counter({home: row[1].nbytes}), Counter({home: row[0].nbytes}), links)
+    if record.kind == "collective":
+        ring = [row[0].device.physical for row in rows]
+        sent = bytes_sent(record.name, record.nbytes, len(ring))
+        for link in zip(ring, [*ring[1:], ring[0]], strict=True) if sent else ():
+            total.links[link] += sent
 
 
 def _differences(planned: Iterable[Record], done: Iterable[Record]) -> Iterator[str]:
