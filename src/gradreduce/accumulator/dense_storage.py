@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, takewhile, zip_longest
+from itertools import chain, groupby, takewhile, zip_longest
 from operator import attrgetter
 from typing import Any
 
@@ -161,9 +161,8 @@ class DenseStorage(Storage):
             if count < len(gradients):
                 rows.append((addition, gradients[count:]))
         return Additions(
-            [partial(_add, ops.add_n, ops.cast_unchecked, first)] if first else [],
-            [partial(_add, ops.accumulate_n, ops.accumulate_unchecked, wave)
-             for wave in _waves(rows)],
+            [partial(_add, ops.add_n, first)] if first else [],
+            [partial(_add, ops.accumulate_n, wave) for wave in _waves(rows)],
             overwritten,
             [(each.state, each.device_index, each.total) for each in sums],
         )  # fmt: skip
@@ -266,30 +265,24 @@ def _waves(rows: list[_Row]) -> list[list[_Row]]:
     return [[row for row in wave if row is not None] for wave in zip_longest(*runs)]
 
 
-def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
+def _add(kernel: _Kernel, rows: Sequence[_Row]) -> None:
     """Adds with one launch for each GPU, dtype and number of gradients.
 
     Args:
-        together: adds a list of gradients to each sum.
-        alone: adds one gradient to each sum, without validation.
-        rows: the sums and their gradients.
+        kernel: adds a list of gradients to each sum.
+        rows: the sums and their gradients, checked before.
     """
     for indices in by_physical([addition.device for addition, _ in rows]).values():
         totals: list[Buffer] = []
         terms: list[list[Buffer]] = []
-        flat: list[Buffer] = []
         for index in indices:
             addition, gradients = rows[index]
             totals.append(addition.total)
             terms.append(gradients)
-            flat += gradients
         leader = totals[0].device
-        involved = [buffer.device for buffer in (*totals, *flat)]
+        involved = [buffer.device for buffer in (*totals, *chain.from_iterable(terms))]
         join_streams(leader, involved)
-        if len(flat) == len(terms):
-            alone(totals, flat, device=leader)
-        else:
-            together(totals, terms, device=leader)
+        kernel(totals, terms, device=leader, checked=False)
         fork_streams(leader, involved)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .accumulate_n import ACCUMULATE_N, accumulate_n, accumulate_unchecked, prepare_accumulate_n
+from .accumulate_n import ACCUMULATE_N, accumulate_n, prepare_accumulate_n
 from .adaptive import ADAGRAD, ADAM, RMSPROP, RMSPROP_CENTERED
-from .add_n import ADD_N, add_n, add_on_host, add_unchecked, cast_unchecked, prepare_add_n
+from .add_n import ADD_N, add_n, add_on_host, add_unchecked, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .clip import CLIP, clip, prepare_clip
 from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
@@ -33,12 +33,10 @@ __all__ = [
     "Segments",
     "Update",
     "accumulate_n",
-    "accumulate_unchecked",
     "add_n",
     "add_on_host",
     "add_unchecked",
     "all_sum",
-    "cast_unchecked",
     "clip",
     "distance_scale",
     "divide",

@@ -66,13 +66,6 @@ def accumulate_n(
         device.launch(ACCUMULATE_N, (to, of), rows, (num_operands - 1,), queue=queue)
 
 
-def accumulate_unchecked(
-    totals: Sequence[Buffer], inputs: Sequence[Buffer], *, device: Device
-) -> None:
-    """``totals[t] += inputs[t]`` without validation."""
-    accumulate_n(totals, list(zip(inputs)), device=device, checked=False)
-
-
 def prepare_accumulate_n(device: Device, total: np.dtype, term: np.dtype) -> None:
     """Compiles the kernel of ``accumulate_n`` for these dtypes."""
     device.prepare(ACCUMULATE_N, (element_of(total).name, element_of(term).name))

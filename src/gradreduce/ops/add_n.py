@@ -83,11 +83,6 @@ def add_n(
         device.launch(ADD_N, _template(to, of, num_inputs), rows, (num_inputs,), queue=queue)
 
 
-def cast_unchecked(outs: Sequence[Buffer], inputs: Sequence[Buffer], *, device: Device) -> None:
-    """``outs[t] = inputs[t]``, cast, without validation."""
-    add_n(outs, list(zip(inputs)), device=device, checked=False)
-
-
 def add_unchecked(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
     """Returns the sum of ``terms``, left to right, in a new Buffer on their device.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,12 +14,11 @@ from gradreduce.device import (
     Kernel,
     accumulate_dtype,
     element_of,
-    flat_layout,
 )
 from gradreduce.device.buffer import as_elements
 from gradreduce.device.kernel import Arrays
 
-from .segments import Segments
+from .segments import Segments, upload_together
 from .validate import (
     FROM_ACC,
     SAME,
@@ -37,6 +35,7 @@ LEVELS = 128
 PART_SIZE = 1 << 16  # elements of a long segment at a time: the scratch stays in the cache
 
 Divisor = float | np.ndarray  # one for all segments, or float64 with one for each
+# Elements, whether a row has ``into`` and divisors of its own, and the divisor if it has none.
 _Key = tuple[str, str, int, int, float]
 
 
@@ -144,14 +143,27 @@ def segment_sum_command(
         ValueError: sizes, rows or dtypes do not match, an output overlaps its values, ``into`` has
             a row twice or out of range, or integers would be divided.
     """
-    planned = _planned(outs, values, segments, into, divisor)
-    if not planned:
+    indices = [None] * len(outs) if into is None else into
+    divisors = divisor if isinstance(divisor, Sequence) else [divisor] * len(outs)
+    keys: list[_Key] = []
+    operands: list[list[Buffer]] = []
+    plans: list[list[np.ndarray]] = []
+    for out, term, plan, index, by in zip(outs, values, segments, indices, divisors, strict=True):
+        to, of = elements(SEGMENT_SUM, out, term)
+        _check_rows(out, term, plan, index)
+        _check_divisors(term, plan, by)
+        if term.size:
+            own, number = (by, 1.0) if isinstance(by, np.ndarray) else (None, float(by))
+            keys.append((to, of, int(index is not None), int(own is not None), number))
+            operands.append(as_elements([out, term]))
+            parts = (plan.order, index, own, plan.bounds)
+            plans.append([part for part in parts if part is not None])
+    if not keys:
         return lambda: None
     home = device or outs[0].device
-    uploaded = _upload([row.plan for row in planned], home)
     launches: dict[_Key, list[list[Buffer]]] = {}
-    for row, plans in zip(planned, uploaded, strict=True):
-        launches.setdefault(row.key, []).append([*row.operands, *plans])
+    for key, row, uploaded in zip(keys, operands, upload_together(plans, home), strict=True):
+        launches.setdefault(key, []).append([*row, *uploaded])
 
     def launch() -> None:
         for (to, of, *scalars), rows in launches.items():
@@ -163,44 +175,6 @@ def segment_sum_command(
 def prepare_segment_sum(device: Device, out: np.dtype, term: np.dtype) -> None:
     """Compiles the kernel of ``segment_sum`` for these dtypes."""
     device.prepare(SEGMENT_SUM, (element_of(out).name, element_of(term).name))
-
-
-class _Row(NamedTuple):
-    """One validated tensor of a call.
-
-    Attributes:
-        key: elements, whether it has ``into`` and its own divisors, the divisor if not.
-        operands: output and values, viewed as element types of the kernels.
-        plan: the arrays to upload: order, into, divisors, bounds.
-    """
-
-    key: _Key
-    operands: list[Buffer]
-    plan: list[np.ndarray]
-
-
-def _planned(
-    outs: Sequence[Buffer],
-    values: Sequence[Buffer],
-    segments: Sequence[Segments],
-    into: Sequence[np.ndarray | None] | None,
-    divisor: Divisor | Sequence[Divisor],
-) -> list[_Row]:
-    """Validates all tensors, and returns those with at least one element."""
-    indices = [None] * len(outs) if into is None else into
-    divisors = divisor if isinstance(divisor, Sequence) else [divisor] * len(outs)
-    planned = []
-    for out, term, plan, index, by in zip(outs, values, segments, indices, divisors, strict=True):
-        to, of = elements(SEGMENT_SUM, out, term)
-        _check_rows(out, term, plan, index)
-        _check_divisors(term, plan, by)
-        own = by if isinstance(by, np.ndarray) else None
-        number = float(by) if own is None else 1.0
-        parts = [part for part in (plan.order, index, own, plan.bounds) if part is not None]
-        key = (to, of, int(index is not None), int(own is not None), number)
-        if term.size:
-            planned.append(_Row(key, as_elements([out, term]), parts))
-    return planned
 
 
 def _check_rows(out: Buffer, values: Buffer, plan: Segments, into: np.ndarray | None) -> None:
@@ -248,18 +222,3 @@ def _check_divisors(values: Buffer, plan: Segments, divisor: Divisor) -> None:
             f"segment_sum: divisor is {divisor.dtype}{list(divisor.shape)}; expected a float64 for "
             f"each of {plan.num_segments} segments"
         )
-
-
-def _upload(tensors: Sequence[Sequence[np.ndarray]], device: Device) -> list[list[Buffer]]:
-    """Uploads arrays of 8-byte numbers at once, each aligned to a vector boundary."""
-    parts = [part for tensor in tensors for part in tensor]
-    layout = flat_layout([part.size for part in parts], 8)
-    words = np.zeros(layout.size, np.int64)
-    for part, offset in zip(parts, layout.offsets, strict=True):
-        words[offset : offset + part.size] = part.view(np.int64)
-    flat = device.upload(words)
-    views = (
-        flat.view(offset, part.shape, part.dtype)
-        for part, offset in zip(parts, layout.offsets, strict=True)
-    )
-    return [[next(views) for _ in tensor] for tensor in tensors]

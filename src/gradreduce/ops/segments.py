@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gradreduce.device import Buffer, Device, flat_layout
+
 Indices = np.ndarray  # for modules that hold indices and do not import NumPy
 
 
@@ -61,3 +63,18 @@ def single_row_segments(num_rows: int) -> Segments:
 def joined_indices(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenates the indices of at least one sparse array."""
     return np.concatenate(parts)
+
+
+def upload_together(tensors: Sequence[Sequence[np.ndarray]], device: Device) -> list[list[Buffer]]:
+    """Uploads arrays of 8-byte numbers at once, each aligned to a vector boundary."""
+    parts = [part for tensor in tensors for part in tensor]
+    layout = flat_layout([part.size for part in parts], 8)
+    words = np.zeros(layout.size, np.int64)
+    for part, offset in zip(parts, layout.offsets, strict=True):
+        words[offset : offset + part.size] = part.view(np.int64)
+    flat = device.upload(words)
+    views = (
+        flat.view(offset, part.shape, part.dtype)
+        for part, offset in zip(parts, layout.offsets, strict=True)
+    )
+    return [[next(views) for _ in tensor] for tensor in tensors]

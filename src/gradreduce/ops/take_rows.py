@@ -11,7 +11,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel
 from gradreduce.device.kernel import Arrays
 
-from .segments import Indices
+from .segments import Indices, upload_together
 from .validate import check_no_overlap, check_writable
 
 
@@ -69,18 +69,14 @@ def take_rows_command(
     home = device or outs[0].device
     # Tensors of one variable take the same rows: uploaded once.
     own = {id(numbers): numbers for _, _, numbers in chosen}
-    flat = home.upload(np.concatenate(list(own.values())))
-    views: dict[int, Buffer] = {}
-    start = 0
-    for key, numbers in own.items():
-        views[key] = flat.view(start, numbers.shape)
-        start += numbers.size
+    uploaded = upload_together([[numbers] for numbers in own.values()], home)
+    views = dict(zip(own, uploaded, strict=True))
     launches: dict[str, list[list[Buffer]]] = {}
     for out, term, numbers in chosen:
         word = _word(out.dtype)
         size = word.itemsize
         operands = [each.view(0, (each.nbytes // size,), word) for each in (out, term)]
-        launches.setdefault(word.name, []).append([*operands, views[id(numbers)]])
+        launches.setdefault(word.name, []).append([*operands, *views[id(numbers)]])
 
     def launch() -> None:
         for name, table in launches.items():
