@@ -406,14 +406,10 @@ def buffer_of(part: Part) -> Buffer:
 
 def _placed(value: Any, device: Device) -> Part:
     value = as_slices(value)
-    if isinstance(value, IndexedSlices):
-        rows = _placed_array(value.values, device)
-        return IndexedSlices.of(rows, value.indices, value.dense_shape)
-    return _placed_array(value, device)
-
-
-def _placed_array(value: Any, device: Device) -> Buffer:
-    buffer = to_buffer(value, device)
+    array = value.values if isinstance(value, IndexedSlices) else value
+    buffer = to_buffer(array, device)
     if buffer.device is not device:
         raise DeviceMismatchError(f"{buffer} was passed as the value for {device.name}")
-    return buffer
+    if array is value:
+        return buffer
+    return IndexedSlices.of(buffer, value.indices, value.dense_shape)

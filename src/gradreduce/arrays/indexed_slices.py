@@ -246,8 +246,7 @@ def coalesced(
             rows.device.empty((plan.num_segments, *rows.shape[1:]), rows.dtype)
             for rows, plan in zip(values, segments, strict=True)
         ]
-    by = [1.0] * len(outs) if divisors is None else divisors
-    return _summed(outs, values, segments, [None] * len(outs), by)
+    return _summed(outs, values, segments, [None] * len(outs), divisors or [1.0] * len(outs))
 
 
 def densified(slices: Sequence[IndexedSlices]) -> list[Buffer]:
@@ -276,19 +275,12 @@ def _summed(
     divisors: Sequence[Divisor],
 ) -> list[Buffer]:
     """Sums segments of rows on each physical device: one upload, one launch per dtype."""
-    devices = [out.device for out in outs]
-    for here in by_physical(devices).values():
-        sharing = [devices[index] for index in here]
+    rows = list(zip(outs, values, segments, into, divisors, strict=True))
+    for here in by_physical([out.device for out in outs]).values():
+        *terms, into, divisors = zip(*[rows[index] for index in here], strict=True)
+        sharing = [out.device for out in terms[0]]
         join_streams(sharing[0], sharing)
-        launch = ops.segment_sum_command(
-            [outs[index] for index in here],
-            [values[index] for index in here],
-            [segments[index] for index in here],
-            into=[into[index] for index in here],
-            divisor=[divisors[index] for index in here],
-            device=sharing[0],
-        )
-        launch()
+        ops.segment_sum_command(*terms, into=into, divisor=divisors, device=sharing[0])()
         fork_streams(sharing[0], sharing)
     return list(outs)
 
