@@ -176,9 +176,8 @@ class PreparedStep(NotCopied):
         self._outputs = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
         self._written = WrittenSpans(self._outputs)
         count_writes(self._tensors)
-        for each in (
-            boundaries if call.outs else boundaries[1:]
-        ):  # new results are synchronized below
+        # The streams of new results are synchronized below.
+        for each in boundaries if call.outs else boundaries[1:]:
             each.leave()
         self.results: list[Mirrored] = call.results(reduced)
         with StreamScope():
