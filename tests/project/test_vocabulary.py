@@ -93,8 +93,9 @@ RETIRED_IN_NAMES = {
 # for all names of the files whose path begins so.
 ALLOWED = {
     "due": "is_due",  # the time of an AGN push
-    "gather": "all_gather _check_gather _gather_rows optim/agn/*",  # the collective, and by index
-    "gathered": "_gathered _is_gathered gathered",
+    "gather": "all_gather _all_gather",  # the collective, and by index
+    "gathered": "_gathered _gathered_rows _is_gathered gathered",
+    "pull": "pull",  # of AGN
     "push": "optim/agn/* _push push",  # of AGN, and of a term onto a sum
     "rate": "learning_rate",
     "root": "root",  # of a broadcast, and of a graph

@@ -41,12 +41,12 @@ def _reduction(function: Any, vjp: Callable[..., VJP], parameters: str) -> None:
     supported = set(parameters.split())
 
     def rule(out: Any, a: Any, *args: Any, **kwargs: Any) -> tuple[Maker]:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        for key, value in given.items():
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        for key, value in arguments.items():
             if key not in supported and value is not None and value is not True:
                 raise no_rule(f"np.{function.__name__}(..., {key}=)")
-        extra = [given.get("ddof", 0)] if "ddof" in supported else []
-        return (lambda: vjp(out, a, given.get("axis"), *extra),)
+        extra = [arguments.get("ddof", 0)] if "ddof" in supported else []
+        return (lambda: vjp(out, a, arguments.get("axis"), *extra),)
 
     RULES[function] = rule
 

@@ -36,8 +36,8 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
         reported = mesh_state.failure_reported.wait(rest())
         _need(reported, "some waiting threads have not returned")
         _need(mesh_state.library_finished(rest()), "the communicators are not aborted yet")
-        emptied = acquired_in_time(mesh_state.launch_lock, rest(), empty_queues)
-        _need(emptied, "a call is still submitting work to the devices")
+        drained = acquired_in_time(mesh_state.launch_lock, rest(), empty_queues)
+        _need(drained, "a call is still submitting work to the devices")
         for kept, (_, empty) in mesh_state.listeners():
             empty(kept)
         mesh_state.clear_failure()
