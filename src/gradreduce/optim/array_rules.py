@@ -30,26 +30,19 @@ def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
         job: of the update.
     """
     job.begin()
-    copies = [_copied(row, job.leader) for row in job.updates]
-    for row, copied in zip(job.updates, copies, strict=True):
-        buffers = [*copied[-len(names) - 1 :], row[-1]]  # from a master on, if there is one
-        _call(apply, names, buffers, job.leader)
-
-    def copy_back(rows: Sequence[Update], device: Device) -> None:
-        outs = [operand for row in rows for operand in row[:-1]]
-        # A master is rounded once, to its variable.
-        values = [
-            part
-            for copied in copies
-            for part in ([copied[1], *copied[1:]] if len(copied) > len(names) + 1 else copied)
-        ]
-        ops.pack(outs, values, device=device)
-
-    for out, copied in zip(job.updates, copies, strict=True):
-        for operand in out[:-1]:
-            ops.prepare_pack(job.leader, operand.dtype, operand.dtype)
-        ops.prepare_pack(job.leader, out[0].dtype, copied[min(1, len(copied) - 1)].dtype)
-    return copy_back
+    outs: list[Buffer] = []
+    values: list[Buffer] = []
+    for row in job.updates:
+        copied = _copied(row, job.leader)
+        changed = copied[-len(names) - 1 :]  # from a master on, if there is one
+        _call(apply, names, [*changed, row[-1]], job.leader)
+        if len(copied) > len(changed):
+            copied[0] = changed[0]  # a master is rounded once, to its variable
+        outs += row[:-1]
+        values += copied
+    for out, value in zip(outs, values, strict=True):
+        ops.prepare_pack(job.leader, out.dtype, value.dtype)
+    return lambda _, device: ops.pack(outs, values, device=device)
 
 
 def _copied(row: Update, leader: Device) -> list[Buffer]:

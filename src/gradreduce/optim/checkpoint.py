@@ -56,26 +56,8 @@ def ready_state(
         TypeError: a value of another type.
         ValueError: a value of another format, shape or dtype.
     """
-    values, powers = ({}, ()) if state is None else _checked(slots, variables, state, start)
-    made: dict[str, dict[Variable, Variable]] = {name: {} for name in slots.by_name}
-    for var, of_var in values.items():
-        for name, value in of_var.items():
-            slot = made[name][var] = slots.named(var, name)
-            slot.assign(converted(value, slot.dtype))
-
-    def load() -> None:
-        slots.by_name, slots.powers = made, powers
-
-    return load
-
-
-def _checked(
-    slots: Slots,
-    variables: Sequence[Variable] | Variable,
-    state: Any,
-    start: Callable[[str], float],
-) -> tuple[dict[Variable, dict[str, Any]], tuple[float, ...]]:
-    """Validates a state; returns its slots as host arrays by variable, and its powers."""
+    if state is None:
+        return _ready_slots(slots, {}, ())
     snapshots.check_keys("state", state, _KEYS)
     snapshots.check_entry(state, "format", FORMAT)
     snapshots.check_entry(state, "optimizer", slots.kind.__name__)
@@ -93,7 +75,24 @@ def _checked(
         var = owners[owner]
         wanted = dict.fromkeys(slots.names_for(var), (var.shape, slots.state_dtype(var)))
         values[var] = checked_arrays(f"state['slots'][{owner!r}]", saved, wanted)
-    return values, _checked_powers(slots, state["hyperparameters"], values, start)
+    powers = _checked_powers(slots, state["hyperparameters"], values, start)
+    return _ready_slots(slots, values, powers)
+
+
+def _ready_slots(
+    slots: Slots, values: Mapping[Variable, Mapping[str, Any]], powers: tuple[float, ...]
+) -> Callable[[], None]:
+    """Makes slots with these values; the returned function replaces those that exist."""
+    made: dict[str, dict[Variable, Variable]] = {name: {} for name in slots.by_name}
+    for var, of_var in values.items():
+        for name, value in of_var.items():
+            slot = made[name][var] = slots.named(var, name)
+            slot.assign(converted(value, slot.dtype))
+
+    def load() -> None:
+        slots.by_name, slots.powers = made, powers
+
+    return load
 
 
 def by_name(variables: Iterable[Variable]) -> dict[str, Variable]:

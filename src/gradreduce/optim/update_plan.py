@@ -79,37 +79,31 @@ class Plan:
     def plain(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
         """Returns the gradients as Buffers if all are on their devices or host arrays.
 
-        A fast path with one test per gradient. None if a gradient is anything else.
+        A fast path with one test per gradient. None if a gradient is anything else. Whether one
+        shares memory with what is written is checked only at new addresses.
         """
-        if self._has_copies:
-            return None
+        found = None if self._has_copies else self._as_buffers(gradients)
+        if found is not None:
+            addresses = [grad.address for grad in found]
+            if addresses != self._addresses:
+                check_no_overlap(self.variables, [(part,) for part in found], self.ranges)
+                self._addresses = addresses
+        return found
+
+    def _as_buffers(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
         is_external = False
         for grad, (device, dtype, shape) in zip(gradients, self._wanted, strict=True):
             if type(grad) is not Buffer:
-                return self._from_host(gradients)
+                # A Python rule may keep its arguments; a capture would record the current values.
+                capture = self.devices[0].mesh_state.capture
+                stages = self.kernel is not None and capture is None
+                return self._staging.staged(gradients) if stages else None
             if grad.device is not device or grad.dtype is not dtype or grad.shape != shape:
                 return None
             is_external = is_external or grad.array_owner is not None
         if is_external:
             wait_for_inputs(gradients)
-        self._check_no_overlap(gradients)
         return gradients
-
-    def _from_host(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
-        # A Python rule may keep its arguments; a capture would record the current values.
-        if self.kernel is None or self.devices[0].mesh_state.capture is not None:
-            return None
-        staged = self._staging.staged(gradients)
-        if staged is not None:
-            self._check_no_overlap(staged)
-        return staged
-
-    def _check_no_overlap(self, gradients: Sequence[Buffer]) -> None:
-        """Raises if a gradient shares memory with what is written; checks new addresses only."""
-        addresses = [grad.address for grad in gradients]
-        if addresses != self._addresses:
-            check_no_overlap(self.variables, [(part,) for part in gradients], self.ranges)
-            self._addresses = addresses
 
 
 Rule = Callable[[Sequence[Update], Device], None]

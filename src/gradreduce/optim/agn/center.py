@@ -32,7 +32,6 @@ from gradreduce.device import (
 from gradreduce.errors import (
     CollectiveError,
     DeadlineExceededError,
-    DeviceMismatchError,
     NotCopied,
     listed,
 )
@@ -112,8 +111,6 @@ def _clear_frames(error: BaseException) -> None:
             traceback.clear_frames(each.__traceback__)
             left += [each.__cause__, each.__context__]
 
-
-PREFIX = "global_center_variable"
 
 _log = logging.getLogger("gradreduce.agn")
 
@@ -254,15 +251,6 @@ class AGNCenter(NotCopied):
 
     # -- what getters and optimizers ask ----------------------------------------------------------
 
-    def _check_same_mesh(self, devices: Sequence[Device]) -> None:
-        """Raises unless a worker's devices belong to the center's mesh."""
-        for device in devices:
-            if device.mesh_state is not self.devices[0].mesh_state:
-                raise DeviceMismatchError(
-                    f"{device.name} of the worker and {self.devices[0].name} of the center belong "
-                    "to different meshes; pass center=gr.AGNCenter(mesh) with the worker's mesh"
-                )
-
     def _variable_for(self, name: str, local: Variable) -> Variable:
         """Returns the center variable of a name; the first call creates it from ``local``.
 
@@ -272,24 +260,19 @@ class AGNCenter(NotCopied):
         with self._lock:
             found = self._variables.get(name)
             if found is None:
-                found = self._variables[name] = Variable(
-                    local.buffers[0],
-                    f"{PREFIX}/{name}",
-                    trainable=False,
-                    device=self._device_with_fewest_bytes(),
-                )
+                held = dict.fromkeys(self.devices, 0)
+                for variable in self._variables.values():
+                    held[variable.devices[0]] += variable.buffers[0].nbytes
+                device = min(self.devices, key=held.__getitem__)
+                full_name = f"global_center_variable/{name}"
+                found = Variable(local.buffers[0], full_name, trainable=False, device=device)
+                self._variables[name] = found
             elif (found.shape, found.dtype) != (local.shape, local.dtype):
                 raise ValueError(
                     f"{name!r} is {local.dtype}{list(local.shape)} at this worker, but "
                     f"{found.dtype}{list(found.shape)} at the center, as another worker created it"
                 )
             return found
-
-    def _device_with_fewest_bytes(self) -> Device:
-        held = dict.fromkeys(self.devices, 0)
-        for variable in self._variables.values():
-            held[variable.devices[0]] += variable.buffers[0].nbytes
-        return min(self.devices, key=lambda device: held[device])
 
     def _join(self, optimizer: Optimizer) -> Slots:
         """Returns the center's slots; the first optimizer defines the rule.

@@ -75,22 +75,16 @@ class DevicePush:
         self.holds_memory = True
         return self.leader.empty(like.shape, dtype)
 
-    def readable(self, buffer: Buffer) -> Buffer:
-        """Returns the worker's memory, or a staged copy that the leader can read."""
+    def accessible(self, buffer: Buffer, *, writes: bool = False) -> Buffer:
+        """Returns the worker's memory, or a staged copy for the leader to read or to write."""
         self.others.append(buffer.device)
         if can_access(self.leader, buffer):
             return buffer
         staged = self.new(buffer, buffer.dtype)
-        self.copies_in.append((self.leader, staged, buffer))
-        return staged
-
-    def writable(self, buffer: Buffer) -> Buffer:
-        """Returns the worker's memory, or staging memory that the leader can write."""
-        self.others.append(buffer.device)
-        if can_access(self.leader, buffer):
-            return buffer
-        staged = self.new(buffer, buffer.dtype)
-        self.pull([buffer], [staged])
+        if writes:
+            self.pull([buffer], [staged])
+        else:
+            self.copies_in.append((self.leader, staged, buffer))
         return staged
 
     def pull(self, outs: Sequence[Buffer], values: Sequence[Buffer]) -> None:
@@ -157,7 +151,8 @@ class PushPlan:
             written, (mine, *others) = self._rows[member.center], slots.rows(member.local)
             pulled = mine[: 2 if slots.wants_master(member.local) else 1]
             if self._kernel is not None and isinstance(total, Buffer):
-                fused.append([*written, *map(push.writable, pulled), pushed])
+                copies = [push.accessible(each, writes=True) for each in pulled]
+                fused.append([*written, *copies, pushed])
             else:
                 mean = push.new(pushed, member.local.dtype)
                 means.append((mean, pushed))
@@ -187,7 +182,7 @@ class PushPlan:
             center = member.center.buffers[0]
             push.others.append(center.device)
             rows, indices = (total, None) if isinstance(total, Buffer) else self._merged(total)
-            pushed = push.readable(rows)
+            pushed = push.accessible(rows)
             if gamma is not None:
                 now, then = center, self._pulled[member.local].buffers[0]
                 if indices is not None:
@@ -196,7 +191,7 @@ class PushPlan:
                     gathers.append((now, center, indices))
                     self._takes.setdefault(home, []).append((then, whole, indices))
                 scaled = push.new(rows, rows.dtype)
-                scalings.append((scaled, pushed, now, push.readable(then)))
+                scalings.append((scaled, pushed, now, push.accessible(then)))
                 ops.prepare_distance_scale(push.leader, center.dtype)
                 pushed = scaled
             found.append((pushed, indices))

@@ -24,7 +24,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced, densified
 from gradreduce.arrays.variable import Variable, reused
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.device import Buffer, Device, DType, Mesh, accumulate_dtype, as_dtype, copied_to
-from gradreduce.errors import NotCopied, listed
+from gradreduce.errors import DeviceMismatchError, NotCopied, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 from .center import AGNCenter, process_wide
@@ -74,14 +74,10 @@ class HostCounter(LazyVariable):
         super().__init__(name)
         self.value = 0
         self._device = device
-        self._uploaded: tuple[int, Buffer] | None = None
 
     @property
     def _computed_buffers(self) -> tuple[Buffer, ...]:
-        if self._uploaded is None or self._uploaded[0] != self.value:
-            number = numbers(self.value, as_dtype("int32"))
-            self._uploaded = (self.value, self._device.upload(number))
-        return (self._uploaded[1],)
+        return (self._device.upload(numbers(self.value, as_dtype("int32"))),)
 
 
 class Revision:
@@ -273,7 +269,13 @@ class AGNCustomGetter(NotCopied):
         for device in self.devices:
             device.mesh_state.check_usable(device)
         self.center = process_wide(self.devices[0], self) if center is None else center
-        self.center._check_same_mesh(self.devices)
+        home = self.center.devices[0]
+        for device in self.devices:
+            if device.mesh_state is not home.mesh_state:
+                raise DeviceMismatchError(
+                    f"{device.name} of the worker and {home.name} of the center belong "
+                    "to different meshes; pass center=gr.AGNCenter(mesh) with the worker's mesh"
+                )
         self._members: dict[Variable, Member] = {}
         self._made: dict[str, Variable] = {}
         self._changes = Revision()
