@@ -62,7 +62,6 @@ class AdamOptimizer(Optimizer):
         self.beta2 = as_number("beta2", beta2, is_decay=True)
         self.epsilon = as_number("epsilon", epsilon)
         self._densifies = not as_flag("lazy", lazy)
-        self._power_variables: tuple[Variable, ...] = ()
 
     @property
     def lazy(self) -> bool:
@@ -72,20 +71,16 @@ class AdamOptimizer(Optimizer):
     def variables(self) -> list[Variable]:
         """Returns the slots, ``beta1_power`` and ``beta2_power``, sorted by name.
 
-        The powers are stored on the host: assigning to their Variables has no effect; use
-        ``load_state_dict`` to set them.
+        The powers are stored on the host, and their Variables are copies: to set them, use
+        ``load_state_dict``.
         """
-        slots, powers = super().variables(), self._slots.powers
-        if not slots or not powers:
-            return slots
-        if not self._power_variables:
-            self._power_variables = tuple(
-                Variable(0, name, trainable=False, dtype="float32", device=slots[0].devices[0])
-                for name in self._power_names
-            )
-        for variable, power in zip(self._power_variables, powers, strict=True):
-            variable.assign(power)
-        return sorted([*self._power_variables, *slots], key=lambda each: each.name)
+        slots = super().variables()
+        powers = [
+            Variable(power, name, trainable=False, dtype="float32", device=slots[0].devices[0])
+            for name, power in zip(self._power_names, self._slots.powers, strict=False)
+            if slots
+        ]
+        return sorted([*powers, *slots], key=lambda each: each.name)
 
     def _next_update(self, powers: Scalars) -> tuple[Scalars, Scalars]:
         (lr, beta1, beta2, epsilon), _ = super()._next_update(powers)

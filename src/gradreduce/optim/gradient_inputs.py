@@ -103,7 +103,7 @@ def _check_pairs(pairs: Sequence[Any]) -> None:
 def to_variables(
     gradients: Sequence[Any],
     variables: Sequence[Variable],
-    cross_device_ops: CrossDeviceOps | None,
+    cross_device_ops: CrossDeviceOps,
 ) -> list[Colocated]:
     """Returns, for each variable, a gradient colocated with each of its copies.
 
@@ -112,7 +112,7 @@ def to_variables(
     Args:
         gradients: one for each variable.
         variables: of the gradients.
-        cross_device_ops: reduces; may be None if nothing is PerReplica.
+        cross_device_ops: reduces.
 
     Raises:
         ValueError: a gradient of another shape, dtype or device than its variable, or rows that
@@ -122,13 +122,9 @@ def to_variables(
     placed = [_placed(grad, var) for grad, var in zip(gradients, variables, strict=True)]
     wait_for_inputs([buffer_of(part) for grad in placed for part in _parts(grad)])
     per_replica = [(grad, grad) for grad in placed if isinstance(grad, PerReplica)]
-    reduced: Sequence[Mirrored] = ()
-    if per_replica:
-        assert cross_device_ops is not None
-        reduced = cross_device_ops.batch_reduce(ReduceOp.MEAN, per_replica)
-    ready = iter(reduced)
+    reduced = iter(cross_device_ops.batch_reduce(ReduceOp.MEAN, per_replica) if per_replica else ())
     return [
-        _colocated(next(ready) if isinstance(grad, PerReplica) else grad, var)
+        _colocated(next(reduced) if isinstance(grad, PerReplica) else grad, var)
         for grad, var in zip(placed, variables, strict=True)
     ]
 

@@ -12,7 +12,7 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.arrays import snapshots
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
-from gradreduce.arrays.distributed import Part, PerReplica
+from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.variable import Variable
 from gradreduce.autodiff.gradients import Engine
 from gradreduce.device import Buffer, DeferInterrupts, as_deadline, deadline_scope
@@ -394,8 +394,7 @@ class Optimizer(NotCopied):
         """
         if plan is not None and (plain := plan.plain(gradients)) is not None:
             return plain
-        has_replicas = any([isinstance(grad, PerReplica) for grad in gradients])
-        found = to_variables(gradients, variables, self.cross_device_ops if has_replicas else None)
+        found = to_variables(gradients, variables, self.cross_device_ops)
         ranges = self._slots.ranges(variables, others) if plan is None else plan.ranges
         check_no_overlap(variables, found, ranges)
         if self._densifies:
