@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby, takewhile, zip_longest
+from itertools import chain, groupby, zip_longest
 from operator import attrgetter
 from typing import Any
 
@@ -55,14 +55,15 @@ class _Addition:
         state: the accumulator.
         device_index: index of the device in ``state.devices``.
         device: that device.
-        gradients: accessible to the device; at least one, in the order of addition.
+        runs: gradients that are accessible to the device, in the order of addition; one launch
+            adds those of a run.
         total: the partial sum; a new one is uninitialized until its first launch.
     """
 
     state: AccumulatorState
     device_index: int
     device: Device
-    gradients: list[Buffer]
+    runs: list[list[Buffer]]
     total: Any
 
 
@@ -80,7 +81,8 @@ class DenseStorage(Storage):
         """See ``Storage``."""
         acc_dtype = accumulate_dtype(state.dtype)
         for device in state.devices:
-            _prepare(device, acc_dtype, [state.dtype])
+            ops.prepare_add_n(device, acc_dtype, state.dtype, 1)
+            ops.prepare_accumulate_n(device, acc_dtype, state.dtype)
             ops.prepare_all_sum(device, state.dtype, acc_dtype)
         if state.over_mesh:
             state.cross_device_ops.compile_for(state.devices, acc_dtype, state.dtype)
@@ -116,11 +118,14 @@ class DenseStorage(Storage):
 
     def prepare_parts(self, state: AccumulatorState, parts: Sequence[Addend]) -> None:
         """See ``Storage``."""
-        by_device = _by_device(parts)
-        if len(by_device) < len(parts) or any([part.dtype != state.dtype for _, part in parts]):
-            for index, gradients in by_device.items():
-                dtypes = [gradient.dtype for gradient in gradients]
-                _prepare(state.devices[index], accumulate_dtype(state.dtype), dtypes)
+        together = len({index for index, _ in parts}) < len(parts)
+        if together or any([part.dtype != state.dtype for _, part in parts]):
+            acc_dtype = accumulate_dtype(state.dtype)
+            for index, gradients in _by_device(parts).items():
+                device, first = state.devices[index], _runs(gradients, acc_dtype)[0]
+                ops.prepare_add_n(device, acc_dtype, first[0].dtype, len(first))
+                for dtype in dict.fromkeys([gradient.dtype for gradient in gradients]):
+                    ops.prepare_accumulate_n(device, acc_dtype, dtype)
 
     def check_sum_shape(self, gradient: Any, wanted: tuple[int, ...]) -> None:
         """See ``Storage``."""
@@ -136,36 +141,26 @@ class DenseStorage(Storage):
         gradients for one sum are added in order, with the same bits as one call for each: in one
         launch if they have one dtype and the sum its accumulate dtype, else one after the other.
         """
-        sums: list[_Addition] = []
         fresh: list[_Addition] = []
-        rows: list[_Row] = []
-        overwritten: list[Device] = []
+        later: list[_Addition] = []
         for state, parts, _ in pending_gradients:
             for index, gradients in _by_device(parts).items():
                 device, total = state.devices[index], state.totals[index]
                 gradients = [to_accessible(device, gradient) for gradient in gradients]
-                addition = _Addition(state, index, device, gradients, total)
-                sums.append(addition)
-                if total is None:
-                    fresh.append(addition)
-                else:
-                    rows.append((addition, gradients))
-                    overwritten.append(device)
-        first: list[_Row] = []
+                runs = _runs(gradients, accumulate_dtype(state.dtype) if total is None else None)
+                addition = _Addition(state, index, device, runs, total)
+                (fresh if total is None else later).append(addition)
         if fresh:
             _allocate_sums(fresh)
-        for addition in fresh:
-            gradients = addition.gradients
-            count = _num_together(addition.total.dtype, [grad.dtype for grad in gradients])
-            first.append((addition, gradients[:count]))
-            if count < len(gradients):
-                rows.append((addition, gradients[count:]))
+        first = [(each, each.runs.pop(0)) for each in fresh]
+        sums = fresh + later
+        waves = zip_longest(*[[(each, run) for run in each.runs] for each in sums])
         return Additions(
             [partial(_add, ops.add_n, first)] if first else [],
-            [partial(_add, ops.accumulate_n, wave) for wave in _waves(rows)],
-            overwritten,
+            [partial(_add, ops.accumulate_n, [row for row in wave if row]) for wave in waves],
+            [each.device for each in later],
             [(each.state, each.device_index, each.total) for each in sums],
-        )  # fmt: skip
+        )
 
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack
@@ -236,33 +231,17 @@ def _by_device(parts: Sequence[Addend]) -> dict[int, list[Buffer]]:
     return found
 
 
-def _num_together(acc_dtype: DType, dtypes: Sequence[DType]) -> int:
-    """How many gradients of these dtypes the first launch, of ``add_n``, may sum.
+def _runs(gradients: list[Buffer], acc_dtype: DType | None) -> list[list[Buffer]]:
+    """Splits the gradients of a sum into runs of one dtype, each for one launch.
 
-    ``add_n`` accumulates in the accumulate dtype of its inputs; if the sum has another dtype, the
-    first gradient is cast alone.
+    ``add_n`` starts a new sum, of dtype ``acc_dtype``, and accumulates in the accumulate dtype of
+    its inputs; if the sum has another dtype, the first gradient is cast alone.
     """
-    if len(dtypes) == 1 or accumulate_dtype(dtypes[0]) != acc_dtype:
-        return 1
-    return len(list(takewhile(dtypes[0].__eq__, dtypes)))
-
-
-def _prepare(device: Device, acc_dtype: DType, dtypes: Sequence[DType]) -> None:
-    """Compiles the kernels that add gradients of these dtypes to a sum."""
-    ops.prepare_add_n(device, acc_dtype, dtypes[0], _num_together(acc_dtype, dtypes))
-    for dtype in dict.fromkeys(dtypes):
-        ops.prepare_accumulate_n(device, acc_dtype, dtype)
-
-
-def _waves(rows: list[_Row]) -> list[list[_Row]]:
-    """Splits the gradients of each sum into runs of one dtype; the n-th runs share launches."""
-    if all([len(gradients) == 1 for _, gradients in rows]):
-        return [rows] if rows else []
-    runs = [
-        [(each, list(run)) for _, run in groupby(gradients, attrgetter("dtype"))]
-        for each, gradients in rows
-    ]
-    return [[row for row in wave if row is not None] for wave in zip_longest(*runs)]
+    if len(gradients) == 1:
+        return [gradients]
+    if acc_dtype is not None and accumulate_dtype(gradients[0].dtype) != acc_dtype:
+        return [gradients[:1], *_runs(gradients[1:], None)]
+    return [list(run) for _, run in groupby(gradients, attrgetter("dtype"))]
 
 
 def _add(kernel: _Kernel, rows: Sequence[_Row]) -> None:
@@ -290,9 +269,9 @@ def _allocate_sums(fresh: Sequence[_Addition]) -> None:
     """Allocates new sums; those that a take may pack, so that it need not."""
     if len(fresh) == 1 and not fresh[0].state.over_mesh:
         (one,) = fresh
-        one.total = one.device.empty(one.gradients[0].shape, accumulate_dtype(one.state.dtype))
+        one.total = one.device.empty(one.runs[0][0].shape, accumulate_dtype(one.state.dtype))
         return
-    sums = [(each.device, each.state.dtype, each.gradients[0].shape) for each in fresh]
+    sums = [(each.device, each.state.dtype, each.runs[0][0].shape) for each in fresh]
     for each, total in zip(fresh, _allocate_flat(sums), strict=True):
         each.total = total
 

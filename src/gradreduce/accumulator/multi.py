@@ -67,41 +67,29 @@ def apply_grads(
             f"grads has {len(grads)} entries, accumulators has {len(states)}; pass one gradient "
             "for each accumulator"
         )
-    kept = _all_or_none(accumulators, states, grads, step, cast)
-    if not kept and local_step is DEFAULT_STEP:
-        _warn_of_default(accumulators, states)
-    return kept
-
-
-def _all_or_none(
-    accumulators: Sequence[ConditionalAccumulatorBase],
-    states: Sequence[AccumulatorState],
-    grads: Sequence[Any],
-    step: int,
-    cast: bool,
-) -> bool:
-    """Adds all gradients, or drops all if the step is stale for any accumulator."""
     calls = [(state, grad, cast) for state, grad in zip(states, grads, strict=True)]
-    if is_stale(states, step):  # gradients that will be dropped are not converted
+    dropped = is_stale(states, step)
+    if dropped:  # gradients that will be dropped are not converted
         counts = _for_each(num_gradients, calls, accumulators)
         with locked(states):
-            if _dropped(states, counts, step):
-                return False
-    with StreamScope():
-        pending_gradients = _for_each(pending_gradient, calls, accumulators)
-        wait_for_inputs([buffer for each in pending_gradients for buffer in each.buffers])
-        counts = [len(each.parts) for each in pending_gradients]
-        incomplete: list[PendingTake] = []
-        with DeferInterrupts():  # also completes the takes that now have enough
-            with locked(states):
-                kept = not _dropped(states, counts, step)
-                if kept:
-                    _for_each(_check_sum_shape, zip(pending_gradients), accumulators)
-                    _add(pending_gradients)
-                    incomplete = complete_ready(states)
-            complete_multi(incomplete)
-            release_inputs()
-    return kept
+            dropped = _dropped(states, counts, step)
+    if not dropped:
+        with StreamScope():
+            pending_gradients = _for_each(pending_gradient, calls, accumulators)
+            wait_for_inputs([buffer for each in pending_gradients for buffer in each.buffers])
+            with DeferInterrupts():  # also completes the takes that now have enough
+                with locked(states):
+                    counts = [len(each.parts) for each in pending_gradients]
+                    dropped, incomplete = _dropped(states, counts, step), []
+                    if not dropped:
+                        _for_each(_check_sum_shape, zip(pending_gradients), accumulators)
+                        _add(pending_gradients)
+                        incomplete = complete_ready(states)
+                complete_multi(incomplete)
+                release_inputs()
+    if dropped and local_step is DEFAULT_STEP:
+        _warn_of_default(accumulators, states)
+    return not dropped
 
 
 def is_stale(states: Sequence[AccumulatorState], local_step: int) -> bool:
@@ -188,18 +176,18 @@ def _warn_of_default(
     """Warns once for each accumulator that a gradient came without ``local_step``."""
     with locked(states):
         untold = [
-            (each.name, state.step)
+            (each.name, state.step, state)
             for each, state in zip(accumulators, states, strict=True)
             if state.step > DEFAULT_STEP and not state.has_warned
         ]
-        for state in states:
-            state.has_warned = state.has_warned or state.step > DEFAULT_STEP
+        for _, _, state in untold:
+            state.has_warned = True
     if untold:  # a handler may do anything: no lock is held
         _log.warning(
             "accumulator %r is at step %d and dropped a gradient without local_step, which "
             "defaults to 0: pass local_step=accumulator.global_step, read before the gradient was "
             "computed",
-            *untold[0],
+            *untold[0][:2],
         )  # fmt: skip
 
 
