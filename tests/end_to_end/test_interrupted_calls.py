@@ -18,6 +18,7 @@ import gradreduce as gr
 from gradreduce.accumulator import take_queue
 from gradreduce.accumulator.state import PendingTake
 from gradreduce.arrays import caller_streams
+from gradreduce.device import Device
 
 LIMIT_S = 30.0
 PLACEMENT = [0, 0, 1, 1]
@@ -377,7 +378,11 @@ def test_interrupts_by_the_clock(rounds):
 def test_streams_of_gradients_wait_before_a_late_ctrl_c(name, monkeypatch):
     """It may come in front of the end of the call, where they would be told to wait."""
     told = []
-    monkeypatch.setattr(caller_streams, "block_stream", lambda *who, **_: told.append(who))
+
+    def note(*who, sharing=()):
+        told.extend([who] if sharing else [])
+
+    monkeypatch.setattr(Device, "block_stream", note)
     with gr.open_mesh(PLACEMENT, backend="sim") as mesh:
         world = SCENES[name](mesh)
         with caller_streams.StreamScope():

@@ -11,7 +11,7 @@ from contextlib import ContextDecorator
 from types import FrameType
 from typing import Self
 
-from gradreduce.device import Block, Device, FreedBlock, Stream, block_stream, handle_of
+from gradreduce.device import Block, Device, FreedBlock, Stream, handle_of
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
@@ -195,7 +195,7 @@ def _release_inputs(scope: _Scope, reads: bool) -> None:
     for stream, devices in sharing.values():
         # A device that has failed or hangs cannot make its readers wait.
         try:
-            block_stream(devices[0], stream, sharing=devices)
+            devices[0].block_stream(stream, sharing=devices)
         except (BackendUnavailableError, CollectiveError):
             waiting = False
     for freed in scope.read if waiting else ():

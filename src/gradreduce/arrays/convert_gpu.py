@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Stream, as_dtype, handle_of, wait_for_stream
+from gradreduce.device import Buffer, Device, Stream, as_dtype, handle_of
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.errors import CaptureError, DeviceMismatchError
@@ -114,7 +114,7 @@ def wait_for_inputs(buffers: Iterable[Buffer]) -> None:
             each for each in devices if unsynchronized(each, stream, leaving=False) is not None
         ]
         if waiting:  # once for each GPU
-            wait_for_stream(waiting[0], stream, sharing=waiting)
+            waiting[0].wait_for_stream(stream, sharing=waiting)
         for device in devices:
             record_input(device, stream)
     for buffer in external:
@@ -232,7 +232,7 @@ def _adopt(
         fenced = unsynchronized(home, stream, leaving=False) if once else stream
         buffer = home.adopt(array, writable=writable)
         if fenced is not None:
-            wait_for_stream(home, fenced, checked=not unchecked(home, fenced))
+            home.wait_for_stream(fenced, checked=not unchecked(home, fenced))
         if stream is not None and (writable or once):
             record_input(home, stream)
             keep_alive(buffer.block)
@@ -282,7 +282,7 @@ def wait_for_current_stream(buffers: Iterable[Buffer], kind: Kind) -> None:
     for device in dict.fromkeys(buffer.device for buffer in buffers):
         sharing.setdefault((device.mesh_state, device.physical), []).append(device)
     for devices in sharing.values():
-        wait_for_stream(devices[0], current_of(devices[0], kind), sharing=devices)
+        devices[0].wait_for_stream(current_of(devices[0], kind), sharing=devices)
 
 
 def current_of(device: Device, kind: str) -> Stream:

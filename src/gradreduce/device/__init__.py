@@ -31,7 +31,6 @@ from .mesh import Mesh
 from .op_log import FlightEntry, Journal, Record
 from .peer_access import can_access
 from .pending_calls import PackInfo, as_deadline
-from .queue_waits import block_stream, wait_for_stream
 from .stream_sync import (
     by_physical,
     copied_to,
@@ -81,7 +80,6 @@ __all__ = [
     "as_flag",
     "as_index",
     "attach_again",
-    "block_stream",
     "by_physical",
     "can_access",
     "compatible",
@@ -99,5 +97,4 @@ __all__ = [
     "overlap",
     "to_accessible",
     "to_local",
-    "wait_for_stream",
 ]

@@ -27,6 +27,7 @@ from .mesh_state import MeshState
 from .op_log import Record
 from .peer_access import check_accessible, check_all_accessible, check_writable
 from .pending_calls import WaitPolicy, as_deadline
+from .stream_sync import fork_streams, join_streams
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -133,15 +134,11 @@ class Device(NotCopied, Backend):
             ValueError: the array is not contiguous.
         """
         self.mesh_state.check_usable(self)
-        capture = self.mesh_state.current.capture
-        if capture is not None and stream is not None:  # each call waits for it
-            capture.enters(self, stream)
-            stream = None
-        if stream is not None:
+        if stream is not None and self.mesh_state.current.capture is None:
             self.check_stream(stream)
         buffer = self._adopt(array, writable)
         if stream is not None:
-            self._wait_for_stream(stream)
+            self.wait_for_stream(stream, checked=True)
         return buffer
 
     def release(self, buffer: Buffer, stream: Stream | None = None, *, waited: bool = False) -> Any:
@@ -168,7 +165,7 @@ class Device(NotCopied, Backend):
             )
         self._before_write(buffer, "compute")  # whoever gets the array may write it
         if not waited:
-            self._block_stream(stream)
+            self.block_stream(stream)
         if stream is not None and not isinstance(stream, int):  # which may have ended when asked
             buffer.block.record_stream(stream)
         return self._array_of(buffer)
@@ -187,6 +184,51 @@ class Device(NotCopied, Backend):
                 "as a CUDA graph, make a step with AllReduceCrossDeviceOps.capture and call it "
                 "outside other captures"
             )
+
+    def wait_for_stream(
+        self, stream: Stream, *, sharing: Sequence[Device] = (), checked: bool = False
+    ) -> None:
+        """Makes the compute queue wait for a caller's stream.
+
+        Args:
+            stream: of the caller.
+            sharing: devices of the same GPU, this one among them, which follow it.
+            checked: whether the caller has said ``check_stream``.
+
+        Raises:
+            CaptureError: ``stream`` is capturing a CUDA graph.
+        """
+        self.mesh_state.check_usable(self)
+        capture = self.mesh_state.current.capture
+        if capture is not None:  # each call waits for it
+            for each in sharing or (self,):
+                capture.enters(each, stream)
+            return
+        if not checked:
+            self.check_stream(stream)
+        freed = [(each, each._deferred_free.used_by(stream)) for each in sharing or (self,)]
+        self._wait(Mark(self, stream, self._mark(stream)), "compute")
+        if sharing:
+            fork_streams(self, sharing)
+        for each, users in freed:
+            each._deferred_free.passed(users)
+
+    def block_stream(self, stream: Stream | None, *, sharing: Sequence[Device] = ()) -> None:
+        """Makes a caller's stream (None: the host) wait for the compute queue.
+
+        Say ``check_stream`` before the work for which it waits.
+
+        Args:
+            stream: of the caller.
+            sharing: devices of the same GPU, this one among them, for which it waits too.
+        """
+        self.mesh_state.check_usable(self)
+        if sharing:
+            join_streams(self, sharing)
+        if stream is not None:
+            self._wait(Mark(self, "compute", self._mark("compute")), stream)
+        elif self.defers and not self._synchronize(self._endless, ("compute",)):
+            raise self.mesh_state.abort_wait("a host wait for queued work", self, self._endless)
 
     def upload(
         self, array: np.ndarray, *, out: Buffer | None = None, queue: Queue = "compute"
@@ -448,19 +490,6 @@ class Device(NotCopied, Backend):
             self._deferred_free.drain(self)
 
     # -- fences and records -----------------------------------------------------------------------
-
-    def _wait_for_stream(self, stream: Stream) -> None:
-        """Makes the compute queue wait for a caller's stream."""
-        freed = self._deferred_free.used_by(stream)
-        self._wait(Mark(self, stream, self._mark(stream)), "compute")
-        self._deferred_free.passed(freed)
-
-    def _block_stream(self, stream: Stream | None) -> None:
-        """Makes a caller's stream, or the host, wait for the compute queue."""
-        if stream is not None:
-            self._wait(Mark(self, "compute", self._mark("compute")), stream)
-        elif self.defers and not self._synchronize(self._endless, ("compute",)):
-            raise self.mesh_state.abort_wait("a host wait for queued work", self, self._endless)
 
     def _touch(self, blocks: Iterable[Block], queue: Queue) -> None:
         """Records that ``queue`` uses these blocks, if it is not their home queue."""

@@ -196,7 +196,7 @@ class Capture:
             self._again()
             fork_streams(leader, self.devices)
             for device, stream in self._streams:  # whose arrays were read
-                device._block_stream(stream)
+                device.block_stream(stream)
             mesh_state.log.repeat(self._record, self.records)
 
     def _fence(self) -> None:
@@ -206,7 +206,7 @@ class Capture:
         while self._earlier:
             self._leader.wait(self._earlier.pop())
         for device, stream in self._streams:
-            device._wait_for_stream(stream)
+            device.wait_for_stream(stream, checked=True)
         self._spans.wait_for_readers(self._mesh_state)
 
     # -- what the devices say and ask, inside -----------------------------------------------------

@@ -23,11 +23,9 @@ from gradreduce.device import (
     WrittenSpans,
     as_deadline,
     attach_again,
-    block_stream,
     deadline_scope,
     fork_streams,
     join_streams,
-    wait_for_stream,
 )
 from gradreduce.errors import NotCopied, listed
 
@@ -92,7 +90,7 @@ class StreamBoundary:
             if others:
                 waits.append((device, stream, others))
         for device, stream, others in waits:
-            wait_for_stream(device, stream, sharing=others, checked=True)
+            device.wait_for_stream(stream, sharing=others, checked=True)
 
     def leave(self, results: Iterable[Buffer] = ()) -> None:
         """Makes those streams wait for our compute queues; for host arrays the host waits.
@@ -102,14 +100,14 @@ class StreamBoundary:
         """
         for kind, device, _ in self._boundaries:
             consumer = current_of(device, kind)
-            block_stream(device, consumer)
+            device.block_stream(consumer)
             if self._consumers.get((kind, device)) != consumer:  # not again at each call
                 self._consumers[kind, device] = consumer
                 for result in results:
                     if result.device.physical == device.physical:
                         result.block.record_stream(consumer)
         for device in self._host_consumers:
-            block_stream(device, None)
+            device.block_stream(None)
 
 
 class PreparedStep(NotCopied):

@@ -33,11 +33,11 @@ from support.exact_data import same
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.arrays import caller_streams, replica_context
+from gradreduce.arrays import replica_context
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.convert import from_buffer, to_buffer
 from gradreduce.backends import open_mesh
-from gradreduce.device import Mesh
+from gradreduce.device import Device, Mesh
 from gradreduce.reduce import prepared
 
 pytestmark = pytest.mark.fake_cupy
@@ -150,13 +150,17 @@ def test_an_array_is_held_until_the_call_that_reads_it_is_over(mesh, torch):
 def unsynchronized(monkeypatch):
     """Inside, calls cannot make a caller's stream wait."""
 
-    def refuse(device, stream, *, sharing):
-        raise gr.errors.CollectiveError("for a test")
+    block_stream = Device.block_stream
+
+    def refuse(device, stream, *, sharing=()):
+        if sharing:
+            raise gr.errors.CollectiveError("for a test")
+        block_stream(device, stream)
 
     @contextmanager
     def patched() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            patch.setattr(caller_streams, "block_stream", refuse)
+            patch.setattr(Device, "block_stream", refuse)
             yield
 
     return patched

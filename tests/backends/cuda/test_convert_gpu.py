@@ -25,7 +25,7 @@ from gradreduce.arrays import convert_gpu
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer, host_array, kind_of, to_buffer
 from gradreduce.backends import open_mesh
-from gradreduce.device import Mesh, as_dtype, wait_for_stream
+from gradreduce.device import Mesh, as_dtype
 from gradreduce.errors import CaptureError, DeviceMismatchError
 
 pytestmark = pytest.mark.fake_cupy
@@ -124,7 +124,7 @@ def test_a_tensor_on_a_gpu_outside_the_mesh_or_on_another_backend_is_refused(her
             DeviceMismatchError, match=r"stream=0x\w+ was passed, but .*sim:0 .* has no streams"
         ),
     ):
-        wait_for_stream(sim.devices[0], torch.stream)
+        sim.devices[0].wait_for_stream(torch.stream)
 
 
 def test_a_tensor_in_pieces_is_copied_behind_pytorchs_stream(mesh, torch):
