@@ -52,7 +52,7 @@ class Living:
     def __init__(self, monkeypatch, dtype) -> None:
         self.buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
         self.peak = 0
-        launch, empty = SimDevice.launch, SimDevice.allocate
+        launch, empty = SimDevice._launch, SimDevice.allocate
 
         def counting_launch(device, *arguments, **options):
             self.peak = max(self.peak, len(self.buffers))
@@ -64,7 +64,7 @@ class Living:
                 self.buffers.add(buffer)
             return buffer
 
-        monkeypatch.setattr(SimDevice, "launch", counting_launch)
+        monkeypatch.setattr(SimDevice, "_launch", counting_launch)
         monkeypatch.setattr(SimDevice, "allocate", counting_empty)
 
 

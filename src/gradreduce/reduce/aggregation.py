@@ -479,16 +479,6 @@ def _on_current_device(term: Any) -> Buffer | IndexedSlices:
     return term._in_buffer() if isinstance(term, IndexedSlices) else on_current_devices([term])[0]
 
 
-def _described(inputs: Any) -> str:
-    """Describes wrong inputs briefly, for an error message."""
-    if not isinstance(inputs, list | tuple):
-        return f"one {type(inputs).__name__}{getattr(inputs, '_hint', '')}"
-    if not inputs:
-        return "none"
-    indices = [str(index) for index, term in enumerate(inputs) if term is None]
-    return f"None at {listed(indices)}"
-
-
 def _check_promised(
     terms: Sequence[Buffer], shape: Sequence[int | None] | None, dtype: Any
 ) -> None:
@@ -512,11 +502,18 @@ def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
 
 
 def _check_inputs(inputs: Any, what: str) -> None:
-    if not isinstance(inputs, list | tuple) or not inputs or [t for t in inputs if t is None]:
-        raise ValueError(
-            f"inputs must be a list of at least one {what} with the same dtype and shape, got "
-            f"{_described(inputs)}"
-        )
+    """Raises ``ValueError`` unless this is a list of at least one term, none of them None."""
+    if not isinstance(inputs, list | tuple):
+        found = f"one {type(inputs).__name__}{getattr(inputs, '_hint', '')}"
+    elif not inputs:
+        found = "none"
+    elif missing := [index for index, term in enumerate(inputs) if term is None]:
+        found = f"None at {listed(missing)}"
+    else:
+        return
+    raise ValueError(
+        f"inputs must be a list of at least one {what} with the same dtype and shape, got {found}"
+    )
 
 
 _AGGREGATORS: dict[AggregationMethod, type[Aggregator]] = {

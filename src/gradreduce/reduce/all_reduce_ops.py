@@ -133,16 +133,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         )
 
     def _repr_fields(self) -> list[str]:
-        settings = self.settings
-        fields = [settings.all_reduce_alg, f"num_packs={settings.num_packs}"]
-        if settings.agg_small_grads_max_bytes:
-            fields.append(f"agg_small_grads_max_bytes={settings.agg_small_grads_max_bytes}")
-            fields.append(f"agg_small_grads_max_group={settings.agg_small_grads_max_group}")
-        if settings.reduction_groups is not None:
-            fields.append(f"reduction_groups={settings.reduction_groups}")
-        if settings.wire_dtype is not None:
-            fields.append(f"wire_dtype={settings.wire_dtype}")
-        return fields
+        fields = self.settings._asdict()
+        if not self.agg_small_grads_max_bytes:
+            del fields["agg_small_grads_max_bytes"], fields["agg_small_grads_max_group"]
+        alg = fields.pop("all_reduce_alg")
+        return [alg, *[f"{key}={value}" for key, value in fields.items() if value is not None]]
 
     @property
     def all_reduce_alg(self) -> str:

@@ -355,17 +355,15 @@ class CrossDeviceOps(ABC):
             consume: not None: ``gradients`` may be overwritten, see
                 ``pipeline.reduce_batch``; here they never are.
         """
-        requests = []
-        for row in gradients:
-            value = PerReplica.of(row, "native")
-            requests.append(Request(value, value.devices))
+        values = [PerReplica.of(row, "native") for row in gradients]
+        requests = [Request(value, value.devices) for value in values]
         with SuspendedScope():  # may be a subclass of the caller's
-            sums = self.reduce_batch(ReduceOp.SUM, requests, coalesce=False)
+            reduced = self.reduce_batch(ReduceOp.SUM, requests, coalesce=False)
         dtypes = out_dtypes or [row[0].dtype for row in gradients]
-        flat = [(buffer_of(part), dtype) for row, dtype in zip(sums, dtypes, strict=True)
-                for part in row]  # fmt: skip
-        made = iter(divided([part for part, _ in flat], divisor, [dtype for _, dtype in flat]))
-        return [tuple([next(made) for _ in row]) for row in sums]
+        sums = [(buffer_of(part), dtype) for parts, dtype in zip(reduced, dtypes, strict=True)
+                for part in parts]  # fmt: skip
+        made = iter(divided([total for total, _ in sums], divisor, [dtype for _, dtype in sums]))
+        return [tuple([next(made) for _ in parts]) for parts in reduced]
 
     def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
         """Compiles the kernels of ``reduce_buffers`` that are known in advance.
