@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.exact_data import FLOATS, random_data, same
+from support.exact_data import FLOATS, same
 from support.implementations import (
-    Operand,
     accumulate_dtype_of,
     buffers,
     operands,
@@ -87,40 +86,3 @@ def test_the_out_may_be_the_sum(device):
     _, *others = buffers(row)
     distance_scale([others[0]], *[[each] for each in others], gamma=GAMMA)
     assert same(row[1].array, reference(values))
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "message"),
-    [
-        (("float16", "float16", "float16", "float16"), "must have the accumulate dtype"),
-        (("float32", "float64", "float32", "float32"), "dtypes differ"),
-        (("float32", "float32", "float32", "float64"), "dtypes differ"),
-        (("int32", "int32", "int32", "int32"), "float dtype"),
-    ],
-)
-def test_operands_that_do_not_fit_change_nothing(device, dtypes, message):
-    row = [Operand(device, random_data((16,), dtype)) for dtype in dtypes]
-    with recorded(device) as journal, pytest.raises(ValueError, match=message):
-        distance_scale(*[[each] for each in buffers(row)], gamma=1)
-    assert journal.launches == 0
-    assert all(operand.unchanged() for operand in row)
-
-
-@pytest.mark.parametrize("gamma", [0, -1, float("nan")])
-def test_gamma_is_above_zero(device, gamma):
-    with pytest.raises(ValueError, match="must be above 0"):
-        distance_scale([], [], [], [], gamma=gamma)
-
-
-def test_overlaps_and_a_read_only_out_are_refused(device):
-    row = operands(device, row_of("float32", 16))
-    for other in (2, 3):
-        given = [[each] for each in buffers(row)]
-        given[0] = [given[other][0].view(0, (16,))]
-        memory = Operand(device, random_data((32,), "float32"))
-        given[0], given[other] = [memory.buffer.view(0, (16,))], [memory.buffer.view(1, (16,))]
-        with pytest.raises(ValueError, match="overlaps operand"):
-            distance_scale(*given, gamma=1)
-    sealed = Operand(device, row[0].values, writable=False)
-    with pytest.raises(ValueError, match="read-only"):
-        distance_scale([sealed.buffer], *[[each] for each in buffers(row[1:])], gamma=1)

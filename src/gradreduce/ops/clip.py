@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype
+from gradreduce.device.buffer import by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
-from .validate import FLOATS, check_no_overlap, check_rows, check_writable
+from .validate import FLOATS
 
 
 def _clip_reference(table: Sequence[Arrays], limit: float) -> None:
@@ -50,24 +51,11 @@ def clip(
         limit: above 0.
         device: launches on its compute queue; default that of ``outs[0]``. Adds no stream waits.
 
-    Raises:
-        ValueError: sizes or dtypes differ, or an output partly overlaps its input, overlaps the
-            norm, or is read-only.
+    The operands are not validated.
     """
-    launches: dict[str, list[list[Buffer]]] = {}
-    for out, source in zip(outs, inputs, strict=True):
-        if source.dtype.name not in FLOATS or source.dtype != out.dtype:
-            raise ValueError(f"clip: input {source} and output {out} must have one float dtype")
-        check_no_overlap("clip", out, norm)
-        launches.setdefault(source.dtype.name, []).append([out, source])
-    if norm.dtype != np.float64 or norm.size != 1:
-        raise ValueError(f"clip: norm is {norm}; expected one float64")
-    for rows in launches.values():
-        check_rows("clip", rows, 1)
-    check_writable("clip", outs)
-    for name, rows in launches.items():
-        table = [[*row, norm] for row in rows]
-        (device or outs[0].device).launch(CLIP, (name,), table, (float(limit),))
+    groups = same_dtypes((out, source, norm) for out, source in zip(outs, inputs, strict=True))
+    for (name, _, _), rows in by_template(groups).items():
+        (device or outs[0].device).launch(CLIP, (name,), rows, (float(limit),))
 
 
 def prepare_clip(device: Device, dtype: np.dtype) -> None:

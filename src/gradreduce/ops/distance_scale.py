@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype
+from gradreduce.device import Buffer, Device, Kernel
+from gradreduce.device.buffer import by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
-from .validate import FLOATS, check_rows, check_writable
+from .validate import FLOATS
 
 
 def _distance_scale_reference(table: Sequence[Arrays], gamma: float) -> None:
@@ -54,29 +55,10 @@ def distance_scale(
         gamma: the squared distance that halves a sum; above 0.
         device: launches on its compute queue; default that of ``outs[0]``. Adds no stream waits.
 
-    Raises:
-        ValueError: dtypes or sizes do not match, an operand overlaps an output, or ``gamma`` is
-            not above 0.
+    The operands are not validated.
     """
-    if not gamma > 0:
-        raise ValueError(f"distance_scale: gamma={gamma} must be above 0")
-    groups: dict[str, list[list[Buffer]]] = {}
-    for row in zip(outs, sums, centers, pulled, strict=True):
-        dtype = row[2].dtype
-        if dtype.name not in FLOATS:
-            raise ValueError(
-                f"distance_scale: {row[2]} must have a float dtype: {', '.join(FLOATS)}"
-            )
-        if row[0].dtype != accumulate_dtype(dtype):
-            raise ValueError(
-                f"distance_scale: {row[0]} must have the accumulate dtype of {row[2]}, "
-                f"{accumulate_dtype(dtype)}"
-            )
-        groups.setdefault(dtype.name, []).append(list(row))
-    for rows in groups.values():
-        check_rows("distance_scale", rows, 1, leaders=(0, 0, 2, 2))
-        check_writable("distance_scale", [row[0] for row in rows])
-    for name, rows in groups.items():
+    groups = same_dtypes(zip(outs, sums, centers, pulled, strict=True))
+    for (_, name, _), rows in by_template(groups).items():
         (device or outs[0].device).launch(DISTANCE_SCALE, (name,), rows, (float(gamma),))
 
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel
+from gradreduce.device.buffer import by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
-from .validate import FLOATS, check_no_overlap, check_writable
+from .validate import FLOATS
 
 STRIDES = 256  # elements per sum
 _DOUBLE = np.dtype(np.float64)
@@ -61,20 +62,10 @@ def square_sum(
         rooted: take the square root of each sum.
         device: launches on its compute queue; default that of ``outs[0]``. Adds no stream waits.
 
-    Raises:
-        ValueError: an input is not a float, or an output is not float64, is read-only, or
-            overlaps its input.
+    The operands are not validated.
     """
-    launches: dict[str, list[list[Buffer]]] = {}
-    for out, source in zip(outs, inputs, strict=True):
-        if source.dtype.name not in FLOATS or out.dtype != _DOUBLE:
-            raise ValueError(
-                f"square_sum: input {source} must be a float, output {out} must be float64"
-            )
-        check_no_overlap("square_sum", out, source)
-        launches.setdefault(source.dtype.name, []).append([out, source])
-    check_writable("square_sum", outs)
-    for name, rows in launches.items():
+    groups = same_dtypes(zip(outs, inputs, strict=True))
+    for (_, name, _), rows in by_template(groups).items():
         scalars = (int(squared), int(rooted))
         (device or outs[0].device).launch(SQUARE_SUM, (name,), rows, scalars)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from gradreduce.device import Buffer, Kernel, Template, element_of, mean_dtype, overlap
 from gradreduce.device.buffer import Row
-from gradreduce.device.dtypes import ELEMENTS, Element
+from gradreduce.device.dtypes import ELEMENTS
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 # <T, T>
@@ -43,7 +43,6 @@ def check_rows(
     num_written: int,
     *,
     padded: bool = False,
-    leaders: Sequence[int] | None = None,
 ) -> None:
     """Validates sizes, dtypes and overlaps of the rows of one launch.
 
@@ -52,8 +51,6 @@ def check_rows(
         rows: with the same number of operands each, the written ones first.
         num_written: number of written operands of each row.
         padded: the one written operand may be longer than the one that is read.
-        leaders: for each operand the index of the operand whose dtype it must have. Default: the
-            first written one for the written, the first read one for the others.
 
     Raises:
         ValueError: sizes differ, the dtypes of the written or of the read operands differ, or a
@@ -61,22 +58,20 @@ def check_rows(
     """
     if not rows:
         return
-    if leaders is None:
-        leaders = [0] * num_written + [num_written] * (len(rows[0]) - num_written)
-    if len(rows) >= MANY and _all_fit(rows, num_written, leaders, padded=padded):
+    if len(rows) >= MANY and _all_fit(rows, num_written, padded=padded):
         return
     for row in rows:
         written, read = row[:num_written], row[num_written:]
         if padded and written[0].size != read[0].size:
             _check_padded(name, written[0], read[0])
         else:
-            _check_row(name, written, read, leaders)
+            _check_row(name, written, read)
 
 
-def _check_row(name: str, written: Row, read: Row, leaders: Sequence[int]) -> None:
+def _check_row(name: str, written: Row, read: Row) -> None:
     operands = (*written, *read)
     for index, operand in enumerate(operands):
-        leader = operands[leaders[index]]
+        leader = written[0] if index < len(written) else read[0]
         if operand.dtype != leader.dtype:
             raise ValueError(f"{name}: dtypes differ: {operand} and {leader}")
         if operand.size != operands[0].size:
@@ -91,7 +86,7 @@ def _check_row(name: str, written: Row, read: Row, leaders: Sequence[int]) -> No
 def _check_padded(name: str, out: Buffer, term: Buffer) -> None:
     if out.size < term.size:
         raise ValueError(f"{name}: output {out} is shorter than input {term}")
-    _check_row(name, [out.view(0, term.shape)], [term], (0, 1))
+    _check_row(name, [out.view(0, term.shape)], [term])
     check_no_overlap(name, out.view(term.size, (out.size - term.size,)), term)
 
 
@@ -99,14 +94,12 @@ def _same(buffer: Buffer, other: Buffer) -> bool:
     return buffer.address == other.address and buffer.nbytes == other.nbytes
 
 
-def _all_fit(
-    rows: Sequence[Row], num_written: int, leaders: Sequence[int], *, padded: bool
-) -> bool:
+def _all_fit(rows: Sequence[Row], num_written: int, *, padded: bool) -> bool:
     """Whether all rows pass; if not, each row must be checked on its own."""
     columns = list(zip(*rows, strict=True))
     starts, ends, sizes = [], [], []
-    for leader, column in zip(leaders, columns, strict=True):
-        dtype = columns[leader][0].dtype
+    for index, column in enumerate(columns):
+        dtype = columns[0 if index < num_written else num_written][0].dtype
         if [operand.dtype for operand in column].count(dtype) != len(column):
             return False
         sizes.append(np.array([operand.size for operand in column], np.int64))
@@ -202,16 +195,9 @@ def elements(kernel: Kernel, written: Buffer, read: Buffer) -> tuple[str, str]:
         ValueError: the kernel does not have this cast.
     """
     to, of = element_of(written.dtype), element_of(read.dtype)
-    if written.dtype != read.dtype and not _casts(kernel, to, of):
+    names = (to.name, of.name)
+    # Views are not converted: a cast is between two different elements, of as many lanes.
+    casts = to.lanes == of.lanes and any(each[:2] == names for each in kernel.templates)
+    if written.dtype != read.dtype and not (casts and to.name != of.name):
         raise ValueError(f"{kernel.name}: cannot cast input {read} to output {written}")
-    return to.name, of.name
-
-
-def _casts(kernel: Kernel, to: Element, of: Element) -> bool:
-    """Whether a kernel casts between two *different* dtypes; views are not converted."""
-    pair = (to.name, of.name)
-    return (
-        to.lanes == of.lanes
-        and to.name != of.name
-        and any(template[:2] == pair for template in kernel.templates)
-    )
+    return names
