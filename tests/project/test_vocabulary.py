@@ -54,7 +54,7 @@ RETIRED_IN_NAMES = {
     "border": "StreamBoundary",
     "bring brought": "ensure_accessible",
     "came_in": "record_input",
-    "captures": "CaptureState",
+    "captures": "MeshState.current",
     "due": "deadline_scope",
     "emptied": "reset",
     "explain": "profile",

@@ -76,16 +76,15 @@ def merged_pack_infos(labels: Iterable[Label | None]) -> Label | None:
         ``"pack 1 of 1 (tensors 0 to 1), tensor 2"``, 5 at most; None of no label.
     """
     made: list[PackInfo] = []
-    for each in {id(label): label for label in labels}.values():
-        if not isinstance(each, PackInfo):
-            continue
-        index = next((index for index, had in enumerate(made) if _of_one_batch(had, each)), None)
-        if index is None:
-            made.append(each)
+    distinct = {id(label): label for label in labels if isinstance(label, PackInfo)}
+    for each in distinct.values():
+        for index, had in enumerate(made):
+            if _of_one_batch(had, each):
+                tensors = tuple(sorted({*had.tensors, *each.tensors}))
+                made[index] = PackInfo(tensors, sorted({*had.packs, *each.packs}), had.num_packs)
+                break
         else:
-            had = made[index]
-            tensors = tuple(sorted({*had.tensors, *each.tensors}))
-            made[index] = PackInfo(tensors, sorted({*had.packs, *each.packs}), had.num_packs)
+            made.append(each)
     return listed(made) or None
 
 
@@ -197,10 +196,8 @@ class PendingCall:
     def _late(self, index: int, stage: _Stage, late: Sequence[Mark]) -> str:
         pack_info = stage.pack_info
         if pack_info is None and not stage.leaves:  # the call's begin: its first pack is missing
-            packs = [
-                each.pack_info for each in self._stages[index + 1 :] if each.pack_info is not None
-            ]
-            pack_info = packs[0] if packs else None
+            later = (each.pack_info for each in self._stages[index + 1 :])
+            pack_info = next((each for each in later if each is not None), None)
         what = self.call if pack_info is None else str(pack_info)
         names = names_of(mark.device for mark in late)
         have = "has" if len({mark.device for mark in late}) == 1 else "have"
