@@ -19,7 +19,7 @@ import importlib.util
 import logging
 import os
 import reprlib
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Sequence, Set
 from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
@@ -31,7 +31,7 @@ from gradreduce.backends.sim.device import IMPLEMENTATIONS, SimDevice, SimOption
 from gradreduce.backends.sim.host_compile import find_compiler
 from gradreduce.backends.sim.scheduler import RandomScheduler, Scheduler
 from gradreduce.backends.sim.workers import Workers
-from gradreduce.device import Collective, Device, Mesh, ModuleLock, as_flag, as_index
+from gradreduce.device import Mesh, ModuleLock, as_flag, as_index
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import flight_path
 from gradreduce.errors import BackendUnavailableError, brief
@@ -112,7 +112,11 @@ def open_mesh(
     workers = Workers(_integer("GRADREDUCE_SIM_THREADS", _num_cores()))
     scheduler = Scheduler() if schedule_seed is None else RandomScheduler(_seed(schedule_seed))
     options = SimOptions(kernels, strict, workers, scheduler)
-    return _open_sim(placement, peer_access, options)
+    mesh_state = _mesh_state("sim", peer_access)
+    made = [
+        SimDevice(mesh_state, index, physical, options) for index, physical in enumerate(placement)
+    ]
+    return Mesh(made, mesh_state, cache(partial(SimCollective, mesh_state)), workers.close)
 
 
 def _is_one_of(name: Any, names: Container[str]) -> bool:
@@ -169,16 +173,6 @@ def _own_gpus(num_gpus: int) -> Sequence[int]:
     return [rank]
 
 
-def _open_sim(
-    placement: Sequence[int], peer_access: bool | Set[tuple[int, int]], options: SimOptions
-) -> Mesh:
-    mesh_state = _mesh_state("sim", peer_access)
-    made = [
-        SimDevice(mesh_state, index, physical, options) for index, physical in enumerate(placement)
-    ]
-    return _mesh(made, mesh_state, cache(partial(SimCollective, mesh_state)), options.workers.close)
-
-
 def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
     cuda, nccl, streams = _cuda_backend()
     num_gpus = streams.visible_gpus()
@@ -198,7 +192,7 @@ def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
             device.close()
         collective.close()
 
-    return _mesh(made, mesh_state, collective.loaded, close)
+    return Mesh(made, mesh_state, collective.loaded, close)
 
 
 def _mesh_state(backend: str, peer_access: bool | Set[tuple[int, int]]) -> MeshState:
@@ -207,19 +201,6 @@ def _mesh_state(backend: str, peer_access: bool | Set[tuple[int, int]]) -> MeshS
     mesh_state = MeshState(backend, peer_access=peer_access)
     mesh_state.flight_path = flight_path(os.environ.get("GRADREDUCE_FLIGHT_RECORD", ""))
     return mesh_state
-
-
-def _mesh(
-    made: Sequence[Device],
-    mesh_state: MeshState,
-    collective: Callable[[], Collective],
-    on_close: Callable[[], None],
-) -> Mesh:
-    """Makes the mesh of new devices."""
-    mesh = Mesh(made, mesh_state, collective, on_close)
-    for device in made:
-        device.mesh = mesh
-    return mesh
 
 
 def _cuda_backend() -> tuple[ModuleType, ModuleType, ModuleType]:

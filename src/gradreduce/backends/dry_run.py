@@ -85,8 +85,6 @@ class DryRunMesh:
         ]
         collective = cache(lambda: DryRunCollective(mesh_state))
         self.mesh = Mesh(made, mesh_state, collective, lambda: None)
-        for device in made:
-            device.mesh = self.mesh
         self._blocks: dict[int, Block] = {}
 
     def buffer(self, signature: Signature) -> Buffer:

@@ -22,7 +22,7 @@ from .command_list import CommandList, WrittenSpans
 from .deadlines import deadline_scope
 from .device import Device
 from .dtypes import DType, accumulate_dtype, as_dtype, as_flag, as_index, element_of, mean_dtype
-from .flat_buffer import FlatBuffer, Step, attach_again
+from .flat_buffer import FlatBuffer, attach_again
 from .forks import ModuleLock
 from .graph_capture import Capture
 from .interrupts import DeferInterrupts
@@ -69,7 +69,6 @@ __all__ = [
     "PackInfo",
     "Queue",
     "Record",
-    "Step",
     "Stream",
     "Template",
     "Waiters",

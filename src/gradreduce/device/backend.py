@@ -71,10 +71,6 @@ class Backend(ABC):
     def _trim(self) -> None:
         """Releases the pool's free memory to the system."""
 
-    def address_of(self, raw: Any) -> int:
-        """Returns the address of memory that a block may hold as its ``raw``."""
-        raise NotImplementedError(f"{self} cannot tell the address of {raw!r}")
-
     # -- work -------------------------------------------------------------------------------------
 
     @abstractmethod

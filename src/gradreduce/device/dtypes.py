@@ -128,11 +128,6 @@ def as_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def is_known(dtype: np.dtype) -> bool:
-    """Whether arrays of ``dtype`` can be added."""
-    return dtype in ELEMENT_OF
-
-
 def element_of(dtype: np.dtype) -> Element:
     """Returns the element that a kernel sees for ``dtype`` (from ``as_dtype``)."""
     return ELEMENT_OF[dtype]

@@ -49,6 +49,8 @@ class Mesh(NotCopied):
         on_close: Callable[[], None],
     ) -> None:
         self.devices = tuple(devices)
+        for device in devices:
+            vars(device).setdefault("mesh", self)  # the first mesh that is made of it is the whole
         self.num_replicas = len(self.devices)
         self.process_index = 0
         self.num_processes = 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype, element_of
 from gradreduce.device.buffer import as_elements, by_template, same_dtypes
-from gradreduce.device.dtypes import ELEMENT_OF, is_known
+from gradreduce.device.dtypes import ELEMENT_OF
 from gradreduce.device.kernel import Arrays
 
 from .running_sum import add_left_to_right
@@ -125,7 +125,7 @@ def add_on_host(terms: Sequence[Any], device: Callable[[], Device]) -> Any:
         flags = term.flags
         if not (flags.c_contiguous and flags.aligned and 0 < term.size <= SMALL):
             return None
-    if not is_known(dtype):
+    if dtype not in ELEMENT_OF:
         return None
     out = np.empty(shape, dtype)
     row = [out, *terms]

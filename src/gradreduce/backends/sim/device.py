@@ -112,7 +112,7 @@ class SimDevice(Device):
 
     def _share(self, array: np.ndarray, address: int | None, writable: bool) -> Buffer:
         dtype = as_dtype(array.dtype)
-        address = self.address_of(array) if address is None else address
+        address = address_of(array) if address is None else address
         if self.external_buffers.is_used and writable:
             block = self.external_buffers.find(address, array.nbytes)
             if block is not None:
@@ -135,13 +135,6 @@ class SimDevice(Device):
             return self._share(array, address, flags.writeable)
         as_dtype(array.dtype)
         return self.upload(array)
-
-    def address_of(self, raw: np.ndarray) -> int:
-        """See ``Backend.address_of``; five times as fast as asking NumPy."""
-        try:
-            return addressof(c_char.from_buffer(raw))  # type: ignore[arg-type]
-        except (TypeError, ValueError):  # read-only, empty, or bfloat16
-            return raw.ctypes.data
 
     def _array_of(self, buffer: Buffer) -> np.ndarray:
         if buffer.array is None:
@@ -360,3 +353,11 @@ def read_only(array: np.ndarray) -> np.ndarray:
     view = array[:]
     view.flags.writeable = False
     return view
+
+
+def address_of(array: np.ndarray) -> int:
+    """Returns the address of an array's memory; five times as fast as asking NumPy."""
+    try:
+        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # read-only, empty, or bfloat16
+        return array.ctypes.data
