@@ -36,7 +36,6 @@ from .arguments import (
     check_op,
     checked_mesh,
     checked_nest,
-    keys_of_arrays,
     nests,
     outs_of,
 )
@@ -208,8 +207,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """
         check_op("op", op)
         mesh = self.mesh or default_mesh()
-        keys = checked_nest(grads, mesh)
-        present = keys_of_arrays(grads, keys)
+        found = checked_nest(grads, mesh)
+        present = [key for key, is_there in found.items() if is_there]
         algorithm_of(self.settings, mesh.devices)
         pairs = [(value := PerReplica.of_grads(grads, key, mesh), value) for key in present]
         outs = None if out is None else outs_of(out, grads, present)
@@ -218,7 +217,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         )
         if out is not None:
             return out
-        results = dict.fromkeys(keys, (None,) * len(grads))
+        results = dict.fromkeys(found, (None,) * len(grads))
         results.update(zip(present, [each.values for each in reduced], strict=True))
         return nests(grads, results)
 

@@ -320,23 +320,17 @@ def named_mesh(destination: Any) -> Mesh | None:
     return None
 
 
-def checked_nest(grads: Any, mesh: Mesh) -> list[Any]:
-    """Returns the keys (or indices) of the tensors, after checking that all devices agree."""
-    count = len(mesh.devices)
-    _check_entries("grads", grads, count, f" of {mesh}")
-    for replica, entry in enumerate(grads):
-        _check_alike(f"grads[{replica}]", entry, "grads[0]", grads[0])
-    return _keys_of(grads[0])
-
-
-def keys_of_arrays(grads: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
-    """Returns the keys of the tensors that are not None.
+def checked_nest(grads: Any, mesh: Mesh) -> dict[Any, bool]:
+    """Returns the keys (or indices) of the tensors, and whether each is there, not None.
 
     Raises:
-        ValueError: one is None on some devices only.
+        ValueError: devices have other tensors, or one is None on some of them only.
     """
-    found = []
-    for key in keys:
+    _check_entries("grads", grads, len(mesh.devices), f" of {mesh}")
+    for replica, entry in enumerate(grads):
+        _check_alike(f"grads[{replica}]", entry, "grads[0]", grads[0])
+    found = {}
+    for key in _keys_of(grads[0]):
         missing = [replica for replica, entry in enumerate(grads) if entry[key] is None]
         if 0 < len(missing) < len(grads):
             there = next(replica for replica in range(len(grads)) if replica not in missing)
@@ -344,8 +338,7 @@ def keys_of_arrays(grads: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
                 f"grads[{listed(missing)}][{brief(key)}] is None, but grads[{there}][{brief(key)}] "
                 "is not: pass zeros where a replica has no gradient, or None on every replica"
             )
-        if not missing:
-            found.append(key)
+        found[key] = not missing
     return found
 
 
