@@ -291,8 +291,6 @@ def accumulate_n(
         raise ValueError(
             "accumulate_n does not accept IndexedSlices: use add_n, or pass .to_dense()"
         )
-    if len(inputs) == 1 and shape is None and tensor_dtype is None:
-        return _alone(inputs[0], output_type)
     kind = as_result_kind(output_type, kind_of_term(inputs[0]))
     terms = list(inputs)
     if shape is not None or tensor_dtype is not None:
