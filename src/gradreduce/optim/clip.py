@@ -114,17 +114,15 @@ def _mirrored(
                 "tensors must be on the same ones"
             )
         each._discard_copies()
+    columns = zip(*(each.parts for each in present.values()), strict=True)
     on_each = [
-        _clipped({p: each.parts[on] for p, each in present.items()}, limit, norm, device)
-        for on, device in enumerate(first.devices)
+        _clipped(dict(zip(present, parts, strict=True)), limit, norm, device)
+        for device, parts in zip(first.devices, columns, strict=True)
     ]
-    clipped = [
-        Mirrored.of(parts, each.kind)
-        for each, parts in zip(
-            present.values(), zip(*(made for made, _ in on_each), strict=True), strict=True
-        )
-    ]
-    return clipped, Mirrored.of([found for _, found in on_each], first.kind)
+    rows = zip(*(clipped for clipped, _ in on_each), strict=True)
+    kinds = [each.kind for each in present.values()]
+    made = [Mirrored.of(parts, kind) for parts, kind in zip(rows, kinds, strict=True)]
+    return made, Mirrored.of([found for _, found in on_each], first.kind)
 
 
 def _placed(index: int, tensor: Any) -> Part:

@@ -6,6 +6,7 @@ Its members are those of tf.train.Optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -223,7 +224,7 @@ class Optimizer(NotCopied):
         with deadline_scope("apply_gradients", seconds, devices):
             parts = self._colocated_gradients(gradients, variables, plan)
             count = ready_count(global_step)
-            with self._slots.rollback_on_error():
+            with self._slots.rollback_on_error() if plan is None else nullcontext():
                 if plan is None:
                     self.prepare(variables)
                     plan = Plan(variables, self._slots, self._kernel)

@@ -7,6 +7,7 @@ of the same variables is planned once, and so is a push that needs no staging me
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeGuard
 
 from gradreduce.arrays.caller_streams import release_inputs
@@ -80,7 +81,7 @@ class Worker:
             makes_up = self.is_due
             if makes_up:
                 self._retry_push(global_step)
-            with inner._slots.rollback_on_error():
+            with inner._slots.rollback_on_error() if plan is None else nullcontext():
                 self._local = self._step_by(members, parts, plan, global_step) or self._local
         return makes_up or not self.step.value % self._config.period
 
