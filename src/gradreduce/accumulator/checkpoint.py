@@ -18,7 +18,7 @@ from gradreduce.device import Device, as_index
 from gradreduce.errors import CollectiveError, about, brief
 
 from .state import AccumulatorState
-from .take_queue import complete_multi, complete_ready
+from .take_queue import complete_heads, complete_ready
 from .validate import as_shape, as_step
 
 _KEYS = (
@@ -89,8 +89,8 @@ def load_state(state: AccumulatorState, saved: Mapping[str, Any]) -> None:
                 "the mesh failed while the state of an accumulator was loaded; load it again"
             )
         state.update(**attributes, totals=totals)
-        incomplete = complete_ready([state])
-    complete_multi(incomplete)
+        complete_ready([state])
+    complete_heads([state])
 
 
 def _checked(

@@ -21,7 +21,7 @@ from gradreduce.errors import DeviceMismatchError, about, brief
 
 from .base import ConditionalAccumulatorBase
 from .state import AccumulatorState, PendingGradient, PendingTake, Storage, Taken, locked
-from .take_queue import await_take, complete_multi, complete_ready, join, take_locked, withdraw
+from .take_queue import await_take, complete_heads, complete_ready, join, take_locked, withdraw
 from .validate import (
     DEFAULT_STEP,
     as_required,
@@ -80,12 +80,12 @@ def apply_grads(
             with DeferInterrupts():  # also completes the takes that now have enough
                 with locked(states):
                     counts = [len(each.parts) for each in pending_gradients]
-                    dropped, incomplete = _dropped(states, counts, step), []
+                    dropped = _dropped(states, counts, step)
                     if not dropped:
                         _for_each(_check_sum_shape, zip(pending_gradients), accumulators)
                         _add(pending_gradients)
-                        incomplete = complete_ready(states)
-                complete_multi(incomplete)
+                        complete_ready(states)
+                complete_heads(states)
                 release_inputs()
     if dropped and local_step is DEFAULT_STEP:
         _warn_of_default(accumulators, states)

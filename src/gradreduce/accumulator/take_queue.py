@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from gradreduce.arrays.distributed import Part
@@ -56,8 +56,8 @@ def join(pending_take: PendingTake) -> None:
             state.check_devices()  # else it would wait without end
         for state in pending_take.states:
             state.queue.append(pending_take)
-        incomplete = complete_ready(pending_take.states)
-    complete_multi(incomplete)
+        complete_ready(pending_take.states)
+    complete_heads(pending_take.states)
 
 
 def await_take(pending_take: PendingTake, timeout: float | None) -> None:
@@ -87,7 +87,7 @@ def withdraw(pending_take: PendingTake, timeout: float | None = None) -> None:
     """
     with DeferInterrupts():
         _cancel(pending_take, lambda: DeadlineExceededError(_missing(pending_take, timeout)))
-        _complete_heads(pending_take.states)
+        complete_heads(pending_take.states)
 
 
 def close(state: AccumulatorState) -> None:
@@ -127,7 +127,7 @@ def cancel_waiting(state: AccumulatorState) -> None:
     text += "" if reason is None else f": the mesh has failed: {reason}"
     for pending_take in waiting:
         _cancel(pending_take, lambda: CancelledError(text))
-    _complete_heads([each for pending_take in waiting for each in pending_take.states])
+    complete_heads([each for pending_take in waiting for each in pending_take.states])
 
 
 def _cancel(pending_take: PendingTake, make_error: Callable[[], Exception]) -> None:
@@ -138,46 +138,33 @@ def _cancel(pending_take: PendingTake, make_error: Callable[[], Exception]) -> N
             pending_take.leave()
 
 
-def _complete_heads(states: Iterable[AccumulatorState]) -> None:
-    """Completes takes that are ready; the caller holds no lock."""
-    for state in dict.fromkeys(states):
-        with state.lock:
-            incomplete = complete_ready([state])
-        complete_multi(incomplete)
+def complete_ready(states: Sequence[AccumulatorState]) -> None:
+    """Completes takes that are ready and take from no other state; all locks must be held.
 
-
-def complete_ready(states: Sequence[AccumulatorState]) -> list[PendingTake]:
-    """Completes takes that are ready; returns those that need the locks of more accumulators.
-
-    The caller holds the locks of the states.
-
-    Returns:
-        Takes at the head of a queue, for ``complete_multi``.
+    So a take that waits gets just the gradients that it requires. Then the caller passes the
+    states to ``complete_heads``, when it holds no lock.
     """
-    incomplete: list[PendingTake] = []
     waiting = [state for state in states if state.queue]  # mostly nobody waits
     while waiting:
         state = waiting.pop()
-        if not state.queue or state.count < state.queue[0].num_required:
-            continue
-        head = state.queue[0]
-        if not set(states).issuperset(head.states):
-            incomplete.append(head)
-        elif head.is_ready():
+        head = state.queue[0] if state.queue else None
+        if head is not None and set(states).issuperset(head.states) and head.is_ready():
             _complete(head)
             waiting += head.states
-    return incomplete
 
 
-def complete_multi(pending_takes: Sequence[PendingTake]) -> None:
-    """Completes takes of several accumulators; the caller holds no lock."""
-    waiting = list(pending_takes)
+def complete_heads(states: Sequence[AccumulatorState]) -> None:
+    """Completes takes that are ready, also of other states; the caller holds no lock."""
+    waiting = [state for state in states if state.queue]
     while waiting:
-        pending_take = waiting.pop()
-        with locked(pending_take.states):
-            if pending_take.is_ready():
-                _complete(pending_take)
-                waiting += complete_ready(pending_take.states)
+        state = waiting.pop()
+        with state.lock:
+            head = state.queue[0] if state.queue else None
+        if head is not None:
+            with locked(head.states):
+                if head.is_ready():
+                    _complete(head)
+                    waiting += head.states
 
 
 def _complete(pending_take: PendingTake) -> None:
