@@ -76,14 +76,30 @@ def test_sums_that_fit_neither_count_nor_shape(mesh):
     check_refused(acc, state, ValueError, "is (None, 1), which does not fit the")
 
 
+def fill_dense(source, acc, mesh):
+    source.apply_grad(gr.PerReplica([[2.0]] * len(mesh), mesh), cast=True)
+    acc.apply_grad([5.0, 6.0])
+
+
+def fill_sparse(source, acc, mesh):
+    rows = np.ones((2, 1), "float16")
+    given = [gr.IndexedSlices(rows, [3, place]) for place in range(len(mesh))]
+    source.apply_indexed_slices_grad(gr.PerReplica(given, mesh))
+    acc.apply_grad([5], [[6.0]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fill"),
+    [(gr.ConditionalAccumulator, fill_dense), (gr.SparseConditionalAccumulator, fill_sparse)],
+    ids=["dense", "sparse"],
+)
 @pytest.mark.parametrize(
     ("method", "name"),
     [("_allocate", "load"), ("_upload", "load"), ("_allocate", "save"), ("_copy", "save")],
 )
-def test_a_failure_changes_nothing(mesh, monkeypatch, method, name):
-    acc, source = (gr.ConditionalAccumulator("float16", device=mesh) for _ in range(2))
-    source.apply_grad(gr.PerReplica([[2.0]] * len(mesh), mesh), cast=True)
-    acc.apply_grad([5.0, 6.0])
+def test_a_failure_changes_nothing(mesh, monkeypatch, method, name, kind, fill):
+    acc, source = (kind("float16", device=mesh) for _ in range(2))
+    fill(source, acc, mesh)
     state, before = source.state_dict(), [frozen(acc), frozen(source)]
     calls = {"load": lambda: acc.load_state_dict(state), "save": source.state_dict}
 

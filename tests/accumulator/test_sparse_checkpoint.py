@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 
@@ -169,63 +168,6 @@ def test_gradients_without_rows(sparse):
     assert (taken.indices.size, taken.values.shape, taken.dense_shape) == (0, (0, 3), (6, 3))
 
 
-def npz(state):
-    rest, arrays = dict(state), {}
-    for place, total in enumerate(rest.pop("partial_sums")):
-        arrays |= {f"{place}/{key}": array for key, array in (total or {}).items()}
-    file = io.BytesIO()
-    np.savez(file, rest=json.dumps(rest), num_sums=len(state["partial_sums"]), **arrays)
-    file.seek(0)
-    with np.load(file) as stored:
-        sums = [
-            {key: stored[f"{place}/{key}"] for key in ("indices", "num_touches", "values")}
-            if f"{place}/values" in stored else None
-            for place in range(stored["num_sums"])
-        ]  # fmt: skip
-        return {**json.loads(str(stored["rest"])), "partial_sums": sums}
-
-
-def arrays_of_all(state):
-    """As a store does that knows nothing but arrays; and whose arrays are read-only."""
-    sums = state.pop("partial_sums")
-    for array in (array for total in sums if total is not None for array in total.values()):
-        array.flags.writeable = False
-    made = {key: None if value is None else np.array(value) for key, value in state.items()}
-    return made | {"partial_sums": tuple(sums)}
-
-
-def torch_store(state):
-    torch = pytest.importorskip("torch")
-    sums = [
-        total and {key: torch.from_numpy(array) for key, array in total.items()}
-        for total in state["partial_sums"]
-    ]
-    file = io.BytesIO()
-    torch.save({**state, "partial_sums": sums}, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize(
-    "store",
-    [npz, arrays_of_all, pytest.param(torch_store, marks=pytest.mark.torch)],
-    ids=["npz", "arrays", "torch"],
-)
-def test_it_survives_any_store(store):
-    with gr.open_mesh([0, 1, 1], backend="sim", strict=True) as mesh:
-        acc, fresh = (
-            gr.SparseConditionalAccumulator("float16", (None, 5), device=mesh) for _ in range(2)
-        )
-        fresh.load_state_dict(store(acc.state_dict()))
-        with gr.replica(1):
-            acc.apply_indexed_slices_grad(gradient(1, "float16"))
-            acc.apply_indexed_slices_grad(gradient(2, "float16"))
-        wanted = frozen(acc)
-        fresh.load_state_dict(store(acc.state_dict()))
-        assert frozen(fresh) == wanted
-        check_goes_on(acc, fresh, [gradient(3, "float16")])
-
-
 def test_takes_that_wait_are_served_by_a_load(sparse, accumulator, crew):
     acc, other, source = sparse(), accumulator(), sparse()
     for value in (1.0, 3.0):
@@ -351,25 +293,3 @@ def test_dense_and_sparse_states_are_no_states_of_each_other(sparse, accumulator
     check_refused(acc, states[1] | {"format": FORMAT}, TypeError, f"{SUM} is a ndarray; expected a")
     text = "state['sum_shape'] is (None, 1), which does not fit"
     check_refused(other, states[0] | {"format": EMPTY["format"]}, ValueError, text)
-
-
-@pytest.mark.parametrize(
-    ("method", "name"),
-    [("_allocate", "load"), ("_upload", "load"), ("_allocate", "save"), ("_copy", "save")],
-)
-def test_a_failure_changes_nothing(mesh, monkeypatch, method, name):
-    acc, source = (gr.SparseConditionalAccumulator("float16", device=mesh) for _ in range(2))
-    given = [gr.IndexedSlices(np.ones((2, 1), "float16"), [3, place]) for place in range(len(mesh))]
-    source.apply_indexed_slices_grad(gr.PerReplica(given, mesh))
-    acc.apply_grad([5], [[6.0]])
-    state, before = source.state_dict(), [frozen(acc), frozen(source)]
-    calls = {"load": lambda: acc.load_state_dict(state), "save": source.state_dict}
-
-    def failing(*args):
-        raise MemoryError(method)
-
-    with monkeypatch.context() as patch, pytest.raises(MemoryError, match=method):
-        patch.setattr(mesh.devices[-1], method, failing)  # when those before it have theirs
-        calls[name]()
-    assert [frozen(acc), frozen(source)] == before
-    calls[name]()
