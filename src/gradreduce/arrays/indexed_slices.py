@@ -107,10 +107,7 @@ class IndexedSlices:
         """Shape of the whole array; None, or -1 as first entry, if unknown."""
         return self._dense_shape
 
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        """The same as ``dense_shape``: an IndexedSlices stands for the whole array."""
-        return self._dense_shape
+    shape = dense_shape  # an IndexedSlices stands for the whole array
 
     @property
     def is_known(self) -> bool:
@@ -230,15 +227,19 @@ def coalesced(
     segments: Sequence[Segments],
     *,
     outs: Sequence[Buffer] | None = None,
+    into: Sequence[Indices | None] | None = None,
     divisors: Sequence[Divisor] | None = None,
 ) -> list[Buffer]:
     """Adds the rows of each segment, for many tensors: ``(num_segments, …)``.
+
+    One upload on each physical device, and one launch per dtype.
 
     Args:
         values: the rows of each tensor.
         segments: which of them become one, from ``plan_segments``.
         outs: where the results go, on the devices of the values; default new Buffers of their
             dtypes.
+        into: for each tensor the row of each segment in its result; default one after another.
         divisors: for each tensor a number, or a float64 array with one for each segment.
     """
     if outs is None:
@@ -246,7 +247,15 @@ def coalesced(
             rows.device.empty((plan.num_segments, *rows.shape[1:]), rows.dtype)
             for rows, plan in zip(values, segments, strict=True)
         ]
-    return _summed(outs, values, segments, [None] * len(outs), divisors or [1.0] * len(outs))
+    into_rows = into or [None] * len(outs)
+    rows = list(zip(outs, values, segments, into_rows, divisors or [1.0] * len(outs), strict=True))
+    for here in by_physical([out.device for out in outs]).values():
+        *terms, some_into, by = zip(*[rows[index] for index in here], strict=True)
+        sharing = [out.device for out in terms[0]]
+        join_streams(sharing[0], sharing)
+        ops.segment_sum_command(*terms, into=some_into, divisor=by, device=sharing[0])()
+        fork_streams(sharing[0], sharing)
+    return list(outs)
 
 
 def densified(slices: Sequence[IndexedSlices]) -> list[Buffer]:
@@ -263,26 +272,8 @@ def densified(slices: Sequence[IndexedSlices]) -> list[Buffer]:
             )
     outs = [each.values.device.zeros(each.dense_shape, each.dtype) for each in slices]
     segments = [plan_segments(each.indices) for each in slices]
-    values, into = [each.values for each in slices], [plan.indices for plan in segments]
-    return _summed(outs, values, segments, into, [1.0] * len(outs))
-
-
-def _summed(
-    outs: Sequence[Buffer],
-    values: Sequence[Buffer],
-    segments: Sequence[Segments],
-    into: Sequence[Indices | None],
-    divisors: Sequence[Divisor],
-) -> list[Buffer]:
-    """Sums segments of rows on each physical device: one upload, one launch per dtype."""
-    rows = list(zip(outs, values, segments, into, divisors, strict=True))
-    for here in by_physical([out.device for out in outs]).values():
-        *terms, into, divisors = zip(*[rows[index] for index in here], strict=True)
-        sharing = [out.device for out in terms[0]]
-        join_streams(sharing[0], sharing)
-        ops.segment_sum_command(*terms, into=into, divisor=divisors, device=sharing[0])()
-        fork_streams(sharing[0], sharing)
-    return list(outs)
+    into = [plan.indices for plan in segments]
+    return coalesced([each.values for each in slices], segments, outs=outs, into=into)
 
 
 def check_indices(indices: Indices, dense_shape: tuple[int, ...] | None) -> None:

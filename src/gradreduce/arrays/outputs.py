@@ -28,6 +28,11 @@ from .convert import (
 )
 from .convert_gpu import Kind
 
+_NO_OUT = {
+    "jax": "is immutable",
+    "cuda": "has no current stream that can be queried: wrap it with cupy.asarray",
+}
+
 
 class Out(NamedTuple):
     """A caller's array that a call writes.
@@ -78,12 +83,9 @@ def as_out(
         DeviceMismatchError: it lies elsewhere, or in the flat buffer of another device.
     """
     kind = kind_of(array)
-    if kind in ("jax", "cuda") or not hasattr(array, "dtype"):
-        reasons = {
-            "jax": "is immutable",
-            "cuda": "has no current stream that can be queried: wrap it with cupy.asarray",
-        }
-        reason = reasons.get(kind, "is not an array")
+    if kind in _NO_OUT or isinstance(array, np.generic) or not hasattr(array, "dtype"):
+        number = "is a number, not an array" if isinstance(array, np.generic) else "is not an array"
+        reason = _NO_OUT.get(kind, number)
         raise TypeError(f"{type(array).__name__} {reason}; it cannot be used as out")
     found = shape_and_dtype(array)
     wanted = shape if order is None else tuple([shape[axis] for axis in inverse(order)])
@@ -91,10 +93,6 @@ def as_out(
         raise ValueError(f"out is {found[1]}{list(found[0])}; expected {dtype}{list(wanted)}")
     if kind == "buffer":
         return Out(array, kind, *_buffer_memory(array, device))
-    if kind == "native" and not isinstance(array, np.ndarray):
-        raise TypeError(
-            f"{type(array).__name__} is a number, not an array; it cannot be used as out"
-        )
     seen = array if order is None else in_order(array, order)
     if kind == "torch":
         return Out(array, kind, *_tensor_memory(seen, device))
