@@ -33,6 +33,8 @@ from .arguments import Request
 from .cross_device_ops import Call
 from .pipeline import copy_to_out
 
+Reduce = Callable[[list[Request]], list[tuple[Part, ...]]]
+
 # JAX's arrays never change: those that came in are ready for good.
 _SHARED_KINDS = ("torch", "cupy")
 _ON_HOST = ("native", "numpy", "torch")
@@ -141,11 +143,7 @@ class PreparedStep(NotCopied):
     _called = "a prepared step"
     flat: FlatBuffer | None = None  # set by ``FlatBuffer.prepare_all_reduce``: fenced by each call
 
-    def __init__(
-        self,
-        call: Call,
-        reduce: Callable[[list[Request]], list[tuple[Part, ...]]],
-    ) -> None:
+    def __init__(self, call: Call, reduce: Reduce) -> None:
         self._mesh_state = call.devices[0].mesh_state
         self._devices = call.devices
         self._command_list = CommandList()
@@ -251,11 +249,7 @@ class CapturedStep(PreparedStep):
 
     _called = "a captured step"
 
-    def __init__(
-        self,
-        call: Call,
-        reduce: Callable[[list[Request]], list[tuple[Part, ...]]],
-    ) -> None:
+    def __init__(self, call: Call, reduce: Reduce) -> None:
         self._capture = Capture(call.devices)  # raises before anything is launched
         super().__init__(call, reduce)
         with self._capture.recorded():
