@@ -40,6 +40,15 @@ def detached(value: Any) -> Any:
     return value
 
 
+def check_seed_shape(seed: Any, loss: Any) -> None:
+    """Raises ``ValueError`` unless the gradient of a loss has its shape."""
+    if seed.shape != loss.shape:
+        raise ValueError(
+            f"grad_loss has shape {tuple(seed.shape)}; expected that of the loss, "
+            f"{tuple(loss.shape)}"
+        )
+
+
 def tensor_gradients(loss: Any, leaves: Sequence[Any], grad_loss: Any) -> list[Any]:
     """Returns the gradient of a PyTorch loss for each leaf, None without a dependency.
 
@@ -53,11 +62,8 @@ def tensor_gradients(loss: Any, leaves: Sequence[Any], grad_loss: Any) -> list[A
     if not loss.is_floating_point():
         raise InvalidVariableError(f"Invalid type {loss.dtype} of the loss: it must be a float")
     seed = None if grad_loss is None else torch.as_tensor(grad_loss, dtype=loss.dtype)
-    if seed is not None and seed.shape != loss.shape:
-        raise ValueError(
-            f"grad_loss has shape {tuple(seed.shape)}; expected that of the loss, "
-            f"{tuple(loss.shape)}"
-        )
+    if seed is not None:
+        check_seed_shape(seed, loss)
     if not leaves or not loss.requires_grad:
         return [None] * len(leaves)
     seed = torch.ones_like(loss) if seed is None else seed.to(loss.device)
@@ -85,11 +91,8 @@ class JaxLoss:
         if "jax" not in sys.modules:
             raise ValueError('engine="jax" needs JAX: import jax before this call')
         self._loss = loss
-        self._arrays: dict[Buffer, Any] = {}
-        self._variables: dict[Buffer, Any] = {}
-        self._tracers: dict[Buffer, Any] | None = (
-            None  # the tracers of copies while the loss is traced
-        )
+        self._reads: dict[Buffer, tuple[Any, Any]] = {}  # the array and the Variable of each copy
+        self._tracers: dict[Buffer, Any] | None = None  # of copies, while the loss is traced
         self._unread: set[Buffer] = set()
         self._is_inside = False  # whether a Variable was read in a cached function
         self._keeps = False  # whether this call allows that
@@ -103,8 +106,7 @@ class JaxLoss:
         """
         if self._tracers is not None:
             raise _other_reads(variable)
-        self._arrays[copy] = array
-        self._variables[copy] = variable
+        self._reads[copy] = array, variable
 
     def value(self, copy: Buffer, array: Any) -> Any:
         """Returns what the loss gets for a copy: ``array``, or its tracer.
@@ -121,7 +123,7 @@ class JaxLoss:
         self._unread.discard(copy)
         if self._tracers is not None:
             return self._tracers.get(copy, array)
-        return sys.modules["jax"].lax.full_like(array, 0) if copy in self._arrays else array
+        return sys.modules["jax"].lax.full_like(array, 0) if copy in self._reads else array
 
     def gradients(self, grad_loss: Any) -> list[tuple[Buffer, Any]]:
         """Returns the gradient of each copy that the loss reads.
@@ -153,7 +155,7 @@ class JaxLoss:
     def _gradients(self, grad_loss: Any) -> list[tuple[Buffer, Any]]:
         jax = sys.modules["jax"]
         jax.eval_shape(self._total, grad_loss)
-        copies = list(self._arrays)
+        copies = list(self._reads)
 
         def total(arrays: Sequence[Any]) -> Any:
             self._tracers = dict(zip(copies, arrays, strict=True))
@@ -169,12 +171,12 @@ class JaxLoss:
         if self._keeps:  # else the cache would hold arrays, not only shapes
             differentiate = jax.jit(differentiate)
         with _contexts()(object()) if self._keeps else nullcontext():
-            _, found = differentiate([self._arrays[copy] for copy in copies])
+            _, found = differentiate([array for array, _ in self._reads.values()])
         for copy in self._unread:
-            raise _other_reads(self._variables[copy])
+            raise _other_reads(self._reads[copy][1])
         jax.block_until_ready(found)  # JAX still reads the Variables, which may be written now
         return [
-            (copy, _in_dtype(gradient, self._variables[copy].dtype))
+            (copy, _in_dtype(gradient, self._reads[copy][1].dtype))
             for copy, gradient in zip(copies, found, strict=True)
         ]
 
@@ -190,11 +192,7 @@ class JaxLoss:
                 raise InvalidVariableError(f"Invalid type {value.dtype} of the loss")
             if grad_loss is not None:
                 seed = jnp.asarray(grad_loss, value.dtype)
-                if seed.shape != value.shape:
-                    raise ValueError(
-                        f"grad_loss has shape {seed.shape}; expected that of the loss, "
-                        f"{value.shape}"
-                    )
+                check_seed_shape(seed, value)
                 value = value * seed
             total = total + jnp.sum(value)
         return total

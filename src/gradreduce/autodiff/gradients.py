@@ -24,8 +24,8 @@ from gradreduce.reduce.aggregation import AggregationMethod
 
 from .accumulate_terms import TermAccumulator
 from .backward import backward
-from .frameworks import JaxLoss, as_jax, is_tensor, tensor_gradients
-from .tape import Trace, Traced, resolve
+from .frameworks import JaxLoss, as_jax, check_seed_shape, is_tensor, tensor_gradients
+from .tape import Trace, Traced, resolve, unwrap
 from .unsupported import check_operand
 
 Engine = Literal["jax"]
@@ -306,16 +306,11 @@ def _seed(value: Any, grad_loss: Any) -> Any:
         return np.ones_like(value)
     seed = grad_loss
     if not isinstance(seed, Traced):
-        base = value
-        while isinstance(base, Traced):
-            base = base.value
+        base = unwrap(value)
         if not is_array(seed):
             host = isinstance(base, np.generic)
             seed = np.asarray(seed) if host else np.asarray(seed, like=base)
-    if seed.shape != value.shape:
-        raise ValueError(
-            f"grad_loss has shape {seed.shape}; expected that of the loss, {value.shape}"
-        )
+    check_seed_shape(seed, value)
     return seed.astype(value.dtype)  # a copy: a gradient may be this very array
 
 

@@ -77,11 +77,7 @@ def put_back(values: Any, index: Any, shape: Shape) -> Any:
     return whole
 
 
-def _rows_added(out: Any, values: Any, rows: Any, shape: Shape) -> tuple[Maker]:
-    return (lambda: lambda g: g[rows],)
-
-
-def _put_back(out: Any, values: Any, index: Any, shape: Shape) -> tuple[Maker]:
+def _taken_back(out: Any, values: Any, index: Any, shape: Shape) -> tuple[Maker]:
     return (lambda: lambda g: g[index],)
 
 
@@ -180,8 +176,7 @@ def _take_along_axis(arr: Any, indices: Any, axis: int | None = -1) -> Any:
 
 
 RULES[index_into] = _index_into
-RULES[put_back] = _put_back
-RULES[rows_added] = _rows_added
+RULES[put_back] = RULES[rows_added] = _taken_back
 RULES[embedding_lookup] = _embedding_lookup
 RULES[np.take] = _take
 COMPOSED[np.take_along_axis] = _take_along_axis

@@ -119,29 +119,26 @@ class Traced(ArrayMethods):
     """A traced array: operations on it are recorded and return new traced arrays.
 
     Attributes:
+        dtype: as the member of a NumPy array.
         value: a NumPy or CuPy array, or a traced value of the enclosing call.
         node: the recorded operation.
         is_view: whether it shares memory with another value, which NumPy's ``+=`` would change.
     """
 
-    __slots__ = ("is_view", "node", "value")
+    __slots__ = ("dtype", "is_view", "node", "value")
     _hint = ": gr.autodiff.stop_gradient(x) is the plain value of what a loss computes with"
     __array_priority__ = 1000  # above CuPy's 100
 
     def __init__(self, value: Any, node: Node, *, is_view: bool = False) -> None:
         self.value = value
         self.node = node
+        self.dtype = node.dtype
         self.is_view = is_view
 
     @property
     def shape(self) -> tuple[int, ...]:
         """As the member of a NumPy array."""
         return self.node.shape  # type: ignore[no-any-return]
-
-    @property
-    def dtype(self) -> Any:
-        """As the member of a NumPy array."""
-        return self.node.dtype
 
     def copy(self, order: str = "C") -> Traced:
         """As of an array; shares the memory, because traced values are immutable."""
@@ -183,7 +180,7 @@ class Traced(ArrayMethods):
             kwargs = {name: arg for name, arg in kwargs.items() if name != "out"}
         if not any(holds_traceable(arg) for arg in (*args, *kwargs.values())):
             with on_gpu_of(self.node.device):
-                return make_like(function, args, kwargs, _unwrap(self))
+                return make_like(function, args, kwargs, unwrap(self))
         return apply(function, args, kwargs)
 
     def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -288,16 +285,14 @@ def _vjp(function: Any, makers: Sequence[Maker], index: int, item: int | None) -
     """The VJP of one operand: an argument, or an element of a list of arrays."""
     if index >= len(makers):
         raise no_rule(f"{name_of(function)} with a traced argument {index}")
-    if item is None:
-        return makers[index]()
-    if function not in JOINS:
+    if item is not None and function not in JOINS:
         raise no_rule(f"{name_of(function)} of a list of traced values, unless np.stack joins it,")
-    return makers[index](item)
+    return makers[index]() if item is None else makers[index](item)
 
 
 def _is_part(value: Any, of: Any) -> bool:
     """Whether an array is a view of another."""
-    value, of = _unwrap(value), _unwrap(of)
+    value, of = unwrap(value), unwrap(of)
     base = getattr(value, "base", None)
     return base is not None and (base is of or base is getattr(of, "base", None))
 
@@ -320,7 +315,7 @@ def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not any(holds_traceable(arg) for arg in kwargs.values()):
         return args, kwargs
     if function in CONSTANT:
-        return args, {name: _unwrap(arg) for name, arg in kwargs.items()}
+        return args, {name: unwrap(arg) for name, arg in kwargs.items()}
     rule = COMPOSED.get(function) or RULES.get(function)
     if rule is None:
         raise no_rule(name_of(function))
@@ -338,7 +333,7 @@ def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return placed, rest
 
 
-def _unwrap(value: Any) -> Any:
+def unwrap(value: Any) -> Any:
     """The plain array of an argument that needs no gradient."""
     value = resolve(value)
     while isinstance(value, Traced):
