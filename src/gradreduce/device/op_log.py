@@ -221,7 +221,7 @@ class OpLog:
             record: of it, new.
             command: submits it again, for this thread's command list; None: it cannot be.
             rows: the operands, written ones first.
-            num_written: operands of each row.
+            num_written: how many operands of each row it writes.
 
         Returns:
             Its number; 0 inside a capture.
