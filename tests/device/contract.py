@@ -73,6 +73,12 @@ def adopted(device: Device, values: np.ndarray) -> Buffer:
     return buffer
 
 
+def unmapped(buffer: Buffer) -> Buffer:
+    """Says that peers cannot access it, as of memory of cudaMallocAsync."""
+    buffer.block.peer_mapped = False
+    return buffer
+
+
 def add(device: Device, out: Buffer, *terms: Buffer, **options) -> None:
     """``out = terms[0] + terms[1] + …`` as one launch, without the checks of ``ops``."""
     name = element_of(out.dtype).name

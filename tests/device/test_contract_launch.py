@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from device.contract import FLOAT, QUEUES, SIZE, add, adopted, data, uploaded
+from device.contract import FLOAT, QUEUES, SIZE, add, adopted, data, unmapped, uploaded
 from support.exact_data import DTYPES, same
 from support.implementations import segment_sum
 from support.meshes import refused
@@ -92,16 +92,29 @@ def test_a_launch_reaches_peers_or_says_what_to_do(apart):
     assert same(out.numpy(), data((SIZE,), seed=3))
 
 
-def test_a_launch_reaches_no_adopted_memory_elsewhere(apart):
+def test_a_launch_reaches_adopted_memory_that_is_mapped_for_peers(apart):
+    near, _, far = apart.devices
+    theirs, out = adopted(far, data((SIZE,), seed=1)), uploaded(near, 3)
+    near.wait(far.mark())
+    if not apart.mesh_state.peers(near.physical, far.physical):
+        with refused(apart, DeviceMismatchError, "no peer access"):
+            add(near, out, theirs)
+        return
+    assert theirs.block.peer_mapped
+    add(near, out, theirs, theirs)
+    assert same(out.numpy(), 2 * data((SIZE,), seed=1))
+
+
+def test_a_launch_reaches_no_other_adopted_memory_elsewhere(apart):
     near, beside, far = apart.devices
-    why = "only pool-allocated memory|no peer access"
-    theirs, out = adopted(far, data((SIZE,))), uploaded(near, 3)
+    why = "only memory of cudaMalloc|no peer access"
+    theirs, out = unmapped(adopted(far, data((SIZE,)))), uploaded(near, 3)
     for operands in ((out, theirs), (theirs, out)):
         with refused(apart, DeviceMismatchError, why):
             add(near, *operands)
     assert same(out.numpy(), data((SIZE,), seed=3))
     assert same(theirs.numpy(), data((SIZE,)))
-    term = adopted(beside, data((SIZE,), seed=4))
+    term = unmapped(adopted(beside, data((SIZE,), seed=4)))
     near.wait(beside.mark())
     add(near, out, term)
     assert same(out.numpy(), data((SIZE,), seed=4))
@@ -169,7 +182,7 @@ def test_a_call_that_raises_forgets_no_fence(apart):
     far.copy(dst, src)
     readers = dict(src.block.readers)
     assert list(readers) == [(far, "compute", 0, src.nbytes)]
-    theirs = adopted(far, data((SIZE,)))
+    theirs = unmapped(adopted(far, data((SIZE,))))
     with refused(apart, DeviceMismatchError, "cannot access"):
         add(near, src, src, theirs)
     assert src.block.readers == readers

@@ -21,7 +21,8 @@ from gradreduce.device import Block
 from gradreduce.device.deferred_free import DeferredFree
 from gradreduce.device.external_buffers import ExternalBuffers
 from gradreduce.errors import BackendUnavailableError
-from gradreduce.reduce.pack_buffers import Options, lay_out
+from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
+from gradreduce.reduce.pack_buffers import lay_out
 from gradreduce.reduce.packing import plan_packing
 
 SHAPES = [(100, 180), (7,), (), (0, 3), (5, 900)]  # more than 64 KiB: a slice on each device
@@ -267,7 +268,7 @@ def test_only_what_is_nobodys_is_written_between_tensors(mesh):
         rows = [[first, second[cut], third] for first, second, third in whole]
         given = [gr.PerReplica(column, mesh).buffers for column in zip(*rows, strict=True)]
         plans = plan_packing(tuple(each[0].size for each in given), (floats,) * 3, 1, 0, 0)
-        (laid,) = lay_out(plans, given, mesh.devices, Options(targets=given), [1])
+        (laid,) = lay_out(plans, [1], given, HierarchicalCopy(mesh.devices), targets=given)
         assert plans[0].has_gaps
         for out, buffer, moved in zip(laid.outs, flat.buffers, laid.targets, strict=True):
             assert (out.block is buffer.block) == (moved is None) == in_place

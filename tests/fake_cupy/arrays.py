@@ -396,3 +396,29 @@ def pointer_attributes(ptr):
     """``runtime.pointerGetAttributes``."""
     check_addresses(ptr)
     return SimpleNamespace(device=REGION.place(ptr))
+
+
+def unmap(array) -> None:
+    """Makes the memory of an array that of ``cudaMallocAsync``, which no peer may access."""
+    current().heap.find(array.data.ptr).is_mapped = False
+
+
+class DriverLibrary:
+    """``libcuda``, as ``ctypes`` sees it."""
+
+    IS_LEGACY_CUDA_IPC_CAPABLE = 10
+
+    def cuPointerGetAttribute(self, answer, attribute, address) -> int:
+        assert attribute == self.IS_LEGACY_CUDA_IPC_CAPABLE
+        slot = current().heap.find(address.value)
+        answer._obj.value = int(slot is not None and slot.is_mapped)
+        return 0
+
+
+class CDLL(ctypes.CDLL):
+    """``ctypes.CDLL``, which finds the fake's driver."""
+
+    def __new__(cls, name=None, *arguments, **options):
+        if name == "libcuda.so.1":
+            return DriverLibrary()
+        return super().__new__(cls)

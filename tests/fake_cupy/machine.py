@@ -394,6 +394,8 @@ class Machine:
             near = slot.place in (call.queue.gpu, PINNED) or not peers_matter
             if not near and (call.queue.gpu, slot.place) not in self.peers:
                 self.fail(f"no peer access: {call.what} {verb} memory of GPU {slot.place}")
+            if not near and not slot.is_mapped:
+                self.fail(f"not mapped for peers: {call.what} {verb} memory of GPU {slot.place}")
             self._use(call, slot, start, end, kind)
 
     def _use(self, call: Call, slot: Slot, start: int, end: int, kind: int) -> None:

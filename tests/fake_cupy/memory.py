@@ -85,7 +85,10 @@ class Slot:
         capacity: bytes.
         generations: the owners of its parts, oldest first.
         cells: what was done with its bytes, in order of address.
+        is_mapped: whether peers may access it: no for ``cudaMallocAsync``.
     """
+
+    is_mapped = True
 
     def __init__(self, pool: object, place: int, start: int, capacity: int) -> None:
         self.pool = pool

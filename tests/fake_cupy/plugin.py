@@ -6,6 +6,7 @@ run and its faults raised. The fixture ``new_machine`` makes another one for a t
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.util
 import os
@@ -91,6 +92,7 @@ def _runtime() -> types.ModuleType:
 
 def inject() -> None:
     """Makes ``import cupy`` import the fake, whether or not CuPy is installed."""
+    ctypes.CDLL = arrays.CDLL  # type: ignore[misc]
     runtime = _runtime()
     arrays.ndarray.__module__ = "cupy"  # by which interop.py knows it
     nccl_module = _module(

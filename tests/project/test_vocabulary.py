@@ -80,7 +80,7 @@ RETIRED_IN_NAMES = {
     "serve served": "take_queue",
     "settled": "resolve",
     "shown": "as_result",
-    "spread": "unpack_into",
+    "spread": "unpack",
     "ticket": "PendingTake",
     "told": "on_partial_failure",
     "travel": "PackInfo",

@@ -179,10 +179,13 @@ def placed(device, term):
     return gr.IndexedSlices(device.put(term.values), term.indices, term.dense_shape)
 
 
+@pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("places", [(1, 1, 1), (1, 0, 1), (2, 0, 1), (0, 2, 2)], ids=str)
-def test_terms_on_several_devices_meet_on_the_first(mesh, places):
+def test_terms_on_several_devices_meet_on_the_first(mesh, places, mapped):
     terms = [slices_of(indices, seed=k) for k, indices in enumerate([[3, 1], [1], [6, 6, 3]])]
     spread = [placed(mesh.devices[place], term) for place, term in zip(places, terms, strict=True)]
+    for term in spread:
+        term.values.block.peer_mapped = mapped
     with mesh.journal() as journal:
         made = gr.aggregate(spread)
     physical = [mesh.devices[place].physical for place in places]
@@ -190,7 +193,9 @@ def test_terms_on_several_devices_meet_on_the_first(mesh, places):
     several = len(far) - len(
         set(far)
     )  # what comes from one device is packed there, and copied once
-    assert (journal.launches, journal.copies) == (1 + several, len(set(far)))
+    assert (journal.launches, journal.copies) == (
+        (1, 0) if mapped else (1 + several, len(set(far)))
+    )
     assert (made.device, made.kind) == (mesh.devices[places[0]], "buffer")
     assert same(made.values.numpy(), gr.aggregate(terms).values)
     mixed = [*spread[:2], placed(mesh.devices[places[2]], dense_of())]

@@ -337,18 +337,17 @@ def test_results_are_of_the_kind_asked_for(mesh, output_type):
     ],
 )
 def test_the_bytes_take_the_short_way(destination, launches, copies, place, peers):
-    """The launch that adds reads what peers hold in our memory; anything else is copied to it."""
+    """The launch that adds reads what peers hold, users' arrays too; else they are copied."""
     with MeshCase((0, 0, 1, 1), peers).open() as mesh:
         value = per_replica(mesh, data, place)
         with mesh.journal() as journal:
             found = gr.ReductionToOneDevice().reduce(MEAN, value, destination)
         check_mirrored(found, one_device_sum([data(replica) for replica in range(4)], 4))
-    is_read = peers and place is owned
     nbytes = data(0).nbytes
     copied = [record.nbytes for record in journal.of("copy")]
-    assert copied == [nbytes] * (copies + 2 * (not is_read))
+    assert copied == [nbytes] * (copies + 2 * (not peers))
     read = [record.nbytes for record in journal.of("launch")]
-    assert read == [2 * nbytes * is_read] + [0] * (launches - 1)
+    assert read == [2 * nbytes * peers] + [0] * (launches - 1)
     assert not journal.of("sync")
 
 

@@ -256,15 +256,19 @@ def test_a_nest_of_another_form_is_refused():
         assert all((row[0] == 1).all() for row in rows)
 
 
-def test_one_launch_more_takes_what_peers_cannot_write():
-    """The caller's arrays on two devices are no memory of ours: filled and emptied by launches."""
+@pytest.mark.parametrize("mapped", [True, False])
+def test_launches_more_take_what_peers_cannot_access(mapped):
+    """Memory that is not mapped for peers is packed and unpacked by its own device."""
     with MeshCase((0, 1)).open() as opened:
         ops = gr.HierarchicalCopyAllReduce(mesh=opened)
-        rows = [[np.ones(400, np.float32)] for _ in opened]
+        rows = [[adopted(device, np.ones(400, np.float32))] for device in opened]
+        for (buffer,) in rows:
+            buffer.block.peer_mapped = mapped
         with opened.journal() as journal:
             ops.all_reduce(rows, SUM, out=rows)
-        assert len(launches_of(journal, "pack")) == 4
+        assert len(launches_of(journal, "pack")) == (0 if mapped else 4)
         assert len(launches_of(journal, "all_sum")) == 1
+        assert all((buffer.numpy() == 2).all() for (buffer,) in rows)
 
 
 @pytest.mark.parametrize("how", ["strided", "deferred"])
@@ -299,7 +303,7 @@ def test_an_error_in_the_middle_says_that_out_is_half_written(monkeypatch):
         ops = gr.HierarchicalCopyAllReduce(mesh=opened)
         pairs = [(floats, floats), (ints, ints)]
 
-        def fails(*_arguments):
+        def fails(*_arguments, **_options):
             raise MemoryError("no more")
 
         monkeypatch.setattr(pipeline, "quotients", fails)

@@ -12,6 +12,7 @@ from support.exact_data import random_data, same
 from support.meshes import adopted, launches_of, owned, placement_of, unchanged
 
 from gradreduce.device import as_dtype
+from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
 from gradreduce.reduce.pack_buffers import unpack
 from gradreduce.reduce.packing import plan_packing
 
@@ -181,15 +182,20 @@ def test_tensors_that_travel_alone_stay_where_they_are(mesh, settings_of_one):
     check_round_trip(mesh, packed, arrays)
 
 
-def test_a_peer_reads_no_memory_but_our_own(mesh):
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_peer_reads_no_memory_that_is_not_mapped(mesh, mapped):
     buffers, arrays = gradients_of(mesh, [(4,), (8,)], ["float32"] * 2, adopted)
-    several = len(mesh.by_physical) > 1
+    for buffer in [each for replicas in buffers for each in replicas]:
+        buffer.block.peer_mapped = mapped
+    reads_peers = HierarchicalCopy(mesh.devices).reads_peers
+    assert reads_peers == (len(mesh.by_physical) > 1 and bool(mesh.mesh_state.peer_access))
+    packs_all = reads_peers and not mapped
     for num_packs in (0, 1):
         with mesh.journal() as journal:
             packed = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
-        if several:
+        if packs_all:
             assert all(buffer.block.owned for flat in packed for buffer in flat.inputs)
-        assert journal.launches == (len(mesh.by_physical) if several or num_packs else 0)
+        assert journal.launches == (len(mesh.by_physical) if packs_all or num_packs else 0)
         check_round_trip(mesh, packed, arrays)
 
 

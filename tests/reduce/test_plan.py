@@ -133,15 +133,18 @@ def test_tensors_in_a_flat_buffer_are_not_packed():
     ],
 )
 def test_the_plan_tells_who_reads_whose_memory(algorithm, placement, peers, crossing):
-    """A user's array on another GPU is packed first: a peer reads our pool's memory only."""
+    """A user's array on another GPU is packed first, if a peer would read it and cannot."""
     with gr.open_mesh(placement, backend="sim", peer_access=peers) as mesh:
         ours = gr.PerReplica([device.zeros((4,), "float32") for device in mesh])
-        theirs = gr.PerReplica([np.zeros(4, np.float32) for _ in mesh], mesh)
+        theirs, unmapped = (
+            gr.PerReplica([np.zeros(4, np.float32) for _ in mesh], mesh) for _ in range(2)
+        )
+        for buffer in unmapped.buffers:
+            buffer.block.peer_mapped = False
         ops = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh, wire_dtype="float32")
-        plan = ops.plan(SUM, [(ours, ours), (theirs, theirs)])
-        apart = len(set(placement)) > 1
-        assert [pack.crossing for pack in plan.packs] == [crossing] * 2
-        assert [pack.moved for pack in plan.packs] == [0, 2 * apart]
+        plan = ops.plan(SUM, [(each, each) for each in (ours, theirs, unmapped)])
+        assert [pack.crossing for pack in plan.packs] == [crossing] * 3
+        assert [pack.moved for pack in plan.packs] == [0, 0, 2 * (crossing == "direct")]
         half = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh, wire_dtype="float16")
         (pack,) = half.plan(SUM, [(ours, ours)]).packs
         assert (pack.moved, pack.nbytes, pack.wire) == (2, 8, np.dtype("float16"))
@@ -166,7 +169,7 @@ def test_the_plan_tells_what_one_device_reads():
             found[str(peers)] = [pack.crossing for pack in plan.packs]
             assert "replicas, only the result is copied: tensors 5" in str(plan)
     assert found == {
-        "True": ["direct", "copies", "copies", "direct", "none", "result"],
+        "True": ["direct", "direct", "direct", "direct", "none", "result"],
         "False": ["copies", "copies", "copies", "copies", "none", "result"],
         "{(1, 0)}": ["copies", "copies", "copies", "copies", "none", "result"],
     }

@@ -75,14 +75,15 @@ def test_a_stage_is_packed_before_the_one_ahead_of_it_goes_on(monkeypatch):
                 done.append((step, *jobs, queue))
                 yield
 
-    def recorded(what, parts):
-        done.append((what, *[start for _, start, _ in parts]))
+    def recorded(what, packs):
+        done.append((what, *[start for _, start, _ in packs]))
+        return []
 
     monkeypatch.setitem(ALGORITHMS, "steps", Steps)
-    monkeypatch.setattr(pipeline, "fill", partial(recorded, "pack"))
-    monkeypatch.setattr(pipeline, "unpack_into", partial(recorded, "unpack"))
+    monkeypatch.setattr(pipeline, "moves_in", partial(recorded, "pack"))
+    monkeypatch.setattr(pipeline, "moves_out", partial(recorded, "unpack"))
     with gr.open_mesh(2, backend="sim") as mesh:
-        grads = [[np.ones(300, np.float32)]] * 2
+        grads = [[np.ones(150, np.float32)] * 2] * 2  # two: one alone is not packed
         gr.AllReduceCrossDeviceOps("steps", 3, mesh=mesh).all_reduce(grads)
         assert done == [
             ("pack", 0), ("send", 0, "transfer"),

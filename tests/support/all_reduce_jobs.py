@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from gradreduce.device import Buffer, Device
 from gradreduce.reduce.algorithm import Job
 from gradreduce.reduce.algorithms import ALGORITHMS
-from gradreduce.reduce.pack_buffers import Options, PackBuffers, fill, lay_out
+from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
+from gradreduce.reduce.pack_buffers import PackBuffers, lay_out, move, moves_in
 from gradreduce.reduce.packing import FlatPlan
 from gradreduce.reduce.reduction_groups import ReductionGroups
 
@@ -31,6 +32,7 @@ def pack(
     consume: bool,
 ) -> list[PackBuffers]:
     """Allocates flat buffers and packs ``gradients[tensor][replica]`` into them."""
-    made = lay_out(plans, gradients, devices, Options(consume), [1] * len(plans))
-    fill([(pack_buffers, 0, pack_buffers.plan.layout.size) for pack_buffers in made])
+    algorithm = HierarchicalCopy(devices)
+    made = lay_out(plans, [1] * len(plans), gradients, algorithm, consume=consume)
+    move(moves_in([(each, 0, each.plan.layout.size) for each in made]))
     return made

@@ -39,8 +39,8 @@ _ADDRESS_BITS = 44  # bits: blocks of up to 16 TiB lie this far apart
 
 # Logical devices' physical ones, backend, and peer access: all that a flow asks of a mesh.
 MeshSignature = tuple[tuple[int, ...], str, bool | frozenset[tuple[int, int]]]
-# Of a Buffer: device, block, whether that is our pool's, its bytes, the offset in it, how far its
-# address is behind a 16-byte boundary, shape, dtype.
+# Of a Buffer: device, block, whether peers can access that, its bytes, the offset in it, how far
+# its address is behind a 16-byte boundary, shape, dtype.
 Signature = tuple[int, int, bool, int, int, int, tuple[int, ...], np.dtype]
 
 
@@ -63,7 +63,7 @@ def signature_of(buffer: Buffer, blocks: dict[int, int]) -> Signature:
     number = blocks.setdefault(id(block), len(blocks))
     start = block.address % ALIGNMENT
     return (
-        buffer.device.index, number, block.owned, block.nbytes, buffer.offset, start,
+        buffer.device.index, number, block.peer_mapped, block.nbytes, buffer.offset, start,
         buffer.shape, buffer.dtype,
     )  # fmt: skip
 
@@ -89,11 +89,11 @@ class DryRunMesh:
 
     def buffer(self, signature: Signature) -> Buffer:
         """Makes a Buffer with this signature; shares a block where the originals did."""
-        index, number, owned, nbytes, offset, start, shape, dtype = signature
+        index, number, peer_mapped, nbytes, offset, start, shape, dtype = signature
         if number not in self._blocks:
             device = self.mesh.devices[index]
             assert isinstance(device, DryRunDevice)
-            self._blocks[number] = device.block(nbytes, start=start, owned=owned)
+            self._blocks[number] = device.block(nbytes, start=start, peer_mapped=peer_mapped)
         return Buffer(self._blocks[number], offset, shape, dtype)
 
 
@@ -112,10 +112,12 @@ class DryRunDevice(Device):
         super().__init__(mesh_state, index, physical)
         self._starts = starts
 
-    def block(self, nbytes: int, *, start: int = 0, owned: bool = True) -> Block:
+    def block(self, nbytes: int, *, start: int = 0, peer_mapped: bool = True) -> Block:
         """Makes a block that no other block of its mesh overlaps."""
         address = (next(self._starts) << _ADDRESS_BITS) + start
-        return Block(self, None, address, nbytes, owned=owned, writable=True)
+        return Block(
+            self, None, address, nbytes, owned=True, writable=True, peer_mapped=peer_mapped
+        )
 
     def put(self, array: Any, address: int | None = None) -> Buffer:
         """Raises: there is no memory."""

@@ -50,6 +50,7 @@ class Block:
         nbytes: its size.
         owned: from our pool (True), or adopted from a caller's array (False).
         writable: False for a caller's read-only array.
+        peer_mapped: whether launches of peers can access it.
         gaps: of one made by ``mesh.flat_buffer``: how many bytes behind the end of each tensor (in
             bytes from the start) are nobody's; None of any other.
         attached: of one made by ``mesh.flat_buffer``: whose gradients lie in it (``attach``).
@@ -67,6 +68,7 @@ class Block:
     _: KW_ONLY
     owned: bool
     writable: bool
+    peer_mapped: bool = True
     gaps: dict[int, int] | None = None
     attached: Attached | None = None
     readers: dict[tuple[Device, Queue, int, int], Mark] = field(default_factory=dict)

@@ -349,7 +349,7 @@ class Device(NotCopied, Backend):
 
         Fences nothing but copies that still read what it writes: who changes queue or device
         says ``mark`` and ``wait``. Operands may lie on any logical device of this physical one,
-        or of a peer if their memory is our own pool's. Rows without work (size zero, as a rule)
+        or of a peer if their memory is mapped for peers. Rows without work (size zero, as a rule)
         are left out; nothing is launched when none remains.
 
         Raises:

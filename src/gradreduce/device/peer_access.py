@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 def can_access(device: Device, operand: Buffer) -> bool:
     """Whether a launch on ``device`` can access ``operand``, which is of the same mesh.
 
-    Memory of the same physical device, and of a peer what is of our own pool.
+    Memory of the same physical device, and of a peer what is mapped for its peers.
     """
     here, there = device.physical, operand.device.physical
-    return here == there or (device.mesh_state.peers(here, there) and operand.block.owned)
+    return here == there or (device.mesh_state.peers(here, there) and operand.block.peer_mapped)
 
 
 def check_accessible(device: Device, operand: Buffer) -> None:
@@ -27,7 +27,7 @@ def check_accessible(device: Device, operand: Buffer) -> None:
 
     Raises:
         DeviceMismatchError: it is of another mesh, or of a device that is no peer, or a caller's
-            memory on a peer.
+            memory on a peer that is not mapped for its peers.
         BackendUnavailableError: its device has failed.
     """
     home = operand.device
@@ -41,8 +41,8 @@ def check_accessible(device: Device, operand: Buffer) -> None:
     if mesh_state.failed:
         mesh_state.check_usable(home)
     if not can_access(device, operand):
-        owned = operand.block.owned
-        why = "no peer access" if owned else "peers can access only pool-allocated memory"
+        mapped = operand.block.peer_mapped
+        why = "no peer access" if mapped else "peers can access only memory of cudaMalloc"
         raise DeviceMismatchError(f"{device.name} cannot access {operand}: {why}; copy it first")
 
 

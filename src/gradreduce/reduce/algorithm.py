@@ -24,22 +24,21 @@ class Job:
 
     Attributes:
         inputs: one for each replica, in mesh order, on its device; all of one size and dtype.
-        outs: one for each replica, on its device. Each is its input exactly, or new memory.
+        outs: one for each replica, on its device. Each is its input exactly, or no input's memory;
+            on simulated devices it may be another replica's input, if a caller asks for that.
         divisor: of the sum; 1 divides nothing.
     """
 
-    inputs: tuple[Buffer, ...]
-    outs: tuple[Buffer, ...]
+    inputs: Sequence[Buffer]
+    outs: Sequence[Buffer]
     divisor: float = 1
 
     def part(self, start: int, stop: int) -> Job:
         """Returns the job for the elements from ``start`` to ``stop``."""
-        if start == 0 and stop == self.inputs[0].size:
-            return self
         starts, shapes = (start,), ((stop - start,),)
         return Job(
-            tuple([buffer.parts(starts, shapes)[0] for buffer in self.inputs]),
-            tuple([buffer.parts(starts, shapes)[0] for buffer in self.outs]),
+            [buffer.parts(starts, shapes)[0] for buffer in self.inputs],
+            [buffer.parts(starts, shapes)[0] for buffer in self.outs],
             self.divisor,
         )
 
@@ -51,6 +50,7 @@ class Algorithm(ABC):
         devices: of the replicas, in order.
         in_place: whether inputs may be outs: nothing is allocated after the first launch, so that
             a failure before it leaves them unchanged.
+        reads_peers: whether launches access inputs and outs on other physical devices.
 
     Args:
         devices: see above.
@@ -63,6 +63,7 @@ class Algorithm(ABC):
 
     has_groups = False
     in_place = True
+    reads_peers = False
 
     def __init__(
         self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None

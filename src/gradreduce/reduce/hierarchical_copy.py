@@ -107,6 +107,7 @@ class HierarchicalCopy(Algorithm):
         peers = devices[0].mesh_state.peers
         gpus = {device.physical for device in devices}
         self.in_place = len(self._groups) <= 2 and all(peers(a, b) for a in gpus for b in gpus)
+        self.reads_peers = self.in_place and len(gpus) > 1
         self._order = [replica for group in self._groups for replica in group]
         self._split = len(self._groups[0]) if len(self._groups) == 2 else 0
 

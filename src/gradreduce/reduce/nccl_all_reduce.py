@@ -76,7 +76,7 @@ class _Part:
     gathered: Buffer | None
 
     @property
-    def terms(self) -> tuple[Buffer, ...]:
+    def terms(self) -> Sequence[Buffer]:
         """The buffers still to be added after the collective, in the order of the ranks."""
         if self.gathered is None:
             return (self.folded,)
@@ -171,7 +171,12 @@ def _part(job: Job, indices: Sequence[int], num_ranks: int) -> _Part:
     alone = len(indices) == 1
     if gathers and alone:
         return _Part(first, first, gathered)  # which nobody overwrites
-    folded = out if out.dtype == first.dtype else first.device.empty(first.shape, first.dtype)
+    reused = out.dtype == first.dtype
+    if not out.block.owned:  # of a simulated device, it may be memory that another one still reads
+        reused = reused and out.address not in [
+            each.address for at, each in enumerate(job.inputs) if at not in indices
+        ]
+    folded = out if reused else first.device.empty(first.shape, first.dtype)
     return _Part(folded, first if alone else folded, gathered)
 
 
@@ -200,12 +205,12 @@ def _cross(collective: Collective, ranks: Sequence[_Part], queue: Queue) -> None
         collective.all_reduce(folded, sources=sources, queue=queue)
 
 
-def _finish(finished: Sequence[tuple[Job, tuple[Buffer, ...]]], indices: Sequence[int]) -> None:
+def _finish(finished: Sequence[tuple[Job, Sequence[Buffer]]], indices: Sequence[int]) -> None:
     """Adds the remaining terms, divides, and writes every out on the devices of ``indices``."""
     devices = [finished[0][0].outs[index].device for index in indices]
     leader = devices[0]
     join_streams(leader, devices)
-    by_divisor: dict[float, list[tuple[list[Buffer], tuple[Buffer, ...]]]] = {}
+    by_divisor: dict[float, list[tuple[list[Buffer], Sequence[Buffer]]]] = {}
     for job, inputs in finished:
         outs = [job.outs[index] for index in indices]
         alone = len(outs) == len(inputs) == 1

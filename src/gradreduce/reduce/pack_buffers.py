@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 from gradreduce import ops
 from gradreduce.device import (
@@ -16,34 +16,22 @@ from gradreduce.device import (
     Buffer,
     Device,
     DType,
-    by_physical,
     flat_layout,
     fork_streams,
     join_streams,
 )
 
+from .algorithm import Algorithm
 from .packing import FlatPlan, Pieces
 
-# What is written and what is read on a device, one by one.
-_Move = tuple[Device, list[Buffer], list[Buffer]]
+# On a device a divisor, what is written and what is read, one by one.
+Move = tuple[Device, float, Sequence[Buffer], Sequence[Buffer]]
+# Of one replica; None: they are in a flat buffer.
+_Tensors = Sequence[Buffer] | None
+_FlatBuffers = list[Any]  # of each replica its flat buffer; None until it is allocated
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a reduction may overwrite, and where its results go.
-
-    Attributes:
-        consume: gradients may be overwritten, and what lies between them in a flat buffer.
-        targets: ``targets[tensor][replica]``, where the results go; None: into new memory.
-        in_place: whether these may be written while other replicas are still read.
-    """
-
-    consume: bool = False
-    targets: Sequence[Sequence[Buffer]] | None = None
-    in_place: bool = True
-
-
-@dataclass(frozen=True)
+@dataclass
 class PackBuffers:
     """The flat buffers of one plan while they are reduced.
 
@@ -56,205 +44,178 @@ class PackBuffers:
         filling: for each replica what is moved into its input; None if it lies there.
         targets: for each replica where its sums are moved; None if the results are their place.
         divisor: of what is moved.
+        is_moved: whether anything is packed into them, or moved or cast out of them.
+        views: the tensors in the results, ``[replica][tensor]``, if they are packed there too: if
+            nothing lies between them and the results are the inputs.
     """
 
     plan: FlatPlan
-    inputs: tuple[Buffer, ...]
-    outs: tuple[Buffer, ...]
-    results: tuple[Buffer, ...] | None
-    filling: tuple[Sequence[Buffer] | None, ...]
-    targets: tuple[Sequence[Buffer] | None, ...]
-    divisor: float = 1
+    inputs: list[Buffer]
+    outs: list[Buffer]
+    results: list[Buffer] | None
+    filling: list[_Tensors]
+    targets: list[_Tensors]
+    divisor: float
+    is_moved: bool
+    views: list[list[Buffer]] | None = None
 
-    @cached_property
-    def views(self) -> list[list[Buffer]] | None:
-        """The tensors in the results, ``[replica][tensor]``, if they are packed there too.
 
-        They are where nothing lies between them and the results are the inputs.
-        """
-        if self.results is not self.inputs or self.plan.has_gaps or None in self.filling:
-            return None
-        offsets = self.plan.layout.offsets
-        return [
-            flat.parts(offsets, [tensor.shape for tensor in tensors or ()])
-            for flat, tensors in zip(self.inputs, self.filling, strict=True)
-        ]
-
-    @cached_property
-    def is_packed(self) -> bool:
-        """Whether anything is packed into them."""
-        return any([each is not None for each in self.filling])
-
-    @cached_property
-    def is_unpacked(self) -> bool:
-        """Whether anything is moved or cast out of them."""
-        if self.results is not None and self.results[0] is not self.outs[0]:
-            return True
-        return any([each is not None for each in self.targets])
+# Flat buffers, and the first and last but one element of a range of each.
+Pack = tuple[PackBuffers, int, int]
 
 
 def lay_out(
     plans: Sequence[FlatPlan],
-    gradients: Sequence[Sequence[Buffer]],
-    devices: Sequence[Device],
-    options: Options,
     divisors: Sequence[float],
+    gradients: Sequence[Sequence[Buffer]],
+    algorithm: Algorithm,
+    *,
+    targets: Sequence[Sequence[Buffer]] | None = None,
+    consume: bool = False,
 ) -> list[PackBuffers]:
     """Allocates the flat buffers of each plan on every device; packs nothing yet.
 
     Tensors need not be packed if they lie in one flat buffer already, or if one is reduced alone
-    in its own dtype; except a caller's memory that another physical device must read: peers can
-    access only memory of our pool.
+    in its own dtype; except in memory that peers would have to access and cannot.
 
     Args:
         plans: from ``plan_packing``.
-        gradients: ``gradients[tensor][replica]``.
-        devices: of the replicas.
-        options: what may be overwritten, and where results go.
         divisors: of what is moved into the flat buffers of each plan; but for 1, all is.
+        gradients: ``gradients[tensor][replica]``.
+        algorithm: reduces them.
+        targets: ``targets[tensor][replica]``, where the results go. Default: new memory.
+        consume: gradients may be overwritten, and what lies between them in a flat buffer.
 
     Returns:
         Flat buffers, in the order of ``plans``.
     """
-    owned_only = len(by_physical(devices)) > 1
-    # With ``targets`` or ``consume`` much needs no new memory, and it is not known yet how much.
-    fresh = options.targets is None and not options.consume
-    allocator = _Allocator(plans if fresh else ())
-    return [
-        _allocate(plan, divisor, gradients, devices, options, (allocator, owned_only))
-        for plan, divisor in zip(plans, divisors, strict=True)
-    ]
+    memory = _NewMemory(algorithm.devices)
+    made = []
+    for plan, divisor in zip(plans, divisors, strict=True):
+        tensors = _by_replica(plan, gradients)
+        wanted = None if targets is None else _by_replica(plan, targets)
+        made.append(_laid_out(plan, divisor, tensors, wanted, algorithm, consume, memory))
+    memory.allocate()
+    for packed in made:
+        if (
+            packed.results == packed.inputs
+            and not packed.plan.has_gaps
+            and None not in packed.filling
+        ):
+            shapes = [gradients[tensor][0].shape for tensor in packed.plan.tensors]
+            packed.views = [
+                flat.parts(packed.plan.layout.offsets, shapes) for flat in packed.inputs
+            ]
+    return made
 
 
-class _Allocator:
-    """Allocates new memory for the flat buffers of one call.
+def _by_replica(plan: FlatPlan, rows: Sequence[Sequence[Buffer]]) -> list[tuple[Buffer, ...]]:
+    """Returns the tensors of a plan, ``[replica][tensor]``."""
+    return list(zip(*[rows[tensor] for tensor in plan.tensors], strict=True))
 
-    Tensors that are reduced alone share one allocation for each device and dtype, like packed
-    ones: allocating and freeing each tensor takes longer than all the rest.
 
-    Args:
-        plans: all plans to allocate; a tensor reduced alone that is not among them gets its own.
+class _NewMemory:
+    """New flat buffers for one call: one allocation for each device and dtype.
+
+    Allocating and freeing each of them takes longer than all the rest.
     """
 
-    def __init__(self, plans: Sequence[FlatPlan]) -> None:
-        self._alone = [plan for plan in plans if not plan.together]
-        # (device, id of a dtype) -> id of a plan -> its part, until it is taken
-        self._parts: dict[tuple[Device, int], dict[int, Buffer]] = {}
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
+        self._missing: dict[
+            tuple[int, int], list[tuple[DType, int, _FlatBuffers, _FlatBuffers]]
+        ] = {}
 
-    def take(self, plan: FlatPlan, device: Device, dtype: DType) -> Buffer:
-        """Returns a buffer for a whole plan."""
-        if not plan.together:
-            key = (device, id(dtype))
-            if key not in self._parts:
-                self._parts[key] = self._shared(device, dtype)
-            part = self._parts[key].pop(id(plan), None)
-            if part is not None:
-                return part
-        return device.allocate((plan.layout.size,), dtype)
+    def add(
+        self, replica: int, dtype: DType, size: int, buffers: _FlatBuffers, others: _FlatBuffers
+    ) -> None:
+        """Notes a flat buffer, which ``allocate`` puts at ``replica`` of both lists."""
+        self._missing.setdefault((replica, id(dtype)), []).append((dtype, size, buffers, others))
 
-    def _shared(self, device: Device, dtype: DType) -> dict[int, Buffer]:
-        plans = [
-            plan for plan in self._alone if dtype in (plan.wire, plan.sum_dtype, plan.out_dtype)
-        ]
-        if len(plans) < 2:
-            return {}
-        sizes = [plan.layout.size for plan in plans]
-        layout = flat_layout(sizes, dtype.itemsize)
-        whole = device.allocate((layout.size,), dtype)
-        parts = whole.parts(layout.offsets, [(size,) for size in sizes])
-        return {id(plan): part for plan, part in zip(plans, parts, strict=True)}
+    def allocate(self) -> None:
+        """Allocates all."""
+        for (replica, _), missing in self._missing.items():
+            device, (dtype, size, *_) = self._devices[replica], missing[0]
+            if len(missing) == 1:
+                parts = [device.allocate((size,), dtype)]
+            else:
+                sizes = [each[1] for each in missing]
+                layout = flat_layout(sizes, dtype.itemsize)
+                memory = device.allocate((layout.size,), dtype)
+                parts = memory.parts(layout.offsets, [(size,) for size in sizes])
+            for part, (_, _, buffers, others) in zip(parts, missing, strict=True):
+                buffers[replica] = others[replica] = part
 
 
-def _allocate(
+def _laid_out(
     plan: FlatPlan,
     divisor: float,
-    gradients: Sequence[Sequence[Buffer]],
-    devices: Sequence[Device],
-    options: Options,
-    memory: tuple[_Allocator, bool],
+    tensors: Sequence[tuple[Buffer, ...]],
+    wanted: Sequence[tuple[Buffer, ...]] | None,
+    algorithm: Algorithm,
+    consume: bool,
+    memory: _NewMemory,
 ) -> PackBuffers:
-    allocator, owned_only = memory
-    targets = options.targets
-    tensors = list(zip(*[gradients[tensor] for tensor in plan.tensors], strict=True))
-    wanted = targets and list(zip(*[targets[tensor] for tensor in plan.tensors], strict=True))
-    as_it_is = plan.wire == plan.dtype and divisor == 1
-    inputs, outs, filling, leaving = [], [], [], []
-    for replica, device in enumerate(devices):
+    """Lays out one plan, for ``tensors[replica]`` and results in ``wanted[replica]``."""
+    size = plan.layout.size
+    inputs, filling, outs = _FlatBuffers(), list[_Tensors](), _FlatBuffers([None] * len(tensors))
+    if wanted is not None and algorithm.in_place and plan.sum_dtype == plan.out_dtype:
+        outs = [_already_flat(plan, each, algorithm, written=True) for each in wanted]
+    targets = [None if out else each for each, out in zip(wanted or outs, outs, strict=True)]
+    for replica, each in enumerate(tensors):
         flat = None
-        if as_it_is and _may_be_flat(tensors[replica]):
-            flat = _already_flat(plan, tensors[replica], owned_only)
-        filling.append(tensors[replica] if flat is None else None)
-        ours = flat is None or options.consume
-        if flat is None:
-            flat = allocator.take(plan, device, plan.wire)
+        if plan.wire == plan.dtype and divisor == 1:
+            flat = _already_flat(plan, each, algorithm)
+        filling.append(each if flat is None else None)
         inputs.append(flat)
-        out = None
-        if wanted is not None and options.in_place and plan.sum_dtype == plan.out_dtype:
-            out = _already_flat(plan, wanted[replica], owned_only, written=True)
-        leaving.append(wanted[replica] if wanted is not None and out is None else None)
-        if out is None and ours and plan.wire == plan.sum_dtype:
-            out = flat
-        outs.append(allocator.take(plan, device, plan.sum_dtype) if out is None else out)
-    results = _results(plan, outs, allocator, wanted is not None)
-    all_inputs = tuple(inputs)
-    if results is not None and results == all_inputs:
-        results = all_inputs
-    return PackBuffers(
-        plan, all_inputs, tuple(outs), results, tuple(filling), tuple(leaving), divisor
-    )
+        shared = plan.wire == plan.sum_dtype and (flat is None or consume) and not outs[replica]
+        if flat is None:
+            memory.add(replica, plan.wire, size, inputs, outs if shared else inputs)
+        if not shared and not outs[replica]:
+            memory.add(replica, plan.sum_dtype, size, outs, outs)
+        outs[replica] = flat if shared else outs[replica]
+    results = outs if wanted is None else None
+    is_cast = wanted is None and plan.sum_dtype != plan.out_dtype
+    if is_cast:
+        results = inputs.copy()
+        for replica in range(len(results)):
+            memory.add(replica, plan.out_dtype, size, results, results)
+    is_moved = is_cast or any(filling) or any(targets)
+    return PackBuffers(plan, inputs, outs, results, filling, targets, divisor, is_moved)
 
 
-def _results(
-    plan: FlatPlan, outs: Sequence[Buffer], allocator: _Allocator, in_targets: bool
-) -> tuple[Buffer, ...] | None:
-    """Returns the flat buffers of the results: the outs themselves if their dtype is right."""
-    if in_targets:
-        return None
-    if plan.sum_dtype == plan.out_dtype:
-        return tuple(outs)
-    return tuple(allocator.take(plan, out.device, plan.out_dtype) for out in outs)
-
-
-def fill(parts: Iterable[tuple[PackBuffers, int, int]]) -> None:
-    """Packs tensors into ranges of flat buffers: one launch per physical device and dtype.
-
-    Args:
-        parts: flat buffers, and the first and last but one element of a range of each.
-    """
-    moves: dict[float, list[_Move]] = {}
-    for pack_buffers, start, stop in parts:
-        if not pack_buffers.is_packed:
-            continue
-        pieces = pack_buffers.plan.pieces[start, stop]
-        for replica, tensors in enumerate(pack_buffers.filling):
+def moves_in(packs: Iterable[Pack]) -> list[Move]:
+    """Returns what packs tensors into their flat buffers."""
+    moves: list[Move] = []
+    for packed, start, stop in packs:
+        pieces = packed.plan.pieces[start, stop]
+        for replica, tensors in enumerate(packed.filling):
             if tensors is not None:
-                flat = pack_buffers.inputs[replica]
-                if pack_buffers.views is None:
+                flat = packed.inputs[replica]
+                if packed.views is None:
                     into = flat.parts(pieces.begins, pieces.spans)  # gaps are written too
                 else:
-                    into = _parts_of(pack_buffers.views[replica], pieces)
-                move = (flat.device, into, _parts_of(tensors, pieces))
-                moves.setdefault(pack_buffers.divisor, []).append(move)
-    for divisor, each in moves.items():
-        _move(each, divisor)
+                    into = _parts_of(packed.views[replica], pieces)
+                moves.append((flat.device, packed.divisor, into, _parts_of(tensors, pieces)))
+    return moves
 
 
-def unpack_into(parts: Iterable[tuple[PackBuffers, int, int]]) -> None:
-    """Unpacks sums from ranges of the outs to where the results go; see ``fill``."""
-    moves: list[_Move] = []
-    for pack_buffers, start, stop in parts:
-        for replica, out in enumerate(pack_buffers.outs if pack_buffers.is_unpacked else ()):
-            targets = pack_buffers.targets[replica]
+def moves_out(packs: Iterable[Pack]) -> list[Move]:
+    """Returns what unpacks sums from the outs to where the results go."""
+    moves: list[Move] = []
+    for packed, start, stop in packs:
+        whole = ([start], [(stop - start,)])
+        for replica, out in enumerate(packed.outs):
+            targets = packed.targets[replica]
             if targets is not None:
-                pieces = pack_buffers.plan.pieces[start, stop]
+                pieces = packed.plan.pieces[start, stop]
                 sums = out.parts(pieces.begins, pieces.shapes)
-                moves.append((out.device, _parts_of(targets, pieces), sums))
-            elif pack_buffers.results is not None and pack_buffers.results[replica] is not out:
-                whole = ([start], [(stop - start,)])
+                moves.append((out.device, 1, _parts_of(targets, pieces), sums))
+            elif packed.results is not None and packed.results[replica] is not out:
                 moves.append(
-                    (out.device, pack_buffers.results[replica].parts(*whole), out.parts(*whole))
+                    (out.device, 1, packed.results[replica].parts(*whole), out.parts(*whole))
                 )
-    _move(moves, 1)
+    return moves
 
 
 def unpack(
@@ -264,11 +225,12 @@ def unpack(
     found: list[tuple[Buffer, ...]] = [()] * len(shapes)
     for flat in pack_buffers:
         inside = [shapes[tensor] for tensor in flat.plan.tensors]
-        if len(inside) == 1 and flat.results and inside[0] == flat.results[0].shape:
-            found[flat.plan.tensors[0]] = flat.results
+        assert flat.results is not None
+        if len(inside) == 1 and inside[0] == flat.results[0].shape:
+            found[flat.plan.tensors[0]] = tuple(flat.results)
             continue
         offsets = flat.plan.layout.offsets
-        columns = flat.views or [result.parts(offsets, inside) for result in flat.results or ()]
+        columns = flat.views or [result.parts(offsets, inside) for result in flat.results]
         for tensor, replicas in zip(flat.plan.tensors, zip(*columns, strict=True), strict=True):
             found[tensor] = replicas
     return found
@@ -282,68 +244,46 @@ def _parts_of(tensors: Sequence[Buffer], pieces: Pieces) -> list[Buffer]:
     return found
 
 
-def move_into(pairs: Sequence[tuple[Buffer, Buffer]]) -> None:
-    """Copies each second buffer into its first: one launch per physical device."""
-    _move([(out.device, [out], [part]) for out, part in pairs], 1)
-
-
-def _move(moves: Sequence[_Move], divisor: float) -> None:
-    """Copies and divides buffers: one launch per physical device and dtype."""
-    by_gpu: dict[int, list[_Move]] = {}
-    for move in moves:
-        by_gpu.setdefault(move[0].physical, []).append(move)
-    for here in by_gpu.values():
-        sharing = [device for device, _, _ in here]
+def move(moves: Iterable[Move]) -> None:
+    """Copies and divides buffers: one launch per physical device, dtype and divisor."""
+    groups: dict[tuple[int, float], list[Move]] = {}
+    for each in moves:
+        groups.setdefault((each[0].physical, each[1]), []).append(each)
+    for (_, divisor), here in groups.items():
+        sharing = [device for device, *_ in here]
         leader = sharing[0]
         if len(here) > 1:
             join_streams(leader, sharing)
-        ops.pack_unchecked([each[1:] for each in here], divisor=divisor, device=leader)
+        ops.pack_unchecked([each[2:] for each in here], divisor=divisor, device=leader)
         if len(here) > 1:
             fork_streams(leader, sharing)
 
 
-def _may_be_flat(tensors: Sequence[Buffer]) -> bool:
-    """Whether the first and the last tensor lie in one block, if neither is empty."""
-    first, last = tensors[0], tensors[-1]
-    return first.block is last.block or not first.size or not last.size
-
-
 def _already_flat(
-    plan: FlatPlan, tensors: Sequence[Buffer], owned_only: bool, *, written: bool = False
+    plan: FlatPlan, tensors: Sequence[Buffer], algorithm: Algorithm, *, written: bool = False
 ) -> Buffer | None:
     """Returns the flat buffer in which the tensors already lie as planned, or None.
 
     One that is written has no gaps, or gaps that belong to no tensor.
     """
-    if not plan.together:
-        return _alone(tensors[0], owned_only)
-    filled = [index for index, tensor in enumerate(tensors) if tensor.size]
-    if not filled:
-        return tensors[0] if tensors[0].size == plan.layout.size else None
-    block = tensors[filled[0]].block
-    if owned_only and not block.owned:
+    found = None  # the first tensor that is not empty, and the first byte of the flat buffer
+    for tensor, offset in zip(tensors, plan.layout.offsets, strict=True):
+        if tensor.size:
+            begin = tensor.offset - offset * tensor.dtype.itemsize
+            if found is None:
+                found, start = tensor, begin
+            elif tensor.block is not found.block or begin != start:
+                return None
+    if found is None:
+        return tensors[0]
+    block, size = found.block, plan.layout.size
+    aligned = not plan.together or (block.address + start) % ALIGNMENT == 0
+    inside = start >= 0 and start + size * found.dtype.itemsize <= block.nbytes
+    accessible = not algorithm.reads_peers or block.peer_mapped
+    free = not written or not plan.has_gaps or _in_gaps(plan, tensors, block)
+    if not (aligned and inside and accessible and free):
         return None
-    if written and plan.has_gaps and not _in_gaps(plan, tensors, block):
-        return None
-    offsets, itemsize = plan.layout.offsets, tensors[filled[0]].dtype.itemsize
-    start = tensors[filled[0]].address - offsets[filled[0]] * itemsize
-    for index in filled:
-        expected = start + offsets[index] * itemsize
-        if tensors[index].block is not block or tensors[index].address != expected:
-            return None
-    offset = start - block.address
-    size = plan.layout.size
-    inside = offset >= 0 and offset + size * itemsize <= block.nbytes
-    if not inside or start % ALIGNMENT:
-        return None
-    return Buffer(block, offset, (size,), tensors[filled[0]].dtype)
-
-
-def _alone(tensor: Buffer, owned_only: bool) -> Buffer | None:
-    """Returns a single tensor as a flat buffer, if it can be read in place."""
-    if tensor.size and owned_only and not tensor.block.owned:
-        return None
-    return tensor if len(tensor.shape) == 1 else tensor.parts((0,), ((tensor.size,),))[0]
+    return found if found.shape == (size,) else Buffer(block, start, (size,), found.dtype)
 
 
 def _in_gaps(plan: FlatPlan, tensors: Sequence[Buffer], block: Block) -> bool:

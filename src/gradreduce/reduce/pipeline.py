@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import NamedTuple, cast
 
@@ -16,6 +17,7 @@ from gradreduce.device import (
     DType,
     PackInfo,
     Queue,
+    by_physical,
     mean_dtype,
 )
 
@@ -23,7 +25,7 @@ from .algorithm import Algorithm, Job, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
 from .one_device import Accumulate, added_on, broadcast_values, quotients
-from .pack_buffers import Options, PackBuffers, fill, lay_out, move_into, unpack, unpack_into
+from .pack_buffers import Move, Pack, lay_out, move, moves_in, moves_out, unpack
 from .packing import (
     STAGE_BYTES,
     FlatPlan,
@@ -70,21 +72,6 @@ class BatchPlan:
     divisors: tuple[float, ...]
     divisor: float
     packs: tuple[tuple[int, int, int], ...]
-    _stages: dict[tuple[bool, ...], list[list[int]]] = field(default_factory=dict)
-
-    def stages(self, moved: tuple[bool, ...]) -> list[list[int]]:
-        """Returns the packs of each stage; ``moved``: whether each flat buffer must be moved."""
-        if moved not in self._stages:
-            everything = [list(range(len(self.packs)))] if self.packs else []
-            gpus = {device.physical for device in self.devices}
-            sizes = [
-                ((stop - start) * self.flat[index].wire.itemsize, moved[index])
-                for index, start, stop in self.packs
-            ]
-            self._stages[moved] = (
-                everything if len(gpus) == 1 or not self.packs else plan_stages(sizes, STAGE_BYTES)
-            )
-        return self._stages[moved]
 
 
 def plan_batch(
@@ -227,19 +214,19 @@ def copy_to_out(
     requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
 ) -> list[tuple[Part, ...]]:
     """Copies results to the requests' ``out`` where they lie elsewhere."""
-    rows: list[tuple[Buffer, Buffer]] = []
+    moves: list[Move] = []
     copied = []
     for index, (request, parts) in enumerate(zip(requests, reduced, strict=True)):
         for out, part in zip(request.out or (), parts, strict=bool(request.out)):
             if out is not part:
                 assert isinstance(part, Buffer), "IndexedSlices were rejected"
-                rows.append((out, part))
+                moves.append((out.device, 1, [out], [part]))
                 copied.append(index)
-    if rows:
-        mesh_state = rows[0][0].device.mesh_state
+    if moves:
+        mesh_state = moves[0][0].mesh_state
         with mesh_state.pack_scope(PackInfo(tuple(dict.fromkeys(copied)))):
             mesh_state.thread.phase = "unpack"
-            move_into(rows)
+            move(moves)
     return [request.out or parts for request, parts in zip(requests, reduced, strict=True)]
 
 
@@ -264,25 +251,6 @@ def reduce_to_one(
     )
     thread.phase = "unpack"
     return broadcast_values(total, request.devices)
-
-
-@dataclass(slots=True)
-class Stage:
-    """Packs that are packed, transferred and unpacked together.
-
-    Attributes:
-        parts: flat buffers, and the range of each pack.
-        jobs: the indices of their jobs.
-        pack_info: labels their work in errors and the flight record.
-        steps: of the algorithm; None before the first.
-        is_over: whether all is done.
-    """
-
-    parts: Sequence[tuple[PackBuffers, int, int]]
-    jobs: Sequence[int]
-    pack_info: PackInfo
-    steps: Steps | None = None
-    is_over: bool = False
 
 
 def reduce_batch(
@@ -310,90 +278,80 @@ def reduce_batch(
         ``[tensor][replica]``, all replicas of a tensor equal; ``out``'s own if it was given.
     """
     algorithm, mesh_state = plan.algorithm, plan.devices[0].mesh_state
-    options = Options(consume is not None and algorithm.in_place, out, algorithm.in_place)
-    pack_buffers = lay_out(plan.flat, gradients, plan.devices, options, plan.divisors)
-    overwrites = options.consume and any([None in each.filling for each in pack_buffers])
-    if consume is not None and overwrites:
+    overwrites = consume is not None and algorithm.in_place
+    pack_buffers = lay_out(
+        plan.flat, plan.divisors, gradients, algorithm, targets=out, consume=overwrites
+    )
+    if consume is not None and overwrites and any([None in each.filling for each in pack_buffers]):
         consume.enter_context(mesh_state.fail_on_partial_write(plan.devices))
-    stages = _stages(plan, pack_buffers, positions or range(len(gradients)))
+    packs = [(pack_buffers[index], start, stop) for index, start, stop in plan.packs]
+    jobs = []
+    for buffers, start, stop in packs:
+        job = Job(buffers.inputs, buffers.outs, plan.divisor if buffers.divisor == 1 else 1)
+        whole = stop - start == buffers.plan.layout.size
+        jobs.append(job if whole else job.part(start, stop))
+    groups = _stages(plan, packs)
     # A single stage has nothing to overlap with: it needs no waits between the two queues.
-    queue: Queue = "transfer" if len(stages) > 1 else "compute"
-    thread = mesh_state.thread  # the log says in which phase work was submitted
+    queue: Queue = "transfer" if len(groups) > 1 else "compute"
     with mesh_state.launch_lock:
-        reduce = algorithm.start(_jobs(plan, pack_buffers))
-        for stage in _in_turns(stages):
-            with mesh_state.pack_scope(stage.pack_info, plan.devices):
-                if stage.steps is None:
-                    thread.phase = "pack"
-                    fill(stage.parts)
-                    stage.steps = reduce(stage.jobs, queue)
-                thread.phase = "all-reduce"
-                if next(stage.steps, stage) is stage:
-                    thread.phase = "unpack"
-                    unpack_into(stage.parts)
-                    stage.is_over = True
+        reduce = algorithm.start(jobs)
+        waiting = [
+            (
+                _pack_info(packs, group, positions or range(len(gradients))),
+                _steps_of_stage([packs[index] for index in group], partial(reduce, group, queue)),
+            )
+            for group in groups
+        ]
+        # Transfers run on the transfer queues; packing, sums and unpacking on the compute queues.
+        # There a stage is packed *before* the last step of the stage ahead of it, which waits for
+        # transfers and would delay all work behind it.
+        running: list[tuple[PackInfo, Steps]] = []
+        while waiting or running:
+            running, waiting = [*waiting[:1], *running], waiting[1:]
+            for stage in running.copy():
+                with mesh_state.pack_scope(stage[0], plan.devices):
+                    if next(stage[1], stage) is stage:
+                        running.remove(stage)
     if out is not None:
         return [tuple(replicas) for replicas in out]
     return unpack(pack_buffers, [replicas[0].shape for replicas in gradients])
 
 
-def _in_turns(stages: Sequence[Stage]) -> Iterator[Stage]:
-    """Yields each stage until it is over, so that one is packed while others are transferred.
-
-    Transfers run on the transfer queues; packing, sums and unpacking on the compute queues. There
-    a stage is packed *before* the last step of the stage ahead of it, which waits for transfers
-    and would delay all work behind it.
-    """
-    waiting = list(reversed(stages))
-    running: list[Stage] = []
-    while waiting or running:
-        if waiting:
-            running.insert(0, waiting.pop())
-        yield from running
-        running = [stage for stage in running if not stage.is_over]
+def _steps_of_stage(packs: Sequence[Pack], reduce: Callable[[], Steps]) -> Steps:
+    """Packs, all-reduces and unpacks one stage."""
+    thread = packs[0][0].outs[0].device.mesh_state.thread  # the log says in which phase it was
+    thread.phase = "pack"
+    move(moves_in(packs))
+    steps = reduce()
+    thread.phase = "all-reduce"
+    for step in steps:
+        yield step
+        thread.phase = "all-reduce"
+    thread.phase = "unpack"
+    move(moves_out(packs))
 
 
-def _jobs(plan: BatchPlan, pack_buffers: Sequence[PackBuffers]) -> list[Job]:
-    """Returns a job for each pack."""
-    jobs = []
-    for index, start, stop in plan.packs:
-        buffers = pack_buffers[index]
-        job = Job(buffers.inputs, buffers.outs, plan.divisor if plan.divisors[index] == 1 else 1)
-        whole = stop - start == plan.flat[index].layout.size
-        jobs.append(job if whole else job.part(start, stop))
-    return jobs
-
-
-def _stages(
-    plan: BatchPlan, pack_buffers: Sequence[PackBuffers], positions: Sequence[int]
-) -> list[Stage]:
-    """Returns the stages in which the packs overlap."""
-    packs = [(pack_buffers[index], start, stop) for index, start, stop in plan.packs]
-    return [
-        Stage(
-            parts := [packs[index] for index in group],
-            group,
-            _pack_info(parts, group, len(packs), positions),
-        )
-        for group in plan.stages(tuple([b.is_packed or b.is_unpacked for b in pack_buffers]))
+def _stages(plan: BatchPlan, packs: Sequence[Pack]) -> list[list[int]]:
+    """Returns the indices of the packs of each stage."""
+    if len(packs) < 2 or len(by_physical(plan.devices)) == 1:
+        return [list(range(len(packs)))] if packs else []
+    sizes = [
+        ((stop - start) * buffers.plan.wire.itemsize, buffers.is_moved)
+        for buffers, start, stop in packs
     ]
+    return plan_stages(sizes, STAGE_BYTES)
 
 
-def _pack_info(
-    parts: Sequence[tuple[PackBuffers, int, int]],
-    group: Sequence[int],
-    num_packs: int,
-    positions: Sequence[int],
-) -> PackInfo:
+def _pack_info(packs: Sequence[Pack], group: Sequence[int], positions: Sequence[int]) -> PackInfo:
     """Returns the packs of a stage, counted from 1, and their tensors."""
-    if len(group) == num_packs:
-        return PackInfo(positions, range(1, num_packs + 1), num_packs)
+    if len(group) == len(packs):
+        return PackInfo(positions, range(1, len(packs) + 1), len(packs))
     inside = {
-        positions[each.plan.tensors[tensor]]: None
-        for each, start, stop in parts
-        for tensor in each.plan.pieces[start, stop].tensors
+        positions[buffers.plan.tensors[tensor]]: None
+        for buffers, start, stop in [packs[index] for index in group]
+        for tensor in buffers.plan.pieces[start, stop].tensors
     }
-    return PackInfo(tuple(inside), tuple(index + 1 for index in group), num_packs)
+    return PackInfo(tuple(inside), tuple(index + 1 for index in group), len(packs))
 
 
 def compile_for(

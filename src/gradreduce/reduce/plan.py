@@ -24,7 +24,7 @@ from gradreduce.device import Buffer, CommandList, DType, Journal, Mesh, PackInf
 from gradreduce.device.command_list import Operation
 
 from .arguments import Request, batches_of
-from .pack_buffers import Options, lay_out
+from .pack_buffers import lay_out
 from .pipeline import BatchPlan, Settings, plan_requests, reduce_requests
 
 # The indices (int64, in bytes; only their number where no plan depends on more) and the dense shape
@@ -233,7 +233,7 @@ def _packs_of(
     """Describes the packs of one batch; ``positions`` of its tensors in the whole call."""
     made = []
     indices = tuple([device.index for device in batch.devices])
-    pack_buffers = lay_out(batch.flat, gradients, batch.devices, Options(), batch.divisors)
+    pack_buffers = lay_out(batch.flat, batch.divisors, gradients, batch.algorithm)
     for number, (at, start, stop) in enumerate(batch.packs, 1):
         flat = batch.flat[at]
         moved = sum(tensors is not None for tensors in pack_buffers[at].filling)

@@ -45,6 +45,7 @@ from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 from .compile import is_compiled, load_kernel
 from .geometry import Geometry
 from .graph import GraphRecording
+from .libcuda import is_of_cuda_malloc
 from .streams import FATAL, Gpu, StreamState
 
 # Between two looks at a queue that must come to its end before a mesh is usable again.
@@ -251,6 +252,9 @@ class CudaDevice(Device):
             if block is not None:
                 return Buffer(block, address - block.address, array.shape, dtype)
         block = Block(self, array, address, nbytes, owned=False, writable=writable)
+        if self.mesh_state.peer_access and nbytes:  # else nobody asks
+            with self.gpu:
+                block.peer_mapped = is_of_cuda_malloc(address)
         return Buffer(self._deferred_free.track(block), 0, array.shape, dtype, array)
 
     def _array_of(self, buffer: Buffer) -> Any:

@@ -343,6 +343,7 @@ def memory_of(buffer: Buffer) -> np.ndarray:
         whole = whole.reshape(-1)
     if buffer.array is block.raw:
         buffer.flat = whole  # of memory that the buffer itself keeps, as its array
+    if buffer.nbytes == block.nbytes and buffer.dtype is whole.dtype:
         return whole
     part = whole.view(np.uint8)[buffer.offset : buffer.offset + buffer.nbytes]
     return part.view(buffer.dtype)

@@ -1,0 +1,31 @@
+"""Asks the CUDA driver what CuPy does not: how memory was allocated."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+_IS_LEGACY_CUDA_IPC_CAPABLE = 10  # CUpointer_attribute: whether cudaIpcGetMemHandle takes it
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def is_of_cuda_malloc(address: int) -> bool:
+    """Whether memory is of cudaMalloc, which is mapped for all peers; False if unknown.
+
+    Memory of cudaMallocAsync, of virtual memory management and managed memory is not. Only memory
+    of cudaMalloc can be shared by legacy CUDA IPC. Untested on GPU hardware.
+    """
+    library, answer = _library(), ctypes.c_int(0)
+    if library is None:
+        return False
+    status = library.cuPointerGetAttribute(
+        ctypes.byref(answer), _IS_LEGACY_CUDA_IPC_CAPABLE, ctypes.c_uint64(address)
+    )
+    return status == 0 and bool(answer.value)
