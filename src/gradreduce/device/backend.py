@@ -31,7 +31,6 @@ class Event(Protocol):
     @property
     def done(self) -> bool:
         """Whether the queue has passed it; does not wait."""
-        ...
 
 
 class Backend(ABC):

@@ -23,11 +23,9 @@ class Attached(Protocol):
 
     def replaced(self) -> list[Any]:
         """Parameters whose ``.grad`` is not its view; raises if one does not fit."""
-        ...
 
     def attach_again(self, block: Block, replaced: list[Any]) -> None:
         """Copies these gradients to their views, and makes the views the ``.grad`` again."""
-        ...
 
 
 Queue = Literal["compute", "transfer"]

@@ -28,7 +28,6 @@ class Step(Protocol):
 
     def __call__(self, *, deadline: float | None = None) -> list[Any]:
         """Reduces again."""
-        ...
 
 
 @dataclass(frozen=True, repr=False)

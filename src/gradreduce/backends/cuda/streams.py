@@ -261,10 +261,7 @@ class StreamState:
 
     def follows_lazily(self, leader: StreamState) -> bool:
         """Whether it follows lazily, and its leader waits for all its work."""
-        if self.leader is not leader:
-            return False
-        end, event = self._marked
-        return end is self._end and leader._behind.get(self) is event
+        return self.leader is leader and self._is_over_for(leader)
 
     def all_follow(self, devices: object, changed: object) -> None:
         """Notes that all ``devices`` followed it lazily while ``changed`` was the last change."""
