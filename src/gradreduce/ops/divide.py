@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, mean_dtype
-from gradreduce.device.buffer import Row
+from gradreduce.device.buffer import Row, same_dtypes
 from gradreduce.device.kernel import Arrays
 
 from .validate import MEAN, check_rows, check_writable
@@ -54,18 +54,14 @@ def divide(
         ValueError: an input is not an integer, an output does not have ``mean_dtype`` or the
             input's size, is read-only, or partly overlaps its input.
     """
-    groups: dict[tuple[int, int], list[Row]] = {}  # by id: hashing a dtype is slow
-    for row in zip(outs, inputs, strict=True):
-        groups.setdefault((id(row[0].dtype), id(row[1].dtype)), []).append(row)
     launches: dict[tuple[str, str], list[Row]] = {}
-    for group in groups.values():
+    for group in same_dtypes(zip(outs, inputs, strict=True)):
         template = _template(*group[0])
         check_rows("divide", group, 1)
         launches.setdefault(template, []).extend(group)
     check_writable("divide", outs)
-    for template, launched in launches.items():
-        device = device or outs[0].device
-        device.launch(DIVIDE, template, launched, (float(divisor),))
+    for template, rows in launches.items():
+        (device or outs[0].device).launch(DIVIDE, template, rows, (float(divisor),))
 
 
 def prepare_divide(device: Device, dtype: np.dtype) -> None:

@@ -21,9 +21,8 @@ def _pack_reference(table: Sequence[Arrays], divisor: float) -> None:
             acc_dtype = accumulate_dtype(term.dtype)
             term = np.true_divide(term, acc_dtype.type(divisor), dtype=acc_dtype)
         if filled.itemsize == 2 and term.itemsize == 8 and term.dtype.kind == "f":
-            term = term.astype(
-                np.float32
-            )  # like the kernel, which has no conversion from double to half
+            # As in the kernel, which has no conversion from double to half.
+            term = term.astype(np.float32)
         filled[...] = term
         if filled is not out:
             out[filled.size :] = 0
