@@ -37,7 +37,8 @@ class Plan:
         written: for each copy of each variable, the buffers that an update writes.
         devices: of each copy.
         ranges: address ranges of those buffers.
-        places: for each physical device, the indices of the copies there.
+        kernel: the compiled rule, or None.
+        indices_by_gpu: for each physical device, the indices of the copies there.
     """
 
     def __init__(

@@ -131,7 +131,7 @@ def test_sums_of_rows_are_saved_as_rows(mesh):
     assert rows["values"].dtype == np.dtype("float32")
     assert state["sums"] == state["pulled"] == {}
     worker.optimizer.load_state_dict(state)
-    assert worker.optimizer._getter._all_members[0].total.rows is not None
+    assert worker.optimizer._worker.members[0].total.rows is not None
     rows["values"][...] = rows["indices"][...] = 0
     assert worker.sums["t"][4].tolist() == [2, 2]
 

@@ -218,7 +218,7 @@ class AGNOptimizer(Optimizer):
             TypeError: a ``task_index`` that is not an integer.
         """
         as_count("task_index", task_index, least=0)
-        if not self._getter._all_members:
+        if not self._worker.members:
             raise ValueError("the list of local variables should not be empty: create them with "
                              "gr.get_variable(..., custom_getter=getter)")  # fmt: skip
         return self._worker.start

@@ -276,7 +276,7 @@ class AGNCustomGetter(NotCopied):
                     f"{device.name} of the worker and {home.name} of the center belong "
                     "to different meshes; pass center=gr.AGNCenter(mesh) with the worker's mesh"
                 )
-        self._members: dict[Variable, Member] = {}
+        self._members: dict[Variable, Member] = {}  # of trainable variables, as created
         self._made: dict[str, Variable] = {}
         self._changes = Revision()
 
@@ -353,8 +353,3 @@ class AGNCustomGetter(NotCopied):
         if found is None:
             raise KeyError(f"{var!r} was not created by this AGNCustomGetter")
         return found
-
-    @property
-    def _all_members(self) -> list[Member]:
-        """All trainable variables with their copies, in the order of creation."""
-        return list(self._members.values())

@@ -92,8 +92,8 @@ class Worker:
 
     @property
     def members(self) -> list[Member]:
-        """All trainable variables with their copies."""
-        return self._getter._all_members
+        """All trainable variables with their copies, in the order of creation."""
+        return list(self._getter._members.values())
 
     def new_pulled(self, var: Variable, value: Buffer) -> Variable:
         """Returns a copy of the center at a pull, to be kept in ``pulled``."""
