@@ -243,7 +243,8 @@ def _check_dense(array: Any) -> None:
 def _check_flat_buffer(address: int, nbytes: int, device: Device) -> None:
     """Raises if the memory belongs to a flat buffer of another device."""
     for other in device.mesh.devices:
-        if other is not device and other.external_buffers.find(address, nbytes):
+        external = other.external_buffers
+        if external.is_used and other is not device and external.find(address, nbytes):
             raise DeviceMismatchError(
                 f"out lies in a flat buffer of {other.name}; expected one on {device.name}"
             )
