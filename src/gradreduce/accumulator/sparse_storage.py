@@ -49,7 +49,7 @@ from gradreduce.ops import (
 from gradreduce.reduce.aggregation import concatenated_rows
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.arguments import Request
-from gradreduce.reduce.one_device import broadcast_values, by_gpu
+from gradreduce.reduce.one_device import by_gpu, copied_to
 
 from .state import (
     AccumulatorState,
@@ -391,7 +391,7 @@ def _merged(states: Sequence[AccumulatorState]) -> dict[AccumulatorState, tuple[
     coalesced(values, plans, outs=merged, divisors=expand_divisors(divisors, plans))
     found: list[list[Buffer]] = [[] for _ in states]
     for flat, devices, offsets in flat_buffers:
-        for copy in broadcast_values(flat, devices):
+        for copy in copied_to(flat, devices, keep=True):
             for index, offset in offsets:
                 found[index].append(buffer_of(copy).view(offset, shapes[index]))
     return {

@@ -104,28 +104,22 @@ def by_gpu(buffers: Sequence[Buffer]) -> Iterator[tuple[tuple[int, ...], Device]
         fork_streams(sharing[0], sharing)
 
 
-def broadcast_values(part: Part, devices: Sequence[Device]) -> tuple[Part, ...]:
-    """Returns ``part`` on each of ``devices``: itself on its own device, copies elsewhere."""
-    if isinstance(part, Buffer):
-        return _copies(part, devices, keep=True)
-    return _with_rows(part, _copies(part.values, devices, keep=True))
-
-
 def copied_to(
-    part: Part, devices: Sequence[Device], out: Sequence[Buffer] | None = None
+    part: Part,
+    devices: Sequence[Device],
+    out: Sequence[Buffer] | None = None,
+    *,
+    keep: bool = False,
 ) -> tuple[Part, ...]:
     """Copies ``part`` to each of ``devices``: into ``out``, else into new memory.
 
-    ``out`` is for a Buffer alone, and may hold it.
+    ``out`` is for a Buffer alone, and may hold it. With ``keep`` the result on its own device is
+    the part itself.
     """
     if isinstance(part, Buffer):
-        return _copies(part, devices, keep=False, out=out)
-    return _with_rows(part, _copies(part.values, devices, keep=False))
-
-
-def _with_rows(slices: IndexedSlices, copies: Sequence[Buffer]) -> tuple[Part, ...]:
-    """Makes IndexedSlices of each copy of the rows, with the same read-only indices."""
-    return tuple(IndexedSlices.of(rows, slices.indices, slices.dense_shape) for rows in copies)
+        return _copies(part, devices, keep=keep, out=out)
+    copies = _copies(part.values, devices, keep=keep)  # with the same read-only indices
+    return tuple([IndexedSlices.of(rows, part.indices, part.dense_shape) for rows in copies])
 
 
 def _copies(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from gradreduce import ops
 from gradreduce.arrays.distributed import Part, ReduceOp
@@ -24,7 +24,7 @@ from gradreduce.device import (
 from .algorithm import Algorithm, Job, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
-from .one_device import Accumulate, added_on, broadcast_values, quotients
+from .one_device import Accumulate, added_on, copied_to, quotients
 from .pack_buffers import Move, Pack, lay_out, move, moves_in, moves_out, unpack
 from .packing import (
     STAGE_BYTES,
@@ -125,10 +125,14 @@ def plan_batch(
         tuple([divisor if is_early else 1 for is_early in early]), divisor,
         tuple([(index, *pack) for index, each in enumerate(flat) for pack in each.packs]),
     )  # fmt: skip
+    _remember(plans, key, made)
+    return made
+
+
+def _remember(plans: dict[Hashable, Any], key: Hashable, made: Any) -> None:
     if len(plans) >= MOST_PLANS:
         plans.clear()
     plans[key] = made
-    return made
 
 
 def reduce_requests(
@@ -250,7 +254,7 @@ def reduce_to_one(
         kind=value.kind,
     )
     thread.phase = "unpack"
-    return broadcast_values(total, request.devices)
+    return copied_to(total, request.devices, keep=True)
 
 
 def reduce_batch(
@@ -394,5 +398,6 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
     )
     found: Algorithm | None = plans.get(key)
     if found is None:
-        found = plans[key] = ALGORITHMS[settings.all_reduce_alg](devices, settings.reduction_groups)
+        found = ALGORITHMS[settings.all_reduce_alg](devices, settings.reduction_groups)
+        _remember(plans, key, found)
     return found
