@@ -206,7 +206,8 @@ class Device(NotCopied, Backend):
             return
         if not checked:
             self.check_stream(stream)
-        freed = [(each, each._deferred_free.used_by(stream)) for each in sharing or (self,)]
+        devices = sharing or (self,)
+        freed = [(each, each._deferred_free.used_by(stream)) for each in devices if each.freed]
         self._wait(Mark(self, stream, self._mark(stream)), "compute")
         if sharing:
             fork_streams(self, sharing)
