@@ -25,6 +25,8 @@ from gradreduce.device import (
     by_physical,
     deadline_scope,
 )
+from gradreduce.device.exchange import agree, exchange_numbers
+from gradreduce.device.process_group import Description
 from gradreduce.errors import NotCopied, about, brief, listed, repeated
 from gradreduce.optim import Optimizer
 from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_method
@@ -32,8 +34,17 @@ from gradreduce.reduce.aggregators import aggregate_buffers
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 
+class _StepAccumulator(ConditionalAccumulator):
+    """An accumulator whose gradients come from all processes, in equal numbers for each replica."""
+
+    _spans_processes = True
+
+
 class SyncStep(NotCopied):
     """Runs synchronous data-parallel training steps on mirrored variables.
+
+    Over several processes every process makes the same calls, with the gradients of its own
+    replicas. The variables start with the values of process 0.
 
     Each call sums the micro-batch gradients of every replica, reduces them across the devices by
     MEAN, and updates the variables with the optimizer. It queues work on the devices and does not
@@ -50,8 +61,9 @@ class SyncStep(NotCopied):
         optimizer: applies the mean gradients.
         cross_device_ops: any ``CrossDeviceOps``; reduces the sums across devices.
         aggregation_method: how the micro-batch gradients of a replica are summed.
-        num_required: number of gradients before an update; each call adds one per replica. An
-            integer, or a Variable, which is read once, here. Default: the number of replicas.
+        num_required: number of gradients before an update, of all processes; each call adds one per
+            replica. An integer, or a Variable, which is read once, here. Default: the number of
+            replicas.
 
     Raises:
         ValueError: no variable, the same one twice, one that is not trainable, variables on
@@ -80,20 +92,29 @@ class SyncStep(NotCopied):
         self.optimizer = optimizer
         self.cross_device_ops = cross_device_ops
         self.aggregation_method = as_aggregation_method(aggregation_method)
-        self.num_required = len(self.devices) if num_required is None else as_required(num_required)
-        mesh = self.devices[0].mesh
-        indices = [mesh.devices.index(device) for device in self.devices]
+        whole = self.devices[0].mesh
+        mesh = whole[[whole.devices.index(device) for device in self.devices]]
+        num_replicas = mesh.num_replicas
+        self.num_required = num_replicas if num_required is None else as_required(num_required)
+        # Every process adds one gradient for each of its replicas at each call.
+        self._num_here = -(-self.num_required // num_replicas) * len(self.devices)
         self.accumulators = [
-            ConditionalAccumulator(
+            _StepAccumulator(
                 variable.dtype,
                 variable.shape,
                 name=f"{variable.name}/grad_accum",
-                device=mesh[indices],
+                device=mesh,
                 cross_device_ops=cross_device_ops,
             )
             for variable in self.variables
         ]
         optimizer.prepare(self.variables)
+        if self.devices[0].mesh_state.process_group is not None:
+            copies = cross_device_ops.broadcast(
+                [variable.buffers[0] for variable in self.variables], mesh
+            )
+            for variable, copied in zip(self.variables, copies, strict=True):
+                variable.assign(copied.primary)
 
     def __repr__(self) -> str:
         names = listed(device.name for device in self.devices)
@@ -125,7 +146,8 @@ class SyncStep(NotCopied):
                 Arrays are only read; after this returns, the current stream of their library may
                 overwrite them.
             local_step: the step at which they were computed: an integer, or a Variable that holds
-                one. Default: ``global_step``.
+                one. Default: ``global_step``. The earliest of all processes counts: if it is stale,
+                all drop their gradients.
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
 
         Returns:
@@ -146,15 +168,26 @@ class SyncStep(NotCopied):
         self.optimizer.prepare(self.variables)  # what can fail does so before a gradient is taken
         placed = self._validated(terms)
         with deadline_scope("a SyncStep", seconds, self.devices):
+            step = self._earliest(step)
             gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
             accumulators = [self.accumulators[index] for index in placed]
             with DeferInterrupts():
                 if not apply_grads(accumulators, gradients, step):
                     return False
-                means = take_now(self.accumulators, self.num_required)  # pack, all-reduce, unpack
+                means = take_now(self.accumulators, self._num_here)  # pack, all-reduce, unpack
                 if means is not None:
                     self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
                 return means is not None
+
+    def _earliest(self, step: int) -> int:
+        """Returns the earliest step of all processes: if it is stale, all gradients are dropped."""
+        leader = self.devices[0]
+        group = leader.mesh_state.process_group
+        if group is None:
+            return step
+        agree(leader, Description.of({"call": "a SyncStep", "tensors": []}))
+        steps = exchange_numbers(leader, [step], [1] * group.size)
+        return min([other for (other,) in steps])
 
     def _validated(
         self, terms: Sequence[Sequence[Sequence[Any] | None]]

@@ -209,7 +209,7 @@ def test_variables_that_no_launcher_sets_mean_one_process(monkeypatch, value):
 
 @pytest.mark.parametrize("processes", ["all", "", 1, True, "None"])
 def test_other_processes_are_refused(processes):
-    text = f"processes={processes!r} must be None or 'none'"
+    text = f"processes={processes!r} must be None or one of ('auto', 'none', 'torchrun',"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         opened(2, processes=processes)
 

@@ -12,8 +12,9 @@ The sample depends only on the test and its parameters.
 * A hypothesis test with ``settings(max_examples=examples(number))`` belongs to both: it has all its
   examples in the tier, and a part of them in the plain run.
 
-``-m exhaustive`` runs the tier; ``--sample-exhaustive=SEED:COUNT`` runs that many tests of it. A
-case named on the command line (``test_x.py::test_y[0-float32]``) always exists.
+``-m exhaustive`` runs the tier, ``-m faults`` its tests that plant faults in processes.
+``--sample-exhaustive=SEED:COUNT`` runs that many tests of the tier. A case named on the command
+line (``test_x.py::test_y[0-float32]``) always exists.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if asked is not None and not re.fullmatch(r"[0-9]+:[0-9]+", asked):
         raise pytest.UsageError(f"--sample-exhaustive={asked}: expected SEED:COUNT, two integers")
     expression = config.option.markexpr or ""
-    in_tier = asked is not None or bool(re.search(r"(?<!not )\bexhaustive\b", expression))
+    in_tier = asked is not None or bool(re.search(r"(?<!not )\b(exhaustive|faults)\b", expression))
     config.stash[_tier] = in_tier
     global _all_examples
     _all_examples = in_tier

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import shutil
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -77,6 +78,7 @@ class SkipLedger:
             "cupy": self._lacks_library,
             "torch": self._lacks_library,
             "jax": self._lacks_library,
+            "mpi": self._lacks_mpi,
         }
 
     @property
@@ -120,6 +122,12 @@ class SkipLedger:
             if version and importlib.metadata.version(wheel) != version:
                 return f"the figures are of {needed}, not of {importlib.metadata.version(wheel)}"
         return None
+
+    def _lacks_mpi(self, mark: pytest.Mark) -> str | None:
+        if importlib.util.find_spec("mpi4py") is None:
+            return "mpi4py is not installed"
+        launcher = Path(sys.executable).with_name("mpiexec")
+        return None if launcher.exists() else f"no {launcher}"
 
     def _lacks_library(self, mark: pytest.Mark) -> str | None:
         return None if importlib.util.find_spec(mark.name) else f"{mark.name} is not installed"

@@ -10,6 +10,7 @@ from typing import Any
 
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import as_deadline
+from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import NotCopied, listed
 
 from .checkpoint import load_state, saved_state
@@ -28,7 +29,11 @@ class ConditionalAccumulatorBase(NotCopied):
 
     _copy_hint = "pass its state_dict(), and load that into a new one"
 
+    _spans_processes = False
+
     def __init__(self, state: AccumulatorState, name: str) -> None:
+        if state.over_mesh and not self._spans_processes:
+            check_one_process(state.devices[0], f"{type(self).__name__} over a mesh")
         self._state = state
         self._name = str(name).rpartition("/")[2]
         state.name = state.name or self._name

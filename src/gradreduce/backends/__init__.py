@@ -26,12 +26,18 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
+from gradreduce.backends.processes.launchers import (
+    check_processes,
+    detect,
+    first_number,
+    join_processes,
+)
 from gradreduce.backends.sim.collective import SimCollective
 from gradreduce.backends.sim.device import IMPLEMENTATIONS, SimDevice, SimOptions
 from gradreduce.backends.sim.host_compile import find_compiler
 from gradreduce.backends.sim.scheduler import RandomScheduler, Scheduler
 from gradreduce.backends.sim.workers import Workers
-from gradreduce.device import Mesh, ModuleLock, as_flag, as_index
+from gradreduce.device import Mesh, ModuleLock, as_deadline, as_flag, as_index
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import flight_path
 from gradreduce.errors import BackendUnavailableError, brief
@@ -42,16 +48,19 @@ _log = logging.getLogger("gradreduce")
 # Devices of a mesh, and threads: more are a mistake, and would take all memory to be built.
 MOST = 1024
 _BACKENDS = ("cuda", "sim")
-_NUM_PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _INSTALL = "pip install 'gradreduce[cuda12]' (CUDA 12) or 'gradreduce[cuda13]' (CUDA 13)"
 
 
-def open_mesh(
+def open_mesh(  # noqa: PLR0913  # options, each independent of the others
     devices: int | Sequence[int] | None = None,
     *,
     backend: str | None = None,
     processes: str | None = None,
+    process_group: Any = None,
+    communicator: Any = None,
+    devices_per_process: int | None = None,
+    timeout: float = 1800.0,
     peer_access: bool | Set[tuple[int, int]] = True,
     kernels: str = "numpy",
     strict: bool | None = None,
@@ -66,9 +75,17 @@ def open_mesh(
             simulation ``GRADREDUCE_SIM_DEVICES`` (4). At most 1,024.
         backend: ``"sim"`` or ``"cuda"``. Default: ``GRADREDUCE_BACKEND``, else GPUs if CuPy sees
             any, else the simulation, with one logged warning that says why.
-        processes: ``"none"``: open devices of this process alone, though a launcher (torchrun,
-            mpiexec, srun) has started several processes. Default: that is an error, because sums
-            stay inside each process.
+        processes: the launcher that has started the processes whose replicas are summed:
+            ``"torchrun"``, ``"mpi"`` (mpiexec), ``"slurm"`` (srun), or ``"auto"``, the one that is
+            detected. torchrun's and srun's use torch.distributed's default group, or make it with
+            gloo and destroy it when the mesh closes. ``"none"``: this process alone. Default:
+            this process alone; an error if a launcher has started several.
+        process_group: instead of ``processes``, a ``torch.distributed`` group of any processes.
+        communicator: instead of ``processes``, an mpi4py communicator.
+        devices_per_process: instead of ``devices``, how many logical devices this process has; on
+            GPUs they share the GPU of its local rank.
+        timeout: seconds that this process waits for another one: here, and in each later call
+            that has no earlier deadline.
         peer_access: simulation only: whether a launch may touch another physical device's memory.
             Without it every byte is copied. Or the pairs of physical devices that have it.
         kernels: simulation only: what runs a kernel. ``"numpy"``: its NumPy reference;
@@ -86,11 +103,16 @@ def open_mesh(
     Raises:
         BackendUnavailableError: the backend asked for cannot run here; the text says what to
             install.
-        RuntimeError: this is one of several processes, and ``processes`` is not ``"none"``.
+        RuntimeError: this is one of several processes, and none of ``processes``,
+            ``process_group`` and ``communicator`` is passed.
+        CollectiveError: another process does not open the mesh in time, or opens it otherwise.
         TypeError: ``peer_access`` or ``strict`` is no boolean, ``schedule_seed`` no integer.
         ValueError: another wrong argument or environment variable, named in the text.
     """
-    _check_alone(processes)
+    check_processes(processes, process_group, communicator)
+    seconds = as_deadline(timeout, "timeout")
+    if devices is not None and devices_per_process is not None:
+        raise ValueError("pass devices or devices_per_process, not both")
     if backend is None:
         backend = _backend_from_environment()
     if not _is_one_of(backend, _BACKENDS):
@@ -99,9 +121,58 @@ def open_mesh(
         raise ValueError(f"kernels={brief(kernels)} is not one of {tuple(IMPLEMENTATIONS)}")
     if backend == "cuda":
         try:
-            return _open_cuda(devices)
+            mesh = _open_cuda(devices, devices_per_process)
         except BackendUnavailableError as error:
             raise BackendUnavailableError(f"backend='cuda' cannot run here: {error}") from error
+    else:
+        named = devices if devices_per_process is None else devices_per_process
+        mesh = _open_sim(named, peer_access, kernels, strict, schedule_seed)
+    try:
+        join_processes(mesh, processes, process_group, communicator, seconds)
+    except BaseException:
+        mesh.close()
+        raise
+    return mesh
+
+
+def _is_one_of(name: Any, names: Container[str]) -> bool:
+    """Whether it is one of these strings; an array is not."""
+    return isinstance(name, str) and name in names
+
+
+def _seed(seed: int) -> int:
+    try:
+        return as_index(seed)
+    except TypeError:
+        raise TypeError(f"schedule_seed={brief(seed)} must be an integer or None") from None
+
+
+def _own_gpus(num_gpus: int) -> Sequence[int]:
+    """Returns every visible GPU, or the one of the local rank under a launcher."""
+    if num_gpus == 1 or detect(os.environ) is None:
+        return range(num_gpus)
+    launched = first_number(os.environ, _LOCAL_RANKS, 0)
+    if launched is None:
+        names = ", ".join(_LOCAL_RANKS)
+        raise BackendUnavailableError(
+            f"no environment variable tells this process's local rank ({names}): pass devices=, a "
+            f"list of the GPUs to use, of {num_gpus}"
+        )
+    name, rank = launched
+    if rank >= num_gpus:
+        raise BackendUnavailableError(
+            f"{name}={rank}, but CuPy sees {num_gpus} GPUs in this process: pass devices="
+        )
+    return [rank]
+
+
+def _open_sim(
+    devices: int | Sequence[int] | None,
+    peer_access: bool | Set[tuple[int, int]],
+    kernels: str,
+    strict: bool | None,
+    schedule_seed: int | None,
+) -> Mesh:
     if strict is None:
         strict = _integer("GRADREDUCE_SIM_STRICT", 0, minimum=0) > 0
     strict = as_flag("strict", strict)
@@ -119,64 +190,14 @@ def open_mesh(
     return Mesh(made, mesh_state, cache(partial(SimCollective, mesh_state)), workers.close)
 
 
-def _is_one_of(name: Any, names: Container[str]) -> bool:
-    """Whether it is one of these strings; an array is not."""
-    return isinstance(name, str) and name in names
-
-
-def _seed(seed: int) -> int:
-    try:
-        return as_index(seed)
-    except TypeError:
-        raise TypeError(f"schedule_seed={brief(seed)} must be an integer or None") from None
-
-
-def _check_alone(processes: str | None) -> None:
-    """Raises in one of several processes, unless ``processes="none"``."""
-    if processes is not None and not _is_one_of(processes, ("none",)):
-        raise ValueError(f"processes={brief(processes)} must be None or 'none'")
-    launched = _launched(_NUM_PROCESSES, 2)
-    if launched is not None and processes is None:
-        name, number = launched
-        raise RuntimeError(
-            f"{name}={number}: this is one of {number} processes, and gradreduce sums inside each "
-            "process only. If that is what you want, call open_mesh(processes='none') and pass the "
-            "mesh to every call that would use the default mesh."
-        )
-
-
-def _launched(variables: Sequence[str], minimum: int) -> tuple[str, int] | None:
-    """Returns the first of these variables that a launcher has set to at least ``minimum``."""
-    for name in variables:
-        text = os.environ.get(name, "")
-        if text.isdecimal() and int(text) >= minimum:
-            return name, int(text)
-    return None
-
-
-def _own_gpus(num_gpus: int) -> Sequence[int]:
-    """Returns every visible GPU, or the one of the local rank under a launcher."""
-    if num_gpus == 1 or _launched(_NUM_PROCESSES, 2) is None:
-        return range(num_gpus)
-    launched = _launched(_LOCAL_RANKS, 0)
-    if launched is None:
-        names = ", ".join(_LOCAL_RANKS)
-        raise BackendUnavailableError(
-            f"no environment variable tells this process's local rank ({names}): pass devices=, a "
-            f"list of the GPUs to use, of {num_gpus}"
-        )
-    name, rank = launched
-    if rank >= num_gpus:
-        raise BackendUnavailableError(
-            f"{name}={rank}, but CuPy sees {num_gpus} GPUs in this process: pass devices="
-        )
-    return [rank]
-
-
-def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
+def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> Mesh:
     cuda, nccl, streams = _cuda_backend()
     num_gpus = streams.visible_gpus()
-    placement = _placement(_own_gpus(num_gpus) if devices is None else devices)
+    if devices is None:
+        devices = own = _own_gpus(num_gpus)
+        if per_process is not None:  # in turns, if there are several
+            devices = [own[index % len(own)] for index in _placement(per_process)]
+    placement = _placement(devices)
     if max(placement) >= num_gpus:
         raise BackendUnavailableError(
             f"devices={reprlib.repr(devices)} names GPU {max(placement)}, but CuPy sees only GPUs "

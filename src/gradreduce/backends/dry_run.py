@@ -33,12 +33,16 @@ from gradreduce.device.graph_capture import Recording
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
 from gradreduce.device.pending_calls import WaitPolicy
+from gradreduce.device.process_group import Description, Message, Move, Parcel, ProcessGroup
 from gradreduce.errors import DeviceMismatchError
 
 _ADDRESS_BITS = 44  # bits: blocks of up to 16 TiB lie this far apart
 
-# Logical devices' physical ones, backend, and peer access: all that a flow asks of a mesh.
-MeshSignature = tuple[tuple[int, ...], str, bool | frozenset[tuple[int, int]]]
+# Logical devices' physical ones, backend, peer access, and in one of several processes its rank and
+# the number of devices of each: all that a flow asks of a mesh.
+MeshSignature = tuple[
+    tuple[int, ...], str, bool | frozenset[tuple[int, int]], tuple[int, tuple[int, ...]] | None
+]
 # Of a Buffer: device, block, whether peers can access that, its bytes, the offset in it, how far
 # its address is behind a 16-byte boundary, shape, dtype.
 Signature = tuple[int, int, bool, int, int, int, tuple[int, ...], np.dtype]
@@ -49,7 +53,9 @@ def mesh_signature(mesh: Mesh) -> MeshSignature:
     whole = mesh.devices[0].mesh
     access = whole.mesh_state.peer_access
     peers = access if isinstance(access, bool) else frozenset(access)
-    return tuple(device.physical for device in whole.devices), whole.backend, peers
+    group = whole.mesh_state.process_group
+    processes = None if group is None else (group.rank, group.counts)
+    return tuple(device.physical for device in whole.devices), whole.backend, peers, processes
 
 
 def signature_of(buffer: Buffer, blocks: dict[int, int]) -> Signature:
@@ -76,8 +82,10 @@ class DryRunMesh:
     """
 
     def __init__(self, signature: MeshSignature) -> None:
-        placement, backend, peers = signature
+        placement, backend, peers, processes = signature
         mesh_state = MeshState(backend, peer_access=peers)
+        if processes is not None:
+            mesh_state.process_group = DryRunGroup(*processes)
         starts = count(1)
         made = [
             DryRunDevice(mesh_state, index, physical, starts)
@@ -165,6 +173,10 @@ class DryRunDevice(Device):
     ) -> Command:
         return lambda: None
 
+    def _exchange(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: Move
+    ) -> None: ...
+
     def _wait(self, mark: Mark, queue: User) -> None: ...
 
     def _synchronize(self, wait_policy: WaitPolicy, queues: Sequence[Queue] = QUEUES) -> bool:
@@ -172,6 +184,29 @@ class DryRunDevice(Device):
 
     def _abandon(self, seconds: float) -> bool:
         return True
+
+
+class DryRunGroup(ProcessGroup):
+    """A group whose other processes are not asked."""
+
+    def __init__(self, rank: int, counts: tuple[int, ...]) -> None:
+        super().__init__(rank, len(counts), 1.0)
+        self.counts = counts
+
+    def agree(self, description: Description, seconds: float) -> None:
+        """See ``ProcessGroup.agree``."""
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
+    ) -> None:
+        """See ``ProcessGroup.exchange``."""
+
+    def post(self, key: str, text: str) -> None:
+        """See ``ProcessGroup.post``."""
+
+    def read(self, rank: int, key: str, seconds: float) -> str | None:
+        """See ``ProcessGroup.read``."""
+        return None
 
 
 class DryRunCollective(Collective):

@@ -27,6 +27,7 @@ from .mesh_state import MeshState
 from .op_log import Record
 from .peer_access import check_accessible, check_all_accessible, check_writable
 from .pending_calls import WaitPolicy, as_deadline
+from .process_group import Move, Parcel, bytes_of
 from .stream_sync import fork_streams, join_streams
 
 if TYPE_CHECKING:
@@ -289,6 +290,20 @@ class Device(NotCopied, Backend):
             raise self.mesh_state.abort_wait(f"a download of {buffer}", self, wait_policy)
         log.mark_finished(number, self, "compute")
         return host
+
+    def _exchange(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: Move
+    ) -> None:
+        """Exchanges buffers with other processes; ``move`` sends and receives host arrays.
+
+        Default: by way of host memory, for which the host waits. What ``sends`` hold is ready for
+        ``queue``, and the compute queue does not overtake it.
+        """
+        outgoing = [(rank, bytes_of(self.download(buffer))) for rank, buffer in sends]
+        incoming = [(rank, np.empty(buffer.shape, buffer.dtype)) for rank, buffer in receives]
+        move(outgoing, [(rank, bytes_of(array)) for rank, array in incoming])
+        for (_, buffer), (_, array) in zip(receives, incoming, strict=True):
+            self.upload(array, out=buffer, queue=queue)
 
     def mark_failed(self, reason: str) -> None:
         """Marks the device as failed: later uses raise ``BackendUnavailableError``.

@@ -34,9 +34,6 @@ class Mesh(NotCopied):
 
     Attributes:
         devices: this process's logical devices, in order; as many as a ``PerReplica`` has values.
-        num_replicas: logical devices over all processes; what MEAN divides by.
-        process_index: of this process, from 0.
-        num_processes: that share the work.
     """
 
     _copy_hint = "open one by gr.open_mesh where it is needed"
@@ -51,12 +48,29 @@ class Mesh(NotCopied):
         self.devices = tuple(devices)
         for device in devices:
             vars(device).setdefault("mesh", self)  # the first mesh that is made of it is the whole
-        self.num_replicas = len(self.devices)
-        self.process_index = 0
-        self.num_processes = 1
         self.mesh_state = mesh_state
         self._make_collective = collective
         self._on_close = on_close
+
+    @property
+    def num_replicas(self) -> int:
+        """Logical devices over all processes; what MEAN divides by. Of a part: its devices."""
+        group = self.mesh_state.process_group
+        if group is None or len(self.devices) < group.counts[group.rank]:
+            return len(self.devices)
+        return sum(group.counts)
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process, from 0."""
+        group = self.mesh_state.process_group
+        return 0 if group is None else group.rank
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that share the work."""
+        group = self.mesh_state.process_group
+        return 1 if group is None else group.size
 
     @property
     def backend(self) -> str:
@@ -164,10 +178,14 @@ class Mesh(NotCopied):
         Raises:
             BackendUnavailableError: the mesh is from before a fork: it is the parent's to close.
             CaptureError: inside a capture.
+
+        Over several processes the host waits until the others close theirs too, at most 30 s.
         """
         self.mesh_state.check_process()
         self.mesh_state.check_outside("closing a mesh")
         self.mesh_state.close()
+        if self.mesh_state.process_group is not None:
+            self.mesh_state.process_group.leave(self.mesh_state.reason)
         self._on_close()
         for device in self.devices[0].mesh.devices:
             device.drop_free_memory()

@@ -19,6 +19,7 @@ from .forks import forks
 from .interrupts import DeferInterrupts
 from .op_log import OpLog, PackScope, current, write_flight
 from .pending_calls import Label, PendingCall, WaitPolicy, names_of
+from .process_group import ProcessGroup
 from .waiting import Done, run_in_thread
 from .watchdog import Watchdog
 
@@ -39,6 +40,7 @@ class MeshState:
         backend: ``"sim"`` or ``"cuda"``.
         peer_access: for all pairs of physical devices or none, or the pairs that have it; see
             ``peers``.
+        process_group: the processes whose replicas are summed; None: this one alone.
         prepared: what was compiled for its devices, so that nobody asks twice.
         plans: what was planned for its devices, by the settings that it depends on.
         log: what the devices were given.
@@ -61,6 +63,8 @@ class MeshState:
         generation: how often the mesh was made usable again.
         is_closed: whether it was closed.
     """
+
+    process_group: ProcessGroup | None = None
 
     def __init__(self, backend: str, *, peer_access: bool | Set[tuple[int, int]]) -> None:
         self.current = current

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from .pending_calls import Label, PendingCall
 
 # The kinds whose bytes leave a device for another.
-CROSSING = ("launch", "copy", "collective")
-Kind = Literal["launch", "copy", "collective", "fill", "upload", "download", "sync"]
+CROSSING = ("launch", "copy", "collective", "exchange")
+Kind = Literal["launch", "copy", "collective", "exchange", "fill", "upload", "download", "sync"]
 LENGTH = 1000  # operations
 _MARKS = 256  # events kept: enough to distinguish two queues of 64 devices
 _LOOK_SECONDS = 0.005  # for marks that are made to see how far the queues are
@@ -48,14 +48,16 @@ class Record:
     """One operation that was submitted to a device; not to be changed.
 
     Attributes:
-        kind: ``launch``, ``copy``, ``collective``, ``fill``, ``upload``, ``download`` or ``sync``.
+        kind: ``launch``, ``copy``, ``collective``, ``exchange`` (with other processes), ``fill``,
+            ``upload``, ``download`` or ``sync``.
         name: the kernel or collective; ``captured step`` for the one launch of a whole capture;
             empty for the rest.
         device: logical index of the device whose queue did it.
         source: logical index of the device a copy read from; -1 for everything else.
         nbytes: bytes that left a device. A copy: its size. A launch: the operands that lie on
             another physical device than the queue. A collective: the size of one buffer, on the
-            record of each of its devices. An upload or download: its size, host to device.
+            record of each of its devices. An exchange: what is sent to other processes. An upload
+            or download: its size, host to device.
         queue: ``compute`` or ``transfer``.
         num_rows: rows of a launch's pointer table (how many tensors it served), or operations in
             a capture; else 0.

@@ -50,6 +50,7 @@ from .pipeline import (
 )
 from .plan import ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
+from .process_values import num_replicas_of
 from .profile import Profile, profile_of
 from .reduction_groups import ReductionGroups, as_reduction_groups
 
@@ -368,12 +369,15 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> list[tuple[Buffer, ...]]:
         """Sums ``gradients[tensor][replica]`` and divides the sums.
 
-        See ``pipeline.reduce_batch``. A subclass that overrides ``reduce_batch`` uses that.
+        See ``pipeline.reduce_batch``. A subclass that overrides ``reduce_batch`` uses that. Over
+        several processes ``divisor`` counts the gradients of this one; each has as many for each
+        of its replicas.
         """
         if not is_all_reduce(self):
             return super().reduce_buffers(gradients, divisor=divisor, out_dtypes=out_dtypes)
         if not gradients:
             return []
+        divisor = divisor * num_replicas_of(gradients[0]) / len(gradients[0])
         plan = plan_batch(self.settings, gradients, divisor=divisor, out_dtypes=out_dtypes)
         return reduce_batch(plan, gradients, consume=consume)
 

@@ -29,11 +29,13 @@ from gradreduce.device import (
     as_flag,
     deadline_scope,
 )
+from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import brief
 from gradreduce.ops import prepare_all_sum
 
 from .arguments import (
     Request,
+    as_count,
     as_reduced,
     checked_mesh,
     checked_requests,
@@ -44,6 +46,7 @@ from .arguments import (
 from .one_device import Accumulate, copied_to, divided
 from .out_arguments import with_outs
 from .pipeline import copy_to_out, reduce_to_one
+from .process_values import broadcast_from
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _PARTIAL = "The error came in the middle: the arrays of `out` may hold a part of the results."
@@ -276,16 +279,21 @@ class CrossDeviceOps(ABC):
         tensor: Any,
         destinations: Any,
         *,
+        process: int = 0,
         output_type: str | None = None,
         out: Any = None,
         deadline: float | None = None,
     ) -> Any:
         """Copies ``tensor`` to every destination, without waiting for a device.
 
+        Over several processes it copies the tensor of one of them to the destinations of all.
+
         Args:
             tensor: an array of any library, a Buffer, IndexedSlices, a ``Mirrored``, or a
                 ``PerReplica`` of one device; or a list or tuple of these. Not written.
             destinations: see ``batch_reduce``; of each tensor the same.
+            process: the rank of the process whose tensor is copied. The others pass a tensor of
+                the same shape and dtype.
             output_type: kind of the result arrays. Default: the kind of ``tensor``.
             out: where the copies go: see ``batch_reduce``, for one value; of a list of tensors a
                 list of such. An array may be ``tensor`` itself. Not for IndexedSlices.
@@ -310,8 +318,9 @@ class CrossDeviceOps(ABC):
         requests = self._to_copy(tensor if many else [tensor], destinations, out, many=many)
         call = checked_call(requests, ReduceOp.SUM, output_type, out)
         wait_for_inputs([buffer_of(request.value.parts[0]) for request in requests])
+        rank = as_count("process", process)
         with call.running("broadcast", deadline):
-            copied = [_copied(*each) for each in enumerate(call.requests)]
+            copied = [_copied(*each) for each in enumerate(_from_process(rank, call.requests))]
         made = call.finish(copied)
         return made if many else made[0]
 
@@ -426,6 +435,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
     ) -> list[tuple[Part, ...]]:
         """See ``CrossDeviceOps.reduce_batch``."""
+        for request in requests:
+            check_one_process(request.devices[0], "ReductionToOneDevice")
         homes = [self._home(request, index) for index, request in enumerate(requests)]
         results = []
         for index, (request, home) in enumerate(zip(requests, homes, strict=True)):
@@ -449,6 +460,21 @@ def _as_result(request: Request, outs: Sequence[Out]) -> Mirrored:
     if outs[0].kind == "buffer" or not isinstance(outs[0].array, Buffer):
         made._keep_arrays([each.array for each in outs])
     return made
+
+
+def _from_process(rank: int, requests: list[Request]) -> list[Request]:
+    """Returns the requests with the values of the process of that rank."""
+    group = requests[0].devices[0].mesh_state.process_group if requests else None
+    size = 1 if group is None else group.size
+    if rank >= size:
+        raise ValueError(f"process={rank} must be less than {size}, the number of processes")
+    if group is None:
+        return requests
+    values = broadcast_from(rank, [request.value.parts[0] for request in requests])
+    return [
+        request._replace(value=PerReplica.of([value], request.value.kind))
+        for request, value in zip(requests, values, strict=True)
+    ]
 
 
 def _copied(index: int, request: Request) -> tuple[Part, ...]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from gradreduce import ops
 from gradreduce.arrays.distributed import Part, ReduceOp
+from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import (
     Buffer,
     Device,
@@ -20,7 +21,11 @@ from gradreduce.device import (
     by_physical,
     mean_dtype,
 )
+from gradreduce.device.exchange import agree
+from gradreduce.device.process_group import Description
 
+from .across_processes import AcrossProcesses, process_groups
+from .aggregation import with_dense
 from .algorithm import Algorithm, Job, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
@@ -35,6 +40,7 @@ from .packing import (
     sum_dtype_of,
     wire_of,
 )
+from .process_values import described, num_replicas_of, slices_of_all
 from .reduction_groups import ReductionGroups
 
 # What the log says of an operation: why it was submitted.
@@ -64,6 +70,7 @@ class BatchPlan:
         divisors: of each, applied at packing.
         divisor: of the sums of the others.
         packs: the index of its flat buffer, first element, and one past the last of each pack.
+        description: for the comparison with other processes; None in one process.
     """
 
     devices: tuple[Device, ...]
@@ -72,6 +79,7 @@ class BatchPlan:
     divisors: tuple[float, ...]
     divisor: float
     packs: tuple[tuple[int, int, int], ...]
+    description: Description | None = None
 
 
 def plan_batch(
@@ -103,7 +111,7 @@ def plan_batch(
         settings,
         divisor,
         tuple([buffer.device.index for buffer in first]),
-        tuple([replicas[0].size for replicas in gradients]),
+        tuple([replicas[0].shape for replicas in gradients]),
         tuple([id(replicas[0].dtype) for replicas in gradients]),  # hashing a dtype is slow
         None if out_dtypes is None else tuple([id(dtype) for dtype in out_dtypes]),
     )
@@ -113,9 +121,11 @@ def plan_batch(
     devices = tuple([buffer.device for buffer in first])
     dtypes = [replicas[0].dtype for replicas in gradients]
     flat = plan_packing(
-        key[3], tuple(zip(dtypes, out_dtypes or dtypes, strict=True)), *settings[1:4],
+        tuple([replicas[0].size for replicas in gradients]),
+        tuple(zip(dtypes, out_dtypes or dtypes, strict=True)),
+        *settings[1:4],
         settings.wire_dtype,
-    )  # fmt: skip
+    )
     for dtype, out_dtype in dict.fromkeys([(each.dtype, each.out_dtype) for each in flat]):
         compile_for(settings, devices, dtype, out_dtype)
     # On a 16-bit wire the sum may overflow.
@@ -124,6 +134,7 @@ def plan_batch(
         devices, algorithm_of(settings, devices), flat,
         tuple([divisor if is_early else 1 for is_early in early]), divisor,
         tuple([(index, *pack) for index, each in enumerate(flat) for pack in each.packs]),
+        described(settings, gradients, divisor, out_dtypes),
     )  # fmt: skip
     _remember(plans, key, made)
     return made
@@ -167,8 +178,38 @@ def reduce_requests(
     for index in others:
         home = requests[index].devices[0]
         with home.mesh_state.pack_scope(PackInfo((index,))):
-            results[index] = reduce_to_one(reduce_op, requests[index], home, coalesce=coalesce)
+            results[index] = reduce_alone(settings, reduce_op, requests[index], coalesce=coalesce)
     return results
+
+
+def reduce_alone(
+    settings: Settings, reduce_op: ReduceOp, request: Request, *, coalesce: bool
+) -> tuple[Part, ...]:
+    """Reduces a value of IndexedSlices, or one whose result goes to other devices."""
+    home, value = request.devices[0], request.value
+    if home.mesh_state.process_group is None:
+        return reduce_to_one(reduce_op, request, home, coalesce=coalesce)
+    mean = reduce_op is ReduceOp.MEAN
+    sparse = [part for part in value.parts if isinstance(part, IndexedSlices)]
+    if len(sparse) == len(value.parts):
+        num_replicas_of([part.values for part in sparse])  # checks the devices
+        everything = slices_of_all(home, sparse)
+        total = added_on(home, everything, mean=mean, coalesce=coalesce, kind=value.kind)
+        return copied_to(total, request.devices, keep=True)
+    gradients = [with_dense(value.parts)]
+    num_replicas = num_replicas_of(gradients[0])
+    # Left to right over all processes, as in one.
+    groups = (tuple(range(num_replicas)),)
+    left_to_right = settings._replace(
+        all_reduce_alg="hierarchical_copy", reduction_groups=groups, wire_dtype=None
+    )
+    counts = mean and gradients[0][0].dtype.kind in "iu"
+    plan = plan_batch(left_to_right, gradients, divisor=num_replicas if mean and not counts else 1)
+    (sums,) = reduce_batch(plan, gradients)
+    here = next((each for each in sums if each.device is home), sums[0])
+    if counts:
+        (here,) = quotients([here], num_replicas)
+    return copied_to(here, request.devices, keep=True)
 
 
 def plan_requests(
@@ -182,7 +223,8 @@ def plan_requests(
     # None is sparse: ``buffers`` would ask again.
     gradients = cast("list[tuple[Buffer, ...]]", [requests[index].value.parts for index in indices])
     mean = reduce_op is ReduceOp.MEAN and not counts
-    plan = plan_batch(settings, gradients, divisor=len(gradients[0]) if mean else 1)
+    divisor = num_replicas_of(gradients[0]) if mean else 1
+    plan = plan_batch(settings, gradients, divisor=divisor)
     for dtype in {id(flat.dtype): flat.dtype for flat in plan.flat}.values():
         _compile_rest(plan.devices, dtype, counts=counts)
     return indices, counts, gradients, plan
@@ -190,10 +232,11 @@ def plan_requests(
 
 def _means(totals: Sequence[tuple[Buffer, ...]]) -> list[tuple[Buffer, ...]]:
     """Divides sums of integers by the number of replicas."""
-    num_replicas = len(totals[0])
+    num_here = len(totals[0])
+    num_replicas = num_replicas_of(totals[0])
     totals[0][0].device.mesh_state.thread.phase = "all-reduce"
     means = iter(quotients([each for row in totals for each in row], num_replicas))
-    return [tuple(islice(means, num_replicas)) for _ in totals]
+    return [tuple(islice(means, num_here)) for _ in totals]
 
 
 def _compile_rest(
@@ -298,6 +341,8 @@ def reduce_batch(
     # A single stage has nothing to overlap with: it needs no waits between the two queues.
     queue: Queue = "transfer" if len(groups) > 1 else "compute"
     with mesh_state.launch_lock:
+        if plan.description is not None:
+            agree(plan.devices[0], plan.description)
         reduce = algorithm.start(jobs)
         waiting = [
             (
@@ -398,6 +443,12 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
     )
     found: Algorithm | None = plans.get(key)
     if found is None:
-        found = ALGORITHMS[settings.all_reduce_alg](devices, settings.reduction_groups)
+        if devices[0].mesh_state.process_group is None:
+            found = ALGORITHMS[settings.all_reduce_alg](devices, settings.reduction_groups)
+        else:
+            # nccl promises no order: groups of whole processes take the fewest bytes
+            is_free = settings.all_reduce_alg == "nccl"
+            groups = process_groups(devices[0]) if is_free else settings.reduction_groups
+            found = AcrossProcesses(devices, groups)
         _remember(plans, key, found)
     return found

@@ -50,7 +50,7 @@ class PlannedPack:
             ``"direct"``: the launches that add read and write the peers' memory.
             ``"copies"``: memory that a launch cannot access is copied to where it is added.
             ``"result"``: only the result is copied.
-            ``"collective"``: by the collective library.
+            ``"collective"``: by the collective library. ``"exchange"``: with other processes.
     """
 
     tensors: tuple[int, ...]
@@ -73,10 +73,11 @@ class ReducePlan:
         copies: copies from one device to another.
         collectives: calls of the collective library, one for each pack, on every device that has
             a part in it one rank.
-        bytes: that leave a device for another: by copy, collective, or a launch that reads or
-            writes a peer's memory.
+        bytes: that leave a device for another: by copy, collective, exchange, or a launch that
+            reads or writes a peer's memory.
         mesh: the physical device of each logical one.
         backend: of the mesh.
+        exchanges: with other processes.
     """
 
     packs: tuple[PlannedPack, ...]
@@ -86,11 +87,13 @@ class ReducePlan:
     bytes: int
     mesh: tuple[int, ...]
     backend: str
+    exchanges: int = 0
 
     def __str__(self) -> str:
+        exchanges = f"{self.exchanges} exchanges, " if self.exchanges else ""
         lines = [
             f"{len(self.packs)} packs on {self.backend} {list(self.mesh)}: {self.launches} "
-            f"launches, {self.copies} copies, {self.collectives} collective ranks, "
+            f"launches, {self.copies} copies, {self.collectives} collective ranks, {exchanges}"
             f"{self.bytes:,} bytes leave a device"
         ]
         for index, pack in enumerate(self.packs):
@@ -189,8 +192,10 @@ def _dry_run(
     for indices, _, gradients, batch in batches:
         packs += _packs_of(batch, gradients, indices, settings.all_reduce_alg, log)
     packs += [_pack_of_one(requests[index], index, log) for index in others]
-    ranks = len(log.of("collective"))
-    plan = ReducePlan(tuple(packs), log.launches, log.copies, ranks, log.bytes, mesh[0], mesh[1])
+    ranks, exchanges = len(log.of("collective")), len(log.of("exchange"))
+    plan = ReducePlan(
+        tuple(packs), log.launches, log.copies, ranks, log.bytes, mesh[0], mesh[1], exchanges
+    )
     return DryRun(plan, operations)
 
 
@@ -264,6 +269,7 @@ def _crossing(log: Journal, tensor: int, pack: int | None = None) -> str:
 
 # Whether results were distributed, and the kind of records: the first that was found decides.
 _CROSSINGS = {
+    (False, "exchange"): "exchange",
     (False, "collective"): "collective",
     (False, "copy"): "copies",
     (False, "launch"): "direct",
@@ -286,6 +292,7 @@ def _transfer_text(pack: PlannedPack, mesh: Sequence[int]) -> str:
         "copies": "copied to where they are added",
         "result": "only the result is copied",
         "collective": "by the collective library",
+        "exchange": "exchanged with other processes",
     }
     return ", ".join(["", *words, crossings[pack.crossing]])
 

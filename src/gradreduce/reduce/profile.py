@@ -76,7 +76,7 @@ def _copy_seconds(device: Device, dst: Buffer, src: Buffer) -> float:
 
 STAGES = (*PHASES, "copies")
 # Not uploads: the plan of merging IndexedSlices is uploaded once and kept with them.
-_COUNTED = ("launch", "copy", "collective", "fill")
+_COUNTED = ("launch", "copy", "collective", "exchange", "fill")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from gradreduce.device.launch_table import CHUNK_SIZE, Tables
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
 from gradreduce.device.pending_calls import WaitPolicy
+from gradreduce.device.process_group import Move, Parcel, bytes_of
 from gradreduce.errors import DeviceMismatchError
 
 from .fp_warnings import without_warnings
@@ -180,6 +181,13 @@ class SimDevice(Device):
         self.submit(queue, partial(np.copyto, memory_of(dst), memory_of(src)))
 
     # -- work -----------------------------------------------------------------------------------
+
+    def _exchange(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: Move
+    ) -> None:
+        outgoing = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in sends if buffer.size]
+        incoming = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in receives if buffer.size]
+        self.submit(queue, partial(move, outgoing, incoming))
 
     def _prepare(self, kernel: Kernel, template: Template, may_compile: bool = True) -> bool:
         build = IMPLEMENTATIONS[self.options.implementation]

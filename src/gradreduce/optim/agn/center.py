@@ -29,6 +29,7 @@ from gradreduce.device import (
     Waiters,
     as_deadline,
 )
+from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import (
     CollectiveError,
     DeadlineExceededError,
@@ -144,6 +145,7 @@ class AGNCenter(NotCopied):
     def __init__(self, mesh: Mesh | DeviceLike | None = None) -> None:
         location = default_mesh() if mesh is None else mesh
         self.devices: tuple[Device, ...] = as_devices(location, "mesh=")
+        check_one_process(self.devices[0], "AGNCenter")
         self._version = 0  # how often a checkpoint has replaced the slots
         self._mutex = threading.RLock()
         self._variables: dict[str, Variable] = {}

@@ -1,0 +1,1 @@
+"""Meshes over several processes: how they are found, and how bytes are sent."""

@@ -1,0 +1,178 @@
+"""Finds the processes that a launcher has started: torchrun, mpiexec or srun."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from gradreduce.device import Mesh
+from gradreduce.device.process_group import ProcessGroup
+from gradreduce.errors import BackendUnavailableError, CollectiveError, brief
+
+# The first port that a SLURM job's number selects, and how many there are: above those in which
+# services listen.
+_FIRST_PORT, _NUM_PORTS = 61440, 4096
+_FOREVER = 365.0 * 24 * 3600  # seconds
+LAUNCHERS = ("auto", "none", "torchrun", "mpi", "slurm")
+# What launchers say of the number of processes, the one that may start another first.
+_NUM_PROCESSES = (
+    ("torchrun", "WORLD_SIZE"),
+    ("mpi", "OMPI_COMM_WORLD_SIZE"),
+    ("mpi", "PMI_SIZE"),
+    ("slurm", "SLURM_STEP_NUM_TASKS"),
+)
+
+
+def check_processes(processes: Any, process_group: Any, communicator: Any) -> None:
+    """Checks the arguments of ``open_mesh`` that say which processes share the mesh.
+
+    Raises:
+        ValueError: several of them, or an unknown launcher.
+        RuntimeError: none of them, in one of several processes.
+    """
+    named = {
+        "processes": processes, "process_group": process_group, "communicator": communicator
+    }  # fmt: skip
+    passed = [name for name, value in named.items() if value is not None]
+    if len(passed) > 1:
+        raise ValueError(f"pass only one of {', '.join(passed)}")
+    if processes is not None and not (isinstance(processes, str) and processes in LAUNCHERS):
+        raise ValueError(f"processes={brief(processes)} must be None or one of {LAUNCHERS}")
+    found = first_number(os.environ, [variable for _, variable in _NUM_PROCESSES], 2)
+    if found is not None and not passed:
+        name, number = found
+        raise RuntimeError(
+            f"{name}={number}: this is one of {number} processes. To sum the replicas of all of "
+            "them, call open_mesh(processes='auto'), or pass process_group= or communicator=. To "
+            "sum inside each process only, call open_mesh(processes='none'). Pass the mesh to "
+            "every call that would use the default mesh."
+        )
+
+
+def join_processes(
+    mesh: Mesh, processes: str | None, process_group: Any, communicator: Any, timeout: float | None
+) -> None:
+    """Makes a new mesh one of several processes, if the arguments of ``open_mesh`` say so.
+
+    Raises:
+        BackendUnavailableError: the launcher has not started this process, or its library is
+            missing.
+        CollectiveError: another process does not open the mesh in time, or opens it otherwise.
+    """
+    launcher = detect(os.environ) if processes == "auto" else processes
+    seconds = _FOREVER if timeout is None else timeout
+    group = _opened(launcher, process_group, communicator, seconds)
+    if group is None:
+        return
+    try:
+        _meet(group, len(mesh.devices), mesh.backend)
+    except BaseException:
+        group.close()
+        raise
+    mesh.mesh_state.process_group = group
+
+
+def _meet(group: ProcessGroup, num_devices: int, backend: str) -> None:
+    """Tells the others the number of devices; compares backends and versions."""
+    from importlib.metadata import version  # takes longer to import than this package's own modules
+
+    here = {"devices": num_devices, "backend": backend, "version": version("gradreduce")}
+    group.post("open", json.dumps(here))
+    end = time.monotonic() + group.timeout
+    counts = []
+    missing = []
+    for rank in range(group.size):
+        text = group.read(rank, "open", max(0.0, end - time.monotonic()))
+        if text is None:
+            missing.append(rank)
+            continue
+        there = json.loads(text)
+        for name in ("backend", "version"):
+            if here[name] != there[name]:
+                raise CollectiveError(
+                    f"the {name} of gradreduce is {here[name]} in process {group.rank}, "
+                    f"{there[name]} in process {rank}"
+                )
+        counts.append(there["devices"])
+    if missing:
+        raise CollectiveError(group.describe_missing(missing, "open_mesh", group.timeout))
+    group.counts = tuple(counts)
+
+
+def detect(environment: Mapping[str, str]) -> str | None:
+    """Returns the launcher that has started this process as one of several, or None."""
+    for name, variable in _NUM_PROCESSES:
+        if first_number(environment, [variable], 2) is not None:
+            return name
+    return None
+
+
+def first_number(
+    environment: Mapping[str, str], variables: Sequence[str], minimum: int
+) -> tuple[str, int] | None:
+    """Returns the first of these variables that is a number of at least ``minimum``."""
+    for name in variables:
+        text = environment.get(name, "")
+        if text.isdecimal() and int(text) >= minimum:
+            return name, int(text)
+    return None
+
+
+def _opened(
+    launcher: str | None, process_group: Any, communicator: Any, timeout: float
+) -> ProcessGroup | None:
+    """Opens the processes of a launcher or of a library's group; None: this process alone."""
+    if isinstance(process_group, ProcessGroup):
+        return process_group
+    group: ProcessGroup | None = None
+    if process_group is not None:
+        group = _imported("torch_group", "torch").TorchGroup(process_group, timeout)
+    elif communicator is not None:
+        group = _imported("mpi_group", "mpi").MpiGroup(communicator, timeout)
+    elif launcher == "mpi":
+        mpi = _imported("mpi_group", "mpi")
+        group = mpi.MpiGroup(mpi.MPI.COMM_WORLD, timeout)
+    elif launcher == "torchrun":
+        group = _imported("torch_group", "torch").open_torchrun(timeout)
+    elif launcher == "slurm":
+        address = slurm_address(os.environ)
+        group = _imported("torch_group", "torch").open_slurm(address, timeout)
+    return group
+
+
+def _imported(module: str, extra: str) -> Any:
+    """Imports a module of this package that needs another library."""
+    try:
+        return import_module(f".{module}", __package__)
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI
+        raise BackendUnavailableError(
+            f"{module} cannot be imported ({error}); pip install 'gradreduce[{extra}]'"
+        ) from error
+
+
+def slurm_address(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
+    """Returns rank, number of processes, and the first one's host and port, of a SLURM step.
+
+    Raises:
+        BackendUnavailableError: srun has not started this process.
+    """
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+    missing = [name for name in names if name not in environment]
+    if missing:
+        raise BackendUnavailableError(
+            f"processes='slurm': {', '.join(missing)} is not set: start this script by srun"
+        )
+    rank, size, nodes, job = [environment[name] for name in names]
+    return int(rank), int(size), _first_host(nodes), _FIRST_PORT + int(job) % _NUM_PORTS
+
+
+def _first_host(nodes: str) -> str:
+    """Returns the first host of ``"node[003-008,12],other"``."""
+    found = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    assert found is not None
+    return found[1] + (found[2] or "")

@@ -1,0 +1,138 @@
+"""Processes of an MPI communicator, by mpi4py.
+
+Only buffers in host memory, and only mpi4py's calls for buffers (``Isend``, ``Irecv``), which
+pickle nothing. Imported only where a communicator is used: importing it starts MPI.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from gradreduce.device.process_group import Message, ProcessError, ProcessGroup
+from gradreduce.errors import CollectiveError
+
+_NOTICE = 0  # its tag; those of data are above
+_SPIN_SECONDS = 2e-3  # for what is about to arrive; then the core is left to others
+_PAUSE_SECONDS = 2e-4
+_LOOK_SECONDS = 0.05  # for notices of processes that an exchange waits for
+
+
+class MpiGroup(ProcessGroup):
+    """Sends and receives in a copy of a communicator, which keeps its messages apart.
+
+    Args:
+        communicator: an intracommunicator of mpi4py.
+        timeout: see ``ProcessGroup``.
+
+    Raises:
+        CollectiveError: not all processes open their mesh in time.
+    """
+
+    def __init__(self, communicator: Any, timeout: float) -> None:
+        super().__init__(communicator.Get_rank(), communicator.Get_size(), timeout)
+        self._notices: dict[tuple[int, str], str] = {}
+        self._posted: list[tuple[Any, bytes]] = []  # requests, and what they still read
+        self._communicator: Any = None
+        self._most_tags = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        self._meet(communicator)
+        self._communicator, request = communicator.Idup()
+        _until(request.Test, timeout)
+
+    def _meet(self, communicator: Any) -> None:
+        """Waits until all processes have come, because ``Idup`` cannot name one that is missing."""
+        sends = [communicator.Isend(b"", rank, self._most_tags) for rank in self.others]
+        receives = {
+            rank: communicator.Irecv(bytearray(), rank, self._most_tags) for rank in self.others
+        }
+        if _until(lambda: MPI.Request.Testall([*sends, *receives.values()]), self.timeout):
+            return
+        abort_at_exit()
+        missing = [rank for rank, request in receives.items() if not request.Test()]
+        raise CollectiveError(self.describe_missing(missing, "open_mesh", self.timeout))
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
+    ) -> None:
+        """See ``ProcessGroup.exchange``."""
+        call = self._communicator
+        tag = 1 + tag % self._most_tags
+        ranks = [rank for rank, _ in [*receives, *sends]]
+        requests = [call.Irecv(array, rank, tag) for rank, array in receives]
+        requests += [call.Isend(array, rank, tag) for rank, array in sends]
+        end = time.monotonic() + seconds
+        while not _until(lambda: MPI.Request.Testall(requests), min(_LOOK_SECONDS, seconds)):
+            self._receive_notices()
+            open_ranks = [
+                rank for rank, request in zip(ranks, requests, strict=True) if not request.Test()
+            ]
+            gone = [rank for rank in open_ranks if self.has_gone(rank) is not None]
+            if not gone and time.monotonic() < end:
+                continue
+            abort_at_exit()
+            if gone:
+                raise ProcessError(gone[0], "has gone")
+            raise ProcessError(open_ranks[0], f"did not answer within {seconds:g} s")
+
+    def post(self, key: str, text: str) -> None:
+        """See ``ProcessGroup.post``."""
+        self._receive_notices()
+        self._notices[self.rank, key] = text
+        self._posted = [each for each in self._posted if not each[0].Test()]
+        notice = f"{key}\0{text}".encode()
+        for rank in self.others:
+            self._posted.append((self._communicator.Isend(notice, rank, _NOTICE), notice))
+
+    def read(self, rank: int, key: str, seconds: float) -> str | None:
+        """See ``ProcessGroup.read``."""
+
+        def has_come() -> bool:
+            self._receive_notices()
+            return (rank, key) in self._notices
+
+        _until(has_come, seconds)
+        return self._notices.get((rank, key))
+
+    def close(self) -> None:
+        """See ``ProcessGroup.close``; all processes have come to it."""
+        self._receive_notices()
+        _until(lambda: all([request.Test() for request, _ in self._posted]), self.timeout)
+        self._communicator.Free()
+
+    def _receive_notices(self) -> None:
+        """Receives all notices that have arrived; none before the mesh is open."""
+        if self._communicator is None:
+            return
+        status = MPI.Status()
+        while self._communicator.Iprobe(MPI.ANY_SOURCE, _NOTICE, status):
+            notice = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self._communicator.Recv(notice, status.Get_source(), _NOTICE)
+            key, _, text = notice.tobytes().decode().partition("\0")
+            self._notices[status.Get_source(), key] = text
+
+
+def _until(done: Callable[[], bool], seconds: float) -> bool:
+    """Polls until ``done()`` or ``seconds`` have passed; returns whether it is done."""
+    begin = time.monotonic()
+    while not done():
+        passed = time.monotonic() - begin
+        if passed >= seconds:
+            return False
+        if passed >= _SPIN_SECONDS:
+            time.sleep(_PAUSE_SECONDS)
+    return True
+
+
+@cache
+def abort_at_exit() -> None:
+    """Makes this process end all processes when it exits.
+
+    MPI's own end would wait for ever for a process that hangs.
+    """
+    atexit.register(MPI.COMM_WORLD.Abort, 1)

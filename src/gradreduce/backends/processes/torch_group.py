@@ -1,0 +1,151 @@
+"""Processes of a ``torch.distributed`` process group.
+
+Imported only where such a group is used: ``torch.distributed`` takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradreduce.device.process_group import Message, ProcessError, ProcessGroup
+from gradreduce.errors import BackendUnavailableError, CollectiveError, listed
+
+# The first tag: far from those that user code takes.
+_FIRST_TAG = 1 << 28
+_LOOK_SECONDS = 0.01
+_OF_A_MESH = 0x9E3779B  # a large odd number: meshes of one group have different tags
+
+
+class TorchGroup(ProcessGroup):
+    """Sends and receives through a process group; leaves notices in its store.
+
+    Args:
+        group: a process group of which this process is a member.
+        timeout: see ``ProcessGroup``.
+        owned: whether ``close`` destroys the group.
+    """
+
+    def __init__(self, group: Any, timeout: float, *, owned: bool = False) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
+        self._group = group
+        self._owned = owned
+        # All processes open their meshes of one group in the same order.
+        number = group.get_group_store().add(f"gradreduce/meshes/{self.rank}", 1)
+        self._store = dist.PrefixStore(f"gradreduce/{number}", group.get_group_store())
+        self._number = number
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
+    ) -> None:
+        """See ``ProcessGroup.exchange``."""
+        tag = _FIRST_TAG + (tag + self._number * _OF_A_MESH) % _FIRST_TAG
+        end = time.monotonic() + seconds
+        calls = [(dist.irecv, *message) for message in receives]
+        calls += [(dist.isend, *message) for message in sends]
+        ranks = [rank for _, rank, _ in calls]
+        operations = [
+            dist.P2POp(call, torch.from_numpy(array), group=self._group, tag=tag, group_peer=rank)
+            for call, rank, array in calls
+        ]
+        waited = 0
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+            for work in works:
+                work.wait(timedelta(seconds=max(1e-3, end - time.monotonic())))
+                waited += 1
+        except RuntimeError as error:
+            rank = ranks[waited]
+            late = time.monotonic() >= end
+            why = f"did not answer within {seconds:g} s" if late else f"has gone ({error})"
+            raise ProcessError(rank, why) from error
+
+    def post(self, key: str, text: str) -> None:
+        """See ``ProcessGroup.post``."""
+        self._store.set(f"{self.rank}/{key}", text)
+
+    def read(self, rank: int, key: str, seconds: float) -> str | None:
+        """See ``ProcessGroup.read``."""
+        name = f"{rank}/{key}"
+        try:
+            if not self._store.check([name]):
+                if seconds <= 0:
+                    return None
+                self._store.wait([name], timedelta(seconds=seconds))
+            return bytes(self._store.get(name)).decode()
+        except RuntimeError:  # nobody has written it in time, or the store is gone
+            return None
+
+    def close(self) -> None:
+        """See ``ProcessGroup.close``."""
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+
+def open_torchrun(timeout: float) -> TorchGroup:
+    """Returns the default group, which is made if there is none, of processes of torchrun."""
+    if dist.is_initialized():
+        return TorchGroup(dist.group.WORLD, timeout)
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        raise BackendUnavailableError(
+            f"processes='torchrun': {', '.join(missing)} is not set: start this script by torchrun"
+        )
+    with _reaching(f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"):
+        found = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+    return _make_default_group(found, timeout)
+
+
+def open_slurm(address: tuple[int, int, str, int], timeout: float) -> TorchGroup:
+    """Returns the default group, which is made if there is none, of processes of srun.
+
+    Args:
+        address: of ``slurm_address``.
+        timeout: see ``ProcessGroup``.
+    """
+    if dist.is_initialized():
+        return TorchGroup(dist.group.WORLD, timeout)
+    rank, size, host, port = address
+    with _reaching(f"{host}:{port}"):
+        store = dist.TCPStore(host, port, size, rank == 0, timedelta(seconds=timeout))
+    return _make_default_group((store, rank, size), timeout)
+
+
+@contextmanager
+def _reaching(address: str) -> Iterator[None]:
+    """Context manager: names the address of the store in the error if it cannot be reached."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:  # torch's errors are RuntimeErrors
+        raise BackendUnavailableError(
+            f"the store of the processes at {address} cannot be reached: {error}"
+        ) from error
+
+
+def _make_default_group(address: tuple[Any, int, int], timeout: float) -> TorchGroup:
+    """Makes the default group when all processes have come.
+
+    Raises:
+        CollectiveError: some have not, within ``timeout``.
+    """
+    store, rank, size = address
+    here = "gradreduce/here/"
+    store.set(f"{here}{rank}", "")
+    end = time.monotonic() + timeout
+    missing = list(range(size))
+    while missing := [other for other in missing if not store.check([f"{here}{other}"])]:
+        if time.monotonic() >= end:
+            raise CollectiveError(
+                f"of {size} processes these did not start within {timeout:g} s: {listed(missing)}"
+            )
+        time.sleep(_LOOK_SECONDS)
+    seconds = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
+    return TorchGroup(dist.group.WORLD, timeout, owned=True)

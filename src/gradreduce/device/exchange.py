@@ -1,0 +1,135 @@
+"""Exchange of buffers between the processes of a mesh, as one operation of a queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from gradreduce.errors import CollectiveError, InvalidArgumentError
+
+from .buffer import Buffer, Queue
+from .device import Device
+from .mesh_state import MeshState
+from .op_log import Record
+from .process_group import Description, Message, Parcel, ProcessError, ProcessGroup
+
+
+def exchange(
+    device: Device, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue
+) -> None:
+    """Queues an exchange with the other processes; the host may wait for it.
+
+    As a launch does, it fences nothing by itself: what it reads and writes must be ready for the
+    queue.
+
+    Args:
+        device: on which all buffers are.
+        sends: in the order in which the other process receives them.
+        receives: which are overwritten.
+        queue: of ``device``.
+
+    Raises:
+        CollectiveError: another process did not answer in time, or ended; the mesh has failed.
+    """
+    mesh_state = device.mesh_state
+    mesh_state.check_usable(device)
+    group = mesh_state.process_group
+    assert group is not None, "only a mesh over several processes exchanges"
+    label = mesh_state.thread.label
+    seconds = _seconds(mesh_state, group)
+    what = str(label) if label is not None else "an exchange"
+
+    def move(tag: int, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        try:
+            group.exchange(outgoing, incoming, tag, seconds)
+        except ProcessError as error:
+            reason = _reason(group, error, what)
+            group.post("failed", reason)
+            mesh_state.fail(reason)
+            raise CollectiveError(reason) from error
+
+    def command() -> None:
+        with mesh_state.recording_commands(None):  # its fences are its own
+            device._exchange(sends, receives, queue, partial(move, group.next_tag()))
+
+    written = [buffer for _, buffer in receives]
+    read = [buffer for _, buffer in sends]
+    nbytes = sum([buffer.nbytes for buffer in read])
+    record = Record("exchange", "", device.index, -1, nbytes, queue)
+    device._submit(command, record, [(*written, *read)], len(written))
+
+
+def agree(device: Device, description: Description) -> None:
+    """Compares a call with the other processes before its first operation; see ``ProcessGroup``.
+
+    Raises:
+        InvalidArgumentError, CollectiveError: they make another call, or none; the mesh has failed.
+    """
+    mesh_state = device.mesh_state
+    group = mesh_state.process_group
+    assert group is not None, "only processes of a mesh agree"
+    seconds = _seconds(mesh_state, group)
+
+    def command() -> None:
+        try:
+            group.agree(description, seconds)
+        except (InvalidArgumentError, CollectiveError) as error:
+            mesh_state.fail(str(error))
+            raise
+
+    command()
+    if mesh_state.thread.command_list is not None:
+        mesh_state.thread.command_list.add(command)
+
+
+def _seconds(mesh_state: MeshState, group: ProcessGroup) -> float:
+    """Returns how long the calling thread's call may wait for other processes."""
+    pending_call = mesh_state.thread.pending_call
+    if pending_call is None:
+        return group.timeout
+    return min(group.timeout, max(0.0, pending_call.remaining))
+
+
+def exchange_all(
+    device: Device, own: Sequence[Buffer], shapes: Sequence[Sequence[tuple[int, ...]]]
+) -> list[Buffer]:
+    """Sends buffers to all other processes; returns those of all processes, in order.
+
+    Args:
+        device: on which they are; on its compute queue.
+        own: this process's, of one dtype, at least one.
+        shapes: of the buffers of each process.
+    """
+    group = device.mesh_state.process_group
+    assert group is not None
+    found = [
+        list(own) if rank == group.rank else [device.empty(each, own[0].dtype) for each in of_rank]
+        for rank, of_rank in enumerate(shapes)
+    ]
+    sends = [(rank, buffer) for rank in group.others for buffer in own]
+    receives = [(rank, buffer) for rank in group.others for buffer in found[rank]]
+    exchange(device, sends, receives, "compute")
+    return [buffer for of_rank in found for buffer in of_rank]
+
+
+def exchange_numbers(
+    device: Device, numbers: Sequence[int], counts: Sequence[int]
+) -> list[list[int]]:
+    """Sends numbers to all other processes; returns those of each process. The host waits.
+
+    Args:
+        device: whose compute queue orders it.
+        numbers: this process's.
+        counts: how many numbers each process has.
+    """
+    own = device.upload(np.array(numbers, np.int64))
+    found = exchange_all(device, [own], [[(count,)] for count in counts])
+    return [device.download(buffer).tolist() for buffer in found]
+
+
+def _reason(group: ProcessGroup, error: ProcessError, what: str) -> str:
+    """Describes a failed exchange: which process, of which tensors, and why if it has said so."""
+    why = group.reason_for(error.rank) if error.rank >= 0 else None
+    return f"{what}: {why or f'process {error.rank} of {group.size} {error}'}"

@@ -1,0 +1,297 @@
+"""The processes of a mesh: bytes from one to another, and notices that all can read.
+
+A reduction over several processes exchanges terms and results by ``exchange``. Before a process
+runs a plan for the first time it compares it with the others' (``agree``): a difference would hang,
+or add tensors that do not belong together.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from gradreduce.errors import CollectiveError, InvalidArgumentError, listed
+
+if TYPE_CHECKING:
+    from .buffer import Buffer
+    from .device import Device
+
+# The rank of another process, and a flat array of bytes that goes to it or comes from it.
+Message = tuple[int, np.ndarray]
+# The rank of another process, and a buffer that goes to it or comes from it.
+Parcel = tuple[int, "Buffer"]
+# Sends and receives host arrays.
+Move = Callable[[Sequence[Message], Sequence[Message]], None]
+# Notices of this many calls are kept. No process is that far ahead of another.
+_KEPT_CALLS = 1024
+# How long a process that lost another waits for a notice that tells why.
+_REASON_SECONDS = 1.0
+# How long a process that leaves waits for the others to leave too: rank 0 may hold their notices.
+_LEAVE_SECONDS = 30.0
+_LOOK_SECONDS = 0.05
+_MOST_TAGS = (1 << 28) - 1
+
+
+class Description(NamedTuple):
+    """What a call does, for the comparison with other processes.
+
+    Attributes:
+        digest: equal for equal calls.
+        text: JSON: what all processes must agree in, by name.
+    """
+
+    digest: str
+    text: str
+
+    @classmethod
+    def of(cls, what: Mapping[str, Any]) -> Description:
+        """Describes a call by JSON values."""
+        text = json.dumps(what, default=str)
+        return cls(sha256(text.encode()).hexdigest()[:16], text)
+
+
+class ProcessGroup(ABC):
+    """The processes of a mesh, as one of them sees the others.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: the number of processes.
+        timeout: seconds that a call waits for another process, unless its own deadline is earlier.
+        counts: the number of logical devices of each process.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.counts: tuple[int, ...] = (1,) * size
+        self._is_closed = False
+        self._calls = 0
+        self._call = ""  # number and digest of the last one
+        self._exchanges = 0  # in that call
+        self._compared: set[str] = set()
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks of all other processes."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    # -- what a launcher's library does -----------------------------------------------------------
+
+    @abstractmethod
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
+    ) -> None:
+        """Sends and receives arrays; returns when all have arrived, and all sent may be reused.
+
+        Args:
+            sends: in the order in which the other process receives them.
+            receives: which are overwritten.
+            tag: from ``next_tag``; what is sent with another is not received.
+            seconds: for all of them.
+
+        Raises:
+            ProcessError: another process did not answer within ``seconds``, or ended.
+        """
+
+    @abstractmethod
+    def post(self, key: str, text: str) -> None:
+        """Leaves a notice for the others, without waiting; replaces an earlier one of this key."""
+
+    @abstractmethod
+    def read(self, rank: int, key: str, seconds: float) -> str | None:
+        """Returns another process's notice; None if none has come within ``seconds``."""
+
+    def close(self) -> None:  # noqa: B027  # not every one must
+        """Releases what this group has made."""
+
+    def leave(self, failure: str | None) -> None:
+        """Tells the others that this process leaves, waits until they do, and closes.
+
+        A process whose mesh has failed waits for nobody.
+
+        Args:
+            failure: why the mesh has failed; None: it has not.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.post("closed", str(self._calls))
+        if failure is None:
+            end = time.monotonic() + min(self.timeout, _LEAVE_SECONDS)
+            for rank in self.others:
+                while time.monotonic() < end and self.read(rank, "failed", 0.0) is None:
+                    if self.read(rank, "closed", _LOOK_SECONDS) is not None:
+                        break
+        self.close()
+
+    # -- what follows from it ---------------------------------------------------------------------
+
+    def agree(self, description: Description, seconds: float) -> None:
+        """Compares a call that is about to run with the same call of all other processes.
+
+        A process that has compared such a call before leaves its notice, and does not wait.
+
+        Args:
+            description: of the call.
+            seconds: for the others' notices.
+
+        Raises:
+            InvalidArgumentError: another process makes another call.
+            CollectiveError: another process has not made its call within ``seconds``.
+        """
+        number, key = self._calls, self._key
+        self._calls += 1
+        self._call, self._exchanges = f"{number} {description.digest}", 0
+        is_new = description.digest not in self._compared
+        if is_new:
+            self.post(f"description/{description.digest}", description.text)
+        self.post(key, self._call)
+        if not is_new:
+            return
+        end = time.monotonic() + seconds
+        missing = []
+        for rank in self.others:
+            difference = self._difference(rank, key, number, end)
+            if difference is None:
+                missing.append(rank)
+            elif difference:
+                self.post("failed", difference)
+                raise InvalidArgumentError(difference)
+        if missing:
+            raise CollectiveError(self.describe_missing(missing, f"call {number}", seconds))
+        self._compared.add(description.digest)
+
+    @property
+    def _key(self) -> str:
+        """The key of the next call's notice."""
+        return f"call/{self._calls % _KEPT_CALLS}"
+
+    def next_tag(self) -> int:
+        """Returns the tag of the next exchange: equal in processes that make the same calls.
+
+        Processes whose calls differ though each is known exchange nothing: their tags differ.
+        """
+        self._exchanges += 1
+        return crc32(f"{self._call} {self._exchanges}".encode()) & _MOST_TAGS
+
+    def _difference(self, rank: int, key: str, number: int, end: float) -> str | None:
+        """Describes how another process's call differs from this one's last call.
+
+        Returns:
+            The difference; empty if there is none; None if that process has not called in time.
+        """
+        while True:
+            text = self.read(rank, key, max(0.0, end - time.monotonic()))
+            if text is None:
+                return None
+            found, _, digest = text.partition(" ")
+            if int(found) >= number:
+                break
+            if time.monotonic() >= end:
+                return None
+            time.sleep(1e-3)  # an older notice of the same key
+        own = self._call.partition(" ")[2]
+        if digest == own:
+            return ""
+        ours = self.read(self.rank, f"description/{own}", 0.0)
+        theirs = self.read(rank, f"description/{digest}", _REASON_SECONDS)
+        return _describe_difference(ours, theirs, self.rank, rank)
+
+    def describe_missing(self, ranks: Sequence[int], what: str, seconds: float) -> str:
+        """Describes processes that have not come to ``what``, and why, as far as it is known."""
+        names = f"process{'es' if len(ranks) > 1 else ''} {listed(ranks)}"
+        have = "have" if len(ranks) > 1 else "has"
+        text = f"{names} of {self.size} {have} not come to {what} within {seconds:g} s"
+        reasons = self.reasons(ranks, 0.0)
+        return f"{text}: {'; '.join(reasons)}" if reasons else text
+
+    def reason_for(self, rank: int) -> str | None:
+        """Returns why a process did not take part in an exchange, if it can be known."""
+        reasons = self.reasons([rank])
+        if reasons:
+            return reasons[0]
+        number = self._calls - 1
+        key = f"call/{number % _KEPT_CALLS}"
+        return self._difference(rank, key, number, time.monotonic()) or None
+
+    def reasons(self, ranks: Sequence[int], seconds: float = _REASON_SECONDS) -> list[str]:
+        """Returns why these processes failed or left, as far as they have said so."""
+        end = time.monotonic() + seconds
+        found = []
+        for rank in ranks:
+            reason = self.has_gone(rank)
+            while reason is None and time.monotonic() < end:
+                time.sleep(_LOOK_SECONDS / 10)
+                reason = self.has_gone(rank)
+            if reason is not None:
+                found.append(f"process {rank}: {reason}")
+        return found
+
+    def has_gone(self, rank: int) -> str | None:
+        """Returns why a process will not take part in this one's last call; None if unknown."""
+        failed = self.read(rank, "failed", 0.0)
+        if failed is not None:
+            return failed
+        closed = self.read(rank, "closed", 0.0)
+        if closed is None or int(closed) >= self._calls:
+            return None
+        return f"closed its mesh after {closed} calls"
+
+
+class ProcessError(CollectiveError):
+    """Another process did not send or receive in time, or ended.
+
+    Attributes:
+        rank: of that process.
+    """
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+def check_one_process(device: Device, what: str) -> None:
+    """Raises ``RuntimeError`` for an object that cannot work over several processes."""
+    group = device.mesh_state.process_group
+    if group is not None:
+        raise RuntimeError(
+            f"{what} works inside one process only, and the mesh of {device.name} has "
+            f"{group.size} processes: open one by gr.open_mesh(processes='none') for it"
+        )
+
+
+def bytes_of(array: np.ndarray) -> np.ndarray:
+    """Returns an array's memory as bytes; it is contiguous."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _describe_difference(ours: str | None, theirs: str | None, rank: int, other: int) -> str:
+    """Describes the first difference between two calls."""
+    if ours is None or theirs is None:
+        return f"process {other} makes another call than process {rank}"
+    here, there = json.loads(ours), json.loads(theirs)
+    for name, value in here.items():
+        if name != "tensors" and there.get(name) != value:
+            return (
+                f"the processes make different calls: {name} is {value} in process {rank}, "
+                f"{there.get(name)} in process {other}"
+            )
+    mine, others = here["tensors"], there["tensors"]
+    if len(mine) != len(others):
+        return (
+            f"the processes reduce different tensors: {len(mine)} in process {rank}, "
+            f"{len(others)} in process {other}"
+        )
+    index = next(index for index, each in enumerate(mine) if each != others[index])
+    return (
+        f"the processes reduce different tensors: tensor {index} is {mine[index]} in process "
+        f"{rank}, {others[index]} in process {other}"
+    )

@@ -1,0 +1,271 @@
+"""All-reduce over the replicas of several processes, with the bits of one process.
+
+The order of additions is that of ``hierarchical_copy`` over all replicas, in the order of the
+processes. Each process adds those of its replicas that stand at the start of a group, and sends the
+sum and its other replicas as they are. Packs are cut into one slice for each process, which adds
+the slice and sends the result to the others: each sends and receives as many bytes as in a ring,
+where each process's replicas are one group. Small packs are sent whole to all, and added by each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from gradreduce import ops
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    Queue,
+    accumulate_dtype,
+    ensure_accessible,
+    fork_streams,
+    join_streams,
+)
+from gradreduce.device.exchange import exchange
+from gradreduce.device.process_group import Parcel
+
+from .algorithm import Algorithm, Job, Steps
+from .hierarchical_copy import SLICE_BYTES, plan_slices
+from .reduction_groups import ReductionGroups, reduction_groups_of
+
+
+class Term(NamedTuple):
+    """What one process contributes to a group: a replica, or the sum of several.
+
+    Attributes:
+        rank: of the process.
+        replicas: indices of its own replicas, in the order of their addition.
+    """
+
+    rank: int
+    replicas: tuple[int, ...]
+
+
+def plan_terms(counts: Sequence[int], groups: ReductionGroups) -> list[list[Term]]:
+    """Plans which process contributes what to each group, in the order of its additions.
+
+    Only the replicas at the start of a group may be added before they are sent: any other sum
+    would change the order of additions.
+
+    Args:
+        counts: the number of replicas of each process.
+        groups: replica numbers over all processes.
+    """
+    ends = list(accumulate(counts))
+    owners = [rank for rank, count in enumerate(counts) for _ in range(count)]
+    planned = []
+    for group in groups:
+        terms: list[Term] = []
+        for number in group:
+            rank = owners[number]
+            index = number - (ends[rank] - counts[rank])
+            if len(terms) == 1 and terms[0].rank == rank:
+                terms[0] = Term(rank, (*terms[0].replicas, index))
+            else:
+                terms.append(Term(rank, (index,)))
+        if terms:
+            planned.append(terms)
+    return planned
+
+
+def process_groups(device: Device) -> ReductionGroups:
+    """Returns the replicas of each process as one group."""
+    group = device.mesh_state.process_group
+    assert group is not None
+    ends = accumulate(group.counts)
+    return tuple(
+        [tuple(range(end - count, end)) for end, count in zip(ends, group.counts, strict=True)]
+    )
+
+
+class ProcessSlice(NamedTuple):
+    """A part of a pack, and the processes that add it: one, or all where it is small.
+
+    Attributes:
+        job: which pack.
+        ranks: of the processes.
+        start: first element.
+        stop: one past the last.
+    """
+
+    job: int
+    ranks: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def plan_process_slices(packs: Sequence[tuple[int, int]], num_processes: int) -> list[ProcessSlice]:
+    """Plans which process adds which part of which pack; see ``plan_slices``."""
+    if sum([size * itemsize for size, itemsize in packs]) < SLICE_BYTES:
+        # All add all of it: one exchange of few bytes instead of two.
+        everyone = tuple(range(num_processes))
+        return [ProcessSlice(job, everyone, 0, size) for job, (size, _) in enumerate(packs)]
+    return [
+        ProcessSlice(job, (rank,), start, stop)
+        for job, rank, start, stop in plan_slices(packs, range(num_processes))
+    ]
+
+
+class AcrossProcesses(Algorithm):
+    """Reduces every job over all processes; every process makes the same calls."""
+
+    has_groups = True
+    in_place = False
+
+    def __init__(
+        self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
+    ) -> None:
+        super().__init__(devices)
+        group = devices[0].mesh_state.process_group
+        assert group is not None
+        self._group = group
+        self._terms = plan_terms(
+            group.counts, reduction_groups_of(sum(group.counts), reduction_groups)
+        )
+        self._leader = self.devices[0]
+
+    def compile(self, wire: DType, total: DType) -> None:
+        """See ``Algorithm.compile``."""
+        acc_dtype = accumulate_dtype(wire)
+        flat = [term for terms in self._terms for term in terms]
+        num_terms = {1, len(flat), len(self._terms), *map(len, self._terms)}
+        num_terms |= {len(term.replicas) for term in flat}
+        for out, term in dict.fromkeys([(total, wire), (acc_dtype, wire), (total, acc_dtype)]):
+            ops.prepare_all_sum(self._leader, out, term, num_terms)
+        for count in num_terms:
+            for term in dict.fromkeys([wire, acc_dtype]):
+                ops.prepare_add_n(self._leader, acc_dtype, term, count)
+
+    def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
+        """See ``Algorithm.start``."""
+
+        def steps_of(indices: Sequence[int], queue: Queue) -> Steps:
+            return self._steps([jobs[index] for index in indices], queue)
+
+        return steps_of
+
+    def _steps(self, jobs: Sequence[Job], queue: Queue) -> Steps:
+        leader = self._leader
+        slices = plan_process_slices(
+            [
+                (job.inputs[0].size, min(job.inputs[0].dtype.itemsize, job.outs[0].dtype.itemsize))
+                for job in jobs
+            ],
+            self._group.size,
+        )
+        join_streams(leader, self.devices)
+        terms = self._exchange_terms(jobs, slices, queue)
+        yield
+        fork_streams(leader, [leader], queue)
+        for (index, _, start, stop), groups in terms:
+            self._add(_part(jobs[index].outs[0], start, stop), groups, jobs[index].divisor)
+        if len(slices[0].ranks) == 1:
+            self._exchange_sums(jobs, slices, queue)
+            yield
+            fork_streams(leader, [leader], queue)
+        for job in jobs:
+            for device, out in zip(self.devices[1:], job.outs[1:], strict=True):
+                device.copy(out, job.outs[0])
+
+    def _exchange_terms(
+        self, jobs: Sequence[Job], slices: Sequence[ProcessSlice], queue: Queue
+    ) -> list[tuple[ProcessSlice, list[list[Buffer]]]]:
+        """Exchanges terms; returns those of each slice that this process adds, by group."""
+        rank = self._group.rank
+        own = [self._own_terms(job) for job in jobs]
+        sends: list[Parcel] = []
+        receives: list[Parcel] = []
+        found = []
+        for each in slices:
+            mine = {
+                term: _part(buffer, each.start, each.stop) for term, buffer in own[each.job].items()
+            }
+            sends += [
+                (other, buffer) for other in each.ranks if other != rank for buffer in mine.values()
+            ]
+            if rank in each.ranks:
+                groups = self._with_memory(jobs[each.job].inputs[0].dtype, mine)
+                found.append((each, groups))
+                for terms, buffers in zip(self._terms, groups, strict=True):
+                    pairs = zip(terms, buffers, strict=True)
+                    receives += [(term.rank, buffer) for term, buffer in pairs if term.rank != rank]
+        join_streams(self._leader, [self._leader], queue)
+        exchange(self._leader, sends, receives, queue)
+        return found
+
+    def _exchange_sums(
+        self, jobs: Sequence[Job], slices: Sequence[ProcessSlice], queue: Queue
+    ) -> None:
+        """Sends each slice of the sums to all other processes."""
+        sends: list[Parcel] = []
+        receives: list[Parcel] = []
+        for index, (adder,), start, stop in slices:
+            part = _part(jobs[index].outs[0], start, stop)
+            if adder == self._group.rank:
+                sends += [(other, part) for other in self._group.others]
+            else:
+                receives.append((adder, part))
+        join_streams(self._leader, [self._leader], queue)
+        exchange(self._leader, sends, receives, queue)
+
+    def _own_terms(self, job: Job) -> dict[Term, Buffer]:
+        """Returns what this process contributes: replicas as they are, and sums."""
+        return {
+            term: self._sum(
+                [ensure_accessible(self._leader, job.inputs[index]) for index in term.replicas]
+            )
+            for terms in self._terms
+            for term in terms
+            if term.rank == self._group.rank
+        }
+
+    def _with_memory(self, wire: DType, mine: dict[Term, Buffer]) -> list[list[Buffer]]:
+        """Returns the terms of a slice by group: this process's, and memory for the others'."""
+        shape = next(iter(mine.values())).shape
+        dtypes = {False: wire, True: accumulate_dtype(wire)}
+        return [
+            [
+                mine[term]
+                if term.rank == self._group.rank
+                else self._leader.empty(shape, dtypes[len(term.replicas) > 1])
+                for term in terms
+            ]
+            for terms in self._terms
+        ]
+
+    def _sum(self, terms: Sequence[Buffer]) -> Buffer:
+        """Adds terms left to right in the accumulate dtype; a single one stays as it is."""
+        if len(terms) == 1:
+            return terms[0]
+        acc_dtype = accumulate_dtype(terms[0].dtype)
+        total = self._leader.empty(terms[0].shape, acc_dtype)
+        ops.add_n([total], [self._as_one_dtype(terms)], device=self._leader)
+        return total
+
+    def _add(self, out: Buffer, groups: Sequence[Sequence[Buffer]], divisor: float) -> None:
+        """Adds each group left to right, then their sums, divides, and rounds once."""
+        sums = self._as_one_dtype([self._sum(terms) for terms in groups])
+        ops.all_sum([[out]], [sums], divisor=divisor, device=self._leader)
+
+    def _as_one_dtype(self, terms: Sequence[Buffer]) -> list[Buffer]:
+        """Returns terms that one launch can read: casts them where some are sums and some not."""
+        if len({term.dtype for term in terms}) == 1:
+            return list(terms)
+        acc_dtype = accumulate_dtype(terms[0].dtype)
+        cast = [
+            term if term.dtype == acc_dtype else self._leader.empty(term.shape, acc_dtype)
+            for term in terms
+        ]
+        for made, term in zip(cast, terms, strict=True):
+            if made is not term:
+                ops.add_n([made], [[term]], device=self._leader)
+        return cast
+
+
+def _part(buffer: Buffer, start: int, stop: int) -> Buffer:
+    if (start, stop) == (0, buffer.size):
+        return buffer
+    return buffer.parts((start,), ((stop - start,),))[0]

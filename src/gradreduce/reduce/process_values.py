@@ -1,0 +1,127 @@
+"""Values of other processes: exchanges their IndexedSlices, and copies one process's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradreduce.arrays.distributed import Part, buffer_of
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.device import Buffer, Device, DType, fork_streams, join_streams, to_local
+from gradreduce.device.exchange import agree, exchange, exchange_all, exchange_numbers
+from gradreduce.device.process_group import Description, Parcel
+from gradreduce.errors import listed
+
+
+def slices_of_all(device: Device, parts: Sequence[IndexedSlices]) -> list[IndexedSlices]:
+    """Returns the IndexedSlices of all replicas of all processes, in order, on ``device``.
+
+    The host waits, twice: for the numbers of rows, which may differ, and for the indices.
+
+    Args:
+        device: of this process.
+        parts: this process's replicas, alike.
+    """
+    what = {"call": "reduction of IndexedSlices", "tensors": [_described(parts[0])]}
+    agree(device, Description.of(what))
+    group = device.mesh_state.process_group
+    assert group is not None
+    return _received(device, parts, group.counts)
+
+
+def broadcast_from(rank: int, parts: Sequence[Part]) -> list[Part]:
+    """Returns the values of one process, each on the device of this process's own.
+
+    Args:
+        rank: of that process.
+        parts: this process's values, which have the same shapes and dtypes; not written.
+    """
+    device = buffer_of(parts[0]).device
+    group = device.mesh_state.process_group
+    assert group is not None
+    what = {"call": "broadcast", "process": rank, "tensors": [_described(part) for part in parts]}
+    agree(device, Description.of(what))
+    found: list[Part] = []
+    for part in parts:
+        if isinstance(part, IndexedSlices):
+            found.append(_received(part.values.device, [part], [1] * group.size)[rank])
+            continue
+        home = part.device
+        made = part if group.rank == rank else home.empty(part.shape, part.dtype)
+        sends: list[Parcel] = [(other, part) for other in group.others] * (group.rank == rank)
+        receives: list[Parcel] = [(rank, made)] * (group.rank != rank)
+        exchange(home, sends, receives, "compute")
+        found.append(made)
+    return found
+
+
+def _described(part: Part) -> str:
+    if isinstance(part, Buffer):
+        return f"{part.dtype}{list(part.shape)}"
+    rows = part.values
+    return f"{rows.dtype} rows of {list(rows.shape[1:])}, dense_shape {part.dense_shape}"
+
+
+def _received(
+    device: Device, parts: Sequence[IndexedSlices], num_parts: Sequence[int]
+) -> list[IndexedSlices]:
+    """Exchanges the values of all processes.
+
+    Args:
+        device: where they go.
+        parts: this process's.
+        num_parts: how many values each process has.
+    """
+    dense_shape, rows = parts[0].dense_shape, parts[0].values
+    with device.mesh_state.launch_lock:
+        numbers = exchange_numbers(device, [len(part.indices) for part in parts], num_parts)
+        indices = [device.upload(part.indices) for part in parts]
+        values = [to_local(device, part.values) for part in parts]
+        join_streams(device, [device, *[buffer.device for buffer in values]])
+        shapes = [[(number,) for number in of_rank] for of_rank in numbers]
+        all_indices = exchange_all(device, indices, shapes)
+        shapes = [[(number, *rows.shape[1:]) for number in of_rank] for of_rank in numbers]
+        all_values = exchange_all(device, values, shapes)
+        fork_streams(device, [buffer.device for buffer in values])
+    return [
+        IndexedSlices.of(buffer, device.download(of_rows), dense_shape)
+        for buffer, of_rows in zip(all_values, all_indices, strict=True)
+    ]
+
+
+def num_replicas_of(replicas: Sequence[Buffer]) -> int:
+    """Returns the number of replicas in all processes, of which these are this one's.
+
+    Raises:
+        ValueError: not one for each of this process's devices; the other processes' are unknown.
+    """
+    group = replicas[0].device.mesh_state.process_group
+    if group is None:
+        return len(replicas)
+    if len(replicas) != group.counts[group.rank]:
+        raise ValueError(
+            f"a value on {listed(buffer.device.name for buffer in replicas)} cannot be summed "
+            f"across processes: pass one replica for each of the {group.counts[group.rank]} "
+            "devices of this process's mesh"
+        )
+    return sum(group.counts)
+
+
+def described(
+    settings: Any,
+    gradients: Sequence[Sequence[Buffer]],
+    divisor: float,
+    out_dtypes: Sequence[DType] | None,
+) -> Description | None:
+    """Describes a batch for the comparison with other processes; None in one process."""
+    if gradients[0][0].device.mesh_state.process_group is None:
+        return None
+    num_replicas_of(gradients[0])  # checks the devices
+    what = {
+        "call": "reduction",
+        **settings._asdict(),
+        "divisor": divisor,
+        "out dtypes": None if out_dtypes is None else [str(dtype) for dtype in out_dtypes],
+        "tensors": [_described(replicas[0]) for replicas in gradients],
+    }
+    return Description.of(what)

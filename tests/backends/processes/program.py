@@ -1,0 +1,245 @@
+"""What the processes of the tests run: ``program.py SCENARIO torchrun|mpi``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import gradreduce as gr
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int16, np.int64)
+DEADLINE = 3.0
+SCENARIOS: dict[str, Callable[[str], None]] = {}
+
+
+def scenario(run: Callable[[str], None]) -> Callable[[str], None]:
+    SCENARIOS[run.__name__] = run
+    return run
+
+
+def random_grads(random: np.random.Generator, num_replicas: int) -> list[list[np.ndarray]]:
+    """Gradients whose sums are not exact: another order of additions gives other bits."""
+    shapes = [(7,), (0,), (3, 5), (int(random.integers(1, 40000)),)]
+    dtypes = random.choice(len(DTYPES), len(shapes))
+    return [
+        [
+            (random.standard_normal(shape) * 100).astype(DTYPES[dtype])
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+        for _ in range(num_replicas)
+    ]
+
+
+def same_bits(wanted: Any, found: Any) -> None:
+    for row, other in zip(wanted, found, strict=True):
+        for a, b in zip(row, other, strict=True):
+            assert a.dtype == b.dtype, (a.dtype, b.dtype)
+            assert np.array_equal(a.reshape(-1).view("u1"), b.reshape(-1).view("u1")), (a, b)
+
+
+@scenario
+def values(launcher: str) -> None:
+    """Sums of random gradients have the bits of one process."""
+    mesh = gr.open_mesh(2, backend="sim", processes=launcher, timeout=60)
+    first = 2 * mesh.process_index
+    assert mesh.num_replicas == 2 * mesh.num_processes
+    alone = gr.open_mesh(mesh.num_replicas, backend="sim", processes="none")
+    for seed in range(12):
+        random = np.random.default_rng(seed)
+        grads = random_grads(random, mesh.num_replicas)
+        op = (SUM, MEAN)[seed % 2]
+        groups = None
+        if seed % 3 == 0:
+            order = random.permutation(mesh.num_replicas).tolist()
+            groups = [order[:1], order[1:]]
+        options = {"num_packs": seed % 4, "reduction_groups": groups}
+        here = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh, **options)
+        there = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=alone, **options)
+        wanted = there.all_reduce(grads, op)[first : first + 2]
+        mine = grads[first : first + 2]
+        same_bits(wanted, here.all_reduce(mine, op))
+        if op is SUM:
+            here.all_reduce(mine, op, out=mine)
+            same_bits(wanted, mine)
+    rows = gr.IndexedSlices(np.ones((1 + mesh.process_index, 2)), np.arange(1 + mesh.process_index))
+    value = gr.PerReplica([rows, rows], mesh)
+    total = here.reduce(SUM, value, value, coalesce=True).values[1]
+    size = mesh.num_processes
+    assert total.values[:, 0].tolist() == [2.0 * (size - row) for row in range(size)]
+    copies = here.broadcast(np.full(3, mesh.process_index), mesh, process=size - 1)
+    assert copies.values[1].tolist() == [size - 1] * 3
+    mesh.close()
+
+
+@scenario
+def subgroups(launcher: str) -> None:
+    """Two meshes over halves of the processes, and one over all, used in turns."""
+    if launcher == "mpi":
+        from mpi4py import MPI
+
+        rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        half = {"communicator": MPI.COMM_WORLD.Split(rank % 2, rank)}
+    else:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        parts = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
+        half = {"process_group": parts[rank % 2]}
+    own = gr.open_mesh(1, backend="sim", timeout=60, **half)
+    whole = gr.open_mesh(1, backend="sim", timeout=60, processes=launcher)
+    assert (own.num_replicas, whole.num_replicas) == (size // 2, size)
+    grads = [[np.full(5, 1.0 + rank), np.full(30000, 1.0 + rank)]]
+    for _ in range(3):
+        for mesh, ranks in ((own, range(rank % 2, size, 2)), (whole, range(size))):
+            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            (found,) = ops.all_reduce(grads, SUM)
+            for each in found:
+                assert (each == sum(1.0 + other for other in ranks)).all()
+    own.close()
+    whole.close()
+    if launcher == "torchrun":
+        assert dist.is_initialized(), "a group that was passed is not destroyed"
+        dist.destroy_process_group()
+
+
+FAULTS: dict[str, Callable[[Any, Any, int], None]] = {}
+
+
+def fault(run: Callable[[Any, Any, int], None]) -> Callable[[Any, Any, int], None]:
+    FAULTS[run.__name__] = run
+    return run
+
+
+@scenario
+def planted(launcher: str) -> None:
+    """Process 1 makes the fault that ``sys.argv[3]`` names; the others say what they meet."""
+    name = sys.argv[3]
+    at_opening = name in ("late", "version")
+    if launcher == "mpi":
+        from mpi4py import MPI  # whose start waits for all processes
+
+        assert MPI.Is_initialized()
+    if at_opening and _is_process_one():
+        FAULTS[name](None, None, 0)
+    begin = time.monotonic()
+    try:
+        mesh = gr.open_mesh(2, backend="sim", processes=launcher, timeout=3 if at_opening else 60)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        for number in range(6):
+            begin = time.monotonic()
+            if mesh.process_index == 1:
+                FAULTS[name](mesh, ops, number)
+            step(ops, mesh, 1 + number % 2)
+        mesh.close()
+    except Exception as error:
+        seconds = time.monotonic() - begin
+        print(f"survived {seconds:.1f} {type(error).__name__}: {error}", flush=True)
+        sys.exit(3)
+
+
+def _is_process_one() -> bool:
+    return any(os.environ.get(name) == "1" for name in ("RANK", "OMPI_COMM_WORLD_RANK"))
+
+
+def step(ops: Any, mesh: Any, size: int, **changes: Any) -> None:
+    """Reduces two tensors; checks the whole sum."""
+    first, second = np.full(3 * size, 1.0, np.float32), np.full(40000 * size, 2.0)
+    if changes.get("order"):
+        first, second = second, first
+    if "dtype" in changes:
+        second = second.astype(changes["dtype"])
+    grads = [[first, second] for _ in range(2)]
+    (found, _) = ops.all_reduce(grads, SUM, deadline=DEADLINE)
+    for each, term in zip(found, grads[0], strict=True):
+        assert (each == term * mesh.num_replicas).all(), "a sum of some replicas only"
+
+
+@fault
+def killed_before(mesh: Any, ops: Any, number: int) -> None:
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@fault
+def killed_inside(mesh: Any, ops: Any, number: int) -> None:
+    if number == 3:
+        threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+@fault
+def stopped(mesh: Any, ops: Any, number: int) -> None:
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@fault
+def shape(mesh: Any, ops: Any, number: int) -> None:
+    if number == 3:
+        step(ops, mesh, 7)
+
+
+@fault
+def dtype(mesh: Any, ops: Any, number: int) -> None:
+    if number == 3:
+        step(ops, mesh, 2, dtype=np.float32)
+
+
+@fault
+def order(mesh: Any, ops: Any, number: int) -> None:
+    if number == 3:
+        step(ops, mesh, 2, order=True)
+
+
+@fault
+def known_plan(mesh: Any, ops: Any, number: int) -> None:
+    """Both processes know both plans, and take them in another order."""
+    if number == 3:
+        step(ops, mesh, 1)
+
+
+@fault
+def fewer_steps(mesh: Any, ops: Any, number: int) -> None:
+    if number == 3:
+        mesh.close()
+        sys.exit(0)
+
+
+@fault
+def left_early(mesh: Any, ops: Any, number: int) -> None:
+    if number == 3:
+        sys.exit(0)
+
+
+@fault
+def user_error(mesh: Any, ops: Any, number: int) -> None:
+    if number == 3:
+        raise SystemExit("an error of the user's code")
+
+
+@fault
+def late(mesh: Any, ops: Any, number: int) -> None:
+    if mesh is None:
+        time.sleep(8)
+
+
+@fault
+def version(mesh: Any, ops: Any, number: int) -> None:
+    if mesh is None:
+        import importlib.metadata
+
+        importlib.metadata.version = lambda name: "0.0.1"
+
+
+if __name__ == "__main__":
+    SCENARIOS[sys.argv[1]](sys.argv[2])
+    print("done", flush=True)

@@ -1,0 +1,235 @@
+"""Sums over the replicas of several processes, which are threads here."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.thread_group import run_processes
+
+import gradreduce as gr
+from gradreduce.reduce.across_processes import Term, plan_terms
+
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int16, np.int64, np.complex64]
+
+
+def random_array(random, shape, dtype):
+    if np.dtype(dtype).kind in "iu":
+        return random.integers(-100, 100, shape).astype(dtype)
+    return (random.standard_normal(shape) * 100).astype(dtype)
+
+
+def reduce_together(counts, grads, op, **options):
+    """Returns ``[replica][tensor]`` of all processes; ``grads`` are those of all."""
+    starts = np.cumsum([0, *counts])
+
+    def work(group):
+        mesh = gr.open_mesh(
+            counts[group.rank], backend="sim", process_group=group, **options.get("mesh", {})
+        )
+        assert (mesh.num_replicas, mesh.process_index) == (sum(counts), group.rank)
+        ops = gr.AllReduceCrossDeviceOps(
+            options.get("algorithm", "hierarchical_copy"),
+            options.get("num_packs", 1),
+            mesh=mesh,
+            reduction_groups=options.get("groups"),
+        )
+        mine = grads[starts[group.rank] : starts[group.rank + 1]]
+        found = [[np.array(each) for each in row] for row in ops.all_reduce(mine, op)]
+        mesh.close()
+        return found
+
+    return [row for rows in run_processes(len(counts), work) for row in rows]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_several_processes_give_the_bits_of_one(data):
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
+    n = sum(counts)
+    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
+    shapes = [data.draw(st.sampled_from([(), (0,), (5,), (2, 3), (20000,)])) for _ in dtypes]
+    num_packs = data.draw(st.integers(0, 3))
+    groups = None
+    if data.draw(st.booleans()):
+        order = data.draw(st.permutations(range(n)))
+        cuts = sorted(data.draw(st.lists(st.integers(0, n), max_size=3)))
+        groups = [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
+    op = data.draw(st.sampled_from(list(gr.ReduceOp)))
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    grads = [
+        [random_array(random, *each) for each in zip(shapes, dtypes, strict=True)] for _ in range(n)
+    ]
+    alone = gr.AllReduceCrossDeviceOps(
+        "hierarchical_copy",
+        num_packs,
+        mesh=gr.open_mesh(n, backend="sim"),
+        reduction_groups=groups,
+    ).all_reduce(grads, op)
+    together = reduce_together(counts, grads, op, num_packs=num_packs, groups=groups)
+    for wanted, found in zip(alone, together, strict=True):
+        for a, b in zip(wanted, found, strict=True):
+            assert a.dtype == b.dtype
+            assert np.array_equal(a.view(np.uint8), b.view(np.uint8)) if a.ndim else a == b
+
+
+def test_only_replicas_at_the_start_of_a_group_are_added_before_they_are_sent():
+    assert plan_terms((2, 2), ((0, 1, 2), (3,))) == [
+        [Term(0, (0, 1)), Term(1, (0,))],
+        [Term(1, (1,))],
+    ]
+    assert plan_terms((1, 3), ((0, 1, 2, 3), ())) == [
+        [Term(0, (0,)), Term(1, (0,)), Term(1, (1,)), Term(1, (2,))]
+    ]
+
+
+def test_plan_and_profile_show_the_exchanges():
+    def work(group):
+        mesh = gr.open_mesh(2, backend="sim", process_group=group)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        value = gr.PerReplica([np.ones(40000, np.float32)] * 2, mesh)
+        plan = ops.plan(gr.ReduceOp.SUM, [(value, value)])
+        profile = ops.profile(gr.ReduceOp.SUM, [(value, value)])
+        mesh.close()
+        return plan, profile
+
+    for plan, profile in run_processes(2, work):
+        assert (plan.exchanges, plan.packs[0].crossing) == (2, "exchange")
+        assert "2 exchanges" in str(plan) and "exchanged with other processes" in str(plan)
+        assert "the journal counted what was planned" in str(profile)
+
+
+def test_groups_of_whole_processes_send_the_bytes_of_a_ring():
+    grads = [[np.ones(30000, np.float32)] for _ in range(6)]
+
+    def work(group):
+        mesh = gr.open_mesh(2, backend="sim", process_group=group)
+        ops = gr.AllReduceCrossDeviceOps(
+            "hierarchical_copy", mesh=mesh, reduction_groups=[[0, 1], [2, 3], [4, 5]]
+        )
+        with mesh.journal() as journal:
+            ops.all_reduce(grads[:2], gr.ReduceOp.SUM)
+        mesh.close()
+        return sum(group.sent.values()), journal.of("exchange")
+
+    for sent, records in run_processes(3, work):
+        assert sent == sum(record.nbytes for record in records)
+        assert abs(sent - 2 * 2 / 3 * 120000) <= 4 * 16
+        assert len(records) == 2
+
+
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [
+        ("shape", r"tensor 1 is float32\[4\] in process 0, float32\[5\] in process 1"),
+        ("dtype", r"tensor 1 is float32\[4\] in process 0, float64\[4\] in process 1"),
+        ("count", r"2 in process 0, 3 in process 1"),
+        ("op", r"divisor is 1 in process 0, 2 in process 1"),
+        ("num_packs", r"num_packs is 1 in process 0, 2 in process 1"),
+    ],
+)
+def test_a_call_that_differs_between_processes_raises_in_both(differs, message):
+    def work(group):
+        mesh = gr.open_mesh(1, backend="sim", process_group=group)
+        other = differs if group.rank == 1 else ""
+        size = 5 if other == "shape" else 4
+        grads = [np.ones(3, np.float32), np.ones(size, "f8" if other == "dtype" else "f4")]
+        grads += [grads[0]] * (other == "count")
+        op = gr.ReduceOp.MEAN if other == "op" else gr.ReduceOp.SUM
+        num_packs = 2 if other == "num_packs" else 1
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=mesh)
+        with pytest.raises(ValueError) as error:
+            ops.all_reduce([grads], op)
+        mesh.close()
+        return str(error.value)
+
+    first, second = run_processes(2, work)
+    assert __import__("re").search(message, first)
+    assert "process 1" in second and "process 0" in second
+
+
+def test_a_process_without_the_call_is_named_with_the_tensors():
+    def work(group):
+        mesh = gr.open_mesh(1, backend="sim", process_group=group)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        grads = [[np.ones(3, np.float32), np.ones(4, np.float32)]]
+        for _ in range(2 + (group.rank == 0)):
+            try:
+                ops.all_reduce(grads, gr.ReduceOp.SUM, deadline=0.5)
+            except gr.errors.CollectiveError as error:
+                return str(error)
+        mesh.close()
+        return ""
+
+    text, _ = run_processes(2, work)
+    assert text.startswith("pack 1 of 1 (tensors 0 to 1): process 1: closed its mesh after 2 calls")
+
+
+def train(group, num_devices, first, *, num_required=None, stale_rank=None):
+    """Runs five steps of two variables; returns their values and what each step returned."""
+    options = {} if group is None else {"process_group": group}
+    with gr.open_mesh(num_devices, backend="sim", **options) as mesh:
+        start = 0.0 if first == 0 else 100.0  # only the values of process 0 count
+        variables = [
+            gr.Variable(np.full(shape, start, np.float32), device=mesh) for shape in (3, (2, 2))
+        ]
+        step = gr.SyncStep(
+            variables,
+            gr.AdamOptimizer(0.1),
+            gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh),
+            num_required=num_required,
+        )
+        random = np.random.default_rng(7)
+        done = []
+        for number in range(5):
+            grads = [
+                [random.standard_normal(v.shape, np.float32) for v in variables] for _ in range(4)
+            ]
+            terms = [[[grad] for grad in row] for row in grads[first : first + num_devices]]
+            is_stale = number == 3 and group is not None and group.rank == stale_rank
+            done.append(step(terms, local_step=step.global_step - is_stale))
+        return [v.numpy().copy() for v in variables], done
+
+
+@pytest.mark.parametrize("num_required", [None, 8])
+def test_steps_over_processes_train_as_in_one(num_required):
+    wanted, done = train(None, 4, 0, num_required=num_required)
+    found = run_processes(
+        2, lambda group: train(group, 2, 2 * group.rank, num_required=num_required)
+    )
+    for values, each in found:
+        assert each == done
+        for a, b in zip(wanted, values, strict=True):
+            assert np.array_equal(a, b)
+
+
+def test_a_stale_step_of_one_process_drops_the_gradients_of_all():
+    found = run_processes(2, lambda group: train(group, 2, 2 * group.rank, stale_rank=1))
+    (first, done), (second, other) = found
+    assert done == other == [True, True, True, False, True]
+    for a, b in zip(first, second, strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_what_works_in_one_process_only_raises():
+    def work(group):
+        mesh = gr.open_mesh(2, backend="sim", process_group=group)
+        value = gr.PerReplica([np.ones(3)] * 2, mesh)
+        calls = {
+            "ConditionalAccumulator over a mesh": lambda: gr.ConditionalAccumulator(
+                np.float32, device=mesh
+            ),
+            "ReductionToOneDevice": lambda: gr.ReductionToOneDevice().reduce(
+                gr.ReduceOp.SUM, value, value
+            ),
+            "AGNCenter": lambda: gr.AGNCenter(mesh),
+        }
+        for name, call in calls.items():
+            with pytest.raises(RuntimeError, match=f"{name} works inside one process only"):
+                call()
+        part = gr.PerReplica([np.ones(3)], mesh[0:1])
+        with pytest.raises(ValueError, match="pass one replica for each of the 2 devices"):
+            gr.AllReduceCrossDeviceOps().reduce(gr.ReduceOp.SUM, part, part)
+        mesh.close()
+
+    run_processes(1, work)

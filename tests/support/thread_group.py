@@ -1,0 +1,82 @@
+"""Processes played by threads: each has its mesh, and messages go through queues."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from gradreduce.device.process_group import Message, ProcessError, ProcessGroup
+
+
+class Post:
+    """What the groups of all threads share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.messages: dict[tuple[int, int, int], SimpleQueue[np.ndarray]] = defaultdict(
+            SimpleQueue
+        )
+        self.notices: dict[tuple[int, str], str] = {}
+
+
+class ThreadGroup(ProcessGroup):
+    """A group whose processes are threads of this one.
+
+    Attributes:
+        sent: bytes sent to each other process.
+    """
+
+    def __init__(self, post: Post, rank: int, size: int, timeout: float = 10.0) -> None:
+        super().__init__(rank, size, timeout)
+        self._post = post
+        self.sent: dict[int, int] = defaultdict(int)
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
+    ) -> None:
+        end = time.monotonic() + seconds
+        for rank, array in sends:
+            self.sent[rank] += array.nbytes
+            with self._post.lock:
+                queue = self._post.messages[self.rank, rank, tag]
+            queue.put(array.copy())
+        for rank, array in receives:
+            with self._post.lock:
+                queue = self._post.messages[rank, self.rank, tag]
+            try:
+                came = queue.get(timeout=max(0.0, end - time.monotonic()))
+            except Empty:
+                raise ProcessError(rank, f"did not answer within {seconds:g} s") from None
+            assert came.size == array.size, "the processes do not agree in the size of a message"
+            array[...] = came
+
+    def post(self, key: str, text: str) -> None:
+        self._post.notices[self.rank, key] = text
+
+    def read(self, rank: int, key: str, seconds: float) -> str | None:
+        end = time.monotonic() + seconds
+        while (found := self._post.notices.get((rank, key))) is None and time.monotonic() < end:
+            threading.Event().wait(1e-4)
+        return found
+
+
+def run_processes(
+    size: int, work: Callable[[ProcessGroup], Any], timeout: float = 10.0
+) -> list[Any]:
+    """Runs ``work`` in one thread for each process; returns the results by rank.
+
+    Raises:
+        The error of the first process that failed.
+    """
+    post = Post()
+    groups = [ThreadGroup(post, rank, size, timeout) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(work, group) for group in groups]
+        return [future.result(timeout=60) for future in futures]
