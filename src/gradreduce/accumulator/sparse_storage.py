@@ -328,10 +328,7 @@ def _merged_plan(state: AccumulatorState) -> tuple[Segments, Divisor]:
 
 def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
     """Merges sums by ``cross_device_ops``, then sorts and divides on each device."""
-    mean = state.reduction_type == "MEAN"
-    plan, divisor = merged_row_index(
-        [total.slots for total in state.totals if total is not None], mean=mean
-    )
+    plan, divisor = _merged_plan(state)
     rows = [_as_slices(state, index) for index in range(len(state.devices))]
     value = PerReplica.of(rows, "native")
     with SuspendedScope():  # it may run a user's class
@@ -357,21 +354,16 @@ def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
 def _as_slices(state: AccumulatorState, device_index: int) -> IndexedSlices:
     """The partial sum of a device as IndexedSlices, rows in storage order."""
     total = state.totals[device_index]
-    if not isinstance(total, SparseSum):
-        assert state.sum_shape is not None  # it holds gradients
-        shape = (0, *state.sum_shape[1:])
-        none = state.devices[device_index].empty(shape, accumulate_dtype(state.dtype))
-        return IndexedSlices.of(none, RowIndex.none().indices, state.sum_shape)
+    if total is None:
+        shape = (0, *(state.sum_shape or ())[1:])
+        values = state.devices[device_index].empty(shape, accumulate_dtype(state.dtype))
+        total = SparseSum(RowIndex.none(), values)
     return IndexedSlices.of(total.rows, total.slots.by_row, state.sum_shape)
 
 
 def _merged(states: Sequence[AccumulatorState]) -> dict[AccumulatorState, tuple[Part, ...]]:
     """Merges the sums of each state by one launch on its first device."""
-    plans, divisors = [], []
-    for state in states:
-        plan, divisor = _merged_plan(state)
-        plans.append(plan)
-        divisors.append(divisor)
+    plans, divisors = zip(*[_merged_plan(state) for state in states], strict=True)
     values = _gathered_rows(states)
     shapes = [
         (plan.num_segments, *rows.shape[1:]) for rows, plan in zip(values, plans, strict=True)
