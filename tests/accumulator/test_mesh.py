@@ -205,11 +205,10 @@ def test_ops_that_fail_leave_the_sums(mesh):
 
 
 def test_a_gradient_from_outside_the_part_is_pulled_to_its_first_device(mesh):
-    """By a copy, unless its launches reach it: a peer's, in memory of our own."""
+    """By a copy, unless its launches reach it: a peer's, in anybody's memory."""
     part, outside = mesh[1:], mesh.devices[0]
-    near = outside.physical == mesh.devices[1].physical
-    peers = mesh.mesh_state.peers(mesh.devices[1].physical, outside.physical)
-    for place, is_read in ((outside.put, near), (outside.upload, peers)):
+    is_read = mesh.mesh_state.peers(mesh.devices[1].physical, outside.physical)
+    for place in (outside.put, outside.upload):
         acc = gr.ConditionalAccumulator("float32", device=part)
         gradient = place(np.full(2, 4, "float32"))
         with mesh.journal() as journal:

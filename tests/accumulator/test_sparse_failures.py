@@ -168,7 +168,7 @@ CASES = [
     Case(several_grow, f"allocate launch {PLAN}launch launch"),
     Case(across_first, f"allocate allocate allocate {PLAN}{PLAN}launch launch"),
     Case(across_later, f"{PLAN}{PLAN}launch LAUNCH"),
-    Case(new_and_old, f"{FAR}allocate {PLAN}{PLAN}{PLAN}launch launch LAUNCH"),
+    Case(new_and_old, f"allocate {PLAN}{PLAN}{PLAN}launch launch LAUNCH"),
     Case(takes, f"allocate {PLAN}launch"),
     Case(takes_over_a_mesh, f"allocate launch allocate {PLAN}launch "
          "allocate allocate launch copy"),
