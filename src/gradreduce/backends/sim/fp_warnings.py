@@ -12,13 +12,8 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
-def _context_without_warnings() -> Context:
-    context = Context()
-    context.run(np.seterr, all="ignore")
-    return context
-
-
-_CONTEXT = _context_without_warnings()
+_CONTEXT = Context()
+_CONTEXT.run(np.seterr, all="ignore")
 
 
 def without_warnings(
