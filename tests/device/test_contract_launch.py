@@ -14,9 +14,9 @@ from support.implementations import segment_sum
 from support.meshes import refused
 
 from gradreduce.backends.sim import host_compile
-from gradreduce.device import Buffer, Capture, Device, Record, accumulate_dtype, element_of
+from gradreduce.device import Buffer, Device, Record, accumulate_dtype, element_of
 from gradreduce.errors import DeviceMismatchError
-from gradreduce.ops import plan_segments, prepare_add_n
+from gradreduce.ops import plan_segments
 from gradreduce.ops.add_n import ADD_N
 
 
@@ -255,17 +255,6 @@ def test_each_part_of_a_block_waits_for_its_own_readers(apart, waits):
     near.launch(ADD_N, ("float32", "float32", 1), [[part, term] for part in parts], (1,))
     assert waits == [(0, "compute", far.index, "compute")]
     assert flat.block.readers == {}
-
-
-def test_inside_a_capture_a_launch_waits_for_what_is_read_there(apart, waits):
-    near, beside, _ = apart.devices
-    out, term, away = near.zeros((SIZE,), FLOAT), uploaded(near, 1), beside.empty((SIZE,), FLOAT)
-    prepare_add_n(near, out.dtype, term.dtype, 1)
-    with Capture([near, beside]).recorded():
-        beside.copy(away, out)
-        waits.clear()
-        near.launch(ADD_N, ("float32", "float32", 1), [[out, term]], (1,))
-        assert waits == [(near.index, "compute", beside.index, "compute")]
 
 
 def test_a_copy_in_one_queue_waits_for_nobody(apart, waits):

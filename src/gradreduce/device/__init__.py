@@ -27,6 +27,7 @@ from .forks import ModuleLock
 from .graph_capture import Capture
 from .interrupts import DeferInterrupts
 from .kernel import Kernel, Template
+from .launch_batch import LaunchBatch
 from .mesh import Mesh
 from .op_log import FlightEntry, Journal, Record
 from .peer_access import can_access

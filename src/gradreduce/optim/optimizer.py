@@ -16,7 +16,7 @@ from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.variable import Variable
 from gradreduce.autodiff.gradients import Engine
-from gradreduce.device import Buffer, DeferInterrupts, as_deadline, deadline_scope
+from gradreduce.device import Buffer, DeferInterrupts, LaunchBatch, as_deadline, deadline_scope
 from gradreduce.errors import NotCopied, brief
 from gradreduce.reduce.aggregation import AggregationMethod
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
@@ -415,7 +415,7 @@ class Optimizer(NotCopied):
             count: increments the global step.
         """
         scalars, powers = self._next_update(self._slots.powers)
-        ready = [self._ready(job, scalars) for job in plan.jobs(parts)]
+        ready = [self._ready(job, scalars, writer) for job, writer in plan.jobs(parts)]
         mesh_state = plan.devices[0].mesh_state
         with DeferInterrupts():
             with (
@@ -428,8 +428,10 @@ class Optimizer(NotCopied):
             count()
             release_inputs()
 
-    def _ready(self, job: Job, scalars: tuple[float, ...]) -> Callable[[], None]:
+    def _ready(
+        self, job: Job, scalars: tuple[float, ...], writer: LaunchBatch | None
+    ) -> Callable[[], None]:
         """Returns a function that launches a job; computes a Python rule right away."""
         if (kernel := self._kernel) is not None:
-            return partial(job.run, by_kernel(kernel, scalars))
+            return partial(job.run, by_kernel(kernel, scalars, writer))
         return partial(job.end, run_python_rule(self._apply, self._slot_names, job))

@@ -17,7 +17,7 @@ from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.staging import Staging
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device, by_physical, fork_streams, join_streams
+from gradreduce.device import Buffer, Device, LaunchBatch, by_physical, fork_streams, join_streams
 from gradreduce.ops import Update
 
 from .gradient_inputs import check_no_overlap
@@ -39,6 +39,7 @@ class Plan:
         ranges: address ranges of those buffers.
         kernel: the compiled rule, or None.
         indices_by_gpu: for each physical device, the indices of the copies there.
+        writers: for each physical device, the result of ``writer_of``.
     """
 
     def __init__(
@@ -58,6 +59,10 @@ class Plan:
         self.ranges = ops.Ranges([operand for row in self.written for operand in row])
         self.indices_by_gpu = list(by_physical(self.devices).values())
         self._wanted = [(row[0].device, row[0].dtype, row[0].shape) for row in self.written]
+        self.writers = [
+            writer_of(self.devices[indices[0]], [self.written[index] for index in indices])
+            for indices in self.indices_by_gpu
+        ]
         self._staging = Staging(self._wanted)
         self._addresses: list[int] = []
         self._has_copies = len(self.devices) > len(self.variables)
@@ -70,12 +75,14 @@ class Plan:
             return False
         return len(variables) == len(self.variables) and all(map(is_, variables, self.variables))
 
-    def jobs(self, gradients: Sequence[Part]) -> list[Job]:
-        """Returns a job for each physical device."""
-        return [
-            Job([self.written[index] for index in indices], [gradients[index] for index in indices])
-            for indices in self.indices_by_gpu
-        ]
+    def jobs(self, gradients: Sequence[Part]) -> list[tuple[Job, LaunchBatch | None]]:
+        """Returns a job for each physical device, with its launcher if that can run the job."""
+        found: list[tuple[Job, LaunchBatch | None]] = []
+        for indices, writer in zip(self.indices_by_gpu, self.writers, strict=True):
+            written = [self.written[index] for index in indices]
+            job = Job(written, [gradients[index] for index in indices])
+            found.append((job, writer if job.is_dense else None))
+        return found
 
     def plain(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
         """Returns the gradients as Buffers if all are on their devices or host arrays.
@@ -107,12 +114,20 @@ class Plan:
         return gradients
 
 
+def writer_of(leader: Device, rows: Sequence[Sequence[Buffer]]) -> LaunchBatch | None:
+    """Returns a faster launcher of rows if one launch can update all; else None."""
+    kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in rows}
+    return LaunchBatch(leader, rows) if len(kinds) == 1 else None
+
+
 Rule = Callable[[Sequence[Update], Device], None]
 
 
-def by_kernel(kernel: ops.RuleKernel, scalars: Sequence[float]) -> Rule:
+def by_kernel(
+    kernel: ops.RuleKernel, scalars: Sequence[float], writer: LaunchBatch | None = None
+) -> Rule:
     """Returns a rule that launches a kernel with these scalars."""
-    return lambda rows, at: ops.update_rows(kernel, rows, scalars, at)
+    return lambda rows, at: ops.update_rows(kernel, rows, scalars, at, writer=writer)
 
 
 class Job:
@@ -127,6 +142,7 @@ class Job:
     Attributes:
         leader: device of the first copy; its compute queue launches.
         updates: the rows for the rule.
+        is_dense: whether ``updates`` has all of ``written``, in its order.
     """
 
     def __init__(
@@ -147,7 +163,8 @@ class Job:
             self._devices |= dict.fromkeys(devices)
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []
-        if len(self.updates) < len(pairs):
+        self.is_dense = len(self.updates) == len(pairs)
+        if not self.is_dense:
             self._add_sparse(
                 [(operands, part) for operands, part in pairs if isinstance(part, IndexedSlices)]
             )

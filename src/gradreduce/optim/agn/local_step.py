@@ -139,8 +139,8 @@ def planned_step(plan: LocalPlan, gradients: Sequence[Part], scalars: Scalars) -
     assert plan.kernel is not None
     kernel, scalars = ops.LOCAL_UPDATES[plan.kernel.rule], (int(bool(plan.first)), *scalars)
     updates = []
-    for job in plan.jobs(gradients):
-        updates.append(partial(job.run, by_kernel(kernel, scalars)))
+    for job, writer in plan.jobs(gradients):
+        updates.append(partial(job.run, by_kernel(kernel, scalars, writer)))
     return LocalStep(plan.devices, updates, plan.dense if plan.first else {})
 
 
@@ -183,7 +183,7 @@ def local_step(
     for (_, kind), (written, parts) in updates.items():
         job = Job(written, parts)
         if kernel is None or kind is None:
-            launches.append(optimizer._ready(job, scalars))
+            launches.append(optimizer._ready(job, scalars, None))
         else:
             rule = by_kernel(ops.LOCAL_UPDATES[kernel.rule], (int(kind), *scalars))
             launches.append(partial(job.run, rule))

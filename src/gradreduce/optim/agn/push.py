@@ -22,7 +22,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device, DType, can_access, copy_over, join_streams
 from gradreduce.optim.array_rules import run_python_rule
 from gradreduce.optim.optimizer import Optimizer, Scalars
-from gradreduce.optim.update_plan import Job, Rule, by_kernel
+from gradreduce.optim.update_plan import Job, Rule, by_kernel, writer_of
 
 from .center import AGNCenter
 from .variables import Member
@@ -220,7 +220,8 @@ class PushPlan:
         for row in rows:
             push.leader.prepare(kernel, kernel.template_of(row))
         job = Job([row[:-1] for row in rows], [row[-1] for row in rows], push.others)
-        push.jobs[job] = lambda scalars: by_kernel(kernel, (period, *scalars))
+        writer = writer_of(push.leader, [row[:-1] for row in rows])
+        push.jobs[job] = lambda scalars: by_kernel(kernel, (period, *scalars), writer)
 
     def _plan_apart(
         self,

@@ -1,0 +1,104 @@
+"""A writer launches as its device does, and looks at what it writes only once."""
+
+from __future__ import annotations
+
+import pytest
+from device.contract import FLOAT, SIZE, adopted, data, uploaded
+from support.exact_data import same
+from support.meshes import refused
+
+from gradreduce.device import Capture, LaunchBatch, Record
+from gradreduce.errors import DeviceMismatchError
+from gradreduce.ops import prepare_accumulate_n
+from gradreduce.ops.accumulate_n import ACCUMULATE_N
+
+TEMPLATE = ("float32", "float32")
+
+
+def test_it_waits_for_copies_that_read_and_for_each_once(apart, waits):
+    near, beside, far = apart.devices
+    flat = near.empty((2 * SIZE,), FLOAT)
+    parts = [flat.view(place * SIZE, (SIZE,)) for place in range(2)]
+    term, away = uploaded(near, 1), far.empty((SIZE,), FLOAT)
+    beside.wait(near.mark())
+    writer = LaunchBatch(beside, [[part] for part in parts])
+    for read in (0, 1, None, 0):
+        if read is not None:
+            far.copy(away, parts[read])
+        waits.clear()
+        writer.launch(ACCUMULATE_N, TEMPLATE, [[part, term] for part in parts], (1,))
+        told = [] if read is None else [(beside.index, "compute", far.index, "compute")]
+        assert waits == told, "as a launch does"
+        assert flat.block.readers == {}
+        near.wait(beside.mark())  # whose memory it is: what copies it comes behind that
+    assert (beside, "compute") in flat.block.touched
+    assert (beside, "compute") in term.block.touched
+
+
+def test_it_is_written_down_as_a_launch(near):
+    device = near.devices[0]
+    outs = [uploaded(device, 1), device.empty((0,), FLOAT), uploaded(device, 2)]
+    term, none = uploaded(device, 3), device.empty((0,), FLOAT)
+    for kept in ([outs[0], outs[2]], outs):  # with a row that has no work, and without
+        before = [out.numpy() for out in kept]
+        rows = [[out, term if out.size else none] for out in kept]
+        writer = LaunchBatch(device, [[out] for out in kept])
+        with near.journal() as journal:
+            writer.launch(ACCUMULATE_N, TEMPLATE, rows, (1,))
+        assert journal.records == [Record("launch", "accumulate_n", 0, num_rows=2)]
+        for out, value in zip(kept, before, strict=True):
+            assert same(out.numpy(), value + (data((SIZE,), seed=3) if out.size else 0))
+
+
+def test_what_a_launch_refuses_it_refuses(apart):
+    near, _, far = apart.devices
+    out, theirs = uploaded(near, 1), adopted(far, data((SIZE,)))
+    fixed = near.adopt(near.release(uploaded(near, 2)), writable=False)
+    with refused(apart, ValueError, "is read-only"):
+        LaunchBatch(near, [[out], [fixed]])
+    with refused(apart, DeviceMismatchError, "cannot access"):
+        LaunchBatch(near, [[out], [theirs]])
+    writer = LaunchBatch(near, [[out]])
+    with refused(apart, DeviceMismatchError, "cannot access"):
+        writer.launch(ACCUMULATE_N, TEMPLATE, [[out, theirs]], (1,))
+    assert same(out.numpy(), data((SIZE,), seed=1))
+
+
+def test_inside_a_capture_it_is_kept_for_each_call(near):
+    device = near.devices[0]
+    out, term = device.zeros((SIZE,), FLOAT), uploaded(device, 1)
+    prepare_accumulate_n(device, out.dtype, out.dtype)
+    writer, capture = LaunchBatch(device, [[out]]), Capture(near.devices)
+    with capture.recorded():
+        writer.launch(ACCUMULATE_N, TEMPLATE, [[out, term]], (1,))
+    assert not out.numpy().any()
+    capture()
+    capture()
+    assert same(out.numpy(), 2 * data((SIZE,), seed=1))
+
+
+def test_inside_a_capture_it_waits_for_what_is_read_there(apart, waits):
+    near, beside, _ = apart.devices
+    out, term, away = near.zeros((SIZE,), FLOAT), uploaded(near, 1), beside.empty((SIZE,), FLOAT)
+    prepare_accumulate_n(near, out.dtype, out.dtype)
+    writer, capture = LaunchBatch(near, [[out]]), Capture([near, beside])
+    with capture.recorded():
+        beside.copy(away, out)
+        waits.clear()
+        writer.launch(ACCUMULATE_N, TEMPLATE, [[out, term]], (1,))
+        assert waits == [(near.index, "compute", beside.index, "compute")]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_of_a_device_that_is_gone_it_says_so(reopen, closed):
+    mesh = reopen([0])
+    device = mesh.devices[0]
+    out, term = uploaded(device, 1), uploaded(device, 2)
+    writer = LaunchBatch(device, [[out]])
+    if closed:
+        mesh.close()
+    else:
+        device.mark_failed("it fell off the bus")
+    with pytest.raises(RuntimeError, match="closed" if closed else "fell off"):
+        writer.launch(ACCUMULATE_N, TEMPLATE, [[out, term]], (1,))
+    mesh.close()
