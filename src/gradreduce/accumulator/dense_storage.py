@@ -109,6 +109,9 @@ class DenseStorage(Storage):
 
     def converted(self, state: AccumulatorState, grad: Any, cast: bool) -> Addend:
         """See ``Storage``; makes IndexedSlices dense."""
+        if not isinstance(grad, IndexedSlices) and kind_of(grad) not in ("native", "buffer"):
+            index, buffer = to_sum_device(state, grad)  # whose dtype is known at less cost
+            return index, self.checked(state, buffer, cast)
         checked = self.checked(state, grad, cast)
         if not isinstance(checked, IndexedSlices):
             return to_sum_device(state, checked)
