@@ -220,11 +220,11 @@ def _host_memory(host: np.ndarray, device: Device) -> _Memory:
         raise DeviceMismatchError(f"out is in host memory; expected it on {device}")
     if not host.flags.writeable:
         raise ValueError("out is read-only; pass a writable array")
-    if not (host.flags.c_contiguous and host.flags.aligned):
+    if not host.flags.carray:  # contiguous in C's order, aligned and writable
         _check_dense(host)
         _check_flat_buffer(host.ctypes.data, host.nbytes, device)
         return device.empty(host.shape, host.dtype), host, host.ctypes.data
-    buffer = device.adopt(host)
+    buffer = device.adopt(host) if device.defers else device.put(host)  # which copies if deferred
     _check_flat_buffer(buffer.address, host.nbytes, device)
     if device.defers and not buffer.block.owned:
         return device.empty(host.shape, host.dtype), host, buffer.address

@@ -97,11 +97,7 @@ def lay_out(
         made.append(_laid_out(plan, divisor, tensors, wanted, algorithm, consume, memory))
     memory.allocate()
     for packed in made:
-        if (
-            packed.results == packed.inputs
-            and not packed.plan.has_gaps
-            and None not in packed.filling
-        ):
+        if packed.outs == packed.inputs and not packed.plan.has_gaps and None not in packed.filling:
             shapes = [gradients[tensor][0].shape for tensor in packed.plan.tensors]
             packed.views = [
                 flat.parts(packed.plan.layout.offsets, shapes) for flat in packed.inputs
@@ -209,7 +205,10 @@ def moves_out(packs: Iterable[Pack]) -> list[Move]:
             targets = packed.targets[replica]
             if targets is not None:
                 pieces = packed.plan.pieces[start, stop]
-                sums = out.parts(pieces.begins, pieces.shapes)
+                if packed.views is None:
+                    sums = out.parts(pieces.begins, pieces.shapes)
+                else:
+                    sums = _parts_of(packed.views[replica], pieces)
                 moves.append((out.device, 1, _parts_of(targets, pieces), sums))
             elif packed.results is not None and packed.results[replica] is not out:
                 moves.append(
@@ -230,7 +229,9 @@ def unpack(
             found[flat.plan.tensors[0]] = tuple(flat.results)
             continue
         offsets = flat.plan.layout.offsets
-        columns = flat.views or [result.parts(offsets, inside) for result in flat.results]
+        columns = flat.views
+        if columns is None or flat.results is not flat.outs:
+            columns = [result.parts(offsets, inside) for result in flat.results]
         for tensor, replicas in zip(flat.plan.tensors, zip(*columns, strict=True), strict=True):
             found[tensor] = replicas
     return found
