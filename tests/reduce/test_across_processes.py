@@ -1,5 +1,7 @@
 """Sums over the replicas of several processes, which are threads here."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -163,6 +165,34 @@ def test_a_process_without_the_call_is_named_with_the_tensors():
 
     text, _ = run_processes(2, work)
     assert text.startswith("pack 1 of 1 (tensors 0 to 1): process 1: closed its mesh after 2 calls")
+
+
+def test_the_flight_record_has_the_calls_of_its_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "flight.json"))
+
+    def work(group):
+        mesh = gr.open_mesh(1, backend="sim", process_group=group)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        for size in (3, 3, 4 + group.rank):
+            try:
+                ops.all_reduce([[np.ones((size, 2), np.float32)]], gr.ReduceOp.SUM)
+            except ValueError:
+                break
+        mesh.close()
+
+    run_processes(2, work)
+    for rank in range(2):
+        (path,) = tmp_path.glob(f"flight.*.rank{rank}.json")
+        record = json.loads(path.read_text())
+        assert (record["process"], record["num_processes"]) == (rank, 2)
+        assert [
+            (call["number"], *record["descriptions"][call["digest"]]["tensors"], call["done"])
+            for call in record["calls"]
+        ] == [
+            (0, "float32[3, 2]", True),
+            (1, "float32[3, 2]", True),
+            (2, f"float32[{4 + rank}, 2]", False),
+        ]
 
 
 def train(group, num_devices, first, *, num_required=None, stale_rank=None):

@@ -1,8 +1,9 @@
-"""Starts ``program.py`` by torchrun or mpiexec."""
+"""Starts ``program.py`` by torchrun or mpiexec, and ends it."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,3 +39,12 @@ def start(launcher: str, size: int, scenario: str, *arguments: str) -> subproces
         text=True,
         start_new_session=True,
     )
+
+
+def end_group(program: subprocess.Popen[str]) -> bool:
+    """Ends what is left of a process group; returns whether there was anything."""
+    try:
+        os.killpg(program.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True

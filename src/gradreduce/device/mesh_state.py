@@ -320,7 +320,8 @@ class MeshState:
 
     def _write_flight(self, reason: str) -> None:
         entries = self.log.entries((), fresh=False)
-        write_flight(self.flight_path, f"{self.backend}, process {self._pid}", reason, entries)
+        mesh = f"{self.backend}, process {self._pid}"
+        write_flight(self.flight_path, mesh, reason, entries, self.process_group)
 
     def _notify(self, call: Callable[[], None]) -> None:
         """Calls it in a new thread, or in the watchdog's if no thread can start.

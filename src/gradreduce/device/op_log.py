@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .device import Device
     from .graph_capture import Capture
     from .pending_calls import Label, PendingCall
+    from .process_group import ProcessGroup
 
 # The kinds whose bytes leave a device for another.
 CROSSING = ("launch", "copy", "collective", "exchange")
@@ -414,10 +415,13 @@ def flight_path(wanted: str) -> str:
     return str(target)
 
 
-def write_flight(path: str, mesh: str, reason: str, entries: Sequence[FlightEntry]) -> None:
+def write_flight(
+    path: str, mesh: str, reason: str, entries: Sequence[FlightEntry], group: ProcessGroup | None
+) -> None:
     """Writes mesh, reason and entries as JSON, completely or not at all.
 
-    The object is ``{"mesh": …, "reason": …, "entries": [{…}, …]}``.
+    The object is ``{"mesh": …, "reason": …, "entries": [{…}, …]}``; in one of several processes it
+    has the fields of ``ProcessGroup.flight_record`` too, and the file's name has the rank.
 
     Does not raise: its caller has a worse error to report. A failure is logged.
 
@@ -426,9 +430,14 @@ def write_flight(path: str, mesh: str, reason: str, entries: Sequence[FlightEntr
         mesh: which one.
         reason: why it failed.
         entries: of its record.
+        group: its processes; None: this one alone.
     """
     target = Path(path)
     content = {"mesh": mesh, "reason": reason, "entries": [asdict(each) for each in entries]}
+    if group is not None:
+        content |= group.flight_record()
+        if not _is_special(target):
+            target = target.with_name(f"{target.stem}.rank{group.rank}{target.suffix}")
     written = (json.dumps(content, indent=1) + "\n").encode()
     try:
         if _is_special(target):
@@ -440,7 +449,7 @@ def write_flight(path: str, mesh: str, reason: str, entries: Sequence[FlightEntr
         else:
             replace_file(target, written, mode=0o666)
     except OSError as error:
-        _log.warning("GRADREDUCE_FLIGHT_RECORD: %s was not written: %s", path, error)
+        _log.warning("GRADREDUCE_FLIGHT_RECORD: %s was not written: %s", target, error)
 
 
 def _is_special(path: Path) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +30,7 @@ Message = tuple[int, np.ndarray]
 Parcel = tuple[int, "Buffer"]
 # Sends and receives host arrays.
 Move = Callable[[Sequence[Message], Sequence[Message]], None]
-# Notices of this many calls are kept. No process is that far ahead of another.
+# Notices and descriptions of this many calls are kept. No process is that far ahead of another.
 _KEPT_CALLS = 1024
 # How long a process that lost another waits for a notice that tells why.
 _REASON_SECONDS = 1.0
@@ -74,6 +75,7 @@ class ProcessGroup(ABC):
         self.counts: tuple[int, ...] = (1,) * size
         self._is_closed = False
         self._calls = 0
+        self._last_calls: deque[tuple[int, Description]] = deque(maxlen=_KEPT_CALLS)
         self._call = ""  # number and digest of the last one
         self._exchanges = 0  # in that call
         self._compared: set[str] = set()
@@ -149,6 +151,7 @@ class ProcessGroup(ABC):
         """
         number, key = self._calls, self._key
         self._calls += 1
+        self._last_calls.append((number, description))
         self._call, self._exchanges = f"{number} {description.digest}", 0
         is_new = description.digest not in self._compared
         if is_new:
@@ -168,6 +171,24 @@ class ProcessGroup(ABC):
         if missing:
             raise CollectiveError(self.describe_missing(missing, f"call {number}", seconds))
         self._compared.add(description.digest)
+
+    def flight_record(self) -> dict[str, Any]:
+        """Returns this process and its last calls as JSON values.
+
+        The last call is not known to be done, the earlier ones are: an exchange ends before the
+        next call begins.
+        """
+        calls = self._last_calls.copy()
+        last = self._calls - 1
+        return {
+            "process": self.rank,
+            "num_processes": self.size,
+            "calls": [
+                {"number": number, "digest": each.digest, "done": number < last}
+                for number, each in calls
+            ],
+            "descriptions": {each.digest: json.loads(each.text) for _, each in calls},
+        }
 
     @property
     def _key(self) -> str:

@@ -1,13 +1,10 @@
 """Faults of one process: the others say which process it was, and no process is left behind."""
 
-import os
 import re
-import signal
-import subprocess
 import time
 
 import pytest
-from support.processes import MPI, TORCHRUN, start
+from support.processes import MPI, TORCHRUN, end_group, start
 
 GONE = r"process 1: closed its mesh after 3 calls"
 SILENT = r"process 1 of 2 (did not answer within [\d.]+ s|has gone .*)"
@@ -64,12 +61,3 @@ def test_a_planted_fault(name, launcher):
     for seconds, error in survivors:
         assert re.search(FAULTS[name], error), text
         assert float(seconds) <= 3 + 2, "the deadline and two seconds"
-
-
-def end_group(program: subprocess.Popen) -> bool:
-    """Ends what is left of a process group; returns whether there was anything."""
-    try:
-        os.killpg(program.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True

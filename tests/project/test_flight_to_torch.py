@@ -1,0 +1,105 @@
+"""``tools/flight_to_torch.py``: what it makes of the flight records of several processes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from flight_to_torch import convert, main
+
+pytestmark = pytest.mark.repo
+
+DESCRIPTIONS = {
+    "a": {"call": "reduction", "divisor": 2, "tensors": ["float32[3, 5]", "bfloat16[]"]},
+    "b": {"call": "reduction of IndexedSlices", "tensors": ["int16 rows of [7], dense_shape None"]},
+    "c": {"call": "broadcast", "process": 1, "tensors": ["float64[2]"]},
+    "d": {"call": "a SyncStep", "tensors": []},
+}
+
+
+def record(process: int, digests: str, *, first: int = 0, num_processes: int = 3) -> dict:
+    """A record as ``GRADREDUCE_FLIGHT_RECORD`` has it; the last call is not done."""
+    calls = [
+        {"number": number, "digest": digest, "done": number < first + len(digests) - 1}
+        for number, digest in enumerate(digests, first)
+    ]
+    return {
+        "mesh": "sim, process 1",
+        "reason": "planted",
+        "entries": [],
+        "process": process,
+        "num_processes": num_processes,
+        "calls": calls,
+        "descriptions": DESCRIPTIONS,
+    }
+
+
+def outlines(dump: dict) -> list[tuple]:
+    return [
+        (each["collective_seq_id"], each["profiling_name"], each["state"])
+        for each in dump["entries"]
+    ]
+
+
+def test_each_call_is_one_collective():
+    dumps = convert([record(0, "dabc", num_processes=1)])
+    assert outlines(dumps[0]) == [
+        (0, "nccl:barrier", "completed"),
+        (1, "nccl:all_reduce", "completed"),
+        (2, "nccl:all_reduce", "completed"),
+        (3, "nccl:broadcast", "started"),
+    ]
+    for side in ("input", "output"):
+        found = [(each[f"{side}_sizes"], each[f"{side}_dtypes"]) for each in dumps[0]["entries"]]
+        assert found == [
+            ([], []),
+            ([[3, 5], []], ["float32", "bfloat16"]),
+            ([[7]], ["int16"]),
+            ([[2]], ["float64"]),
+        ]
+    assert dumps[0]["pg_status"] == {
+        "0": {
+            "last_enqueued_collective": 3,
+            "last_started_collective": 3,
+            "last_completed_collective": 2,
+        }
+    }
+
+
+def test_a_process_without_a_file_joined_what_another_has_completed():
+    dumps = convert([record(2, "aab", first=4), record(0, "aa", first=4)])
+    assert sorted(dumps) == [0, 1, 2]
+    assert [len(dumps[rank]["entries"]) for rank in range(3)] == [2, 2, 3]
+    assert outlines(dumps[1]) == [
+        (4, "nccl:all_reduce", "completed"),
+        (5, "nccl:all_reduce", "completed"),
+    ]
+    assert {dump["pg_config"]["0"]["ranks"] for dump in dumps.values()} == {"[0, 1, 2]"}
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([record(0, "a"), record(0, "a")], "of another process each"),
+        ([record(0, "a"), record(1, "a", num_processes=2)], "of one mesh"),
+        ([{"mesh": "sim, process 1", "reason": "planted", "entries": []}], "not open in several"),
+    ],
+)
+def test_other_files_are_refused(records, message, tmp_path, capsys):
+    files = [tmp_path / str(index) for index in range(len(records))]
+    for path, content in zip(files, records, strict=True):
+        path.write_text(json.dumps(content))
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "folder"), *map(str, files)])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "folder").exists()
+
+
+def test_one_file_of_each_process_is_written(tmp_path, capsys):
+    path = tmp_path / "flight.json"
+    path.write_text(json.dumps(record(1, "aa", num_processes=2)))
+    main([str(tmp_path / "folder"), str(path)])
+    assert "no file of process 0" in capsys.readouterr().out
+    dumps = [pickle.loads((tmp_path / "folder" / f"rank_{rank}").read_bytes()) for rank in (0, 1)]
+    assert [len(each["entries"]) for each in dumps] == [1, 2]
