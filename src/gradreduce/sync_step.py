@@ -25,7 +25,7 @@ from gradreduce.device import (
     by_physical,
     deadline_scope,
 )
-from gradreduce.device.exchange import agree, exchange_numbers
+from gradreduce.device.exchange import agreed, exchange_numbers
 from gradreduce.device.process_group import Description
 from gradreduce.errors import NotCopied, about, brief, listed, repeated
 from gradreduce.optim import Optimizer
@@ -168,7 +168,7 @@ class SyncStep(NotCopied):
         self.optimizer.prepare(self.variables)  # what can fail does so before a gradient is taken
         placed = self._validated(terms)
         with deadline_scope("a SyncStep", seconds, self.devices):
-            step = self._earliest(step)
+            step = self._earliest(step, list(placed))
             gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
             accumulators = [self.accumulators[index] for index in placed]
             with DeferInterrupts():
@@ -179,14 +179,19 @@ class SyncStep(NotCopied):
                     self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
                 return means is not None
 
-    def _earliest(self, step: int) -> int:
-        """Returns the earliest step of all processes: if it is stale, all gradients are dropped."""
+    def _earliest(self, step: int, with_gradients: list[int]) -> int:
+        """Returns the earliest step of all processes: if it is stale, all gradients are dropped.
+
+        Args:
+            step: of this process.
+            with_gradients: indices of its variables; the others' must be equal.
+        """
         leader = self.devices[0]
         group = leader.mesh_state.process_group
         if group is None:
             return step
-        agree(leader, Description.of({"call": "a SyncStep", "tensors": []}))
-        steps = exchange_numbers(leader, [step], [1] * group.size)
+        with agreed(leader, Description.of({"call": "a SyncStep", "tensors": with_gradients})):
+            steps = exchange_numbers(leader, [step], [1] * group.size)
         return min([other for (other,) in steps])
 
     def _validated(

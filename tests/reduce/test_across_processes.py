@@ -263,3 +263,139 @@ def test_what_works_in_one_process_only_raises():
         mesh.close()
 
     run_processes(1, work)
+
+
+def mesh_and_ops(group, num_devices=1, **options):
+    mesh = gr.open_mesh(num_devices, backend="sim", process_group=group)
+    return mesh, gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh, **options)
+
+
+@pytest.mark.parametrize("num_packs", [0, 1])
+def test_arrays_of_another_axis_order_are_summed_by_index(num_packs):
+    def work(group):
+        mesh, ops = mesh_and_ops(group, num_packs=num_packs)
+        array = np.array([[1.0, 2.0], [3.0, 4.0]], order="CF"[group.rank])
+        (found,) = ops.all_reduce([[array]], gr.ReduceOp.SUM)
+        (copied,) = ops.broadcast(array, mesh, process=1).values
+        ops.all_reduce([[array]], gr.ReduceOp.SUM, out=[[array]])
+        mesh.close()
+        return found[0], copied, array
+
+    for found, copied, array in run_processes(2, work):
+        assert found.tolist() == array.tolist() == [[2, 4], [6, 8]]
+        assert copied.tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_processes_with_other_numbers_of_physical_devices_exchange_the_same_packs(
+    seed, monkeypatch
+):
+    monkeypatch.setattr("gradreduce.reduce.pipeline.STAGE_BYTES", 1024)
+    grads = [np.full(size, 1.0, np.float32) for size in (400, 800, 20000)]
+
+    def work(group):
+        count = 1 + 2 * group.rank
+        mesh = gr.open_mesh(count, backend="sim", process_group=group, schedule_seed=seed)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 3, mesh=mesh)
+        (found, *_) = [ops.all_reduce([grads] * count, gr.ReduceOp.SUM) for _ in range(2)][1]
+        values = [np.array(each) for each in found]
+        mesh.close()
+        return values
+
+    for values in run_processes(2, work):
+        assert all((each == 4.0).all() for each in values)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_mean_and_sum_differ_where_the_sums_are_divided_later(is_sparse):
+    def work(group):
+        mesh, ops = mesh_and_ops(group)
+        op = (gr.ReduceOp.SUM, gr.ReduceOp.MEAN)[group.rank]
+        rows = gr.IndexedSlices(np.ones((1, 2)), np.array([0]))
+        value = gr.PerReplica([[np.ones(3, np.int32)], [rows]][is_sparse], mesh)
+        with pytest.raises(ValueError, match=("mean of integers is", "op is")[is_sparse]):
+            ops.reduce(op, value, value)
+
+    run_processes(2, work)
+
+
+def test_a_prepared_step_waits_for_its_own_deadline_only():
+    def work(group):
+        mesh, ops = mesh_and_ops(group)
+        value = gr.PerReplica([np.ones(4, np.float32)], mesh)
+        step = ops.prepare(gr.ReduceOp.SUM, [(value, value)])
+        if group.rank == 0:
+            exchange, waits = group.exchange, []
+            group.exchange = lambda *call: (waits.append(call[-1]), exchange(*call))
+            with pytest.raises(gr.errors.CollectiveError, match="process 1"):
+                step(deadline=0.05)
+            assert 0 < waits[0] <= 0.05
+            with pytest.raises(gr.errors.CollectiveError, match="cannot be reset: end the process"):
+                mesh.reset()
+        mesh.close()
+
+    run_processes(2, work, timeout=1.0)
+
+
+def test_a_process_that_stops_tells_the_others_why():
+    def work(group):
+        def next_tag():
+            raise KeyboardInterrupt
+
+        mesh, ops = mesh_and_ops(group)
+        if group.rank == 1:
+            group.next_tag = next_tag
+        error = KeyboardInterrupt if group.rank == 1 else gr.errors.CollectiveError
+        with pytest.raises(error) as found:
+            ops.all_reduce([[np.ones(3)]], deadline=0.3)
+        mesh.close()
+        return str(found.value)
+
+    first, _ = run_processes(2, work)
+    assert "process 1: a call of process 1 of 2 stopped: KeyboardInterrupt()" in first
+
+
+def test_leaving_by_an_error_waits_for_nobody_and_is_seen_at_once():
+    def work(group):
+        error = ValueError if group.rank == 1 else gr.errors.CollectiveError
+        with pytest.raises(error) as found, mesh_and_ops(group)[0] as mesh:
+            if group.rank == 1:
+                raise ValueError("of the user")
+            gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh).all_reduce([[np.ones(3)]])
+        return str(found.value)
+
+    first, _ = run_processes(2, work, timeout=60.0)
+    assert first == (
+        "process 1 of 2 has not come to call 0 (reduction, tensors: float64[3]): process 1: left "
+        "its mesh by ValueError('of the user')"
+    )
+
+
+def test_gradients_of_other_variables_are_named_before_they_are_added():
+    def work(group):
+        mesh, ops = mesh_and_ops(group)
+        variables = [gr.Variable(np.zeros(3, np.float32), device=mesh) for _ in range(2)]
+        step = gr.SyncStep(variables, gr.AdamOptimizer(0.1), ops)
+        terms = [[np.ones(3, np.float32)], [np.ones(3, np.float32)]]
+        if group.rank == 1:
+            terms[0] = None
+        with pytest.raises(ValueError, match=r"different tensors: . in process ., . in process ."):
+            step([terms])
+        assert all(each.num_accumulated() == 0 for each in step.accumulators)
+        mesh.close()
+
+    run_processes(2, work)
+
+
+def test_what_depends_on_other_processes_cannot_be_planned_or_captured():
+    def work(group):
+        mesh, ops = mesh_and_ops(group)
+        rows = gr.PerReplica([gr.IndexedSlices(np.ones((1, 2)), np.array([0]))], mesh)
+        with pytest.raises(ValueError, match="value 0 contains IndexedSlices, of which other"):
+            ops.plan(gr.ReduceOp.SUM, [(rows, rows)])
+        value = gr.PerReplica([mesh[0].zeros((3,), np.float32)], mesh)
+        with pytest.raises(RuntimeError, match="a captured step works inside one process only"):
+            ops.capture(gr.ReduceOp.SUM, [(value, value)])
+        mesh.close()
+
+    run_processes(1, work)

@@ -60,7 +60,7 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
     process_group: Any = None,
     communicator: Any = None,
     devices_per_process: int | None = None,
-    timeout: float = 1800.0,
+    timeout: float | None = 1800.0,
     peer_access: bool | Set[tuple[int, int]] = True,
     kernels: str = "numpy",
     strict: bool | None = None,
@@ -85,7 +85,7 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
         devices_per_process: instead of ``devices``, how many logical devices this process has; on
             GPUs they share the GPU of its local rank.
         timeout: seconds that this process waits for another one: here, and in each later call
-            that has no earlier deadline.
+            that has no earlier deadline. None: for ever.
         peer_access: simulation only: whether a launch may touch another physical device's memory.
             Without it every byte is copied. Or the pairs of physical devices that have it.
         kernels: simulation only: what runs a kernel. ``"numpy"``: its NumPy reference;

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -38,21 +39,25 @@ def exchange(
     group = mesh_state.process_group
     assert group is not None, "only a mesh over several processes exchanges"
     label = mesh_state.thread.label
-    seconds = _seconds(mesh_state, group)
     what = str(label) if label is not None else "an exchange"
 
-    def move(tag: int, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+    def move(
+        tag: int, seconds: float, outgoing: Sequence[Message], incoming: Sequence[Message]
+    ) -> None:
         try:
             group.exchange(outgoing, incoming, tag, seconds)
         except ProcessError as error:
             reason = _reason(group, error, what)
-            group.post("failed", reason)
-            mesh_state.fail(reason)
+            fail(mesh_state, reason)
             raise CollectiveError(reason) from error
+        except BaseException as error:  # Ctrl-C too: the others wait for what was not sent
+            fail(mesh_state, f"{what}: process {group.rank} of {group.size} stopped: {error!r}")
+            raise
 
     def command() -> None:
+        seconds = _seconds(mesh_state, group)  # of each call of a prepared step
         with mesh_state.recording_commands(None):  # its fences are its own
-            device._exchange(sends, receives, queue, partial(move, group.next_tag()))
+            device._exchange(sends, receives, queue, partial(move, group.next_tag(), seconds))
 
     written = [buffer for _, buffer in receives]
     read = [buffer for _, buffer in sends]
@@ -70,11 +75,10 @@ def agree(device: Device, description: Description) -> None:
     mesh_state = device.mesh_state
     group = mesh_state.process_group
     assert group is not None, "only processes of a mesh agree"
-    seconds = _seconds(mesh_state, group)
 
     def command() -> None:
         try:
-            group.agree(description, seconds)
+            group.agree(description, _seconds(mesh_state, group))
         except (InvalidArgumentError, CollectiveError) as error:
             mesh_state.fail(str(error))
             raise
@@ -82,6 +86,33 @@ def agree(device: Device, description: Description) -> None:
     command()
     if mesh_state.thread.command_list is not None:
         mesh_state.thread.command_list.add(command)
+
+
+@contextmanager
+def agreed(device: Device, description: Description) -> Iterator[None]:
+    """Context manager: agrees; if the call raises inside, the others are told and the mesh fails.
+
+    Raises:
+        InvalidArgumentError, CollectiveError: see ``agree``.
+    """
+    agree(device, description)
+    try:
+        yield
+    except BaseException as error:
+        mesh_state = device.mesh_state
+        group = mesh_state.process_group
+        if mesh_state.reason is None and group is not None:
+            fail(mesh_state, f"a call of process {group.rank} of {group.size} stopped: {error!r}")
+        raise
+
+
+def fail(mesh_state: MeshState, reason: str) -> None:
+    """Marks a mesh over several processes as failed, and tells the others why."""
+    group = mesh_state.process_group
+    assert group is not None, "only a mesh over several processes has others"
+    with suppress(CollectiveError):  # the others may be gone
+        group.post("failed", reason)
+    mesh_state.fail(reason)
 
 
 def _seconds(mesh_state: MeshState, group: ProcessGroup) -> float:

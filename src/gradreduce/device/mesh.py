@@ -16,6 +16,7 @@ from gradreduce.errors import NotCopied, listed
 
 from .collective import Collective
 from .device import Device
+from .exchange import fail
 from .flat_buffer import FlatBuffer
 from .mesh_reset import reset
 from .mesh_state import MeshState
@@ -159,7 +160,8 @@ class Mesh(NotCopied):
 
         Raises:
             CollectiveError: a device or communicator does not come to its end in time; named. The
-                mesh cannot be used yet, and may be reset later.
+                mesh cannot be used yet, and may be reset later. A failed mesh over several
+                processes cannot be reset: they do not know how far each has come.
             BackendUnavailableError: the mesh is closed.
             CaptureError: inside a capture.
             ValueError: ``timeout`` is no number above 0.
@@ -194,8 +196,13 @@ class Mesh(NotCopied):
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not self.mesh_state.is_inherited:  # a child that ends may leave the parent's block
-            self.close()
+        if self.mesh_state.is_inherited:  # a child that ends may leave the parent's block
+            return
+        several = self.mesh_state.process_group is not None and not self.mesh_state.is_closed
+        if several and isinstance(error[1], Exception | KeyboardInterrupt):
+            # Nothing to wait for: the others cannot go on without this process.
+            fail(self.mesh_state, f"left its mesh by {error[1]!r}")
+        self.close()
 
     def __len__(self) -> int:
         return len(self.devices)

@@ -404,4 +404,7 @@ class MeshState:
             )
 
     def _failure_error(self, reason: str) -> CollectiveError:
-        return CollectiveError(f"the mesh has failed: {reason}; mesh.reset() makes it usable again")
+        then = "mesh.reset() makes it usable again"
+        if self.process_group is not None:
+            then = "end the processes and start them again"
+        return CollectiveError(f"the mesh has failed: {reason}; {then}")

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
@@ -105,7 +106,11 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def post(self, key: str, text: str) -> None:
-        """Leaves a notice for the others, without waiting; replaces an earlier one of this key."""
+        """Leaves a notice for the others, without waiting; replaces an earlier one of this key.
+
+        Raises:
+            CollectiveError: nobody can read it any more.
+        """
 
     @abstractmethod
     def read(self, rank: int, key: str, seconds: float) -> str | None:
@@ -125,7 +130,8 @@ class ProcessGroup(ABC):
         if self._is_closed:
             return
         self._is_closed = True
-        self.post("closed", str(self._calls))
+        with suppress(CollectiveError):  # the others may be gone
+            self.post("closed", str(self._calls))
         if failure is None:
             end = time.monotonic() + min(self.timeout, _LEAVE_SECONDS)
             for rank in self.others:
@@ -169,7 +175,8 @@ class ProcessGroup(ABC):
                 self.post("failed", difference)
                 raise InvalidArgumentError(difference)
         if missing:
-            raise CollectiveError(self.describe_missing(missing, f"call {number}", seconds))
+            what = f"call {number} ({_summary(description)})"
+            raise CollectiveError(self.describe_missing(missing, what, seconds))
         self._compared.add(description.digest)
 
     def flight_record(self) -> dict[str, Any]:
@@ -210,15 +217,17 @@ class ProcessGroup(ABC):
             The difference; empty if there is none; None if that process has not called in time.
         """
         while True:
-            text = self.read(rank, key, max(0.0, end - time.monotonic()))
-            if text is None:
-                return None
-            found, _, digest = text.partition(" ")
-            if int(found) >= number:
+            # Looked up first: a process may leave its notice and go.
+            is_last = self.has_gone(rank) is not None or time.monotonic() >= end
+            seconds = min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))
+            text = self.read(rank, key, 0.0 if is_last else seconds)
+            found, _, digest = (text or "").partition(" ")
+            if found and int(found) >= number:
                 break
-            if time.monotonic() >= end:
+            if is_last:
                 return None
-            time.sleep(1e-3)  # an older notice of the same key
+            if found:
+                time.sleep(1e-3)  # an older notice of the same key
         own = self._call.partition(" ")[2]
         if digest == own:
             return ""
@@ -230,9 +239,9 @@ class ProcessGroup(ABC):
         """Describes processes that have not come to ``what``, and why, as far as it is known."""
         names = f"process{'es' if len(ranks) > 1 else ''} {listed(ranks)}"
         have = "have" if len(ranks) > 1 else "has"
-        text = f"{names} of {self.size} {have} not come to {what} within {seconds:g} s"
+        text = f"{names} of {self.size} {have} not come to {what}"
         reasons = self.reasons(ranks, 0.0)
-        return f"{text}: {'; '.join(reasons)}" if reasons else text
+        return f"{text}: {'; '.join(reasons)}" if reasons else f"{text} within {seconds:g} s"
 
     def reason_for(self, rank: int) -> str | None:
         """Returns why a process did not take part in an exchange, if it can be known."""
@@ -292,6 +301,13 @@ def check_one_process(device: Device, what: str) -> None:
 def bytes_of(array: np.ndarray) -> np.ndarray:
     """Returns an array's memory as bytes; it is contiguous."""
     return array.reshape(-1).view(np.uint8)
+
+
+def _summary(description: Description) -> str:
+    """Names a call and its first tensor."""
+    what = json.loads(description.text)
+    tensors = what["tensors"]
+    return f"{what['call']}, tensors: {listed(tensors, 2)}" if tensors else what["call"]
 
 
 def _describe_difference(ours: str | None, theirs: str | None, rank: int, other: int) -> str:

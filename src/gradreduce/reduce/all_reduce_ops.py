@@ -27,6 +27,7 @@ from gradreduce.device import (
     by_physical,
     deadline_scope,
 )
+from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import CollectiveError, brief
 
 from .algorithms import ALGORITHMS
@@ -347,12 +348,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         Raises:
             ValueError, DeviceMismatchError, TypeError: what ``prepare`` raises.
             CollectiveError: ``"nccl"`` over several physical devices of this process; not launched.
+            RuntimeError: the mesh spans several processes, whose exchanges the host waits for.
             CaptureError: inside a capture, or two physical devices are not peers: nothing was
                 launched; or CUDA cannot make the graph.
         """
         call = self._checked(reduce_op, value_destination_pairs, output_type, out)
         check_preparable(call)
         for index, request in enumerate(call.requests):
+            check_one_process(request.devices[0], "a captured step")
             crosses = len(by_physical(request.devices)) > 1 and request.is_all_reduced
             if crosses and self.all_reduce_alg == "nccl":
                 raise CollectiveError(f"value {index}: {NOT_CAPTURED}")

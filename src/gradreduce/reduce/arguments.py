@@ -137,7 +137,9 @@ def as_reduced(
     """
     form = value._form
     value._discard_copies()
-    if form is None or not elementwise:
+    # Another process may have the same shape in another order of axes.
+    several = value.devices[0].mesh_state.process_group is not None
+    if form is None or not elementwise or several:
         return value, None
     if out is not None and not (
         isinstance(out, list | tuple) and index < len(out) and _has_order(out[index], form)
@@ -232,9 +234,10 @@ def _placed_alone(value: Any, mesh: Mesh | None) -> PerReplica:
             rows = to_buffer(rows, current_device(mesh))
         part = IndexedSlices.of(rows, value.indices, value.dense_shape)
         return PerReplica.of([part], value.kind)
-    form = axis_order(value)
+    home = current_device(mesh)
+    form = axis_order(value) if home.mesh_state.process_group is None else None
     lying = value if form is None else in_order(value, form)
-    return PerReplica.of([to_buffer(lying, current_device(mesh))], kind_of(value), form)
+    return PerReplica.of([to_buffer(lying, home)], kind_of(value), form)
 
 
 def _check_replicas(value: DistributedValues, index: int) -> None:

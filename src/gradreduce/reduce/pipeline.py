@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -21,7 +21,7 @@ from gradreduce.device import (
     by_physical,
     mean_dtype,
 )
-from gradreduce.device.exchange import agree
+from gradreduce.device.exchange import agreed
 from gradreduce.device.process_group import Description
 
 from .across_processes import AcrossProcesses, process_groups
@@ -45,6 +45,7 @@ from .reduction_groups import ReductionGroups
 
 # What the log says of an operation: why it was submitted.
 PHASES = ("pack", "all-reduce", "unpack")
+_ALONE: AbstractContextManager[None] = nullcontext()
 MOST_PLANS = 64  # of one mesh; a training script has a few
 
 
@@ -88,6 +89,7 @@ def plan_batch(
     *,
     divisor: float = 1,
     out_dtypes: Sequence[DType] | None = None,
+    counts: bool = False,
 ) -> BatchPlan:
     """Plans the reduction of one batch, compiles its kernels, and remembers both.
 
@@ -99,6 +101,7 @@ def plan_batch(
             order for every tensor; replicas of one shape and dtype.
         divisor: of every sum.
         out_dtypes: of the results; default those of the gradients.
+        counts: whether the caller divides the sums, of integers; other processes must too.
 
     Raises:
         ValueError: ``reduction_groups`` names another number of replicas.
@@ -114,6 +117,7 @@ def plan_batch(
         tuple([replicas[0].shape for replicas in gradients]),
         tuple([id(replicas[0].dtype) for replicas in gradients]),  # hashing a dtype is slow
         None if out_dtypes is None else tuple([id(dtype) for dtype in out_dtypes]),
+        counts,
     )
     found: BatchPlan | None = plans.get(key)
     if found is not None:
@@ -134,7 +138,7 @@ def plan_batch(
         devices, algorithm_of(settings, devices), flat,
         tuple([divisor if is_early else 1 for is_early in early]), divisor,
         tuple([(index, *pack) for index, each in enumerate(flat) for pack in each.packs]),
-        described(settings, gradients, divisor, out_dtypes),
+        described(settings, gradients, divisor, out_dtypes, counts=counts),
     )  # fmt: skip
     _remember(plans, key, made)
     return made
@@ -193,7 +197,7 @@ def reduce_alone(
     sparse = [part for part in value.parts if isinstance(part, IndexedSlices)]
     if len(sparse) == len(value.parts):
         num_replicas_of([part.values for part in sparse])  # checks the devices
-        everything = slices_of_all(home, sparse)
+        everything = slices_of_all(home, sparse, mean=mean, coalesce=coalesce)
         total = added_on(home, everything, mean=mean, coalesce=coalesce, kind=value.kind)
         return copied_to(total, request.devices, keep=True)
     gradients = [with_dense(value.parts)]
@@ -204,7 +208,8 @@ def reduce_alone(
         all_reduce_alg="hierarchical_copy", reduction_groups=groups, wire_dtype=None
     )
     counts = mean and gradients[0][0].dtype.kind in "iu"
-    plan = plan_batch(left_to_right, gradients, divisor=num_replicas if mean and not counts else 1)
+    divisor = num_replicas if mean and not counts else 1
+    plan = plan_batch(left_to_right, gradients, divisor=divisor, counts=counts)
     (sums,) = reduce_batch(plan, gradients)
     here = next((each for each in sums if each.device is home), sums[0])
     if counts:
@@ -224,7 +229,7 @@ def plan_requests(
     gradients = cast("list[tuple[Buffer, ...]]", [requests[index].value.parts for index in indices])
     mean = reduce_op is ReduceOp.MEAN and not counts
     divisor = num_replicas_of(gradients[0]) if mean else 1
-    plan = plan_batch(settings, gradients, divisor=divisor)
+    plan = plan_batch(settings, gradients, divisor=divisor, counts=counts)
     for dtype in {id(flat.dtype): flat.dtype for flat in plan.flat}.values():
         _compile_rest(plan.devices, dtype, counts=counts)
     return indices, counts, gradients, plan
@@ -340,9 +345,8 @@ def reduce_batch(
     groups = _stages(plan, packs)
     # A single stage has nothing to overlap with: it needs no waits between the two queues.
     queue: Queue = "transfer" if len(groups) > 1 else "compute"
-    with mesh_state.launch_lock:
-        if plan.description is not None:
-            agree(plan.devices[0], plan.description)
+    what = plan.description
+    with mesh_state.launch_lock, agreed(plan.devices[0], what) if what is not None else _ALONE:
         reduce = algorithm.start(jobs)
         waiting = [
             (
@@ -382,7 +386,9 @@ def _steps_of_stage(packs: Sequence[Pack], reduce: Callable[[], Steps]) -> Steps
 
 def _stages(plan: BatchPlan, packs: Sequence[Pack]) -> list[list[int]]:
     """Returns the indices of the packs of each stage."""
-    if len(packs) < 2 or len(by_physical(plan.devices)) == 1:
+    # Processes may have other devices and other buffers; their stages must be equal.
+    is_one = plan.description is not None or len(by_physical(plan.devices)) == 1
+    if len(packs) < 2 or is_one:
         return [list(range(len(packs)))] if packs else []
     sizes = [
         ((stop - start) * buffers.plan.wire.itemsize, buffers.is_moved)

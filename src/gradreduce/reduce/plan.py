@@ -155,7 +155,14 @@ def dry_run_of(
     Raises:
         ValueError: there is none, or they are of several meshes.
     """
-    mesh = mesh_signature(_mesh_of(requests))
+    whole = _mesh_of(requests)
+    for index, request in enumerate(requests):
+        if request.value.is_sparse and whole.mesh_state.process_group is not None:
+            raise ValueError(
+                f"value {index} contains IndexedSlices, of which other processes may have other "
+                "numbers of rows: only dense values can be planned over several processes"
+            )
+    mesh = mesh_signature(whole)
     blocks: dict[int, int] = {}  # the memory that requests share
     signatures = tuple([_signature_of(request, blocks, coalesce) for request in requests])
     return _dry_run(settings, reduce_op, mesh, signatures, coalesce)

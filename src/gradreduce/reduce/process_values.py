@@ -8,12 +8,14 @@ from typing import Any
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import Buffer, Device, DType, fork_streams, join_streams, to_local
-from gradreduce.device.exchange import agree, exchange, exchange_all, exchange_numbers
+from gradreduce.device.exchange import agreed, exchange, exchange_all, exchange_numbers
 from gradreduce.device.process_group import Description, Parcel
 from gradreduce.errors import listed
 
 
-def slices_of_all(device: Device, parts: Sequence[IndexedSlices]) -> list[IndexedSlices]:
+def slices_of_all(
+    device: Device, parts: Sequence[IndexedSlices], *, mean: bool, coalesce: bool
+) -> list[IndexedSlices]:
     """Returns the IndexedSlices of all replicas of all processes, in order, on ``device``.
 
     The host waits, twice: for the numbers of rows, which may differ, and for the indices.
@@ -21,12 +23,19 @@ def slices_of_all(device: Device, parts: Sequence[IndexedSlices]) -> list[Indexe
     Args:
         device: of this process.
         parts: this process's replicas, alike.
+        mean: whether they will be divided, for the comparison with other processes.
+        coalesce: whether equal rows will be added, too.
     """
-    what = {"call": "reduction of IndexedSlices", "tensors": [_described(parts[0])]}
-    agree(device, Description.of(what))
+    what = {
+        "call": "reduction of IndexedSlices",
+        "op": "MEAN" if mean else "SUM",
+        "coalesce": coalesce,
+        "tensors": [_described(parts[0])],
+    }
     group = device.mesh_state.process_group
     assert group is not None
-    return _received(device, parts, group.counts)
+    with agreed(device, Description.of(what)):
+        return _received(device, parts, group.counts)
 
 
 def broadcast_from(rank: int, parts: Sequence[Part]) -> list[Part]:
@@ -40,18 +49,18 @@ def broadcast_from(rank: int, parts: Sequence[Part]) -> list[Part]:
     group = device.mesh_state.process_group
     assert group is not None
     what = {"call": "broadcast", "process": rank, "tensors": [_described(part) for part in parts]}
-    agree(device, Description.of(what))
     found: list[Part] = []
-    for part in parts:
-        if isinstance(part, IndexedSlices):
-            found.append(_received(part.values.device, [part], [1] * group.size)[rank])
-            continue
-        home = part.device
-        made = part if group.rank == rank else home.empty(part.shape, part.dtype)
-        sends: list[Parcel] = [(other, part) for other in group.others] * (group.rank == rank)
-        receives: list[Parcel] = [(rank, made)] * (group.rank != rank)
-        exchange(home, sends, receives, "compute")
-        found.append(made)
+    with agreed(device, Description.of(what)):
+        for part in parts:
+            if isinstance(part, IndexedSlices):
+                found.append(_received(part.values.device, [part], [1] * group.size)[rank])
+                continue
+            home = part.device
+            made = part if group.rank == rank else home.empty(part.shape, part.dtype)
+            sends: list[Parcel] = [(other, part) for other in group.others] * (group.rank == rank)
+            receives: list[Parcel] = [(rank, made)] * (group.rank != rank)
+            exchange(home, sends, receives, "compute")
+            found.append(made)
     return found
 
 
@@ -112,6 +121,8 @@ def described(
     gradients: Sequence[Sequence[Buffer]],
     divisor: float,
     out_dtypes: Sequence[DType] | None,
+    *,
+    counts: bool,
 ) -> Description | None:
     """Describes a batch for the comparison with other processes; None in one process."""
     if gradients[0][0].device.mesh_state.process_group is None:
@@ -121,6 +132,7 @@ def described(
         "call": "reduction",
         **settings._asdict(),
         "divisor": divisor,
+        "mean of integers": counts,
         "out dtypes": None if out_dtypes is None else [str(dtype) for dtype in out_dtypes],
         "tensors": [_described(replicas[0]) for replicas in gradients],
     }

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from gradreduce.device.process_group import Message, ProcessError, ProcessGroup
-from gradreduce.errors import CollectiveError
+from gradreduce.errors import CollectiveError, brief
 
 _NOTICE = 0  # its tag; those of data are above
 _SPIN_SECONDS = 2e-3  # for what is about to arrive; then the core is left to others
@@ -36,6 +36,11 @@ class MpiGroup(ProcessGroup):
     """
 
     def __init__(self, communicator: Any, timeout: float) -> None:
+        if not isinstance(communicator, MPI.Intracomm) or communicator == MPI.COMM_NULL:
+            raise ValueError(
+                f"communicator={brief(communicator)} is not an mpi4py intracommunicator of this "
+                "process"
+            )
         super().__init__(communicator.Get_rank(), communicator.Get_size(), timeout)
         self._notices: dict[tuple[int, str], str] = {}
         self._posted: list[tuple[Any, bytes]] = []  # requests, and what they still read
@@ -110,9 +115,10 @@ class MpiGroup(ProcessGroup):
         if self._communicator is None:
             return
         status = MPI.Status()
-        while self._communicator.Iprobe(MPI.ANY_SOURCE, _NOTICE, status):
+        # Matched probes: another thread cannot receive what this one has seen.
+        while found := self._communicator.Improbe(MPI.ANY_SOURCE, _NOTICE, status):
             notice = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-            self._communicator.Recv(notice, status.Get_source(), _NOTICE)
+            found.Recv(notice)
             key, _, text = notice.tobytes().decode().partition("\0")
             self._notices[status.Get_source(), key] = text
 

@@ -5,6 +5,7 @@ Imported only where such a group is used: ``torch.distributed`` takes seconds to
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -12,15 +13,17 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from gradreduce.device.process_group import Message, ProcessError, ProcessGroup
-from gradreduce.errors import BackendUnavailableError, CollectiveError, listed
+from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, listed
 
 # The first tag: far from those that user code takes.
 _FIRST_TAG = 1 << 28
 _LOOK_SECONDS = 0.01
+_PAUSE_SECONDS = 5e-4
 _OF_A_MESH = 0x9E3779B  # a large odd number: meshes of one group have different tags
 
 
@@ -34,6 +37,15 @@ class TorchGroup(ProcessGroup):
     """
 
     def __init__(self, group: Any, timeout: float, *, owned: bool = False) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"process_group={brief(group)} is not a torch.distributed group of this process"
+            )
+        if "cpu" not in dist.get_backend_config(group):
+            raise ValueError(
+                f"process_group= sends no host memory (backends {dist.get_backend_config(group)}): "
+                "make it with 'cpu:gloo,cuda:nccl', or pass one of gloo"
+            )
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
         self._group = group
         self._owned = owned
@@ -52,7 +64,7 @@ class TorchGroup(ProcessGroup):
         calls += [(dist.isend, *message) for message in sends]
         ranks = [rank for _, rank, _ in calls]
         operations = [
-            dist.P2POp(call, torch.from_numpy(array), group=self._group, tag=tag, group_peer=rank)
+            dist.P2POp(call, _as_tensor(array), group=self._group, tag=tag, group_peer=rank)
             for call, rank, array in calls
         ]
         waited = 0
@@ -69,24 +81,36 @@ class TorchGroup(ProcessGroup):
 
     def post(self, key: str, text: str) -> None:
         """See ``ProcessGroup.post``."""
-        self._store.set(f"{self.rank}/{key}", text)
+        try:
+            self._store.set(f"{self.rank}/{key}", text)
+        except RuntimeError as error:
+            raise CollectiveError(f"the store of the processes has gone: {error}") from error
 
     def read(self, rank: int, key: str, seconds: float) -> str | None:
         """See ``ProcessGroup.read``."""
         name = f"{rank}/{key}"
+        end = time.monotonic() + seconds
         try:
-            if not self._store.check([name]):
-                if seconds <= 0:
+            while not self._store.check([name]):  # its own wait logs a warning when it ends
+                if time.monotonic() >= end:
                     return None
-                self._store.wait([name], timedelta(seconds=seconds))
+                time.sleep(_PAUSE_SECONDS)
             return bytes(self._store.get(name)).decode()
-        except RuntimeError:  # nobody has written it in time, or the store is gone
+        except RuntimeError:  # the store is gone
             return None
 
     def close(self) -> None:
         """See ``ProcessGroup.close``."""
         if self._owned and dist.is_initialized():
             dist.destroy_process_group(self._group)
+
+
+def _as_tensor(array: np.ndarray) -> torch.Tensor:
+    """Returns a tensor on an array's memory; PyTorch warns of an array that is read-only."""
+    if not array.flags.writeable and array.size:
+        address = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+        array = np.ctypeslib.as_array(address)
+    return torch.from_numpy(array)
 
 
 def open_torchrun(timeout: float) -> TorchGroup:

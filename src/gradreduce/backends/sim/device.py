@@ -188,6 +188,8 @@ class SimDevice(Device):
         outgoing = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in sends if buffer.size]
         incoming = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in receives if buffer.size]
         self.submit(queue, partial(move, outgoing, incoming))
+        if self.defers:  # or this process waits for one that waits for what it has not sent
+            self.scheduler.finish((self, queue))
 
     def _prepare(self, kernel: Kernel, template: Template, may_compile: bool = True) -> bool:
         build = IMPLEMENTATIONS[self.options.implementation]
