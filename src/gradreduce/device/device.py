@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,9 +31,6 @@ from .stream_sync import fork_streams, join_streams
 
 if TYPE_CHECKING:
     from .mesh import Mesh
-
-
-_BLOCK = attrgetter("block")
 
 
 class Device(NotCopied, Backend):
@@ -380,20 +376,19 @@ class Device(NotCopied, Backend):
         if not rows:
             return
         operands = list(chain.from_iterable(rows))
-        blocks = set(map(_BLOCK, operands))
-        homes = {block.device for block in blocks}
+        homes = {operand.device for operand in operands}
         is_here = len(homes) == 1 and self in homes
         crossing = 0 if is_here else check_all_accessible(self, homes, operands)
         self._check_compiled(kernel, template)
         may_wait = self.mesh_state.current.capture is not None
         written: list[Buffer] = []
-        if may_wait or not all([block.writable and not block.readers for block in blocks]):
+        if may_wait or [1 for each in operands if each.block.readers or not each.block.writable]:
             num_written = kernel.num_written(scalars)
             written = [operand for row in rows for operand in row[:num_written]]
         for operand in written:
             check_writable(operand)
         if not is_here or queue != "compute":
-            self._touch(blocks, queue)
+            self._touch({operand.block for operand in operands}, queue)
         # Of all of them, not of one for each block: each waits for the readers of its own bytes.
         for operand in written:
             self._before_write(operand, queue)
