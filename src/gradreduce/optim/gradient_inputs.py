@@ -91,13 +91,15 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
 
 def _check_pairs(pairs: Sequence[Any]) -> None:
     for index, pair in enumerate(pairs):
-        name = f"grads_and_vars[{index}]"
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise TypeError(f"{name} is {brief(pair)}, not a (gradient, variable) pair")
-        if not isinstance(pair[1], Variable):
-            raise InvalidVariableError(f"{name}: {brief(pair[1])} is not a Variable")
-        if pair[0] is not None and not pair[1].trainable:  # a trainable one holds floats
-            check_float(pair[1])
+            raise TypeError(
+                f"grads_and_vars[{index}] is {brief(pair)}, not a (gradient, variable) pair"
+            )
+        grad, var = pair
+        if not isinstance(var, Variable):
+            raise InvalidVariableError(f"grads_and_vars[{index}]: {brief(var)} is not a Variable")
+        if grad is not None and not var.trainable:  # a trainable one holds floats
+            check_float(var)
 
 
 def to_variables(
