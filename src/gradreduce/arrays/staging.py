@@ -44,8 +44,8 @@ class Staging(threading.local):
                 return None
             if place is None:
                 found.append(to_buffer(array, device))
-            elif is_owned_by_numpy(array):
-                place[0][...] = array
+            elif (base := array.base) is None or (type(base) is np.ndarray and base.base is None):
+                place[0][...] = array  # NumPy owns its memory: it is no view of a Variable
                 found.append(place[1])
             else:
                 return None
@@ -71,9 +71,3 @@ class Staging(threading.local):
             for index, start, part in zip(indices, layout.offsets, parts, strict=True):
                 places[index] = host[start : start + part.size].reshape(part.shape), part
         return places, flat_buffers
-
-
-def is_owned_by_numpy(array: np.ndarray) -> bool:
-    """Whether NumPy owns the array's memory, so that it is no view of a Variable."""
-    base = array.base
-    return base is None or (type(base) is np.ndarray and base.base is None)
