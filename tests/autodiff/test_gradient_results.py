@@ -137,6 +137,11 @@ def test_a_loss_may_return_a_variable(mesh):
 # -- whose memory ---------------------------------------------------------------------------------
 
 
+def test_broadcast_to_takes_subok(v):
+    (found,) = gradients(lambda: np.sum(np.broadcast_to(v, (2, 3), subok=True)), [v])
+    assert found.tolist() == [2.0, 2.0, 2.0]
+
+
 def test_a_gradient_is_the_callers(v, w, mesh):
     other = gr.Variable([1.0, 1.0, 1.0], device=mesh)
     seed = np.ones(3, "float32")

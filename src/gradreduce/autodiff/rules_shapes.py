@@ -169,7 +169,7 @@ _moved(np.swapaxes, lambda g, shape, axis1, axis2: np.swapaxes(g, axis1, axis2))
 _moved(np.moveaxis, lambda g, shape, source, destination: np.moveaxis(g, destination, source))
 _moved(np.flip, lambda g, shape, axis=None: np.flip(g, axis))
 _moved(np.roll, _rolled_back)
-_moved(np.broadcast_to, lambda g, of_operand, shape: like(g, of_operand))
+_moved(np.broadcast_to, lambda g, of_operand, shape, subok=False: like(g, of_operand))
 RULES[np.concatenate] = _concatenate
 RULES[np.stack] = _stack
 RULES[add_n] = RULES[accumulate_n] = RULES[aggregate] = _sum_of
