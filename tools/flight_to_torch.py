@@ -71,7 +71,8 @@ def _entries(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _entry(number: int, description: dict[str, Any], *, done: bool) -> dict[str, Any]:
     """Returns the entry of one call, whose results have the sizes of its tensors."""
-    found = [re.match(r"(\w+).*?\[(.*?)\]", text) for text in description["tensors"]]
+    # A SyncStep lists the indices of its variables: it is a collective without tensors.
+    found = [re.match(r"(\w+).*?\[(.*?)\]", str(each)) for each in description["tensors"]]
     dtypes = [each[1] for each in found if each]
     sizes = [[int(extent) for extent in re.findall(r"\d+", each[2])] for each in found if each]
     return {

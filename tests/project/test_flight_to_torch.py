@@ -14,7 +14,7 @@ DESCRIPTIONS = {
     "a": {"call": "reduction", "divisor": 2, "tensors": ["float32[3, 5]", "bfloat16[]"]},
     "b": {"call": "reduction of IndexedSlices", "tensors": ["int16 rows of [7], dense_shape None"]},
     "c": {"call": "broadcast", "process": 1, "tensors": ["float64[2]"]},
-    "d": {"call": "a SyncStep", "tensors": []},
+    "d": {"call": "a SyncStep", "tensors": [0, 2]},
 }
 
 
