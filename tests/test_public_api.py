@@ -156,7 +156,7 @@ def test_what_holds_devices_says_how_to_copy_it(mesh):
         (value[0], "pass buffer.numpy()"),
         (ops.prepare(gr.ReduceOp.SUM, [(value, value)]), f"prepare the step again {again}"),
         (ops.capture(gr.ReduceOp.SUM, [(value, value)]), f"prepare the step again {again}"),
-        (gr.SyncStep([variable], optimizer, ops), "pass the state_dict() of its optimizer"),
+        (gr.SyncStep([variable], optimizer, ops), load),
         (gr.ConditionalAccumulator("float32", device=mesh), load),
         (gr.SparseConditionalAccumulator("float32", device=mesh), load),
         (optimizer, load),

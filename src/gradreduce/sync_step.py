@@ -6,7 +6,7 @@ terms ──aggregate──► gradient ──accumulate──► sum ──pack
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
@@ -32,6 +32,7 @@ from gradreduce.optim import Optimizer
 from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_method
 from gradreduce.reduce.aggregators import aggregate_buffers
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+from gradreduce.step_checkpoint import StepParts, ready_state, saved_state
 
 
 class _StepAccumulator(ConditionalAccumulator):
@@ -71,8 +72,7 @@ class SyncStep(NotCopied):
         TypeError: an argument of another type.
     """
 
-    _copy_hint = ("pass the state_dict() of its optimizer and of each of its accumulators, and "
-                  "load them into a new step")  # fmt: skip
+    _copy_hint = "pass its state_dict(), and load that into a new one"
 
     def __init__(
         self,
@@ -94,10 +94,8 @@ class SyncStep(NotCopied):
         self.aggregation_method = as_aggregation_method(aggregation_method)
         whole = self.devices[0].mesh
         mesh = whole[[whole.devices.index(device) for device in self.devices]]
-        num_replicas = mesh.num_replicas
-        self.num_required = num_replicas if num_required is None else as_required(num_required)
-        # Every process adds one gradient for each of its replicas at each call.
-        self._num_here = -(-self.num_required // num_replicas) * len(self.devices)
+        self.num_replicas = mesh.num_replicas  # of all processes
+        self.num_required = self.num_replicas if num_required is None else as_required(num_required)
         self.accumulators = [
             _StepAccumulator(
                 variable.dtype,
@@ -174,10 +172,65 @@ class SyncStep(NotCopied):
             with DeferInterrupts():
                 if not apply_grads(accumulators, gradients, step):
                     return False
-                means = take_now(self.accumulators, self._num_here)  # pack, all-reduce, unpack
+                # Every process adds one gradient for each of its replicas at each call.
+                num_here = -(-self.num_required // self.num_replicas) * len(self.devices)
+                means = take_now(self.accumulators, num_here)  # pack, all-reduce, unpack
                 if means is not None:
                     self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
                 return means is not None
+
+    def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
+        """Returns all that the training needs to continue, as host data.
+
+        Over several processes every process makes this call, and gets the same state. Waits for
+        the devices. Do not call the step meanwhile.
+
+        Args:
+            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
+
+        Returns:
+            A dict of new objects, for pickle, or for JSON except for the arrays in it:
+            ``"format"``, ``"num_replicas"`` and ``"num_required"``; ``"variables"``, an array for
+            each variable, by name (float32 of float16 and bfloat16); ``"optimizer"``, its
+            ``state_dict``; ``"accumulators"``, that of each by the name of its variable, where the
+            counts and the partial sums are those of the replicas of all processes.
+
+        Raises:
+            ValueError: two variables have the same name, the processes have taken different
+                numbers of steps, or a ``deadline`` that is not above 0.
+            CollectiveError: the mesh has failed.
+        """
+        with deadline_scope("SyncStep.state_dict", as_deadline(deadline), self.devices):
+            return saved_state(self._parts, self.num_required)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where a ``state_dict`` was saved, also of another process or backend.
+
+        Over several processes every process makes this call, with the same state. The number of
+        replicas may differ if the state was saved right after an update: gradients that wait for
+        one are continued by the same number of replicas only, in any number of processes.
+        ``num_required`` becomes the saved one: half the replicas take two calls for an update. The
+        number of dropped gradients is rounded down to whole calls. On error, state is unchanged.
+
+        Args:
+            state: of a step with variables of the same names; or as a checkpoint format returns
+                it: see ``ConditionalAccumulator.load_state_dict``.
+
+        Raises:
+            KeyError: a key is missing or unknown, or a variable.
+            TypeError: a value of another type.
+            ValueError: a value of another format, shape or dtype; another optimizer; gradients of
+                another number of replicas wait for an update; or processes with different states.
+            CollectiveError: the mesh has failed.
+        """
+        load = ready_state(self._parts, state)
+        with DeferInterrupts():
+            self.num_required = load()
+
+    @property
+    def _parts(self) -> StepParts:
+        parts = (self.variables, self.accumulators, self.optimizer)
+        return StepParts(*parts, self.devices, self.num_replicas)
 
     def _earliest(self, step: int, with_gradients: list[int]) -> int:
         """Returns the earliest step of all processes: if it is stale, all gradients are dropped.

@@ -13,7 +13,7 @@ from gradreduce.device import as_deadline
 from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import NotCopied, listed
 
-from .checkpoint import load_state, saved_state
+from .checkpoint import ready_state, saved_state
 from .state import AccumulatorState
 from .take_queue import close
 from .validate import as_step
@@ -171,7 +171,7 @@ class ConditionalAccumulatorBase(NotCopied):
             BackendUnavailableError: its mesh was closed, or a device failed.
             CollectiveError: its mesh has failed, or failed meanwhile.
         """
-        load_state(self._state, state)
+        ready_state(self._state, state)()
 
     def __enter__(self) -> Any:
         return self

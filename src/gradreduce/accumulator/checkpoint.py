@@ -21,7 +21,7 @@ from .state import AccumulatorState
 from .take_queue import complete_heads, complete_ready
 from .validate import as_shape, as_step
 
-_KEYS = (
+KEYS = (
     "format",
     "dtype",
     "reduction_type",
@@ -70,27 +70,33 @@ def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, An
     return made
 
 
-def load_state(state: AccumulatorState, saved: Mapping[str, Any]) -> None:
-    """Validates and loads a state; see ``ConditionalAccumulatorBase.load_state_dict``.
+def ready_state(state: AccumulatorState, saved: Mapping[str, Any]) -> Callable[[], None]:
+    """Validates a state and uploads it; the returned function loads it.
 
-    Checks, uploads, and then replaces everything under the lock: on error, nothing has changed.
+    It replaces everything under the lock; see ``ConditionalAccumulatorBase.load_state_dict``.
     """
     generation = state.mesh_state.generation
     attributes, uploads = _checked(state, saved)
+    with state.lock:
+        state.check_open()
     totals = [
         None if upload is None else upload(device)
         for upload, device in zip(uploads, state.devices, strict=True)
     ]
-    with state.lock:
-        state.check_open()
-        state.check_devices()
-        if state.mesh_state.has_failed(generation):  # then reset: uploads may be incomplete
-            raise CollectiveError(
-                "the mesh failed while the state of an accumulator was loaded; load it again"
-            )
-        state.update(**attributes, totals=totals)
-        complete_ready([state])
-    complete_heads([state])
+
+    def load() -> None:
+        with state.lock:
+            state.check_open()
+            state.check_devices()
+            if state.mesh_state.has_failed(generation):  # then reset: uploads may be incomplete
+                raise CollectiveError(
+                    "the mesh failed while the state of an accumulator was loaded; load it again"
+                )
+            state.update(**attributes, totals=totals)
+            complete_ready([state])
+        complete_heads([state])
+
+    return load
 
 
 def _checked(
@@ -107,9 +113,9 @@ def _checked(
         TypeError: a value has a wrong type.
         ValueError: a value is out of range, or contradicts the accumulator or another value.
     """
-    snapshots.check_keys("state", saved, _KEYS)
+    snapshots.check_keys("state", saved, KEYS)
     snapshots.check_entry(saved, "format", state.storage.format)
-    values = {key: snapshots.plain(saved[key]) for key in _KEYS}
+    values = {key: snapshots.plain(saved[key]) for key in KEYS}
     definition = (
         ("dtype", _text, str(state.dtype)),
         ("reduction_type", _text, state.reduction_type),
@@ -119,9 +125,9 @@ def _checked(
         found = convert(key, values[key])
         if found != wanted:
             raise ValueError(f"state[{key!r}] is {brief(found)}; the accumulator has {wanted!r}")
-    step = as_step("state['global_step']", _integer("global_step", values["global_step"]))
+    step = as_step("state['global_step']", integer("global_step", values["global_step"]))
     count, num_dropped = (
-        _integer(key, values[key], least=0) for key in ("num_accumulated", "num_dropped")
+        integer(key, values[key], least=0) for key in ("num_accumulated", "num_dropped")
     )
     sum_shape = _sum_shape(state, values["sum_shape"], count)
     attributes = {
@@ -212,7 +218,8 @@ def _text(key: str, value: Any) -> str:
     return value
 
 
-def _integer(key: str, value: Any, least: int | None = None) -> int:
+def integer(key: str, value: Any, least: int | None = None) -> int:
+    """Validates an integer of a state."""
     try:
         number = as_index(value)
     except TypeError:

@@ -1,0 +1,165 @@
+"""Checkpoints of SyncStep: a training continues in other processes, with other replicas."""
+
+import pickle
+
+import numpy as np
+import pytest
+from support.thread_group import run_processes
+
+import gradreduce as gr
+
+SHAPES = {"w": (3, 2), "b": (5,)}
+
+
+def make_step(mesh, dtype="float32", optimizer=None, **options):
+    variables = [
+        gr.Variable(np.ones(shape), name, dtype=dtype, device=mesh)
+        for name, shape in SHAPES.items()
+    ]
+    return gr.SyncStep(
+        variables,
+        optimizer or gr.AdamOptimizer(0.1),
+        gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh),
+        **options,
+    )
+
+
+def calls_of(num_replicas, number, dtype, exact):
+    """The gradients of one call with 4 replicas, for calls with another number of replicas."""
+    random = np.random.default_rng(number)
+    rows = []
+    for _ in range(4):
+        arrays = [random.standard_normal(shape) * 4 for shape in SHAPES.values()]
+        rows.append([np.asarray(np.rint(each) if exact else each, dtype) for each in arrays])
+    if num_replicas == 8:
+        return [[row for row in rows for _ in range(2)]]
+    return [rows[start : start + num_replicas] for start in range(0, 4, num_replicas)]
+
+
+def train(counts, calls, state=None, dtype="float32", make_optimizer=None, exact=False, **options):
+    """Continues a training with these replicas; returns the values, and the state."""
+    starts = np.cumsum([0, *counts])
+
+    def work(group):
+        rank = 0 if group is None else group.rank
+        process = {} if group is None else {"process_group": group}
+        with gr.open_mesh(counts[rank], backend="sim", strict=True, **process) as mesh:
+            optimizer = make_optimizer() if make_optimizer else None
+            step = make_step(mesh, dtype, optimizer, **options)
+            if state is not None:
+                step.load_state_dict(pickle.loads(pickle.dumps(state)))
+            for number in calls:
+                for rows in calls_of(sum(counts), number, dtype, exact):
+                    own = rows[starts[rank] : starts[rank + 1]]
+                    step([[[array] for array in row] for row in own])
+            values = [buffer.numpy() for var in step.variables for buffer in var.buffers[:1]]
+            return [each.tobytes() for each in values], step.state_dict()
+
+    found = [work(None)] if len(counts) == 1 else run_processes(len(counts), work)
+    for values, saved in found:
+        assert values == found[0][0]
+        np.testing.assert_equal(saved, found[0][1])
+    return found[0]
+
+
+@pytest.mark.parametrize(("before", "after"), [([4], [4]), ([4], [1, 3]), ([2, 2], [4]),
+                                               ([1, 3], [2, 2])])  # fmt: skip
+@pytest.mark.parametrize("num_required", [None, 8])  # with 8 half an update is saved
+def test_a_training_continues_in_other_processes_with_the_same_bits(before, after, num_required):
+    wanted = train([4], range(5), num_required=num_required)
+    _, state = train(before, range(3), num_required=num_required)
+    waiting = [each["num_accumulated"] for each in state["accumulators"].values()]
+    assert waiting == [0 if num_required is None else 4] * 2
+    found = train(after, range(3, 5), state)
+    assert found[0] == wanted[0]
+    np.testing.assert_equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("before", "after"), [([4], [2]), ([2, 2], [1, 1]), ([2, 2], [8]),
+                                               ([4], [3, 5])])  # fmt: skip
+def test_another_number_of_replicas_takes_the_same_gradients_for_an_update(before, after, dtype):
+    options = {
+        "dtype": dtype,
+        "make_optimizer": lambda: gr.MomentumOptimizer(0.5, 0.5, master_dtype="float32"),
+        "exact": True,
+    }
+    wanted, undisturbed = train([4], range(5), **options)
+    _, state = train(before, range(3), **options)
+    found, continued = train(after, range(3, 5), state, **options)
+    assert found == wanted
+    assert continued["num_required"] == 4
+    np.testing.assert_equal(continued["optimizer"], undisturbed["optimizer"])
+    steps = [each["global_step"] for each in continued["accumulators"].values()]
+    assert steps == [5, 5]
+
+
+def test_dropped_gradients_are_counted_over_all_processes():
+    def work(group):
+        with gr.open_mesh(2, backend="sim", process_group=group) as mesh:
+            step = make_step(mesh)
+            step([[[np.ones(shape, np.float32)] for shape in SHAPES.values()]] * 2, -1)
+            state = step.state_dict()
+            step.load_state_dict(state)
+            return state["accumulators"]["w"]["num_dropped"], step.accumulators[0].num_dropped
+
+    assert run_processes(2, work) == [(4, 2)] * 2
+
+
+def changed(state, *path, to):
+    return {**state, path[0]: changed(state[path[0]], *path[1:], to=to) if path[1:] else to}
+
+
+def test_what_is_wrong_is_named_and_changes_nothing():
+    _, state = train([4], range(3), num_required=8)
+    with gr.open_mesh(2, backend="sim") as mesh:
+        step = make_step(mesh)
+        before = step.state_dict()
+        whole = train([4], range(3))[1]
+        for given, error, match in [
+            ([], TypeError, "state is a list; expected a dict"),
+            ({**whole, "more": 1}, KeyError, "'more' unknown"),
+            (changed(whole, "format", to="x"), ValueError, r"state\['format'\] is 'x'"),
+            (changed(whole, "num_required", to=0), ValueError, r"\['num_required'\]: .* was 0"),
+            (changed(whole, "num_replicas", to="4"), TypeError, "must be an integer"),
+            (changed(whole, "variables", "w", to=np.ones(3, "f4")), ValueError,
+             r"state\['variables'\]\['w'\] is float32\(3,\); expected float32\(3, 2\)"),
+            (changed(whole, "optimizer", "slots", to=[]), TypeError,
+             r"state\['optimizer'\]: state\['slots'\] is a list"),
+            (changed(whole, "optimizer", "optimizer", to="Adagrad"), ValueError, "Adagrad"),
+            (changed(whole, "accumulators", to={}), KeyError,
+             r"state\['accumulators'\] must .* 'b', 'w' missing"),
+            (changed(whole, "accumulators", "b", to={}), KeyError,
+             r"state\['accumulators'\]\['b'\] must have"),
+            (changed(whole, "accumulators", "b", "global_step", to=1.5), TypeError,
+             r"state\['accumulators'\]\['b'\]: state\['global_step'\]=1\.5 must be an integer"),
+            (changed(whole, "accumulators", "b", "partial_sums", to=[None]), ValueError,
+             r"has 1 entries; state\['num_replicas'\] is 4"),
+            (state, ValueError,
+             r"\['w'\]: state\['num_accumulated'\]=4 gradients of 4 replicas wait"),
+        ]:  # fmt: skip
+            with pytest.raises(error, match=match):
+                step.load_state_dict(given)
+            np.testing.assert_equal(step.state_dict(), before)
+        step.accumulators[1].close()
+        with pytest.raises(gr.errors.CancelledError):
+            step.load_state_dict(whole)
+        assert step.variables[0].numpy().tolist() == np.ones(SHAPES["w"]).tolist()
+
+
+def test_processes_with_different_states_all_raise_and_can_continue():
+    states = [train([2], range(number))[1] for number in (1, 2)]
+
+    def work(group):
+        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
+            step = make_step(mesh)
+            with pytest.raises(ValueError) as error:
+                step.load_state_dict(states[group.rank])
+            step.load_state_dict(states[1])
+            step.accumulators[0].set_global_step(7 + group.rank)
+            with pytest.raises(ValueError, match="the number of steps or gradients differs"):
+                step.state_dict()
+            return str(error.value), step.global_step
+
+    text = "SyncStep.load_state_dict: state['variables'] differs between processes 0 and 1"
+    assert run_processes(2, work) == [(text, 7), (text, 8)]
