@@ -60,21 +60,21 @@ class TorchGroup(ProcessGroup):
         """See ``ProcessGroup.exchange``."""
         tag = _FIRST_TAG + (tag + self._number * _OF_A_MESH) % _FIRST_TAG
         end = time.monotonic() + seconds
-        calls = [(dist.irecv, *message) for message in receives]
-        calls += [(dist.isend, *message) for message in sends]
+        # The group's own methods: isend and irecv check anew what is known here.
+        calls = [(self._group.recv, *message) for message in receives]
+        calls += [(self._group.send, *message) for message in sends]
         ranks = [rank for _, rank, _ in calls]
-        operations = [
-            dist.P2POp(call, _as_tensor(array), group=self._group, tag=tag, group_peer=rank)
-            for call, rank, array in calls
-        ]
+        tensors = [_as_tensor(array) for _, _, array in calls]
+        works: list[Any] = []
         waited = 0
         try:
-            works = dist.batch_isend_irecv(operations) if operations else []
+            for (call, rank, _), tensor in zip(calls, tensors, strict=True):
+                works.append(call([tensor], rank, tag))
             for work in works:
                 work.wait(timedelta(seconds=max(1e-3, end - time.monotonic())))
                 waited += 1
         except RuntimeError as error:
-            rank = ranks[waited]
+            rank = ranks[waited if len(works) == len(ranks) else len(works)]
             late = time.monotonic() >= end
             why = f"did not answer within {seconds:g} s" if late else f"has gone ({error})"
             raise ProcessError(rank, why) from error
