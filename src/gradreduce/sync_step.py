@@ -26,12 +26,12 @@ from gradreduce.device import (
     deadline_scope,
 )
 from gradreduce.device.exchange import agreed, exchange_numbers
-from gradreduce.device.process_group import Description
+from gradreduce.device.process_group import Description, check_one_process
 from gradreduce.errors import NotCopied, about, brief, listed, repeated
 from gradreduce.optim import Optimizer
 from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_method
 from gradreduce.reduce.aggregators import aggregate_buffers
-from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.step_checkpoint import StepParts, ready_state, saved_state
 
 
@@ -89,6 +89,8 @@ class SyncStep(NotCopied):
             raise TypeError(f"optimizer={brief(optimizer)} is not an Optimizer")
         if not isinstance(cross_device_ops, CrossDeviceOps):
             raise TypeError(f"cross_device_ops={brief(cross_device_ops)} is not a CrossDeviceOps")
+        if isinstance(cross_device_ops, ReductionToOneDevice):
+            check_one_process(self.devices[0], "ReductionToOneDevice")
         self.optimizer = optimizer
         self.cross_device_ops = cross_device_ops
         self.aggregation_method = as_aggregation_method(aggregation_method)

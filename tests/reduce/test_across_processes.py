@@ -245,6 +245,9 @@ def test_what_works_in_one_process_only_raises():
     def work(group):
         mesh = gr.open_mesh(2, backend="sim", process_group=group)
         value = gr.PerReplica([np.ones(3)] * 2, mesh)
+        variable = gr.Variable(np.zeros(3), device=mesh)
+        with pytest.raises(RuntimeError, match="ReductionToOneDevice works inside one process"):
+            gr.SyncStep([variable], gr.AdamOptimizer(0.1), gr.ReductionToOneDevice())
         calls = {
             "ConditionalAccumulator over a mesh": lambda: gr.ConditionalAccumulator(
                 np.float32, device=mesh
