@@ -120,8 +120,8 @@ def test_what_is_wrong_is_named_and_changes_nothing():
             ([], TypeError, "state is a list; expected a dict"),
             ({**whole, "more": 1}, KeyError, "'more' unknown"),
             (changed(whole, "format", to="x"), ValueError, r"state\['format'\] is 'x'"),
-            (changed(whole, "num_required", to=0), ValueError, r"\['num_required'\]: .* was 0"),
-            (changed(whole, "num_replicas", to="4"), TypeError, "must be an integer"),
+            (changed(whole, "num_required", to=0), ValueError, "num_required must .* was 0"),
+            (changed(whole, "num_replicas", to=3), ValueError, r"state\['num_replicas'\] is 3"),
             (changed(whole, "variables", "w", to=np.ones(3, "f4")), ValueError,
              r"state\['variables'\]\['w'\] is float32\(3,\); expected float32\(3, 2\)"),
             (changed(whole, "optimizer", "slots", to=[]), TypeError,
@@ -157,7 +157,7 @@ def test_processes_with_different_states_all_raise_and_can_continue():
                 step.load_state_dict(states[group.rank])
             step.load_state_dict(states[1])
             step.accumulators[0].set_global_step(7 + group.rank)
-            with pytest.raises(ValueError, match="the number of steps or gradients differs"):
+            with pytest.raises(ValueError, match=r"state_dict: state\['accumulators'\] differs"):
                 step.state_dict()
             return str(error.value), step.global_step
 

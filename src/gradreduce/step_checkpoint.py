@@ -8,8 +8,7 @@ processes; only the partial sums of an unfinished update differ, and are gathere
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -62,7 +61,7 @@ def saved_state(step: StepParts, num_required: int) -> dict[str, Any]:
         for key in _COUNTS:
             saved[key] = saved[key] * step.num_replicas // len(step.devices)
     counts = [(each["global_step"], each["num_accumulated"]) for each in accumulators.values()]
-    _check_alike(step, "SyncStep.state_dict", {"the number of steps or gradients": counts})
+    _check_alike(step, "SyncStep.state_dict", {"accumulators": counts})
     for saved in accumulators.values():
         saved["partial_sums"] = _of_all_replicas(step, saved["partial_sums"])
     return {
@@ -103,38 +102,36 @@ def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
     """
     snapshots.check_keys("state", state, _KEYS)
     snapshots.check_entry(state, "format", _FORMAT)
-    entries = {f"state[{key!r}]": state[key] for key in _KEYS}
-    _check_alike(step, "SyncStep.load_state_dict", entries)
-    num_replicas, num_required = (
-        _positive(key, state[key]) for key in ("num_replicas", "num_required")
-    )
+    _check_alike(step, "SyncStep.load_state_dict", {key: state[key] for key in _KEYS})
+    num_replicas = snapshots.plain(state["num_replicas"])
+    num_required = as_required(snapshots.plain(state["num_required"]))
     owners = by_name(step.variables)
     values = checked_values("state['variables']", state["variables"], owners)
-    start = step.optimizer._slot_start
-    with _errors_about("state['optimizer']"):
-        load_slots = optimizer_state(
-            step.optimizer._slots, step.variables, state["optimizer"], start
-        )
     snapshots.check_keys("state['accumulators']", state["accumulators"], list(owners))
-    loads = []
-    for name, accumulator in zip(owners, step.accumulators, strict=True):
-        where, saved = f"state['accumulators'][{name!r}]", state["accumulators"][name]
-        snapshots.check_keys(where, saved, accumulator_checkpoint.KEYS)
-        with _errors_about(where):
-            own = _of_own_replicas(step, saved, num_replicas)
+    for name, saved in state["accumulators"].items():
+        snapshots.check_keys(f"state['accumulators'][{name!r}]", saved, accumulator_checkpoint.KEYS)
+    slots, start = step.optimizer._slots, step.optimizer._slot_start
+    where = "state['optimizer']"
+    try:
+        loads = [optimizer_state(slots, step.variables, state["optimizer"], start)]
+        for name, accumulator in zip(owners, step.accumulators, strict=True):
+            where = f"state['accumulators'][{name!r}]"
+            own = _of_own_replicas(step, state["accumulators"][name], num_replicas)
             loads.append(accumulator_checkpoint.ready_state(accumulator.accumulator_ref, own))
+    except (TypeError, ValueError) as error:
+        raise about(where, error) from None
     buffers = placed(values, owners)
 
     def load() -> int:
         assign(buffers, owners)
-        for each in (load_slots, *loads):
-            each()
+        for load_one in loads:
+            load_one()
         return num_required
 
     return load
 
 
-def _of_own_replicas(step: StepParts, saved: Mapping[str, Any], before: int) -> dict[str, Any]:
+def _of_own_replicas(step: StepParts, saved: Mapping[str, Any], before: Any) -> dict[str, Any]:
     """Returns the part of an accumulator's state that this process loads.
 
     Args:
@@ -170,21 +167,19 @@ def _of_own_replicas(step: StepParts, saved: Mapping[str, Any], before: int) -> 
 
 
 def _check_alike(step: StepParts, call: str, values: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` in all processes unless these values are equal in all."""
+    """Raises ``ValueError`` in all processes unless these entries of a state are equal in all."""
     leader = step.devices[0]
     group = leader.mesh_state.process_group
     if group is None:
         return
-    digests = []
-    for value in values.values():
-        text = json.dumps(value, default=_as_json)
-        digests.append(int(sha256(text.encode()).hexdigest()[:15], 16))  # fits in int64
+    texts = [json.dumps(value, default=_as_json) for value in values.values()]
+    digests = [int(sha256(text.encode()).hexdigest()[:15], 16) for text in texts]  # fit in int64
     with agreed(leader, Description.of({"call": call, "tensors": []})):
         found = exchange_numbers(leader, digests, [len(digests)] * group.size)
     for rank, theirs in enumerate(found):
-        for name, one, other in zip(values, found[0], theirs, strict=True):
+        for key, one, other in zip(values, found[0], theirs, strict=True):
             if one != other:
-                raise ValueError(f"{call}: {name} differs between processes 0 and {rank}")
+                raise ValueError(f"{call}: state[{key!r}] differs between processes 0 and {rank}")
 
 
 def _as_json(value: Any) -> Any:
@@ -196,17 +191,3 @@ def _as_json(value: Any) -> Any:
         return value if isinstance(value, str | int | float) else repr(value)
     array = host_array(value)
     return [str(array.dtype), array.shape, sha256(array.tobytes()).hexdigest()]
-
-
-def _positive(key: str, value: Any) -> int:
-    with _errors_about(f"state[{key!r}]"):
-        return as_required(accumulator_checkpoint.integer(key, snapshots.plain(value)))
-
-
-@contextmanager
-def _errors_about(where: str) -> Iterator[None]:
-    """Prefixes messages with the place in the state."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise about(where, error) from None
