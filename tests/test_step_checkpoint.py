@@ -62,9 +62,10 @@ def train(counts, calls, state=None, dtype="float32", make_optimizer=None, exact
     return found[0]
 
 
-@pytest.mark.parametrize(("before", "after"), [([4], [4]), ([4], [1, 3]), ([2, 2], [4]),
-                                               ([1, 3], [2, 2])])  # fmt: skip
-@pytest.mark.parametrize("num_required", [None, 8])  # with 8 half an update is saved
+@pytest.mark.parametrize(
+    ("before", "after", "num_required"),  # with 8 half an update is saved
+    [([4], [1, 3], None), ([1, 3], [2, 2], None), ([4], [1, 3], 8), ([2, 2], [4], 8)],
+)
 def test_a_training_continues_in_other_processes_with_the_same_bits(before, after, num_required):
     wanted = train([4], range(5), num_required=num_required)
     _, state = train(before, range(3), num_required=num_required)
