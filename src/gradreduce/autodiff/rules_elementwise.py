@@ -167,11 +167,37 @@ def _choice(out: Any, condition: Any, x: Any, y: Any) -> tuple[Maker, ...]:
     )
 
 
-def _clip(a: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: Any = None) -> Any:
-    """``np.clip``; if the lower limit is above the upper one, the result is the upper one."""
-    low, high = min if a_min is None else a_min, max if a_max is None else a_max
-    found = a if low is None else np.maximum(a, low)
-    return found if high is None else np.minimum(found, high)
+def _clip(
+    out: Any,
+    a: Any,
+    a_min: Any = None,
+    a_max: Any = None,
+    *,
+    min: Any = None,
+    max: Any = None,
+) -> tuple[Maker, ...]:
+    low = min if a_min is None else a_min
+    high = max if a_max is None else a_max
+
+    def inside() -> VJP:
+        mask = True if low is None else a >= low
+        if high is not None:
+            mask = mask & (a <= high)
+        return lambda g: g if mask is True else chosen(mask, g)
+
+    def below() -> VJP:
+        mask = a < low
+        if high is not None:
+            mask = mask & (low <= high)  # if low > high, the result is high
+        return lambda g: chosen(mask, g)
+
+    def above() -> VJP:
+        mask = a > high
+        if low is not None:
+            mask = mask | (low > high)
+        return lambda g: chosen(mask, g)
+
+    return lambda: scaled(a, inside()), lambda: scaled(low, below()), lambda: scaled(high, above())
 
 
 def _astype(out: Any, x: Any, dtype: Any) -> tuple[Maker]:
@@ -185,8 +211,8 @@ def _full_like(a: Any, fill_value: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 COMPOSED[np.full_like] = _full_like
-COMPOSED[np.clip] = _clip
 RULES[np.where] = _choice
+RULES[np.clip] = _clip
 RULES[astype] = _astype
 
 CONSTANT |= {
