@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 import tomllib
 import types
 from collections.abc import Iterator
@@ -85,6 +86,60 @@ def test_a_cycle_is_found():
     }
     planted = {name: (ast.parse(source), name == "a") for name, source in text.items()}
     assert cycles(graph(planted)) == [{"a", "a.b", "a.c"}]
+
+
+# Of PyTorch and mpi4py: what pickles, and what listens on a port.
+PICKLING = re.compile(r"\w+_object(s|_list)?|allow_pickle|pickle|rpc")
+LISTENING = re.compile(r"\w+Store|rendezvous|\w*_rendezvous|Open_port|Publish_name|__import__")
+# The methods of mpi4py that pickle: those for buffers begin with a capital.
+MPI_OBJECTS = {
+    *("allgather", "allreduce", "alltoall", "bcast", "bsend", "exscan", "gather", "ibsend"),
+    *("improbe", "irecv", "isend", "issend", "mprobe", "recv", "reduce", "scan", "scatter"),
+    *("send", "sendrecv", "ssend"),
+}
+
+
+def used(source: ast.Module) -> set[str]:
+    """The names, attributes and keywords of a module."""
+    found = set()
+    for node in ast.walk(source):
+        for name in ("id", "attr", "arg", "name"):
+            value = getattr(node, name, None)
+            if isinstance(value, str):
+                found.add(value)
+    return found
+
+
+def transports(sources: dict[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
+    """Module -> the names in it that pickle or listen."""
+    found = {}
+    for module, (source, _) in sources.items():
+        names = used(source)
+        bad = {name for name in names if PICKLING.fullmatch(name) or LISTENING.fullmatch(name)}
+        if "MPI" in names:
+            bad |= names & MPI_OBJECTS
+        if bad:
+            found[module] = bad
+    return found
+
+
+def test_only_the_store_of_pytorch_listens_and_nothing_pickles():
+    assert transports(sources()) == {
+        "gradreduce.backends.processes.torch_group": {"TCPStore", "PrefixStore", "rendezvous"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("dist.broadcast_object_list(found)", "broadcast_object_list"),
+        ("np.load(path, allow_pickle=True)", "allow_pickle"),
+        ("from torch.distributed import TCPStore", "TCPStore"),
+        ("MPI.COMM_WORLD.send(1, 0)", "send"),
+    ],
+)
+def test_what_pickles_or_listens_is_found(text, name):
+    assert transports({"a": (ast.parse(text), False)}) == {"a": {name}}
 
 
 def protected_modules() -> list[str]:
