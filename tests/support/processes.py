@@ -1,4 +1,4 @@
-"""Starts ``program.py`` by torchrun or mpiexec, and ends it."""
+"""Runs programs in several processes, by torchrun or mpiexec."""
 
 from __future__ import annotations
 
@@ -6,32 +6,57 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 PROGRAM = Path(__file__).parents[1] / "backends" / "processes" / "program.py"
 TORCHRUN = pytest.param("torchrun", marks=pytest.mark.torch)
 MPI = pytest.param("mpi", marks=pytest.mark.mpi)
+RUN_ID = "TEST_RUN_ID"  # an environment variable of all processes of a run
+RUN_S = 120.0  # torchrun gives processes that do not end 30 s
+LEAVE_S = 35.0  # for processes that outlive their launcher
 
 
-def start(launcher: str, size: int, scenario: str, *arguments: str) -> subprocess.Popen[str]:
-    """Starts a scenario in so many processes, in a process group of their own."""
-    if launcher == "mpi":
-        command = [str(Path(sys.executable).with_name("mpiexec")), "-n", str(size), sys.executable]
-    else:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(size)]
+class Run(NamedTuple):
+    """A run that has ended: the launcher's exit status, and what all processes printed."""
+
+    returncode: int
+    text: str
+
+
+def run_scenario(launcher: str, size: int, scenario: str, *arguments: str) -> Run:
+    """Runs a scenario of ``program.py``; see ``run``."""
+    return run(launcher, size, str(PROGRAM), scenario, launcher, *arguments)
+
+
+def run(launcher: str, size: int, *script: str) -> Run:
+    """Runs a script in so many processes; fails if it hangs, or if one of them is left behind."""
+    python, number = sys.executable, str(size)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number]
+    command = {
+        "none": [python],
+        "mpi": [str(Path(python).with_name("mpiexec")), "-n", number, python],
+        "torchrun": [python, *torchrun],
+    }[launcher]
+    run_id = uuid.uuid4().hex
     environment = {
         **os.environ,
+        RUN_ID: run_id,
         "OMP_NUM_THREADS": "1",
+        "TERM": "dumb",  # mpiexec is a terminal, where rich would redraw its bar
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    return subprocess.Popen(
-        [*command, str(PROGRAM), scenario, launcher, *arguments],
+    program = subprocess.Popen(
+        [*command, *script],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -39,12 +64,31 @@ def start(launcher: str, size: int, scenario: str, *arguments: str) -> subproces
         text=True,
         start_new_session=True,
     )
-
-
-def end_group(program: subprocess.Popen[str]) -> bool:
-    """Ends what is left of a process group; returns whether there was anything."""
     try:
-        os.killpg(program.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
+        text, _ = program.communicate(timeout=RUN_S)
+        end = time.monotonic() + LEAVE_S
+        while (left := list(processes_of(run_id))) and time.monotonic() < end:
+            time.sleep(0.02)
+    except subprocess.TimeoutExpired:
+        left = list(processes_of(run_id))
+        end_all(run_id)
+        text, _ = program.communicate()
+    finally:
+        end_all(run_id)
+    assert not left, f"processes {left} were left behind, after {text}"
+    return Run(program.returncode, text)
+
+
+def processes_of(run_id: str) -> Iterator[int]:
+    """The processes of a run: both launchers start them in process groups of their own."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if f"{RUN_ID}={run_id}".encode() in path.read_bytes():
+                yield int(path.parent.name)
+
+
+def end_all(run_id: str) -> None:
+    """Ends what is left of a run."""
+    for process in processes_of(run_id):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)

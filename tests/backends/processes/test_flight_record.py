@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from flight_to_torch import main
-from support.processes import end_group, start
+from support.processes import run_scenario
 
 ANALYZER = "torch.distributed.flight_recorder.fr_trace"
 
@@ -18,13 +18,9 @@ ANALYZER = "torch.distributed.flight_recorder.fr_trace"
 @pytest.mark.faults
 def test_the_analyzer_names_the_process_that_hangs(tmp_path, monkeypatch):
     monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "flight.json"))
-    program = start("mpi", 2, "planted", "stopped")
-    try:
-        text, _ = program.communicate(timeout=90)
-    finally:
-        end_group(program)
+    done = run_scenario("mpi", 2, "planted", "stopped")
     files = list(tmp_path.glob("flight.*.rank*.json"))
-    assert [path.suffixes[-2] for path in files] == [".rank0"], text
+    assert [path.suffixes[-2] for path in files] == [".rank0"], done.text
     main([str(tmp_path / "folder"), *map(str, files)])
     found = subprocess.run(
         [sys.executable, "-m", ANALYZER, str(tmp_path / "folder")],

@@ -1,31 +1,27 @@
 """Meshes over processes that torchrun and mpiexec have started."""
 
 import pytest
-from support.processes import MPI, TORCHRUN, start
+from support.processes import MPI, TORCHRUN, run_scenario
 
 from gradreduce.backends.processes.launchers import detect, slurm_address
 from gradreduce.errors import BackendUnavailableError
 
 
-def run(launcher, size, scenario):
+def ends_well(launcher, size, scenario):
     """Runs a scenario of ``program.py``, which must end well in every process."""
-    program = start(launcher, size, scenario)
-    try:
-        text, _ = program.communicate(timeout=120)
-    finally:
-        program.kill()
-    assert program.returncode == 0, text
-    assert text.count("done") == size
+    done = run_scenario(launcher, size, scenario)
+    assert done.returncode == 0, done.text
+    assert done.text.count("done") == size
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, MPI])
 def test_processes_sum_with_the_bits_of_one(launcher):
-    run(launcher, {"torchrun": 2, "mpi": 4}[launcher], "values")
+    ends_well(launcher, {"torchrun": 2, "mpi": 4}[launcher], "values")
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, MPI])
 def test_meshes_over_subgroups_work_in_turns(launcher):
-    run(launcher, 4, "subgroups")
+    ends_well(launcher, 4, "subgroups")
 
 
 def test_the_launcher_is_detected():
