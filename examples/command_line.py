@@ -88,16 +88,19 @@ def placement(text: str) -> list[int]:
 
 
 def open_devices(options: argparse.Namespace) -> gr.Mesh:
-    """Opens the mesh of the flags; distributes the devices evenly if there are fewer GPUs."""
+    """Opens the mesh of the flags; distributes the devices evenly if there are fewer GPUs.
+
+    One of several processes uses the GPU of its local rank.
+    """
     backend = None if options.backend == "auto" else options.backend
     devices: int | list[int] = options.placement or options.devices
     if options.placement is None and backend != "sim":
-        with gr.open_mesh(backend=backend) as seen:
-            backend, num_gpus = seen.backend, len(seen)
+        with gr.open_mesh(backend=backend, processes="none") as seen:
+            backend, gpus = seen.backend, [device.physical for device in seen.devices]
         if backend == "cuda":
-            gpus = min(num_gpus, options.devices)
-            devices = [i * gpus // options.devices for i in range(options.devices)]
-    return gr.open_mesh(devices, backend=backend, kernels=options.kernels)
+            num_gpus = min(len(gpus), options.devices)
+            devices = [gpus[i * num_gpus // options.devices] for i in range(options.devices)]
+    return gr.open_mesh(devices, backend=backend, processes="auto", kernels=options.kernels)
 
 
 def on_devices(parser: Parser, options: argparse.Namespace, run: Callable[[gr.Mesh], Any]) -> Any:

@@ -58,7 +58,10 @@ def per_step(journal: Any, num_steps: int) -> dict[str, float]:
 def where(mesh: gr.Mesh) -> str:
     """Describes the number of devices and their physical devices."""
     kind = "simulated" if mesh.backend == "sim" else "GPU"
-    return f"{len(mesh)} on {kind} {', '.join(str(device.physical) for device in mesh.devices)}"
+    devices = f"{len(mesh)} on {kind} {', '.join(str(device.physical) for device in mesh.devices)}"
+    if mesh.num_processes > 1:
+        devices += f", in each of {mesh.num_processes} processes"
+    return devices
 
 
 def print_table(title: str, rows: dict[str, str]) -> None:

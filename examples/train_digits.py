@@ -4,7 +4,8 @@ Read ``train`` first: it shows all that a training script needs from the library
 agn`` the devices train asynchronously; see ``agn_threads.py``. The network and its loss, in NumPy,
 are in ``digits.py``, the report in ``report.py``, the command line (``python
 examples/train_digits.py --help``) in ``command_line.py``. Each device computes the gradients of
-its own images, on a GPU with CuPy.
+its own images, on a GPU with CuPy. torchrun, mpiexec and srun start it in several processes, each
+with its own devices.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,41 +62,56 @@ AGGREGATION = {
 
 
 def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History:
-    """Trains on every device of ``mesh``, with several micro-batches per device and step."""
+    """Trains on every device of ``mesh``, with several micro-batches per device and step.
+
+    Every process calls it. All draw the same images for all replicas, and each takes those of its
+    own: however many processes share the replicas, the weights are the same.
+    """
     rng = np.random.default_rng(options.seed)
     variables = [
         gr.Variable(value, name, device=mesh)  # one copy on each device
         for name, value in initial_weights(rng).items()
     ]
     optimizer = make_optimizer(options)
+    cross_device_ops = gr.AllReduceCrossDeviceOps(
+        options.all_reduce, num_packs=options.num_packs, mesh=mesh
+    )
     step = gr.SyncStep(
         variables,
         optimizer,
-        gr.AllReduceCrossDeviceOps(options.all_reduce, num_packs=options.num_packs, mesh=mesh),
+        cross_device_ops,
         aggregation_method=AGGREGATION[options.aggregation],
     )
     losses, accuracies = [], []
-    shape = (len(mesh), options.micro_batches, MICRO_BATCH_SIZE)
+    shape = (mesh.num_replicas, options.micro_batches, MICRO_BATCH_SIZE)
+    first = mesh.process_index * len(mesh)  # the number of this process's first replica
     start = time.perf_counter()
     with mesh.journal() as journal:
-        for number in track(range(1, options.steps + 1), "training"):
-            picks = rng.integers(len(digits.train_images), size=shape)
+        for number in steps_of(options, mesh):
+            picks = rng.integers(len(digits.train_images), size=shape)[first:]
             replicas = [
                 replica_terms(i, optimizer, variables, digits, picks[i]) for i in range(len(mesh))
             ]
             # terms[replica][variable] is a list of micro-batch gradients. One call aggregates,
             # accumulates, packs, all-reduces and applies them.
             step([terms for _, terms in replicas])
-            losses.append(float(np.mean([float(loss) for of, _ in replicas for loss in of])))
+            losses.append([np.mean([float(loss) for loss in of]) for of, _ in replicas])
             if number % EVALUATE_EVERY == 0 or number == options.steps:
                 accuracies.append((number, accuracy(read_weights(variables, 0), digits)))
+    seconds = time.perf_counter() - start
+    mean_losses = cross_device_ops.all_reduce([[of_replica] for of_replica in np.transpose(losses)])
     return History(
-        {"all": losses},
+        {"all": mean_losses[0][0].tolist()},
         accuracies,
         {variable.name: variable.numpy() for variable in variables},
-        time.perf_counter() - start,
+        seconds,
         per_step(journal, options.steps),
     )
+
+
+def steps_of(options: argparse.Namespace, mesh: gr.Mesh) -> Iterable[int]:
+    """Counts the steps, with a progress bar in the first process."""
+    return track(range(1, options.steps + 1), "training", disable=mesh.process_index > 0)
 
 
 def make_optimizer(options: argparse.Namespace) -> gr.Optimizer:
@@ -180,7 +196,7 @@ def make_parser() -> Parser:
     flag("--period", 10, in_range(int, 1, 10_000), "1 to 10000", "AGN: steps between two pushes")
     flag("--replicas", 1, in_range(int, 1, 64), "1 to 64", "AGN: devices per worker")
     flag("--devices", None, in_range(int, 1, 64), "1 to 64",
-         "number of devices; none: 4, or those of all AGN workers")  # fmt: skip
+         "number of devices of each process; none: 4, or those of all AGN workers")  # fmt: skip
     flag("--backend", "auto", *one_of("auto", "sim", "cuda"), "GPUs or simulated devices")
     flag("--placement", None, placement, "a number from 0 to 63 for each device, as 0,0,1,1",
          "the physical device of each device")  # fmt: skip
@@ -225,21 +241,27 @@ def read_options(parser: Parser, arguments: Sequence[str] | None) -> argparse.Na
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns 0 if the goal is reached, else 1."""
+    """Runs the program; returns 0 if the goal is reached, else 1 (in the first process)."""
     parser = make_parser()
     options = read_options(parser, arguments)
 
-    def run(mesh: gr.Mesh) -> History:
+    def run(mesh: gr.Mesh) -> History | None:
         if options.mode == "agn":
+            if mesh.num_processes > 1:
+                parser.error(f"argument --mode: got 'agn' in {mesh.num_processes} processes")
             make, method = partial(make_optimizer, options), AGGREGATION[options.aggregation]
             history = train_agn(mesh, load(), options, make, method)
         else:
             history = train(mesh, load(), options)
+        if mesh.process_index > 0:  # the first one reports
+            return None
         title = f"{options.steps} steps on handwritten digits"
         print_table(title, table_rows(mesh, history, options))
         return history
 
     history = on_devices(parser, options, run)
+    if history is None:
+        return 0
     save_picture(history, options.output)
     if options.save_weights is not None:
         np.savez(options.save_weights, **history.weights)
