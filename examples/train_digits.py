@@ -101,7 +101,7 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
     seconds = time.perf_counter() - start
     mean_losses = cross_device_ops.all_reduce([[of_replica] for of_replica in np.transpose(losses)])
     return History(
-        {"all": mean_losses[0][0].tolist()},
+        {"all": [float(loss) for loss in mean_losses[0][0]]},
         accuracies,
         {variable.name: variable.numpy() for variable in variables},
         seconds,
