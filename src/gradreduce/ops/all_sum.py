@@ -33,7 +33,9 @@ def _all_sum_reference(
             rest = add_left_to_right(inputs[split:], acc_dtype)
             total = np.add(total, rest, None if split == 1 else total)
         if divisor != 1:
-            total = np.true_divide(total, over, None if num_inputs == 1 else total, dtype=acc_dtype)
+            holder = outs[0] if num_inputs == 1 else total  # an input is not written
+            holds = holder.dtype == acc_dtype
+            total = np.true_divide(total, over, holder if holds else None, dtype=acc_dtype)
         for out in outs:
             if out is not total:
                 out[...] = total
