@@ -33,6 +33,7 @@ def test_a_dry_run_mesh_is_like_the_other(mesh, dry_run_mesh):
 def test_a_dry_run_buffer_is_like_the_other_and_shares_what_that_shares(mesh, dry_run_mesh):
     flat = mesh.devices[2].empty((100,), "float32")
     other = mesh.devices[0].put(np.zeros((3, 2), np.float16)[1:])
+    other.block.peer_mapped = False
     blocks = {}
     outlines = [signature_of(b, blocks) for b in (flat.view(4, (5, 2)), flat.view(60, (3,)), other)]
     first, second, third = (dry_run_mesh.buffer(outline) for outline in outlines)
@@ -40,7 +41,7 @@ def test_a_dry_run_buffer_is_like_the_other_and_shares_what_that_shares(mesh, dr
     assert first.block is second.block is not third.block
     assert second.address - first.address == 4 * 56
     assert third.address % 16 == other.address % 16
-    assert (first.block.owned, third.block.owned) == (True, False)
+    assert (first.block.peer_mapped, third.block.peer_mapped) == (True, False)
 
 
 def test_work_is_recorded_and_not_done(mesh, dry_run_mesh):

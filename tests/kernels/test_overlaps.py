@@ -61,19 +61,16 @@ CALLS = {
         lambda rows: ops.divide([row[0] for row in rows], [row[1] for row in rows], 3),
         1, casts(1, 1, *MEANS),
     ),
-    "distance_scale": Call(
-        lambda rows: ops.distance_scale(*zip(*rows, strict=True), gamma=1),
-        1, [("float32", "float32", "float16", "float16"), ("float64",) * 4],
-    ),
 }  # fmt: skip
 
 
 def test_every_elementwise_kernel_is_here():
     """segment_sum, whose operands have sizes of their own, has tests of its own.
 
-    Update kernels are launched without validation, on operands that optimizers create.
+    Update kernels and ``distance_scale`` are launched without validation, on operands that
+    optimizers create.
     """
-    assert CALLS.keys() == {
+    assert {*CALLS, "distance_scale"} == {
         kernel.name
         for kernel in ops.KERNELS
         if kernel.items is None and not isinstance(kernel, ops.RuleKernel)

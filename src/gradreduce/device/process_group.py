@@ -241,7 +241,7 @@ class ProcessGroup(ABC):
         have = "have" if len(ranks) > 1 else "has"
         text = f"{names} of {self.size} {have} not come to {what}"
         reasons = self.reasons(ranks, 0.0)
-        return f"{text}: {'; '.join(reasons)}" if reasons else f"{text} within {seconds:g} s"
+        return f"{text}: {'; '.join(reasons)}" if reasons else f"{text} within {seconds:.3g} s"
 
     def reason_for(self, rank: int) -> str | None:
         """Returns why a process did not take part in an exchange, if it can be known."""

@@ -83,7 +83,7 @@ class MpiGroup(ProcessGroup):
             abort_at_exit()
             if gone:
                 raise ProcessError(gone[0], "has gone")
-            raise ProcessError(open_ranks[0], f"did not answer within {seconds:g} s")
+            raise ProcessError(open_ranks[0], f"did not answer within {seconds:.3g} s")
 
     def post(self, key: str, text: str) -> None:
         """See ``ProcessGroup.post``."""

@@ -76,7 +76,7 @@ class TorchGroup(ProcessGroup):
         except RuntimeError as error:
             rank = ranks[waited if len(works) == len(ranks) else len(works)]
             late = time.monotonic() >= end
-            why = f"did not answer within {seconds:g} s" if late else f"has gone ({error})"
+            why = f"did not answer within {seconds:.3g} s" if late else f"has gone ({error})"
             raise ProcessError(rank, why) from error
 
     def post(self, key: str, text: str) -> None:
