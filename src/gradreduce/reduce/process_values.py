@@ -74,7 +74,7 @@ def _described(part: Part) -> str:
 def _received(
     device: Device, parts: Sequence[IndexedSlices], num_parts: Sequence[int]
 ) -> list[IndexedSlices]:
-    """Exchanges the values of all processes.
+    """Sends values to all other processes; returns those of all, in order.
 
     Args:
         device: where they go.
