@@ -30,15 +30,16 @@ class Run(NamedTuple):
     text: str
 
 
-def run_scenario(launcher: str, size: int, scenario: str, *arguments: str) -> Run:
+def run_scenario(launcher: str, size: int, scenario: str, *arguments: str, **options: int) -> Run:
     """Runs a scenario of ``program.py``; see ``run``."""
-    return run(launcher, size, str(PROGRAM), scenario, launcher, *arguments)
+    return run(launcher, size, str(PROGRAM), scenario, launcher, *arguments, **options)
 
 
-def run(launcher: str, size: int, *script: str) -> Run:
+def run(launcher: str, size: int, *script: str, restarts: int = 0) -> Run:
     """Runs a script in so many processes; fails if it hangs, or if one of them is left behind."""
     python, number = sys.executable, str(size)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number]
+    torchrun += ["--max-restarts", str(restarts)]
     command = {
         "none": [python],
         "mpi": [str(Path(python).with_name("mpiexec")), "-n", number, python],

@@ -115,6 +115,18 @@ def subgroups(launcher: str) -> None:
         dist.destroy_process_group()
 
 
+@scenario
+def restarted(launcher: str) -> None:
+    """Opens and closes meshes; process 1 fails at the second, and torchrun starts all again."""
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    for number in range(3):
+        with gr.open_mesh(2, backend="sim", processes=launcher, timeout=HEALTHY) as mesh:
+            assert mesh.num_replicas == 4
+            step(gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh), mesh, 1, HEALTHY)
+            if is_first and number == 1 and mesh.process_index == 1:
+                os._exit(1)
+
+
 FAULTS: dict[str, Callable[[Any, Any], None]] = {}
 
 

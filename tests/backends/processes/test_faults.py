@@ -22,7 +22,7 @@ FAULTS = {
     "fewer_steps": TENSORS + GONE,
     "left_early": TENSORS + SILENT,
     "user_error": TENSORS + SILENT,
-    "late": r"process.* did not start within 3 s|has not come to open_mesh within 3 s",
+    "late": r"ha(ve|s) not come to open_mesh within 3 s",
     "version": r"the version of gradreduce is [\d.]+ in process",
 }
 IN_CI = [("stopped", "mpi"), ("shape", "torchrun"), ("known_plan", "mpi"), ("fewer_steps", "mpi"),

@@ -1,15 +1,18 @@
 """Meshes over processes that torchrun and mpiexec have started."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from support.processes import MPI, TORCHRUN, run_scenario
 
 from gradreduce.backends.processes.launchers import detect, slurm_address
-from gradreduce.errors import BackendUnavailableError
+from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 
-def ends_well(launcher, size, scenario):
+def ends_well(launcher, size, scenario, **options):
     """Runs a scenario of ``program.py``, which must end well in every process."""
-    done = run_scenario(launcher, size, scenario)
+    done = run_scenario(launcher, size, scenario, **options)
     assert done.returncode == 0, done.text
     assert done.text.count("done") == size
 
@@ -22,6 +25,37 @@ def test_processes_sum_with_the_bits_of_one(launcher):
 @pytest.mark.parametrize("launcher", [TORCHRUN, MPI])
 def test_meshes_over_subgroups_work_in_turns(launcher):
     ends_well(launcher, 4, "subgroups")
+
+
+@pytest.mark.torch
+def test_processes_that_torchrun_starts_again_meet_each_other_only():
+    ends_well("torchrun", 2, "restarted", restarts=1)
+
+
+@pytest.mark.torch
+def test_what_earlier_processes_left_in_a_store_is_not_taken():
+    import torch.distributed as dist
+
+    from gradreduce.backends.processes.torch_group import _new_name
+
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+
+        def start(rank):
+            return pool.submit(_new_name, store, rank, 2, 10.0)
+
+        before = [each.result() for each in (start(0), start(1))]
+        late = store.get("gradreduce/here")
+        first = start(0)  # finds the number of the earlier process 1
+        end = time.monotonic() + 10
+        while store.get("gradreduce/here") == late and time.monotonic() < end:
+            time.sleep(1e-3)
+        names = [each.result() for each in (start(1), first)]
+    assert names == [names[0]] * 2 and names[0] not in before
+    with pytest.raises(CollectiveError, match=r"these have not come .* within 0.1 s: 1$"):
+        _new_name(store, 0, 2, 0.1)
+    with pytest.raises(CollectiveError, match=r"these have not come .* within 0.1 s: 0$"):
+        _new_name(store, 1, 2, 0.1)
 
 
 def test_the_launcher_is_detected():

@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -24,7 +26,6 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, l
 _FIRST_TAG = 1 << 28
 _LOOK_SECONDS = 0.01
 _PAUSE_SECONDS = 5e-4
-_OF_A_MESH = 0x9E3779B  # a large odd number: meshes of one group have different tags
 
 
 class TorchGroup(ProcessGroup):
@@ -49,16 +50,16 @@ class TorchGroup(ProcessGroup):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
         self._group = group
         self._owned = owned
-        # All processes open their meshes of one group in the same order.
-        number = group.get_group_store().add(f"gradreduce/meshes/{self.rank}", 1)
-        self._store = dist.PrefixStore(f"gradreduce/{number}", group.get_group_store())
-        self._number = number
+        store = group.get_group_store()
+        name = _new_name(store, self.rank, self.size, timeout)
+        self._store = dist.PrefixStore(name, store)
+        self._number = int(name, 16)
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
     ) -> None:
         """See ``ProcessGroup.exchange``."""
-        tag = _FIRST_TAG + (tag + self._number * _OF_A_MESH) % _FIRST_TAG
+        tag = _FIRST_TAG + (tag + self._number) % _FIRST_TAG
         end = time.monotonic() + seconds
         # The group's own methods: isend and irecv check anew what is known here.
         calls = [(self._group.recv, *message) for message in receives]
@@ -160,16 +161,51 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float) -> TorchG
         CollectiveError: some have not, within ``timeout``.
     """
     store, rank, size = address
-    here = "gradreduce/here/"
-    store.set(f"{here}{rank}", "")
-    end = time.monotonic() + timeout
-    missing = list(range(size))
-    while missing := [other for other in missing if not store.check([f"{here}{other}"])]:
-        if time.monotonic() >= end:
-            raise CollectiveError(
-                f"of {size} processes these did not start within {timeout:g} s: {listed(missing)}"
-            )
-        time.sleep(_LOOK_SECONDS)
+    store = dist.PrefixStore(_new_name(store, rank, size, timeout), store)
     seconds = timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
     return TorchGroup(dist.group.WORLD, timeout, owned=True)
+
+
+def _new_name(store: Any, rank: int, size: int, timeout: float) -> str:
+    """Returns a name (hexadecimal digits) that all processes agree on, a new one at each call.
+
+    A store may hold what earlier processes have left: torchrun starts processes again with the
+    same one. So each process writes a random number, process 0 writes the list of all, and the list
+    counts when every process has found its number in it.
+
+    Raises:
+        CollectiveError: some processes have not come, within ``timeout``.
+    """
+    here = [f"gradreduce/here/{other}" for other in range(size)]
+    everyone = "gradreduce/here"
+    own = uuid4().hex
+    store.set(here[rank], own)
+    end = time.monotonic() + timeout
+    last = ""
+    names: list[str] = []  # of the lists that have this number
+    while True:
+        if rank == 0 and all(store.check([key]) for key in here):
+            numbers = " ".join(store.get(key).decode() for key in here)
+            if numbers != last:
+                store.set(everyone, last := numbers)
+        numbers = store.get(everyone).decode() if store.check([everyone]) else ""
+        # First, because a process that has returned may write its number for another mesh.
+        for name in names:
+            if store.add(name, 0) == size:
+                return name
+        name = sha256(numbers.encode()).hexdigest()[:16]
+        if own in numbers and name not in names:
+            names.append(name)
+            store.set(f"{name}/{rank}", "")
+            store.add(name, 1)
+            continue
+        if time.monotonic() >= end:
+            keys = [f"{names[-1]}/{other}" for other in range(size)] if names else here
+            # If all were here, only process 0 can be missing: it did not write the list.
+            missing = [other for other in range(size) if not store.check([keys[other]])] or [0]
+            raise CollectiveError(
+                f"of {size} processes these have not come to open_mesh within {timeout:g} s: "
+                f"{listed(missing)}"
+            )
+        time.sleep(_LOOK_SECONDS)
