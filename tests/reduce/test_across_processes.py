@@ -150,6 +150,28 @@ def test_a_call_that_differs_between_processes_raises_in_both(differs, message):
     assert "process 1" in second and "process 0" in second
 
 
+def test_calls_that_were_forgotten_are_compared_again(monkeypatch):
+    monkeypatch.setattr("gradreduce.device.process_group._KNOWN_CALLS", 3)
+    sizes = [*range(1, 9), 8, 7, 1, 2, 8]
+
+    def work(group):
+        mesh, ops = mesh_and_ops(group)
+        for size in sizes:
+            if size % 3 == group.rank:  # one forgets, the others remember
+                group._known.clear()
+            (found,) = ops.all_reduce([[np.ones(size)]], gr.ReduceOp.SUM)
+            assert found[0].tolist() == [3.0] * size
+        keys = {key for _, key in group._post.notices}
+        assert sum(key.startswith("description/") for key in keys) == 3
+        size = 8 if group.rank == 1 else 5  # of which only 8 is remembered
+        errors = (ValueError, gr.errors.CollectiveError)
+        with pytest.raises(errors, match=r"is float64\[.\] in process ., float64\[.\] in process"):
+            ops.all_reduce([[np.ones(size)]], gr.ReduceOp.SUM, deadline=0.5)
+        mesh.close()
+
+    run_processes(3, work)
+
+
 def test_a_process_without_the_call_is_named_with_the_tensors():
     def work(group):
         mesh = gr.open_mesh(1, backend="sim", process_group=group)

@@ -31,8 +31,10 @@ Message = tuple[int, np.ndarray]
 Parcel = tuple[int, "Buffer"]
 # Sends and receives host arrays.
 Move = Callable[[Sequence[Message], Sequence[Message]], None]
-# Notices and descriptions of this many calls are kept. No process is that far ahead of another.
+# Notices and descriptions of this many calls are kept.
 _KEPT_CALLS = 1024
+# A process remembers so many different calls. It compares one that it has forgotten again.
+_KNOWN_CALLS = 256
 # How long a process that lost another waits for a notice that tells why.
 _REASON_SECONDS = 1.0
 # How long a process that leaves waits for the others to leave too: rank 0 may hold their notices.
@@ -79,7 +81,8 @@ class ProcessGroup(ABC):
         self._last_calls: deque[tuple[int, Description]] = deque(maxlen=_KEPT_CALLS)
         self._call = ""  # number and digest of the last one
         self._exchanges = 0  # in that call
-        self._compared: set[str] = set()
+        # Digest of each call that was compared: number of its description. Least recent first.
+        self._known: dict[str, int] = {}
 
     @property
     def others(self) -> list[int]:
@@ -145,7 +148,8 @@ class ProcessGroup(ABC):
     def agree(self, description: Description, seconds: float) -> None:
         """Compares a call that is about to run with the same call of all other processes.
 
-        A process that has compared such a call before leaves its notice, and does not wait.
+        A process that remembers such a call leaves its notice, and does not wait; so one process
+        may have forgotten it and another not.
 
         Args:
             description: of the call.
@@ -159,11 +163,16 @@ class ProcessGroup(ABC):
         self._calls += 1
         self._last_calls.append((number, description))
         self._call, self._exchanges = f"{number} {description.digest}", 0
-        is_new = description.digest not in self._compared
+        place = self._known.pop(description.digest, -1)
+        is_new = place < 0
         if is_new:
-            self.post(f"description/{description.digest}", description.text)
-        self.post(key, self._call)
+            place = len(self._known)
+            if place == _KNOWN_CALLS:
+                place = self._known.pop(next(iter(self._known)))
+            self.post(f"description/{place}", f"{description.digest} {description.text}")
+        self.post(key, f"{self._call} {place}")
         if not is_new:
+            self._known[description.digest] = place
             return
         end = time.monotonic() + seconds
         missing = []
@@ -177,7 +186,7 @@ class ProcessGroup(ABC):
         if missing:
             what = f"call {number} ({_summary(description)})"
             raise CollectiveError(self.describe_missing(missing, what, seconds))
-        self._compared.add(description.digest)
+        self._known[description.digest] = place
 
     def flight_record(self) -> dict[str, Any]:
         """Returns this process and its last calls as JSON values.
@@ -221,19 +230,23 @@ class ProcessGroup(ABC):
             is_last = self.has_gone(rank) is not None or time.monotonic() >= end
             seconds = min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))
             text = self.read(rank, key, 0.0 if is_last else seconds)
-            found, _, digest = (text or "").partition(" ")
-            if found and int(found) >= number:
+            found = (text or "").split()
+            if found and int(found[0]) >= number:
                 break
             if is_last:
                 return None
             if found:
                 time.sleep(1e-3)  # an older notice of the same key
-        own = self._call.partition(" ")[2]
-        if digest == own:
+        _, digest, place = found
+        own = self._last_calls[-1][1]
+        # One that is so far ahead has left this call behind: its notice is replaced.
+        if digest == own.digest or int(found[0]) > number:
             return ""
-        ours = self.read(self.rank, f"description/{own}", 0.0)
-        theirs = self.read(rank, f"description/{digest}", _REASON_SECONDS)
-        return _describe_difference(ours, theirs, self.rank, rank)
+        theirs = self.read(rank, f"description/{place}", 0.0) or ""
+        is_theirs, _, text = theirs.partition(" ")
+        return _describe_difference(
+            own.text, text if is_theirs == digest else None, self.rank, rank
+        )
 
     def describe_missing(self, ranks: Sequence[int], what: str, seconds: float) -> str:
         """Describes processes that have not come to ``what``, and why, as far as it is known."""
@@ -310,9 +323,9 @@ def _summary(description: Description) -> str:
     return f"{what['call']}, tensors: {listed(tensors, 2)}" if tensors else what["call"]
 
 
-def _describe_difference(ours: str | None, theirs: str | None, rank: int, other: int) -> str:
+def _describe_difference(ours: str, theirs: str | None, rank: int, other: int) -> str:
     """Describes the first difference between two calls."""
-    if ours is None or theirs is None:
+    if theirs is None:
         return f"process {other} makes another call than process {rank}"
     here, there = json.loads(ours), json.loads(theirs)
     for name, value in here.items():
