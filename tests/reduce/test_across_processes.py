@@ -268,19 +268,21 @@ def test_what_works_in_one_process_only_raises():
         mesh = gr.open_mesh(2, backend="sim", process_group=group)
         value = gr.PerReplica([np.ones(3)] * 2, mesh)
         variable = gr.Variable(np.zeros(3), device=mesh)
-        with pytest.raises(RuntimeError, match="ReductionToOneDevice works inside one process"):
-            gr.SyncStep([variable], gr.AdamOptimizer(0.1), gr.ReductionToOneDevice())
-        calls = {
-            "ConditionalAccumulator over a mesh": lambda: gr.ConditionalAccumulator(
-                np.float32, device=mesh
+        to_one = gr.ReductionToOneDevice()
+        accumulator = "ConditionalAccumulator over a mesh"
+        calls = [
+            (accumulator, lambda: gr.ConditionalAccumulator(np.float32, device=mesh)),
+            (accumulator, lambda: gr.SparseConditionalAccumulator(np.float32, device=mesh)),
+            ("ReductionToOneDevice", lambda: to_one.reduce(gr.ReduceOp.SUM, value, value)),
+            (
+                "ReductionToOneDevice",
+                lambda: gr.SyncStep([variable], gr.AdamOptimizer(0.1), to_one),
             ),
-            "ReductionToOneDevice": lambda: gr.ReductionToOneDevice().reduce(
-                gr.ReduceOp.SUM, value, value
-            ),
-            "AGNCenter": lambda: gr.AGNCenter(mesh),
-        }
-        for name, call in calls.items():
-            with pytest.raises(RuntimeError, match=f"{name} works inside one process only"):
+            ("AGNCenter", lambda: gr.AGNCenter(mesh)),
+        ]
+        for name, call in calls:
+            match = rf"{name} works inside one process only.* use SyncStep.* gradreduce\.ray"
+            with pytest.raises(RuntimeError, match=match):
                 call()
         part = gr.PerReplica([np.ones(3)], mesh[0:1])
         with pytest.raises(ValueError, match="pass one replica for each of the 2 devices"):

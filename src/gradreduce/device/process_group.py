@@ -301,13 +301,21 @@ class ProcessError(CollectiveError):
         self.rank = rank
 
 
-def check_one_process(device: Device, what: str) -> None:
+# What to use instead of accumulators, AGN and a reduction to one device.
+IN_STEP = (
+    "use SyncStep or all-reduce, in which all processes take every step together (asynchronous "
+    "work of several processes belongs to gradreduce.ray, in releases that have it)"
+)
+
+
+def check_one_process(device: Device, what: str, instead: str = IN_STEP) -> None:
     """Raises ``RuntimeError`` for an object that cannot work over several processes."""
     group = device.mesh_state.process_group
     if group is not None:
         raise RuntimeError(
             f"{what} works inside one process only, and the mesh of {device.name} has "
-            f"{group.size} processes: open one by gr.open_mesh(processes='none') for it"
+            f"{group.size} processes: {instead}, or open a mesh of this process alone by "
+            "gr.open_mesh(processes='none')"
         )
 
 

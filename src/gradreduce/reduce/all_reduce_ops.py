@@ -355,7 +355,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         call = self._checked(reduce_op, value_destination_pairs, output_type, out)
         check_preparable(call)
         for index, request in enumerate(call.requests):
-            check_one_process(request.devices[0], "a captured step")
+            check_one_process(
+                request.devices[0], "a captured step", "use prepare: a CUDA graph does not wait"
+            )
             crosses = len(by_physical(request.devices)) > 1 and request.is_all_reduced
             if crosses and self.all_reduce_alg == "nccl":
                 raise CollectiveError(f"value {index}: {NOT_CAPTURED}")
