@@ -85,39 +85,60 @@ def test_only_replicas_at_the_start_of_a_group_are_added_before_they_are_sent():
     ]
 
 
-def test_plan_and_profile_show_the_exchanges():
-    def work(group):
-        mesh = gr.open_mesh(2, backend="sim", process_group=group)
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        value = gr.PerReplica([np.ones(40000, np.float32)] * 2, mesh)
-        plan = ops.plan(gr.ReduceOp.SUM, [(value, value)])
-        profile = ops.profile(gr.ReduceOp.SUM, [(value, value)])
-        mesh.close()
-        return plan, profile
+def rows_on(mesh, num_rows):
+    rows = gr.IndexedSlices(np.ones((num_rows, 3)), np.arange(num_rows))
+    return gr.PerReplica([rows] * len(mesh), mesh)
 
-    for plan, profile in run_processes(2, work):
-        assert (plan.exchanges, plan.packs[0].crossing) == (2, "exchange")
-        assert "2 exchanges" in str(plan) and "exchanged with other processes" in str(plan)
+
+@pytest.mark.parametrize("groups", [None, "processes"])
+def test_plan_and_profile_show_what_crosses(groups, monkeypatch):
+    monkeypatch.setattr("gradreduce.reduce.profile.HOST_BYTES", 1 << 16)
+
+    def work(group):
+        mesh, ops = mesh_and_ops(group, 1 + group.rank, reduction_groups=groups)
+        dense = gr.PerReplica([np.ones(40000, np.float32)] * len(mesh), mesh)
+        rows = rows_on(mesh, 2 + group.rank)  # of other processes the plan does not know how many
+        pairs = [(rows, rows), (dense, mesh[-1]), (dense, dense)]
+        plan = ops.plan(gr.ReduceOp.SUM, pairs)
+        found = ops.batch_reduce(gr.ReduceOp.SUM, pairs)
+        assert [len(each.devices) for each in found] == [len(mesh), 1, len(mesh)]
+        assert all((each.values[0] == 6).all() for each in found[1:])
+        sent = sum(group.sent.values())
+        pairs[0] = (rows_on(mesh, 2),) * 2
+        profile = ops.profile(gr.ReduceOp.SUM, pairs, coalesce=True)
+        mesh.close()
+        return plan, sent, profile
+
+    for plan, sent, profile in run_processes(3, work):
+        assert plan.exchange_bytes == sent
+        assert f"{plan.exchanges} exchanges of {sent:,} bytes" in str(plan)
+        crossings = {pack.tensors: pack.crossing for pack in plan.packs}
+        assert crossings == {(0,): "rows", (1, 2): "exchange"}
+        assert str(plan).count("whose rows are assumed to be as many") == 1
         assert "the journal counted what was planned" in str(profile)
 
 
-def test_groups_of_whole_processes_send_the_bytes_of_a_ring():
-    grads = [[np.ones(30000, np.float32)] for _ in range(6)]
+def test_groups_of_processes_send_the_bytes_of_a_ring():
+    random = np.random.default_rng(5)
+    grads = [[random.standard_normal(30000).astype(np.float32)] for _ in range(6)]
 
     def work(group):
-        mesh = gr.open_mesh(2, backend="sim", process_group=group)
-        ops = gr.AllReduceCrossDeviceOps(
-            "hierarchical_copy", mesh=mesh, reduction_groups=[[0, 1], [2, 3], [4, 5]]
-        )
+        mesh, ops = mesh_and_ops(group, 2, reduction_groups="processes")
         with mesh.journal() as journal:
-            ops.all_reduce(grads[:2], gr.ReduceOp.SUM)
+            found = ops.all_reduce(grads[:2], gr.ReduceOp.SUM)[1][0]
         mesh.close()
-        return sum(group.sent.values()), journal.of("exchange")
+        return found.tolist(), sum(group.sent.values()), len(journal.of("exchange"))
 
-    for sent, records in run_processes(3, work):
-        assert sent == sum(record.nbytes for record in records)
+    def alone(groups, num_devices=6):
+        mesh = gr.open_mesh(num_devices, backend="sim", processes="none")
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, reduction_groups=groups)
+        return ops.all_reduce((grads[:2] * 3)[:num_devices], gr.ReduceOp.SUM)[0][0].tolist()
+
+    for found, sent, num_exchanges in run_processes(3, work):
+        assert found == alone([[0, 1], [2, 3], [4, 5]])
         assert abs(sent - 2 * 2 / 3 * 120000) <= 4 * 16
-        assert len(records) == 2
+        assert num_exchanges == 2
+    assert alone("processes", 5) == alone([range(5)], 5)
 
 
 @pytest.mark.parametrize(
@@ -414,12 +435,9 @@ def test_gradients_of_other_variables_are_named_before_they_are_added():
     run_processes(2, work)
 
 
-def test_what_depends_on_other_processes_cannot_be_planned_or_captured():
+def test_a_step_over_processes_cannot_be_captured():
     def work(group):
         mesh, ops = mesh_and_ops(group)
-        rows = gr.PerReplica([gr.IndexedSlices(np.ones((1, 2)), np.array([0]))], mesh)
-        with pytest.raises(ValueError, match="value 0 contains IndexedSlices, of which other"):
-            ops.plan(gr.ReduceOp.SUM, [(rows, rows)])
         value = gr.PerReplica([mesh[0].zeros((3,), np.float32)], mesh)
         with pytest.raises(RuntimeError, match="a captured step works inside one process only"):
             ops.capture(gr.ReduceOp.SUM, [(value, value)])

@@ -71,14 +71,16 @@ def plan_terms(counts: Sequence[int], groups: ReductionGroups) -> list[list[Term
     return planned
 
 
-def process_groups(device: Device) -> ReductionGroups:
-    """Returns the replicas of each process as one group."""
-    group = device.mesh_state.process_group
-    assert group is not None
-    ends = accumulate(group.counts)
-    return tuple(
-        [tuple(range(end - count, end)) for end, count in zip(ends, group.counts, strict=True)]
-    )
+def process_groups(devices: Sequence[Device]) -> ReductionGroups:
+    """Returns the replicas of each process as one group.
+
+    Args:
+        devices: of this process's replicas.
+    """
+    group = devices[0].mesh_state.process_group
+    counts = (len(devices),) if group is None else group.counts
+    ends = accumulate(counts)
+    return tuple([tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True)])
 
 
 class ProcessSlice(NamedTuple):

@@ -53,7 +53,7 @@ from .plan import ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
 from .process_values import num_replicas_of
 from .profile import Profile, profile_of
-from .reduction_groups import ReductionGroups, as_reduction_groups
+from .reduction_groups import Processes, ReductionGroups, as_reduction_groups
 
 
 class AllReduceCrossDeviceOps(CrossDeviceOps):
@@ -74,8 +74,10 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             the i-th of a value's devices. Each list is added left to right, then their sums are;
             devices with fast links among them make a good list. A list may be empty. Every value
             that is all-reduced must have exactly the replicas named; values that are added on one
-            device, for other destinations or IndexedSlices, are added left to right. Default: two
-            lists, the first n // 2 of n replicas and the rest.
+            device, for other destinations or IndexedSlices, are added left to right.
+            ``"processes"``: one list for each process of the mesh, of its replicas, which it adds
+            before it sends anything; over several processes dense values are all-reduced whatever
+            their destinations. Default: two lists, the first n // 2 of n replicas and the rest.
         wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which real floats
             are transferred between devices in an all-reduce. They are cast as they are packed, and
             back as they are unpacked. Default: each in its own dtype. See below.
@@ -97,8 +99,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     Raises:
         ValueError: an unknown algorithm, a number that is negative or not an integer, a ``mesh``
-            that is not a Mesh, ``reduction_groups`` that are not lists, leave a replica out,
-            name one twice or are passed for NCCL, which chooses its own, or another ``wire_dtype``.
+            that is not a Mesh, ``reduction_groups`` that are neither lists nor ``"processes"``,
+            leave a replica out, name one twice or are passed for NCCL, which chooses its own, or
+            another ``wire_dtype``.
     """
 
     _elementwise = True
@@ -111,7 +114,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         agg_small_grads_max_group: int = 10,
         *,
         mesh: Mesh | None = None,
-        reduction_groups: Sequence[Sequence[int]] | None = None,
+        reduction_groups: Sequence[Sequence[int]] | Processes | None = None,
         wire_dtype: str | DType | None = None,
     ) -> None:
         if not isinstance(all_reduce_alg, str) or all_reduce_alg not in ALGORITHMS:
@@ -161,7 +164,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return self.settings.agg_small_grads_max_group
 
     @property
-    def reduction_groups(self) -> ReductionGroups | None:
+    def reduction_groups(self) -> ReductionGroups | Processes | None:
         """The lists of replica numbers that were passed, or None."""
         return self.settings.reduction_groups
 
@@ -428,8 +431,8 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """``AllReduceCrossDeviceOps`` by hierarchical copy, with ``num_packs`` packs (at least 0).
 
-    ``reduction_groups``, lists of replica numbers, replaces the default groups, the first
-    n // 2 replicas and the rest; see ``AllReduceCrossDeviceOps``.
+    ``reduction_groups``, lists of replica numbers or ``"processes"``, replaces the default groups,
+    the first n // 2 replicas and the rest; see ``AllReduceCrossDeviceOps``.
     """
 
     def __init__(
@@ -437,7 +440,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         num_packs: int = 1,
         *,
         mesh: Mesh | None = None,
-        reduction_groups: Sequence[Sequence[int]] | None = None,
+        reduction_groups: Sequence[Sequence[int]] | Processes | None = None,
         wire_dtype: str | DType | None = None,
     ) -> None:
         super().__init__(

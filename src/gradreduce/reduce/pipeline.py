@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from gradreduce import ops
-from gradreduce.arrays.distributed import Part, ReduceOp
+from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import (
     Buffer,
@@ -41,7 +41,7 @@ from .packing import (
     wire_of,
 )
 from .process_values import described, num_replicas_of, slices_of_all
-from .reduction_groups import ReductionGroups
+from .reduction_groups import Processes, ReductionGroups
 
 # What the log says of an operation: why it was submitted.
 PHASES = ("pack", "all-reduce", "unpack")
@@ -56,7 +56,7 @@ class Settings(NamedTuple):  # hashed at each call: five times as fast as a data
     num_packs: int
     agg_small_grads_max_bytes: int
     agg_small_grads_max_group: int
-    reduction_groups: ReductionGroups | None
+    reduction_groups: ReductionGroups | Processes | None
     wire_dtype: DType | None
 
 
@@ -158,17 +158,15 @@ def reduce_requests(
     Results go to a request's ``out`` where possible; ``copy_to_out`` copies the others.
     """
     found, others = batches_of(requests, reduce_op)
+    if others and (alike := with_all_reduced(requests)) is not requests:
+        found_alike = reduce_requests(settings, reduce_op, alike, coalesce=coalesce)
+        return _copied_to_devices(requests, found_alike)
     batches = [
         plan_requests(settings, reduce_op, requests, indices, counts) for indices, counts in found
     ]
     results: list[tuple[Part, ...]] = [()] * len(requests)
-    for request in [requests[index] for index in others]:
-        if not request.value.is_sparse:
-            dtype = request.value.buffers[0].dtype
-            counts = reduce_op is ReduceOp.MEAN and dtype.kind in "iu"
-            devices = (*request.value.devices, *request.devices)
-            num_terms = len(request.value.devices)
-            _compile_rest(devices, dtype, counts=counts, num_terms=num_terms)
+    for index in others:
+        _compile_alone(requests[index], reduce_op)
     for indices, counts, gradients, plan in batches:  # all kernels are compiled
         out = None
         if not counts and requests[indices[0]].out is not None:
@@ -182,39 +180,58 @@ def reduce_requests(
     for index in others:
         home = requests[index].devices[0]
         with home.mesh_state.pack_scope(PackInfo((index,))):
-            results[index] = reduce_alone(settings, reduce_op, requests[index], coalesce=coalesce)
+            results[index] = _reduce_alone(reduce_op, requests[index], coalesce=coalesce)
     return results
 
 
-def reduce_alone(
-    settings: Settings, reduce_op: ReduceOp, request: Request, *, coalesce: bool
-) -> tuple[Part, ...]:
+def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
+    """Returns requests whose dense results go to their own devices, where processes are several.
+
+    Where results go must not decide what is reduced together: one device is all devices of a
+    process, and a part of those of another.
+    """
+    dense = [_is_dense(request) and not request.is_all_reduced for request in requests]
+    if not any(dense) or requests[0].devices[0].mesh_state.process_group is None:
+        return requests
+    values = [
+        PerReplica.of(with_dense(request.value.parts)) if _is_dense(request) else request.value
+        for request in requests
+    ]
+    return [Request(value, value.devices) for value in values]
+
+
+def _is_dense(request: Request) -> bool:
+    """Whether any replica is, so that the sum is."""
+    return any([isinstance(part, Buffer) for part in request.value.parts])
+
+
+def _copied_to_devices(
+    requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
+) -> list[tuple[Part, ...]]:
+    """Copies results to the devices of their requests."""
+    copied = []
+    for index, (request, parts) in enumerate(zip(requests, reduced, strict=True)):
+        home = request.devices[0]
+        here = next((part for part in parts if buffer_of(part).device is home), parts[0])
+        with home.mesh_state.pack_scope(PackInfo((index,))):
+            home.mesh_state.thread.phase = "unpack"
+            copied.append(copied_to(here, request.devices, keep=True))
+    return copied
+
+
+def _reduce_alone(reduce_op: ReduceOp, request: Request, *, coalesce: bool) -> tuple[Part, ...]:
     """Reduces a value of IndexedSlices, or one whose result goes to other devices."""
     home, value = request.devices[0], request.value
     if home.mesh_state.process_group is None:
         return reduce_to_one(reduce_op, request, home, coalesce=coalesce)
-    mean = reduce_op is ReduceOp.MEAN
+    mean, thread = reduce_op is ReduceOp.MEAN, home.mesh_state.thread
     sparse = [part for part in value.parts if isinstance(part, IndexedSlices)]
-    if len(sparse) == len(value.parts):
-        num_replicas_of([part.values for part in sparse])  # checks the devices
-        everything = slices_of_all(home, sparse, mean=mean, coalesce=coalesce)
-        total = added_on(home, everything, mean=mean, coalesce=coalesce, kind=value.kind)
-        return copied_to(total, request.devices, keep=True)
-    gradients = [with_dense(value.parts)]
-    num_replicas = num_replicas_of(gradients[0])
-    # Left to right over all processes, as in one.
-    groups = (tuple(range(num_replicas)),)
-    left_to_right = settings._replace(
-        all_reduce_alg="hierarchical_copy", reduction_groups=groups, wire_dtype=None
-    )
-    counts = mean and gradients[0][0].dtype.kind in "iu"
-    divisor = num_replicas if mean and not counts else 1
-    plan = plan_batch(left_to_right, gradients, divisor=divisor, counts=counts)
-    (sums,) = reduce_batch(plan, gradients)
-    here = next((each for each in sums if each.device is home), sums[0])
-    if counts:
-        (here,) = quotients([here], num_replicas)
-    return copied_to(here, request.devices, keep=True)
+    num_replicas_of([part.values for part in sparse])  # checks the devices
+    thread.phase = "all-reduce"
+    everything = slices_of_all(home, sparse, mean=mean, coalesce=coalesce)
+    total = added_on(home, everything, mean=mean, coalesce=coalesce, kind=value.kind)
+    thread.phase = "unpack"
+    return copied_to(total, request.devices, keep=True)
 
 
 def plan_requests(
@@ -260,6 +277,15 @@ def _compile_rest(
         if num_terms:
             ops.prepare_all_sum(device, dtype, dtype, {1, num_terms})
     prepared.add(key)
+
+
+def _compile_alone(request: Request, reduce_op: ReduceOp) -> None:
+    """Compiles what adds a dense value on one device."""
+    if request.value.is_sparse:
+        return
+    dtype, devices = request.value.buffers[0].dtype, request.value.devices
+    counts = reduce_op is ReduceOp.MEAN and dtype.kind in "iu"
+    _compile_rest((*devices, *request.devices), dtype, counts=counts, num_terms=len(devices))
 
 
 def copy_to_out(
@@ -449,12 +475,11 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
     )
     found: Algorithm | None = plans.get(key)
     if found is None:
-        if devices[0].mesh_state.process_group is None:
-            found = ALGORITHMS[settings.all_reduce_alg](devices, settings.reduction_groups)
-        else:
-            # nccl promises no order: groups of whole processes take the fewest bytes
-            is_free = settings.all_reduce_alg == "nccl"
-            groups = process_groups(devices[0]) if is_free else settings.reduction_groups
-            found = AcrossProcesses(devices, groups)
+        algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
+        is_alone = devices[0].mesh_state.process_group is None
+        # nccl promises no order: over processes it takes the groups that send the fewest bytes
+        if groups == "processes" or not (is_alone or algorithm.has_groups):
+            groups = process_groups(devices)
+        found = (algorithm if is_alone else AcrossProcesses)(devices, groups)
         _remember(plans, key, found)
     return found

@@ -25,7 +25,7 @@ from gradreduce.device.command_list import Operation
 
 from .arguments import Request, batches_of
 from .pack_buffers import lay_out
-from .pipeline import BatchPlan, Settings, plan_requests, reduce_requests
+from .pipeline import BatchPlan, Settings, plan_requests, reduce_requests, with_all_reduced
 
 # The indices (int64, in bytes; only their number where no plan depends on more) and the dense shape
 # of IndexedSlices; None of a dense array.
@@ -51,6 +51,8 @@ class PlannedPack:
             ``"copies"``: memory that a launch cannot access is copied to where it is added.
             ``"result"``: only the result is copied.
             ``"collective"``: by the collective library. ``"exchange"``: with other processes.
+            ``"rows"``: the same of IndexedSlices. How many rows other processes have is unknown: a
+            plan counts them as this one's.
     """
 
     tensors: tuple[int, ...]
@@ -78,6 +80,7 @@ class ReducePlan:
         mesh: the physical device of each logical one.
         backend: of the mesh.
         exchanges: with other processes.
+        exchange_bytes: that this process sends in them to others; ``bytes`` includes them.
     """
 
     packs: tuple[PlannedPack, ...]
@@ -88,9 +91,12 @@ class ReducePlan:
     mesh: tuple[int, ...]
     backend: str
     exchanges: int = 0
+    exchange_bytes: int = 0
 
     def __str__(self) -> str:
-        exchanges = f"{self.exchanges} exchanges, " if self.exchanges else ""
+        exchanges = ""
+        if self.exchanges:
+            exchanges = f"{self.exchanges} exchanges of {self.exchange_bytes:,} bytes, "
         lines = [
             f"{len(self.packs)} packs on {self.backend} {list(self.mesh)}: {self.launches} "
             f"launches, {self.copies} copies, {self.collectives} collective ranks, {exchanges}"
@@ -155,14 +161,7 @@ def dry_run_of(
     Raises:
         ValueError: there is none, or they are of several meshes.
     """
-    whole = _mesh_of(requests)
-    for index, request in enumerate(requests):
-        if request.value.is_sparse and whole.mesh_state.process_group is not None:
-            raise ValueError(
-                f"value {index} contains IndexedSlices, of which other processes may have other "
-                "numbers of rows: only dense values can be planned over several processes"
-            )
-    mesh = mesh_signature(whole)
+    mesh = mesh_signature(_mesh_of(requests))
     blocks: dict[int, int] = {}  # the memory that requests share
     signatures = tuple([_signature_of(request, blocks, coalesce) for request in requests])
     return _dry_run(settings, reduce_op, mesh, signatures, coalesce)
@@ -193,16 +192,18 @@ def _dry_run(
         reduce_requests(settings, reduce_op, requests, coalesce=coalesce)
     operations = tuple([each for each in commands.operations if each.records])
     log = Journal([record for each in operations for record in each.records])
+    requests = list(with_all_reduced(requests))
     found, others = batches_of(requests, reduce_op)
     batches = [plan_requests(settings, reduce_op, requests, *each) for each in found]
     packs = []
     for indices, _, gradients, batch in batches:
         packs += _packs_of(batch, gradients, indices, settings.all_reduce_alg, log)
     packs += [_pack_of_one(requests[index], index, log) for index in others]
-    ranks, exchanges = len(log.of("collective")), len(log.of("exchange"))
+    ranks, exchanges = len(log.of("collective")), log.of("exchange")
     plan = ReducePlan(
-        tuple(packs), log.launches, log.copies, ranks, log.bytes, mesh[0], mesh[1], exchanges
-    )
+        tuple(packs), log.launches, log.copies, ranks, log.bytes, mesh[0], mesh[1],
+        len(exchanges), sum([record.nbytes for record in exchanges]),
+    )  # fmt: skip
     return DryRun(plan, operations)
 
 
@@ -300,6 +301,7 @@ def _transfer_text(pack: PlannedPack, mesh: Sequence[int]) -> str:
         "result": "only the result is copied",
         "collective": "by the collective library",
         "exchange": "exchanged with other processes",
+        "rows": "exchanged with other processes, whose rows are assumed to be as many",
     }
     return ", ".join(["", *words, crossings[pack.crossing]])
 
@@ -309,10 +311,13 @@ def _pack_of_one(request: Request, index: int, log: Journal) -> PlannedPack:
     part = request.value.parts[0]
     rows = part if isinstance(part, Buffer) else part.values
     indices = tuple([device.index for device in request.value.devices])
+    crossing = _crossing(log, index)
+    is_rows = all([isinstance(each, IndexedSlices) for each in request.value.parts])
+    if crossing == "exchange" and is_rows:
+        crossing = "rows"
     return PlannedPack(
-        (index,), rows.dtype, rows.dtype, rows.nbytes, "one device", indices, 0,
-        _crossing(log, index),
-    )  # fmt: skip
+        (index,), rows.dtype, rows.dtype, rows.nbytes, "one device", indices, 0, crossing
+    )
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from gradreduce.device import as_index
 from gradreduce.errors import brief, listed
 
 # Replica numbers of each group, in the order of its additions; the groups in that of theirs.
 ReductionGroups = tuple[tuple[int, ...], ...]
+# The replicas of each process are one group.
+Processes = Literal["processes"]
 
 
-def as_reduction_groups(reduction_groups: Any) -> ReductionGroups:
-    """Checks lists of replica numbers, as far as possible without knowing the devices.
+def as_reduction_groups(reduction_groups: Any) -> ReductionGroups | Processes:
+    """Checks the groups as far as possible without knowing the devices.
 
     Raises:
         ValueError: something else, a number that is not a non-negative integer, one that is named
             twice, or one left out below the largest: no number of replicas fits that.
     """
+    if isinstance(reduction_groups, str) and reduction_groups == "processes":
+        return "processes"
     if not isinstance(reduction_groups, list | tuple):
         raise ValueError(
-            f"reduction_groups={brief(reduction_groups)} must be a list of lists of replica numbers"
+            f"reduction_groups={brief(reduction_groups)} must be a list of lists of replica "
+            "numbers, or 'processes'"
         )
     groups = tuple([_as_group(reduction_groups, group) for group in reduction_groups])
     named = sorted([number for group in groups for number in group])
