@@ -8,10 +8,13 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from _thread import start_new_thread
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
+from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import uuid4
 
@@ -24,8 +27,13 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, l
 
 # The first tag: far from those that user code takes.
 _FIRST_TAG = 1 << 28
-_LOOK_SECONDS = 0.01
+# Added to a tag: one that no exchange has, of the same connection (gloo picks it by the remainder).
+_UNUSED_TAG = 60 << 23
+_LOOK_SECONDS = 0.05  # for notices of processes that an exchange waits for
+_OPEN_SECONDS = 0.01
 _PAUSE_SECONDS = 5e-4
+_STORE_SECONDS = 1.0  # for the answer of the store, which may be in a process that is stopped
+_MOMENT = timedelta(milliseconds=1)
 
 
 class TorchGroup(ProcessGroup):
@@ -54,6 +62,8 @@ class TorchGroup(ProcessGroup):
         name = _new_name(store, self.rank, self.size, timeout)
         self._store = dist.PrefixStore(name, store)
         self._number = int(name, 16)
+        self._idle: list[_CallingThread] = []
+        self._stuck: _CallingThread | None = None  # whose call of the store has not ended
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
@@ -67,21 +77,41 @@ class TorchGroup(ProcessGroup):
         ranks = [rank for _, rank, _ in calls]
         tensors = [_as_tensor(array) for _, _, array in calls]
         works: list[Any] = []
-        waited = 0
+        done: list[Any] = []
+        thread = self._thread()
         try:
             for (call, rank, _), tensor in zip(calls, tensors, strict=True):
                 works.append(call([tensor], rank, tag))
-            for work in works:
-                work.wait(timedelta(seconds=max(1e-3, end - time.monotonic())))
-                waited += 1
-        except RuntimeError as error:
-            rank = ranks[waited if len(works) == len(ranks) else len(works)]
+            thread.start(partial(_wait, works, end, done))
+            while not thread.has_ended(_LOOK_SECONDS):
+                for rank in dict.fromkeys(ranks[len(done) :]):
+                    if self.has_gone(rank) is not None:
+                        raise ProcessError(rank, "has gone")
+        except BaseException as error:
+            self._abort(tag, ranks)
+            thread.stop()
+            if not isinstance(error, RuntimeError) or isinstance(error, ProcessError):
+                raise
+            rank = ranks[len(done if len(works) == len(ranks) else works)]
             late = time.monotonic() >= end
             why = f"did not answer within {seconds:.3g} s" if late else f"has gone ({error})"
             raise ProcessError(rank, why) from error
+        self._idle.append(thread)
+
+    def _abort(self, tag: int, ranks: Sequence[int]) -> None:
+        """Ends all sends and receives, so that nothing is written later.
+
+        A receive that is late makes gloo close the connections to all processes, and then all
+        waits end.
+        """
+        for rank in dict.fromkeys(ranks):
+            with suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], rank, tag + _UNUSED_TAG).wait(_MOMENT)
 
     def post(self, key: str, text: str) -> None:
         """See ``ProcessGroup.post``."""
+        if not self._store_answers(0.0):  # it would wait for ever
+            raise CollectiveError("the store of the processes does not answer")
         try:
             self._store.set(f"{self.rank}/{key}", text)
         except RuntimeError as error:
@@ -89,21 +119,103 @@ class TorchGroup(ProcessGroup):
 
     def read(self, rank: int, key: str, seconds: float) -> str | None:
         """See ``ProcessGroup.read``."""
-        name = f"{rank}/{key}"
         end = time.monotonic() + seconds
+        if not self._store_answers(seconds):
+            return None
+        thread = self._thread()
+        thread.start(partial(self._look_up, f"{rank}/{key}", end))
         try:
-            while not self._store.check([name]):  # its own wait logs a warning when it ends
-                if time.monotonic() >= end:
-                    return None
-                time.sleep(_PAUSE_SECONDS)
-            return bytes(self._store.get(name)).decode()
+            if not thread.has_ended(seconds + _STORE_SECONDS):
+                self._stuck = thread
+                return None
         except RuntimeError:  # the store is gone
             return None
+        self._idle.append(thread)
+        found: str | None = thread.result
+        return found
+
+    def _store_answers(self, seconds: float) -> bool:
+        """Whether no call of the store is left unanswered, within so many seconds."""
+        thread = self._stuck
+        if thread is not None:
+            with suppress(RuntimeError):
+                if not thread.has_ended(seconds):
+                    return False
+            self._stuck = None
+            self._idle.append(thread)
+        return True
+
+    def _look_up(self, name: str, end: float) -> str | None:
+        while not self._store.check([name]):  # its own wait logs a warning when it ends
+            if time.monotonic() >= end:
+                return None
+            time.sleep(_PAUSE_SECONDS)
+        return bytes(self._store.get(name)).decode()
+
+    def _thread(self) -> _CallingThread:
+        return self._idle.pop() if self._idle else _CallingThread()
 
     def close(self) -> None:
         """See ``ProcessGroup.close``."""
+        while self._idle:
+            self._idle.pop().stop()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group(self._group)
+
+
+class _CallingThread:
+    """A thread for blocking calls of torch, so that the thread that wants them need not block.
+
+    They answer no signal. gloo's wait cannot be polled either, and closes all connections if it is
+    cut short; a call of the store may never return if the process that holds it is stopped.
+
+    Attributes:
+        result: of the last call.
+    """
+
+    def __init__(self) -> None:
+        self.result: Any = None
+        self._calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._ended: SimpleQueue[RuntimeError | None] = SimpleQueue()
+        start_new_thread(self._run, ())
+
+    def start(self, call: Callable[[], Any]) -> None:
+        """Starts a call; the one before has ended."""
+        self._calls.put(call)
+
+    def has_ended(self, seconds: float) -> bool:
+        """Whether the call ends within so many seconds.
+
+        Raises:
+            RuntimeError: torch's, of the call.
+        """
+        try:
+            error = self._ended.get(timeout=seconds)
+        except Empty:
+            return False
+        if error is not None:
+            raise error
+        return True
+
+    def stop(self) -> None:
+        """Ends the thread, after its call."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            error = None
+            try:
+                self.result = call()
+            except RuntimeError as found:
+                error = found
+            self._ended.put(error)
+
+
+def _wait(works: Sequence[Any], end: float, done: list[Any]) -> None:
+    """Waits for sends and receives until a time of the monotonic clock; lists those done."""
+    for work in works:
+        work.wait(timedelta(seconds=max(1e-3, end - time.monotonic())))
+        done.append(work)
 
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor:
@@ -208,4 +320,4 @@ def _new_name(store: Any, rank: int, size: int, timeout: float) -> str:
                 f"of {size} processes these have not come to open_mesh within {timeout:g} s: "
                 f"{listed(missing)}"
             )
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_OPEN_SECONDS)
