@@ -60,6 +60,19 @@ def test_the_pipeline_runs_it(num_packs, placement, schedule_seed):
                 assert same(result, wanted)
 
 
+@pytest.mark.parametrize("peer_access", [False, True])
+def test_it_scatters_and_gathers_by_copies(peer_access):
+    with gr.open_mesh((0, 0, 1), backend="sim", peer_access=peer_access, strict=True) as mesh:
+        reducer = gr.AllReduceCrossDeviceOps("toy", mesh=mesh)
+        grads = [[exact_data((6, 50), "float32", seed=replica)] for replica in range(3)]
+        shares = reducer.reduce_scatter(grads, gr.ReduceOp.SUM)
+        expected = sum(row[0] for row in grads)
+        for index, (share,) in enumerate(shares):
+            assert same(share, expected[2 * index : 2 * index + 2])
+        for (whole,) in reducer.all_gather(shares):
+            assert same(whole, expected)
+
+
 def test_it_has_no_groups_unless_it_says_so():
     with pytest.raises(ValueError, match="'toy' chooses its own"):
         gr.AllReduceCrossDeviceOps("toy", reduction_groups=[[0], [1]])

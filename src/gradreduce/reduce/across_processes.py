@@ -9,6 +9,7 @@ where each process's replicas are one group. Small packs are sent whole to all, 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from gradreduce.device import (
 from gradreduce.device.exchange import exchange
 from gradreduce.device.process_group import Parcel
 
-from .algorithm import Algorithm, Job, Steps
+from .algorithm import Algorithm, Job, Steps, copy_to_all
 from .hierarchical_copy import SLICE_BYTES, plan_slices
 from .reduction_groups import ReductionGroups, reduction_groups_of
 
@@ -148,6 +149,48 @@ class AcrossProcesses(Algorithm):
             return self._steps([jobs[index] for index in indices], queue)
 
         return steps_of
+
+    def reduce_scatter(self, jobs: Sequence[Job]) -> None:
+        """See ``Algorithm.reduce_scatter``; a process sends each other one the terms it adds."""
+        leader = self._leader
+        slices = [
+            ProcessSlice(index, (self._rank_of(job),), 0, job.inputs[0].size)
+            for index, job in enumerate(jobs)
+        ]
+        join_streams(leader, self.devices)
+        terms = self._exchange_terms(jobs, slices, "compute")
+        copies = []
+        for (index, *_), groups in terms:
+            (out,) = jobs[index].outs
+            made = out
+            if out.device.physical != leader.physical:
+                made = leader.empty(out.shape, out.dtype)
+                copies.append((out, made))
+            self._add(made, groups, jobs[index].divisor)
+        fork_streams(leader, self.devices)
+        for out, made in copies:
+            out.device.copy(out, made)
+
+    def all_gather(self, jobs: Sequence[Job]) -> None:
+        """See ``Algorithm.all_gather``."""
+        leader = self._leader
+        sends: list[Parcel] = []
+        receives: list[Parcel] = []
+        for job in jobs:
+            if job.inputs:
+                source = ensure_accessible(leader, job.inputs[0])
+                sends += [(other, source) for other in self._group.others]
+            else:
+                receives.append((self._rank_of(job), job.outs[0]))
+        join_streams(leader, self.devices)
+        exchange(leader, sends, receives, "compute")
+        fork_streams(leader, self.devices)
+        copy_to_all([((*job.inputs, job.outs[0])[0], job.outs) for job in jobs], self.devices)
+
+    def _rank_of(self, job: Job) -> int:
+        """Returns the process of a job's owner."""
+        assert job.owner is not None, "only jobs with an owner are reduced or sent for one"
+        return bisect_right(list(accumulate(self._group.counts)), job.owner)
 
     def _steps(self, jobs: Sequence[Job], queue: Queue) -> Steps:
         leader = self._leader

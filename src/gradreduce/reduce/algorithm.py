@@ -2,6 +2,8 @@
 
 ``algorithms.ALGORITHMS`` names the classes. The pipeline makes one instance for each list of
 devices, packs a stage, runs its steps, and unpacks it; an algorithm only adds buffers.
+
+Reduce-scatter and all-gather have an implementation by copies, which an algorithm may replace.
 """
 
 from __future__ import annotations
@@ -10,7 +12,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gradreduce.device import Buffer, Device, DType, Queue
+from gradreduce import ops
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    Queue,
+    accumulate_dtype,
+    by_physical,
+    ensure_accessible,
+    fork_streams,
+    join_streams,
+    join_streams_each,
+)
 
 from .reduction_groups import ReductionGroups
 
@@ -27,11 +41,15 @@ class Job:
         outs: one for each replica, on its device. Each is its input exactly, or no input's memory;
             on simulated devices it may be another replica's input, if a caller asks for that.
         divisor: of the sum; 1 divides nothing.
+        owner: of a reduce-scatter the number of the replica that alone has an out, of an all-gather
+            of the one that alone has an input, counted over all processes; in the others ``outs``
+            or ``inputs`` is empty. None: an all-reduce.
     """
 
     inputs: Sequence[Buffer]
     outs: Sequence[Buffer]
     divisor: float = 1
+    owner: int | None = None
 
     def part(self, start: int, stop: int) -> Job:
         """Returns the job for the elements from ``start`` to ``stop``."""
@@ -40,6 +58,7 @@ class Job:
             [buffer.parts(starts, shapes)[0] for buffer in self.inputs],
             [buffer.parts(starts, shapes)[0] for buffer in self.outs],
             self.divisor,
+            self.owner,
         )
 
 
@@ -85,3 +104,104 @@ class Algorithm(ABC):
             A function that returns the steps of a stage. Its arguments are the indices of the
             stage's jobs, and the queue for transfers. Sums run on the compute queues.
         """
+
+    def reduce_scatter(self, jobs: Sequence[Job]) -> None:
+        """Reduces each job into its owner's out, on the compute queues.
+
+        Args:
+            jobs: with owners; in the order of the owners.
+        """
+        add_on_owners(jobs, self.devices, [range(len(self.devices))])
+
+    def all_gather(self, jobs: Sequence[Job]) -> None:
+        """Copies each job's only input to all its outs, on the compute queues.
+
+        Args:
+            jobs: with owners; in the order of the owners. One of their outs may be the input.
+        """
+        copy_to_all([(job.inputs[0], job.outs) for job in jobs], self.devices)
+
+
+def add_on_owners(
+    jobs: Sequence[Job], devices: Sequence[Device], groups: Sequence[Sequence[int]]
+) -> None:
+    """Adds each job on the device of its owner, with the bits of an all-reduce.
+
+    Args:
+        jobs: with owners; in the order of the owners.
+        devices: of the replicas, in one process.
+        groups: indices of replicas; each is added left to right, then their sums are. None empty.
+    """
+    order = [replica for group in groups for replica in group]
+    split = len(groups[0]) if len(groups) == 2 else 0
+    by_gpu: dict[int, list[Job]] = {}
+    for job in jobs:
+        assert job.owner is not None, "a reduce-scatter has owners"
+        by_gpu.setdefault(devices[job.owner].physical, []).append(job)
+    leaders = [here[0].outs[0].device for here in by_gpu.values()]
+    terms = []
+    for leader, here in zip(leaders, by_gpu.values(), strict=True):
+        # Each device copies from another one first.
+        first = devices.index(leader)
+        replicas = [*range(first, len(devices)), *range(first)]
+        found = [
+            {replica: ensure_accessible(leader, job.inputs[replica]) for replica in replicas}
+            for job in here
+        ]
+        terms.append([[each[replica] for replica in order] for each in found])
+    join_streams_each(leaders, devices, "compute")
+    for leader, here, rows in zip(leaders, by_gpu.values(), terms, strict=True):
+        if len(groups) > 2:
+            rows = [_group_sums(leader, row, groups) for row in rows]
+        by_divisor: dict[float, list[int]] = {}
+        for index, job in enumerate(here):
+            by_divisor.setdefault(job.divisor, []).append(index)
+        for divisor, indices in by_divisor.items():
+            ops.all_sum(
+                [here[index].outs for index in indices],
+                [rows[index] for index in indices],
+                split,
+                divisor=divisor,
+                device=leader,
+            )
+    for leader in leaders:
+        fork_streams(leader, devices)
+
+
+def _group_sums(
+    leader: Device, terms: Sequence[Buffer], groups: Sequence[Sequence[int]]
+) -> list[Buffer]:
+    """Adds each group left to right, in the accumulate dtype; ``terms`` are in their order."""
+    sums = []
+    start = 0
+    for group in groups:
+        total = leader.empty(terms[0].shape, accumulate_dtype(terms[0].dtype))
+        ops.add_n([total], [terms[start : start + len(group)]], device=leader)
+        sums.append(total)
+        start += len(group)
+    return sums
+
+
+def copy_to_all(
+    copies: Sequence[tuple[Buffer, Sequence[Buffer]]], devices: Sequence[Device]
+) -> None:
+    """Copies each source to its outs, one for each device; one of them may be the source."""
+    for index, device in enumerate(devices):
+        # Each device begins with the sources of another one.
+        first = index * len(copies) // len(devices)
+        for source, outs in [*copies[first:], *copies[:first]]:
+            if source.device.physical != device.physical:
+                device.copy(outs[index], source)
+    for here in by_physical(devices).values():
+        moves = [
+            ([outs[index]], [source])
+            for source, outs in copies
+            for index in here
+            if source.device.physical == devices[index].physical
+            and source.address != outs[index].address
+        ]
+        if moves:
+            sharing = [devices[index] for index in here]
+            join_streams(sharing[0], sharing)
+            ops.pack_unchecked(moves, divisor=1, device=sharing[0])
+            fork_streams(sharing[0], sharing)

@@ -30,6 +30,8 @@ from gradreduce.errors import (
     repeated,
 )
 
+from .process_values import num_replicas_of
+
 _CONTAINERS = (list, tuple, dict)
 
 
@@ -152,6 +154,41 @@ def _has_order(entry: Any, order: tuple[int, ...]) -> bool:
     if isinstance(entry, DistributedValues):
         return entry._form == order
     return isinstance(entry, list | tuple) and all(axis_order(each) == order for each in entry)
+
+
+def check_rows(requests: Sequence[Request]) -> None:
+    """Checks that every value is dense and has rows, for a reduce-scatter or an all-gather.
+
+    Raises:
+        TypeError: IndexedSlices.
+        ValueError: a scalar.
+    """
+    for index, request in enumerate(requests):
+        value = request.value
+        name = value._name_of(index)
+        if value.is_sparse:
+            raise TypeError(f"{name} contains IndexedSlices: pass .to_dense()")
+        if not value.parts[0].shape:
+            raise ValueError(
+                f"{name} is a scalar, which has no rows: pass an array of at least one dimension"
+            )
+
+
+def check_divisible(requests: Sequence[Request]) -> None:
+    """Checks that the replicas of all processes can share the rows of every value.
+
+    Raises:
+        TypeError, ValueError: see ``check_rows``; or the number of rows is no multiple.
+    """
+    check_rows(requests)
+    for index, request in enumerate(requests):
+        value = request.value
+        num_rows, count = value.buffers[0].shape[0], num_replicas_of(value.buffers)
+        if num_rows % count:
+            raise ValueError(
+                f"{value._name_of(index)} has {num_rows} rows, which {count} replicas cannot share "
+                f"equally: pad its first dimension to a multiple of {count}"
+            )
 
 
 def check_op(name: str, op: Any) -> None:

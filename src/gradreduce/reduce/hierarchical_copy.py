@@ -29,7 +29,7 @@ from gradreduce.device import (
     join_streams_each,
 )
 
-from .algorithm import Algorithm, Job, Steps
+from .algorithm import Algorithm, Job, Steps, add_on_owners
 from .reduction_groups import ReductionGroups, reduction_groups_of
 
 # Packs of one stage of at least this many bytes are divided among the devices, so that every link
@@ -141,6 +141,10 @@ class HierarchicalCopy(Algorithm):
             return _staged(staged, self.devices, queue)
 
         return steps_of
+
+    def reduce_scatter(self, jobs: Sequence[Job]) -> None:
+        """See ``Algorithm.reduce_scatter``."""
+        add_on_owners(jobs, self.devices, self._groups)
 
     def _direct(self, work: Sequence[tuple[int, Job]], queue: Queue) -> Steps:
         """Launches one kernel for each main device and divisor: reads n buffers, writes n."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradreduce import ops
 from gradreduce.device import (
@@ -31,9 +31,25 @@ _Tensors = Sequence[Buffer] | None
 _FlatBuffers = list[Any]  # of each replica its flat buffer; None until it is allocated
 
 
+class Share(NamedTuple):
+    """Whose a flat buffer of a reduce-scatter or all-gather is.
+
+    Attributes:
+        owner: number of the replica over all processes.
+        senders: indices of the devices of this process that have a part of the input.
+        receivers: of those that get the output.
+    """
+
+    owner: int
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+
 @dataclass
 class PackBuffers:
     """The flat buffers of one plan while they are reduced.
+
+    Those of a share have None, in all lists, for devices that do not send or receive it.
 
     Attributes:
         plan: what they hold.
@@ -72,6 +88,7 @@ def lay_out(
     *,
     targets: Sequence[Sequence[Buffer]] | None = None,
     consume: bool = False,
+    shares: Sequence[Share] = (),
 ) -> list[PackBuffers]:
     """Allocates the flat buffers of each plan on every device; packs nothing yet.
 
@@ -85,16 +102,22 @@ def lay_out(
         algorithm: reduces them.
         targets: ``targets[tensor][replica]``, where the results go. Default: new memory.
         consume: gradients may be overwritten, and what lies between them in a flat buffer.
+        shares: one for each plan; then gradients have a replica for each sender, and targets one
+            for each receiver. Empty: all devices are both.
 
     Returns:
         Flat buffers, in the order of ``plans``.
     """
     memory = _NewMemory(algorithm.devices)
     made = []
-    for plan, divisor in zip(plans, divisors, strict=True):
+    for index, (plan, divisor) in enumerate(zip(plans, divisors, strict=True)):
         tensors = _by_replica(plan, gradients)
         wanted = None if targets is None else _by_replica(plan, targets)
-        made.append(_laid_out(plan, divisor, tensors, wanted, algorithm, consume, memory))
+        if shares:
+            each = _laid_out_share(plan, divisor, shares[index], tensors, wanted, algorithm, memory)
+        else:
+            each = _laid_out(plan, divisor, tensors, wanted, algorithm, consume, memory)
+        made.append(each)
     memory.allocate()
     for packed in made:
         if packed.outs == packed.inputs and not packed.plan.has_gaps and None not in packed.filling:
@@ -180,6 +203,39 @@ def _laid_out(
     return PackBuffers(plan, inputs, outs, results, filling, targets, divisor, is_moved)
 
 
+def _laid_out_share(
+    plan: FlatPlan,
+    divisor: float,
+    share: Share,
+    tensors: Sequence[tuple[Buffer, ...]],
+    wanted: Sequence[tuple[Buffer, ...]] | None,
+    algorithm: Algorithm,
+    memory: _NewMemory,
+) -> PackBuffers:
+    """Lays out a share, for tensors of each sender and results of each receiver."""
+    size, count = plan.layout.size, len(algorithm.devices)
+    inputs, outs = _FlatBuffers([None] * count), _FlatBuffers([None] * count)
+    filling, targets = list[_Tensors]([None] * count), list[_Tensors]([None] * count)
+    for replica, each in zip(share.senders, tensors, strict=True):
+        if plan.wire == plan.dtype and divisor == 1:
+            inputs[replica] = _already_flat(plan, each, algorithm)
+        if inputs[replica] is None:
+            filling[replica] = each
+            memory.add(replica, plan.wire, size, inputs, inputs)
+    wants: Sequence[_Tensors] = wanted or [None] * count
+    for replica, want in zip(share.receivers, wants, strict=False):
+        outs[replica] = want and _already_flat(plan, want, algorithm, written=True)
+        if outs[replica] is None:
+            targets[replica] = want
+            memory.add(replica, plan.sum_dtype, size, outs, outs)
+    results = outs
+    if plan.sum_dtype != plan.out_dtype:
+        results = _FlatBuffers([None] * count)
+        for replica in share.receivers:
+            memory.add(replica, plan.out_dtype, size, results, results)
+    return PackBuffers(plan, inputs, outs, results, filling, targets, divisor, True)
+
+
 def moves_in(packs: Iterable[Pack]) -> list[Move]:
     """Returns what packs tensors into their flat buffers."""
     moves: list[Move] = []
@@ -202,6 +258,8 @@ def moves_out(packs: Iterable[Pack]) -> list[Move]:
     for packed, start, stop in packs:
         whole = ([start], [(stop - start,)])
         for replica, out in enumerate(packed.outs):
+            if out is None:
+                continue
             targets = packed.targets[replica]
             if targets is not None:
                 pieces = packed.plan.pieces[start, stop]
@@ -234,6 +292,27 @@ def unpack(
             columns = [result.parts(offsets, inside) for result in flat.results]
         for tensor, replicas in zip(flat.plan.tensors, zip(*columns, strict=True), strict=True):
             found[tensor] = replicas
+    return found
+
+
+def unpack_shares(
+    pack_buffers: Sequence[PackBuffers], shares: Sequence[Share], shapes: Sequence[tuple[int, ...]]
+) -> list[Buffer | None]:
+    """Returns the reduced tensors of this process's shares, views of the flat results, by tensor.
+
+    Args:
+        pack_buffers: of a reduce-scatter.
+        shares: of each.
+        shapes: of the tensors.
+    """
+    found: list[Buffer | None] = [None] * len(shapes)
+    for flat, share in zip(pack_buffers, shares, strict=True):
+        assert flat.results is not None
+        for replica in share.receivers:
+            inside = [shapes[tensor] for tensor in flat.plan.tensors]
+            parts = flat.results[replica].parts(flat.plan.layout.offsets, inside)
+            for tensor, part in zip(flat.plan.tensors, parts, strict=True):
+                found[tensor] = part
     return found
 
 

@@ -140,11 +140,12 @@ def plan_batch(
         tuple([(index, *pack) for index, each in enumerate(flat) for pack in each.packs]),
         described(settings, gradients, divisor, out_dtypes, counts=counts),
     )  # fmt: skip
-    _remember(plans, key, made)
+    remember(plans, key, made)
     return made
 
 
-def _remember(plans: dict[Hashable, Any], key: Hashable, made: Any) -> None:
+def remember(plans: dict[Hashable, Any], key: Hashable, made: Any) -> None:
+    """Keeps a plan of a mesh; not more than ``MOST_PLANS``."""
     if len(plans) >= MOST_PLANS:
         plans.clear()
     plans[key] = made
@@ -481,5 +482,5 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
         if groups == "processes" or not (is_alone or algorithm.has_groups):
             groups = process_groups(devices)
         found = (algorithm if is_alone else AcrossProcesses)(devices, groups)
-        _remember(plans, key, found)
+        remember(plans, key, found)
     return found

@@ -123,13 +123,14 @@ def described(
     out_dtypes: Sequence[DType] | None,
     *,
     counts: bool,
+    call: str = "reduction",
 ) -> Description | None:
     """Describes a batch for the comparison with other processes; None in one process."""
     if gradients[0][0].device.mesh_state.process_group is None:
         return None
     num_replicas_of(gradients[0])  # checks the devices
     what = {
-        "call": "reduction",
+        "call": call,
         **settings._asdict(),
         "divisor": divisor,
         "mean of integers": counts,

@@ -49,6 +49,15 @@ def same_bits(wanted: Any, found: Any) -> None:
             assert np.array_equal(a.reshape(-1).view("u1"), b.reshape(-1).view("u1")), (a, b)
 
 
+def same_shares(here: Any, there: Any, grads: list[list[np.ndarray]], first: int) -> None:
+    """Compares reduce-scatter and all-gather with those of one process."""
+    grads = [[np.resize(grad, (24 * len(grad), 3)) for grad in row] for row in grads]
+    wanted = there.reduce_scatter(grads, MEAN)
+    shares = here.reduce_scatter(grads[first : first + 2], MEAN)
+    same_bits(wanted[first : first + 2], shares)
+    same_bits(there.all_gather(wanted)[:2], here.all_gather(shares))
+
+
 @scenario
 def values(launcher: str) -> None:
     """Sums of random gradients have the bits of one process."""
@@ -70,6 +79,7 @@ def values(launcher: str) -> None:
         wanted = there.all_reduce(grads, op)[first : first + 2]
         mine = grads[first : first + 2]
         same_bits(wanted, here.all_reduce(mine, op))
+        same_shares(here, there, grads, first)
         if op is SUM:
             here.all_reduce(mine, op, out=mine)
             same_bits(wanted, mine)

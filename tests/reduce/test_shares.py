@@ -1,0 +1,231 @@
+"""Reduce-scatter and all-gather, in one process and over several, which are threads here."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exact_data import DTYPES, exact_data, random_data, same
+from support.thread_group import run_processes
+
+import gradreduce as gr
+from gradreduce.errors import CollectiveError
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+ALGORITHMS = ["hierarchical_copy", "nccl"]
+
+
+@pytest.fixture(
+    params=[((0,), True), ((0, 0, 1, 1), False), ((0, 1, 1, 2, 0), True)],
+    ids=["one", "copies", "peers"],
+)
+def mesh(request):
+    placement, peer_access = request.param
+    with gr.open_mesh(placement, backend="sim", peer_access=peer_access, strict=True) as mesh:
+        yield mesh
+
+
+def make_grads(num_replicas, dtypes=("float32", "float16", "int16"), make=random_data):
+    """``[replica][tensor]``: tensors of several dtypes, and two that share a pack; one empty."""
+    shapes = [(num_replicas * 3, 5), (num_replicas * 2,), (0, 4), (num_replicas * 700,)]
+    return [
+        [
+            make(shape, dtype, seed=100 * replica + 10 * number + position)
+            for number, dtype in enumerate(dtypes)
+            for position, shape in enumerate(shapes)
+        ]
+        for replica in range(num_replicas)
+    ]
+
+
+def check_shares(wanted, shares, whole):
+    """Shares are the rows of the sums; the gathered ones are the sums themselves."""
+    for index, (sums, of_one, gathered) in enumerate(zip(wanted, shares, whole, strict=True)):
+        for total, share, again in zip(sums, of_one, gathered, strict=True):
+            assert same(again, total)
+            count = len(total) // len(wanted)
+            assert same(share, total[index * count : (index + 1) * count])
+
+
+@pytest.mark.parametrize(("num_packs", "op"), [(0, SUM), (1, MEAN), (3, SUM)])
+def test_shares_have_the_bits_of_an_all_reduce(mesh, op, num_packs):
+    n = len(mesh)
+    grads = make_grads(n)
+    groups = [None, [[*range(0, n, 2)], [], [*range(1, n, 2)]], [[i] for i in reversed(range(n))]]
+    for number, chosen in enumerate(groups):
+        ops = gr.AllReduceCrossDeviceOps(
+            "hierarchical_copy",
+            num_packs,
+            mesh=mesh,
+            reduction_groups=chosen,
+            wire_dtype="bfloat16" if number == 1 else None,
+        )
+        shares = ops.reduce_scatter(grads, op)
+        check_shares(ops.all_reduce(grads, op), shares, ops.all_gather(shares))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_dtype(mesh, algorithm):
+    n = len(mesh)
+    ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+    grads = make_grads(n, DTYPES, exact_data)
+    for op in (SUM, MEAN) if algorithm == "hierarchical_copy" else (SUM,):
+        shares = ops.reduce_scatter(grads, op)
+        check_shares(ops.all_reduce(grads, op), shares, ops.all_gather(shares))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("seed", range(2))
+def test_under_every_schedule(algorithm, seed):
+    with gr.open_mesh((0, 1, 1, 2), backend="sim", schedule_seed=seed, strict=True) as mesh:
+        ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
+        grads = make_grads(4, ["float32", "int16"], exact_data)
+        shares = ops.reduce_scatter(grads, SUM)
+        check_shares(ops.all_reduce(grads, SUM), shares, ops.all_gather(shares))
+
+
+@pytest.mark.parametrize("peer_access", [False, True])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_each_device_sends_what_another_one_owns(algorithm, peer_access):
+    n, size = 4, 4 * 1000
+    options = {"backend": "sim", "peer_access": peer_access}
+    with gr.open_mesh(tuple(range(n)), **options) as mesh:
+        ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+        grads = [[device.put(np.ones(size, np.float32))] for device in mesh]
+        with mesh.journal() as journal:
+            shares = ops.reduce_scatter(grads, SUM)
+        assert journal.bytes == n * (n - 1) * size // n * 4  # half of a ring's all-reduce
+        assert {record.phase for record in journal.records if record.nbytes} == {"reduce-scatter"}
+        with mesh.journal() as journal:
+            ops.all_gather(shares)
+        assert journal.bytes == n * (n - 1) * size // n * 4
+        assert {record.phase for record in journal.records if record.nbytes} == {"all-gather"}
+        assert not any(record.phase in ("pack", "unpack") for record in journal.records)
+
+
+def test_results_lie_on_their_replicas_devices_and_have_the_kind_and_nesting_of_the_inputs():
+    with gr.open_mesh((0, 0, 1), backend="sim") as mesh:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        grads = [
+            {"a": np.full((3, 2), 1.0 + i), "none": None, "i": np.arange(6, dtype=np.int32)}
+            for i in range(3)
+        ]
+        shares = ops.reduce_scatter(tuple(grads), MEAN, output_type="buffer")
+        assert isinstance(shares, tuple) and [list(each) for each in shares] == [[*grads[0]]] * 3
+        assert [each["a"].device for each in shares] == list(mesh.devices)
+        assert [each["i"].numpy().tolist() for each in shares] == [[0, 1], [2, 3], [4, 5]]
+        assert {each["i"].dtype.name for each in shares} == {"float64"}
+        whole = ops.all_gather(shares, output_type="numpy")
+        assert all(each["none"] is None and (each["a"] == 2.0).all() for each in whole)
+        assert ops.reduce_scatter([[], [], []]) == [[], [], []] == ops.all_gather([[], [], []])
+
+
+def test_what_cannot_be_shared_raises():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        with mesh.journal() as journal:
+            with pytest.raises(ValueError, match=r"grads\[…\]\[1\] has 5 rows, which 2 replicas"):
+                ops.reduce_scatter([[np.ones(4), np.ones((5, 2))]] * 2)
+            with pytest.raises(ValueError, match=r"\['a'\] is a scalar, which has no rows"):
+                ops.all_gather([{"a": np.float32(1)}] * 2)
+            rows = gr.IndexedSlices(np.ones((1, 2)), [0], (4, 2))
+            with pytest.raises(TypeError, match=r"IndexedSlices: pass .to_dense\(\)"):
+                ops.reduce_scatter([[rows]] * 2)
+            with pytest.raises(ValueError, match=r"grads has 1 entries; it must have one entry"):
+                ops.all_gather([[np.ones(2)]])
+            with pytest.raises(ValueError, match="replicas must agree in shape"):
+                ops.all_gather([[np.ones(2)], [np.ones(3)]])
+        assert not journal.launches and not journal.copies
+
+
+def over_processes(counts, work):
+    """Runs ``work(mesh, first)`` in each process; returns the concatenated lists."""
+    starts = np.cumsum([0, *counts])
+
+    def run(group):
+        with gr.open_mesh(counts[group.rank], backend="sim", process_group=group) as mesh:
+            return work(mesh, int(starts[group.rank]), group)
+
+    return run_processes(len(counts), run)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.data())
+def test_several_processes_give_the_bits_of_one(data):
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
+    n = sum(counts)
+    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=2))
+    op = data.draw(st.sampled_from([SUM, MEAN]))
+    options = {"num_packs": data.draw(st.integers(0, 3))}
+    grads = make_grads(n, dtypes)
+    if data.draw(st.booleans()):
+        order = data.draw(st.permutations(range(n)))
+        cut = data.draw(st.integers(0, n))
+        options["reduction_groups"] = [list(order[:cut]), list(order[cut:])]
+    if data.draw(st.booleans()):
+        options["wire_dtype"] = ml_dtypes.bfloat16
+    with gr.open_mesh(n, backend="sim") as alone:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=alone, **options)
+        shares = ops.reduce_scatter(grads, op)
+        whole = ops.all_gather(shares)
+        check_shares(ops.all_reduce(grads, op), shares, whole)
+
+    def work(mesh, first, _):
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh, **options)
+        mine = ops.reduce_scatter(grads[first : first + len(mesh)], op)
+        return [
+            [[np.array(each) for each in row] for row in rows]
+            for rows in (mine, ops.all_gather(mine))
+        ]
+
+    found = over_processes(counts, work)
+    for number, wanted in enumerate((shares, whole)):
+        rows = [row for rows in found for row in rows[number]]
+        for row, other in zip(wanted, rows, strict=True):
+            for a, b in zip(row, other, strict=True):
+                assert same(a, b)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_only_the_terms_of_an_owner_and_no_sums_cross_processes(algorithm):
+    counts, size = (2, 1, 2), 5 * 16
+    groups = [[0, 1], [2], [3, 4]] if algorithm == "hierarchical_copy" else None
+
+    def work(mesh, first, group):
+        ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh, reduction_groups=groups)
+        with mesh.journal() as journal:
+            mine = ops.reduce_scatter([[np.ones(size, np.float32)]] * len(mesh), SUM)
+        scattered = dict(group.sent)
+        group.sent.clear()
+        ops.all_gather(mine)
+        exchanges = journal.of("exchange")
+        assert sum(record.nbytes for record in exchanges) == sum(scattered.values())
+        assert len(exchanges) == 1 and "tensor 0" in str(exchanges[0].label)
+        return scattered, dict(group.sent)
+
+    share = size // sum(counts) * 4
+    for rank, (scattered, gathered) in enumerate(over_processes(counts, work)):
+        others = [other for other in range(3) if other != rank]
+        # one term, added before, for each share of the other; and one's own shares to all others
+        assert scattered == {other: counts[other] * share for other in others}
+        assert gathered == {other: counts[rank] * share for other in others}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("shape", r"tensor 1 is float32\[4, 2\] in process 0, float32\[4, 3\] in process 1"),
+     ("call", "call is reduce_scatter in process 0, all_gather in process 1")],
+)  # fmt: skip
+def test_a_call_that_differs_between_processes_raises_in_both(name, message):
+    def work(mesh, first, group):
+        is_other = group.rank == 1
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        width = 3 if is_other and name == "shape" else 2
+        call = ops.all_gather if is_other and name == "call" else ops.reduce_scatter
+        with pytest.raises((ValueError, CollectiveError)) as error:
+            call([[np.ones(4, np.float32), np.ones((4, width), np.float32)]])
+        return str(error.value)
+
+    first, second = over_processes((1, 1), work)
+    assert __import__("re").search(message, first)
+    assert "process 0" in second and "process 1" in second
