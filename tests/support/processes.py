@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +46,11 @@ def run(launcher: str, size: int, *script: str, restarts: int = 0) -> Run:
         "torchrun": [python, *torchrun],
     }[launcher]
     run_id = uuid.uuid4().hex
+    return result_of(start([*command, *script], run_id), run_id)
+
+
+def start(command: Sequence[str], run_id: str, **variables: str) -> subprocess.Popen[str]:
+    """Starts a launcher; pass the result to ``result_of``."""
     environment = {
         **os.environ,
         RUN_ID: run_id,
@@ -55,9 +60,10 @@ def run(launcher: str, size: int, *script: str, restarts: int = 0) -> Run:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        **variables,
     }
-    program = subprocess.Popen(
-        [*command, *script],
+    return subprocess.Popen(
+        command,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -65,6 +71,10 @@ def run(launcher: str, size: int, *script: str, restarts: int = 0) -> Run:
         text=True,
         start_new_session=True,
     )
+
+
+def result_of(program: subprocess.Popen[str], run_id: str) -> Run:
+    """Waits for the end of a run, and for all of its processes."""
     try:
         text, _ = program.communicate(timeout=RUN_S)
         end = time.monotonic() + LEAVE_S

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -135,6 +136,35 @@ def restarted(launcher: str) -> None:
             step(gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh), mesh, 1, HEALTHY)
             if is_first and number == 1 and mesh.process_index == 1:
                 os._exit(1)
+
+
+@scenario
+def elastic(launcher: str) -> None:
+    """The elastic example, where one agent joins later, and is killed.
+
+    The first process waits, alone, after its first checkpoint, until its agent ends it because the
+    guest has come; the guest kills itself and its agent in the middle between two checkpoints.
+    """
+    import elastic_training
+
+    folder = Path(sys.argv[3])
+    alone = os.environ["WORLD_SIZE"] == "1"
+    guest, call = "GUEST" in os.environ, gr.SyncStep.__call__
+
+    def step(self: gr.SyncStep, terms: Any) -> bool:
+        if alone and self.global_step == 25 and not (folder / "joined").exists():
+            signal.alarm(60)  # ends this process
+            (folder / "waits").touch()
+            signal.pause()
+        if guest and self.global_step == 50:
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not alone:
+            (folder / "joined").touch()
+        return call(self, terms)
+
+    gr.SyncStep.__call__ = step
+    elastic_training.main(["--checkpoint", str(folder / "c.ckpt"), "--steps", "70"])
 
 
 FAULTS: dict[str, Callable[[Any, Any], None]] = {}
