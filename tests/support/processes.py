@@ -16,7 +16,23 @@ from typing import NamedTuple
 import pytest
 
 PROGRAM = Path(__file__).parents[1] / "backends" / "processes" / "program.py"
+# Starts processes with the variables that srun sets; the number of the job selects the port.
+SRUN = """
+import os, subprocess, sys
+size, script = sys.argv[1], sys.argv[2:]
+step = {"SLURM_STEP_NUM_TASKS": size, "SLURM_STEP_NODELIST": "localhost,other"}
+step |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0"}
+tasks = [
+    subprocess.Popen(
+        [sys.executable, *script],
+        env={**os.environ, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+    )
+    for rank in range(int(size))
+]
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
 TORCHRUN = pytest.param("torchrun", marks=pytest.mark.torch)
+SLURM = pytest.param("slurm", marks=pytest.mark.torch)
 MPI = pytest.param("mpi", marks=pytest.mark.mpi)
 RUN_ID = "TEST_RUN_ID"  # an environment variable of all processes of a run
 RUN_S = 120.0  # torchrun gives processes that do not end 30 s
@@ -44,6 +60,7 @@ def run(launcher: str, size: int, *script: str, restarts: int = 0) -> Run:
         "none": [python],
         "mpi": [str(Path(python).with_name("mpiexec")), "-n", number, python],
         "torchrun": [python, *torchrun],
+        "slurm": [python, "-c", SRUN, number],
     }[launcher]
     run_id = uuid.uuid4().hex
     return result_of(start([*command, *script], run_id), run_id)

@@ -59,8 +59,51 @@ def same_shares(here: Any, there: Any, grads: list[list[np.ndarray]], first: int
     same_bits(there.all_gather(wanted)[:2], here.all_gather(shares))
 
 
+def openings(launcher: str) -> None:
+    """Two meshes at once with other numbers of devices; the group that was made ends with them."""
+    try:
+        gr.open_mesh(2, backend="sim")
+    except RuntimeError as error:
+        for name in ("processes='auto'", "process_group=", "communicator="):
+            assert name in str(error), error
+    else:
+        raise AssertionError("one of several processes has opened its own mesh")
+    with gr.open_mesh(2, backend="sim", processes="none") as alone:
+        assert (alone.num_processes, alone.process_index, alone.num_replicas) == (1, 0, 2)
+    first = gr.open_mesh(backend="sim", processes="auto", devices_per_process=1, timeout=HEALTHY)
+    rank, size = first.process_index, first.num_processes
+    second = gr.open_mesh(1 + rank, backend="sim", processes=launcher, timeout=HEALTHY)
+    assert (second.process_index, second.num_processes) == (rank, size)
+    assert second.num_replicas == size * (size + 1) / 2
+    for meshes in ([first, second], [second], [second]):
+        for mesh in meshes:
+            counts = [1] * size if mesh is first else range(1, size + 1)
+            total = sum(12.0 * number * count for number, count in enumerate(counts))
+            means = gr.all_reduce([[np.full(3, 12.0 * rank)]] * len(mesh), mesh=mesh)
+            assert len(means) == len(mesh.devices) == counts[rank]
+            assert (means[-1][0] == total / mesh.num_replicas).all(), means
+        first.close()
+    second.close()
+    if launcher == "mpi":
+        return
+    import torch.distributed as dist
+
+    assert not dist.is_initialized(), "a group that was made is destroyed with its last mesh"
+    try:
+        with gr.open_mesh(1, backend="sim", processes="auto", timeout=HEALTHY):
+            assert dist.is_initialized()
+            raise KeyError("an error of the user's code")
+    except KeyError:
+        assert not dist.is_initialized()
+
+
 @scenario
 def values(launcher: str) -> None:
+    openings(launcher)
+    sums(launcher)
+
+
+def sums(launcher: str) -> None:
     """Sums of random gradients have the bits of one process."""
     mesh = gr.open_mesh(2, backend="sim", processes=launcher, timeout=60)
     first = 2 * mesh.process_index

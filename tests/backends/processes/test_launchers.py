@@ -4,7 +4,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.processes import MPI, TORCHRUN, run_scenario
+from support.processes import MPI, SLURM, TORCHRUN, run_scenario
 
 from gradreduce.backends.processes.launchers import detect, slurm_address
 from gradreduce.errors import BackendUnavailableError, CollectiveError
@@ -17,9 +17,9 @@ def ends_well(launcher, size, scenario, **options):
     assert done.text.count("done") == size
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, MPI])
+@pytest.mark.parametrize("launcher", [TORCHRUN, MPI, SLURM])
 def test_processes_sum_with_the_bits_of_one(launcher):
-    ends_well(launcher, {"torchrun": 2, "mpi": 4}[launcher], "values")
+    ends_well(launcher, {"torchrun": 2, "mpi": 4, "slurm": 2}[launcher], "values")
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, MPI])
@@ -69,7 +69,13 @@ def test_the_launcher_is_detected():
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("gpu07", "gpu07"), ("node[003-008,12],other", "node003"), ("a1,b2", "a1"), ("n[5]", "n5")],
+    [
+        ("gpu07", "gpu07"),
+        ("node[003-008,12],other", "node003"),
+        ("a1,b2", "a1"),
+        ("n[5]", "n5"),
+        ("rack[2-3]node[07,09]-ib,rack[4]", "rack2node07-ib"),
+    ],
 )
 def test_the_address_of_a_slurm_step(nodes, host):
     environment = {
@@ -78,7 +84,12 @@ def test_the_address_of_a_slurm_step(nodes, host):
         "SLURM_STEP_NODELIST": nodes,
         "SLURM_JOB_ID": "123456",
     }
-    assert slurm_address(environment) == (3, 8, host, 61440 + 123456 % 4096)
+    steps = [slurm_address({**environment, "SLURM_STEP_ID": str(step)}) for step in range(9)]
+    assert {found[:3] for found in steps} == {(3, 8, host)}
+    assert len({found[3] for found in steps}) == 9
+    assert all(61440 <= found[3] < 65536 for found in steps)
+    with pytest.raises(BackendUnavailableError, match="SLURM_STEP_NUM_TASKS=3: in a heterogeneous"):
+        slurm_address({**environment, "SLURM_STEP_NUM_TASKS": "3"})
     del environment["SLURM_PROCID"]
     with pytest.raises(BackendUnavailableError, match="SLURM_PROCID is not set: start this script"):
         slurm_address(environment)

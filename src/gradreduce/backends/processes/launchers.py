@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
+from zlib import crc32
 
 from gradreduce.device import Mesh
 from gradreduce.device.process_group import ProcessGroup
@@ -158,8 +159,10 @@ def _imported(module: str, extra: str) -> Any:
 def slurm_address(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
     """Returns rank, number of processes, and the first one's host and port, of a SLURM step.
 
+    Steps of one job may run at the same time, so that each has a port of its own.
+
     Raises:
-        BackendUnavailableError: srun has not started this process.
+        BackendUnavailableError: srun has not started this process, or not with all of the others.
     """
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
     missing = [name for name in names if name not in environment]
@@ -168,11 +171,17 @@ def slurm_address(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
             f"processes='slurm': {', '.join(missing)} is not set: start this script by srun"
         )
     rank, size, nodes, job = [environment[name] for name in names]
-    return int(rank), int(size), _first_host(nodes), _FIRST_PORT + int(job) % _NUM_PORTS
+    if int(rank) >= int(size):  # parts of a heterogeneous step count their tasks apart
+        raise BackendUnavailableError(
+            f"processes='slurm': SLURM_PROCID={rank}, but SLURM_STEP_NUM_TASKS={size}: in a "
+            "heterogeneous step pass process_group="
+        )
+    step = f"{job}.{environment.get('SLURM_STEP_ID', '')}"
+    return int(rank), int(size), _first_host(nodes), _FIRST_PORT + crc32(step.encode()) % _NUM_PORTS
 
 
 def _first_host(nodes: str) -> str:
-    """Returns the first host of ``"node[003-008,12],other"``."""
-    found = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    """Returns the first host of ``"rack1-node[003-008,12]-ib,other"``."""
+    found = re.match(r"(?:[^,\[]|\[.*?\])*", nodes)
     assert found is not None
-    return found[1] + (found[2] or "")
+    return re.sub(r"\[(\d*).*?\]", r"\1", found[0])

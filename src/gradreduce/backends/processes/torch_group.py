@@ -9,8 +9,8 @@ import ctypes
 import os
 import time
 from _thread import start_new_thread
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
@@ -42,7 +42,7 @@ class TorchGroup(ProcessGroup):
     Args:
         group: a process group of which this process is a member.
         timeout: see ``ProcessGroup``.
-        owned: whether ``close`` destroys the group.
+        owned: whether the group is destroyed when the last mesh over it closes.
     """
 
     def __init__(self, group: Any, timeout: float, *, owned: bool = False) -> None:
@@ -57,13 +57,14 @@ class TorchGroup(ProcessGroup):
             )
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
         self._group = group
-        self._owned = owned
         store = group.get_group_store()
         name = _new_name(store, self.rank, self.size, timeout)
         self._store = dist.PrefixStore(name, store)
         self._number = int(name, 16)
         self._idle: list[_CallingThread] = []
         self._stuck: _CallingThread | None = None  # whose call of the store has not ended
+        if owned or any(each._group is group for each in _owners):
+            _owners.append(self)
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
@@ -159,8 +160,16 @@ class TorchGroup(ProcessGroup):
         """See ``ProcessGroup.close``."""
         while self._idle:
             self._idle.pop().stop()
-        if self._owned and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        if self in _owners:
+            _owners.remove(self)
+            if not _owners and self._group is dist.group.WORLD:  # unless the user has destroyed it
+                dist.destroy_process_group()
+
+
+# The open groups over a default group that was made here.
+_owners: list[TorchGroup] = []
+# By address. Kept until this process ends, because process 0's may serve the others.
+_stores: dict[str, Any] = {}
 
 
 class _CallingThread:
@@ -235,8 +244,9 @@ def open_torchrun(timeout: float) -> TorchGroup:
         raise BackendUnavailableError(
             f"processes='torchrun': {', '.join(missing)} is not set: start this script by torchrun"
         )
-    with _reaching(f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"):
-        found = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+    name = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
+    seconds = timedelta(seconds=timeout)
+    found = _connected(name, lambda: next(iter(dist.rendezvous("env://", timeout=seconds))))
     return _make_default_group(found, timeout)
 
 
@@ -250,20 +260,23 @@ def open_slurm(address: tuple[int, int, str, int], timeout: float) -> TorchGroup
     if dist.is_initialized():
         return TorchGroup(dist.group.WORLD, timeout)
     rank, size, host, port = address
-    with _reaching(f"{host}:{port}"):
-        store = dist.TCPStore(host, port, size, rank == 0, timedelta(seconds=timeout))
+    seconds = timedelta(seconds=timeout)
+    store = _connected(
+        f"{host}:{port}", lambda: dist.TCPStore(host, port, size, rank == 0, seconds)
+    )
     return _make_default_group((store, rank, size), timeout)
 
 
-@contextmanager
-def _reaching(address: str) -> Iterator[None]:
-    """Context manager: names the address of the store in the error if it cannot be reached."""
-    try:
-        yield
-    except (RuntimeError, OSError) as error:  # torch's errors are RuntimeErrors
-        raise BackendUnavailableError(
-            f"the store of the processes at {address} cannot be reached: {error}"
-        ) from error
+def _connected(address: str, connect: Callable[[], Any]) -> Any:
+    """Returns what ``connect`` returns: a store, which is connected once."""
+    if address not in _stores:
+        try:
+            _stores[address] = connect()
+        except (RuntimeError, OSError) as error:  # torch's errors are RuntimeErrors
+            raise BackendUnavailableError(
+                f"the store of the processes at {address} cannot be reached: {error}"
+            ) from error
+    return _stores[address]
 
 
 def _make_default_group(address: tuple[Any, int, int], timeout: float) -> TorchGroup:
@@ -275,6 +288,7 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float) -> TorchG
     store, rank, size = address
     store = dist.PrefixStore(_new_name(store, rank, size, timeout), store)
     seconds = timedelta(seconds=timeout)
+    store.set_timeout(seconds)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
     return TorchGroup(dist.group.WORLD, timeout, owned=True)
 
