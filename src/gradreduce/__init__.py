@@ -7,6 +7,9 @@ AllReduceCrossDeviceOps and AGNOptimizer, without TensorFlow and executed eagerl
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 from gradreduce import autodiff, errors
 from gradreduce.accumulator import (
     ConditionalAccumulator,
@@ -114,3 +117,10 @@ __all__ = [
 def __dir__() -> list[str]:
     """The public names, and the submodules meant for users."""
     return [*__all__, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports ``gr.torch`` at its first use: this package does not import PyTorch."""
+    if name == "torch":
+        return import_module("gradreduce.torch")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

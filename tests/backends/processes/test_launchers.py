@@ -58,6 +58,11 @@ def test_what_earlier_processes_left_in_a_store_is_not_taken():
         _new_name(store, 1, 2, 0.1)
 
 
+@pytest.mark.torch
+def test_ddp_trains_alike_with_our_hook():
+    ends_well("torchrun", 3, "ddp_hook")
+
+
 def test_the_launcher_is_detected():
     assert detect({}) is None
     assert detect({"WORLD_SIZE": "1"}) is None

@@ -1,0 +1,130 @@
+"""A communication hook of ``DistributedDataParallel``: reduces its buckets by our all-reduce."""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradreduce.arrays.distributed import ReduceOp
+from gradreduce.device import as_deadline
+from gradreduce.errors import CollectiveError, brief, listed
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
+
+from .worker import Worker
+
+Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | None = None) -> Hook:
+    """Returns a communication hook that averages DDP's buckets by our all-reduce.
+
+    Register it in every process, before the first ``backward``::
+
+        mesh = gr.open_mesh(process_group=dist.group.WORLD, devices_per_process=1)
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, wire_dtype="bfloat16")
+        ddp.register_comm_hook(None, gr.torch.comm_hook(ops))
+
+    The hook returns at once; a thread reduces one bucket after the other, in place, while
+    ``backward`` computes the next ones. ``backward`` ends when all of them are averaged. Everything
+    else of DDP stays as it is: ``no_sync``, unused parameters, its own buckets.
+
+    Args:
+        cross_device_ops: over a mesh of the processes of DDP's process group, with one device in
+            each. Its ``wire_dtype`` is the dtype in which gradients travel.
+        deadline: seconds in which a bucket must be reduced once the ones before it are. Default:
+            the ``timeout`` of the mesh.
+
+    Returns:
+        The hook; for one DDP module.
+
+    Raises:
+        TypeError: ``cross_device_ops`` is no ``AllReduceCrossDeviceOps``.
+        ValueError: its mesh is not given, has several devices in this process, or is of this
+            process alone; or ``deadline`` is not a number above 0.
+
+    What goes wrong in a reduction, such as a ``CollectiveError`` when a process ends or a deadline
+    passes, is raised by ``backward`` with a message that names the bucket and its parameters. The
+    mesh has failed then, and the gradients are undefined.
+    """
+    seconds = as_deadline(deadline)
+    (device,) = _checked_mesh(cross_device_ops).devices
+    worker = Worker()
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        device.mesh_state.check_process()
+        gradients = bucket.buffer()
+        on_gpu = [gradients.device] if gradients.is_cuda else []
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_gpu)
+        index, parameters = bucket.index(), bucket.parameters()
+
+        def reduce() -> None:
+            try:
+                future.set_result(_mean(cross_device_ops, gradients, seconds))
+            except Exception as error:
+                named = _named(error, f"bucket {index} ({listed(_names_of(parameters))})")
+                future.set_exception(named)
+                raise named from error.__cause__
+
+        task = worker.submit(reduce, on_gpu)
+        # At the end of backward, before DDP's own callback, for which an error is a wrong result.
+        torch.autograd.Variable._execution_engine.queue_callback(task.wait)
+        return future
+
+    return hook
+
+
+def _checked_mesh(cross_device_ops: Any) -> Any:
+    """Returns the mesh of an all-reduce; raises if it cannot reduce the buckets of DDP."""
+    if not isinstance(cross_device_ops, AllReduceCrossDeviceOps):
+        raise TypeError(
+            f"cross_device_ops={brief(cross_device_ops)} is not an AllReduceCrossDeviceOps"
+        )
+    mesh = cross_device_ops.mesh
+    how = "open it by gr.open_mesh(process_group=..., devices_per_process=1)"
+    if mesh is None:
+        raise ValueError(f"{cross_device_ops!r} has no mesh: pass mesh=, and {how}")
+    if len(mesh.devices) != 1:
+        raise ValueError(
+            f"{mesh!r} has {len(mesh.devices)} devices in this process; DDP has one replica in "
+            f"each process: {how}"
+        )
+    if mesh.mesh_state.process_group is None and dist.get_world_size() > 1:
+        raise ValueError(
+            f"{mesh!r} is of this process alone, one of {dist.get_world_size()}: {how}"
+        )
+    return mesh
+
+
+def _mean(
+    cross_device_ops: AllReduceCrossDeviceOps, gradients: torch.Tensor, deadline: float | None
+) -> torch.Tensor:
+    """Averages a bucket over the processes; in place, but for sparse gradients."""
+    out = None if gradients.is_sparse else [[gradients]]
+    ((mean,),) = cross_device_ops.all_reduce(
+        [[gradients]], ReduceOp.MEAN, out=out, deadline=deadline
+    )
+    return mean
+
+
+def _named(error: Exception, bucket: str) -> Exception:
+    """Returns the error with the name of the bucket; a CollectiveError has it in its message."""
+    if type(error) is CollectiveError:
+        return CollectiveError(f"{bucket}: {error}")
+    error.add_note(f"It was about {bucket}.")
+    return error
+
+
+def _names_of(parameters: Sequence[torch.Tensor]) -> list[str]:
+    """Returns the names of parameters in the DDP module that has them: a bucket does not know."""
+    names = {id(parameter): f"a parameter {list(parameter.shape)}" for parameter in parameters}
+    for found in gc.get_objects():
+        if issubclass(type(found), DistributedDataParallel):
+            for name, parameter in found.module.named_parameters():
+                if id(parameter) in names:
+                    names[id(parameter)] = name
+    return list(names.values())
