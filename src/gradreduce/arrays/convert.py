@@ -177,6 +177,8 @@ def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
     Raises:
         TypeError: not an array, or a dtype that cannot be added.
     """
+    if type(array) is np.ndarray:
+        return array.shape, as_dtype(array.dtype)
     kind = kind_of(array)
     if kind == "cuda":
         interface = array.__cuda_array_interface__

@@ -83,7 +83,7 @@ def as_out(
         DeviceMismatchError: it lies elsewhere, or in the flat buffer of another device.
     """
     kind = kind_of(array)
-    if kind in _NO_OUT or isinstance(array, np.generic) or not hasattr(array, "dtype"):
+    if kind in _NO_OUT or (kind == "native" and not isinstance(array, np.ndarray)):
         number = "is a number, not an array" if isinstance(array, np.generic) else "is not an array"
         reason = _NO_OUT.get(kind, number)
         raise TypeError(f"{type(array).__name__} {reason}; it cannot be used as out")
@@ -218,17 +218,18 @@ def _host_memory(host: np.ndarray, device: Device) -> _Memory:
     """Wraps a host array as a Buffer."""
     if device.mesh_state.backend != "sim":
         raise DeviceMismatchError(f"out is in host memory; expected it on {device}")
-    if not host.flags.writeable:
+    flags = host.flags
+    if not flags.writeable:
         raise ValueError("out is read-only; pass a writable array")
-    if not host.flags.carray:  # contiguous in C's order, aligned and writable
-        _check_dense(host)
+    if device.external_buffers.is_used:
         _check_flat_buffer(host.ctypes.data, host.nbytes, device)
-        return device.empty(host.shape, host.dtype), host, host.ctypes.data
-    buffer = device.adopt(host) if device.defers else device.put(host)  # which copies if deferred
-    _check_flat_buffer(buffer.address, host.nbytes, device)
-    if device.defers and not buffer.block.owned:
-        return device.empty(host.shape, host.dtype), host, buffer.address
-    return buffer, None, buffer.address
+    if not flags.carray:  # contiguous in C's order, aligned and writable
+        _check_dense(host)
+    else:
+        buffer = device.adopt(host) if device.defers else device.put(host)  # which would copy
+        if buffer.block.owned or not device.defers:
+            return buffer, None, buffer.address
+    return device.empty(host.shape, host.dtype), host, host.ctypes.data
 
 
 def _check_dense(array: Any) -> None:
@@ -242,9 +243,8 @@ def _check_dense(array: Any) -> None:
 
 def _check_flat_buffer(address: int, nbytes: int, device: Device) -> None:
     """Raises if the memory belongs to a flat buffer of another device."""
-    for other in device.mesh.devices:
-        external = other.external_buffers
-        if external.is_used and other is not device and external.find(address, nbytes):
-            raise DeviceMismatchError(
-                f"out lies in a flat buffer of {other.name}; expected one on {device.name}"
-            )
+    block = device.external_buffers.find(address, nbytes)
+    if block is not None and block.device is not device:
+        raise DeviceMismatchError(
+            f"out lies in a flat buffer of {block.device.name}; expected one on {device.name}"
+        )

@@ -67,7 +67,7 @@ class Staging(threading.local):
             layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
             host, flat = np.zeros(layout.size, dtype), device.empty((layout.size,), dtype)
             flat_buffers.append((host, flat))
-            parts = flat.parts(layout.offsets, shapes)
+            parts = flat.parts(layout.offsets, layout.sizes, shapes)
             for index, start, part in zip(indices, layout.offsets, parts, strict=True):
                 places[index] = host[start : start + part.size].reshape(part.shape), part
         return places, flat_buffers

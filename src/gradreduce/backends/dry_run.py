@@ -124,9 +124,9 @@ class DryRunDevice(Device):
     def block(self, nbytes: int, *, start: int = 0, peer_mapped: bool = True) -> Block:
         """Makes a block that no other block of its mesh overlaps."""
         address = (next(self._starts) << _ADDRESS_BITS) + start
-        return Block(
-            self, None, address, nbytes, owned=True, writable=True, peer_mapped=peer_mapped
-        )
+        block = Block(self, None, address, nbytes, owned=True, writable=True)
+        block.peer_mapped = peer_mapped
+        return block
 
     def put(self, array: Any, address: int | None = None) -> Buffer:
         """Raises: there is no memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from weakref import ref
 
@@ -35,9 +35,9 @@ User = Queue | Stream
 LEGACY, PER_THREAD = 1, 2
 MAX_READERS = 16  # ranges of a block that are tracked separately
 ALIGNMENT = 16  # bytes: one vector access of a kernel, and what NCCL wants of a buffer's start
+_NO_READERS: dict[Any, Mark] = {}  # of most blocks; never written
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
 class Block:
     """One allocation, shared by every Buffer that is a view of it.
 
@@ -56,37 +56,52 @@ class Block:
             writer waits.
         touched: queues other than its home queue that used it, and callers' streams that were
             shown it; if the block is freed with any, its memory is held until they have passed.
+            None where nobody asks.
+        last_user: the queue that was added last.
         remains: what is left of it when it is freed; not set where nobody asks.
     """
 
-    device: Device
-    raw: Any
-    address: int
-    nbytes: int
-    _: KW_ONLY
-    owned: bool
-    writable: bool
-    peer_mapped: bool = True
-    gaps: dict[int, int] | None = None
-    attached: Attached | None = None
-    readers: dict[tuple[Device, Queue, int, int], Mark] = field(default_factory=dict)
-    touched: set[tuple[Device, User]] = field(default_factory=set)
-    remains: FreedBlock = field(init=False, repr=False)
+    __slots__ = (
+        "__weakref__", "address", "attached", "device", "gaps", "last_user", "nbytes", "owned",
+        "peer_mapped", "raw", "readers", "remains", "touched", "writable",
+    )  # fmt: skip
+
+    remains: FreedBlock
+
+    # Written out: a call makes one for each array, and a dataclass takes twice as long.
+    def __init__(
+        self, device: Device, raw: Any, address: int, nbytes: int, owned: bool, writable: bool
+    ) -> None:
+        self.device = device
+        self.raw = raw
+        self.address = address
+        self.nbytes = nbytes
+        self.owned = owned
+        self.writable = writable
+        self.peer_mapped = True
+        self.gaps: dict[int, int] | None = None
+        self.attached: Attached | None = None
+        self.readers: dict[tuple[Device, Queue, int, int], Mark] = _NO_READERS
+        self.touched: set[tuple[Device, User]] | None = None
+        self.last_user: tuple[Device, User] | None = None
 
     def record_stream(self, stream: Stream) -> None:
         """Records that a caller's stream may still use the block."""
-        if self.owned:
+        if self.owned and self.touched is not None:
             self.touched.add((self.device, stream))
 
     def record_reader(self, mark: Mark, part: Buffer) -> None:
         """Records that a copy on the mark's queue reads ``part``."""
         start = part.offset
-        if len(self.readers) >= MAX_READERS:  # one for each queue: the last says it for all
-            last = {(key[0], key[1]): mark for key, mark in self.readers.items()}
-            self.readers = {(*key, 0, self.nbytes): mark for key, mark in last.items()}
-        # Last in the order of the dictionary too, which is then that of the marks of each queue.
-        self.readers.pop((mark.device, mark.queue, start, start + part.nbytes), None)
-        self.readers[mark.device, mark.queue, start, start + part.nbytes] = mark
+        with self.device.mesh_state.order_lock:
+            if self.readers is _NO_READERS:
+                self.readers = {}
+            if len(self.readers) >= MAX_READERS:  # one for each queue: the last says it for all
+                last = {(key[0], key[1]): mark for key, mark in self.readers.items()}
+                self.readers = {(*key, 0, self.nbytes): mark for key, mark in last.items()}
+            # Last in the order of the dictionary too, which is that of the marks of each queue.
+            self.readers.pop((mark.device, mark.queue, start, start + part.nbytes), None)
+            self.readers[mark.device, mark.queue, start, start + part.nbytes] = mark
 
     def readers_of(self, part: Buffer) -> list[Mark]:
         """Returns, and removes, the marks that a writer of ``part`` must wait for.
@@ -137,7 +152,6 @@ class Buffer(NotCopied):
         nbytes: number of bytes.
         address: of the first element; a device address on a GPU.
         block: the memory it looks into.
-        offset: of the first element in the block, in bytes.
         array_owner: of a Buffer made from an argument, and of its views: the kind of array whose
             memory it is, or ``"copy"`` if it holds a copy of one; None for every other.
     """
@@ -145,18 +159,8 @@ class Buffer(NotCopied):
     _copy_hint = "pass buffer.numpy(), and upload it with device.put(array)"
 
     __slots__ = (
-        "__weakref__",
-        "address",
-        "array",
-        "array_owner",
-        "block",
-        "device",
-        "dtype",
-        "flat",
-        "nbytes",
-        "offset",
-        "shape",
-        "size",
+        "__weakref__", "address", "array", "array_owner", "block", "device", "dtype", "flat",
+        "nbytes", "shape", "size",
     )  # fmt: skip
 
     def __init__(
@@ -168,11 +172,15 @@ class Buffer(NotCopied):
         self.dtype = dtype
         self.size = math.prod(shape)
         self.nbytes = self.size * dtype.itemsize
-        self.offset = offset
         self.address = block.address + offset
         self.array_owner: str | None = None
         self.array = array  # the backend's array of this memory, made when first asked for
         self.flat: Any = None  # likewise what its work sees of pool memory, without the block
+
+    @property
+    def offset(self) -> int:
+        """Of the first element in the block, in bytes."""
+        return self.address - self.block.address
 
     def view(self, start: int, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Buffer:
         """Returns a Buffer on part of this memory, without a copy; keeps the block alive.
@@ -200,21 +208,29 @@ class Buffer(NotCopied):
         made.array_owner = self.array_owner
         return made
 
-    def parts(self, starts: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[Buffer]:
-        """Makes one view of this dtype for each part, without the checks of ``view``."""
-        block, device, dtype, offset = self.block, self.device, self.dtype, self.offset
+    def parts(
+        self,
+        starts: Sequence[int],
+        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]] | None = None,
+    ) -> list[Buffer]:
+        """Makes one view of this dtype for each part, without the checks of ``view``.
+
+        Args:
+            starts: first element of each.
+            sizes: elements of each.
+            shapes: of each; default ``(size,)``.
+        """
+        block, device, dtype = self.block, self.device, self.dtype
         address, itemsize, flat = self.address, dtype.itemsize, self.flat
-        made = []
-        for start, shape in zip(starts, shapes, strict=True):
+        shapes = [(size,) for size in sizes] if shapes is None else shapes
+        made, new = [], Buffer.__new__
+        for start, size, shape in zip(starts, sizes, shapes, strict=True):
             # Not by `__init__`: a reduction makes two parts of each tensor on each device.
-            part = Buffer.__new__(Buffer)
+            part = new(Buffer)
             part.block, part.device, part.dtype = block, device, dtype
-            part.shape = shape
-            part.size = size = shape[0] if len(shape) == 1 else math.prod(shape)
-            part.nbytes = size * itemsize
-            behind = start * itemsize
-            part.offset = offset + behind
-            part.address = address + behind
+            part.shape, part.size, part.nbytes = shape, size, size * itemsize
+            part.address = address + start * itemsize
             part.array = part.array_owner = None
             part.flat = None if flat is None else flat[start : start + size]
             made.append(part)

@@ -174,9 +174,9 @@ class Collective(ABC):
             calls: at least one.
         """
         used = [buffer for call in calls for buffer in (*call.inputs, *call.outputs)]
-        queues = dict.fromkeys(call.queue for call in calls if call.queue != "compute")
-        for buffer in used if queues else ():
-            buffer.block.touched.update((buffer.device, queue) for queue in queues)
+        for queue in dict.fromkeys(call.queue for call in calls):
+            for buffer in used:
+                buffer.device._touch([buffer.block], queue)
         mesh_state = self._mesh_state
         if mesh_state.capture is not None and len({buffer.device.physical for buffer in used}) > 1:
             raise CollectiveError(NOT_CAPTURED)

@@ -40,7 +40,8 @@ class DeferredFree:
         """Tracks a block, and holds its memory until it can be freed."""
         freed = FreedBlock(block, self.freed.append)
         freed.raw, freed.nbytes = block.raw, block.nbytes
-        freed.touched, freed.owned = block.touched, block.owned
+        freed.touched = block.touched = set()
+        freed.owned = block.owned
         self.held.add(freed)
         block.remains = freed
         return block

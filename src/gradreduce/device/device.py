@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,10 +19,9 @@ from .buffer import Block, Buffer, CapturedMark, Mark, Queue, Row, Stream, handl
 from .command_list import Command
 from .deferred_free import DeferredFree
 from .dtypes import as_dtype
-from .external_buffers import ExternalBuffers
 from .kernel import Kernel, Template
 from .mesh_state import MeshState
-from .op_log import Record
+from .op_log import QUEUES, Record
 from .peer_access import check_accessible, check_all_accessible, check_writable
 from .pending_calls import WaitPolicy, as_deadline
 from .process_group import Move, Parcel, bytes_of
@@ -45,7 +43,7 @@ class Device(NotCopied, Backend):
         physical: number of the physical device (the GPU ordinal).
         mesh: the whole mesh that it was opened with.
         freed: memory of freed blocks, until ``drain`` takes it back.
-        external_buffers: its flat buffers, whose memory comes back as arrays of other libraries.
+        external_buffers: those of the mesh.
         defers: whether work may still be waiting when the call that gave it has returned.
     """
 
@@ -59,9 +57,10 @@ class Device(NotCopied, Backend):
         self.index = index
         self.physical = physical
         self._endless = WaitPolicy(self)
+        self._users = {queue: (self, queue) for queue in QUEUES}
         self._deferred_free = DeferredFree()
         self.freed = self._deferred_free.freed
-        self.external_buffers = ExternalBuffers()
+        self.external_buffers = mesh_state.external_buffers
 
     @property
     def name(self) -> str:
@@ -257,7 +256,7 @@ class Device(NotCopied, Backend):
         check_writable(buffer)
         if queue != "compute":  # a recycled block belongs to its last owner until then
             self.wait(self.mark("compute"), queue=queue)
-            buffer.block.touched.add((self, queue))
+            self._touch([buffer.block], queue)
         self._before_write(buffer, queue)
         self._upload(buffer, array, queue)
         self.mesh_state.log.append(Record("upload", "", self.index, -1, buffer.nbytes, queue))
@@ -340,7 +339,7 @@ class Device(NotCopied, Backend):
         for end in (src, dst):
             if end.device is not self or queue != "compute":
                 self.wait(end.device.mark("compute"), queue=queue)
-                end.block.touched.add((self, queue))
+                self._touch([end.block], queue)
         self._before_write(dst, queue)
         record = Record("copy", "", self.index, src.device.index, dst.nbytes, queue)
         self._submit(partial(self._copy, dst, src, queue), record, [(dst, src)], 1)
@@ -375,20 +374,20 @@ class Device(NotCopied, Backend):
             rows = [row for row in rows if kernel.num_items(row)]
         if not rows:
             return
-        operands = list(chain.from_iterable(rows))
-        homes = {operand.device for operand in operands}
+        blocks = {operand.block for row in rows for operand in row}
+        homes = {block.device for block in blocks}
         is_here = len(homes) == 1 and self in homes
-        crossing = 0 if is_here else check_all_accessible(self, homes, operands)
+        crossing = 0 if is_here else check_all_accessible(self, homes, rows)
         self._check_compiled(kernel, template)
         may_wait = self.mesh_state.current.capture is not None
         written: list[Buffer] = []
-        if may_wait or [1 for each in operands if each.block.readers or not each.block.writable]:
+        if may_wait or [1 for block in blocks if block.readers or not block.writable]:
             num_written = kernel.num_written(scalars)
             written = [operand for row in rows for operand in row[:num_written]]
         for operand in written:
             check_writable(operand)
         if not is_here or queue != "compute":
-            self._touch({operand.block for operand in operands}, queue)
+            self._touch(blocks, queue)
         # Of all of them, not of one for each block: each waits for the readers of its own bytes.
         for operand in written:
             self._before_write(operand, queue)
@@ -504,10 +503,13 @@ class Device(NotCopied, Backend):
 
     def _touch(self, blocks: Iterable[Block], queue: Queue) -> None:
         """Records that ``queue`` uses these blocks, if it is not their home queue."""
-        user, is_home = (self, queue), queue == "compute"
+        user, is_home = self._users[queue], queue == "compute"
         for block in blocks:
-            if not is_home or block.device is not self:
+            if block.last_user is user or (is_home and block.device is self):
+                continue
+            if block.touched is not None:
                 block.touched.add(user)
+                block.last_user = user
 
     def _before_write(self, operand: Buffer, queue: Queue) -> None:
         kept = self.mesh_state.current.capture or operand.block

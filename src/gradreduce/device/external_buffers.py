@@ -14,7 +14,7 @@ from .buffer import Block
 
 
 class ExternalBuffers:
-    """The flat buffers of one device, found by address.
+    """The flat buffers of one mesh, found by address.
 
     Memory that lies in a live block is that block's: two live blocks share none, and the block
     keeps its own. A freed block, or one being freed in another thread, is never found, so memory

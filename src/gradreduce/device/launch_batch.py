@@ -62,7 +62,7 @@ class LaunchBatch:
         away = [*self._away, *[row[-1] for row in rows if row[-1].device is not device]]
         crossing = 0
         if away:
-            crossing = check_all_accessible(device, {each.device for each in away}, away)
+            crossing = check_all_accessible(device, {each.device for each in away}, [away])
             device._touch([each.block for each in away], "compute")
         self._fence()
         device._launch(kernel, template, rows, scalars, "compute", crossing)

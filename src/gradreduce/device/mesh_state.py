@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from gradreduce.errors import BackendUnavailableError, CaptureError, CollectiveError
 
 from .command_list import CommandList
+from .external_buffers import ExternalBuffers
 from .forks import forks
 from .interrupts import DeferInterrupts
 from .op_log import OpLog, PackScope, current, write_flight
@@ -43,6 +44,7 @@ class MeshState:
         process_group: the processes whose replicas are summed; None: this one alone.
         prepared: what was compiled for its devices, so that nobody asks twice.
         plans: what was planned for its devices, by the settings that it depends on.
+        external_buffers: flat buffers, whose memory comes back as arrays of other libraries.
         log: what the devices were given.
         thread: the log's, of the calling thread.
         current: its ``capture`` is what the property gives, without a Python call.
@@ -65,14 +67,15 @@ class MeshState:
     """
 
     process_group: ProcessGroup | None = None
+    flight_path = ""
 
     def __init__(self, backend: str, *, peer_access: bool | Set[tuple[int, int]]) -> None:
         self.current = current
         self.check_outside("opening a mesh")
         self.backend = backend
+        self.external_buffers = ExternalBuffers()
         self.log = OpLog()
         self.thread = self.log.thread
-        self.flight_path = ""
         self.prepared: set[Hashable] = set()
         self.plans: dict[Hashable, Any] = {}
         self._listeners: WeakKeyDictionary[Any, _Listener] = WeakKeyDictionary()

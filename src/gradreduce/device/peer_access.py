@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from gradreduce.errors import DeviceMismatchError
 
-from .buffer import Buffer
+from .buffer import Buffer, Row
 
 if TYPE_CHECKING:
     from .device import Device
@@ -46,13 +47,12 @@ def check_accessible(device: Device, operand: Buffer) -> None:
         raise DeviceMismatchError(f"{device.name} cannot access {operand}: {why}; copy it first")
 
 
-def check_all_accessible(
-    device: Device, homes: Iterable[Device], operands: Sequence[Buffer]
-) -> int:
+def check_all_accessible(device: Device, homes: Iterable[Device], rows: Iterable[Row]) -> int:
     """Checks all operands, which lie on ``homes``; returns the bytes that cross a link."""
     here, mesh_state = device.physical, device.mesh_state
     if all([home.physical == here and home.mesh_state is mesh_state for home in homes]):
         return 0
+    operands = list(chain.from_iterable(rows))
     for operand in operands:
         check_accessible(device, operand)
     return sum([operand.nbytes for operand in operands if operand.device.physical != here])

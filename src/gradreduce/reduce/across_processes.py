@@ -313,4 +313,4 @@ class AcrossProcesses(Algorithm):
 def _part(buffer: Buffer, start: int, stop: int) -> Buffer:
     if (start, stop) == (0, buffer.size):
         return buffer
-    return buffer.parts((start,), ((stop - start,),))[0]
+    return buffer.parts((start,), (stop - start,))[0]

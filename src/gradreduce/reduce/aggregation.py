@@ -159,12 +159,12 @@ def concatenated_rows(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list
 def _copied_packed(home: Device, moves: Sequence[_Move]) -> list[_Move]:
     """Copies rows of one device and dtype to ``home`` through two flat buffers."""
     outs, parts = zip(*moves, strict=True)
-    source, dtype, shapes = parts[0].device, parts[0].dtype, [part.shape for part in parts]
+    source, dtype = parts[0].device, parts[0].dtype
     layout = flat_layout([part.size for part in parts], dtype.itemsize)
     there, here = (device.empty((layout.size,), dtype) for device in (source, home))
-    _pack(source, list(zip(there.parts(layout.offsets, shapes), parts, strict=True)))
+    _pack(source, list(zip(there.parts(layout.offsets, layout.sizes), parts, strict=True)))
     copy_over(home, here, there)
-    return list(zip(outs, here.parts(layout.offsets, shapes), strict=True))
+    return list(zip(outs, here.parts(layout.offsets, layout.sizes), strict=True))
 
 
 def _pack(device: Device, moves: Sequence[_Move]) -> None:

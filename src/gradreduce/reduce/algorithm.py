@@ -53,10 +53,10 @@ class Job:
 
     def part(self, start: int, stop: int) -> Job:
         """Returns the job for the elements from ``start`` to ``stop``."""
-        starts, shapes = (start,), ((stop - start,),)
+        starts, sizes = (start,), (stop - start,)
         return Job(
-            [buffer.parts(starts, shapes)[0] for buffer in self.inputs],
-            [buffer.parts(starts, shapes)[0] for buffer in self.outs],
+            [buffer.parts(starts, sizes)[0] for buffer in self.inputs],
+            [buffer.parts(starts, sizes)[0] for buffer in self.outs],
             self.divisor,
             self.owner,
         )

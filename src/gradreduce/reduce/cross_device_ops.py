@@ -456,7 +456,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 
 def _as_result(request: Request, outs: Sequence[Out]) -> Mirrored:
-    made = Mirrored.of([each.buffer for each in outs], outs[0].kind, request.form)
+    made = Mirrored.of(request.out or (), outs[0].kind, request.form, request.devices)
     if outs[0].kind == "buffer" or not isinstance(outs[0].array, Buffer):
         made._keep_arrays([each.array for each in outs])
     return made

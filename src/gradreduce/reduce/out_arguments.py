@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from gradreduce.arrays.distributed import DistributedValues, ReduceOp
@@ -38,8 +39,8 @@ def with_outs(
     ]
     _check_overlap(requests, outs)
     checked = [
-        request._replace(out=tuple([each.buffer for each in row]))
-        for request, row in zip(requests, outs, strict=True)
+        Request(each.value, each.devices, tuple([made.buffer for made in row]), each.form)
+        for each, row in zip(requests, outs, strict=True)
     ]
     return checked, outs
 
@@ -103,11 +104,13 @@ def _check_overlap(requests: Sequence[Request], outs: Sequence[list[Out]]) -> No
     Raises:
         ValueError: an out shares memory with another one, or otherwise with an input.
     """
-    arrays = [each for row in outs for each in row]
-    owners = [index for index, row in enumerate(outs) for _ in row]
-    parts = [part for request in requests for part in request.value.buffers]
-    values = [index for index, request in enumerate(requests) for _ in request.value.devices]
+    arrays = list(chain.from_iterable(outs))
+    parts = list(chain.from_iterable([request.value.buffers for request in requests]))
     among_outs, with_inputs = overlaps(arrays, parts)
+    if not (among_outs or with_inputs):
+        return
+    owners = [index for index, row in enumerate(outs) for _ in row]
+    values = [index for index, request in enumerate(requests) for _ in request.value.devices]
     for pair in among_outs:
         names = [requests[owners[at]].value._name_of(owners[at], of="out") for at in pair]
         raise ValueError(f"{names[0]} and {names[1]} overlap; each must have its own memory")

@@ -122,8 +122,9 @@ def lay_out(
     for packed in made:
         if packed.outs == packed.inputs and not packed.plan.has_gaps and None not in packed.filling:
             shapes = [gradients[tensor][0].shape for tensor in packed.plan.tensors]
+            layout = packed.plan.layout
             packed.views = [
-                flat.parts(packed.plan.layout.offsets, shapes) for flat in packed.inputs
+                flat.parts(layout.offsets, layout.sizes, shapes) for flat in packed.inputs
             ]
     return made
 
@@ -161,7 +162,7 @@ class _NewMemory:
                 sizes = [each[1] for each in missing]
                 layout = flat_layout(sizes, dtype.itemsize)
                 memory = device.allocate((layout.size,), dtype)
-                parts = memory.parts(layout.offsets, [(size,) for size in sizes])
+                parts = memory.parts(layout.offsets, layout.sizes)
             for part, (_, _, buffers, others) in zip(parts, missing, strict=True):
                 buffers[replica] = others[replica] = part
 
@@ -256,7 +257,7 @@ def moves_out(packs: Iterable[Pack]) -> list[Move]:
     """Returns what unpacks sums from the outs to where the results go."""
     moves: list[Move] = []
     for packed, start, stop in packs:
-        whole = ([start], [(stop - start,)])
+        whole = ([start], [stop - start])
         for replica, out in enumerate(packed.outs):
             if out is None:
                 continue
@@ -264,7 +265,7 @@ def moves_out(packs: Iterable[Pack]) -> list[Move]:
             if targets is not None:
                 pieces = packed.plan.pieces[start, stop]
                 if packed.views is None:
-                    sums = out.parts(pieces.begins, pieces.shapes)
+                    sums = out.parts(pieces.begins, pieces.sizes)
                 else:
                     sums = _parts_of(packed.views[replica], pieces)
                 moves.append((out.device, 1, _parts_of(targets, pieces), sums))
@@ -286,10 +287,12 @@ def unpack(
         if len(inside) == 1 and inside[0] == flat.results[0].shape:
             found[flat.plan.tensors[0]] = tuple(flat.results)
             continue
-        offsets = flat.plan.layout.offsets
+        layout = flat.plan.layout
         columns = flat.views
         if columns is None or flat.results is not flat.outs:
-            columns = [result.parts(offsets, inside) for result in flat.results]
+            columns = [
+                result.parts(layout.offsets, layout.sizes, inside) for result in flat.results
+            ]
         for tensor, replicas in zip(flat.plan.tensors, zip(*columns, strict=True), strict=True):
             found[tensor] = replicas
     return found
@@ -309,8 +312,8 @@ def unpack_shares(
     for flat, share in zip(pack_buffers, shares, strict=True):
         assert flat.results is not None
         for replica in share.receivers:
-            inside = [shapes[tensor] for tensor in flat.plan.tensors]
-            parts = flat.results[replica].parts(flat.plan.layout.offsets, inside)
+            inside, layout = [shapes[tensor] for tensor in flat.plan.tensors], flat.plan.layout
+            parts = flat.results[replica].parts(layout.offsets, layout.sizes, inside)
             for tensor, part in zip(flat.plan.tensors, parts, strict=True):
                 found[tensor] = part
     return found
@@ -320,7 +323,7 @@ def _parts_of(tensors: Sequence[Buffer], pieces: Pieces) -> list[Buffer]:
     """Returns the part of each tensor that lies in a range."""
     found = [tensors[index] for index in pieces.tensors]
     for place, start in pieces.cut:
-        (found[place],) = found[place].parts([start], [pieces.shapes[place]])
+        (found[place],) = found[place].parts([start], [pieces.sizes[place]])
     return found
 
 
@@ -346,10 +349,10 @@ def _already_flat(
 
     One that is written has no gaps, or gaps that belong to no tensor.
     """
-    found = None  # the first tensor that is not empty, and the first byte of the flat buffer
+    found = None  # the first tensor that is not empty, and the address of the flat buffer
     for tensor, offset in zip(tensors, plan.layout.offsets, strict=True):
         if tensor.size:
-            begin = tensor.offset - offset * tensor.dtype.itemsize
+            begin = tensor.address - offset * tensor.dtype.itemsize
             if found is None:
                 found, start = tensor, begin
             elif tensor.block is not found.block or begin != start:
@@ -357,7 +360,8 @@ def _already_flat(
     if found is None:
         return tensors[0]
     block, size = found.block, plan.layout.size
-    aligned = not plan.together or (block.address + start) % ALIGNMENT == 0
+    aligned = not plan.together or start % ALIGNMENT == 0
+    start -= block.address
     inside = start >= 0 and start + size * found.dtype.itemsize <= block.nbytes
     accessible = not algorithm.reads_peers or block.peer_mapped
     free = not written or not plan.has_gaps or _in_gaps(plan, tensors, block)

@@ -66,15 +66,15 @@ class Pieces(NamedTuple):
     Attributes:
         tensors: indices in the plan's ``tensors``.
         begins: the first element of each in the flat buffer.
-        spans: their shapes there, the gap behind a tensor included.
-        shapes: the same without gaps.
+        spans: their elements there, the gap behind a tensor included.
+        sizes: the same without gaps.
         cut: of those that are parts of a tensor the index here, and the first element there.
     """
 
     tensors: list[int]
     begins: list[int]
-    spans: list[tuple[int]]
-    shapes: list[tuple[int]]
+    spans: list[int]
+    sizes: list[int]
     cut: list[tuple[int, int]]
 
 
@@ -90,8 +90,8 @@ def _pieces(layout: FlatLayout, start: int, stop: int) -> Pieces:
                 made.cut.append((len(made.tensors), begin - offset))
             made.tensors.append(index)
             made.begins.append(begin)
-            made.spans.append((end - begin,))
-            made.shapes.append((part,))
+            made.spans.append(end - begin)
+            made.sizes.append(part)
     return made
 
 

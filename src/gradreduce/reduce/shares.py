@@ -248,8 +248,8 @@ def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple
 
 def _rows_of(whole: Buffer, owner: int, num_replicas: int) -> Buffer:
     """Returns the rows of a replica."""
-    shape = (whole.shape[0] // num_replicas, *whole.shape[1:])
-    (part,) = whole.parts([owner * (whole.size // num_replicas)], [shape])
+    shape, size = (whole.shape[0] // num_replicas, *whole.shape[1:]), whole.size // num_replicas
+    (part,) = whole.parts([owner * size], [size], [shape])
     return part
 
 

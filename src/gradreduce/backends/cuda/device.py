@@ -249,7 +249,7 @@ class CudaDevice(Device):
         address, nbytes = array.data.ptr, array.nbytes
         if self.external_buffers.is_used and writable:
             block = self.external_buffers.find(address, nbytes)
-            if block is not None:
+            if block is not None and block.device is self:
                 return Buffer(block, address - block.address, array.shape, dtype)
         block = Block(self, array, address, nbytes, owned=False, writable=writable)
         if self.mesh_state.peer_access and nbytes:  # else nobody asks
@@ -286,7 +286,7 @@ class CudaDevice(Device):
         freed = self._deferred_free.take(nbytes)
         if freed is not None:  # whoever used it is who its next user comes behind
             block = self._block(freed.raw, nbytes)
-            block.touched |= freed.touched
+            block.remains.touched |= freed.touched
             self._deferred_free.held.discard(freed)
             return block
         try:
@@ -420,7 +420,7 @@ class CudaDevice(Device):
             total, itemsize = sum(items), min([each.dtype.itemsize for each in rows[0]])
             table = self._tables.find(rows, items, geometry.chunk_size(total, itemsize, blocks))
             if table.held is not None and queue != "compute":  # on which it was uploaded
-                table.held.block.touched.add((self, queue))
+                self._touch([table.held.block], queue)
                 self.wait(self.mark("compute"), queue=queue)
             # 0.0 == -0.0, but a product with it is not: such scalars are told apart by their text.
             cache_key = repr(scalars) if 0 in scalars else ""

@@ -116,9 +116,9 @@ class SimDevice(Device):
         address = address_of(array) if address is None else address
         if self.external_buffers.is_used and writable:
             block = self.external_buffers.find(address, array.nbytes)
-            if block is not None:
+            if block is not None and block.device is self:
                 return Buffer(block, address - block.address, array.shape, dtype)
-        block = Block(self, array, address, array.nbytes, owned=False, writable=writable)
+        block = Block(self, array, address, array.nbytes, False, writable)
         if self.defers:
             self._deferred_free.track(block)
         return Buffer(block, 0, array.shape, dtype, array)
@@ -132,8 +132,10 @@ class SimDevice(Device):
         if type(array) is not np.ndarray:
             array = np.asarray(array)
         flags = array.flags
+        if flags.carray and not self.defers:  # contiguous in C's order, aligned and writable
+            return self._share(array, address, True)
         if flags.c_contiguous and flags.aligned and not self.defers:
-            return self._share(array, address, flags.writeable)
+            return self._share(array, address, False)
         as_dtype(array.dtype)
         return self.upload(array)
 
