@@ -288,9 +288,10 @@ def test_inputs_are_never_written_and_variables_do_not_alias():
             assert all(np.array_equal(a, b) for a, b in zip(arrays, copies, strict=True))
 
 
-def test_plain_steps_do_not_grow_the_pool():
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_plain_steps_do_not_grow_the_pool(shard_optimizer):
     with open_sim([0, 0, 1, 1]) as mesh:
-        _, step = make_step(mesh)
+        _, step = make_step(mesh, shard_optimizer=shard_optimizer)
         terms = make_terms()
         for _ in range(3):
             step(terms)
@@ -301,7 +302,8 @@ def test_plain_steps_do_not_grow_the_pool():
 
 
 @pytest.mark.host
-def test_nothing_is_compiled_while_a_lock_is_held(monkeypatch):
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_nothing_is_compiled_while_a_lock_is_held(monkeypatch, shard_optimizer):
     """Neither by an apply, nor by a take of a mesh, nor by the update that follows."""
     from gradreduce.backends.sim.device import SimDevice
 
@@ -309,7 +311,8 @@ def test_nothing_is_compiled_while_a_lock_is_held(monkeypatch):
     with open_sim([0, 1, 2], kernels="compiled", peer_access=False) as mesh:
         variable = gr.Variable(np.zeros(3, np.float16), device=mesh)
         ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-        step = gr.SyncStep([variable], gr.MomentumOptimizer(0.1, 0.9), ops)
+        optimizer = gr.MomentumOptimizer(0.1, 0.9)
+        step = gr.SyncStep([variable], optimizer, ops, shard_optimizer=shard_optimizer)
         (accumulator,) = step.accumulators
         original = SimDevice._prepare
 

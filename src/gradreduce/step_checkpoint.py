@@ -26,6 +26,7 @@ from gradreduce.optim import Optimizer
 from gradreduce.optim.agn.checkpoint import assign, checked_values, placed
 from gradreduce.optim.checkpoint import by_name
 from gradreduce.optim.checkpoint import ready_state as optimizer_state
+from gradreduce.step_shards import OptimizerShards
 
 _FORMAT = "gradreduce SyncStep 1"
 _KEYS = ("format", "num_replicas", "num_required", "variables", "optimizer", "accumulators")
@@ -42,6 +43,7 @@ class StepParts(NamedTuple):
         optimizer: that has slots of these variables.
         devices: of this process.
         num_replicas: of all processes.
+        shards: of a sharded optimizer; else None.
     """
 
     variables: Sequence[Variable]
@@ -49,6 +51,7 @@ class StepParts(NamedTuple):
     optimizer: Optimizer
     devices: Sequence[Device]
     num_replicas: int
+    shards: OptimizerShards | None
 
 
 def saved_state(step: StepParts, num_required: int) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def saved_state(step: StepParts, num_required: int) -> dict[str, Any]:
         "num_replicas": step.num_replicas,
         "num_required": num_required,
         "variables": snapshots.downloaded(copies, None),
-        "optimizer": step.optimizer.state_dict(),
+        "optimizer": (step.shards or step.optimizer).state_dict(),
         "accumulators": accumulators,
     }
 
@@ -113,7 +116,10 @@ def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
     slots, start = step.optimizer._slots, step.optimizer._slot_start
     where = "state['optimizer']"
     try:
-        loads = [optimizer_state(slots, step.variables, state["optimizer"], start)]
+        if step.shards is not None:
+            loads = [step.shards.ready_state(state["optimizer"])]
+        else:
+            loads = [optimizer_state(slots, step.variables, state["optimizer"], start)]
         for name, accumulator in zip(owners, step.accumulators, strict=True):
             where = f"state['accumulators'][{name!r}]"
             own = _of_own_replicas(step, state["accumulators"][name], num_replicas)

@@ -22,6 +22,7 @@ from gradreduce.device import (
     DeferInterrupts,
     Device,
     as_deadline,
+    as_flag,
     by_physical,
     deadline_scope,
 )
@@ -33,6 +34,7 @@ from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_meth
 from gradreduce.reduce.aggregators import aggregate_buffers
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.step_checkpoint import StepParts, ready_state, saved_state
+from gradreduce.step_shards import OptimizerShards
 
 
 class _StepAccumulator(ConditionalAccumulator):
@@ -65,10 +67,16 @@ class SyncStep(NotCopied):
         num_required: number of gradients before an update, of all processes; each call adds one per
             replica. An integer, or a Variable, which is read once, here. Default: the number of
             replicas.
+        shard_optimizer: whether each of n replicas updates an n-th of the variables and then copies
+            it to the others (ZeRO stage 1). Slots and masters take an n-th of the memory on each
+            device. The values are the same; with ``hierarchical_copy`` the same bits. Needs an
+            ``AllReduceCrossDeviceOps``, and an optimizer with an elementwise rule and without state
+            of these variables, whose slots are then of parts of variables.
 
     Raises:
         ValueError: no variable, the same one twice, one that is not trainable, variables on
-            different devices, an invalid method, or ``num_required`` less than 1.
+            different devices, an invalid method, ``num_required`` less than 1, or what
+            ``shard_optimizer`` cannot be combined with.
         TypeError: an argument of another type.
     """
 
@@ -82,6 +90,7 @@ class SyncStep(NotCopied):
         *,
         aggregation_method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
         num_required: int | Variable | None = None,
+        shard_optimizer: bool = False,
     ) -> None:
         self.variables = _checked_variables(variables)
         self.devices: tuple[Device, ...] = self.variables[0].devices
@@ -98,17 +107,25 @@ class SyncStep(NotCopied):
         mesh = whole[[whole.devices.index(device) for device in self.devices]]
         self.num_replicas = mesh.num_replicas  # of all processes
         self.num_required = self.num_replicas if num_required is None else as_required(num_required)
+        self._shards: OptimizerShards | None = None
+        if as_flag("shard_optimizer", shard_optimizer):
+            args = (self.variables, optimizer, cross_device_ops, self.num_replicas)
+            self._shards = OptimizerShards(*args)
+        # What the optimizer sees.
+        self._updated = self.variables if self._shards is None else self._shards.variables
         self.accumulators = [
             _StepAccumulator(
                 variable.dtype,
                 variable.shape,
                 name=f"{variable.name}/grad_accum",
                 device=mesh,
-                cross_device_ops=cross_device_ops,
+                cross_device_ops=cross_device_ops if self._shards is None else self._shards,
             )
             for variable in self.variables
         ]
-        optimizer.prepare(self.variables)
+        if self._shards is not None:
+            self._shards.accumulators = self.accumulators
+        optimizer.prepare(self._updated)
         if self.devices[0].mesh_state.process_group is not None:
             copies = cross_device_ops.broadcast(
                 [variable.buffers[0] for variable in self.variables], mesh
@@ -165,7 +182,7 @@ class SyncStep(NotCopied):
         """
         seconds = as_deadline(deadline)
         step = self.global_step if local_step is None else as_step("local_step", local_step)
-        self.optimizer.prepare(self.variables)  # what can fail does so before a gradient is taken
+        self.optimizer.prepare(self._updated)  # what can fail does so before a gradient is taken
         placed = self._validated(terms)
         with deadline_scope("a SyncStep", seconds, self.devices):
             step = self._earliest(step, list(placed))
@@ -176,6 +193,8 @@ class SyncStep(NotCopied):
                     return False
                 # Every process adds one gradient for each of its replicas at each call.
                 num_here = -(-self.num_required // self.num_replicas) * len(self.devices)
+                if self._shards is not None:
+                    return self._shards.take_and_update(num_here)
                 means = take_now(self.accumulators, num_here)  # pack, all-reduce, unpack
                 if means is not None:
                     self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
@@ -232,7 +251,7 @@ class SyncStep(NotCopied):
     @property
     def _parts(self) -> StepParts:
         parts = (self.variables, self.accumulators, self.optimizer)
-        return StepParts(*parts, self.devices, self.num_replicas)
+        return StepParts(*parts, self.devices, self.num_replicas, self._shards)
 
     def _earliest(self, step: int, with_gradients: list[int]) -> int:
         """Returns the earliest step of all processes: if it is stale, all gradients are dropped.

@@ -119,6 +119,13 @@ class Variable(NotCopied, Readable):
         )
         return made
 
+    @classmethod
+    def _on_buffer(cls, buffer: Buffer, name: str) -> Variable:
+        """Makes a trainable Variable of memory that another one owns too."""
+        made = cls.__new__(cls)
+        made.name, made.trainable, made._buffers = name, True, (buffer,)
+        return made
+
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         """The copy on each device, which optimizers write. Do not keep it across an update."""

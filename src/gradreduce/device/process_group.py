@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
@@ -88,6 +90,10 @@ class ProcessGroup(ABC):
     def others(self) -> list[int]:
         """The ranks of all other processes."""
         return [rank for rank in range(self.size) if rank != self.rank]
+
+    def rank_of(self, replica: int) -> int:
+        """Returns the rank of the process of a replica, of all processes' numbers."""
+        return bisect_right(list(accumulate(self.counts)), replica)
 
     # -- what a launcher's library does -----------------------------------------------------------
 

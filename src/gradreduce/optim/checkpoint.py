@@ -29,11 +29,16 @@ def queued_state(slots: Slots) -> dict[str, Any]:
     for name, by_variable in slots.by_name.items():
         for var, slot in by_variable.items():
             copies.setdefault(var.name, {})[name] = snapshots.copied(slot.buffers[0])
+    return as_state(slots, copies)
+
+
+def as_state(slots: Slots, values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a state that has these values of slots: ``values[variable][slot]``."""
     return {
         "format": FORMAT,
         "optimizer": slots.kind.__name__,
         "hyperparameters": dict(zip(slots.power_names, slots.powers, strict=False)),
-        "slots": copies,
+        "slots": values,
     }
 
 
@@ -57,7 +62,20 @@ def ready_state(
         ValueError: a value of another format, shape or dtype.
     """
     if state is None:
-        return _ready_slots(slots, {}, ())
+        return ready_slots(slots, {}, ())
+    return ready_slots(slots, *checked_state(slots, variables, state, start))
+
+
+def checked_state(
+    slots: Slots,
+    variables: Sequence[Variable] | Variable,
+    state: Any,
+    start: Callable[[str], float],
+) -> tuple[dict[Variable, dict[str, Any]], tuple[float, ...]]:
+    """Validates a state; returns host arrays, ``[variable][slot]``, and the powers.
+
+    See ``ready_state`` for arguments and errors.
+    """
     snapshots.check_keys("state", state, _KEYS)
     snapshots.check_entry(state, "format", FORMAT)
     snapshots.check_entry(state, "optimizer", slots.kind.__name__)
@@ -76,10 +94,10 @@ def ready_state(
         wanted = dict.fromkeys(slots.names_for(var), (var.shape, slots.state_dtype(var)))
         values[var] = checked_arrays(f"state['slots'][{owner!r}]", saved, wanted)
     powers = _checked_powers(slots, state["hyperparameters"], values, start)
-    return _ready_slots(slots, values, powers)
+    return values, powers
 
 
-def _ready_slots(
+def ready_slots(
     slots: Slots, values: Mapping[Variable, Mapping[str, Any]], powers: tuple[float, ...]
 ) -> Callable[[], None]:
     """Makes slots with these values; the returned function replaces those that exist."""

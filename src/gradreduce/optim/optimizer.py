@@ -109,7 +109,8 @@ class Optimizer(NotCopied):
 
         Args:
             variable: a NumPy array, or a CuPy array on GPUs: a whole copy, or the rows that a
-                sparse gradient touches; float32 for a half that has a master.
+                sparse gradient touches, or a one-dimensional part of a copy
+                (``SyncStep(…, shard_optimizer=True)``); float32 for a half that has a master.
             slots: by name, arrays of the same shape; replacing one is a ``ValueError``.
             gradient: of the same shape; read-only (enforced for NumPy; for CuPy it is a copy).
         """
@@ -121,6 +122,7 @@ class Optimizer(NotCopied):
 
     # -- what the rules of this library override instead, which are kernels ------------------------
 
+    _is_elementwise = True  # whether parts of a variable can be updated one by one
     _densifies = False  # whether a sparse gradient changes all rows
     _hyperparameters: tuple[str, ...] = ()  # attributes: numbers, or callables
     _settings: tuple[str, ...] = ()  # other attributes that may be set
@@ -401,6 +403,11 @@ class Optimizer(NotCopied):
         if self._densifies:
             found = made_dense(found, variables)
         return [part for parts in found for part in parts]
+
+    def _count_update(self) -> None:
+        """Counts an update that changes no variable, as where other processes have all shards."""
+        _, powers = self._next_update(self._slots.powers)
+        self._slots.commit(powers)
 
     def _check_hyperparameters(self) -> None:
         for name in self._hyperparameters:  # may have been set to anything meanwhile

@@ -9,7 +9,6 @@ where each process's replicas are one group. Small packs are sent whole to all, 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -190,7 +189,7 @@ class AcrossProcesses(Algorithm):
     def _rank_of(self, job: Job) -> int:
         """Returns the process of a job's owner."""
         assert job.owner is not None, "only jobs with an owner are reduced or sent for one"
-        return bisect_right(list(accumulate(self._group.counts)), job.owner)
+        return self._group.rank_of(job.owner)
 
     def _steps(self, jobs: Sequence[Job], queue: Queue) -> Steps:
         leader = self._leader

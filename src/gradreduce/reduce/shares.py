@@ -87,15 +87,10 @@ def plan_shares(
         BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing.
         CollectiveError: NCCL cannot connect them.
     """
-    wire = settings.wire_dtype if call == "reduce_scatter" else None
+    wire = _wire_of(call, settings)
+    for pair in {(dtype, out): None for share in shares for _, dtype, out in share}:
+        compile_shares(call, settings, devices, *pair)
     algorithm = algorithm_of(settings, devices)
-    pairs = {(dtype, out): None for share in shares for _, dtype, out in share}
-    for dtype, out_dtype in pairs:
-        compile_for(settings._replace(wire_dtype=wire), devices, dtype, out_dtype)
-        wire_dtype = wire_of(dtype, wire)
-        for device in devices:  # what an algorithm without a reduce-scatter of its own launches
-            total = sum_dtype_of(wire_dtype, out_dtype)
-            ops.prepare_all_sum(device, total, wire_dtype, {len(devices)})
     first, everyone = first_replica(devices[0]), tuple(range(len(devices)))
     flat: list[FlatPlan] = []
     owned: list[Share] = []
@@ -116,6 +111,31 @@ def plan_shares(
     return SharesPlan(
         call, devices, algorithm, tuple(flat), tuple(owned), divisors, divisor, description
     )
+
+
+def _wire_of(call: Call, settings: Settings) -> DType | None:
+    return settings.wire_dtype if call == "reduce_scatter" else None
+
+
+def compile_shares(
+    call: Call, settings: Settings, devices: tuple[Device, ...], dtype: DType, out_dtype: DType
+) -> None:
+    """Compiles all kernels of ``run_shares`` for a dtype and that of the results.
+
+    Raises:
+        ValueError, BackendUnavailableError, CollectiveError: see ``plan_shares``.
+    """
+    wire = _wire_of(call, settings)
+    key = ("shares", settings, wire, devices, dtype, out_dtype)
+    prepared = devices[0].mesh_state.prepared
+    if key in prepared:
+        return
+    compile_for(settings._replace(wire_dtype=wire), devices, dtype, out_dtype)
+    carried = wire_of(dtype, wire)
+    for device in devices:  # what an algorithm without a reduce-scatter of its own launches
+        total = sum_dtype_of(carried, out_dtype)
+        ops.prepare_all_sum(device, total, carried, {len(devices)})
+    prepared.add(key)
 
 
 def run_shares(

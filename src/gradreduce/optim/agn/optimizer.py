@@ -74,6 +74,8 @@ class AGNOptimizer(Optimizer):
         TypeError: an argument of another type.
     """
 
+    _is_elementwise = False  # a push needs whole variables
+
     def __init__(  # noqa: PLR0913  # the signature of TensorFlow
         self,
         optimizer: Optimizer,

@@ -1,0 +1,314 @@
+"""Shares the update of a ``SyncStep`` among the replicas (ZeRO stage 1).
+
+The variables of a dtype, end to end, are cut into one part for each replica, equal to within 16
+bytes. A *shard* is the piece of one variable in one part. It is a Variable on the memory of its
+replica's copy, so that the optimizer makes slots of shards alone and updates them as any Variable::
+
+    sums of all replicas ──reduce-scatter──► means of one's shards ──optimize──► one's shards
+                                                 ──all-gather──► all copies of the variables
+
+Source: Rajbhandari et al., ZeRO (arXiv:1910.02054), its first stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from gradreduce.accumulator import ConditionalAccumulator, take_now
+from gradreduce.arrays import snapshots
+from gradreduce.arrays.distributed import Part, ReduceOp
+from gradreduce.arrays.variable import Variable
+from gradreduce.device import Buffer, Device, DType, accumulate_dtype
+from gradreduce.device.exchange import agreed, exchange
+from gradreduce.device.process_group import Description, Parcel
+from gradreduce.errors import brief
+from gradreduce.optim import Optimizer
+from gradreduce.optim.checkpoint import as_state, by_name, checked_state, ready_slots
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce
+from gradreduce.reduce.arguments import Request
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+from gradreduce.reduce.packing import plan_packing
+from gradreduce.reduce.process_values import described
+from gradreduce.reduce.shares import (
+    Call,
+    SharesPlan,
+    compile_shares,
+    first_replica,
+    plan_shares,
+    run_shares,
+)
+
+_MOST_PLANS = 64  # for so many choices of variables with a gradient
+
+
+class Shard(NamedTuple):
+    """A piece of a variable, and who updates it.
+
+    Attributes:
+        variable: its number.
+        owner: number of the replica over all processes.
+        start: first element.
+        size: number of elements.
+    """
+
+    variable: int
+    owner: int
+    start: int
+    size: int
+
+    def of(self, whole: Buffer) -> Buffer:
+        """Returns this piece of a buffer of the variable's size."""
+        (part,) = whole.parts([self.start], [self.size])
+        return part
+
+
+def plan_shards(variables: Sequence[Variable], num_replicas: int) -> list[Shard]:
+    """Cuts the variables into shards; in the order of their owners."""
+    sizes = tuple([variable.buffers[0].size for variable in variables])
+    dtypes = tuple([(variable.dtype, variable.dtype) for variable in variables])
+    shards = []
+    for flat in plan_packing(sizes, dtypes, num_replicas, 0, 0):
+        for owner, cut in enumerate(flat.packs):
+            pieces = flat.pieces[cut]
+            starts = dict(pieces.cut)
+            for place, (tensor, size) in enumerate(zip(pieces.tensors, pieces.sizes, strict=True)):
+                if size > 0:
+                    index = flat.tensors[tensor]
+                    shards.append(Shard(index, owner, starts.get(place, 0), size))
+    return sorted(shards, key=lambda shard: shard.owner)
+
+
+class OptimizerShards(CrossDeviceOps):
+    """Reduces the sums of a ``SyncStep`` to shards, updates these, and copies them to all replicas.
+
+    Args:
+        variables: of the step.
+        optimizer: whose rule is elementwise.
+        cross_device_ops: an ``AllReduceCrossDeviceOps``.
+        num_replicas: of all processes.
+
+    Attributes:
+        variables: one for each shard of this process.
+        accumulators: of the step, one for each variable; set after construction.
+
+    Raises:
+        ValueError: another optimizer or ``cross_device_ops``, or the optimizer has slots of these
+            variables already.
+    """
+
+    accumulators: Sequence[ConditionalAccumulator] = ()
+
+    def __init__(
+        self,
+        variables: Sequence[Variable],
+        optimizer: Optimizer,
+        cross_device_ops: CrossDeviceOps,
+        num_replicas: int,
+    ) -> None:
+        if not isinstance(cross_device_ops, AllReduceCrossDeviceOps) or not is_all_reduce(
+            cross_device_ops
+        ):
+            raise ValueError(
+                f"shard_optimizer=True cannot reduce by {brief(cross_device_ops)}: pass an "
+                "AllReduceCrossDeviceOps"
+            )
+        if not optimizer._is_elementwise:
+            raise ValueError(
+                f"shard_optimizer=True needs an elementwise rule, and that of {optimizer!r} is not"
+            )
+        self._optimizer, self._ops = optimizer, cross_device_ops
+        self._whole, self._num_replicas = tuple(variables), num_replicas
+        self._devices = variables[0].devices
+        self._first = first_replica(self._devices[0])
+        self._shards = plan_shards(variables, num_replicas)
+        self._own: dict[Shard, Variable] = {}
+        for shard in self._shards:
+            if 0 <= shard.owner - self._first < len(self._devices):
+                variable = variables[shard.variable]
+                memory = shard.of(variable.buffers[shard.owner - self._first])
+                name = f"{variable.name}/shard_{shard.owner}"
+                self._own[shard] = Variable._on_buffer(memory, name)
+        self._check_unused()
+        self.variables = tuple(self._own.values())
+        self._plans: dict[tuple[Any, ...], SharesPlan] = {}
+        self._means: dict[Shard, Buffer] = {}
+        self._reduced: list[int] = []  # the variables of these, with those of other processes
+        for dtype in {variable.dtype: None for variable in variables}:
+            compile_shares("all_gather", self._ops.settings, self._devices, dtype, dtype)
+
+    def _check_unused(self) -> None:
+        """Raises if the optimizer has slots that this step would not use."""
+        names = {variable.name for variable in (*self._whole, *self._own.values())}
+        for slots in self._optimizer._slots.by_name.values():
+            for variable in slots:
+                if variable.name in names:
+                    raise ValueError(
+                        f"{self._optimizer!r} has state of {variable.name!r} already, which "
+                        "shard_optimizer=True cannot divide: pass a new optimizer, and load a "
+                        "state of the SyncStep"
+                    )
+
+    # -- reduction, as the accumulators ask for it ------------------------------------------------
+
+    def reduce_batch(
+        self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
+    ) -> list[tuple[Part, ...]]:
+        """See ``CrossDeviceOps.reduce_batch``; not used by the step."""
+        return self._ops.reduce_batch(reduce_op, requests, coalesce=coalesce)
+
+    def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+        """See ``CrossDeviceOps.compile_for``."""
+        compile_shares("reduce_scatter", self._ops.settings, self._devices, dtype, out_dtype)
+
+    def reduce_buffers(
+        self,
+        gradients: Sequence[Sequence[Buffer]],
+        *,
+        divisor: float = 1,
+        out_dtypes: Sequence[DType] | None = None,
+        consume: ExitStack | None = None,
+    ) -> list[tuple[Buffer, ...]]:
+        """Reduces the partial sums of the accumulators that hold ``divisor`` gradients to shards.
+
+        Returns:
+            For each the means of the shards of this process; ``update`` uses them too.
+        """
+        indices = [
+            index
+            for index, accumulator in enumerate(self.accumulators)
+            if accumulator.accumulator_ref.count == divisor
+        ]
+        sums = dict(zip(indices, gradients, strict=True))
+        chosen = [shard for shard in self._shards if shard.variable in sums]
+        divisor = divisor * self._num_replicas / len(self._devices)
+        plan = self._planned("reduce_scatter", indices, divisor)
+        rows = [[shard.of(buffer) for buffer in sums[shard.variable]] for shard in chosen]
+        made = run_shares(plan, rows, positions=indices)
+        found = {shard: mean for shard, mean in zip(chosen, made, strict=True) if mean is not None}
+        self._means.update(found)
+        self._reduced += indices
+        return [
+            tuple([mean for shard, mean in found.items() if shard.variable == index])
+            for index in indices
+        ]
+
+    def _planned(self, call: Call, indices: Sequence[int], divisor: float = 1) -> SharesPlan:
+        """Returns the plan for the shards of these variables, which is remembered."""
+        key = (call, divisor, *indices)
+        found = self._plans.get(key)
+        if found is None:
+            wanted = set(indices)
+            shares: list[list[tuple[int, DType, DType]]] = [[] for _ in range(self._num_replicas)]
+            for shard in self._shards:
+                if shard.variable in wanted:
+                    out_dtype = self._whole[shard.variable].dtype
+                    dtype = out_dtype
+                    if call == "reduce_scatter":
+                        dtype = accumulate_dtype(out_dtype)
+                    shares[shard.owner].append((shard.size, dtype, out_dtype))
+            whole = [self._whole[index].buffers for index in indices]
+            name = f"{call} of a SyncStep"
+            what = described(self._ops.settings, whole, divisor, None, counts=False, call=name)
+            found = plan_shares(
+                call, self._ops.settings, self._devices, shares, what, divisor=divisor
+            )
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = found
+        return found
+
+    # -- update -----------------------------------------------------------------------------------
+
+    def take_and_update(self, num_required: int) -> bool:
+        """Takes the sums if there are enough, updates the shards, and copies them to all replicas.
+
+        Returns:
+            Whether the variables were updated.
+        """
+        self._means.clear()
+        self._reduced.clear()
+        if take_now(self.accumulators, num_required) is None:
+            return False
+        indices, means = sorted(self._reduced), self._means.copy()
+        self._means.clear()
+        plan = self._planned("all_gather", indices)
+        wanted = set(indices)
+        chosen = [shard for shard in self._shards if shard.variable in wanted]
+        own = [self._own[shard].buffers if shard in self._own else () for shard in chosen]
+        out = [
+            [shard.of(buffer) for buffer in self._whole[shard.variable].buffers] for shard in chosen
+        ]
+        pairs = [(mean, self._own[shard]) for shard, mean in means.items()]
+        # After an error between the two, the copies of a variable would differ.
+        with self._devices[0].mesh_state.fail_on_partial_write(self._devices):
+            if pairs:
+                self._optimizer.apply_gradients(pairs)
+            else:
+                self._optimizer._count_update()
+            run_shares(plan, own, out=out, positions=indices)
+        return True
+
+    # -- checkpoint -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the optimizer for whole variables; see ``Optimizer.state_dict``.
+
+        Joins the slots of one variable after the other on the first device, so that they need
+        little memory there.
+        """
+        self._optimizer.prepare(self.variables)
+        slots = self._optimizer._slots
+        saved: dict[str, dict[str, Any]] = {}
+        for index, (name, variable) in enumerate(by_name(self._whole).items()):
+            names = slots.names_for(variable)
+            if names:
+                wholes = self._joined(index, names, slots.state_dtype(variable))
+                saved[name] = {
+                    slot: snapshots.downloaded(whole.view(0, variable.shape), None)
+                    for slot, whole in zip(names, wholes, strict=True)
+                }
+        return as_state(slots, saved)
+
+    def _joined(self, index: int, names: Sequence[str], dtype: DType) -> list[Buffer]:
+        """Returns the slots of a variable, flat, on the first device."""
+        leader, variable = self._devices[0], self._whole[index]
+        wholes = [leader.empty((variable.buffers[0].size,), dtype) for _ in names]
+        sends: list[Parcel] = []
+        receives: list[Parcel] = []
+        group = leader.mesh_state.process_group
+        for shard in [shard for shard in self._shards if shard.variable == index]:
+            for name, whole in zip(names, wholes, strict=True):
+                part = shard.of(whole)
+                if shard in self._own:
+                    slot = self._optimizer._slots.by_name[name][self._own[shard]]
+                    leader.copy(part, slot.buffers[0])
+                    if group is not None:
+                        sends += [(other, part) for other in group.others]
+                elif group is not None:
+                    receives.append((group.rank_of(shard.owner), part))
+        if group is not None:
+            what = {"call": "SyncStep.state_dict", "tensors": [f"{dtype}{list(variable.shape)}"]}
+            with agreed(leader, Description.of(what)):
+                exchange(leader, sends, receives, "compute")
+        return wholes
+
+    def ready_state(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Validates a state of whole variables and allocates slots; what it returns loads them.
+
+        Raises:
+            KeyError, TypeError, ValueError: see ``Optimizer.load_state_dict``.
+        """
+        optimizer = self._optimizer
+        slots = optimizer._slots
+        values, powers = checked_state(slots, self._whole, state, optimizer._slot_start)
+        of_shards = {}
+        for shard, part in self._own.items():
+            found = values.get(self._whole[shard.variable])
+            if found is not None:
+                stop = shard.start + shard.size
+                of_shards[part] = {
+                    name: value.reshape(-1)[shard.start : stop] for name, value in found.items()
+                }
+        return ready_slots(slots, of_shards, powers)
