@@ -117,8 +117,15 @@ def openings(launcher: str) -> None:
         assert not dist.is_initialized()
 
 
+def _check_event(event: str, details: Any) -> None:
+    """An audit hook: raises where Python opens a socket or unpickles an object."""
+    if event.startswith(("socket.", "pickle.")):
+        raise AssertionError(f"{event} {details}")
+
+
 @scenario
 def values(launcher: str) -> None:
+    sys.addaudithook(_check_event)
     openings(launcher)
     sums(launcher)
 
@@ -404,13 +411,6 @@ def version(mesh: Any, ops: Any) -> None:
     importlib.metadata.version = lambda name: "0.0.1"
 
 
-def _check_event(event: str, details: Any) -> None:
-    """An audit hook: raises where Python opens a socket or unpickles an object."""
-    if event.startswith(("socket.", "pickle.")):
-        raise AssertionError(f"{event} {details}")
-
-
 if __name__ == "__main__":
-    sys.addaudithook(_check_event)
     SCENARIOS[sys.argv[1]](sys.argv[2])
     print("done", flush=True)
