@@ -6,7 +6,7 @@ from support.thread_group import run_processes
 
 import gradreduce as gr
 from gradreduce import step_shards
-from gradreduce.errors import BackendUnavailableError
+from gradreduce.errors import BackendUnavailableError, CollectiveError
 from gradreduce.step_shards import Shard, plan_shards
 
 VARIABLES = {
@@ -259,7 +259,7 @@ def test_processes_that_shard_differently_are_told(num_sharded):
             return str(error.value)
 
     wanted = "call is reduce_scatter of a SyncStep in process 0" if num_sharded == 1 else "True"
-    assert wanted in run_processes(2, work)[0]
+    assert wanted in run_processes(2, work, timeout=1.0)[0]
 
 
 def test_what_cannot_be_sharded_raises():
@@ -302,3 +302,29 @@ def test_copies_that_may_differ_cannot_be_used(monkeypatch):
             step(terms)
         with pytest.raises(BackendUnavailableError, match="failed half way"):
             step(terms)
+
+
+def test_an_update_that_raises_in_one_process_is_told_to_the_others():
+    def work(group):
+        calls = []
+
+        def rate():
+            calls.append(1)
+            if group.rank == 1 and len(calls) == 2:
+                raise KeyError("no rate")
+            return 0.1
+
+        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
+            variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
+            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            optimizer = gr.GradientDescentOptimizer(rate)
+            step = gr.SyncStep([variable], optimizer, ops, shard_optimizer=True)
+            terms = [[[np.ones(8, np.float32)]]]
+            assert step(terms)
+            with pytest.raises((KeyError, CollectiveError)) as error:
+                step(terms)
+            with pytest.raises(CollectiveError, match="no rate"):
+                step(terms)
+            return str(error.value)
+
+    assert "process 1 of 2 stopped: KeyError('no rate')" in run_processes(2, work, timeout=1.0)[0]

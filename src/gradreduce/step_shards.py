@@ -21,7 +21,7 @@ from gradreduce.arrays import snapshots
 from gradreduce.arrays.distributed import Part, ReduceOp
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device, DType, accumulate_dtype
-from gradreduce.device.exchange import agreed, exchange
+from gradreduce.device.exchange import agreed, exchange, telling_others
 from gradreduce.device.process_group import Description, Parcel
 from gradreduce.errors import brief
 from gradreduce.optim import Optimizer
@@ -241,8 +241,12 @@ class OptimizerShards(CrossDeviceOps):
             [shard.of(buffer) for buffer in self._whole[shard.variable].buffers] for shard in chosen
         ]
         pairs = [(mean, self._own[shard]) for shard, mean in means.items()]
+        leader = self._devices[0]
         # After an error between the two, the copies of a variable would differ.
-        with self._devices[0].mesh_state.fail_on_partial_write(self._devices):
+        with (
+            leader.mesh_state.fail_on_partial_write(self._devices),
+            telling_others(leader),
+        ):
             if pairs:
                 self._optimizer.apply_gradients(pairs)
             else:

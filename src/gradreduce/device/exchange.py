@@ -96,6 +96,16 @@ def agreed(device: Device, description: Description) -> Iterator[None]:
         InvalidArgumentError, CollectiveError: see ``agree``.
     """
     agree(device, description)
+    with telling_others(device):
+        yield
+
+
+@contextmanager
+def telling_others(device: Device) -> Iterator[None]:
+    """Context manager: if it raises inside, the other processes are told and the mesh fails.
+
+    For what must not be left out between two exchanges; without effect in one process.
+    """
     try:
         yield
     except BaseException as error:

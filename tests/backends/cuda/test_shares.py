@@ -1,0 +1,82 @@
+"""Reduce-scatter, all-gather and sharded updates on GPUs have the bits of the simulation."""
+
+import numpy as np
+import pytest
+from support.exact_data import same, unflushed_data
+from support.thread_group import run_processes
+
+import gradreduce as gr
+
+pytestmark = [pytest.mark.gpu, pytest.mark.fake_cupy]
+PLACEMENTS = [[0, 0], [0, 1, 1], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("peers", [True, False])
+def test_shares_have_the_bits_of_the_simulation(placement, algorithm, peers, gpus):
+    gpus(len(set(placement)), peers=peers)
+    n = len(placement)
+    shapes = [(n * 3, 5), (n * 700,), (n, 2)]
+    grads = [
+        [
+            unflushed_data(shape, dtype, seed=10 * replica + turn)
+            for turn, (shape, dtype) in enumerate(
+                zip(shapes, ("float32", "float32", "int16"), strict=True)
+            )
+        ]
+        for replica in range(n)
+    ]
+    found = []
+    for backend in ("cuda", "sim"):
+        with gr.open_mesh(placement, backend=backend) as mesh:
+            ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+            for _ in range(2):
+                shares = ops.reduce_scatter(grads, gr.ReduceOp.MEAN, output_type="buffer")
+                whole = ops.all_gather(shares, output_type="numpy")
+            found.append(([[each.numpy() for each in row] for row in shares], whole))
+    for on_gpus, simulated in zip(*found, strict=True):
+        for row, other in zip(on_gpus, simulated, strict=True):
+            for a, b in zip(row, other, strict=True):
+                assert same(np.asarray(a), np.asarray(b))
+
+
+def trained(mesh, first, num_replicas, shard):
+    variables = [
+        gr.Variable(np.ones(size), f"v{size}", dtype="float16", device=mesh) for size in (5, 3000)
+    ]
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+    optimizer = gr.AdamOptimizer(0.1, master_dtype="float32")
+    step = gr.SyncStep(variables, optimizer, ops, shard_optimizer=shard)
+    random = np.random.default_rng(0)
+    for _ in range(3):
+        rows = [
+            [[random.standard_normal(v.shape).astype("f2")] for v in variables]
+            for _ in range(num_replicas)
+        ]
+        step(rows[first : first + len(mesh)])
+    slots = step.state_dict()["optimizer"]["slots"]["v3000"]
+    return [v.buffers[-1].numpy() for v in variables], slots
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_a_sharded_step_has_the_bits_of_the_simulation(placement, gpus):
+    gpus(len(set(placement)))
+    with gr.open_mesh(len(placement), backend="sim") as mesh:
+        wanted = trained(mesh, 0, len(placement), False)
+    with gr.open_mesh(placement, backend="cuda") as mesh:
+        np.testing.assert_equal(trained(mesh, 0, len(placement), True), wanted)
+
+
+def test_a_sharded_step_of_several_processes_has_them_too(gpus):
+    gpus(3)
+    with gr.open_mesh(4, backend="sim") as mesh:
+        wanted = trained(mesh, 0, 4, False)
+
+    def work(group):
+        placement = [[0, 1], [2, 2]][group.rank]
+        with gr.open_mesh(placement, backend="cuda", process_group=group) as mesh:
+            return trained(mesh, 2 * group.rank, 4, True)
+
+    for found in run_processes(2, work):
+        np.testing.assert_equal(found, wanted)
