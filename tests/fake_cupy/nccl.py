@@ -1,5 +1,6 @@
-"""``cupy.cuda.nccl``: communicators of one process, and the rules of their groups.
+"""``cupy.cuda.nccl``: communicators, and the rules of their groups.
 
+Several processes are threads, each with one rank: they meet by the id, and send and receive.
 Adds in the accumulate type in the order of the ranks and rounds once, like the simulated
 collective; NCCL promises no order. A call that would hang or mix up data is a fault.
 """
@@ -9,7 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -28,6 +32,7 @@ __all__ = [
     "groupEnd",
     "groupStart",
     "library",
+    "until",
 ]
 
 CONSTANTS = {
@@ -68,15 +73,19 @@ class Library:
         version: as ``get_version`` spells it.
         bootstrap: initialisations wait for this event, if there is one.
         begun: set when one waits.
+        patience: seconds that ranks wait for those of other processes; 0: there are none.
         init_result: how initialisations end.
         made: all communicators of this machine.
+        waiting: ranks that have come, by number of ranks and id.
     """
 
     version: int = 23203
     bootstrap: threading.Event | None = None
     begun: threading.Event = field(default_factory=threading.Event)
+    patience: float = 0.0
     init_result: int = 0
     made: list[NcclCommunicator] = field(default_factory=list)
+    waiting: dict[tuple, list[NcclCommunicator]] = field(default_factory=dict)
 
 
 library = Library()
@@ -108,12 +117,43 @@ class _Asked:
         return (self.name, self.count, self.datatype, self.extra)
 
 
+@dataclass
+class _Part:
+    """One side of a message: a rank's send or receive."""
+
+    comm: NcclCommunicator
+    sends: bool
+    address: int
+    nbytes: int
+    peer: int
+    queue: Queue
+
+
+class _Message:
+    """Bytes that one rank sends to another; either may come first.
+
+    Attributes:
+        sent: passes when the sender's stream has come to it.
+        sides: of the sender (True) and the receiver (False), the bytes that each has named.
+        data: which the sender's stream has read.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        queue = Queue(-1, -1, "another process")
+        self.sent = Call(queue, 0, machine.number, {}, "a send")
+        queue.waiting.append(self.sent)
+        machine.stuck.add(queue)  # before the other process names it
+        self.sides: dict[bool, int] = {}
+        self.data: bytes | None = None
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         self.failed = 0  # result of the first call inside that failed
         self.inits: list[NcclCommunicator] = []
         self.asked: list[_Asked] = []
+        self.parts: list[_Part] = []
         self.aborted: list[NcclCommunicator] = []
 
 
@@ -161,6 +201,7 @@ def groupEnd():
     if _local.depth:
         return
     failed, inits, asked, aborted = _local.failed, _local.inits, _local.asked, _local.aborted
+    parts = _local.parts
     _local.__init__()
     if failed:
         raise NcclError(failed)
@@ -171,6 +212,10 @@ def groupEnd():
     if asked:
         with current().entered() as machine:
             _run_group(machine, asked)
+    if parts:
+        _connect(parts)
+        with current().entered() as machine:
+            _exchange(machine, parts)
 
 
 class NcclCommunicator:
@@ -179,8 +224,6 @@ class NcclCommunicator:
     def __init__(self, ndev, commId, rank, config=None):
         if len(commId) != UNIQUE_ID_BYTES or not 0 <= rank < ndev:
             raise _refused()
-        if ndev != 1 and not _local.depth:
-            raise NotImplementedError("the fakes of several processes share nothing")
         with current().entered() as machine:
             self._set(machine, rank, getDevice())
         self._wanted = ndev, commId
@@ -211,8 +254,11 @@ class NcclCommunicator:
         self._machine, self._rank, self._gpu = machine, rank, gpu
         self._clique: list[NcclCommunicator] = []  # empty before it is ready
         self._ended = ""
+        self.refused = 0  # result of its initialisation
         self.async_result = 0  # what NCCL finds wrong by itself
         self._held: list[Call] = []  # waits of its collectives, which an abort ends
+        self._connected: set[int] = set()  # ranks with which it has exchanged something
+        self._messages: dict[int, list[_Message]] = {}  # to each rank: what one side has named
         library.made.append(self)
         machine.at_end.append(self._left_over)
 
@@ -259,6 +305,34 @@ class NcclCommunicator:
     def allGather(self, sendbuf, recvbuf, count, datatype, stream):
         self._ask("allGather", (sendbuf, recvbuf), count, datatype, 0, stream)
 
+    def send(self, sendbuf, count, datatype, peer, stream):
+        self._pair("send", sendbuf, count, datatype, peer, stream)
+
+    def recv(self, recvbuf, count, datatype, peer, stream):
+        self._pair("recv", recvbuf, count, datatype, peer, stream)
+
+    def _pair(
+        self, name: str, address: int, count: int, datatype: int, peer: int, stream: int
+    ) -> None:
+        check_addresses(address, stream)
+        with current().entered() as machine:
+            self._live(name)
+            queue = self._checked_queue(machine, name, stream)
+            if datatype not in _DTYPES or not 0 <= peer < self.size():
+                raise _refused()
+            if not _local.depth:
+                machine.fail(f"NCCL: {name} outside a group waits for the other process's")
+            nbytes = count * np.dtype(_DTYPES[datatype]).itemsize
+            _local.parts.append(_Part(self, name == "send", address, nbytes, peer, queue))
+
+    def _checked_queue(self, machine: Machine, name: str, stream: int) -> Queue:
+        queue = queue_of(machine, stream)
+        if queue.gpu != self._gpu:
+            machine.fail(f"NCCL: {name} of GPU {self._gpu} on {queue} of GPU {queue.gpu}")
+        if getDevice() != self._gpu:
+            machine.fail(f"wrong device: NCCL {name} of GPU {self._gpu} on {getDevice()}")
+        return queue
+
     def _end(self, how: str) -> None:
         with self._machine.lock:
             if self._ended and not self._machine.retired:
@@ -276,11 +350,7 @@ class NcclCommunicator:
         check_addresses(*buffers, stream)
         with self._machine.entered() as machine:
             self._live(name)
-            queue = queue_of(machine, stream)
-            if queue.gpu != self._gpu:
-                machine.fail(f"NCCL: {name} of GPU {self._gpu} on {queue} of GPU {queue.gpu}")
-            if getDevice() != self._gpu:
-                machine.fail(f"wrong device: NCCL {name} of GPU {self._gpu} on {getDevice()}")
+            queue = self._checked_queue(machine, name, stream)
             if datatype not in _DTYPES or (name == "allReduce" and extra not in _OPS):
                 raise _refused()
             asked = _Asked(self, name, *buffers, count, datatype, extra, queue)
@@ -300,19 +370,43 @@ def _bootstrap(inits: list[NcclCommunicator]) -> None:
     by_identity: dict[tuple, list[NcclCommunicator]] = {}
     for comm in inits:
         by_identity.setdefault(comm._wanted, []).append(comm)
-    with current().entered() as machine:
-        for (num_ranks, _), ranks in by_identity.items():
-            if [comm._rank for comm in ranks] != list(range(num_ranks)):
-                machine.fail(f"would hang: {len(ranks)} of {num_ranks} ranks are initialised")
-            _joined(machine, ranks)
+    for wanted, ranks in by_identity.items():
+        _meet_ranks(wanted, ranks)
+
+
+def _meet_ranks(wanted: tuple, ranks: list[NcclCommunicator]) -> None:
+    """The last process that comes joins the ranks of all; the others wait for it."""
+    machine, num_ranks = ranks[0]._machine, wanted[0]
+    with machine.lock:
+        come = library.waiting.setdefault(wanted, [])
+        come += ranks
+        come.sort(key=lambda comm: comm._rank)
+        if len(come) == num_ranks:
+            with machine.entered():
+                if [comm._rank for comm in come] != list(range(num_ranks)):
+                    machine.fail(f"NCCL: ranks {[comm._rank for comm in come]}")
+                _joined(machine, come)
+    if not until(lambda: bool(ranks[0]._clique) or ranks[0].refused):
+        machine.fail(f"would hang: {len(come)} of {num_ranks} ranks are initialised")
+    if ranks[0].refused:
+        raise NcclError(ranks[0].refused)
+
+
+def until(done: Callable[[], object]) -> bool:
+    """Waits for other processes."""
+    end = time.monotonic() + library.patience
+    while not done() and time.monotonic() < end:
+        threading.Event().wait(1e-3)
+    return bool(done())
 
 
 def _joined(machine: Machine, ranks: list[NcclCommunicator]) -> None:
     shared = len({comm._gpu for comm in ranks}) != len(ranks) and os.environ.get(SHARED_GPU) != "1"
-    if shared or not ranks:
-        raise NcclError(_INVALID_USAGE)
-    if library.init_result:
-        raise NcclError(library.init_result)
+    refused = _INVALID_USAGE if shared or not ranks else library.init_result
+    for comm in ranks:
+        comm.refused = refused
+    if refused:
+        raise NcclError(refused)
     machine.count("init")
     for comm in ranks:
         comm._clique = ranks
@@ -333,6 +427,74 @@ def _let_go(aborted: list[NcclCommunicator]) -> None:
             hangs = any(each.blocker is not None and not each.passed for each in comm._held)
             if same_gpu and hangs and comm._clique is not aborted[-1]._clique:
                 machine.faults.append("would hang: an abort waits for another clique's collective")
+
+
+def _connect(parts: list[_Part]) -> None:
+    """At their first exchange two processes connect, for which the host waits in ``groupEnd``."""
+    for part in parts:
+        part.comm._connected.add(part.peer)
+
+    def is_over() -> bool:
+        comm = parts[0].comm
+        return bool(comm._ended) or all(
+            comm._rank in comm._clique[part.peer]._connected for part in parts
+        )
+
+    if not until(is_over):
+        parts[0].comm._machine.faults.append("would hang: a process does not connect")
+    if parts[0].comm._ended:
+        raise NcclError(_INVALID_USAGE)
+
+
+def _exchange(machine: Machine, parts: list[_Part]) -> None:
+    """What is sent is read when the stream comes to it; what is received waits for that."""
+    comm, queue = parts[0].comm, parts[0].queue
+    messages = [_message(machine, part) for part in parts]
+    sends = [each for each in zip(parts, messages, strict=True) if each[0].sends]
+
+    def read(call: Call) -> None:
+        for part, message in sends:
+            machine.check(call, [(part.address, part.address + part.nbytes, READ)])
+            message.data = ctypes.string_at(part.address, part.nbytes)
+            message.sent.passed = True
+
+    begin = machine.submit(queue, "nccl sends", read)
+    for part, message in zip(parts, messages, strict=True):
+        machine.count("send" if part.sends else "recv")
+        if part.sends:
+            message.sent.blocker = begin
+            machine.stuck.discard(message.sent.queue)
+            machine.counts["bytes sent"] = machine.counts.get("bytes sent", 0) + part.nbytes
+            continue
+        waiting = machine.wait(queue, message.sent)
+        if waiting is not None:
+            comm._held.append(waiting)
+        machine.submit(queue, "nccl receives", partial(_write, machine, part, message))
+
+
+def _message(machine: Machine, part: _Part) -> _Message:
+    """The first message between the two ranks of which this side has not been named."""
+    other = part.comm._clique[part.peer]
+    sender, receiver = (part.comm, other) if part.sends else (other, part.comm)
+    queued = sender._messages.setdefault(receiver._rank, [])
+    message = next((each for each in queued if part.sends not in each.sides), None)
+    if message is None:
+        queued.append(message := _Message(machine))
+    message.sides[part.sends] = part.nbytes
+    if len(message.sides) == 2:
+        queued.remove(message)
+        if len(set(message.sides.values())) != 1:
+            machine.fail(
+                f"NCCL: rank {sender._rank} sends {message.sides[True]} bytes, of which rank "
+                f"{receiver._rank} receives {message.sides[False]}"
+            )
+    return message
+
+
+def _write(machine: Machine, part: _Part, message: _Message, call: Call) -> None:
+    if part.comm._ended != "abort" and message.data is not None:
+        machine.check(call, [(part.address, part.address + part.nbytes, WRITE)])
+        ctypes.memmove(part.address, message.data, part.nbytes)
 
 
 def _run_group(machine: Machine, asked: list[_Asked]) -> None:

@@ -75,6 +75,7 @@ def _runtime() -> types.ModuleType:
         deviceCanAccessPeer=deviceCanAccessPeer,
         deviceEnablePeerAccess=deviceEnablePeerAccess,
         deviceDisablePeerAccess=deviceDisablePeerAccess,
+        deviceGetPCIBusId=surface.deviceGetPCIBusId,
         memcpyAsync=arrays.copy_async,
         memcpyPeerAsync=arrays.peer_copy_async,
         memsetAsync=arrays.memset_async,

@@ -23,6 +23,7 @@ __all__ = [
     "ExternalStream",
     "Stream",
     "check_addresses",
+    "deviceGetPCIBusId",
     "eventQuery",
     "eventRecord",
     "getDevice",
@@ -90,6 +91,10 @@ def setDevice(device):
     if not 0 <= device < current().num_gpus:
         raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
     _local.gpu = device
+
+
+def deviceGetPCIBusId(device):
+    return f"0000:{device:02x}:00.0"
 
 
 class Device:

@@ -33,8 +33,11 @@ class ThreadGroup(ProcessGroup):
         sent: bytes sent to each other process.
     """
 
-    def __init__(self, post: Post, rank: int, size: int, timeout: float = 10.0) -> None:
+    def __init__(
+        self, post: Post, rank: int, size: int, timeout: float = 10.0, gpu_library: str = "host"
+    ) -> None:
         super().__init__(rank, size, timeout)
+        self.gpu_library = gpu_library
         self._post = post
         self.sent: dict[int, int] = defaultdict(int)
 
@@ -68,15 +71,21 @@ class ThreadGroup(ProcessGroup):
 
 
 def run_processes(
-    size: int, work: Callable[[ProcessGroup], Any], timeout: float = 10.0
+    size: int, work: Callable[[ProcessGroup], Any], timeout: float = 10.0, **options: Any
 ) -> list[Any]:
     """Runs ``work`` in one thread for each process; returns the results by rank.
+
+    Args:
+        size: the number of processes.
+        work: takes the group as one process sees it.
+        timeout: of the groups.
+        options: of ``ThreadGroup``.
 
     Raises:
         The error of the first process that failed.
     """
     post = Post()
-    groups = [ThreadGroup(post, rank, size, timeout) for rank in range(size)]
+    groups = [ThreadGroup(post, rank, size, timeout, **options) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, group) for group in groups]
         return [future.result(timeout=60) for future in futures]

@@ -78,10 +78,11 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
         processes: the launcher that has started the processes whose replicas are summed:
             ``"torchrun"``, ``"mpi"`` (mpiexec), ``"slurm"`` (srun), or ``"auto"``, the one that is
             detected. torchrun's and srun's use torch.distributed's default group, or make it with
-            gloo and destroy it when the mesh closes. ``"none"``: this process alone. Default:
-            this process alone; an error if a launcher has started several.
-        process_group: instead of ``processes``, a ``torch.distributed`` group of any processes.
-        communicator: instead of ``processes``, an mpi4py communicator.
+            gloo (on GPUs with nccl too) and destroy it when the mesh closes. ``"none"``: this
+            process alone. Default: this process alone; an error if a launcher has started several.
+        process_group: instead of ``processes``, a ``torch.distributed`` group of any processes. It
+            moves memory of GPUs where it has nccl for them, else by way of host memory.
+        communicator: instead of ``processes``, an mpi4py communicator. NCCL moves memory of GPUs.
         devices_per_process: instead of ``devices``, how many logical devices this process has; on
             GPUs they share the GPU of its local rank.
         timeout: seconds that this process waits for another one: here, and in each later call
@@ -107,7 +108,8 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
             ``process_group`` and ``communicator`` is passed.
         CollectiveError: another process does not open the mesh in time, or opens it otherwise.
         TypeError: ``peer_access`` or ``strict`` is no boolean, ``schedule_seed`` no integer.
-        ValueError: another wrong argument or environment variable, named in the text.
+        ValueError: another wrong argument or environment variable, named in the text; or a
+            ``process_group`` of nccl alone, which cannot be used for these devices.
     """
     check_processes(processes, process_group, communicator)
     seconds = as_deadline(timeout, "timeout")

@@ -7,7 +7,7 @@ beside this file lists what every backend promises.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -164,6 +164,14 @@ class Backend(ABC):
         raise DeviceMismatchError(
             f"stream={handle_of(stream):#x} was passed, but {self} has no streams"
         )
+
+    def _on_stream(self, queue: Queue, call: Callable[[int], None]) -> None:
+        """Calls with the handle of a queue's stream, to which the call submits work."""
+        raise NotImplementedError("simulated devices have no streams")
+
+    def _hardware_name(self) -> str:
+        """Names the physical device among those of all machines, where NCCL can use it."""
+        raise NotImplementedError("simulated devices are no hardware")
 
     def _reached(self, event: Event) -> bool:
         """Returns ``event.done``, for an event of this device; notices a failed device."""

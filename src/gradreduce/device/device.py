@@ -24,7 +24,7 @@ from .mesh_state import MeshState
 from .op_log import QUEUES, Record
 from .peer_access import check_accessible, check_all_accessible, check_writable
 from .pending_calls import WaitPolicy, as_deadline
-from .process_group import Move, Parcel, bytes_of
+from .process_group import GpuMove, Move, Parcel, bytes_of
 from .stream_sync import fork_streams, join_streams
 
 if TYPE_CHECKING:
@@ -299,6 +299,15 @@ class Device(NotCopied, Backend):
         move(outgoing, [(rank, bytes_of(array)) for rank, array in incoming])
         for (_, buffer), (_, array) in zip(receives, incoming, strict=True):
             self.upload(array, out=buffer, queue=queue)
+
+    def _exchange_on_gpu(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: GpuMove
+    ) -> None:
+        """Queues an exchange of memory of this GPU; the host does not wait."""
+        for _, buffer in receives:
+            self._before_write(buffer, queue)
+        self._touch({buffer.block for _, buffer in (*sends, *receives)}, queue)
+        self._on_stream(queue, partial(move, sends, receives, self.physical))
 
     def mark_failed(self, reason: str) -> None:
         """Marks the device as failed: later uses raise ``BackendUnavailableError``.

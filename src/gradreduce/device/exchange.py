@@ -14,7 +14,11 @@ from .buffer import Buffer, Queue
 from .device import Device
 from .mesh_state import MeshState
 from .op_log import Record
+from .pending_calls import PendingCall, now
 from .process_group import Description, Message, Parcel, ProcessError, ProcessGroup
+
+# Between two looks for notices of processes that have failed or left.
+_LOOK_SECONDS = 0.1
 
 
 def exchange(
@@ -41,29 +45,116 @@ def exchange(
     label = mesh_state.thread.label
     what = str(label) if label is not None else "an exchange"
 
-    def move(
-        tag: int, seconds: float, outgoing: Sequence[Message], incoming: Sequence[Message]
-    ) -> None:
-        try:
-            group.exchange(outgoing, incoming, tag, seconds)
-        except ProcessError as error:
-            reason = _reason(group, error, what)
-            fail(mesh_state, reason)
-            raise CollectiveError(reason) from error
-        except BaseException as error:  # Ctrl-C too: the others wait for what was not sent
-            fail(mesh_state, f"{what}: process {group.rank} of {group.size} stopped: {error!r}")
-            raise
+    if group.move_on_gpu is not None:
+        queued = partial(_exchange_on_gpu, device, sends, receives, queue, what)
+    else:
+        queued = partial(_exchange_by_host, device, sends, receives, queue, what)
 
     def command() -> None:
-        seconds = _seconds(mesh_state, group)  # of each call of a prepared step
         with mesh_state.recording_commands(None):  # its fences are its own
-            device._exchange(sends, receives, queue, partial(move, group.next_tag(), seconds))
+            queued(group)
 
     written = [buffer for _, buffer in receives]
     read = [buffer for _, buffer in sends]
     nbytes = sum([buffer.nbytes for buffer in read])
     record = Record("exchange", "", device.index, -1, nbytes, queue)
     device._submit(command, record, [(*written, *read)], len(written))
+
+
+def _exchange_by_host(
+    device: Device,
+    sends: Sequence[Parcel],
+    receives: Sequence[Parcel],
+    queue: Queue,
+    what: str,
+    group: ProcessGroup,
+) -> None:
+    seconds = _seconds(device.mesh_state, group)  # of each call of a prepared step
+    tag = group.next_tag()
+
+    def move(outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        with _failing(device.mesh_state, group, what):
+            group.exchange(outgoing, incoming, tag, seconds)
+
+    device._exchange(sends, receives, queue, move)
+
+
+def _exchange_on_gpu(
+    device: Device,
+    sends: Sequence[Parcel],
+    receives: Sequence[Parcel],
+    queue: Queue,
+    what: str,
+    group: ProcessGroup,
+) -> None:
+    mesh_state, move = device.mesh_state, group.move_on_gpu
+    outgoing = [parcel for parcel in sends if parcel[1].nbytes]
+    incoming = [parcel for parcel in receives if parcel[1].nbytes]
+    if move is None or not (outgoing or incoming):
+        return
+    pending = PendingExchange(what, _seconds(mesh_state, group), device, group)
+    with _failing(mesh_state, group, what), mesh_state.watched(pending):
+        device._exchange_on_gpu(outgoing, incoming, queue, move)
+
+
+@contextmanager
+def _failing(mesh_state: MeshState, group: ProcessGroup, what: str) -> Iterator[None]:
+    """Context manager: if an exchange fails inside, so does the mesh, and the others are told.
+
+    Raises:
+        CollectiveError: for a ``ProcessError``, or what a watchdog has said of an aborted one.
+    """
+    try:
+        yield
+    except ProcessError as error:
+        reason = _reason(group, error, what)
+        fail(mesh_state, reason)
+        raise CollectiveError(reason) from error
+    except BaseException as error:  # Ctrl-C too: the others wait for what was not sent
+        mesh_state.raise_failure(error)
+        fail(mesh_state, f"{what}: process {group.rank} of {group.size} stopped: {error!r}")
+        raise
+
+
+class PendingExchange(PendingCall):
+    """An exchange between GPUs, until it is done and the others are known to make the same call.
+
+    Nothing else compares calls that each process has made before: NCCL would exchange tensors that
+    do not belong together.
+
+    Args:
+        what: names its tensors.
+        seconds: the deadline.
+        device: on whose queue it is.
+        group: of the processes.
+    """
+
+    def __init__(self, what: str, seconds: float, device: Device, group: ProcessGroup) -> None:
+        super().__init__(what, seconds, [device], device.mesh_state.generation)
+        self._group = group
+        self._call = group.last_call
+        self._unknown = set(group.others if self._call is not None else ())
+        self._next_look = 0.0
+
+    @property
+    def is_resolved(self) -> bool:
+        """See ``PendingCall``."""
+        return super().is_resolved and (self.dropped or not self._unknown)
+
+    def failure(self) -> str | None:
+        """See ``PendingCall``."""
+        for rank in tuple(self._unknown):
+            assert self._call is not None, "without a call no process is unknown"
+            difference = self._group.difference(rank, self._call)
+            if difference:
+                return f"{self.call}: {difference}"
+            if difference == "":
+                self._unknown.discard(rank)
+        if now() < self._next_look:
+            return None
+        self._next_look = now() + _LOOK_SECONDS
+        reasons = self._group.reasons(self._group.others, 0.0)
+        return f"{self.call}: {'; '.join(reasons)}" if reasons else None
 
 
 def agree(device: Device, description: Description) -> None:

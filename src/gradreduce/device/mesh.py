@@ -5,14 +5,14 @@ from __future__ import annotations
 import reprlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from typing import SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from gradreduce.errors import NotCopied, listed
+from gradreduce.errors import BackendUnavailableError, CollectiveError, NotCopied, listed
 
 from .collective import Collective
 from .device import Device
@@ -23,6 +23,9 @@ from .mesh_state import MeshState
 from .op_log import FlightEntry, Journal
 from .pending_calls import as_deadline
 from .stream_sync import by_physical
+
+# How long closing a failed mesh waits for the thread that reports its failure.
+_REPORT_SECONDS = 5.0
 
 
 class Mesh(NotCopied):
@@ -185,12 +188,24 @@ class Mesh(NotCopied):
         """
         self.mesh_state.check_process()
         self.mesh_state.check_outside("closing a mesh")
+        self._finish_exchanges()
+        if self.mesh_state.reason is not None:  # memory of queues that are stuck is kept by then
+            self.mesh_state.failure_reported.wait(_REPORT_SECONDS)
         self.mesh_state.close()
         if self.mesh_state.process_group is not None:
             self.mesh_state.process_group.leave(self.mesh_state.reason)
         self._on_close()
         for device in self.devices[0].mesh.devices:
             device.drop_free_memory()
+
+    def _finish_exchanges(self) -> None:
+        """Waits for queued exchanges, before the others hear that this process leaves."""
+        mesh_state = self.mesh_state
+        group = mesh_state.process_group
+        if group is None or group.move_on_gpu is None or mesh_state.is_closed:
+            return
+        with suppress(CollectiveError, BackendUnavailableError):  # the mesh has failed
+            self.devices[0].mesh.synchronize(deadline=group.timeout)
 
     def __enter__(self) -> Mesh:
         return self

@@ -239,9 +239,14 @@ class MeshState:
             seconds: from now, what is done inside on the host included.
             devices: that it works on.
         """
-        pending_call = PendingCall(call, seconds, devices, self.generation)
+        with self.watched(PendingCall(call, seconds, devices, self.generation)):
+            yield
+
+    @contextmanager
+    def watched(self, pending_call: PendingCall) -> Iterator[None]:
+        """Context manager: as ``deadline_scope``, of a call that was made for it."""
         for device in pending_call.devices:
-            self.check_free(device, f"{call} with a deadline")
+            self.check_free(device, f"{pending_call.call} with a deadline")
         before, self.thread.pending_call = self.thread.pending_call, pending_call
         try:
             self.guard().take(pending_call)  # first: to mark a queue that is full may never end
@@ -405,6 +410,12 @@ class MeshState:
                 f"this {self.backend} device was opened by process {self._pid}, before a fork; "
                 "open a mesh in the new process"
             )
+
+    def raise_failure(self, cause: BaseException) -> None:
+        """Raises the error of a failed mesh instead of what its abort has caused."""
+        reason = self.reason
+        if reason is not None and isinstance(cause, Exception):
+            raise self._failure_error(reason) from cause
 
     def _failure_error(self, reason: str) -> CollectiveError:
         then = "mesh.reset() makes it usable again"

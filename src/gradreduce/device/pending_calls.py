@@ -174,6 +174,10 @@ class PendingCall:
             return self.dropped
         return all([mark.passed for mark in self._stages[-1].marks])
 
+    def failure(self) -> str | None:
+        """Returns why it can never be over, if that is known before the deadline."""
+        return None
+
     def failed_devices(self) -> list[Device]:
         """Returns failed devices that have not finished their work."""
         marks = self._stages[-1].marks if self._stages else ()

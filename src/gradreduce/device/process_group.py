@@ -26,6 +26,7 @@ from gradreduce.errors import CollectiveError, InvalidArgumentError, listed
 if TYPE_CHECKING:
     from .buffer import Buffer
     from .device import Device
+    from .mesh_state import MeshState
 
 # The rank of another process, and a flat array of bytes that goes to it or comes from it.
 Message = tuple[int, np.ndarray]
@@ -33,6 +34,8 @@ Message = tuple[int, np.ndarray]
 Parcel = tuple[int, "Buffer"]
 # Sends and receives host arrays.
 Move = Callable[[Sequence[Message], Sequence[Message]], None]
+# Queues sends and receives of memory of a GPU, whose number and stream handle come last.
+GpuMove = Callable[[Sequence[Parcel], Sequence[Parcel], int, int], None]
 # Notices and descriptions of this many calls are kept.
 _KEPT_CALLS = 1024
 # A process remembers so many different calls. It compares one that it has forgotten again.
@@ -63,6 +66,10 @@ class Description(NamedTuple):
         return cls(sha256(text.encode()).hexdigest()[:16], text)
 
 
+# A call by its number, from 0.
+Call = tuple[int, Description]
+
+
 class ProcessGroup(ABC):
     """The processes of a mesh, as one of them sees the others.
 
@@ -71,7 +78,15 @@ class ProcessGroup(ABC):
         size: the number of processes.
         timeout: seconds that a call waits for another process, unless its own deadline is earlier.
         counts: the number of logical devices of each process.
+        sends_host_memory: whether ``exchange`` works.
+        gpu_library: what may move memory of GPUs: ``"host"``, by way of host memory; ``"nccl"``, a
+            communicator of this mesh; ``"group"``, ``exchange_on_gpu``.
+        move_on_gpu: what moves it, once that is known; None: it goes by way of host memory.
     """
+
+    sends_host_memory = True
+    gpu_library = "host"
+    move_on_gpu: GpuMove | None = None
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank = rank
@@ -80,7 +95,7 @@ class ProcessGroup(ABC):
         self.counts: tuple[int, ...] = (1,) * size
         self._is_closed = False
         self._calls = 0
-        self._last_calls: deque[tuple[int, Description]] = deque(maxlen=_KEPT_CALLS)
+        self._last_calls: deque[Call] = deque(maxlen=_KEPT_CALLS)
         self._call = ""  # number and digest of the last one
         self._exchanges = 0  # in that call
         # Digest of each call that was compared: number of its description. Least recent first.
@@ -113,6 +128,22 @@ class ProcessGroup(ABC):
             ProcessError: another process did not answer within ``seconds``, or ended.
         """
 
+    def exchange_on_gpu(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], gpu: int, stream: int
+    ) -> None:
+        """Queues sends and receives of GPU memory; only where ``gpu_library`` is ``"group"``.
+
+        Args:
+            sends: not empty each, in the order in which the other process receives them.
+            receives: which are overwritten.
+            gpu: number of the GPU.
+            stream: handle of its stream, in whose order it happens.
+
+        Raises:
+            CollectiveError: the library refuses.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def post(self, key: str, text: str) -> None:
         """Leaves a notice for the others, without waiting; replaces an earlier one of this key.
@@ -124,6 +155,11 @@ class ProcessGroup(ABC):
     @abstractmethod
     def read(self, rank: int, key: str, seconds: float) -> str | None:
         """Returns another process's notice; None if none has come within ``seconds``."""
+
+    def tell_failure(self, mesh_state: MeshState) -> None:
+        """Tells the others why this process's mesh has failed; called when it has."""
+        with suppress(CollectiveError):  # the others may be gone
+            self.post("failed", str(mesh_state.reason))
 
     def close(self) -> None:  # noqa: B027  # not every one must
         """Releases what this group has made."""
@@ -165,7 +201,7 @@ class ProcessGroup(ABC):
             InvalidArgumentError: another process makes another call.
             CollectiveError: another process has not made its call within ``seconds``.
         """
-        number, key = self._calls, self._key
+        number = self._calls
         self._calls += 1
         self._last_calls.append((number, description))
         self._call, self._exchanges = f"{number} {description.digest}", 0
@@ -176,14 +212,14 @@ class ProcessGroup(ABC):
             if place == _KNOWN_CALLS:
                 place = self._known.pop(next(iter(self._known)))
             self.post(f"description/{place}", f"{description.digest} {description.text}")
-        self.post(key, f"{self._call} {place}")
+        self.post(_key(number), f"{self._call} {place}")
         if not is_new:
             self._known[description.digest] = place
             return
         end = time.monotonic() + seconds
         missing = []
         for rank in self.others:
-            difference = self._difference(rank, key, number, end)
+            difference = self.difference(rank, (number, description), end)
             if difference is None:
                 missing.append(rank)
             elif difference:
@@ -212,11 +248,6 @@ class ProcessGroup(ABC):
             "descriptions": {each.digest: json.loads(each.text) for _, each in calls},
         }
 
-    @property
-    def _key(self) -> str:
-        """The key of the next call's notice."""
-        return f"call/{self._calls % _KEPT_CALLS}"
-
     def next_tag(self) -> int:
         """Returns the tag of the next exchange: equal in processes that make the same calls.
 
@@ -225,17 +256,28 @@ class ProcessGroup(ABC):
         self._exchanges += 1
         return crc32(f"{self._call} {self._exchanges}".encode()) & _MOST_TAGS
 
-    def _difference(self, rank: int, key: str, number: int, end: float) -> str | None:
-        """Describes how another process's call differs from this one's last call.
+    @property
+    def last_call(self) -> Call | None:
+        """The last call that was compared, or is being compared; None before the first."""
+        return self._last_calls[-1] if self._last_calls else None
+
+    def difference(self, rank: int, call: Call, end: float = 0.0) -> str | None:
+        """Describes how another process's call differs from this one's.
+
+        Args:
+            rank: of that process.
+            call: of this process.
+            end: until when it waits for the other's.
 
         Returns:
             The difference; empty if there is none; None if that process has not called in time.
         """
+        number, own = call
         while True:
             # Looked up first: a process may leave its notice and go.
-            is_last = self.has_gone(rank) is not None or time.monotonic() >= end
+            is_last = time.monotonic() >= end or self.has_gone(rank) is not None
             seconds = min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))
-            text = self.read(rank, key, 0.0 if is_last else seconds)
+            text = self.read(rank, _key(number), 0.0 if is_last else seconds)
             found = (text or "").split()
             if found and int(found[0]) >= number:
                 break
@@ -244,7 +286,6 @@ class ProcessGroup(ABC):
             if found:
                 time.sleep(1e-3)  # an older notice of the same key
         _, digest, place = found
-        own = self._last_calls[-1][1]
         # One that is so far ahead has left this call behind: its notice is replaced.
         if digest == own.digest or int(found[0]) > number:
             return ""
@@ -267,9 +308,16 @@ class ProcessGroup(ABC):
         reasons = self.reasons([rank])
         if reasons:
             return reasons[0]
-        number = self._calls - 1
-        key = f"call/{number % _KEPT_CALLS}"
-        return self._difference(rank, key, number, time.monotonic()) or None
+        call = self.last_call
+        return (self.difference(rank, call) or None) if call is not None else None
+
+    def describe_late(self, seconds: float) -> str | None:
+        """Describes the processes that have not come to this one's last call; None: all have."""
+        call = self.last_call
+        if call is None:
+            return None
+        late = [rank for rank in self.others if self.difference(rank, call) is None]
+        return self.describe_missing(late, f"call {call[0]}", seconds) if late else None
 
     def reasons(self, ranks: Sequence[int], seconds: float = _REASON_SECONDS) -> list[str]:
         """Returns why these processes failed or left, as far as they have said so."""
@@ -323,6 +371,11 @@ def check_one_process(device: Device, what: str, instead: str = IN_STEP) -> None
             f"{group.size} processes: {instead}, or open a mesh of this process alone by "
             "gr.open_mesh(processes='none')"
         )
+
+
+def _key(number: int) -> str:
+    """Returns the key of a call's notice."""
+    return f"call/{number % _KEPT_CALLS}"
 
 
 def bytes_of(array: np.ndarray) -> np.ndarray:

@@ -76,7 +76,12 @@ def _check_calls(mesh_state: MeshState | None, calls: list[PendingCall]) -> list
         ours = [pending for pending in calls if pending.generation == mesh_state.generation]
         calls = [pending for pending in ours if not pending.is_resolved]
         if calls:
-            reason = mesh_state.library_error() or _failure(mesh_state, calls) or _lateness(calls)
+            reason = (
+                mesh_state.library_error()
+                or _failure(mesh_state, calls)
+                or next(filter(None, (each.failure() for each in calls)), None)
+                or _lateness(calls)
+            )
     except Exception as error:  # of a driver: nobody would look any more, and nobody know
         reason = f"the devices cannot be queried: {error!r}"
     if reason is None:
@@ -117,4 +122,8 @@ def _describe(pending: PendingCall, oldest: PendingCall) -> str:
     text = f"the deadline of {pending.seconds:g} s for {pending.call} passed: {stall}"
     if oldest is not pending:
         text += f"; before it, in {oldest.call}: {oldest.describe_stall()}"
+    group = pending.devices[0].mesh_state.process_group
+    late = None if group is None else group.describe_late(pending.seconds)
+    if late:
+        text += f"; {late}"
     return text

@@ -406,6 +406,18 @@ def test_a_failed_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(h
         cuda._RETAINED.clear()
 
 
+def test_closing_a_failed_mesh_waits_until_its_memory_is_kept(here):
+    """Another thread keeps it; to free it first would wait for the stuck queue."""
+    mesh = open_mesh(1, backend="cuda")
+    stick(here, mesh.devices[0])
+    mesh.devices[0].zeros((4,), "float32")
+    mesh.mesh_state.on_failure.insert(0, lambda: threading.Event().wait(0.05))
+    mesh.mesh_state.fail("a test")
+    mesh.close()
+    assert len(cuda._RETAINED) == 1
+    free(here)
+
+
 def test_a_failed_mesh_whose_queues_have_ended_is_freed(here):
     with open_mesh([0, 1], backend="cuda") as mesh:
         mesh.mesh_state.fail("for a test")

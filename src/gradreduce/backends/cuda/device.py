@@ -8,11 +8,12 @@ pool knows one stream for each block and has no ``record_stream``.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, cast
@@ -158,6 +159,16 @@ class CudaDevice(Device):
     def _submitted(self, queue: Queue) -> None:
         """Notes that work was submitted to a queue, after ``_ready``."""
         self._stream_states[queue].submitted()
+
+    def _on_stream(self, queue: Queue, call: Callable[[int], None]) -> None:
+        with self.gpu:
+            try:
+                call(self._ready(queue).ptr)
+            finally:  # a part of it may have been submitted
+                self._submitted(queue)
+
+    def _hardware_name(self) -> str:
+        return f"{os.uname().nodename} {runtime.deviceGetPCIBusId(self.physical)}"
 
     def _is_capturing(self, stream: Stream) -> bool:
         return self.gpu.is_capturing(stream)

@@ -1,10 +1,11 @@
-"""Collectives by NCCL: one process drives all its GPUs.
+"""Collectives by NCCL: one process drives all its GPUs; and exchanges with other processes.
 
 Drives ``cupy.cuda.nccl`` directly: ``cupyx.distributed`` knows no bfloat16 and no mean.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import cupy
 from gradreduce.device import Buffer, Collective, DeferInterrupts, Device, Done, element_of
 from gradreduce.device.collective import CollectiveCall
 from gradreduce.device.mesh_state import MeshState
+from gradreduce.device.process_group import Parcel
 from gradreduce.device.waiting import acquired_in_time, run_in_thread
 from gradreduce.errors import BackendUnavailableError, CollectiveError, listed
 
@@ -36,6 +38,7 @@ _TYPES = {
 _OPS = {"sum": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 # collective -> method of a communicator
 _METHODS = {"all_reduce": "allReduce", "broadcast": "broadcast", "all_gather": "allGather"}
+_PROCESSES = ()  # in place of GPUs: the communicator of this process among others
 ABORT_SECONDS = 10.0
 # How long an abort waits for a thread that is inside of NCCL.
 INSIDE_SECONDS = 2.0
@@ -52,6 +55,20 @@ class _Ready(NamedTuple):
     arguments: tuple[tuple[int, ...], ...]
 
 
+class _Ranks(NamedTuple):
+    """The ranks of new communicators that belong to this process.
+
+    Attributes:
+        gpus: of each rank.
+        size: the number of ranks in all processes.
+        identity: by which they find each other; None if this process has all ranks.
+    """
+
+    gpus: dict[int, int]
+    size: int
+    identity: bytes | None = None
+
+
 class _Open(threading.local):
     """The calls of a thread's open group; None outside of any."""
 
@@ -63,7 +80,7 @@ class _Cliques:
 
     Attributes:
         lock: held while one of them is used: every GPU sees the groups of all threads in one order.
-        made: GPUs in the order of their ranks -> their communicators.
+        made: GPUs in the order of their ranks -> their communicators; those of this process.
         aborted: whether nobody may use them any more.
         asked: whether the watchdog is asking one for errors, which must not be freed meanwhile.
     """
@@ -144,6 +161,56 @@ class NcclCollective(Collective):
             self._send([ready])
         else:
             self._open.calls.append(ready)
+
+    # -- one rank of each process -----------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """NCCL's version, as ``ncclGetVersion`` returns it."""
+        return int(self._nccl.get_version())
+
+    def make_id(self) -> bytes:
+        """Returns an id, by which one process of each GPU finds the others.
+
+        Raises:
+            CollectiveError: NCCL cannot make one, with its own text.
+        """
+        return bytes(self._run("get_unique_id", self._nccl.get_unique_id))
+
+    def join_processes(
+        self, device: Device, identity: bytes, rank: int, size: int, seconds: float
+    ) -> None:
+        """Makes this process's communicator, when all processes do; the host waits.
+
+        Args:
+            device: whose GPU is this process's.
+            identity: of ``make_id`` in one of the processes.
+            rank: of this process.
+            size: the number of processes.
+            seconds: for the others.
+
+        Raises:
+            CollectiveError: NCCL cannot connect them, or not in time.
+        """
+        cliques = self._cliques
+        with cliques.lock:
+            ranks = _Ranks({rank: device.physical}, size, identity)
+            self._make(cliques, _PROCESSES, ranks, device, seconds)
+
+    def exchange(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], gpu: int, stream: int
+    ) -> None:
+        """See ``ProcessGroup.exchange_on_gpu``; ``join_processes`` comes before it."""
+        cliques = self._cliques
+        with cliques.lock:
+            cliques.check()
+            (communicator,) = cliques.made[_PROCESSES]
+            with self._grouped("exchange"):
+                for call, parcels in (("send", sends), ("recv", receives)):
+                    method = getattr(communicator, call)
+                    for rank, buffer in parcels:
+                        arguments = buffer.address, buffer.nbytes, self._nccl.NCCL_UINT8
+                        self._run(call, method, *arguments, rank, stream)
 
     def connect(self, devices: Sequence[Device]) -> None:
         """See ``Collective.connect``.
@@ -265,43 +332,62 @@ class NcclCollective(Collective):
     # -- communicators ----------------------------------------------------------------------------
 
     def _clique(self, cliques: _Cliques, devices: Sequence[Device]) -> Sequence[Any]:
-        """Returns the communicators of these devices' GPUs; makes them at the first call.
-
-        NCCL's initialisation may hang and cannot be interrupted, so a thread of its own is in it:
-        the caller comes back when its mesh fails, or by Ctrl-C.
-        """
+        """Returns the communicators of these devices' GPUs; makes them at the first call."""
         cliques.check()
         physicals = tuple(device.physical for device in devices)
         if physicals not in cliques.made:
-            failed: list[Exception] = []
-            with DeferInterrupts():  # or nobody waits for a thread that has begun
-                done = run_in_thread(partial(self._initialise, cliques, physicals, failed))
-                self._pending.add(done)
-            while not done.wait(_LOOK_SECONDS):
-                self._mesh_state.check_usable(devices[0])
-            self._pending.discard(done)
-            if failed:
-                raise failed[0]
-            cliques.check()
+            ranks = _Ranks(dict(enumerate(physicals)), len(physicals))
+            self._make(cliques, physicals, ranks, devices[0])
         return cliques.made[physicals]
 
-    def _initialise(
-        self, cliques: _Cliques, physicals: tuple[int, ...], failed: list[Exception]
+    def _make(
+        self,
+        cliques: _Cliques,
+        key: tuple[int, ...],
+        ranks: _Ranks,
+        device: Device,
+        seconds: float = math.inf,
     ) -> None:
-        """Makes communicators in one NCCL group, one for each rank.
+        """Makes the communicators of this process's ranks.
+
+        NCCL's initialisation may hang and cannot be interrupted, so a thread of its own is in it:
+        the caller comes back when its mesh fails, when the time is over, or by Ctrl-C.
+        """
+        end = time.monotonic() + seconds
+        failed: list[Exception] = []
+        with DeferInterrupts():  # or nobody waits for a thread that has begun
+            done = run_in_thread(partial(self._initialise, cliques, key, ranks, failed))
+            self._pending.add(done)
+        while not done.wait(_LOOK_SECONDS):
+            self._mesh_state.check_usable(device)
+            if time.monotonic() >= end:
+                cliques.aborted = True  # the thread sees it, if it ever comes back
+                self._pending.discard(done)
+                raise CollectiveError(
+                    f"NCCL has not connected {ranks.size} processes within {seconds:.3g} s"
+                )
+        self._pending.discard(done)
+        if failed:
+            raise failed[0]
+        cliques.check()
+
+    def _initialise(
+        self, cliques: _Cliques, key: tuple[int, ...], ranks: _Ranks, failed: list[Exception]
+    ) -> None:
+        """Makes communicators in one NCCL group, one for each rank of this process.
 
         CuPy's ``initAll`` would hold the interpreter lock until it is over, hung or not. Nobody
         else sees them before the group has ended: to abort them earlier would free what NCCL's
         own threads write (NVIDIA/nccl#1797).
         """
-        name = f"initialisation of GPUs {listed(physicals, 8)}"
+        name = f"initialisation of GPUs {listed(ranks.gpus.values(), 8)}"
         made: list[Any] = []
         try:
-            identity = self._run(name, self._nccl.get_unique_id)
+            identity = ranks.identity or self._run(name, self._nccl.get_unique_id)
             with self._grouped(name):
-                for rank, gpu in enumerate(physicals):
+                for rank, gpu in ranks.gpus.items():
                     with cupy.cuda.Device(gpu):
-                        arguments = len(physicals), identity, rank
+                        arguments = ranks.size, identity, rank
                         made.append(self._run(name, self._nccl.NcclCommunicator, *arguments))
         except Exception as error:
             failed.append(error)
@@ -309,8 +395,8 @@ class NcclCollective(Collective):
             return
         # After Ctrl-C two threads may make communicators of the same GPUs. An abort that began
         # before this line has not found these.
-        is_second = cliques.made.setdefault(physicals, made) is not made
-        if is_second or (cliques.aborted and cliques.made.pop(physicals, None) is not None):
+        is_second = cliques.made.setdefault(key, made) is not made
+        if is_second or (cliques.aborted and cliques.made.pop(key, None) is not None):
             self._abort(made)
 
     def _check_async(self, communicator: Any) -> None:

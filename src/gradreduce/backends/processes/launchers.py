@@ -7,6 +7,8 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 from zlib import crc32
@@ -14,6 +16,8 @@ from zlib import crc32
 from gradreduce.device import Mesh
 from gradreduce.device.process_group import ProcessGroup
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief
+
+from .gpu_exchange import choose_gpu_move, connect_gpus, describe_gpus
 
 # The first port that a SLURM job's number selects, and how many there are: above those in which
 # services listen.
@@ -27,6 +31,14 @@ _NUM_PROCESSES = (
     ("mpi", "PMI_SIZE"),
     ("slurm", "SLURM_STEP_NUM_TASKS"),
 )
+
+
+# What the processes of a mesh must agree in.
+_ALIKE = {
+    "backend": "the backend of gradreduce",
+    "version": "the version of gradreduce",
+    "nccl": "the version of NCCL",
+}
 
 
 def check_processes(processes: Any, process_group: Any, communicator: Any) -> None:
@@ -67,25 +79,33 @@ def join_processes(
     """
     launcher = detect(os.environ) if processes == "auto" else processes
     seconds = _FOREVER if timeout is None else timeout
-    group = _opened(launcher, process_group, communicator, seconds)
+    on_gpus = mesh.backend == "cuda"
+    group = _opened(launcher, process_group, communicator, seconds, on_gpus=on_gpus)
     if group is None:
         return
     try:
-        _meet(group, len(mesh.devices), mesh.backend)
-    except BaseException:
+        _meet(mesh, group)
+    except BaseException as error:
+        mesh.mesh_state.process_group = None  # the mesh is closed without waiting for the others
+        with suppress(CollectiveError):
+            group.post("failed", f"process {group.rank} of {group.size} opens no mesh: {error}")
         group.close()
         raise
-    mesh.mesh_state.process_group = group
 
 
-def _meet(group: ProcessGroup, num_devices: int, backend: str) -> None:
-    """Tells the others the number of devices; compares backends and versions."""
+def _meet(mesh: Mesh, group: ProcessGroup) -> None:
+    """Tells the others what this process has, compares it with theirs, and connects GPUs."""
     from importlib.metadata import version  # takes longer to import than this package's own modules
 
-    here = {"devices": num_devices, "backend": backend, "version": version("gradreduce")}
+    here = {
+        "devices": len(mesh.devices),
+        "backend": mesh.backend,
+        "version": version("gradreduce"),
+        **describe_gpus(mesh, group),
+    }
     group.post("open", json.dumps(here))
     end = time.monotonic() + group.timeout
-    counts = []
+    notices = []
     missing = []
     for rank in range(group.size):
         text = group.read(rank, "open", max(0.0, end - time.monotonic()))
@@ -93,16 +113,21 @@ def _meet(group: ProcessGroup, num_devices: int, backend: str) -> None:
             missing.append(rank)
             continue
         there = json.loads(text)
-        for name in ("backend", "version"):
+        for name, what in _ALIKE.items():
             if here[name] != there[name]:
                 raise CollectiveError(
-                    f"the {name} of gradreduce is {here[name]} in process {group.rank}, "
-                    f"{there[name]} in process {rank}"
+                    f"{what} is {here[name]} in process {group.rank}, {there[name]} in process "
+                    f"{rank}"
                 )
-        counts.append(there["devices"])
+        notices.append(there)
     if missing:
         raise CollectiveError(group.describe_missing(missing, "open_mesh", group.timeout))
-    group.counts = tuple(counts)
+    group.counts = tuple([there["devices"] for there in notices])
+    group.move_on_gpu = choose_gpu_move(mesh, group, notices, end)
+    mesh.mesh_state.process_group = group
+    if group.move_on_gpu is not None:
+        mesh.mesh_state.on_failure.append(partial(group.tell_failure, mesh.mesh_state))
+        connect_gpus(mesh, group, end)
 
 
 def detect(environment: Mapping[str, str]) -> str | None:
@@ -125,7 +150,7 @@ def first_number(
 
 
 def _opened(
-    launcher: str | None, process_group: Any, communicator: Any, timeout: float
+    launcher: str | None, process_group: Any, communicator: Any, timeout: float, *, on_gpus: bool
 ) -> ProcessGroup | None:
     """Opens the processes of a launcher or of a library's group; None: this process alone."""
     if isinstance(process_group, ProcessGroup):
@@ -139,10 +164,10 @@ def _opened(
         mpi = _imported("mpi_group", "mpi")
         group = mpi.MpiGroup(mpi.MPI.COMM_WORLD, timeout)
     elif launcher == "torchrun":
-        group = _imported("torch_group", "torch").open_torchrun(timeout)
+        group = _imported("torch_group", "torch").open_torchrun(timeout, on_gpus=on_gpus)
     elif launcher == "slurm":
         address = slurm_address(os.environ)
-        group = _imported("torch_group", "torch").open_slurm(address, timeout)
+        group = _imported("torch_group", "torch").open_slurm(address, timeout, on_gpus=on_gpus)
     return group
 
 

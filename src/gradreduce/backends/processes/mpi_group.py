@@ -1,7 +1,8 @@
 """Processes of an MPI communicator, by mpi4py.
 
-Only buffers in host memory, and only mpi4py's calls for buffers (``Isend``, ``Irecv``), which
-pickle nothing. Imported only where a communicator is used: importing it starts MPI.
+Only buffers in host memory, because GPUs exchange by NCCL, and only mpi4py's calls for buffers
+(``Isend``, ``Irecv``), which pickle nothing. Imported only where a communicator is used: importing
+it starts MPI.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.process_group import Message, ProcessError, ProcessGroup
 from gradreduce.errors import CollectiveError, brief
 
@@ -34,6 +36,8 @@ class MpiGroup(ProcessGroup):
     Raises:
         CollectiveError: not all processes open their mesh in time.
     """
+
+    gpu_library = "nccl"
 
     def __init__(self, communicator: Any, timeout: float) -> None:
         if not isinstance(communicator, MPI.Intracomm) or communicator == MPI.COMM_NULL:
@@ -84,6 +88,11 @@ class MpiGroup(ProcessGroup):
             if gone:
                 raise ProcessError(gone[0], "has gone")
             raise ProcessError(open_ranks[0], f"did not answer within {seconds:.3g} s")
+
+    def tell_failure(self, mesh_state: MeshState) -> None:
+        """See ``ProcessGroup.tell_failure``; MPI must not wait for the others at the end."""
+        abort_at_exit()
+        super().tell_failure(mesh_state)
 
     def post(self, key: str, text: str) -> None:
         """See ``ProcessGroup.post``."""

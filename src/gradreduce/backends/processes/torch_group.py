@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -22,7 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradreduce.device.process_group import Message, ProcessError, ProcessGroup
+from gradreduce.device import Buffer
+from gradreduce.device.process_group import Message, Parcel, ProcessError, ProcessGroup
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, listed
 
 # The first tag: far from those that user code takes.
@@ -50,12 +52,12 @@ class TorchGroup(ProcessGroup):
             raise ValueError(
                 f"process_group={brief(group)} is not a torch.distributed group of this process"
             )
-        if "cpu" not in dist.get_backend_config(group):
-            raise ValueError(
-                f"process_group= sends no host memory (backends {dist.get_backend_config(group)}): "
-                "make it with 'cpu:gloo,cuda:nccl', or pass one of gloo"
-            )
+        config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+        backends = dict(each.split(":") for each in config.split(","))
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
+        self.sends_host_memory = "cpu" in backends
+        self.gpu_library = "group" if backends.get("cuda") == "nccl" else "host"
+        self._global_ranks = [dist.get_global_rank(group, rank) for rank in range(self.size)]
         self._group = group
         store = group.get_group_store()
         name = _new_name(store, self.rank, self.size, timeout)
@@ -109,6 +111,29 @@ class TorchGroup(ProcessGroup):
             with suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], rank, tag + _UNUSED_TAG).wait(_MOMENT)
 
+    def exchange_on_gpu(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], gpu: int, stream: int
+    ) -> None:
+        """See ``ProcessGroup.exchange_on_gpu``; one batch, by the group's own communicator.
+
+        PyTorch's stream for NCCL waits for the current one, which is made ours. Without a timeout
+        ``wait`` makes the current one wait for it, and not the host.
+        """
+        device = torch.device("cuda", gpu)
+
+        def operation(call: Any, rank: int, buffer: Buffer) -> Any:
+            tensor = torch.as_tensor(_as_cuda_array(buffer), device=device)
+            return dist.P2POp(call, tensor, self._global_ranks[rank], self._group)
+
+        try:
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
+                batch = [operation(dist.irecv, *parcel) for parcel in receives]
+                batch += [operation(dist.isend, *parcel) for parcel in sends]
+                for work in dist.batch_isend_irecv(batch):
+                    work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(f"torch.distributed: {error}") from error
+
     def post(self, key: str, text: str) -> None:
         """See ``ProcessGroup.post``."""
         if not self._store_answers(0.0):  # it would wait for ever
@@ -154,7 +179,10 @@ class TorchGroup(ProcessGroup):
         return bytes(self._store.get(name)).decode()
 
     def _thread(self) -> _CallingThread:
-        return self._idle.pop() if self._idle else _CallingThread()
+        try:  # the watchdog's thread takes some, too
+            return self._idle.pop()
+        except IndexError:
+            return _CallingThread()
 
     def close(self) -> None:
         """See ``ProcessGroup.close``."""
@@ -227,6 +255,13 @@ def _wait(works: Sequence[Any], end: float, done: list[Any]) -> None:
         done.append(work)
 
 
+def _as_cuda_array(buffer: Buffer) -> Any:
+    """Returns what PyTorch takes as bytes of GPU memory, without a copy."""
+    data = (buffer.address, False)  # not read-only
+    interface = {"shape": (buffer.nbytes,), "typestr": "|u1", "data": data, "version": 2}
+    return SimpleNamespace(__cuda_array_interface__=interface)
+
+
 def _as_tensor(array: np.ndarray) -> torch.Tensor:
     """Returns a tensor on an array's memory; PyTorch warns of an array that is read-only."""
     if not array.flags.writeable and array.size:
@@ -235,7 +270,7 @@ def _as_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def open_torchrun(timeout: float) -> TorchGroup:
+def open_torchrun(timeout: float, *, on_gpus: bool) -> TorchGroup:
     """Returns the default group, which is made if there is none, of processes of torchrun."""
     if dist.is_initialized():
         return TorchGroup(dist.group.WORLD, timeout)
@@ -247,15 +282,16 @@ def open_torchrun(timeout: float) -> TorchGroup:
     name = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
     seconds = timedelta(seconds=timeout)
     found = _connected(name, lambda: next(iter(dist.rendezvous("env://", timeout=seconds))))
-    return _make_default_group(found, timeout)
+    return _make_default_group(found, timeout, on_gpus)
 
 
-def open_slurm(address: tuple[int, int, str, int], timeout: float) -> TorchGroup:
+def open_slurm(address: tuple[int, int, str, int], timeout: float, *, on_gpus: bool) -> TorchGroup:
     """Returns the default group, which is made if there is none, of processes of srun.
 
     Args:
         address: of ``slurm_address``.
         timeout: see ``ProcessGroup``.
+        on_gpus: whether the mesh has CUDA devices.
     """
     if dist.is_initialized():
         return TorchGroup(dist.group.WORLD, timeout)
@@ -264,7 +300,7 @@ def open_slurm(address: tuple[int, int, str, int], timeout: float) -> TorchGroup
     store = _connected(
         f"{host}:{port}", lambda: dist.TCPStore(host, port, size, rank == 0, seconds)
     )
-    return _make_default_group((store, rank, size), timeout)
+    return _make_default_group((store, rank, size), timeout, on_gpus)
 
 
 def _connected(address: str, connect: Callable[[], Any]) -> Any:
@@ -279,7 +315,7 @@ def _connected(address: str, connect: Callable[[], Any]) -> Any:
     return _stores[address]
 
 
-def _make_default_group(address: tuple[Any, int, int], timeout: float) -> TorchGroup:
+def _make_default_group(address: tuple[Any, int, int], timeout: float, on_gpus: bool) -> TorchGroup:
     """Makes the default group when all processes have come.
 
     Raises:
@@ -289,7 +325,9 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float) -> TorchG
     store = dist.PrefixStore(_new_name(store, rank, size, timeout), store)
     seconds = timedelta(seconds=timeout)
     store.set_timeout(seconds)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
+    # With gloo for host memory, which goes where NCCL cannot: two processes may share a GPU.
+    backend = "cpu:gloo,cuda:nccl" if on_gpus and dist.is_nccl_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
     return TorchGroup(dist.group.WORLD, timeout, owned=True)
 
 

@@ -1,0 +1,146 @@
+"""Decides how bytes travel between the GPUs of several processes, and connects them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from gradreduce.device import Mesh
+from gradreduce.device.exchange import exchange_all
+from gradreduce.device.process_group import GpuMove, ProcessGroup
+from gradreduce.device.waiting import run_in_thread
+from gradreduce.errors import BackendUnavailableError, CollectiveError
+
+if TYPE_CHECKING:
+    from gradreduce.backends.cuda.nccl import NcclCollective
+
+_log = logging.getLogger("gradreduce")
+_LOOK_SECONDS = 5e-3
+# From NCCL 2.30 on it lets ranks share a GPU where this is 1.
+_SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+def describe_gpus(mesh: Mesh, group: ProcessGroup) -> dict[str, Any]:
+    """Returns what the other processes must know of this one's GPUs, as JSON values.
+
+    Returns:
+        ``"gpus"``: their names, unless no NCCL is to be used; ``"nccl"``: its version, 0 where the
+        mesh makes no communicator.
+    """
+    if mesh.backend != "cuda" or group.gpu_library == "host":
+        return {"gpus": [], "nccl": 0}
+    gpus = list(dict.fromkeys(device._hardware_name() for device in mesh.devices))
+    version = 0
+    if group.gpu_library == "nccl":
+        with suppress(BackendUnavailableError):
+            version = _nccl(mesh).version
+    return {"gpus": gpus, "nccl": version}
+
+
+def choose_gpu_move(
+    mesh: Mesh, group: ProcessGroup, notices: Sequence[Mapping[str, Any]], end: float
+) -> GpuMove | None:
+    """Decides how bytes travel; all processes decide the same.
+
+    Args:
+        mesh: of this process.
+        group: of all.
+        notices: ``describe_gpus`` of each process.
+        end: until when the processes open their meshes.
+
+    Returns:
+        What moves memory of GPUs; None: it goes by way of host memory.
+
+    Raises:
+        ValueError: the group sends no host memory, but must.
+        CollectiveError: NCCL does not connect the processes.
+    """
+    obstacle = _obstacle(mesh, group, notices)
+    if obstacle is None:
+        if group.gpu_library == "group":
+            return group.exchange_on_gpu
+        return _communicator(mesh, group, end)
+    if not group.sends_host_memory:
+        raise ValueError(
+            f"process_group= sends memory of GPUs only, but {obstacle}: make it with "
+            "'cpu:gloo,cuda:nccl', or pass one of gloo"
+        )
+    if group.gpu_library != "host" and mesh.backend == "cuda" and group.rank == 0:
+        _log.warning("GPUs of several processes exchange by way of host memory: %s", obstacle)
+    return None
+
+
+def _obstacle(mesh: Mesh, group: ProcessGroup, notices: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns why NCCL cannot move the bytes; None if it can."""
+    if mesh.backend != "cuda":
+        return "the devices of the mesh are simulated"
+    if group.gpu_library == "host":
+        return "the group has no NCCL"
+    if group.gpu_library == "nccl" and not notices[0]["nccl"]:
+        return "CuPy finds no libnccl; pip install nvidia-nccl-cu12 (or -cu13, as for your CuPy)"
+    owners: dict[str, int] = {}
+    for rank, notice in enumerate(notices):
+        gpus = notice["gpus"]
+        if len(gpus) > 1:
+            return f"process {rank} has {len(gpus)} GPUs, and NCCL takes one of each process"
+        other = owners.setdefault(gpus[0], rank)
+        if other != rank and os.environ.get(_SHARED_GPU) != "1":
+            return f"processes {other} and {rank} share GPU {gpus[0]}, which NCCL refuses"
+    return None
+
+
+def _communicator(mesh: Mesh, group: ProcessGroup, end: float) -> GpuMove:
+    """Makes a communicator of all processes; process 0 makes its id."""
+    collective = _nccl(mesh)
+    if group.rank == 0:
+        try:
+            notice = (True, collective.make_id().hex())
+        except Exception as error:
+            notice = (False, str(error))
+        group.post("nccl", json.dumps(notice))
+    text = group.read(0, "nccl", max(0.0, end - time.monotonic()))
+    if text is None:
+        raise CollectiveError(group.describe_missing([0], "the id of NCCL", group.timeout))
+    is_made, found = json.loads(text)
+    if not is_made:
+        raise CollectiveError(f"process 0 cannot make an id of NCCL: {found}")
+    seconds = max(0.0, end - time.monotonic())
+    identity = bytes.fromhex(found)
+    collective.join_processes(mesh.devices[0], identity, group.rank, group.size, seconds)
+    return collective.exchange
+
+
+def connect_gpus(mesh: Mesh, group: ProcessGroup, end: float) -> None:
+    """Exchanges a byte with every process, for which the host waits.
+
+    NCCL connects two processes at their first exchange, and the host waits inside of it: no later
+    exchange does.
+
+    Raises:
+        CollectiveError: another process does not come in time; the mesh has failed.
+    """
+    device = mesh.devices[0]
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            exchange_all(device, [device.zeros((1,), "uint8")], [[(1,)]] * group.size)
+        except BaseException as error:
+            failed.append(error)
+
+    done = run_in_thread(work)
+    while not done.wait(_LOOK_SECONDS):
+        device.mesh_state.check_usable(device)
+    if failed:
+        raise failed[0]
+    device.synchronize(deadline=max(1e-3, end - time.monotonic()))
+
+
+def _nccl(mesh: Mesh) -> NcclCollective:
+    """Returns the mesh's NCCL; raises ``BackendUnavailableError`` where libnccl is missing."""
+    return cast("NcclCollective", mesh.collective)

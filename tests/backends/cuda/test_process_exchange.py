@@ -1,0 +1,464 @@
+"""Exchanges between the GPUs of several processes, which are threads here, by NCCL."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fake_cupy import distributed, nccl
+from fake_cupy.machine import Machine
+from support.thread_group import run_processes
+
+import gradreduce as gr
+from gradreduce.backends.cuda import device as cuda
+from gradreduce.device import Mesh
+from gradreduce.device.exchange import exchange
+from gradreduce.device.process_group import ProcessGroup
+from gradreduce.errors import CollectiveError, InvalidArgumentError
+
+pytestmark = pytest.mark.fake_cupy
+SUM = gr.ReduceOp.SUM
+DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.int16, np.int64)
+
+
+@pytest.fixture
+def here(request, new_machine) -> Iterator[Machine]:
+    made = new_machine(getattr(request, "param", 3))
+    nccl.library.patience = 10.0
+    yield made
+    made.settle()
+    cuda._RETAINED.clear()  # of devices whose exchange has not ended
+
+
+def opened(group: ProcessGroup, num_devices: int = 2) -> Mesh:
+    return gr.open_mesh([group.rank] * num_devices, backend="cuda", process_group=group)
+
+
+def run_all(size: int, work: Callable[[ProcessGroup], Any], **options: Any) -> list[Any]:
+    return run_processes(size, work, gpu_library="nccl", **options)
+
+
+def on_devices(mesh: Mesh, arrays: list[np.ndarray]) -> gr.PerReplica:
+    pairs = zip(mesh, arrays, strict=True)
+    return gr.PerReplica([device.upload(array) for device, array in pairs], mesh)
+
+
+def same(wanted: np.ndarray, found: np.ndarray) -> bool:
+    return wanted.dtype == found.dtype and wanted.tobytes() == found.tobytes()
+
+
+@pytest.mark.parametrize("here", [0, 1, 3], indirect=True)
+def test_processes_have_the_bits_of_one_without_host_memory(here):
+    """On a lazy, an eager and a random machine, whose clocks find a missing wait."""
+    counts = (2, 1, 2)
+    random = np.random.default_rng(5)
+    shapes = [(7,), (0,), (3, 5), (20_011,), (300,)]
+    grads = [
+        [
+            (random.standard_normal(shape) * 100).astype(dtype)
+            for shape, dtype in zip(shapes, DTYPES, strict=True)
+        ]
+        for _ in range(sum(counts))
+    ]
+
+    def work(group):
+        mesh = opened(group, counts[group.rank])
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 2, mesh=mesh)
+        first = sum(counts[: group.rank])
+        mine = grads[first : first + counts[group.rank]]
+        values = [on_devices(mesh, list(column)) for column in zip(*mine, strict=True)]
+        with mesh.journal() as journal:
+            step = ops.prepare(SUM, [(value, value) for value in values])
+            plays = [step()] * 2
+        exchanges = journal.of("exchange")
+        found = [[buffer.numpy() for buffer in total.buffers] for total in plays[-1]]
+        mesh.close()
+        kinds = {record.kind for record in journal.records}
+        return kinds, sum(record.nbytes for record in exchanges), len(exchanges), found
+
+    with gr.open_mesh(sum(counts), backend="sim") as alone:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 2, mesh=alone)
+        wanted = ops.all_reduce(grads, SUM)[0]
+    results = run_all(3, work)
+    for kinds, _, num_exchanges, found in results:
+        assert not kinds & {"upload", "download", "sync"}
+        assert num_exchanges > 0
+        for total, replicas in zip(wanted, found, strict=True):
+            assert all(same(total, each) for each in replicas)
+    assert here.counts["init"] == 1  # one rank in each process, however many devices
+    to_connect = 3 * 2  # a byte to each other process
+    assert here.counts["bytes sent"] == to_connect + sum(nbytes for _, nbytes, *_ in results)
+    assert here.counts["send"] == here.counts["recv"]
+
+
+def test_rows_and_broadcasts_travel_too(here):
+    def work(group):
+        mesh = opened(group, 1)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        count = 1 + group.rank
+        rows = gr.IndexedSlices(mesh[0].upload(np.ones((count, 2))), np.arange(count))
+        value = gr.PerReplica([rows], mesh)
+        total = ops.reduce(SUM, value, value, coalesce=True).values[0]
+        array = mesh[0].upload(np.full(3, group.rank))
+        copy = ops.broadcast(array, mesh, process=1).values[0]
+        found = total.values.numpy()[:, 0].tolist(), copy.numpy().tolist()
+        mesh.close()
+        return found
+
+    assert run_all(2, work) == [([2.0, 1.0], [1, 1, 1])] * 2
+
+
+def test_gpus_that_two_processes_share_exchange_by_host_memory(here, caplog):
+    def work(group):
+        mesh = gr.open_mesh([0], backend="cuda", process_group=group)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        total = ops.all_reduce([[np.ones(3)]], SUM)[0][0]
+        mesh.close()
+        return total.get().tolist()
+
+    with caplog.at_level(logging.WARNING, "gradreduce"):
+        assert run_all(2, work) == [[2.0] * 3] * 2
+    assert "init" not in here.counts
+    (text,) = caplog.messages
+    assert "by way of host memory: processes 0 and 1 share GPU" in text
+    assert "0000:00:00.0, which NCCL refuses" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"gpus": 2}, "process 0 has 2 GPUs, and NCCL takes one of each process"),
+        ({"available": False}, "CuPy finds no libnccl"),
+    ],
+    ids=["two GPUs", "no libnccl"],
+)
+def test_where_nccl_cannot_be_used_host_memory_is(here, caplog, monkeypatch, change, said):
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", change.get("available", True))
+    num_gpus = change.get("gpus", 1)
+
+    def work(group):
+        gpus = range(num_gpus * group.rank, num_gpus * (group.rank + 1))
+        mesh = gr.open_mesh(list(gpus), backend="cuda", process_group=group)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        total = ops.all_reduce([[np.ones(3)] for _ in mesh], SUM)[0][0]
+        mesh.close()
+        return total.get().tolist()
+
+    with caplog.at_level(logging.WARNING, "gradreduce"):
+        assert run_all(2, work) == [[2.0 * num_gpus] * 3] * 2
+    assert said in caplog.messages[-1]
+
+
+def test_an_id_that_process_0_cannot_make_is_told_to_all(here, monkeypatch):
+    def refuses():
+        raise nccl.NcclError(2)
+
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "get_unique_id", refuses)
+
+    def work(group):
+        with pytest.raises(CollectiveError, match=r"process 0 cannot .*NCCL_ERROR_SYSTEM_ERROR"):
+            opened(group)
+
+    run_all(3, work)
+    assert "init" not in here.counts
+
+
+def test_a_process_that_does_not_connect_ends_the_opening(here, monkeypatch):
+    """It has read the id, and hangs in NCCL; the others do not."""
+    begun = threading.Event()
+    init = nccl.NcclCommunicator.__init__
+
+    def hangs(communicator, num_ranks, identity, rank):
+        if rank == 1:
+            begun.wait(10)
+        init(communicator, num_ranks, identity, rank)
+
+    monkeypatch.setattr(nccl.NcclCommunicator, "__init__", hangs)
+
+    def work(group):
+        with pytest.raises(CollectiveError, match="NCCL has not connected 2 processes within"):
+            opened(group)
+
+    try:
+        run_all(2, work, timeout=0.3)
+    finally:
+        begun.set()
+    assert nccl.until(lambda: [each._ended for each in nccl.library.made] == ["abort"] * 2)
+
+
+def two_calls(mesh: Mesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Two reductions that each process has made once, of as many bytes."""
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+    calls = []
+    for shapes in ([(6,), (5,)], [(5,), (6,)]):
+        values = [on_devices(mesh, [np.ones(shape, np.float32)]) for shape in shapes]
+        pairs = [(value, value) for value in values]
+        ops.batch_reduce(SUM, pairs)
+        calls.append(lambda pairs=pairs, **options: ops.batch_reduce(SUM, pairs, **options))
+    mesh.synchronize()
+    return calls[0], calls[1]
+
+
+def test_a_process_that_does_not_come_is_named_and_the_communicator_aborted(here):
+    over = threading.Event()
+
+    def work(group):
+        mesh = opened(group, 1)
+        call, _ = two_calls(mesh)
+        if group.rank == 1:
+            assert over.wait(10)
+            mesh.close()
+            return ""
+        with pytest.raises(CollectiveError) as caught:
+            call(deadline=0.3)
+            mesh.synchronize()
+        over.set()
+        assert mesh.mesh_state.library_finished(10)
+        mesh.close()
+        return str(caught.value)
+
+    said, _ = run_all(2, work)
+    assert "the deadline of 0.3 s for" in said
+    assert "pack 1 of 1 (tensors 0 to 1)" in said
+    assert "process 1 of 2 has not come to call 2 within 0.3 s" in said
+    assert "end the processes and start them again" in said
+    assert [each._ended for each in nccl.library.made] == ["abort"] * 2
+
+
+def test_the_timeout_of_the_mesh_ends_an_exchange(here):
+    """Of a call without a deadline: it comes back, and a later one raises."""
+    over = threading.Event()
+
+    def work(group):
+        mesh = opened(group, 1)
+        call, _ = two_calls(mesh)
+        if group.rank == 1:
+            assert over.wait(10)
+        else:
+            group.timeout = 0.3
+            call()
+            has_failed = nccl.until(lambda: mesh.mesh_state.reason)
+            over.set()
+            assert has_failed
+            with pytest.raises(CollectiveError, match=r"0\.3 s for pack 1 .*process 1 of 2 has"):
+                call()
+        mesh.close()
+
+    run_all(2, work)
+
+
+@pytest.mark.parametrize("here", [0, 1, 3], indirect=True)
+def test_an_exchange_is_fenced_as_a_copy_is(here):
+    """The clocks of the machine find a missing wait."""
+
+    def work(group):
+        mesh = opened(group, 2)
+        device, other = mesh
+        for turn in range(2):
+            sent = device.upload(np.full(20_000, 1.0 + turn))
+            out = device.upload(np.full(20_000, -1.0))
+            copied = other.empty(out.shape, out.dtype)
+            other.copy(copied, out)  # which reads what is overwritten next
+            device.mark()
+            parcels = [[(1 - group.rank, each)] for each in (sent, out)]
+            exchange(device, *parcels, "compute")
+            device.copy(sent, out, queue="transfer")  # waits for the end of the compute queue
+            assert (copied.numpy() == -1).all()
+            device.wait(device.mark("transfer"))
+            assert (sent.numpy() == 1 + turn).all()
+        parcels = [[(1 - group.rank, device.zeros((20_000,), "float64"))] for _ in range(2)]
+        device.wait(device.mark(), queue="transfer")
+        exchange(device, *parcels, "transfer")
+        del parcels
+        for _ in range(3):  # memory of the pool, which the exchange may still use
+            device.zeros((20_000,), "float64")
+        mesh.close()
+
+    run_all(2, work)
+
+
+def test_a_process_leaves_when_its_exchanges_are_over(here):
+    """Then its communicator is aborted, or PyTorch's destroyed."""
+    left = []
+
+    def free() -> None:
+        with here.lock:
+            here.stuck -= queues
+
+    def work(group):
+        mesh = opened(group, 1)
+        call, _ = two_calls(mesh)
+        meet.wait(10)
+        queue = here.queues[mesh[0]._streams["compute"].ptr]
+        queues.add(queue)
+        here.stuck.add(queue)
+        threading.Timer(0.05, free).start()
+        call()
+        post = group.post
+
+        def noted(key, text):
+            if key == "closed":
+                left.append(queue in here.stuck)
+            post(key, text)
+
+        group.post = noted
+        mesh.close()
+
+    queues, meet = set(), threading.Barrier(2)
+    run_all(2, work)
+    assert left == [False, False]
+
+
+def test_known_calls_in_another_order_are_an_error_in_both_processes(here):
+    """NCCL exchanges them: they have as many bytes."""
+
+    def work(group):
+        mesh = opened(group, 1)
+        calls = two_calls(mesh)
+        with pytest.raises(CollectiveError) as caught:
+            while True:
+                calls[group.rank]()
+                mesh.synchronize()
+        mesh.close()
+        return str(caught.value)
+
+    for said in run_all(2, work):
+        assert "the processes reduce different tensors: tensor 0 is float32[" in said
+
+
+def test_a_process_that_leaves_is_named_before_the_deadline(here):
+    def work(group):
+        mesh = opened(group, 1)
+        call, _ = two_calls(mesh)
+        if group.rank == 1:
+            mesh.close()
+            return ""
+        with pytest.raises(CollectiveError) as caught:
+            call(deadline=60)
+            mesh.synchronize()
+        mesh.close()
+        return str(caught.value)
+
+    said, _ = run_all(2, work)
+    assert "pack 1 of 1 (tensors 0 to 1): process 1: closed its mesh after 2 calls" in said
+
+
+def test_new_calls_that_differ_are_refused_as_by_host_memory(here):
+    def work(group):
+        mesh = opened(group, 1)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        value = on_devices(mesh, [np.ones(3 + group.rank)])
+        with pytest.raises(InvalidArgumentError, match="reduce different tensors: tensor 0"):
+            ops.batch_reduce(SUM, [(value, value)])
+        mesh.close()
+
+    run_all(2, work)
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"), [("cuda", "processes 0 and 1 share GPU"), ("sim", "are simulated")]
+)
+def test_a_group_that_must_send_host_memory_and_cannot_is_an_error(here, backend, said):
+    def work(group):
+        group.sends_host_memory = False
+        with pytest.raises(ValueError, match=f"sends memory of GPUs only, but .*{said}"):
+            gr.open_mesh([0], backend=backend, process_group=group)
+
+    run_all(2, work)
+
+
+@pytest.fixture
+def torch_here(here):
+    with distributed.installed():
+        yield here
+
+
+def run_torch(size: int, work: Callable[[Any], Any], config: str) -> list[Any]:
+    """Runs ``work`` with a group of PyTorch's for each process, a part of a larger one."""
+    stores = distributed.Store()
+    ranks = [5 + 2 * rank for rank in range(size)]
+
+    def with_group(group):
+        return work(distributed.ProcessGroup(config, stores, group.rank, ranks))
+
+    return run_processes(size, with_group)
+
+
+@pytest.mark.parametrize("here", [0, 1, 3], indirect=True)
+@pytest.mark.parametrize("config", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_a_group_of_pytorch_moves_the_bytes_of_gpus(torch_here, config):
+    grads = [np.arange(30_000, dtype=np.float32) ** 1.5 + rank for rank in range(4)]
+
+    def work(group):
+        mesh = gr.open_mesh([group.rank] * 2, backend="cuda", process_group=group, timeout=10)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        value = on_devices(mesh, grads[2 * group.rank : 2 * group.rank + 2])
+        with mesh.journal() as journal:
+            step = ops.prepare(SUM, [(value, value)])
+            total = [step() for _ in range(2)][-1][0]
+        assert not {record.kind for record in journal.records} & {"upload", "download", "sync"}
+        sent = sum(record.nbytes for record in journal.of("exchange"))
+        found = [buffer.numpy() for buffer in total.buffers]
+        mesh.close()
+        assert not group.destroyed
+        return sent, found
+
+    with gr.open_mesh(4, backend="sim") as alone:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=alone)
+        wanted = ops.all_reduce([[grad] for grad in grads], SUM)[0][0]
+    results = run_torch(2, work, config)
+    for _, found in results:
+        assert all(same(wanted, each) for each in found)
+    assert torch_here.counts["bytes sent"] == 2 + sum(sent for sent, _ in results)
+    assert torch_here.counts["init"] == 1  # PyTorch's own
+
+
+def test_the_default_group_is_made_with_nccl_and_destroyed(torch_here, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "here")):
+        monkeypatch.setenv(name, value)
+    distributed.make_world(distributed.Store(), 0, 1)
+    mesh = gr.open_mesh([0], backend="cuda", processes="torchrun", timeout=10)
+    made = sys.modules["torch.distributed"].group.WORLD
+    assert (made.config, made.destroyed) == ("cpu:gloo,cuda:nccl", False)
+    mesh.close()
+    assert made.destroyed
+
+
+def test_a_group_of_nccl_alone_is_an_error_for_simulated_devices(torch_here):
+    def work(group):
+        with pytest.raises(ValueError, match="the devices of the mesh are simulated: make it with"):
+            gr.open_mesh(1, backend="sim", process_group=group, timeout=10)
+
+    run_torch(2, work, "cuda:nccl")
+
+
+def test_a_group_of_pytorch_is_not_aborted(torch_here):
+    """Its exchange that never ends is PyTorch's to end; the error is raised all the same."""
+    over = threading.Event()
+
+    def work(group):
+        mesh = gr.open_mesh([group.rank], backend="cuda", process_group=group, timeout=10)
+        call, _ = two_calls(mesh)
+        if group.rank == 1:
+            assert over.wait(10)
+            mesh.close()
+            return ""
+        with pytest.raises(CollectiveError) as caught:
+            call(deadline=0.3)
+            mesh.synchronize()
+        over.set()
+        mesh.close()
+        return str(caught.value)
+
+    said, _ = run_torch(2, work, "cuda:nccl")
+    assert "pack 1 of 1 (tensors 0 to 1)" in said
+    assert "process 1 of 2 has not come to call 2 within 0.3 s" in said
+    assert [each._ended for each in nccl.library.made] == ["", ""]
+    for each in nccl.library.made:  # as PyTorch's watchdog would
+        each.abort()

@@ -1,0 +1,226 @@
+"""``torch`` and ``torch.distributed``, as far as the group of processes uses them on GPUs.
+
+The processes are threads. A group's NCCL has a stream of its own, as PyTorch's has: it waits for
+the current stream, and ``wait`` makes the current stream wait for it. Both are taken from the
+descriptions of ``ProcessGroupNCCL``; ``tests/backends/processes/test_torch_calls.py`` compares the
+signatures with PyTorch's.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from . import nccl
+from .surface import Device, Event, Stream, eventRecord, streamWaitEvent
+
+__all__ = ["ProcessGroup", "Store", "installed", "make_world"]
+
+
+_OURS = "gradreduce.backends.processes.torch_group"  # imports them
+
+
+class _Local(threading.local):
+    """What a process has of its own."""
+
+    world: ProcessGroup | None = None  # the default group
+    address: tuple[Store, int, int] | None = None  # of the default group that can be made
+    stream = 0  # handle of the current one
+
+
+_local = _Local()
+
+
+class Store:
+    """A key-value store of all processes, and those with a prefix in it."""
+
+    def __init__(self, prefix: str = "", store: Store | None = None) -> None:
+        self._prefix = "" if store is None else f"{store._prefix}{prefix}/"
+        self._values: dict[str, bytes] = {} if store is None else store._values
+        self._counts: dict[str, int] = {} if store is None else store._counts
+        self._lock: Any = threading.Lock() if store is None else store._lock
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            count = self._counts[self._prefix + key] = (
+                self._counts.get(self._prefix + key, 0) + amount
+            )
+            return count
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nothing here waits."""
+
+    def set(self, key: str, value: str) -> None:
+        self._values[self._prefix + key] = value.encode()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._prefix + key in self._values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self._values[self._prefix + key]
+
+
+class ProcessGroup:
+    """A group as one process sees it.
+
+    Args:
+        config: its backends: ``"cpu:gloo,cuda:nccl"``.
+        global_ranks: of its processes.
+    """
+
+    def __init__(self, config: str, store: Store, rank: int, global_ranks: Sequence[int]) -> None:
+        self.config = config
+        self.global_ranks = tuple(global_ranks)
+        self.rank = rank
+        self.destroyed = False
+        self._store = store
+        self._nccl: tuple[nccl.NcclCommunicator, Stream] | None = None
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def nccl(self) -> tuple[nccl.NcclCommunicator, Stream]:
+        """The communicator and its stream, made at the first use by all processes."""
+        if self._nccl is None:
+            if self.rank == 0:
+                self._store.set("nccl", nccl.get_unique_id().hex())
+            assert nccl.until(lambda: self._store.check(["nccl"]))
+            identity = bytes.fromhex(self._store.get("nccl").decode())
+            made = nccl.NcclCommunicator(len(self.global_ranks), identity, self.rank)
+            self._nccl = made, Stream(non_blocking=True)
+        return self._nccl
+
+
+class Tensor(NamedTuple):
+    """Bytes of GPU memory."""
+
+    address: int
+    nbytes: int
+
+
+class TorchDevice(NamedTuple):
+    type: str
+    index: int
+
+
+class ExternalStream(NamedTuple):
+    stream_ptr: int
+    device: TorchDevice
+
+
+class P2POp:
+    def __init__(self, op, tensor, peer=None, group=None, tag=0, group_peer=None):
+        self.op, self.tensor, self.peer, self.group = op, tensor, peer, group
+
+
+class Work:
+    """A batch that was queued."""
+
+    def __init__(self, end: Event) -> None:
+        self._end = end
+
+    def wait(self, timeout=None):
+        assert timeout is None, "the host would wait, and then abort the user's communicator"
+        streamWaitEvent(_local.stream, self._end.ptr)
+
+
+def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
+    raise AssertionError("only in a batch: two processes that send to each other hang")
+
+
+def irecv(tensor, src=None, group=None, tag=0, group_src=None):
+    raise AssertionError("only in a batch: two processes that send to each other hang")
+
+
+def batch_isend_irecv(p2p_op_list):
+    group = p2p_op_list[0].group
+    communicator, stream = group.nccl()
+    begin = Event(disable_timing=True)
+    eventRecord(begin.ptr, _local.stream)
+    stream.wait_event(begin)
+    nccl.groupStart()
+    for each in p2p_op_list:
+        call = {isend: communicator.send, irecv: communicator.recv}[each.op]
+        peer = group.global_ranks.index(each.peer)
+        call(*each.tensor, nccl.CONSTANTS["NCCL_UINT8"], peer, stream.ptr)
+    nccl.groupEnd()
+    end = Event(disable_timing=True)
+    eventRecord(end.ptr, stream.ptr)
+    return [Work(end)]
+
+
+def as_tensor(data, dtype=None, device=None):
+    interface = data.__cuda_array_interface__
+    assert (interface["typestr"], interface["data"][1]) == ("|u1", False)
+    assert interface["version"] == 2
+    assert device == TorchDevice("cuda", Device().id)
+    return Tensor(interface["data"][0], interface["shape"][0])
+
+
+@contextmanager
+def stream(stream):
+    before = _local.stream
+    with Device(stream.device.index):
+        _local.stream = stream.stream_ptr
+        try:
+            yield
+        finally:
+            _local.stream = before
+
+
+def init_process_group(
+    backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, store=None
+):
+    assert _local.world is None
+    _local.world = ProcessGroup(backend, store, rank, range(world_size))
+
+
+def destroy_process_group(group=None):
+    assert group is None, "the default group"
+    _local.world.destroyed = True
+    _local.world = None
+
+
+def make_world(store: Store, rank: int, size: int) -> None:
+    """Says, in the thread of a process, which default group can be made."""
+    _local.address, _local.world = (store, rank, size), None
+
+
+class _Groups:
+    @property
+    def WORLD(self) -> ProcessGroup | None:
+        return _local.world
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Context manager: puts the modules in PyTorch's place."""
+    torch, distributed = types.ModuleType("torch"), types.ModuleType("torch.distributed")
+    cuda = types.SimpleNamespace(stream=stream, ExternalStream=ExternalStream)
+    vars(torch).update(distributed=distributed, cuda=cuda, as_tensor=as_tensor, device=TorchDevice)
+    vars(distributed).update(
+        ProcessGroup=ProcessGroup, PrefixStore=Store, P2POp=P2POp, isend=isend, irecv=irecv,
+        batch_isend_irecv=batch_isend_irecv, init_process_group=init_process_group,
+        destroy_process_group=destroy_process_group, group=_Groups(),
+        get_backend_config=lambda group: group.config,
+        get_rank=lambda group: group.rank,
+        get_world_size=lambda group: len(group.global_ranks),
+        get_global_rank=lambda group, group_rank: group.global_ranks[group_rank],
+        is_initialized=lambda: _local.world is not None,
+        is_nccl_available=lambda: True,
+        rendezvous=lambda url, timeout: iter([_local.address]),
+    )  # fmt: skip
+    replaced = {"torch": torch, "torch.distributed": distributed, _OURS: None}
+    before = {name: sys.modules.pop(name, None) for name in replaced}
+    sys.modules.update({name: module for name, module in replaced.items() if module})
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
