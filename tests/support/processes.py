@@ -51,6 +51,13 @@ def run_scenario(launcher: str, size: int, scenario: str, *arguments: str, **opt
     return run(launcher, size, str(PROGRAM), scenario, launcher, *arguments, **options)
 
 
+def ends_well(launcher: str, size: int, scenario: str, *arguments: str, **options: int) -> None:
+    """Runs a scenario of ``program.py``, which must end well in every process."""
+    done = run_scenario(launcher, size, scenario, *arguments, **options)
+    assert done.returncode == 0, done.text
+    assert done.text.count("done") == size
+
+
 def run(launcher: str, size: int, *script: str, restarts: int = 0) -> Run:
     """Runs a script in so many processes; fails if it hangs, or if one of them is left behind."""
     python, number = sys.executable, str(size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import sys
@@ -12,13 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+from support.process_cases import LAYOUTS, check, counts_of
 
 import gradreduce as gr
 
-SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int16, np.int64)
+SUM = gr.ReduceOp.SUM
 DEADLINE = 3.0  # of calls that meet a fault
 HEALTHY = 60.0  # of others, also on a machine that is busy
 FAULTY = 3  # the number of the call at which process 1 makes the fault
@@ -30,56 +30,7 @@ def scenario(run: Callable[[str], None]) -> Callable[[str], None]:
     return run
 
 
-def random_grads(random: np.random.Generator, num_replicas: int) -> list[list[np.ndarray]]:
-    """Gradients whose sums are not exact: another order of additions gives other bits."""
-    shapes = [(7,), (0,), (3, 5), (int(random.integers(1, 40000)),)]
-    dtypes = random.choice(len(DTYPES), len(shapes))
-    return [
-        [
-            (random.standard_normal(shape) * 100).astype(DTYPES[dtype])
-            for shape, dtype in zip(shapes, dtypes, strict=True)
-        ]
-        for _ in range(num_replicas)
-    ]
-
-
-def same_bits(wanted: Any, found: Any) -> None:
-    for row, other in zip(wanted, found, strict=True):
-        for a, b in zip(row, other, strict=True):
-            assert a.dtype == b.dtype, (a.dtype, b.dtype)
-            assert np.array_equal(a.reshape(-1).view("u1"), b.reshape(-1).view("u1")), (a, b)
-
-
-def same_shares(here: Any, there: Any, grads: list[list[np.ndarray]], first: int) -> None:
-    """Compares reduce-scatter and all-gather with those of one process."""
-    grads = [[np.resize(grad, (24 * len(grad), 3)) for grad in row] for row in grads]
-    wanted = there.reduce_scatter(grads, MEAN)
-    shares = here.reduce_scatter(grads[first : first + 2], MEAN)
-    same_bits(wanted[first : first + 2], shares)
-    same_bits(there.all_gather(wanted)[:2], here.all_gather(shares))
-
-
-def trained(mesh: Any, first: int, *, shard: bool) -> list[list[np.ndarray]]:
-    """Trains two variables on random gradients; returns their values, and the first's moments."""
-    variables = [
-        gr.Variable(np.ones(size), f"v{size}", dtype="float16", device=mesh) for size in (5, 3000)
-    ]
-    optimizer = gr.AdamOptimizer(0.1, master_dtype="float32")
-    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-    step = gr.SyncStep(variables, optimizer, ops, shard_optimizer=shard)
-    random = np.random.default_rng(3)
-    for number in range(4):
-        sizes = [v.shape[0] for v in variables]
-        rows = [[random.standard_normal(size) for size in sizes] for _ in range(mesh.num_replicas)]
-        terms = [[[grad.astype("f2")] for grad in row] for row in rows]
-        if number == 2:  # other processes have all shards of the only variable
-            terms = [[row[0], None] for row in terms]
-        step(terms[first : first + len(mesh)])
-    slots = step.state_dict()["optimizer"]["slots"]
-    return [[v.numpy() for v in variables], list(slots["v3000"].values())]
-
-
-def openings(launcher: str) -> None:
+def openings(launcher: str) -> tuple[int, int]:
     """Two meshes at once with other numbers of devices; the group that was made ends with them."""
     try:
         gr.open_mesh(2, backend="sim")
@@ -105,7 +56,7 @@ def openings(launcher: str) -> None:
         first.close()
     second.close()
     if launcher == "mpi":
-        return
+        return rank, size
     import torch.distributed as dist
 
     assert not dist.is_initialized(), "a group that was made is destroyed with its last mesh"
@@ -115,6 +66,7 @@ def openings(launcher: str) -> None:
             raise KeyError("an error of the user's code")
     except KeyError:
         assert not dist.is_initialized()
+    return rank, size
 
 
 def _check_event(event: str, details: Any) -> None:
@@ -125,50 +77,21 @@ def _check_event(event: str, details: Any) -> None:
 
 @scenario
 def values(launcher: str) -> None:
+    """The calls in the file ``sys.argv[3]`` have the bits of one process."""
     sys.addaudithook(_check_event)
-    openings(launcher)
-    sums(launcher)
-
-
-def sums(launcher: str) -> None:
-    """Sums of random gradients have the bits of one process."""
-    mesh = gr.open_mesh(2, backend="sim", processes=launcher, timeout=60)
-    first = 2 * mesh.process_index
-    assert mesh.num_replicas == 2 * mesh.num_processes
-    alone = gr.open_mesh(mesh.num_replicas, backend="sim", processes="none")
-    for seed in range(12):
-        random = np.random.default_rng(seed)
-        grads = random_grads(random, mesh.num_replicas)
-        op = (SUM, MEAN)[seed % 2]
-        groups = None
-        if seed % 3 == 0:
-            order = random.permutation(mesh.num_replicas).tolist()
-            groups = [order[:1], order[1:]]
-        options = {"num_packs": seed % 4, "reduction_groups": groups}
-        here = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh, **options)
-        there = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=alone, **options)
-        wanted = there.all_reduce(grads, op)[first : first + 2]
-        mine = grads[first : first + 2]
-        same_bits(wanted, here.all_reduce(mine, op))
-        if seed % 4 == 0:
-            same_shares(here, there, grads, first)
-        if op is SUM:
-            here.all_reduce(mine, op, out=mine)
-            same_bits(wanted, mine)
-    same_bits(trained(alone, 0, shard=False), trained(mesh, first, shard=True))
-    check_rows(here, mesh)
-    mesh.close()
-
-
-def check_rows(here: Any, mesh: Any) -> None:
-    """Sums IndexedSlices with other numbers of rows in each process, and broadcasts."""
-    rows = gr.IndexedSlices(np.ones((1 + mesh.process_index, 2)), np.arange(1 + mesh.process_index))
-    value = gr.PerReplica([rows, rows], mesh)
-    total = here.reduce(SUM, value, value, coalesce=True).values[1]
-    size = mesh.num_processes
-    assert total.values[:, 0].tolist() == [2.0 * (size - row) for row in range(size)]
-    copies = here.broadcast(np.full(3, mesh.process_index), mesh, process=size - 1)
-    assert copies.values[1].tolist() == [size - 1] * 3
+    rank, size = openings(launcher)
+    meshes = {}
+    for layout, (_, seed) in LAYOUTS.items():
+        options: dict[str, Any] = {"backend": "sim", "schedule_seed": seed}
+        counts = counts_of(layout, size)
+        mesh = gr.open_mesh(counts[rank], processes=launcher, timeout=HEALTHY, **options)
+        assert (mesh.process_index, mesh.num_replicas) == (rank, sum(counts))
+        meshes[layout] = mesh, gr.open_mesh(sum(counts), processes="none", **options)
+    for case in json.loads(Path(sys.argv[3]).read_text()):
+        check(case, *meshes[case["layout"]])
+    for mesh, alone in meshes.values():
+        mesh.close()
+        alone.close()
 
 
 @scenario

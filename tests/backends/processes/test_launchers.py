@@ -4,22 +4,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.processes import MPI, SLURM, TORCHRUN, run_scenario
+from support.processes import MPI, TORCHRUN, ends_well
 
 from gradreduce.backends.processes.launchers import detect, slurm_address
 from gradreduce.errors import BackendUnavailableError, CollectiveError
-
-
-def ends_well(launcher, size, scenario, **options):
-    """Runs a scenario of ``program.py``, which must end well in every process."""
-    done = run_scenario(launcher, size, scenario, **options)
-    assert done.returncode == 0, done.text
-    assert done.text.count("done") == size
-
-
-@pytest.mark.parametrize("launcher", [TORCHRUN, MPI, SLURM])
-def test_processes_sum_with_the_bits_of_one(launcher):
-    ends_well(launcher, {"torchrun": 2, "mpi": 4, "slurm": 2}[launcher], "values")
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, MPI])

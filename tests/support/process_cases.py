@@ -1,0 +1,215 @@
+"""Runs the calls that ``test_values.py`` has drawn, over processes or in one alike.
+
+A case is a dict of JSON: which call, the shapes and dtypes of its tensors, and all options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import gradreduce as gr
+
+Case = dict[str, Any]
+Rows = list[list[np.ndarray]]  # of each replica of this process the results
+WAYS: dict[str, Callable[[Side], Rows]] = {}
+# Devices of each process, and the seed of their schedule.
+LAYOUTS: dict[str, tuple[Sequence[int], int | None]] = {
+    "one": ((1,), None),
+    "two": ((2,), None),
+    "uneven": ((1, 3, 2), 7),
+}
+
+
+def counts_of(layout: str, num_processes: int) -> list[int]:
+    """The number of devices of each process."""
+    counts, _ = LAYOUTS[layout]
+    return [counts[rank % len(counts)] for rank in range(num_processes)]
+
+
+def as_dtype(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def random_array(seed: Sequence[int], shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An array whose sums are not exact: another order of additions gives other bits."""
+    random = np.random.default_rng(seed)
+    if dtype.kind in "iu":
+        return random.integers(0, 40, shape).astype(dtype)
+    return np.asarray(random.standard_normal(shape) * 100).astype(dtype)
+
+
+class Side(NamedTuple):
+    """A case on the mesh of all processes, or on that of one process with all replicas.
+
+    Attributes:
+        case: what is called.
+        mesh: of either kind.
+        firsts: the number of the first replica of each process.
+    """
+
+    case: Case
+    mesh: gr.Mesh
+    firsts: Sequence[int]
+
+    @property
+    def replicas(self) -> range:
+        first = self.firsts[self.mesh.process_index]
+        return range(first, first + len(self.mesh))
+
+    @property
+    def ops(self) -> gr.AllReduceCrossDeviceOps:
+        return gr.AllReduceCrossDeviceOps(
+            "hierarchical_copy",
+            *self.case["packing"],
+            mesh=self.mesh,
+            reduction_groups=self.case["groups"],
+            wire_dtype=self.case["wire_dtype"],
+        )
+
+    @property
+    def op(self) -> gr.ReduceOp:
+        return gr.ReduceOp[self.case["op"]]
+
+    @property
+    def dtypes(self) -> list[np.dtype]:
+        return [as_dtype(name) for name in self.case["dtypes"]]
+
+    def tensors(self, replica: int, turn: int = 0) -> list[np.ndarray]:
+        """The arrays of a replica."""
+        pairs = zip(self.case["shapes"], self.dtypes, strict=True)
+        return [
+            random_array([self.case["seed"], turn, replica, index], *each)
+            for index, each in enumerate(pairs)
+        ]
+
+    def grads(self, turn: int = 0) -> Rows:
+        """``[replica][tensor]`` of this process."""
+        return [self.tensors(replica, turn) for replica in self.replicas]
+
+
+def way(run: Callable[[Side], Rows]) -> Callable[[Side], Rows]:
+    WAYS[run.__name__] = run
+    return run
+
+
+@way
+def plain(side: Side) -> Rows:
+    return side.ops.all_reduce(side.grads(), side.op)
+
+
+@way
+def into_out(side: Side) -> Rows:
+    grads = side.grads()
+    side.ops.all_reduce(grads, gr.ReduceOp.SUM, out=grads)
+    return grads
+
+
+@way
+def prepared(side: Side) -> Rows:
+    columns = [
+        [device.upload(grad) for device, grad in zip(side.mesh, column, strict=True)]
+        for column in zip(*side.grads(), strict=True)
+    ]
+    values = [gr.PerReplica(column) for column in columns]
+    step = side.ops.prepare(side.op, [(value, value) for value in values])
+    for column, grads in zip(columns, zip(*side.grads(1), strict=True), strict=True):
+        for buffer, grad in zip(column, grads, strict=True):
+            buffer.device.upload(grad, out=buffer)
+    results = step()
+    return [[result.values[index].numpy() for result in results] for index in range(len(side.mesh))]
+
+
+@way
+def flat(side: Side) -> Rows:
+    shapes, dtype = side.case["shapes"], side.dtypes[0]
+    buffer = side.mesh.flat_buffer(shapes, dtype)
+    op = gr.ReduceOp.SUM if dtype.kind in "iu" else side.op
+    step = buffer.prepare_all_reduce(op, cross_device_ops=side.ops)
+    for views, grads in zip(buffer.views, side.grads(), strict=True):
+        for view, grad in zip(views, grads, strict=True):
+            view.device.upload(grad.astype(dtype), out=view)
+    step()
+    return [[view.numpy() for view in views] for views in buffer.views]
+
+
+@way
+def shares(side: Side) -> Rows:
+    n = side.mesh.num_replicas
+    grads = [[np.resize(grad, (n * max(1, grad.size), 3)) for grad in row] for row in side.grads()]
+    found = side.ops.reduce_scatter(grads, side.op)
+    gathered = side.ops.all_gather(found)
+    return [[*row, *whole] for row, whole in zip(found, gathered, strict=True)]
+
+
+@way
+def rows(side: Side) -> Rows:
+    parts = []
+    for replica in side.replicas:
+        random = np.random.default_rng([side.case["seed"], replica])
+        number = int(random.integers(0, 4))
+        values = random_array([side.case["seed"], replica, 0], (number, 3), side.dtypes[0])
+        parts.append(gr.IndexedSlices(values, random.integers(0, 6, number), (6, 3)))
+    value = gr.PerReplica(parts, side.mesh)
+    total = side.ops.reduce(side.op, value, value, coalesce=side.case["seed"] % 2 == 0)
+    return [[np.array(each.values), np.array(each.indices)] for each in total.values]
+
+
+@way
+def copies(side: Side) -> Rows:
+    process = side.case["seed"] % len(side.firsts)
+    if side.mesh.num_processes == 1:
+        made = side.ops.broadcast(side.tensors(side.firsts[process]), side.mesh)
+    else:
+        made = side.ops.broadcast(side.grads()[0], side.mesh, process=process)
+    return [[each.values[index] for each in made] for index in range(len(side.mesh))]
+
+
+@way
+def steps(side: Side) -> Rows:
+    return _trained(side, shard=False)
+
+
+@way
+def sharded(side: Side) -> Rows:
+    return _trained(side, shard=side.mesh.num_processes > 1)
+
+
+def _trained(side: Side, *, shard: bool) -> Rows:
+    """Trains; returns each replica's variables, and their slots."""
+    dtypes = [np.dtype("f4") if dtype.kind in "iuc" else dtype for dtype in side.dtypes]
+    variables = [
+        gr.Variable(np.ones(shape, dtype), f"v{index}", device=side.mesh)
+        for index, (shape, dtype) in enumerate(zip(side.case["shapes"], dtypes, strict=True))
+    ]
+    required = side.mesh.num_replicas * (1 + side.case["seed"] % 2)
+    optimizer = gr.AdamOptimizer(0.1, master_dtype="float32")
+    step = gr.SyncStep(variables, optimizer, side.ops, num_required=required, shard_optimizer=shard)
+    for turn in range(4):
+        grads = side.grads(turn)
+        terms = [[[g.astype(d)] for g, d in zip(row, dtypes, strict=True)] for row in grads]
+        if turn == 2:  # other processes may have all shards of the first variable
+            terms = [[row[0], *[None] * (len(row) - 1)] for row in terms]
+        step(terms)
+    slots = step.state_dict()["optimizer"]["slots"]
+    state = [array for name in sorted(slots) for array in slots[name].values()]
+    return [[*[v.buffers[i].numpy() for v in variables], *state] for i in range(len(side.mesh))]
+
+
+def check(case: Case, mesh: gr.Mesh, alone: gr.Mesh) -> None:
+    """Compares the bits of a case over processes with those of one process."""
+    firsts = np.cumsum([0, *counts_of(case["layout"], mesh.num_processes)]).tolist()[:-1]
+    groups = case["groups"]
+    if groups == "processes":
+        ends = [*firsts[1:], mesh.num_replicas]
+        groups = [list(range(*each)) for each in zip(firsts, ends, strict=True)]
+    together = Side(case, mesh, firsts)
+    wanted = WAYS[case["way"]](Side({**case, "groups": groups}, alone, firsts))
+    found = WAYS[case["way"]](together)
+    for replica, row in zip(together.replicas, found, strict=True):
+        for a, b in zip(wanted[replica], row, strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), (case, replica, a, b)
+            assert a.tobytes() == b.tobytes(), (case, replica, a, b)
