@@ -403,11 +403,13 @@ def test_the_fake_finds_communicators_that_are_used_too_early_or_left_half_made(
     communicator.abort()
 
 
-def test_a_rank_of_its_own_process_is_alone_on_the_fake(here):
+def test_the_fake_finds_ranks_of_processes_that_do_not_come(here):
     identity = nccl.get_unique_id()
     assert nccl.NcclCommunicator(1, identity, 0).size() == 1
-    with pytest.raises(NotImplementedError, match="share nothing"):
+    with pytest.raises(Fault, match="would hang: 1 of 2 ranks are initialised"):
         nccl.NcclCommunicator(2, identity, 0)
+    here.faults.clear()
+    nccl.library.made[-1].abort()
     for arguments in ((1, identity, 1), (1, identity[:-1], 0)):
         with pytest.raises(nccl.NcclError, match="INVALID_ARGUMENT"):
             nccl.NcclCommunicator(*arguments)
