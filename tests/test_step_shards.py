@@ -259,7 +259,7 @@ def test_processes_that_shard_differently_are_told(num_sharded):
             return str(error.value)
 
     wanted = "call is reduce_scatter of a SyncStep in process 0" if num_sharded == 1 else "True"
-    assert wanted in run_processes(2, work, timeout=1.0)[0]
+    assert wanted in run_processes(2, work)[0]
 
 
 def test_what_cannot_be_sharded_raises():
@@ -327,4 +327,4 @@ def test_an_update_that_raises_in_one_process_is_told_to_the_others():
                 step(terms)
             return str(error.value)
 
-    assert "process 1 of 2 stopped: KeyError('no rate')" in run_processes(2, work, timeout=1.0)[0]
+    assert "process 1 of 2 stopped: KeyError('no rate')" in run_processes(2, work)[0]

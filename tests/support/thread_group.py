@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -53,12 +54,20 @@ class ThreadGroup(ProcessGroup):
         for rank, array in receives:
             with self._post.lock:
                 queue = self._post.messages[rank, self.rank, tag]
-            try:
-                came = queue.get(timeout=max(0.0, end - time.monotonic()))
-            except Empty:
-                raise ProcessError(rank, f"did not answer within {seconds:g} s") from None
+            came = self._next(queue, rank, end)
+            if came is None:
+                raise ProcessError(rank, f"did not answer within {seconds:g} s")
             assert came.size == array.size, "the processes do not agree in the size of a message"
             array[...] = came
+
+    def _next(self, queue: SimpleQueue[np.ndarray], rank: int, end: float) -> np.ndarray | None:
+        """The next message; None if it has not come in time, or never will."""
+        while True:
+            is_last = self.has_gone(rank) is not None or time.monotonic() >= end
+            with suppress(Empty):
+                return queue.get(timeout=0.02) if not is_last else queue.get_nowait()
+            if is_last:
+                return None
 
     def post(self, key: str, text: str) -> None:
         self._post.notices[self.rank, key] = text
