@@ -47,7 +47,7 @@ LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_T
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
     """No variable set, no CuPy, nobody warned, no default mesh yet."""
-    for name in (*VARIABLES, *LAUNCHERS):
+    for name in (*VARIABLES, *LAUNCHERS, *module._LOCAL_RANKS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
     monkeypatch.setattr(module, "_warn_once", cache(module._warn_once.__wrapped__))
@@ -254,7 +254,11 @@ def test_without_a_backend_the_warning_says_why(caplog, why):
     assert re.search(why, record.getMessage())
 
 
-def test_without_a_backend_it_warns_once_and_simulates(caplog):
+def test_without_a_backend_it_warns_once_and_simulates(caplog, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")  # the process of local rank 0 warns
+    open_mesh(2).close()
+    assert caplog.records == []
+    monkeypatch.setenv("LOCAL_RANK", "0")
     for _ in range(3):
         with open_mesh(2) as mesh:
             assert mesh.backend == "sim"

@@ -74,7 +74,7 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
             of several processes the GPU of its local rank, or GPU 0 if only one is visible; in the
             simulation ``GRADREDUCE_SIM_DEVICES`` (4). At most 1,024.
         backend: ``"sim"`` or ``"cuda"``. Default: ``GRADREDUCE_BACKEND``, else GPUs if CuPy sees
-            any, else the simulation, with one logged warning that says why.
+            any, else the simulation, with a logged warning that says why.
         processes: the launcher that has started the processes whose replicas are summed:
             ``"torchrun"``, ``"mpi"`` (mpiexec), ``"slurm"`` (srun), or ``"auto"``, the one that is
             detected. torchrun's and srun's use torch.distributed's default group, or make it with
@@ -276,7 +276,8 @@ def _backend_from_environment() -> str:
     try:
         _cuda_backend()
     except BackendUnavailableError as error:
-        _warn_once(str(error))
+        if first_number(os.environ, _LOCAL_RANKS, 1) is None:  # one process of each node says so
+            _warn_once(str(error))
         return "sim"
     return "cuda"
 
