@@ -108,7 +108,11 @@ class SkipLedger:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from cupy.cuda import nccl
-        return None if nccl.available else "CuPy finds no libnccl"
+        if not nccl.available:
+            return "CuPy finds no libnccl"
+        if mark.args and nccl.get_version() < mark.args[0]:
+            return f"NCCL {nccl.get_version()}, {mark.args[0]} needed"
+        return None
 
     def _lacks_compiler(self, mark: pytest.Mark) -> str | None:
         return None if shutil.which("g++") else "no g++ on PATH"

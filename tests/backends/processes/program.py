@@ -208,6 +208,39 @@ def ddp_hook(launcher: str) -> None:
     dist.destroy_process_group()
 
 
+# The devices of a process on GPUs, by the name in ``sys.argv``, and whether NCCL can connect them.
+ON_GPUS: dict[str, tuple[dict[str, Any], bool]] = {
+    "own": ({"devices_per_process": 2}, True),  # on the GPU of the local rank
+    "shared": ({"devices": [0, 0]}, True),  # allowed by variables of NCCL's
+    "host": ({"devices": [0, 0]}, False),
+}
+
+
+@scenario
+def on_gpus(launcher: str) -> None:
+    """Sums on GPUs, plain and prepared, have the bits of one process with simulated devices."""
+    options, by_nccl = ON_GPUS[sys.argv[3]]
+    mesh = gr.open_mesh(backend="cuda", processes=launcher, timeout=HEALTHY, **options)
+    moves = mesh.mesh_state.process_group.move_on_gpu
+    assert (moves is not None) == by_nccl, moves
+    alone = gr.open_mesh(mesh.num_replicas, backend="sim", processes="none")
+    first = mesh.process_index * len(mesh)
+    random = np.random.default_rng(0)
+    for size, dtype in itertools.product((1, 1003, 300_000), ("float16", "float32", "int16")):
+        grads = [(random.standard_normal(size) * 100).astype(dtype) for _ in alone]
+        here = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        there = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=alone)
+        wanted = there.all_reduce([[grad] for grad in grads], SUM)[0][0]
+        mine = zip(mesh, grads[first : first + len(mesh)], strict=True)
+        value = gr.PerReplica([device.upload(grad) for device, grad in mine], mesh)
+        prepared = here.prepare(SUM, [(value, value)])
+        for total in (here.reduce(SUM, value, value), prepared()[0], prepared()[0]):
+            for buffer in total.buffers:
+                assert buffer.numpy().tobytes() == wanted.tobytes()
+    mesh.close()
+    alone.close()
+
+
 FAULTS: dict[str, Callable[[Any, Any], None]] = {}
 
 
@@ -234,7 +267,10 @@ def planted(launcher: str) -> None:
         FAULTS[name](None, None)
     begin = time.monotonic()
     try:
-        mesh = gr.open_mesh(2, backend="sim", processes=launcher, timeout=deadline)
+        options: dict[str, Any] = {"devices": 2, "backend": "sim"}
+        if len(sys.argv) > 4:
+            options = {**ON_GPUS[sys.argv[4]][0], "backend": "cuda"}
+        mesh = gr.open_mesh(processes=launcher, timeout=deadline, **options)
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
         for number in range(6):
             begin, deadline = time.monotonic(), HEALTHY if number < FAULTY else DEADLINE
@@ -264,6 +300,9 @@ def step(ops: Any, mesh: Any, size: int, deadline: float = DEADLINE, **changes: 
         second = second.astype(changes["dtype"])
     grads = [[first, second] for _ in range(2)]
     (found, _) = ops.all_reduce(grads, SUM, deadline=deadline)
+    if mesh.backend == "cuda":
+        mesh.synchronize(deadline=deadline)  # an exchange that never ends would hold get()
+        found = [each.get() for each in found]
     for each, term in zip(found, grads[0], strict=True):
         assert (each == term * mesh.num_replicas).all(), "a sum of some replicas only"
 
