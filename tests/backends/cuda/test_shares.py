@@ -80,3 +80,35 @@ def test_a_sharded_step_of_several_processes_has_them_too(gpus):
 
     for found in run_processes(2, work):
         np.testing.assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])  # a lazy, an eager and a random machine
+def test_between_gpus_no_byte_of_a_step_goes_by_host_memory(seed, new_machine):
+    from fake_cupy import nccl
+
+    from gradreduce.backends.cuda import device as cuda
+
+    machine = new_machine(seed)
+    nccl.library.patience = 10.0
+    counts = (2, 1, 1)
+    with gr.open_mesh(4, backend="sim") as mesh:
+        wanted = trained(mesh, 0, 4, False)
+
+    def work(group):
+        with gr.open_mesh(
+            [group.rank] * counts[group.rank], backend="cuda", process_group=group
+        ) as mesh:
+            found = trained(mesh, sum(counts[: group.rank]), 4, True)
+            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            shares = [[device.upload(np.full(5, group.rank, np.float32))] for device in mesh]
+            with mesh.journal() as journal:
+                whole = ops.all_gather(shares)
+                again = ops.reduce_scatter(whole)
+            assert not {record.kind for record in journal.records} & {"upload", "download", "sync"}
+            return found, [row[0].numpy().tolist() for row in again]
+
+    for rank, (found, again) in enumerate(run_processes(3, work, gpu_library="nccl")):
+        np.testing.assert_equal(found, wanted)
+        assert again == [[float(rank)] * 5] * counts[rank]
+    machine.settle()
+    cuda._RETAINED.clear()
