@@ -195,8 +195,13 @@ def test_one_of_several_processes_says_that_it_works_alone(monkeypatch, name):
             use()
     with opened(2, processes="none") as mesh:
         assert (len(mesh), mesh.num_processes) == (2, 1)
-    with opened(processes="none") as mesh:
+    with opened(processes="none") as mesh, opened(1, processes="none"):
         assert len(mesh) == 4
+        assert default_mesh() is mesh
+        rows = gr.IndexedSlices(np.ones((2, 3)), np.array([0, 0]), (1, 3))
+        assert rows.to_dense().tolist() == [[2.0] * 3]
+    with pytest.raises(RuntimeError, match=text):  # it is closed
+        default_mesh()
 
 
 @pytest.mark.parametrize("value", ["1", "0", "-2", "", "many", "2.0", "\u00b2"])

@@ -134,6 +134,7 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
     except BaseException:
         mesh.close()
         raise
+    _offer_as_default(mesh)
     return mesh
 
 
@@ -250,21 +251,34 @@ _default_lock = ModuleLock()
 def default_mesh() -> Mesh:
     """Returns the mesh that ``mesh=None`` means: one ``open_mesh()`` shared by all callers.
 
-    A closed one is replaced by a new one at the next call; so is one from before a fork.
+    In one of several processes it is the first mesh that was opened. A closed one is replaced at
+    the next call, or there by the next that is opened; so is one from before a fork.
 
     Raises:
-        RuntimeError: this is one of several processes; see ``open_mesh``.
+        RuntimeError: this is one of several processes, and none is open; see ``open_mesh``.
         ValueError, BackendUnavailableError: what ``open_mesh`` raises.
     """
     with _default_lock.lock:
-        if _default:
-            try:
-                _default[0].mesh_state.check_open()
-            except BackendUnavailableError:
-                _default.clear()
-        if not _default:
+        if _open_default() is None:
             _default.append(open_mesh())
         return _default[0]
+
+
+def _offer_as_default(mesh: Mesh) -> None:
+    """Makes a mesh the default one, if it is the first in one of several processes."""
+    with _default_lock.lock:
+        if detect(os.environ) is not None and _open_default() is None:
+            _default.append(mesh)
+
+
+def _open_default() -> Mesh | None:
+    """Returns the default mesh if it is open; the lock is held."""
+    if _default:
+        try:
+            _default[0].mesh_state.check_open()
+        except BackendUnavailableError:
+            _default.clear()
+    return _default[0] if _default else None
 
 
 def _backend_from_environment() -> str:

@@ -62,8 +62,8 @@ def check_processes(processes: Any, process_group: Any, communicator: Any) -> No
         raise RuntimeError(
             f"{name}={number}: this is one of {number} processes. To sum the replicas of all of "
             "them, call open_mesh(processes='auto'), or pass process_group= or communicator=. To "
-            "sum inside each process only, call open_mesh(processes='none'). Pass the mesh to "
-            "every call that would use the default mesh."
+            "sum inside each process only, call open_mesh(processes='none'). The first mesh that "
+            "is opened so is the default mesh."
         )
 
 
