@@ -31,6 +31,7 @@ from gradreduce.backends.processes.launchers import (
     detect,
     first_number,
     join_processes,
+    refusing,
 )
 from gradreduce.backends.sim.collective import SimCollective
 from gradreduce.backends.sim.device import IMPLEMENTATIONS, SimDevice, SimOptions
@@ -113,22 +114,23 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
     """
     check_processes(processes, process_group, communicator)
     seconds = as_deadline(timeout, "timeout")
-    if devices is not None and devices_per_process is not None:
-        raise ValueError("pass devices or devices_per_process, not both")
-    if backend is None:
-        backend = _backend_from_environment()
-    if not _is_one_of(backend, _BACKENDS):
-        raise ValueError(f"backend={brief(backend)} is not one of {_BACKENDS}")
-    if not _is_one_of(kernels, IMPLEMENTATIONS):
-        raise ValueError(f"kernels={brief(kernels)} is not one of {tuple(IMPLEMENTATIONS)}")
-    if backend == "cuda":
-        try:
-            mesh = _open_cuda(devices, devices_per_process)
-        except BackendUnavailableError as error:
-            raise BackendUnavailableError(f"backend='cuda' cannot run here: {error}") from error
-    else:
-        named = devices if devices_per_process is None else devices_per_process
-        mesh = _open_sim(named, peer_access, kernels, strict, schedule_seed)
+    with refusing(processes, process_group, communicator, seconds):
+        if devices is not None and devices_per_process is not None:
+            raise ValueError("pass devices or devices_per_process, not both")
+        if backend is None:
+            backend = _backend_from_environment()
+        if not _is_one_of(backend, _BACKENDS):
+            raise ValueError(f"backend={brief(backend)} is not one of {_BACKENDS}")
+        if not _is_one_of(kernels, IMPLEMENTATIONS):
+            raise ValueError(f"kernels={brief(kernels)} is not one of {tuple(IMPLEMENTATIONS)}")
+        if backend == "cuda":
+            try:
+                mesh = _open_cuda(devices, devices_per_process)
+            except BackendUnavailableError as error:
+                raise BackendUnavailableError(f"backend='cuda' cannot run here: {error}") from error
+        else:
+            named = devices if devices_per_process is None else _checked_number(devices_per_process)
+            mesh = _open_sim(named, peer_access, kernels, strict, schedule_seed)
     try:
         join_processes(mesh, processes, process_group, communicator, seconds)
     except BaseException:
@@ -199,7 +201,7 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
     if devices is None:
         devices = own = _own_gpus(num_gpus)
         if per_process is not None:  # in turns, if there are several
-            devices = [own[index % len(own)] for index in _placement(per_process)]
+            devices = [own[index % len(own)] for index in range(_checked_number(per_process))]
     placement = _placement(devices)
     if max(placement) >= num_gpus:
         raise BackendUnavailableError(
@@ -302,6 +304,21 @@ def _warn_once(why: str) -> None:
         "gradreduce runs on simulated devices (NumPy): %s. GRADREDUCE_BACKEND=sim silences this, "
         "GRADREDUCE_BACKEND=cuda makes it an error.",
         why,
+    )
+
+
+def _checked_number(devices_per_process: int) -> int:
+    """Returns a number of devices.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    with suppress(TypeError):
+        number = as_index(devices_per_process)
+        if 0 < number <= MOST:
+            return number
+    raise ValueError(
+        f"devices_per_process={reprlib.repr(devices_per_process)} must be a number from 1 to {MOST}"
     )
 
 

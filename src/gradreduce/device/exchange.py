@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -171,7 +171,10 @@ def agree(device: Device, description: Description) -> None:
         try:
             group.agree(description, _seconds(mesh_state, group))
         except (InvalidArgumentError, CollectiveError) as error:
-            mesh_state.fail(str(error))
+            fail(mesh_state, str(error))
+            raise
+        except BaseException as error:  # the others have read that this process makes the call
+            fail(mesh_state, _stopped(group, error))
             raise
 
     command()
@@ -203,16 +206,19 @@ def telling_others(device: Device) -> Iterator[None]:
         mesh_state = device.mesh_state
         group = mesh_state.process_group
         if mesh_state.reason is None and group is not None:
-            fail(mesh_state, f"a call of process {group.rank} of {group.size} stopped: {error!r}")
+            fail(mesh_state, _stopped(group, error))
         raise
+
+
+def _stopped(group: ProcessGroup, error: BaseException) -> str:
+    return f"a call of process {group.rank} of {group.size} stopped: {error!r}"
 
 
 def fail(mesh_state: MeshState, reason: str) -> None:
     """Marks a mesh over several processes as failed, and tells the others why."""
     group = mesh_state.process_group
     assert group is not None, "only a mesh over several processes has others"
-    with suppress(CollectiveError):  # the others may be gone
-        group.post("failed", reason)
+    group.tell_failure(reason)
     mesh_state.fail(reason)
 
 

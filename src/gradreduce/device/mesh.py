@@ -183,8 +183,10 @@ class Mesh(NotCopied):
         Raises:
             BackendUnavailableError: the mesh is from before a fork: it is the parent's to close.
             CaptureError: inside a capture.
+            CollectiveError: another process has not closed its mesh in time; this one is closed.
 
-        Over several processes the host waits until the others close theirs too, at most 30 s.
+        Over several processes the host waits until the others close theirs too, at most for the
+        ``timeout`` of ``open_mesh``. A mesh that has failed waits for nobody.
         """
         self.mesh_state.check_process()
         self.mesh_state.check_outside("closing a mesh")
@@ -192,11 +194,13 @@ class Mesh(NotCopied):
         if self.mesh_state.reason is not None:  # memory of queues that are stuck is kept by then
             self.mesh_state.failure_reported.wait(_REPORT_SECONDS)
         self.mesh_state.close()
-        if self.mesh_state.process_group is not None:
-            self.mesh_state.process_group.leave(self.mesh_state.reason)
-        self._on_close()
-        for device in self.devices[0].mesh.devices:
-            device.drop_free_memory()
+        try:
+            if self.mesh_state.process_group is not None:
+                self.mesh_state.process_group.leave(self.mesh_state.reason)
+        finally:
+            self._on_close()
+            for device in self.devices[0].mesh.devices:
+                device.drop_free_memory()
 
     def _finish_exchanges(self) -> None:
         """Waits for queued exchanges, before the others hear that this process leaves."""
@@ -213,7 +217,9 @@ class Mesh(NotCopied):
     def __exit__(self, *error: object) -> None:
         if self.mesh_state.is_inherited:  # a child that ends may leave the parent's block
             return
-        several = self.mesh_state.process_group is not None and not self.mesh_state.is_closed
+        state = self.mesh_state
+        is_usable = not state.is_closed and state.reason is None
+        several = state.process_group is not None and is_usable
         if several and isinstance(error[1], Exception | KeyboardInterrupt):
             # Nothing to wait for: the others cannot go on without this process.
             fail(self.mesh_state, f"left its mesh by {error[1]!r}")

@@ -26,7 +26,6 @@ from gradreduce.errors import CollectiveError, InvalidArgumentError, listed
 if TYPE_CHECKING:
     from .buffer import Buffer
     from .device import Device
-    from .mesh_state import MeshState
 
 # The rank of another process, and a flat array of bytes that goes to it or comes from it.
 Message = tuple[int, np.ndarray]
@@ -42,8 +41,6 @@ _KEPT_CALLS = 1024
 _KNOWN_CALLS = 256
 # How long a process that lost another waits for a notice that tells why.
 _REASON_SECONDS = 1.0
-# How long a process that leaves waits for the others to leave too: rank 0 may hold their notices.
-_LEAVE_SECONDS = 30.0
 _LOOK_SECONDS = 0.05
 _MOST_TAGS = (1 << 28) - 1
 
@@ -156,11 +153,6 @@ class ProcessGroup(ABC):
     def read(self, rank: int, key: str, seconds: float) -> str | None:
         """Returns another process's notice; None if none has come within ``seconds``."""
 
-    def tell_failure(self, mesh_state: MeshState) -> None:
-        """Tells the others why this process's mesh has failed; called when it has."""
-        with suppress(CollectiveError):  # the others may be gone
-            self.post("failed", str(mesh_state.reason))
-
     def close(self) -> None:  # noqa: B027  # not every one must
         """Releases what this group has made."""
 
@@ -171,19 +163,69 @@ class ProcessGroup(ABC):
 
         Args:
             failure: why the mesh has failed; None: it has not.
+
+        Raises:
+            CollectiveError: another process has not left within ``timeout``.
         """
         if self._is_closed:
             return
         self._is_closed = True
+        self._tell_end("closed its mesh")
+        try:
+            missing = self._wait_for_leaving(self.timeout) if failure is None else []
+            if missing:
+                raise CollectiveError(self.describe_missing(missing, "close", self.timeout))
+        except BaseException as error:
+            self.tell_failure(f"left its mesh by {error!r}")
+            raise
+        finally:
+            self.close()
+
+    def leave_at_exit(self, how: str) -> None:
+        """Tells the others that this process ends without closing its mesh.
+
+        Args:
+            how: for an error of another process, without the name of this one.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self._tell_end(how)
+
+    def _tell_end(self, how: str) -> None:
         with suppress(CollectiveError):  # the others may be gone
-            self.post("closed", str(self._calls))
-        if failure is None:
-            end = time.monotonic() + min(self.timeout, _LEAVE_SECONDS)
-            for rank in self.others:
-                while time.monotonic() < end and self.read(rank, "failed", 0.0) is None:
-                    if self.read(rank, "closed", _LOOK_SECONDS) is not None:
-                        break
+            self.post("closed", f"{self._calls} {how}")
+
+    def tell_failure(self, reason: str) -> None:
+        """Tells the others why this process's mesh has failed."""
+        with suppress(CollectiveError):  # the others may be gone
+            self.post("failed", reason)
+
+    def refuse(self, reason: str) -> None:
+        """Tells the others that this process cannot open its mesh, and closes.
+
+        Waits a moment for them to read it: this process may hold the store.
+
+        Args:
+            reason: without the name of this process.
+        """
+        self._is_closed = True
+        with suppress(CollectiveError):
+            self.post("failed", reason)
+            self._wait_for_leaving(_REASON_SECONDS)
         self.close()
+
+    def _wait_for_leaving(self, seconds: float) -> list[int]:
+        """Waits until all others have failed or closed their mesh; returns who has not in time."""
+        end = time.monotonic() + seconds
+        missing = []
+        for rank in self.others:
+            while self.read(rank, "failed", 0.0) is None:
+                if self.read(rank, "closed", _LOOK_SECONDS) is not None:
+                    break
+                if time.monotonic() >= end:
+                    missing.append(rank)
+                    break
+        return missing
 
     # -- what follows from it ---------------------------------------------------------------------
 
@@ -337,10 +379,10 @@ class ProcessGroup(ABC):
         failed = self.read(rank, "failed", 0.0)
         if failed is not None:
             return failed
-        closed = self.read(rank, "closed", 0.0)
-        if closed is None or int(closed) >= self._calls:
+        calls, _, how = (self.read(rank, "closed", 0.0) or "").partition(" ")
+        if not calls or int(calls) >= self._calls:
             return None
-        return f"closed its mesh after {closed} calls"
+        return f"{how} after {calls} calls"
 
 
 class ProcessError(CollectiveError):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 from gradreduce.device import Mesh
@@ -23,6 +25,9 @@ from .gpu_exchange import choose_gpu_move, connect_gpus, describe_gpus
 # services listen.
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
 _FOREVER = 365.0 * 24 * 3600  # seconds
+# How long a process that opens no mesh takes at most to tell the others why.
+_TELL_SECONDS = 30.0
+_LOOK_SECONDS = 0.05
 LAUNCHERS = ("auto", "none", "torchrun", "mpi", "slurm")
 # What launchers say of the number of processes, the one that may start another first.
 _NUM_PROCESSES = (
@@ -31,8 +36,8 @@ _NUM_PROCESSES = (
     ("mpi", "PMI_SIZE"),
     ("slurm", "SLURM_STEP_NUM_TASKS"),
 )
-
-
+# Those of open meshes, and the process that has opened them.
+_open_groups: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 # What the processes of a mesh must agree in.
 _ALIKE = {
     "backend": "the backend of gradreduce",
@@ -77,20 +82,56 @@ def join_processes(
             missing.
         CollectiveError: another process does not open the mesh in time, or opens it otherwise.
     """
-    launcher = detect(os.environ) if processes == "auto" else processes
-    seconds = _FOREVER if timeout is None else timeout
     on_gpus = mesh.backend == "cuda"
-    group = _opened(launcher, process_group, communicator, seconds, on_gpus=on_gpus)
+    group = _opened(processes, process_group, communicator, timeout, on_gpus=on_gpus)
     if group is None:
         return
     try:
         _meet(mesh, group)
     except BaseException as error:
-        mesh.mesh_state.process_group = None  # the mesh is closed without waiting for the others
-        with suppress(CollectiveError):
-            group.post("failed", f"process {group.rank} of {group.size} opens no mesh: {error}")
-        group.close()
+        group.refuse(_refusal(error))
         raise
+    _open_groups[group] = os.getpid()
+
+
+def _leave_at_exit() -> None:
+    """Tells other processes that this one ends without closing its mesh."""
+    error = getattr(sys, "last_value", None)
+    how = f"ended by {error!r}" if error is not None else "ended without closing its mesh"
+    for group, process in list(_open_groups.items()):
+        if process == os.getpid():  # a forked process has a copy
+            with suppress(Exception):
+                group.leave_at_exit(how)
+
+
+atexit.register(_leave_at_exit)
+
+
+@contextmanager
+def refusing(
+    processes: str | None, process_group: Any, communicator: Any, timeout: float | None
+) -> Iterator[None]:
+    """Context manager: tells the other processes of an error inside, for which they would wait.
+
+    Args:
+        processes: see ``open_mesh``.
+        process_group: see there.
+        communicator: see there.
+        timeout: see there.
+    """
+    try:
+        yield
+    except Exception as error:
+        seconds = _TELL_SECONDS if timeout is None else min(timeout, _TELL_SECONDS)
+        with suppress(Exception):  # the first error counts
+            group = _opened(processes, process_group, communicator, seconds, on_gpus=False)
+            if group is not None:
+                group.refuse(_refusal(error))
+        raise
+
+
+def _refusal(error: BaseException) -> str:
+    return f"opens no mesh: {type(error).__name__}: {error}"
 
 
 def _meet(mesh: Mesh, group: ProcessGroup) -> None:
@@ -108,7 +149,7 @@ def _meet(mesh: Mesh, group: ProcessGroup) -> None:
     notices = []
     missing = []
     for rank in range(group.size):
-        text = group.read(rank, "open", max(0.0, end - time.monotonic()))
+        text = _notice(group, rank, end)
         if text is None:
             missing.append(rank)
             continue
@@ -126,8 +167,18 @@ def _meet(mesh: Mesh, group: ProcessGroup) -> None:
     group.move_on_gpu = choose_gpu_move(mesh, group, notices, end)
     mesh.mesh_state.process_group = group
     if group.move_on_gpu is not None:
-        mesh.mesh_state.on_failure.append(partial(group.tell_failure, mesh.mesh_state))
+        state = mesh.mesh_state
+        state.on_failure.append(lambda: group.tell_failure(str(state.reason)))
         connect_gpus(mesh, group, end)
+
+
+def _notice(group: ProcessGroup, rank: int, end: float) -> str | None:
+    """Returns what a process says when it opens its mesh; None if it does not."""
+    while True:
+        is_last = group.has_gone(rank) is not None or time.monotonic() >= end
+        text = group.read(rank, "open", 0.0 if is_last else _LOOK_SECONDS)
+        if text is not None or is_last:
+            return text
 
 
 def detect(environment: Mapping[str, str]) -> str | None:
@@ -150,9 +201,16 @@ def first_number(
 
 
 def _opened(
-    launcher: str | None, process_group: Any, communicator: Any, timeout: float, *, on_gpus: bool
+    processes: str | None,
+    process_group: Any,
+    communicator: Any,
+    seconds: float | None,
+    *,
+    on_gpus: bool,
 ) -> ProcessGroup | None:
     """Opens the processes of a launcher or of a library's group; None: this process alone."""
+    launcher = detect(os.environ) if processes == "auto" else processes
+    timeout = _FOREVER if seconds is None else seconds
     if isinstance(process_group, ProcessGroup):
         return process_group
     group: ProcessGroup | None = None

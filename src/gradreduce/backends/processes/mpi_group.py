@@ -10,13 +10,12 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.process_group import Message, ProcessError, ProcessGroup
 from gradreduce.errors import CollectiveError, brief
 
@@ -24,6 +23,10 @@ _NOTICE = 0  # its tag; those of data are above
 _SPIN_SECONDS = 2e-3  # for what is about to arrive; then the core is left to others
 _PAUSE_SECONDS = 2e-4
 _LOOK_SECONDS = 0.05  # for notices of processes that an exchange waits for
+# Requests of exchanges that have failed. They keep the memory that MPI may still access.
+_abandoned: list[Any] = []
+# Why this process must end all processes when it exits, instead of waiting for them in MPI's end.
+_abort_reasons: set[str] = set()
 
 
 class MpiGroup(ProcessGroup):
@@ -49,22 +52,34 @@ class MpiGroup(ProcessGroup):
         self._notices: dict[tuple[int, str], str] = {}
         self._posted: list[tuple[Any, bytes]] = []  # requests, and what they still read
         self._communicator: Any = None
+        self._has_failed = False
         self._most_tags = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         self._meet(communicator)
-        self._communicator, request = communicator.Idup()
-        _until(request.Test, timeout)
 
     def _meet(self, communicator: Any) -> None:
-        """Waits until all processes have come, because ``Idup`` cannot name one that is missing."""
+        """Copies the communicator; waits first, because ``Idup`` cannot name who is missing."""
+        _abort_reasons.add("opening")
+        end = time.monotonic() + self.timeout
         sends = [communicator.Isend(b"", rank, self._most_tags) for rank in self.others]
         receives = {
             rank: communicator.Irecv(bytearray(), rank, self._most_tags) for rank in self.others
         }
-        if _until(lambda: MPI.Request.Testall([*sends, *receives.values()]), self.timeout):
-            return
-        abort_at_exit()
-        missing = [rank for rank, request in receives.items() if not request.Test()]
-        raise CollectiveError(self.describe_missing(missing, "open_mesh", self.timeout))
+        try:
+            if not _until(lambda: MPI.Request.Testall([*sends, *receives.values()]), self.timeout):
+                missing = [rank for rank, request in receives.items() if not request.Test()]
+                raise CollectiveError(self.describe_missing(missing, "open_mesh", self.timeout))
+            copy, request = communicator.Idup()
+            if not _until(request.Test, end - time.monotonic()):
+                _abandoned.append(request)
+                raise CollectiveError(
+                    f"a process of {self.size} has come to open_mesh, and has left it within "
+                    f"{self.timeout:.3g} s"
+                )
+        except BaseException:
+            _abandon(list(receives.values()), sends)
+            raise
+        self._communicator = copy
+        _abort_reasons.discard("opening")
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
@@ -73,29 +88,46 @@ class MpiGroup(ProcessGroup):
         call = self._communicator
         tag = 1 + tag % self._most_tags
         ranks = [rank for rank, _ in [*receives, *sends]]
-        requests = [call.Irecv(array, rank, tag) for rank, array in receives]
-        requests += [call.Isend(array, rank, tag) for rank, array in sends]
+        incoming: list[Any] = []
+        outgoing: list[Any] = []
+        try:
+            for rank, array in receives:
+                incoming.append(call.Irecv(array, rank, tag))
+            for rank, array in sends:
+                outgoing.append(call.Isend(array, rank, tag))
+            self._wait([*incoming, *outgoing], ranks, seconds)
+        except BaseException:
+            _abandon(incoming, outgoing)
+            raise
+
+    def _wait(self, requests: Sequence[Any], ranks: Sequence[int], seconds: float) -> None:
+        """Waits until all requests, with these processes, are done.
+
+        Raises:
+            ProcessError: one of them has gone, or is late.
+        """
         end = time.monotonic() + seconds
         while not _until(lambda: MPI.Request.Testall(requests), min(_LOOK_SECONDS, seconds)):
             self._receive_notices()
             open_ranks = [
                 rank for rank, request in zip(ranks, requests, strict=True) if not request.Test()
             ]
-            gone = [rank for rank in open_ranks if self.has_gone(rank) is not None]
-            if not gone and time.monotonic() < end:
-                continue
-            abort_at_exit()
-            if gone:
-                raise ProcessError(gone[0], "has gone")
-            raise ProcessError(open_ranks[0], f"did not answer within {seconds:.3g} s")
+            for rank in open_ranks:
+                if self.has_gone(rank) is not None:
+                    raise ProcessError(rank, "has gone")
+            if open_ranks and time.monotonic() >= end:
+                raise ProcessError(open_ranks[0], f"did not answer within {seconds:.3g} s")
 
-    def tell_failure(self, mesh_state: MeshState) -> None:
+    def tell_failure(self, reason: str) -> None:
         """See ``ProcessGroup.tell_failure``; MPI must not wait for the others at the end."""
-        abort_at_exit()
-        super().tell_failure(mesh_state)
+        _abort_reasons.add("a mesh has failed")
+        self._has_failed = True
+        super().tell_failure(reason)
 
     def post(self, key: str, text: str) -> None:
         """See ``ProcessGroup.post``."""
+        if MPI.Is_finalized():
+            raise CollectiveError("MPI has ended")
         self._receive_notices()
         self._notices[self.rank, key] = text
         self._posted = [each for each in self._posted if not each[0].Test()]
@@ -114,7 +146,9 @@ class MpiGroup(ProcessGroup):
         return self._notices.get((rank, key))
 
     def close(self) -> None:
-        """See ``ProcessGroup.close``; all processes have come to it."""
+        """See ``ProcessGroup.close``; all processes have come to it, unless the mesh has failed."""
+        if self._has_failed:
+            return
         self._receive_notices()
         _until(lambda: all([request.Test() for request, _ in self._posted]), self.timeout)
         self._communicator.Free()
@@ -144,10 +178,21 @@ def _until(done: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-@cache
-def abort_at_exit() -> None:
-    """Makes this process end all processes when it exits.
+def _abandon(receives: Sequence[Any], sends: Sequence[Any]) -> None:
+    """Cancels receives, and keeps the memory of all requests."""
+    _abandoned.extend([*receives, *sends])
+    for request in receives:
+        with suppress(MPI.Exception):  # it is done
+            request.Cancel()
+
+
+def _abort() -> None:
+    """Ends all processes, unless nothing has failed.
 
     MPI's own end would wait for ever for a process that hangs.
     """
-    atexit.register(MPI.COMM_WORLD.Abort, 1)
+    if _abort_reasons and not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(1)
+
+
+atexit.register(_abort)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import time
 from _thread import start_new_thread
 from collections.abc import Callable, Sequence
@@ -97,7 +98,8 @@ class TorchGroup(ProcessGroup):
                 raise
             rank = ranks[len(done if len(works) == len(ranks) else works)]
             late = time.monotonic() >= end
-            why = f"did not answer within {seconds:.3g} s" if late else f"has gone ({error})"
+            gone = f"has ended, or its connection has broken ({_without_advice(error)})"
+            why = f"did not answer within {seconds:.3g} s" if late else gone
             raise ProcessError(rank, why) from error
         self._idle.append(thread)
 
@@ -260,6 +262,11 @@ def _as_cuda_array(buffer: Buffer) -> Any:
     data = (buffer.address, False)  # not read-only
     interface = {"shape": (buffer.nbytes,), "typestr": "|u1", "data": data, "version": 2}
     return SimpleNamespace(__cuda_array_interface__=interface)
+
+
+def _without_advice(error: RuntimeError) -> str:
+    """Returns the first sentence of an error of gloo, without the line of its source."""
+    return re.sub(r"^\[[^]]*:\d+\] ", "", str(error)).partition(". ")[0]
 
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor:
