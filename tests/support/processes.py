@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 PROGRAM = Path(__file__).parents[1] / "backends" / "processes" / "program.py"
+FAULT_PROGRAM = PROGRAM.with_name("fault_program.py")
 # Starts processes with the variables that srun sets; the number of the job selects the port.
 SRUN = """
 import os, subprocess, sys
@@ -56,6 +57,13 @@ def ends_well(launcher: str, size: int, scenario: str, *arguments: str, **option
     done = run_scenario(launcher, size, scenario, *arguments, **options)
     assert done.returncode == 0, done.text
     assert done.text.count("done") == size
+
+
+def run_fault(
+    launcher: str, size: int, fault: str, call: str = "reduce", deadline: float = 3.0
+) -> Run:
+    """Runs ``fault_program.py``; see ``run``."""
+    return run(launcher, size, str(FAULT_PROGRAM), launcher, fault, call, str(deadline))
 
 
 def run(launcher: str, size: int, *script: str, restarts: int = 0) -> Run:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from flight_to_torch import main
-from support.processes import run_scenario
+from support.processes import run_fault
 
 ANALYZER = "torch.distributed.flight_recorder.fr_trace"
 
@@ -18,7 +18,7 @@ ANALYZER = "torch.distributed.flight_recorder.fr_trace"
 @pytest.mark.faults
 def test_the_analyzer_names_the_process_that_hangs(tmp_path, monkeypatch):
     monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "flight.json"))
-    done = run_scenario("mpi", 2, "planted", "stopped")
+    done = run_fault("mpi", 2, "stopped")
     files = list(tmp_path.glob("flight.*.rank*.json"))
     assert [path.suffixes[-2] for path in files] == [".rank0"], done.text
     main([str(tmp_path / "folder"), *map(str, files)])

@@ -1,0 +1,95 @@
+"""What processes tell each other when one of them fails, leaves or ends."""
+
+import logging
+
+import numpy as np
+import pytest
+from support.thread_group import run_processes
+
+import gradreduce as gr
+from gradreduce.backends import _warn_once
+from gradreduce.backends.processes import launchers
+from gradreduce.errors import CollectiveError
+
+CALL = "call 0 (reduction, tensors: float64[3])"
+
+
+def opened(group):
+    mesh = gr.open_mesh(1, backend="sim", process_group=group)
+    return mesh, gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+
+
+def test_a_process_that_opens_no_mesh_tells_the_others_why():
+    def work(group):
+        number = 0 if group.rank == 0 else 1
+        error = ValueError if group.rank == 0 else CollectiveError
+        with pytest.raises(error) as found:
+            gr.open_mesh(backend="sim", devices_per_process=number, process_group=group)
+        return str(found.value)
+
+    own, *others = run_processes(3, work, timeout=60.0)
+    assert own == "devices_per_process=0 must be a number from 1 to 1024"
+    for text in others:
+        assert f"process 0: opens no mesh: ValueError: {own}" in text
+
+
+def test_an_interrupted_comparison_is_seen_at_once():
+    def work(group):
+        def interrupted(*arguments):
+            raise KeyboardInterrupt
+
+        mesh, ops = opened(group)
+        if group.rank == 1:
+            group.has_gone = interrupted
+        error = KeyboardInterrupt if group.rank == 1 else CollectiveError
+        with pytest.raises(error) as found:
+            ops.all_reduce([[np.ones(3)]])
+        mesh.close()
+        return str(found.value)
+
+    text, _ = run_processes(2, work, timeout=60.0)
+    assert "process 1: a call of process 1 of 2 stopped: KeyboardInterrupt()" in text
+
+
+def test_a_process_that_ends_without_closing_is_seen_at_once(monkeypatch):
+    monkeypatch.setattr(launchers.sys, "last_value", KeyError("of the user"), raising=False)
+
+    def work(group):
+        mesh, ops = opened(group)
+        if group.rank == 1:
+            groups = {group: launchers._open_groups[group]}
+            with monkeypatch.context() as patched:
+                patched.setattr(launchers, "_open_groups", groups)
+                launchers._leave_at_exit()
+            return mesh, ""
+        with pytest.raises(CollectiveError) as found:
+            ops.all_reduce([[np.ones(3)]])
+        return mesh, str(found.value)
+
+    (_, text), _ = run_processes(2, work, timeout=60.0)
+    assert text == (
+        f"process 1 of 2 has not come to {CALL}: process 1: ended by KeyError('of the user') after "
+        "0 calls"
+    )
+
+
+def test_close_names_the_process_that_does_not_close():
+    def work(group):
+        mesh, _ = opened(group)
+        if group.rank == 0:
+            group.timeout = 0.1
+            with pytest.raises(CollectiveError, match=r"process 1 of 2 .* close within 0.1 s"):
+                mesh.close()
+            mesh.close()
+        return mesh
+
+    run_processes(2, work)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_process_warns_that_there_is_no_gpu(monkeypatch, caplog, rank):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    caplog.set_level(logging.INFO, "gradreduce")
+    _warn_once.__wrapped__("no CuPy")
+    assert [each.levelno for each in caplog.records] == [(logging.WARNING, logging.INFO)[rank]]
