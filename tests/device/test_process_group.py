@@ -1,13 +1,10 @@
 """What processes tell each other when one of them fails, leaves or ends."""
 
-import logging
-
 import numpy as np
 import pytest
 from support.thread_group import run_processes
 
 import gradreduce as gr
-from gradreduce.backends import _warn_once
 from gradreduce.backends.processes import launchers
 from gradreduce.errors import CollectiveError
 
@@ -84,12 +81,3 @@ def test_close_names_the_process_that_does_not_close():
         return mesh
 
     run_processes(2, work)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_process_warns_that_there_is_no_gpu(monkeypatch, caplog, rank):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", str(rank))
-    caplog.set_level(logging.INFO, "gradreduce")
-    _warn_once.__wrapped__("no CuPy")
-    assert [each.levelno for each in caplog.records] == [(logging.WARNING, logging.INFO)[rank]]

@@ -31,7 +31,7 @@ from gradreduce.backends.processes.launchers import (
     detect,
     first_number,
     join_processes,
-    refusing,
+    telling_processes,
 )
 from gradreduce.backends.sim.collective import SimCollective
 from gradreduce.backends.sim.device import IMPLEMENTATIONS, SimDevice, SimOptions
@@ -114,7 +114,7 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
     """
     check_processes(processes, process_group, communicator)
     seconds = as_deadline(timeout, "timeout")
-    with refusing(processes, process_group, communicator, seconds):
+    with telling_processes(processes, process_group, communicator, seconds):
         if devices is not None and devices_per_process is not None:
             raise ValueError("pass devices or devices_per_process, not both")
         if backend is None:

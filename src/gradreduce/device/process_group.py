@@ -200,7 +200,7 @@ class ProcessGroup(ABC):
         with suppress(CollectiveError):  # the others may be gone
             self.post("failed", reason)
 
-    def refuse(self, reason: str) -> None:
+    def leave_unopened(self, reason: str) -> None:
         """Tells the others that this process cannot open its mesh, and closes.
 
         Waits a moment for them to read it: this process may hold the store.

@@ -13,7 +13,7 @@ from support.processes import MPI, TORCHRUN, run_fault
 DEADLINE = 3.0
 TENSORS = r"packs 1 to 2 of 2 \(tensors 0 to 1\): "
 LATE = r"process 1 of \d (did not answer within [\d.]+ s)"
-DEAD = r"process 1 of \d has ended, or its connection has broken \(.*\)"
+GONE = r"process 1 of \d has ended, or its connection has broken \(.*\)"
 ENDED = r"process 1: ended without closing its mesh after 3 calls"
 DIFFERENT = r"the processes reduce different tensors: tensor 0 is "
 STOPPED = r"(process 1( of \d)?(:| did not answer| has ended)|process \d: .*process 1)"
@@ -24,7 +24,7 @@ FAULTS = {
     "killed_before": None,
     "killed_inside": None,
     "killed_after": None,
-    "ended": TENSORS + DEAD,
+    "ended": TENSORS + GONE,
     "stopped": TENSORS + LATE,
     "stopped_at_end": r"process 1 of 2 has not come to close within [\d.]+ s",
     "stopped_without_deadline": TENSORS + LATE,

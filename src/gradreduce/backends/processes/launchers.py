@@ -89,7 +89,7 @@ def join_processes(
     try:
         _meet(mesh, group)
     except BaseException as error:
-        group.refuse(_refusal(error))
+        group.leave_unopened(_reason_of(error))
         raise
     _open_groups[group] = os.getpid()
 
@@ -108,7 +108,7 @@ atexit.register(_leave_at_exit)
 
 
 @contextmanager
-def refusing(
+def telling_processes(
     processes: str | None, process_group: Any, communicator: Any, timeout: float | None
 ) -> Iterator[None]:
     """Context manager: tells the other processes of an error inside, for which they would wait.
@@ -126,11 +126,11 @@ def refusing(
         with suppress(Exception):  # the first error counts
             group = _opened(processes, process_group, communicator, seconds, on_gpus=False)
             if group is not None:
-                group.refuse(_refusal(error))
+                group.leave_unopened(_reason_of(error))
         raise
 
 
-def _refusal(error: BaseException) -> str:
+def _reason_of(error: BaseException) -> str:
     return f"opens no mesh: {type(error).__name__}: {error}"
 
 
