@@ -19,6 +19,9 @@ from .process_group import Description, Message, Parcel, ProcessError, ProcessGr
 
 # Between two looks for notices of processes that have failed or left.
 _LOOK_SECONDS = 0.1
+# A group of NCCL holds what goes to so many processes, and so many parcels to each: at most 128
+# sends and as many receives.
+_GROUP_DISTANCES, _GROUP_PARCELS = 8, 16
 
 
 def exchange(
@@ -94,7 +97,37 @@ def _exchange_on_gpu(
         return
     pending = PendingExchange(what, _seconds(mesh_state, group), device, group)
     with _failing(mesh_state, group, what), mesh_state.watched(pending):
-        device._exchange_on_gpu(outgoing, incoming, queue, move)
+        for batch in batches(group.rank, group.size, outgoing, incoming):
+            device._exchange_on_gpu(*batch, queue, move)
+
+
+def batches(
+    rank: int, size: int, sends: Sequence[Parcel], receives: Sequence[Parcel]
+) -> list[tuple[list[Parcel], list[Parcel]]]:
+    """Cuts an exchange into groups of NCCL, at the same places in every process.
+
+    NCCL itself cuts a group that is too large, but at another place in each process, and these
+    parts wait for each other for ever (NVIDIA/Megatron-LM#7189, pytorch/pytorch#174942).
+
+    Args:
+        rank: of this process.
+        size: the number of processes.
+        sends: in the order in which the other process receives them.
+        receives: in the order in which the other process sends them.
+
+    Returns:
+        Sends and receives of each group, in order.
+    """
+    found: dict[tuple[int, int], tuple[list[Parcel], list[Parcel]]] = {}
+    for side, parcels in enumerate((sends, receives)):
+        counts = [0] * size
+        for parcel in parcels:
+            other = parcel[0]
+            distance = (other - rank if side == 0 else rank - other) % size
+            place = (distance - 1) // _GROUP_DISTANCES, counts[other] // _GROUP_PARCELS
+            counts[other] += 1
+            found.setdefault(place, ([], []))[side].append(parcel)
+    return [found[place] for place in sorted(found)]
 
 
 @contextmanager

@@ -42,6 +42,7 @@ _KNOWN_CALLS = 256
 # How long a process that lost another waits for a notice that tells why.
 _REASON_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
+_TELL_SECONDS = 1.0
 _MOST_TAGS = (1 << 28) - 1
 
 

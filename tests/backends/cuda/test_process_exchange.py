@@ -18,7 +18,7 @@ from support.thread_group import run_processes
 import gradreduce as gr
 from gradreduce.backends.cuda import device as cuda
 from gradreduce.device import Mesh
-from gradreduce.device.exchange import exchange
+from gradreduce.device.exchange import batches, exchange
 from gradreduce.device.process_group import ProcessGroup
 from gradreduce.errors import CollectiveError, InvalidArgumentError
 
@@ -95,6 +95,46 @@ def test_processes_have_the_bits_of_one_without_host_memory(here):
     to_connect = 3 * 2  # a byte to each other process
     assert here.counts["bytes sent"] == to_connect + sum(nbytes for _, nbytes, *_ in results)
     assert here.counts["send"] == here.counts["recv"]
+
+
+def is_over(group: Any, done: set[tuple[int, int, int]]) -> bool:
+    return all(message in done for side in group for _, message in side)
+
+
+def test_both_ends_of_a_message_are_in_groups_of_one_place():
+    """Processes send others different numbers of messages; most are alone in one group."""
+    size = 20
+    count = {
+        (source, target): (source * target) % 50
+        for source in range(size)
+        for target in range(size)
+        if source != target
+    }
+    groups = []
+    for rank in range(size):
+        others = [other for other in range(size) if other != rank]
+        sends = [(other, (rank, other, at)) for other in others for at in range(count[rank, other])]
+        receives = [
+            (other, (other, rank, at))
+            for other in reversed(others)
+            for at in range(count[other, rank])
+        ]
+        found = batches(rank, size, sends, receives)
+        assert max([len(side) for group in found for side in group], default=0) <= 128
+        assert sum(len(sent) for sent, _ in found) == len(sends)
+        assert sum(len(received) for _, received in found) == len(receives)
+        groups.append(found)
+    done: set[tuple[int, int, int]] = set()
+    while any(groups):  # each process waits until all messages of its first group are done
+        first = [found[0] for found in groups if found]
+        sent = {message for sends, _ in first for _, message in sends}
+        done |= sent & {message for _, receives in first for _, message in receives}
+        over = [found for found in groups if found and is_over(found[0], done)]
+        assert over, "each process waits for another"
+        for found in over:
+            del found[0]
+    assert len(done) == sum(count.values())
+    assert len(batches(0, 8, [(other, None) for other in range(1, 8)] * 16, [])) == 1
 
 
 def test_rows_and_broadcasts_travel_too(here):

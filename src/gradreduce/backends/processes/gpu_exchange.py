@@ -29,12 +29,14 @@ def describe_gpus(mesh: Mesh, group: ProcessGroup) -> dict[str, Any]:
     """Returns what the other processes must know of this one's GPUs, as JSON values.
 
     Returns:
-        ``"gpus"``: their names, unless no NCCL is to be used; ``"nccl"``: its version, 0 where the
-        mesh makes no communicator.
+        ``"gpus"``: their names, different where NCCL takes them together, unless none is to be
+        used; ``"nccl"``: its version, 0 where the mesh makes no communicator.
     """
     if mesh.backend != "cuda" or group.gpu_library == "host":
         return {"gpus": [], "nccl": 0}
     gpus = list(dict.fromkeys(device._hardware_name() for device in mesh.devices))
+    if os.environ.get(_SHARED_GPU) == "1":
+        gpus = [f"{name}, process {group.rank}" for name in gpus]
     version = 0
     if group.gpu_library == "nccl":
         with suppress(BackendUnavailableError):
@@ -89,7 +91,7 @@ def _obstacle(mesh: Mesh, group: ProcessGroup, notices: Sequence[Mapping[str, An
         if len(gpus) > 1:
             return f"process {rank} has {len(gpus)} GPUs, and NCCL takes one of each process"
         other = owners.setdefault(gpus[0], rank)
-        if other != rank and os.environ.get(_SHARED_GPU) != "1":
+        if other != rank:
             return f"processes {other} and {rank} share GPU {gpus[0]}, which NCCL refuses"
     return None
 
