@@ -24,3 +24,11 @@ def script_with(text):
 def test_the_script_for_torchrun_trains():
     weight = script_with("register_comm_hook")["train"](steps=60)
     assert ((weight - 1).abs() < 0.1).all()
+
+
+def test_the_scripts_with_data_parallel_train():
+    weight = script_with('processes="auto"')["train"](steps=60)
+    assert ((weight - 1).abs() < 0.1).all()
+    one, other = script_with("dp.replicas")["train"](steps=60)
+    assert one.equal(other)
+    assert ((one - 1).abs() < 0.1).all()

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.device import as_deadline
-from gradreduce.errors import CollectiveError, brief, listed
+from gradreduce.errors import brief, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
-from .worker import Worker
+from .worker import with_name, worker_of
 
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -52,11 +52,11 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
     mesh has failed then, and the gradients are undefined.
     """
     seconds = as_deadline(deadline)
-    (device,) = _checked_mesh(cross_device_ops).devices
-    worker = Worker()
+    mesh = _checked_mesh(cross_device_ops)
+    worker = worker_of(mesh)
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        device.mesh_state.check_process()
+        mesh.mesh_state.check_process()
         gradients = bucket.buffer()
         on_gpu = [gradients.device] if gradients.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_gpu)
@@ -66,11 +66,11 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
             try:
                 future.set_result(_mean(cross_device_ops, gradients, seconds))
             except Exception as error:
-                named = _named(error, f"bucket {index} ({listed(_names_of(parameters))})")
+                named = with_name(error, f"bucket {index} ({listed(_names_of(parameters))})")
                 future.set_exception(named)
                 raise named from error.__cause__
 
-        task = worker.submit(reduce, on_gpu)
+        task = worker.submit(reduce, map(torch.cuda.current_stream, on_gpu))
         # At the end of backward, before DDP's own callback, for which an error is a wrong result.
         torch.autograd.Variable._execution_engine.queue_callback(task.wait)
         return future
@@ -109,14 +109,6 @@ def _mean(
         [[gradients]], ReduceOp.MEAN, out=out, deadline=deadline
     )
     return mean
-
-
-def _named(error: Exception, bucket: str) -> Exception:
-    """Returns the error with the name of the bucket; a CollectiveError has it in its message."""
-    if type(error) is CollectiveError:
-        return CollectiveError(f"{bucket}: {error}")
-    error.add_note(f"It was about {bucket}.")
-    return error
 
 
 def _names_of(parameters: Sequence[torch.Tensor]) -> list[str]:

@@ -7,11 +7,14 @@ from contextlib import ExitStack
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
-from weakref import finalize
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 
+from gradreduce.device import Mesh
+from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.waiting import Done
+from gradreduce.errors import CollectiveError
 
 
 class Task:
@@ -38,17 +41,24 @@ class Task:
             self._done.set()
 
     def wait(self) -> None:
-        """Waits until the call has returned; raises what it raised."""
+        """Waits until the call has returned; raises what it raised.
+
+        Work that the call has queued on GPUs may go on: see ``join``.
+        """
         self._done.wait()
         if self._error is not None:
             raise self._error
+
+    def join(self) -> None:
+        """Makes PyTorch's current streams wait for what the call has queued."""
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 class Worker:
     """Makes calls in a thread of its own, one after the other, in the order of submission.
 
-    On GPUs they run on streams of their own, behind what PyTorch's current streams hold at the
-    submission.
+    On GPUs they run on streams of their own.
     """
 
     def __init__(self) -> None:
@@ -57,27 +67,37 @@ class Worker:
         finalize(self, self._tasks.put, None)
         Thread(target=_run, args=(self._tasks,), name="gradreduce.torch", daemon=True).start()
 
-    def submit(self, call: Callable[[], object], devices: Iterable[torch.device]) -> Task:
+    def submit(self, call: Callable[[], object], streams: Iterable[Any]) -> Task:
         """Submits a call; returns at once.
 
         Args:
             call: made in the thread of the worker.
-            devices: of the tensors that it reads or writes.
+            streams: of the GPUs whose tensors it reads or writes, one for each; the call comes
+                behind what they hold now.
         """
-        streams = []
-        for device in devices:
-            if device.type == "cuda":
-                stream = self._stream(device)
-                stream.wait_stream(torch.cuda.current_stream(device))
-                streams.append(stream)
-        task = Task(call, streams)
+        own = []
+        for stream in streams:
+            if stream.device not in self._streams:
+                self._streams[stream.device] = torch.cuda.Stream(stream.device)
+            own.append(self._streams[stream.device])
+            own[-1].wait_stream(stream)
+        task = Task(call, own)
         self._tasks.put(task)
         return task
 
-    def _stream(self, device: torch.device) -> Any:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
+
+_workers: WeakKeyDictionary[MeshState, Worker] = WeakKeyDictionary()
+
+
+def worker_of(mesh: Mesh) -> Worker:
+    """Returns the worker of a mesh.
+
+    There is one, because the processes of a mesh must make their calls in the same order.
+    """
+    worker = _workers.get(mesh.mesh_state)
+    if worker is None:
+        worker = _workers[mesh.mesh_state] = Worker()
+    return worker
 
 
 def _run(tasks: SimpleQueue[Task | None]) -> None:
@@ -85,3 +105,11 @@ def _run(tasks: SimpleQueue[Task | None]) -> None:
     while (task := tasks.get()) is not None:
         task.run()
         del task  # it holds tensors
+
+
+def with_name(error: Exception, bucket: str) -> Exception:
+    """Returns the error with the name of a bucket; a CollectiveError has it in its message."""
+    if type(error) is CollectiveError:
+        return CollectiveError(f"{bucket}: {error}")
+    error.add_note(f"It was about {bucket}.")
+    return error

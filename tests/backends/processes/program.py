@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,44 +166,53 @@ def elastic(launcher: str) -> None:
     elastic_training.main(["--checkpoint", str(folder / "c.ckpt"), "--steps", "70"])
 
 
+def trained(mesh: Any, wrap: Callable[[Any], Any]) -> tuple[list[Any], int]:
+    """Trains a PyTorch module; returns the parameters, and how many bytes the mesh has sent."""
+    import torch
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(30, 30) for _ in range(4)]).double()
+    wrapped = wrap(net)
+    random = torch.Generator().manual_seed(mesh.process_index)
+    with mesh.journal() as journal:
+        for _ in range(4):  # other buckets are made for the second
+            x = torch.randn(5, 30, dtype=torch.float64, generator=random)
+            if mesh.num_processes != 2:  # gradients whose thirds are exact
+                x = torch.full((3, 30), float(mesh.process_index), dtype=torch.float64)
+                for parameter in net.parameters():
+                    torch.nn.init.ones_(parameter)
+            net.zero_grad()
+            wrapped(x).sum().backward()
+            for parameter in net.parameters():
+                parameter.data -= 0.25 * parameter.grad
+    return [parameter.detach() for parameter in net.parameters()], journal.bytes
+
+
 @scenario
-def ddp_hook(launcher: str) -> None:
-    """DistributedDataParallel trains alike with our hook; two processes do on any data."""
+def pytorch(launcher: str) -> None:
+    """DistributedDataParallel trains alike with our hook, and ours; two processes on any data."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    def trained(group: Any, mesh: Any, **options: Any) -> tuple[list[torch.Tensor], int]:
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(*[torch.nn.Linear(30, 30) for _ in range(4)]).double()
-        ddp = DistributedDataParallel(net, process_group=group, bucket_cap_mb=2**-10)
-        if options:
-            ops = gr.AllReduceCrossDeviceOps(mesh=mesh, **options)
-            ddp.register_comm_hook(None, gr.torch.comm_hook(ops, deadline=60))
-        random = torch.Generator().manual_seed(dist.get_rank())
-        with mesh.journal() as journal:
-            for _ in range(4):  # DDP makes other buckets for the second
-                x = torch.randn(5, 30, dtype=torch.float64, generator=random)
-                if mesh.num_processes != 2:  # gradients whose thirds are exact
-                    x = torch.full((3, 30), float(dist.get_rank()), dtype=torch.float64)
-                    for parameter in net.parameters():
-                        torch.nn.init.ones_(parameter)
-                net.zero_grad()
-                ddp(x).sum().backward()
-                for parameter in net.parameters():
-                    parameter.data -= 0.25 * parameter.grad
-        return [parameter.detach() for parameter in net.parameters()], journal.bytes
+    def hooked(net: Any) -> Any:
+        made = ddp(net)
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+        made.register_comm_hook(None, gr.torch.comm_hook(ops, deadline=HEALTHY))
+        return made
 
     dist._DEFAULT_FIRST_BUCKET_BYTES = 1
     dist.init_process_group("gloo")
     pair = dist.new_group([0, 1])
     for group in [dist.group.WORLD, *[pair] * (dist.get_rank() < 2)]:
-        with gr.open_mesh(1, backend="sim", process_group=group, timeout=60) as mesh:
-            wanted, nbytes = trained(group, mesh)
+        ddp = partial(DistributedDataParallel, process_group=group, bucket_cap_mb=2**-10)
+        with gr.open_mesh(1, backend="sim", process_group=group, timeout=HEALTHY) as mesh:
+            wanted, nbytes = trained(mesh, ddp)
             assert nbytes == 0
-            found, nbytes = trained(group, mesh, num_packs=1)
-            assert all(torch.equal(*each) for each in zip(wanted, found, strict=True))
-            assert nbytes > 0
+            for wrap in (hooked, partial(gr.torch.DataParallel, mesh=mesh, bucket_mb=2**-10)):
+                found, nbytes = trained(mesh, wrap)
+                assert all(torch.equal(*each) for each in zip(wanted, found, strict=True))
+                assert nbytes > 0
     dist.destroy_process_group()
 
 

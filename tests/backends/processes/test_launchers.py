@@ -47,8 +47,8 @@ def test_what_earlier_processes_left_in_a_store_is_not_taken():
 
 
 @pytest.mark.torch
-def test_ddp_trains_alike_with_our_hook():
-    ends_well("torchrun", 3, "ddp_hook")
+def test_ddp_trains_alike_with_our_hook_and_so_does_data_parallel():
+    ends_well("torchrun", 3, "pytorch")
 
 
 def test_the_launcher_is_detected():

@@ -1,0 +1,191 @@
+"""``DataParallel``: modules whose gradients are averaged while ``backward`` runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+
+from gradreduce.device import Mesh
+from gradreduce.errors import brief
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
+
+from .reducer import Reducer, is_hooked
+
+
+class DataParallel(torch.nn.Module):  # type: ignore[misc]  # PyTorch need not be installed
+    """Replicas of a module whose gradients are averaged while ``backward`` runs.
+
+    With one device in this process call it like the module; with several call each replica. The
+    caller calls ``backward``, for each replica or for the sum of the losses. When the last one
+    returns, every ``.grad`` is the mean over the replicas of all processes::
+
+        mesh = gr.open_mesh(processes="auto", devices_per_process=1)
+        dp = gr.torch.DataParallel(net, mesh)
+        optimizer = torch.optim.SGD(dp.parameters(), 0.1)
+        loss = dp(x).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    The first backward shows in which order gradients become ready; from then on each bucket is
+    reduced as soon as it is complete, while ``backward`` goes on, and all gradients are views of
+    flat buffers (``mesh.flat_buffer``). ``zero_grad`` of an optimizer is allowed, which costs a
+    copy; that of this class keeps the views. Gradients that are not zeroed count as those of each
+    replica: the mean of equal ones is the same. A parameter that was not used has a gradient of
+    zeros. Frozen parameters (``requires_grad`` is False at first) have none, and must stay so.
+
+    Args:
+        module_or_replicas: a module, of which every device but the first gets a copy; or one
+            module for each device, alike. Its parameters must stay the same objects.
+        mesh: the devices of this process, and all processes.
+        bucket_mb: the most MiB of gradients that are reduced together; larger ones are alone.
+        ops: an ``AllReduceCrossDeviceOps``, which may have a ``wire_dtype``. Default: one by NCCL.
+
+    Attributes:
+        replicas: the modules, one for each device of this process, in the order of the mesh. At
+            first they get the parameters and buffers of the first one in process 0; buffers are not
+            copied again.
+
+    Raises:
+        TypeError: ``module_or_replicas`` is no module or list of modules, or ``mesh`` no Mesh.
+        ValueError: another number of replicas than devices, replicas that differ, no parameter
+            that requires gradients, one that is in another DataParallel, or a wrong ``bucket_mb``
+            or ``ops``.
+
+    ``backward`` raises ``CollectiveError`` if a reduction fails, with the names of the parameters.
+    """
+
+    def __init__(
+        self,
+        module_or_replicas: Any,
+        mesh: Mesh,
+        *,
+        bucket_mb: float = 25,
+        ops: Any = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(mesh, Mesh):
+            raise TypeError(f"mesh={brief(mesh)} is not a Mesh: see gr.open_mesh")
+        number = isinstance(bucket_mb, Real) and not isinstance(bucket_mb, bool)
+        if not number or not bucket_mb > 0:
+            raise ValueError(f"bucket_mb={brief(bucket_mb)} must be a number above 0")
+        ops = AllReduceCrossDeviceOps(mesh=mesh) if ops is None else ops
+        if not isinstance(ops, AllReduceCrossDeviceOps):
+            raise ValueError(f"ops={brief(ops)} is not an AllReduceCrossDeviceOps")
+        replicas = _replicas_of(module_or_replicas, mesh)
+        self.replicas = torch.nn.ModuleList(replicas)
+        named = [list(replica.named_parameters()) for replica in replicas]
+        trained = [[each for each in row if each[1].requires_grad] for row in named]
+        _check_parameters(named, trained[0])
+        _broadcast_state(replicas, mesh, ops)
+        self._reducer = Reducer(
+            [name for name, _ in trained[0]],
+            [[parameter for _, parameter in row] for row in trained],
+            [each for row in named for each in row if not each[1].requires_grad],
+            mesh,
+            ops,
+            partial(_of_process_zero, ops, mesh),
+            bucket_mb * 2**20,
+        )
+
+    @property
+    def module(self) -> Any:
+        """The first replica: save its ``state_dict``."""
+        return self.replicas[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the only replica.
+
+        Raises:
+            RuntimeError: there are several.
+        """
+        if len(self.replicas) > 1:
+            raise RuntimeError(
+                f"there are {len(self.replicas)} replicas in this process: call "
+                "dp.replicas[i](x_i) for each"
+            )
+        return self.replicas[0](*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context in which ``backward`` only adds to each replica's own gradients.
+
+        The first ``backward`` outside averages what they are by then.
+        """
+        return self._reducer.no_sync()
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zeroes the gradients, by one fill for each bucket; ``set_to_none`` drops the views."""
+        if set_to_none or not self._reducer.zero():
+            super().zero_grad(set_to_none)
+
+
+def _replicas_of(module_or_replicas: Any, mesh: Mesh) -> list[Any]:
+    """Returns a module for each device of the mesh."""
+    if isinstance(module_or_replicas, list | tuple | torch.nn.ModuleList):
+        replicas = list(module_or_replicas)
+        if len(replicas) != len(mesh):
+            raise ValueError(
+                f"there are {len(replicas)} replicas for {len(mesh)} devices: pass one for each"
+            )
+    else:
+        replicas = [module_or_replicas] * len(mesh)
+    for replica in replicas:
+        if not isinstance(replica, torch.nn.Module):
+            raise TypeError(f"{brief(replica)} is not a torch.nn.Module")
+    if isinstance(module_or_replicas, torch.nn.Module):
+        replicas[1:] = [copy.deepcopy(module_or_replicas) for _ in replicas[1:]]
+        on_gpu = mesh.backend == "cuda"
+        for device, replica in zip(mesh, replicas, strict=True):
+            replica.to(f"cuda:{device.physical}" if on_gpu else "cpu")
+    return replicas
+
+
+def _check_parameters(
+    named: Sequence[Sequence[tuple[str, Any]]], trained: Sequence[tuple[str, Any]]
+) -> None:
+    """Raises unless all replicas have parameters alike, which no other DataParallel has."""
+    if not trained:
+        raise ValueError("the module has no parameter that requires gradients")
+    alike = [
+        [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in row]
+        for row in named
+    ]
+    for index, row in enumerate(alike):
+        if row != alike[0]:
+            missing = [None] * abs(len(row) - len(alike[0]))
+            pairs = zip([*alike[0], *missing], [*row, *missing], strict=False)
+            first, other = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(f"replica {index} has {other} where replica 0 has {first}")
+    for name, parameter in trained:
+        if is_hooked(parameter):
+            raise ValueError(f"{name} is a parameter of another DataParallel already")
+
+
+def _broadcast_state(
+    replicas: Sequence[Any], mesh: Mesh, cross_device_ops: AllReduceCrossDeviceOps
+) -> None:
+    """Copies the parameters and buffers of process 0's first replica to all."""
+    rows = []
+    for replica in replicas:
+        state = [each.detach() for each in (*replica.parameters(), *replica.buffers())]
+        rows.append(
+            [each.view(torch.uint8) if each.dtype is torch.bool else each for each in state]
+        )
+    cross_device_ops.broadcast(rows[0], mesh, out=list(zip(*rows, strict=True)))
+
+
+def _of_process_zero(
+    cross_device_ops: AllReduceCrossDeviceOps, mesh: Mesh, numbers: list[int]
+) -> list[int]:
+    """Returns process 0's numbers."""
+    if mesh.num_processes == 1:
+        return numbers
+    copied = cross_device_ops.broadcast(torch.tensor(numbers), mesh[0])
+    found: list[int] = copied.primary.tolist()
+    return found

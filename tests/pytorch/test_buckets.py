@@ -1,0 +1,27 @@
+"""Which parameters are reduced together."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+
+def planned(sizes, order, most):
+    from gradreduce.torch.buckets import Size, plan_buckets
+
+    return plan_buckets([Size(*each) for each in sizes], order, most)
+
+
+def test_buckets_fill_in_the_order_of_readiness():
+    sizes = [("f", 4), ("f", 4), ("f", 9), ("f", 1), ("f", 4)]
+    assert planned(sizes, [4, 3, 2, 1, 0], 8) == [[4, 3], [2], [1, 0]]
+    assert planned(sizes, [4, 3, 2, 1, 0], 100) == [[4, 3, 2, 1, 0]]
+    assert planned([], [], 8) == []
+
+
+def test_a_bucket_has_one_dtype_and_its_place_is_that_of_its_last_parameter():
+    sizes = [("f", 4), ("h", 2), ("f", 4), ("h", 2)]
+    assert planned(sizes, [0, 1, 2, 3], 8) == [[0, 2], [1, 3]]
+    assert planned(sizes, [1, 3, 0, 2], 4) == [[1, 3], [0], [2]]
+    assert planned(sizes, [1, 0, 2, 3], 4) == [[0], [2], [1, 3]]

@@ -1,0 +1,533 @@
+"""``gr.torch.DataParallel``: one process with several devices, and processes that are threads."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+import time
+import weakref
+
+import pytest
+from support.thread_group import run_processes
+
+import gradreduce as gr
+from gradreduce.errors import CollectiveError
+
+pytestmark = pytest.mark.torch
+TINY_MB = 2**-20 * 100  # a bucket of 12 float64: a layer
+
+
+def layers(count=4, size=3):
+    """Linear layers of integers, so that all gradients are exact; alike at each call."""
+    import torch
+
+    net = torch.nn.Sequential(*[torch.nn.Linear(size, size) for _ in range(count)]).double()
+    for number, parameter in enumerate(net.parameters()):
+        torch.nn.init.constant_(parameter, 1.0 + number % 2)
+    return net
+
+
+def batch(replica, step=0, size=3):
+    import torch
+
+    return torch.full((2, size), 1.0 + replica + 3 * step, dtype=torch.float64)
+
+
+def open_mesh(devices, group=None):
+    return gr.open_mesh(devices, backend="sim", process_group=group)
+
+
+def gradients(module):
+    return [None if each.grad is None else each.grad.clone() for each in module.parameters()]
+
+
+def means(rows):
+    """Of the gradients of all replicas; zeros where a replica has none."""
+    import torch
+
+    made = []
+    for column in zip(*rows, strict=True):
+        like = next((each for each in column if each is not None), None)
+        terms = [0.0 if each is None else each for each in column]
+        made.append(None if like is None else torch.as_tensor(sum(terms) / len(terms)))
+    return made
+
+
+def assert_equal(found, wanted):
+    import torch
+
+    for one, other in zip(found, wanted, strict=True):
+        if other is None:
+            assert one is None or not one.any()
+        else:
+            assert torch.equal(one, other), (one, other)
+
+
+def checkpointed(reentrant):
+    def run(net, x, *_):
+        from torch.utils.checkpoint import checkpoint
+
+        def twice(x):  # the last layer is in two checkpoints
+            return checkpoint(net[3], net[2](checkpoint(net[3], x, use_reentrant=reentrant)),
+                              use_reentrant=reentrant)  # fmt: skip
+
+        x.requires_grad_()
+        return checkpoint(lambda x: twice(net[1](net[0](x))), x, use_reentrant=reentrant).sum()
+
+    return run
+
+
+def autocast(net, x, *_):
+    import torch
+
+    with torch.autocast("cpu", torch.bfloat16):
+        return net(x.float()).sum()
+
+
+def tied(net):
+    net[2].weight = net[0].weight
+    return net
+
+
+def frozen(net):
+    net[1].requires_grad_(False)
+    return net
+
+
+def compiled(net):
+    import torch
+
+    return torch.compile(net, backend="aot_eager")
+
+
+def penalized(net, x, *_):
+    """Computes gradients inside the loss."""
+    import torch
+
+    (inner,) = torch.autograd.grad(net(x).sum(), net[0].weight, create_graph=True)
+    return net(x).sum() + inner.sum()
+
+
+def plain(net, x, *_):
+    return net(x).sum()
+
+
+CASES = {
+    "plain": (layers, plain),
+    "tied weights": (lambda: tied(layers()), plain),
+    "frozen layer": (lambda: frozen(layers()), plain),
+    "never used": (layers, lambda net, x, *_: net[2](net[0](x)).sum()),
+    "used in turns": (layers, lambda net, x, replica, step: net[(replica + step) % 2](x).sum()),
+    "checkpoint": (layers, checkpointed(False)),
+    "reentrant checkpoint": (layers, checkpointed(True)),
+    "autocast": (lambda: layers().float(), autocast),
+    "penalty": (layers, penalized),
+    "bfloat16": (lambda: layers(2).bfloat16(), lambda net, x, *_: net(x.bfloat16()).sum()),
+    "two dtypes": (
+        lambda: layers(1).append(layers(1)[0].float()),
+        lambda net, x, *_: net[1](net[0](x).float()).sum(),
+    ),
+    "compiled": (lambda: compiled(layers()), plain),
+    "compiled replicas": (layers, lambda net, x, *_: compiled(net)(x).sum()),
+}
+
+
+def trained(dp, run, first, begin, steps=3):
+    """Computes some gradients by the ways that loops have; returns those of all replicas."""
+    import torch
+
+    found = []
+    for step in range(steps):
+        begin(dp, step)
+        losses = []
+        for index, replica in enumerate(dp.replicas):
+            losses.append(run(replica, batch(first + index, step), first + index, step))
+            if step == 1:
+                losses.pop().backward()
+        if losses:
+            torch.stack(losses).sum().backward()
+        found.append([gradients(replica) for replica in dp.replicas])
+    return found
+
+
+def zero(dp, step):
+    """Zeroes the gradients in one of three ways."""
+    if step == 1:
+        dp.zero_grad()
+    else:
+        for parameter in dp.parameters():
+            parameter.grad = None
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.whole_product
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("devices", "processes"), [(2, 1), (1, 2), (2, 2)])
+def test_gradients_are_the_means_of_all_replicas(case, devices, processes):
+    make, run = CASES[case]
+    num_replicas = devices * processes
+    alone = []
+    for step in range(3):
+        rows = []
+        for replica in range(num_replicas):
+            net = make()
+            run(net, batch(replica, step), replica, step).backward()
+            rows.append(gradients(net))
+        alone.append(means(rows))
+
+    def work(group):
+        with open_mesh(devices, group) as mesh:
+            dp = gr.torch.DataParallel(make(), mesh, bucket_mb=TINY_MB)
+            return trained(dp, run, mesh.process_index * devices, zero)
+
+    for found in run_processes(processes, work) if processes > 1 else [work(None)]:
+        for step in range(3):
+            for replica in range(devices):
+                assert_equal(found[step][replica], alone[step])
+
+
+def test_every_bucket_but_the_last_is_launched_before_the_last_backward_ends():
+    import torch
+
+    class LastNode(torch.autograd.Function):
+        """The end of backward, behind all layers: waits for what they must have launched."""
+
+        @staticmethod
+        def forward(context, x, wait):
+            context.wait = wait
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            context.wait()
+            return gradient, None
+
+    def work(group):
+        devices = 2 if group is None else 1
+        with open_mesh(devices, group) as mesh:
+            dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
+
+            def run(wait):
+                xs = [batch(index).requires_grad_() for index in range(devices)]
+                losses = [
+                    replica(LastNode.apply(x, wait if index == 0 else lambda: None)).sum()
+                    for index, (x, replica) in enumerate(zip(xs, dp.replicas, strict=True))
+                ]
+                sum(losses).backward()  # PyTorch begins with the last replica
+
+            run(lambda: None)
+            seen = []
+            with mesh.journal() as journal:
+                run(lambda: None)
+            wanted = len(journal.records)
+            with mesh.journal() as journal:
+
+                def wait():  # at the end of backward, for the thread that reduces
+                    before_last = wanted * 3 // 4  # of 4 buckets alike
+                    end = time.monotonic() + 10
+                    while len(journal.records) < before_last and time.monotonic() < end:
+                        threading.Event().wait(1e-4)
+                    seen.append(len(journal.records) >= before_last)
+
+                run(wait)
+            assert seen == [True]
+            return [bucket.name for bucket in dp._reducer._buckets]
+
+    for names in [work(None), *run_processes(2, work)]:
+        assert len(names) == 4
+        assert names[0] == "bucket 0 (3.bias, 3.weight)"
+
+
+def test_the_order_of_buckets_is_that_of_process_0():
+    def work(group):
+        with open_mesh(1, group) as mesh:
+            dp = gr.torch.DataParallel(layers(2), mesh, bucket_mb=TINY_MB)
+            net = dp.module
+            for _ in range(2):
+                x = batch(group.rank)
+                (net[1](net[0](x)) if group.rank else net[0](net[1](x))).sum().backward()
+            return [bucket.name for bucket in dp._reducer._buckets]
+
+    one, other = run_processes(2, work)
+    assert one == other
+    assert "0.weight" in one[0] and "1.weight" in one[1]  # of process 1 the other way round
+
+
+def test_gradients_stay_views_of_one_memory():
+    with open_mesh(2) as mesh:
+        dp = gr.torch.DataParallel(layers(), mesh)
+        parameters = list(dp.parameters())
+        trained(dp, plain, 0, lambda dp, step: dp.zero_grad(), steps=2)
+        views = [each.grad for each in parameters]
+        trained(dp, plain, 0, lambda dp, step: dp.zero_grad(), steps=2)
+        assert all(each.grad is view for each, view in zip(parameters, views, strict=True))
+        flat = dp._reducer._buckets[0].step.flat
+        for buffer, replica in zip(flat.buffers, dp.replicas, strict=True):
+            for parameter in replica.parameters():
+                assert 0 <= parameter.grad.data_ptr() - buffer.address < buffer.nbytes
+
+
+def test_no_sync_adds_and_the_next_backward_averages_the_sums():
+    def work(group):
+        with open_mesh(1, group) as mesh:
+            dp = gr.torch.DataParallel(layers(1), mesh)
+            for _ in range(2):  # before and after there are buckets
+                dp.zero_grad()
+                with mesh.journal() as journal, dp.no_sync(), dp.no_sync():
+                    dp(batch(group.rank)).sum().backward()
+                    assert dp.module[0].bias.grad.tolist() == [2.0, 2.0, 2.0]
+                assert journal.of("exchange") == []
+                dp(batch(group.rank)).sum().backward()
+                found = dp.module[0].weight.grad[0, 0].item()
+                assert found == (4.0 + 8.0) / 2
+                dp(batch(group.rank)).sum().backward()  # adds to the mean
+                assert dp.module[0].weight.grad[0, 0].item() == found + 3.0
+
+    run_processes(2, work)
+
+
+def test_replicas_may_run_in_threads():
+    with open_mesh(2) as mesh:
+        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
+        wanted = []
+        for index in range(2):
+            net = layers()
+            net(batch(index)).sum().backward()
+            wanted.append(gradients(net))
+        for _ in range(20):
+            dp.zero_grad()
+
+            def run(index):
+                dp.replicas[index](batch(index)).sum().backward()
+
+            threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(10)
+            for replica in dp.replicas:
+                assert_equal(gradients(replica), means(wanted))
+
+
+def test_parameters_and_buffers_are_those_of_process_0_and_the_optimizer_keeps_them_alike():
+    import torch
+
+    def work(group):
+        torch.manual_seed(group.rank)
+        net = torch.nn.Sequential(
+            torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3), torch.nn.Flatten(),
+            torch.nn.Linear(12, 2),
+        ).to(memory_format=torch.channels_last)  # fmt: skip
+        net.register_buffer("mask", torch.tensor([group.rank == 0, False]))
+        torch.nn.init.normal_(net[1].running_mean)
+        with open_mesh(2, group) as mesh:
+            dp = gr.torch.DataParallel(net, mesh, bucket_mb=TINY_MB)
+            states = [[each.clone() for each in replica.state_dict().values()]
+                      for replica in dp.replicas]  # fmt: skip
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            optimizer = torch.optim.SGD(dp.parameters(), 0.1, momentum=0.9)
+            random = torch.Generator().manual_seed(group.rank)
+            for _ in range(3):
+                losses = [
+                    replica(torch.randn(4, 2, 2, 2, generator=random)).square().mean()
+                    for replica in dp.replicas
+                ]
+                optimizer.zero_grad()
+                scaler.scale(sum(losses)).backward()
+                scaler.unscale_(optimizer)
+                for replica in dp.replicas:
+                    torch.nn.utils.clip_grad_norm_(replica.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+            assert scaler.get_scale() == 1024.0
+            after = [[each.detach() for each in replica.parameters()] for replica in dp.replicas]
+            return states, after
+
+    found = run_processes(2, work)
+    states = [each for states, _ in found for each in states]
+    after = [each for _, after in found for each in after]
+    for index in range(1, 4):
+        assert_equal(states[index], states[0])
+        assert_equal(after[index], after[0])
+    assert any(each.dtype is torch.bool and each.any() for each in states[3])
+
+
+def test_the_module_can_be_copied_and_saved():
+    import torch
+
+    with open_mesh(2) as mesh:
+        dp = gr.torch.DataParallel(layers(), mesh)
+        trained(dp, plain, 0, zero, steps=2)
+        with mesh.journal() as journal:
+            average = copy.deepcopy(dp.module)
+            plain(average, batch(0)).backward()
+        assert journal.records == []
+        file = io.BytesIO()
+        torch.save(dp.module, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert_equal(loaded.parameters(), dp.module.parameters())
+        gr.torch.DataParallel(loaded, mesh)
+        with pytest.raises(TypeError, match="copy the module of the DataParallel"):
+            copy.deepcopy(dp)
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_a_round_that_an_error_interrupts_is_dropped():
+    import torch
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            raise MemoryError("out of memory")
+
+    with open_mesh(1) as mesh:
+        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
+        for _ in range(2):  # before and after there are buckets
+            for _ in range(2):
+                net = dp.module
+                x = Fails.apply(net[1](net[0](batch(0))))
+                with pytest.raises(MemoryError, match="out of memory"):
+                    net[3](net[2](x)).sum().backward()
+            dp.zero_grad()
+            plain(dp, batch(0)).backward()
+            alone = layers()
+            plain(alone, batch(0)).backward()
+            assert_equal(gradients(dp.module), gradients(alone))
+
+
+def test_other_processes_hear_of_a_backward_that_fails():
+    has_failed = threading.Event()
+
+    def work(group):
+        with open_mesh(1, group) as mesh:
+            dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
+            plain(dp, batch(0)).backward()
+            if group.rank == 1:
+                dp.module[0].weight.grad = None
+                dp.module.float()
+                with pytest.raises(ValueError, match="float32") as caught:
+                    plain(dp, batch(0).float()).backward()
+                has_failed.set()
+                return "".join(caught.value.__notes__)
+            with pytest.raises(CollectiveError) as caught:
+                plain(dp, batch(0)).backward()
+            assert has_failed.wait(10)
+            return str(caught.value)
+
+    error, note = run_processes(2, work)
+    assert "bucket 0 (3.bias, 3.weight)" in note
+    assert error.startswith("bucket 0 (3.bias, 3.weight): ")
+    assert "a backward of process 1 of 2 failed" in error
+
+
+def test_a_second_backward_of_one_replica_is_refused_before_that_of_another():
+    with open_mesh(2) as mesh:
+        dp = gr.torch.DataParallel(layers(), mesh)
+        plain(dp.replicas[0], batch(0)).backward()
+        with pytest.raises(RuntimeError, match=r"second backward of replica 0, before one of .* 1"):
+            plain(dp.replicas[0], batch(0)).backward()
+        with pytest.raises(RuntimeError, match=r"no_sync\(\) after a backward of replica 0"):
+            dp.no_sync().__enter__()
+
+
+def test_a_gradient_after_its_bucket_was_reduced_is_refused():
+    from torch.utils.checkpoint import checkpoint
+
+    with open_mesh(1) as mesh:
+        dp = gr.torch.DataParallel(layers(2), mesh, bucket_mb=TINY_MB)
+        for times in (1, 2):
+            x = batch(0).requires_grad_()
+            for _ in range(times):
+                x = checkpoint(dp.module[1], x, use_reentrant=True)
+            if times == 1:
+                x.sum().backward()
+                continue
+            with pytest.raises(RuntimeError, match=r"1\..* got another gradient after bucket 0"):
+                x.sum().backward()
+
+
+def test_parameters_that_would_not_be_reduced_are_refused():
+    import torch
+
+    with open_mesh(2) as mesh:
+        dp = gr.torch.DataParallel(frozen(layers()), mesh)
+        dp.replicas[1][1].requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"^1.weight, 1.bias did not require gradients"):
+            plain(dp.replicas[0], batch(0)).backward()
+        dp.replicas[1][0].weight = torch.nn.Parameter(dp.replicas[0][0].weight.detach())
+        with pytest.raises(RuntimeError, match="a parameter of replica 1 was replaced"):
+            plain(dp.replicas[1], batch(0)).backward()
+        with pytest.raises(ValueError, match=r"0.weight is a parameter of another DataParallel"):
+            gr.torch.DataParallel(dp.module, mesh)
+        rows = torch.nn.Embedding(4, 2, sparse=True)
+        dp = gr.torch.DataParallel(rows, mesh[:1])
+        with pytest.raises(ValueError, match=r"layout torch.sparse_coo") as caught:
+            dp(torch.tensor([1])).sum().backward()
+        assert caught.value.__notes__ == ["It was about bucket 0 (weight)."]
+
+
+def test_wrong_arguments_are_refused():
+    import torch
+
+    with open_mesh(2) as mesh:
+        with pytest.raises(ValueError, match="there are 1 replicas for 2 devices"):
+            gr.torch.DataParallel([layers()], mesh)
+        with pytest.raises(ValueError, match=r"1 has None where replica 0 has \('2.weight'"):
+            gr.torch.DataParallel([layers(3), layers(2)], mesh)
+        with pytest.raises(ValueError, match="no parameter that requires gradients"):
+            gr.torch.DataParallel(torch.nn.ReLU(), mesh)
+        with pytest.raises(TypeError, match=r"is not a torch.nn.Module"):
+            gr.torch.DataParallel([1, 2], mesh)
+        with pytest.raises(TypeError, match="mesh=2 is not a Mesh"):
+            gr.torch.DataParallel(layers(), 2)
+        with pytest.raises(ValueError, match="bucket_mb=0"):
+            gr.torch.DataParallel(layers(), mesh, bucket_mb=0)
+        with pytest.raises(ValueError, match=r"ops=.* is not an AllReduceCrossDeviceOps"):
+            gr.torch.DataParallel(layers(), mesh, ops=gr.ReductionToOneDevice())
+        with pytest.raises(RuntimeError, match="there are 2 replicas in this process"):
+            gr.torch.DataParallel(layers(), mesh)(batch(0))
+
+
+def test_two_modules_share_the_thread_of_their_mesh():
+    """A backward through both sends their buckets in one order."""
+
+    def work(group):
+        with open_mesh(1, group) as mesh:
+            one, other = (
+                gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB) for _ in range(2)
+            )
+            for step in range(5):
+                one.zero_grad(set_to_none=step % 2 == 0)
+                other.zero_grad()
+                one(other(batch(group.rank))).sum().backward()
+            return gradients(one) + gradients(other)
+
+    alone = []
+    for rank in range(2):
+        nets = layers(), layers()
+        nets[0](nets[1](batch(rank))).sum().backward()
+        alone.append(gradients(nets[0]) + gradients(nets[1]))
+    for found in run_processes(2, work):
+        assert_equal(found, means(alone))
+
+
+def test_modules_that_are_dropped_are_freed():
+    import torch
+
+    with open_mesh(2) as mesh:
+        dp = gr.torch.DataParallel(layers(), mesh)
+        trained(dp, plain, 0, zero)
+        parameter, grad = weakref.ref(dp.module[0].weight), weakref.ref(dp.module[0].weight.grad)
+        del dp
+        gc.collect()
+        assert parameter() is None and grad() is None
+        assert torch.is_grad_enabled()
