@@ -10,6 +10,7 @@ from device.contract import BACKENDS_APART, FLOAT, SIZE, data, on_gpus, uploaded
 from support.exact_data import DTYPES, FLOATS, exact_data, random_data, same
 from support.meshes import refused
 
+import gradreduce as gr
 from gradreduce.device import Buffer, Mesh, accumulate_dtype, as_dtype
 from gradreduce.errors import CollectiveError, DeviceMismatchError
 
@@ -121,6 +122,38 @@ def test_halves_do_not_saturate_on_the_way(mesh):
     buffers = on_each(mesh, np.array([[60000], [60000], [-60000]], np.float16))
     mesh.collective.all_reduce(buffers)
     assert buffers[0].numpy() == np.float16(60000)
+
+
+@pytest.mark.parametrize("root", range(NUM))
+def test_reduce_gives_the_root_alone_the_sum(mesh, root):
+    terms = terms_of(FLOAT)
+    sources = on_each(mesh, terms)
+    output = sources[root].device.zeros((SIZE,), FLOAT)
+    with mesh.journal() as journal:
+        mesh.collective.reduce(output, sources, root)
+    assert same(output.numpy(), terms[0] + terms[1] + terms[2])
+    assert all(same(buffer.numpy(), term) for buffer, term in zip(sources, terms, strict=True))
+    assert [(record.name, record.device) for record in journal.records] == [
+        ("reduce", rank) for rank in range(NUM)
+    ]
+    mesh.collective.reduce(sources[root], sources, root)  # in place
+    assert same(sources[root].numpy(), terms[0] + terms[1] + terms[2])
+    for wrong in (sources[root - 1], output.view(0, (1,))):
+        with refused(mesh, CollectiveError, "must have the device, size and dtype of source"):
+            mesh.collective.reduce(wrong, sources, root)
+    with refused(mesh, CollectiveError, "reduce: root=3 must be from 0 to 2"):
+        mesh.collective.reduce(output, sources, NUM)
+
+
+def test_a_collective_waits_for_copies_that_read_what_it_writes():
+    for seed in range(16):
+        with gr.open_mesh((0, 1, 2), backend="sim", schedule_seed=seed, strict=True) as mesh:
+            first, second = on_each(mesh, terms_of(FLOAT)[:2])
+            copied = mesh[2].empty((SIZE,), FLOAT)
+            mesh[2].copy(copied, first)
+            mesh.collective.broadcast([first, second], 1)
+            mesh[0].synchronize()
+            assert same(copied.numpy(), terms_of(FLOAT)[0])
 
 
 @pytest.mark.parametrize("root", range(NUM))

@@ -48,6 +48,7 @@ _DTYPES = {
 UNIQUE_ID_BYTES = 128
 # From NCCL 2.30 on it lets two ranks share a GPU.
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+_REDUCTIONS = ("allReduce", "reduce")
 _OPS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
 
 
@@ -109,12 +110,13 @@ class _Asked:
     recv: int
     count: int
     datatype: int
-    extra: int  # operation or root
+    extra: int  # operation, or root of a broadcast
     queue: Queue
+    root: int = 0  # of a reduce
 
     @property
     def agrees(self) -> tuple:
-        return (self.name, self.count, self.datatype, self.extra)
+        return (self.name, self.count, self.datatype, self.extra, self.root)
 
 
 @dataclass
@@ -299,6 +301,9 @@ class NcclCommunicator:
     def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):
         self._ask("allReduce", (sendbuf, recvbuf), count, datatype, op, stream)
 
+    def reduce(self, sendbuf, recvbuf, count, datatype, op, root, stream):
+        self._ask("reduce", (sendbuf, recvbuf), count, datatype, op, stream, root)
+
     def broadcast(self, sendbuff, recvbuff, count, datatype, root, stream):
         self._ask("broadcast", (sendbuff, recvbuff), count, datatype, root, stream)
 
@@ -345,15 +350,22 @@ class NcclCommunicator:
             self._machine.fail(f"NCCL: {name} on a communicator {when}")
 
     def _ask(
-        self, name: str, buffers: tuple, count: int, datatype: int, extra: int, stream: int
+        self,
+        name: str,
+        buffers: tuple,
+        count: int,
+        datatype: int,
+        extra: int,
+        stream: int,
+        root: int = 0,
     ) -> None:
         check_addresses(*buffers, stream)
         with self._machine.entered() as machine:
             self._live(name)
             queue = self._checked_queue(machine, name, stream)
-            if datatype not in _DTYPES or (name == "allReduce" and extra not in _OPS):
+            if datatype not in _DTYPES or (name in _REDUCTIONS and extra not in _OPS):
                 raise _refused()
-            asked = _Asked(self, name, *buffers, count, datatype, extra, queue)
+            asked = _Asked(self, name, *buffers, count, datatype, extra, queue, root)
             if _local.depth:
                 _local.asked.append(asked)
             elif len(self._clique) > 1:
@@ -544,7 +556,8 @@ def _work(machine: Machine, parts: list[_Asked]) -> Any:
             return
         for one in parts:
             accesses = [(one.send, one.send + nbytes, READ)] if _reads(one) else []
-            accesses.append((one.recv, one.recv + nbytes * factor, WRITE))
+            if _writes(one):
+                accesses.append((one.recv, one.recv + nbytes * factor, WRITE))
             for start, _, _ in accesses:
                 slot = machine.heap.find(start)
                 if slot is not None and slot.place != one.comm._gpu:
@@ -553,7 +566,7 @@ def _work(machine: Machine, parts: list[_Asked]) -> Any:
         sources = [_array(one.send, count, dtype).copy() if _reads(one) else None for one in parts]
         result = _result(name, sources, parts[0].extra)
         with np.errstate(all="ignore"):
-            for one in parts:
+            for one in filter(_writes, parts):
                 _array(one.recv, count * factor, dtype)[...] = result
 
     return work
@@ -561,6 +574,10 @@ def _work(machine: Machine, parts: list[_Asked]) -> Any:
 
 def _reads(one: _Asked) -> bool:
     return one.name != "broadcast" or one.comm._rank == one.extra
+
+
+def _writes(one: _Asked) -> bool:
+    return one.name != "reduce" or one.comm._rank == one.root
 
 
 def _result(name: str, sources: list, extra: int) -> np.ndarray:

@@ -59,8 +59,8 @@ OFFERED = {
         "NCCL_FLOAT NCCL_FLOAT64 NCCL_DOUBLE NCCL_BFLOAT16"
     ),
     "cupy.cuda.nccl.NcclCommunicator": (
-        "initAll allReduce broadcast allGather send recv abort destroy check_async_error device_id "
-        "rank_id size"
+        "initAll allReduce reduce broadcast allGather send recv abort destroy check_async_error "
+        "device_id rank_id size"
     ),
 }
 # The fake says less than CuPy, or CuPy says nothing true: its parameters are not compared.

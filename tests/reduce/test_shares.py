@@ -85,12 +85,11 @@ def test_under_every_schedule(algorithm, seed):
 
 
 @pytest.mark.parametrize("peer_access", [False, True])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_each_device_sends_what_another_one_owns(algorithm, peer_access):
+def test_each_device_sends_what_another_one_owns(peer_access):
     n, size = 4, 4 * 1000
     options = {"backend": "sim", "peer_access": peer_access}
     with gr.open_mesh(tuple(range(n)), **options) as mesh:
-        ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
         grads = [[device.put(np.ones(size, np.float32))] for device in mesh]
         with mesh.journal() as journal:
             shares = ops.reduce_scatter(grads, SUM)
@@ -101,6 +100,22 @@ def test_each_device_sends_what_another_one_owns(algorithm, peer_access):
         assert journal.bytes == n * (n - 1) * size // n * 4
         assert {record.phase for record in journal.records if record.nbytes} == {"all-gather"}
         assert not any(record.phase in ("pack", "unpack") for record in journal.records)
+
+
+def test_nccl_reduces_and_broadcasts_shares():
+    with gr.open_mesh((0, 1, 1, 2), backend="sim") as mesh:
+        ops = gr.AllReduceCrossDeviceOps("nccl", mesh=mesh)
+        for dtype, name in (("float32", "reduce"), ("int16", None)):  # which it cannot add
+            grads = [[device.put(np.ones(512, dtype))] for device in mesh]
+            with mesh.journal() as journal:
+                shares = ops.reduce_scatter(grads, SUM)
+            calls = [(record.name, record.nbytes) for record in journal.of("collective")]
+            assert calls == ([(name, 512)] * 3 * 4 if name else [])  # each share on each GPU
+            with mesh.journal() as journal:
+                ops.all_gather(shares)
+            calls = [(record.name, record.nbytes) for record in journal.of("collective")]
+            assert calls == [("broadcast", shares[0][0].nbytes)] * 3 * 4
+            assert journal.copies == 0
 
 
 def test_results_lie_on_their_replicas_devices_and_have_the_kind_and_nesting_of_the_inputs():

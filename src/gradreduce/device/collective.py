@@ -33,6 +33,8 @@ def bytes_sent(name: str, nbytes: int, num_ranks: int) -> int:
     """Returns the bytes that each rank of a collective sends to the next one, as in a ring."""
     if name == "all_reduce":
         return 2 * (num_ranks - 1) * nbytes // num_ranks
+    if name == "reduce":  # all but the root send
+        return (num_ranks - 1) * nbytes // num_ranks
     return (num_ranks - 1) * nbytes
 
 
@@ -40,10 +42,11 @@ class CollectiveCall(NamedTuple):
     """One checked call.
 
     Attributes:
-        name: ``all_reduce``, ``broadcast`` or ``all_gather``.
+        name: ``all_reduce``, ``reduce``, ``broadcast`` or ``all_gather``.
         inputs: of each rank what is read, on its device.
-        outputs: of each rank what is written; of a broadcast the inputs.
-        argument: what an all-reduce does, or the rank that a broadcast copies.
+        outputs: of each rank what is written; of a broadcast, and of the ranks of a reduce that are
+            not the root, the inputs.
+        argument: what an all-reduce does, or the root of a reduce or broadcast.
         queue: of each device.
     """
 
@@ -57,8 +60,8 @@ class CollectiveCall(NamedTuple):
 class Collective(ABC):
     """Collectives over one buffer on each physical device, each on a queue of that device.
 
-    As a launch does, a collective fences nothing by itself: what it reads and writes must be
-    ready for its queue.
+    As a launch does, a collective waits only for copies that still read what it writes: else what
+    it reads and writes must be ready for its queue.
     """
 
     def __init__(self, mesh_state: MeshState) -> None:
@@ -102,12 +105,27 @@ class Collective(ABC):
             )
         self._call(CollectiveCall("all_reduce", sources, buffers, op, queue))
 
+    def reduce(
+        self, output: Buffer, sources: Sequence[Buffer], root: int, *, queue: Queue = "compute"
+    ) -> None:
+        """Sets ``output`` to the sum of all sources, on the device of ``sources[root]``.
+
+        It may be that source itself. Raises as ``all_reduce`` does.
+        """
+        self._check_rank("reduce", root, sources)
+        self._check("reduce", sources, [output])
+        wanted = sources[root]
+        if (output.device, output.size, output.dtype) != (wanted.device, wanted.size, wanted.dtype):
+            raise CollectiveError(
+                f"reduce: the output {output} must have the device, size and dtype of source "
+                f"{root}, {wanted}"
+            )
+        outputs = [*sources[:root], output, *sources[root + 1 :]]
+        self._call(CollectiveCall("reduce", sources, outputs, root, queue))
+
     def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
         """Copies ``buffers[root]`` to every buffer; raises as ``all_reduce`` does."""
-        if not 0 <= root < len(buffers):
-            raise CollectiveError(
-                f"broadcast: root={root} must be from 0 to {len(buffers) - 1}, the last buffer"
-            )
+        self._check_rank("broadcast", root, buffers)
         self._check("broadcast", buffers, [*buffers[:root], *buffers[root + 1 :]])
         self._call(CollectiveCall("broadcast", buffers, buffers, root, queue))
 
@@ -143,6 +161,13 @@ class Collective(ABC):
     def group(self) -> Iterator[None]:
         """Context manager: calls inside are submitted as one operation."""
         yield
+
+    def _check_rank(self, name: str, root: int, buffers: Sequence[Buffer]) -> None:
+        """Raises unless there is a buffer of this rank."""
+        if not 0 <= root < len(buffers):
+            raise CollectiveError(
+                f"{name}: root={root} must be from 0 to {len(buffers) - 1}, the last buffer"
+            )
 
     def _check(self, name: str, buffers: Sequence[Buffer], written: Sequence[Buffer]) -> None:
         """Raises unless the buffers agree and are on different devices of one mesh."""
@@ -180,6 +205,9 @@ class Collective(ABC):
         mesh_state = self._mesh_state
         if mesh_state.capture is not None and len({buffer.device.physical for buffer in used}) > 1:
             raise CollectiveError(NOT_CAPTURED)
+        read = [(call.queue, out) for call in calls for out in call.outputs if out.block.readers]
+        for queue, buffer in read:
+            buffer.device._before_write(buffer, queue)
         thread = mesh_state.thread
         thread.num_submitted += 1  # before: one that fails may have been given to some devices
         with mesh_state.recording_commands(None):  # its fences are its own

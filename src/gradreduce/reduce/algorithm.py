@@ -192,6 +192,13 @@ def copy_to_all(
         for source, outs in [*copies[first:], *copies[:first]]:
             if source.device.physical != device.physical:
                 device.copy(outs[index], source)
+    copy_on_gpus(copies, devices)
+
+
+def copy_on_gpus(
+    copies: Sequence[tuple[Buffer, Sequence[Buffer]]], devices: Sequence[Device]
+) -> None:
+    """Copies each source to those of its outs that lie on the same GPU: one launch for each GPU."""
     for here in by_physical(devices).values():
         moves = [
             ([outs[index]], [source])

@@ -27,7 +27,7 @@ from gradreduce.device import (
     join_streams,
 )
 
-from .algorithm import Algorithm, Job, Steps
+from .algorithm import Algorithm, Job, Steps, copy_on_gpus
 from .reduction_groups import ReductionGroups
 
 # Packs of less than this, in the bytes of one rank's buffer, share a group call: a call costs a
@@ -127,6 +127,73 @@ class Nccl(Algorithm):
 
         return steps_of
 
+    def reduce_scatter(self, jobs: Sequence[Job]) -> None:
+        """See ``Algorithm.reduce_scatter``; one reduce for each job, all in one group call.
+
+        Not with NCCL's reduce-scatter, whose parts have equal sizes on all GPUs. 16-bit integers
+        are copied to their owner and added there.
+        """
+        collective = self._collective
+        apart = [job for job in jobs if collective is None or _is_gathered(job.inputs[0].dtype)]
+        if apart:
+            super().reduce_scatter(apart)
+        if collective is not None and len(apart) < len(jobs):
+            rest = [job for job in jobs if not _is_gathered(job.inputs[0].dtype)]
+            self._reduce_to_owners(rest, collective)
+
+    def _reduce_to_owners(self, jobs: Sequence[Job], collective: Collective) -> None:
+        leaders = [self.devices[first] for first, *_ in self._sharing]
+        sources = [
+            [
+                job.inputs[indices[0]]
+                if len(indices) == 1
+                else leader.empty(job.inputs[0].shape, job.inputs[0].dtype)
+                for job in jobs
+            ]
+            for leader, indices in zip(leaders, self._sharing, strict=True)
+        ]
+        roots = [self._rank_of(job) for job in jobs]
+        totals = []
+        for root, job in zip(roots, jobs, strict=True):
+            leader, (out,), dtype = leaders[root], job.outs, job.inputs[0].dtype
+            fits = out.device is leader and out.dtype == dtype
+            totals.append(out if fits else leader.empty(out.shape, dtype))
+        for indices, folded in zip(self._sharing, sources, strict=True):
+            _fold(jobs, folded, indices)
+        with collective.group():
+            for index, (root, total) in enumerate(zip(roots, totals, strict=True)):
+                collective.reduce(total, [of_gpu[index] for of_gpu in sources], root)
+        for rank, indices in enumerate(self._sharing):
+            finished = [
+                (job.divisor, job.outs, [total])
+                for root, job, total in zip(roots, jobs, totals, strict=True)
+                if root == rank
+            ]
+            _write(finished, [self.devices[index] for index in indices])
+
+    def all_gather(self, jobs: Sequence[Job]) -> None:
+        """See ``Algorithm.all_gather``; one broadcast for each job, all in one group call."""
+        collective = self._collective
+        if collective is None:
+            super().all_gather(jobs)
+            return
+        copy_on_gpus([(job.inputs[0], job.outs) for job in jobs], self.devices)
+        with collective.group():
+            for job in jobs:
+                first_outs = [job.outs[first] for first, *_ in self._sharing]
+                collective.broadcast(first_outs, self._rank_of(job))
+        received = [
+            (job.outs[first], job.outs)
+            for job in jobs
+            for rank, (first, *_) in enumerate(self._sharing)
+            if rank != self._rank_of(job)
+        ]
+        copy_on_gpus(received, self.devices)
+
+    def _rank_of(self, job: Job) -> int:
+        """Returns the rank of the GPU of a job's owner."""
+        return next(rank for rank, indices in enumerate(self._sharing) if job.owner in indices)
+
 
 def _on_one_gpu(jobs: Sequence[Job]) -> Steps:
     """Reduces jobs on one physical device: reads n buffers, writes n."""
@@ -144,7 +211,7 @@ def _over_gpus(
     """Reduces jobs over several physical devices; ``sharing`` are the replicas of each."""
     leaders = [jobs[0].inputs[indices[0]].device for indices in sharing]
     for indices, gpu_parts in zip(sharing, parts, strict=True):
-        _fold(jobs, gpu_parts, indices)
+        _fold(jobs, [part.folded for part in gpu_parts], indices)
     for leader in leaders:
         join_streams(leader, [leader], queue)
     for group in plan_groups([part.folded.nbytes for part in parts[0]]):
@@ -180,15 +247,15 @@ def _part(job: Job, indices: Sequence[int], num_ranks: int) -> _Part:
     return _Part(folded, first if alone else folded, gathered)
 
 
-def _fold(jobs: Sequence[Job], parts: Sequence[_Part], indices: Sequence[int]) -> None:
-    """Adds the replicas on one physical device, if there are several."""
+def _fold(jobs: Sequence[Job], folded: Sequence[Buffer], indices: Sequence[int]) -> None:
+    """Adds the replicas on one physical device into ``folded``, if there are several."""
     if len(indices) == 1:
         return
     sharing = [jobs[0].inputs[index].device for index in indices]
     leader = sharing[0]
     join_streams(leader, sharing)
     ops.all_sum(
-        [[part.folded] for part in parts],
+        [[each] for each in folded],
         [[job.inputs[index] for index in indices] for job in jobs],
         device=leader,
     )
@@ -207,19 +274,27 @@ def _cross(collective: Collective, ranks: Sequence[_Part], queue: Queue) -> None
 
 def _finish(finished: Sequence[tuple[Job, Sequence[Buffer]]], indices: Sequence[int]) -> None:
     """Adds the remaining terms, divides, and writes every out on the devices of ``indices``."""
-    devices = [finished[0][0].outs[index].device for index in indices]
+    rows = [
+        (job.divisor, [job.outs[index] for index in indices], inputs) for job, inputs in finished
+    ]
+    _write(rows, [finished[0][0].outs[index].device for index in indices])
+
+
+def _write(
+    rows: Sequence[tuple[float, Sequence[Buffer], Sequence[Buffer]]], devices: Sequence[Device]
+) -> None:
+    """Adds inputs, divides, and writes outs: rows of a divisor, outs and inputs on one GPU."""
     leader = devices[0]
     join_streams(leader, devices)
-    by_divisor: dict[float, list[tuple[list[Buffer], Sequence[Buffer]]]] = {}
-    for job, inputs in finished:
-        outs = [job.outs[index] for index in indices]
+    by_divisor: dict[float, list[tuple[Sequence[Buffer], Sequence[Buffer]]]] = {}
+    for divisor, outs, inputs in rows:
         alone = len(outs) == len(inputs) == 1
-        if alone and outs[0].address == inputs[0].address and job.divisor == 1:
+        if alone and outs[0].address == inputs[0].address and divisor == 1:
             continue  # the library wrote it in place
-        by_divisor.setdefault(job.divisor, []).append((outs, inputs))
-    for divisor, rows in by_divisor.items():
+        by_divisor.setdefault(divisor, []).append((outs, inputs))
+    for divisor, of_divisor in by_divisor.items():
         ops.all_sum(
-            [outs for outs, _ in rows], [inputs for _, inputs in rows],
+            [outs for outs, _ in of_divisor], [inputs for _, inputs in of_divisor],
             divisor=divisor, device=leader,
         )  # fmt: skip
     fork_streams(leader, devices)

@@ -37,7 +37,12 @@ _TYPES = {
 }
 _OPS = {"sum": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 # collective -> method of a communicator
-_METHODS = {"all_reduce": "allReduce", "broadcast": "broadcast", "all_gather": "allGather"}
+_METHODS = {
+    "all_reduce": "allReduce",
+    "reduce": "reduce",
+    "broadcast": "broadcast",
+    "all_gather": "allGather",
+}
 _PROCESSES = ()  # in place of GPUs: the communicator of this process among others
 ABORT_SECONDS = 10.0
 # How long an abort waits for a thread that is inside of NCCL.
@@ -150,6 +155,9 @@ class NcclCollective(Collective):
                 )
             count, kind = self._typed(first, call.argument)
             last = [getattr(self._nccl, _OPS[call.argument])]
+        elif call.name == "reduce":
+            count, kind = self._typed(first, "sum")
+            last = [self._nccl.NCCL_SUM, call.argument]
         ready = _Ready(
             call,
             tuple(

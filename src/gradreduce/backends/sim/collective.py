@@ -17,12 +17,21 @@ from .fp_warnings import without_warnings
 _Arrays = list[np.ndarray]
 
 
-def _all_reduce(inputs: _Arrays, outputs: _Arrays, op: str) -> None:
+def _sum(inputs: _Arrays) -> np.ndarray:
     total = inputs[0].astype(accumulate_dtype(inputs[0].dtype))
     for term in inputs[1:]:
         total += term
+    return total
+
+
+def _all_reduce(inputs: _Arrays, outputs: _Arrays, op: str) -> None:
+    total = _sum(inputs)
     for array in outputs:
         array[...] = total
+
+
+def _reduce(inputs: _Arrays, outputs: _Arrays, root: int) -> None:
+    outputs[root][...] = _sum(inputs)
 
 
 def _broadcast(inputs: _Arrays, outputs: _Arrays, root: int) -> None:
@@ -38,6 +47,7 @@ def _all_gather(inputs: _Arrays, outputs: _Arrays, _: None) -> None:
 
 _WORK: dict[str, Callable[[_Arrays, _Arrays, Any], None]] = {
     "all_reduce": _all_reduce,
+    "reduce": _reduce,
     "broadcast": _broadcast,
     "all_gather": _all_gather,
 }
