@@ -34,11 +34,13 @@ def as_dtype(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
-def random_array(seed: Sequence[int], shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An array whose sums are not exact: another order of additions gives other bits."""
+def random_array(
+    seed: Sequence[int], shape: Sequence[int], dtype: np.dtype, *, exact: bool = False
+) -> np.ndarray:
+    """An array; unless ``exact``, another order of additions gives other bits."""
     random = np.random.default_rng(seed)
-    if dtype.kind in "iu":
-        return random.integers(0, 40, shape).astype(dtype)
+    if exact or dtype.kind in "iu":
+        return random.integers(0, 20, shape).astype(dtype)
     return np.asarray(random.standard_normal(shape) * 100).astype(dtype)
 
 
@@ -62,13 +64,21 @@ class Side(NamedTuple):
 
     @property
     def ops(self) -> gr.AllReduceCrossDeviceOps:
+        packing = self.case["packing"]
+        if self.is_exact:
+            return gr.AllReduceCrossDeviceOps("nccl", *packing, mesh=self.mesh)
         return gr.AllReduceCrossDeviceOps(
             "hierarchical_copy",
-            *self.case["packing"],
+            *packing,
             mesh=self.mesh,
             reduction_groups=self.case["groups"],
             wire_dtype=self.case["wire_dtype"],
         )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all sums are: nccl promises no order."""
+        return self.case["groups"] == "nccl"
 
     @property
     def op(self) -> gr.ReduceOp:
@@ -82,7 +92,7 @@ class Side(NamedTuple):
         """The arrays of a replica."""
         pairs = zip(self.case["shapes"], self.dtypes, strict=True)
         return [
-            random_array([self.case["seed"], turn, replica, index], *each)
+            random_array([self.case["seed"], turn, replica, index], *each, exact=self.is_exact)
             for index, each in enumerate(pairs)
         ]
 
@@ -134,6 +144,23 @@ def flat(side: Side) -> Rows:
             view.device.upload(grad.astype(dtype), out=view)
     step()
     return [[view.numpy() for view in views] for views in buffer.views]
+
+
+@way
+def attached(side: Side) -> Rows:
+    import torch
+
+    shapes = side.case["shapes"]
+    buffer = side.mesh.flat_buffer(shapes, np.float32)
+    parameters = [[torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in side.mesh]
+    buffer.attach(parameters)
+    step = buffer.prepare_all_reduce(side.op, cross_device_ops=side.ops)
+    for row, grads in zip(parameters, side.grads(), strict=True):
+        row[0].grad = None  # as zero_grad() leaves it
+        for parameter, grad in zip(row[1:], grads[1:], strict=True):
+            (parameter * torch.from_numpy(grad.astype("f4"))).sum().backward()
+    step()
+    return [[parameter.grad.numpy() for parameter in row] for row in parameters]
 
 
 @way
