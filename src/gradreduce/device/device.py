@@ -160,7 +160,7 @@ class Device(NotCopied, Backend):
                 f"{self.name}.release: {buffer} is on another device: call release there"
             )
         self._before_write(buffer, "compute")  # whoever gets the array may write it
-        if not waited:
+        if not waited and (stream is not None or self.defers):
             self.block_stream(stream)
         if stream is not None and not isinstance(stream, int):  # which may have ended when asked
             buffer.block.record_stream(stream)

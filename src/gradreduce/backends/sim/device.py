@@ -141,14 +141,9 @@ class SimDevice(Device):
 
     def _array_of(self, buffer: Buffer) -> np.ndarray:
         if buffer.array is None:
-            block = buffer.block
-            if block.owned:
-                view = np.asarray(_ArrayInterface(buffer))
-                buffer.array = view if view.dtype is buffer.dtype else view.view(buffer.dtype)
-            else:
-                whole = block.raw.reshape(-1).view(np.uint8)
-                part = whole[buffer.offset : buffer.offset + buffer.nbytes]
-                buffer.array = part.view(buffer.dtype).reshape(buffer.shape)
+            raw, block = buffer.block.raw, buffer.block
+            whole = raw.exported(block) if block.owned else raw.reshape(-1).view(np.uint8)
+            buffer.array = np.ndarray(buffer.shape, buffer.dtype, whole, buffer.offset)
         array: np.ndarray = buffer.array
         return array
 
@@ -319,21 +314,6 @@ class SimDevice(Device):
     def _abandon(self, seconds: float) -> bool:
         self.scheduler.drop()
         return True
-
-
-class _ArrayInterface:
-    """The base of a NumPy array, which keeps the block alive with the array."""
-
-    __slots__ = ("__array_interface__", "block")
-
-    def __init__(self, buffer: Buffer) -> None:
-        self.block = buffer.block
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": buffer.shape,
-            "typestr": buffer.dtype.str,
-            "data": (buffer.address, False),
-        }
 
 
 def memory_of(buffer: Buffer) -> np.ndarray:

@@ -7,11 +7,26 @@ which forgets to fill a buffer meets the last owner's values, not zeros.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from weakref import ref
 
 import numpy as np
 
 GRANULE = 512  # bytes; CuPy's pool rounds to the same
 START = 256  # bytes; cudaMalloc aligns to at least this
+
+
+class _ArrayInterface:
+    """The base of a NumPy array of memory, which keeps an owner alive with the array."""
+
+    def __init__(self, memory: Memory, owner: object) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+        }
 
 
 class Memory:
@@ -24,7 +39,7 @@ class Memory:
         elements: all of it as elements of the dtype that was asked for last.
     """
 
-    __slots__ = ("address", "bytes", "elements", "nbytes")
+    __slots__ = ("_exported", "address", "bytes", "elements", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         raw = np.empty(nbytes + START, np.uint8)
@@ -33,6 +48,15 @@ class Memory:
         self.bytes = raw[self.address - begin :][:nbytes]
         self.nbytes = nbytes
         self.elements = self.bytes
+        self._exported: Callable[[], np.ndarray | None] = lambda: None
+
+    def exported(self, owner: object) -> np.ndarray:
+        """Returns all bytes as an array that keeps ``owner`` alive: the same one while it lives."""
+        found = self._exported()
+        if found is None:
+            found = np.asarray(_ArrayInterface(self, owner))
+            self._exported = ref(found)
+        return found
 
     def as_dtype(self, dtype: np.dtype) -> np.ndarray:
         """Returns all of it as an array of ``dtype``."""
