@@ -53,8 +53,13 @@ def check_all_accessible(device: Device, homes: Iterable[Device], rows: Iterable
     if all([home.physical == here and home.mesh_state is mesh_state for home in homes]):
         return 0
     operands = list(chain.from_iterable(rows))
-    for operand in operands:
-        check_accessible(device, operand)
+    peers, failed = mesh_state.peers, mesh_state.failed
+    are_peers = all(
+        [each.mesh_state is mesh_state and peers(here, each.physical) for each in homes]
+    )
+    if failed or not (are_peers and all([each.block.peer_mapped for each in operands])):
+        for operand in operands:
+            check_accessible(device, operand)
     return sum([operand.nbytes for operand in operands if operand.device.physical != here])
 
 

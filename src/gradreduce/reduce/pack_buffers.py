@@ -5,6 +5,7 @@ A flat buffer that its tensors already are (``mesh.flat_buffer``) is used where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -142,29 +143,48 @@ class _NewMemory:
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
+        # For each list of replicas and dtype: the shapes, and the lists that get the buffers.
         self._missing: dict[
-            tuple[int, int], list[tuple[DType, int, _FlatBuffers, _FlatBuffers]]
+            tuple[tuple[int, ...], DType], list[tuple[tuple[int, ...], tuple[_FlatBuffers, ...]]]
         ] = {}
 
     def add(
-        self, replica: int, dtype: DType, size: int, buffers: _FlatBuffers, others: _FlatBuffers
+        self, replicas: Iterable[int], dtype: DType, shape: tuple[int, ...], *into: _FlatBuffers
     ) -> None:
-        """Notes a flat buffer, which ``allocate`` puts at ``replica`` of both lists."""
-        self._missing.setdefault((replica, id(dtype)), []).append((dtype, size, buffers, others))
+        """Notes a flat buffer of each replica, which ``allocate`` puts into these lists."""
+        self._missing.setdefault((tuple(replicas), dtype), []).append((shape, into))
+
+    def add_missing(
+        self, plan: FlatPlan, shape: tuple[int, ...], inputs: _FlatBuffers, outs: _FlatBuffers
+    ) -> None:
+        """Notes the inputs and outs that are None; one buffer for both if they have one dtype."""
+        missing: dict[tuple[bool, bool], list[int]] = {}
+        for replica, (flat, out) in enumerate(zip(inputs, outs, strict=True)):
+            if not (flat and out):
+                missing.setdefault((not flat, not out), []).append(replica)
+        for (no_input, no_out), replicas in missing.items():
+            if no_input and no_out and plan.wire is plan.sum_dtype:
+                self.add(replicas, plan.wire, shape, inputs, outs)
+                continue
+            if no_input:
+                self.add(replicas, plan.wire, shape, inputs)
+            if no_out:
+                self.add(replicas, plan.sum_dtype, shape, outs)
 
     def allocate(self) -> None:
         """Allocates all."""
-        for (replica, _), missing in self._missing.items():
-            device, (dtype, size, *_) = self._devices[replica], missing[0]
-            if len(missing) == 1:
-                parts = [device.allocate((size,), dtype)]
-            else:
-                sizes = [each[1] for each in missing]
-                layout = flat_layout(sizes, dtype.itemsize)
-                memory = device.allocate((layout.size,), dtype)
-                parts = memory.parts(layout.offsets, layout.sizes)
-            for part, (_, _, buffers, others) in zip(parts, missing, strict=True):
-                buffers[replica] = others[replica] = part
+        for (replicas, dtype), missing in self._missing.items():
+            shapes = [shape for shape, _ in missing]
+            layout = flat_layout(list(map(math.prod, shapes)), dtype.itemsize)
+            for replica in replicas:
+                if len(missing) == 1:
+                    parts = [self._devices[replica].allocate(shapes[0], dtype)]
+                else:
+                    memory = self._devices[replica].allocate((layout.size,), dtype)
+                    parts = memory.parts(layout.offsets, layout.sizes, shapes)
+                for part, (_, into) in zip(parts, missing, strict=True):
+                    for buffers in into:
+                        buffers[replica] = part
 
 
 def _laid_out(
@@ -177,29 +197,24 @@ def _laid_out(
     memory: _NewMemory,
 ) -> PackBuffers:
     """Lays out one plan, for ``tensors[replica]`` and results in ``wanted[replica]``."""
-    size = plan.layout.size
-    inputs, filling, outs = _FlatBuffers(), list[_Tensors](), _FlatBuffers([None] * len(tensors))
-    if wanted is not None and algorithm.in_place and plan.sum_dtype == plan.out_dtype:
+    shape = (plan.layout.size,) if plan.together else tensors[0][0].shape
+    inputs, outs = _FlatBuffers([None] * len(tensors)), _FlatBuffers([None] * len(tensors))
+    if plan.wire is plan.dtype and divisor == 1:
+        inputs = [_already_flat(plan, each, algorithm) for each in tensors]
+    if wanted is not None and algorithm.in_place and plan.sum_dtype is plan.out_dtype:
         outs = [_already_flat(plan, each, algorithm, written=True) for each in wanted]
+    filling: list[_Tensors] = [
+        None if flat else each for each, flat in zip(tensors, inputs, strict=True)
+    ]
     targets = [None if out else each for each, out in zip(wanted or outs, outs, strict=True)]
-    for replica, each in enumerate(tensors):
-        flat = None
-        if plan.wire == plan.dtype and divisor == 1:
-            flat = _already_flat(plan, each, algorithm)
-        filling.append(each if flat is None else None)
-        inputs.append(flat)
-        shared = plan.wire == plan.sum_dtype and (flat is None or consume) and not outs[replica]
-        if flat is None:
-            memory.add(replica, plan.wire, size, inputs, outs if shared else inputs)
-        if not shared and not outs[replica]:
-            memory.add(replica, plan.sum_dtype, size, outs, outs)
-        outs[replica] = flat if shared else outs[replica]
+    if consume and plan.wire is plan.sum_dtype:
+        outs = [out or flat for flat, out in zip(inputs, outs, strict=True)]
+    memory.add_missing(plan, shape, inputs, outs)
     results = outs if wanted is None else None
-    is_cast = wanted is None and plan.sum_dtype != plan.out_dtype
+    is_cast = wanted is None and plan.sum_dtype is not plan.out_dtype
     if is_cast:
         results = inputs.copy()
-        for replica in range(len(results)):
-            memory.add(replica, plan.out_dtype, size, results, results)
+        memory.add(range(len(results)), plan.out_dtype, shape, results)
     is_moved = is_cast or any(filling) or any(targets)
     return PackBuffers(plan, inputs, outs, results, filling, targets, divisor, is_moved)
 
@@ -214,7 +229,7 @@ def _laid_out_share(
     memory: _NewMemory,
 ) -> PackBuffers:
     """Lays out a share, for tensors of each sender and results of each receiver."""
-    size, count = plan.layout.size, len(algorithm.devices)
+    shape, count = (plan.layout.size,), len(algorithm.devices)
     inputs, outs = _FlatBuffers([None] * count), _FlatBuffers([None] * count)
     filling, targets = list[_Tensors]([None] * count), list[_Tensors]([None] * count)
     for replica, each in zip(share.senders, tensors, strict=True):
@@ -222,18 +237,17 @@ def _laid_out_share(
             inputs[replica] = _already_flat(plan, each, algorithm)
         if inputs[replica] is None:
             filling[replica] = each
-            memory.add(replica, plan.wire, size, inputs, inputs)
+            memory.add([replica], plan.wire, shape, inputs)
     wants: Sequence[_Tensors] = wanted or [None] * count
     for replica, want in zip(share.receivers, wants, strict=False):
         outs[replica] = want and _already_flat(plan, want, algorithm, written=True)
         if outs[replica] is None:
             targets[replica] = want
-            memory.add(replica, plan.sum_dtype, size, outs, outs)
+            memory.add([replica], plan.sum_dtype, shape, outs)
     results = outs
     if plan.sum_dtype != plan.out_dtype:
         results = _FlatBuffers([None] * count)
-        for replica in share.receivers:
-            memory.add(replica, plan.out_dtype, size, results, results)
+        memory.add(share.receivers, plan.out_dtype, shape, results)
     return PackBuffers(plan, inputs, outs, results, filling, targets, divisor, True)
 
 
@@ -349,6 +363,8 @@ def _already_flat(
 
     One that is written has no gaps, or gaps that belong to no tensor.
     """
+    if not plan.together:
+        return tensors[0] if not algorithm.reads_peers or tensors[0].block.peer_mapped else None
     found = None  # the first tensor that is not empty, and the address of the flat buffer
     for tensor, offset in zip(tensors, plan.layout.offsets, strict=True):
         if tensor.size:
@@ -360,7 +376,7 @@ def _already_flat(
     if found is None:
         return tensors[0]
     block, size = found.block, plan.layout.size
-    aligned = not plan.together or start % ALIGNMENT == 0
+    aligned = start % ALIGNMENT == 0
     start -= block.address
     inside = start >= 0 and start + size * found.dtype.itemsize <= block.nbytes
     accessible = not algorithm.reads_peers or block.peer_mapped
