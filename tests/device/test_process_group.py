@@ -24,7 +24,7 @@ def test_a_process_that_opens_no_mesh_tells_the_others_why():
             gr.open_mesh(backend="sim", devices_per_process=number, process_group=group)
         return str(found.value)
 
-    own, *others = run_processes(3, work, timeout=60.0)
+    own, *others = run_processes(3, work, timeout=3.0)
     assert own == "devices_per_process=0 must be a number from 1 to 1024"
     for text in others:
         assert f"process 0: opens no mesh: ValueError: {own}" in text
@@ -44,7 +44,7 @@ def test_an_interrupted_comparison_is_seen_at_once():
         mesh.close()
         return str(found.value)
 
-    text, _ = run_processes(2, work, timeout=60.0)
+    text, _ = run_processes(2, work, timeout=3.0)
     assert "process 1: a call of process 1 of 2 stopped: KeyboardInterrupt()" in text
 
 
@@ -63,7 +63,7 @@ def test_a_process_that_ends_without_closing_is_seen_at_once(monkeypatch):
             ops.all_reduce([[np.ones(3)]])
         return mesh, str(found.value)
 
-    (_, text), _ = run_processes(2, work, timeout=60.0)
+    (_, text), _ = run_processes(2, work, timeout=3.0)
     assert text == (
         f"process 1 of 2 has not come to {CALL}: process 1: ended by KeyError('of the user') after "
         "0 calls"

@@ -344,8 +344,8 @@ def runs(mesh: Any, others: list[Any], name: str, kind: str, deadline: float, ra
     for number in range(NUM_CALLS):
         is_faulty = number >= FAULTY and name not in AT_OPENING
         seconds = None if is_faulty and name in BY_TIMEOUT else deadline if is_faulty else HEALTHY
-        if is_faulty and number == FAULTY:
-            make_fault(mesh, name, rank)
+        if is_faulty and number == FAULTY and not make_fault(mesh, name, rank, deadline):
+            return False
         for each in calls:
             if not reports(seconds or deadline, partial(each, number, seconds)):
                 return False
@@ -354,11 +354,15 @@ def runs(mesh: Any, others: list[Any], name: str, kind: str, deadline: float, ra
     return all([reports(deadline, each.close) for each in (mesh, *others)])
 
 
-def make_fault(mesh: Any, name: str, rank: int) -> None:
-    if rank == 1 and name != "stopped_at_end":
+def make_fault(mesh: Any, name: str, rank: int, deadline: float) -> bool:
+    """Makes the fault, if this process makes it; returns whether it met no error."""
+    if rank == 1 and name == "user_error":
         FAULTS[name](mesh)
+    elif rank == 1 and name != "stopped_at_end":
+        return reports(deadline, partial(FAULTS[name], mesh))
     elif rank == 0 and name == "busy":
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return True
 
 
 def reports(deadline: float, run: Callable[[], Any]) -> bool:

@@ -23,6 +23,8 @@ _NOTICE = 0  # its tag; those of data are above
 _SPIN_SECONDS = 2e-3  # for what is about to arrive; then the core is left to others
 _PAUSE_SECONDS = 2e-4
 _LOOK_SECONDS = 0.05  # for notices of processes that an exchange waits for
+# How long a process that ends all others lets them report their errors.
+_REPORT_SECONDS = 1.0
 # Requests of exchanges that have failed. They keep the memory that MPI may still access.
 _abandoned: list[Any] = []
 # Why this process must end all processes when it exits, instead of waiting for them in MPI's end.
@@ -192,6 +194,7 @@ def _abort() -> None:
     MPI's own end would wait for ever for a process that hangs.
     """
     if _abort_reasons and not MPI.Is_finalized():
+        time.sleep(_REPORT_SECONDS)
         MPI.COMM_WORLD.Abort(1)
 
 
