@@ -1,5 +1,7 @@
 """Meshes over processes that torchrun and mpiexec have started."""
 
+import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -49,6 +51,24 @@ def test_what_earlier_processes_left_in_a_store_is_not_taken():
 @pytest.mark.torch
 def test_ddp_trains_alike_with_our_hook_and_so_does_data_parallel():
     ends_well("torchrun", 3, "pytorch")
+
+
+@pytest.mark.torch
+def test_a_store_that_does_not_answer_has_a_deadline_and_can_be_interrupted():
+    from gradreduce.backends.processes.torch_group import _call
+
+    ends = threading.Event()
+    with pytest.raises(CollectiveError, match=r"the store does not answer within 0\.01 s"):
+        _call(ends.wait, 0.01)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _call(ends.wait, 60.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        ends.set()
 
 
 def test_the_launcher_is_detected():

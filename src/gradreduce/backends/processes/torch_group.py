@@ -215,7 +215,7 @@ class _CallingThread:
     def __init__(self) -> None:
         self.result: Any = None
         self._calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self._ended: SimpleQueue[RuntimeError | None] = SimpleQueue()
+        self._ended: SimpleQueue[Exception | None] = SimpleQueue()
         start_new_thread(self._run, ())
 
     def start(self, call: Callable[[], Any]) -> None:
@@ -226,7 +226,7 @@ class _CallingThread:
         """Whether the call ends within so many seconds.
 
         Raises:
-            RuntimeError: torch's, of the call.
+            Exception: that of the call; torch's are RuntimeErrors.
         """
         try:
             error = self._ended.get(timeout=seconds)
@@ -242,12 +242,26 @@ class _CallingThread:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            error = None
+            error: Exception | None = None
             try:
                 self.result = call()
-            except RuntimeError as found:
+            except Exception as found:
                 error = found
             self._ended.put(error)
+
+
+def _call(call: Callable[[], Any], seconds: float) -> Any:
+    """Returns what a blocking call of torch returns; Ctrl-C ends the wait for it.
+
+    Raises:
+        CollectiveError: it does not return within so many seconds.
+    """
+    thread = _CallingThread()
+    thread.start(call)
+    thread.stop()  # when it has returned
+    if not thread.has_ended(seconds):
+        raise CollectiveError(f"the store does not answer within {seconds:g} s")
+    return thread.result
 
 
 def _wait(works: Sequence[Any], end: float, done: list[Any]) -> None:
@@ -288,7 +302,9 @@ def open_torchrun(timeout: float, *, on_gpus: bool) -> TorchGroup:
         )
     name = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
     seconds = timedelta(seconds=timeout)
-    found = _connected(name, lambda: next(iter(dist.rendezvous("env://", timeout=seconds))))
+    found = _connected(
+        name, lambda: next(iter(dist.rendezvous("env://", timeout=seconds))), timeout
+    )
     return _make_default_group(found, timeout, on_gpus)
 
 
@@ -304,17 +320,19 @@ def open_slurm(address: tuple[int, int, str, int], timeout: float, *, on_gpus: b
         return TorchGroup(dist.group.WORLD, timeout)
     rank, size, host, port = address
     seconds = timedelta(seconds=timeout)
-    store = _connected(
-        f"{host}:{port}", lambda: dist.TCPStore(host, port, size, rank == 0, seconds)
-    )
+
+    def connect() -> Any:
+        return dist.TCPStore(host, port, size, rank == 0, seconds, wait_for_workers=False)
+
+    store = _connected(f"{host}:{port}", connect, timeout)
     return _make_default_group((store, rank, size), timeout, on_gpus)
 
 
-def _connected(address: str, connect: Callable[[], Any]) -> Any:
+def _connected(address: str, connect: Callable[[], Any], timeout: float) -> Any:
     """Returns what ``connect`` returns: a store, which is connected once."""
     if address not in _stores:
         try:
-            _stores[address] = connect()
+            _stores[address] = _call(connect, timeout + _STORE_SECONDS)
         except (RuntimeError, OSError) as error:  # torch's errors are RuntimeErrors
             raise BackendUnavailableError(
                 f"the store of the processes at {address} cannot be reached: {error}"
@@ -339,6 +357,13 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float, on_gpus: 
 
 
 def _new_name(store: Any, rank: int, size: int, timeout: float) -> str:
+    """Returns ``_agreed_name``; raises also if the store is in a process that is stopped."""
+    call = partial(_agreed_name, store, rank, size, timeout)
+    name: str = _call(call, timeout + _STORE_SECONDS)
+    return name
+
+
+def _agreed_name(store: Any, rank: int, size: int, timeout: float) -> str:
     """Returns a name (hexadecimal digits) that all processes agree on, a new one at each call.
 
     A store may hold what earlier processes have left: torchrun starts processes again with the
