@@ -477,7 +477,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         check_preparable(call)
         for index, request in enumerate(call.requests):
             check_one_process(
-                request.devices[0], "a captured step", "use prepare: a CUDA graph does not wait"
+                request.devices[0],
+                "a captured step",
+                "use prepare (a CUDA graph cannot wait for other processes)",
             )
             crosses = len(by_physical(request.devices)) > 1 and request.is_all_reduced
             if crosses and self.all_reduce_alg == "nccl":
