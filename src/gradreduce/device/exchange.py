@@ -46,7 +46,7 @@ def exchange(
     group = mesh_state.process_group
     assert group is not None, "only a mesh over several processes exchanges"
     label = mesh_state.thread.label
-    what = str(label) if label is not None else "an exchange"
+    what = str(label) if label is not None else ""
 
     if group.move_on_gpu is not None:
         queued = partial(_exchange_on_gpu, device, sends, receives, queue, what)
@@ -95,7 +95,7 @@ def _exchange_on_gpu(
     incoming = [parcel for parcel in receives if parcel[1].nbytes]
     if move is None or not (outgoing or incoming):
         return
-    pending = PendingExchange(what, _seconds(mesh_state, group), device, group)
+    pending = PendingExchange(what or "an exchange", _seconds(mesh_state, group), device, group)
     with _failing(mesh_state, group, what), mesh_state.watched(pending):
         for batch in batches(group.rank, group.size, outgoing, incoming):
             device._exchange_on_gpu(*batch, queue, move)
@@ -140,11 +140,12 @@ def _failing(mesh_state: MeshState, group: ProcessGroup, what: str) -> Iterator[
     try:
         yield
     except ProcessError as error:
-        reason = _reason(group, error, what)
+        reason = _reason(group, error, what or group.called)
         fail(mesh_state, reason)
         raise CollectiveError(reason) from error
     except BaseException as error:  # Ctrl-C too: the others wait for what was not sent
         mesh_state.raise_failure(error)
+        what = what or group.called
         fail(mesh_state, f"{what}: process {group.rank} of {group.size} stopped: {error!r}")
         raise
 

@@ -269,9 +269,16 @@ class ProcessGroup(ABC):
                 self.post("failed", difference)
                 raise InvalidArgumentError(difference)
         if missing:
-            what = f"call {number} ({_summary(description)})"
-            raise CollectiveError(self.describe_missing(missing, what, seconds))
+            raise CollectiveError(self.describe_missing(missing, self.called, seconds))
         self._known[description.digest] = place
+
+    @property
+    def called(self) -> str:
+        """The last call, for errors: its number, what it is, and its first tensors."""
+        if not self._last_calls:
+            return "open_mesh"
+        number, description = self._last_calls[-1]
+        return f"call {number} ({_summary(description)})"
 
     def flight_record(self) -> dict[str, Any]:
         """Returns this process and its last calls as JSON values.

@@ -21,7 +21,7 @@ import numpy as np
 import gradreduce as gr
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-HEALTHY = 60.0  # seconds for calls without a fault, also on a machine that is busy
+HEALTHY = 30.0  # seconds for calls without a fault, also on a machine that is busy
 NUM_CALLS = 6
 FAULTY = 3
 PARTIAL = "a sum of some replicas only"

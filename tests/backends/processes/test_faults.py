@@ -95,7 +95,7 @@ def expected(case: Case) -> str | None:
     if case.fault.startswith("kill_"):
         return None
     if case.fault.startswith("stop_"):
-        return STOPPED
+        return "tensor.*process 1"
     if case.fault.startswith("interrupt_"):
         return INTERRUPTED
     pattern = FAULTS[case.fault]
