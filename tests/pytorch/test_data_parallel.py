@@ -269,6 +269,42 @@ def test_gradients_stay_views_of_one_memory():
                 assert 0 <= parameter.grad.data_ptr() - buffer.address < buffer.nbytes
 
 
+def test_little_more_than_one_copy_of_the_gradients_is_held():
+    """Flat buffers, and what backward has just made: those of one bucket and a gradient."""
+
+    def work(group):
+        with open_mesh(1, group) as mesh:
+            net = layers(6)
+            loose, most = [], []
+
+            def count(parameter):  # before the hook of DataParallel
+                loose.append(weakref.ref(parameter.grad))
+                inside = [bucket.step.flat.buffers[0] for bucket in dp._reducer._buckets]
+                views = [range(each.address, each.address + each.nbytes) for each in inside]
+                alive = [each() for each in loose if each() is not None]
+                most[-1] = max(
+                    most[-1],
+                    sum(
+                        each.nbytes
+                        for each in {id(each): each for each in alive}.values()
+                        if not any(each.data_ptr() in view for view in views)
+                    ),
+                )
+
+            for parameter in net.parameters():
+                parameter.register_post_accumulate_grad_hook(count)
+            dp = gr.torch.DataParallel(net, mesh, bucket_mb=TINY_MB)
+            for _ in range(3):
+                most.append(0)
+                trained(dp, plain, group.rank, zero, steps=1)
+            return most
+
+    layer = 12 * 8  # bytes
+    for first, *others in run_processes(2, work):
+        assert first == 6 * layer  # no flat buffer is there yet
+        assert max(others) <= layer
+
+
 def test_no_sync_adds_and_the_next_backward_averages_the_sums():
     def work(group):
         with open_mesh(1, group) as mesh:

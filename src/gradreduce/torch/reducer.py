@@ -220,15 +220,17 @@ class Reducer(NotCopied):
         """Launches the bucket of a part if all of it is ready, and those before it."""
         bucket = part.bucket
         if bucket.is_launched:
-            index = [each is parameter for each in replica.parameters].index(True)
-            raise RuntimeError(
-                f"{self._names[index]} got another gradient after {bucket.name} was reduced: "
-                "reentrant checkpoints that share it run a varying number of times; use "
-                "use_reentrant=False"
-            )
+            with self._dropping_if_failed():
+                index = [each is parameter for each in replica.parameters].index(True)
+                raise RuntimeError(
+                    f"{self._names[index]} got another gradient after {bucket.name} was reduced: "
+                    "reentrant checkpoints that share it run a varying number of times; use "
+                    "use_reentrant=False"
+                )
         if part.missing < 0:
             return
-        self._note_stream(bucket, replica)
+        with self._dropping_if_failed():
+            self._collect(bucket, replica)
         with self._lock:
             bucket.num_ready += 1
             while len(self._tasks) < len(self._buckets):
@@ -243,15 +245,21 @@ class Reducer(NotCopied):
             replica.runs, replica.is_done, replica.waits = False, True, True
             if not all(each.is_done for each in self._replicas):
                 return
-        try:
+        with self._dropping_if_failed():
             if self._buckets:
                 self._finish()
             else:
                 self._make_buckets()
+        self._reset()
+
+    @contextmanager
+    def _dropping_if_failed(self) -> Iterator[None]:
+        """Context manager: drops the round if an error comes, which the others hear of."""
+        try:
+            yield
         except BaseException as error:
             self._drop_round(f"failed: {error}")
             raise
-        self._reset()
 
     def _interrupt(self, replica: Replica) -> None:
         """Notes that an error ended a backward in the middle; the next one cleans up."""
@@ -269,7 +277,7 @@ class Reducer(NotCopied):
         """Reduces the buckets that are left, and waits for all."""
         for bucket in self._buckets[len(self._tasks) :]:
             for replica in self._replicas:
-                self._note_stream(bucket, replica)
+                self._collect(bucket, replica)
             self._launch(bucket)
         for task in self._tasks:
             task.wait()
@@ -280,11 +288,11 @@ class Reducer(NotCopied):
         bucket.is_launched = True
         self._tasks.append(self._worker.submit(bucket.reduce, bucket.streams.values()))
 
-    def _note_stream(self, bucket: Bucket, replica: Replica) -> None:
-        """On a GPU, moves gradients to the flat buffer and notes the stream, which orders it."""
+    def _collect(self, bucket: Bucket, replica: Replica) -> None:
+        """Moves gradients to the flat buffer; on a GPU, notes the stream that has them."""
+        with naming(bucket.name):
+            attach_again(bucket.blocks[replica.index : replica.index + 1])
         if replica.device.type == "cuda":
-            with naming(bucket.name):
-                attach_again(bucket.blocks[replica.index : replica.index + 1])
             bucket.streams[replica.index] = torch.cuda.current_stream(replica.device)
 
     def _drop_round(self, why: str) -> None:

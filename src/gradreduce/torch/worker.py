@@ -1,4 +1,4 @@
-"""A thread that reduces while ``backward`` goes on."""
+"""Who reduces while ``backward`` goes on: a thread, where a reduction waits for other processes."""
 
 from __future__ import annotations
 
@@ -56,22 +56,28 @@ class Task:
 
 
 class Worker:
-    """Makes calls in a thread of its own, one after the other, in the order of submission.
+    """Makes calls one after the other, in the order of submission.
 
     On GPUs they run on streams of their own.
+
+    Args:
+        in_thread: whether a thread makes the calls. Otherwise ``submit`` makes them itself: that is
+            faster for calls that wait for nothing.
     """
 
-    def __init__(self) -> None:
-        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+    def __init__(self, *, in_thread: bool) -> None:
         self._streams: dict[torch.device, Any] = {}
-        finalize(self, self._tasks.put, None)
-        Thread(target=_run, args=(self._tasks,), name="gradreduce.torch", daemon=True).start()
+        self._tasks: SimpleQueue[Task | None] | None = None
+        if in_thread:
+            self._tasks = SimpleQueue()
+            finalize(self, self._tasks.put, None)
+            Thread(target=_run, args=(self._tasks,), name="gradreduce.torch", daemon=True).start()
 
     def submit(self, call: Callable[[], object], streams: Iterable[Any]) -> Task:
-        """Submits a call; returns at once.
+        """Submits a call.
 
         Args:
-            call: made in the thread of the worker.
+            call: whose errors ``Task.wait`` raises.
             streams: of the GPUs whose tensors it reads or writes, one for each; the call comes
                 behind what they hold now.
         """
@@ -82,7 +88,10 @@ class Worker:
             own.append(self._streams[stream.device])
             own[-1].wait_stream(stream)
         task = Task(call, own)
-        self._tasks.put(task)
+        if self._tasks is None:
+            task.run()
+        else:
+            self._tasks.put(task)
         return task
 
 
@@ -96,7 +105,8 @@ def worker_of(mesh: Mesh) -> Worker:
     """
     worker = _workers.get(mesh.mesh_state)
     if worker is None:
-        worker = _workers[mesh.mesh_state] = Worker()
+        several = mesh.mesh_state.process_group is not None
+        worker = _workers[mesh.mesh_state] = Worker(in_thread=several)
     return worker
 
 
