@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -260,7 +261,9 @@ for name in BY_TIMEOUT:
 def main(launcher: str, name: str, kind: str, deadline: float) -> int:
     import_library(launcher)
     rank = next(
-        int(os.environ[each]) for each in ("RANK", "OMPI_COMM_WORLD_RANK") if each in os.environ
+        int(os.environ[each])
+        for each in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+        if each in os.environ
     )
     options = prepare_opening(name, rank)
     limit = deadline if name in SHORT_TIMEOUT else HEALTHY
@@ -358,7 +361,11 @@ def make_fault(mesh: Any, name: str, rank: int, deadline: float) -> bool:
     """Makes the fault, if this process makes it; returns whether it met no error."""
     if rank == 1 and name == "user_error":
         FAULTS[name](mesh)
-    elif rank == 1 and name != "stopped_at_end":
+    elif rank == 0 and name == "store_stopped":
+        # As srun would when another process has failed.
+        subprocess.Popen(["sh", "-c", f"sleep {3 * deadline}; kill -9 {os.getpid()}"])
+        stop()
+    elif rank == 1 and name not in ("stopped_at_end", "store_stopped"):
         return reports(deadline, partial(FAULTS[name], mesh))
     elif rank == 0 and name == "busy":
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 import pytest
-from support.processes import MPI, TORCHRUN, run_fault
+from support.processes import MPI, SLURM, TORCHRUN, run_fault
 
 DEADLINE = 3.0
 TENSORS = r"packs 1 to 2 of 2 \(tensors 0 to 1\): "
@@ -43,9 +43,12 @@ FAULTS = {
     "no_devices": r"process 0: opens no mesh: ValueError: devices_per_process=0|^ValueError",
     "port_taken": r"the store of the processes at \S+:\d+ cannot be reached|come to open_mesh",
     "no_host": r"the store of the processes at no-such-host.invalid:\d+ cannot be reached",
+    # srun's first process, which holds the store where all leave their notices.
+    "store_stopped": TENSORS + r"process 0 of 2 did not answer within",
 }
 # What survivors know before the deadline: they raise at once.
 AT_ONCE = {"told", "busy", "left_early", "fewer_steps", "new_plan", "version", "no_devices"}
+LAUNCHERS = {"torchrun": TORCHRUN, "mpi": MPI, "slurm": SLURM}
 TORCHRUN_ONLY = {"port_taken", "no_host", "ended"}  # MPI: mpiexec ends all at once
 IN_CI = [("stopped", "mpi"), ("shape", "torchrun"), ("known_plan", "mpi"), ("told", "torchrun"),
          ("left_early", "mpi"), ("killed_inside", "torchrun")]  # fmt: skip
@@ -65,11 +68,12 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
+    yield Case("store_stopped", "slurm")
     for launcher in ("torchrun", "mpi"):
         yield from [
             Case(fault, launcher)
             for fault in FAULTS
-            if launcher == "torchrun" or fault not in TORCHRUN_ONLY
+            if (launcher == "torchrun" or fault not in TORCHRUN_ONLY) and fault != "store_stopped"
         ]
         for deadline in (0.5, 8.0):
             yield Case("stopped", launcher, deadline=deadline)
@@ -83,7 +87,7 @@ def cases() -> Iterator[Case]:
 
 
 def as_parameter(case: Case) -> object:
-    marks = [pytest.mark.faults, *{"torchrun": TORCHRUN, "mpi": MPI}[case.launcher].marks]
+    marks = [pytest.mark.faults, *LAUNCHERS[case.launcher].marks]
     if (case.fault, case.launcher) not in IN_CI or case != Case(case.fault, case.launcher):
         marks.append(pytest.mark.exhaustive)
     name = f"{case.fault}-{case.launcher}-{case.size}-{case.call}-{case.deadline:g}"
