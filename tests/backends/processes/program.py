@@ -152,7 +152,7 @@ def elastic(launcher: str) -> None:
 
     def step(self: gr.SyncStep, terms: Any) -> bool:
         if alone and self.global_step == 25 and not (folder / "joined").exists():
-            signal.alarm(60)  # ends this process
+            signal.alarm(100)  # ends this process
             (folder / "waits").touch()
             signal.pause()
         if guest and self.global_step == 50:

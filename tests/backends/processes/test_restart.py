@@ -14,7 +14,7 @@ import pytest
 from support.processes import PROGRAM, end_all, result_of, run, start
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "elastic_training.py"
-WAIT_S = 60.0
+WAIT_S = 100.0
 
 
 def free_port():
@@ -30,7 +30,7 @@ def free_port():
 
 def start_agent(port, run_id, folder, **variables):
     is_host = "GUEST" not in variables
-    conf = {"is_host": int(is_host), "join_timeout": 60, "last_call_timeout": 1}
+    conf = {"is_host": int(is_host), "join_timeout": 100, "last_call_timeout": 1}
     conf |= {"keep_alive_interval": 1, "keep_alive_max_attempt": 5}
     options = {
         "nnodes": "1:2",
