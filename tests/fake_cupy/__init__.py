@@ -27,7 +27,8 @@ What it detects:
 * a write that ``Kernel.writes`` does not declare
 * arguments that do not fit the kernel, a wrong current device, an event that was never recorded
 * NCCL: a missing group, unequal counts or dtypes, a wrong stream, a missing rank, use after destroy
-  or abort, an abort of only some communicators of a clique
+  or abort, an abort of only some communicators of a clique; sends and receives of unequal sizes
+  between processes, which are threads, and their first exchange, in which the host waits
 * captures: CUDA calls that are forbidden meanwhile (allocate, free, query an event, wait for one,
   synchronize the GPU) make the capture invalid
 * lack of memory: the pools of a GPU share its memory (``Machine(capacity=…)``); they split, merge

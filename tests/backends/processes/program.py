@@ -116,11 +116,26 @@ def subgroups(launcher: str) -> None:
             (found,) = ops.all_reduce(grads, SUM)
             for each in found:
                 assert (each == sum(1.0 + other for other in ranks)).all()
+    if launcher == "torchrun":
+        _exchange_tensors(own, rank)
     own.close()
     whole.close()
     if launcher == "torchrun":
         assert dist.is_initialized(), "a group that was passed is not destroyed"
         dist.destroy_process_group()
+
+
+def _exchange_tensors(mesh: Any, rank: int) -> None:
+    """The batch by which GPUs exchange, with tensors in host memory, over a part of the ranks."""
+    import torch
+
+    group = mesh.mesh_state.process_group
+    sends = [(other, torch.full((5,), rank)) for other in group.others]
+    receives = [(other, torch.zeros(5, dtype=torch.int64)) for other in group.others]
+    for work in group.start_batch(sends, receives):
+        work.wait()
+    for other, tensor in receives:
+        assert tensor.tolist() == [rank % 2 + 2 * other] * 5
 
 
 @scenario

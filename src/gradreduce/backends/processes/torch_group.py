@@ -123,18 +123,29 @@ class TorchGroup(ProcessGroup):
         """
         device = torch.device("cuda", gpu)
 
-        def operation(call: Any, rank: int, buffer: Buffer) -> Any:
-            tensor = torch.as_tensor(_as_cuda_array(buffer), device=device)
-            return dist.P2POp(call, tensor, self._global_ranks[rank], self._group)
+        def tensors_of(parcels: Sequence[Parcel]) -> list[tuple[int, torch.Tensor]]:
+            arrays = [(rank, _as_cuda_array(buffer)) for rank, buffer in parcels]
+            return [(rank, torch.as_tensor(array, device=device)) for rank, array in arrays]
 
         try:
             with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
-                batch = [operation(dist.irecv, *parcel) for parcel in receives]
-                batch += [operation(dist.isend, *parcel) for parcel in sends]
-                for work in dist.batch_isend_irecv(batch):
+                for work in self.start_batch(tensors_of(sends), tensors_of(receives)):
                     work.wait()
         except RuntimeError as error:
             raise CollectiveError(f"torch.distributed: {error}") from error
+
+    def start_batch(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+    ) -> list[Any]:
+        """Starts sends and receives of tensors, by ranks in this group; returns their works."""
+        batch = [
+            dist.P2POp(call, tensor, self._global_ranks[rank], self._group)
+            for call, messages in ((dist.irecv, receives), (dist.isend, sends))
+            for rank, tensor in messages
+        ]
+        return list(dist.batch_isend_irecv(batch))
 
     def post(self, key: str, text: str) -> None:
         """See ``ProcessGroup.post``."""
