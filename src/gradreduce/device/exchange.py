@@ -14,11 +14,9 @@ from .buffer import Buffer, Queue
 from .device import Device
 from .mesh_state import MeshState
 from .op_log import Record
-from .pending_calls import PendingCall, now
+from .pending_calls import PendingCall
 from .process_group import Description, Message, Parcel, ProcessError, ProcessGroup
 
-# Between two looks for notices of processes that have failed or left.
-_LOOK_SECONDS = 0.1
 # A group of NCCL holds what goes to so many processes, and so many parcels to each: at most 128
 # sends and as many receives.
 _GROUP_DISTANCES, _GROUP_PARCELS = 8, 16
@@ -151,10 +149,7 @@ def _failing(mesh_state: MeshState, group: ProcessGroup, what: str) -> Iterator[
 
 
 class PendingExchange(PendingCall):
-    """An exchange between GPUs, until it is done and the others are known to make the same call.
-
-    Nothing else compares calls that each process has made before: NCCL would exchange tensors that
-    do not belong together.
+    """An exchange between GPUs, until it is done and the others are known to make the same calls.
 
     Args:
         what: names its tensors.
@@ -166,29 +161,19 @@ class PendingExchange(PendingCall):
     def __init__(self, what: str, seconds: float, device: Device, group: ProcessGroup) -> None:
         super().__init__(what, seconds, [device], device.mesh_state.generation)
         self._group = group
-        self._call = group.last_call
-        self._unknown = set(group.others if self._call is not None else ())
-        self._next_look = 0.0
+        call = group.last_call
+        self._number = -1 if call is None else call.number
 
     @property
     def is_resolved(self) -> bool:
         """See ``PendingCall``."""
-        return super().is_resolved and (self.dropped or not self._unknown)
+        is_known = self.dropped or self._group.confirmed >= self._number
+        return super().is_resolved and is_known
 
     def failure(self) -> str | None:
         """See ``PendingCall``."""
-        for rank in tuple(self._unknown):
-            assert self._call is not None, "without a call no process is unknown"
-            difference = self._group.difference(rank, self._call)
-            if difference:
-                return f"{self.call}: {difference}"
-            if difference == "":
-                self._unknown.discard(rank)
-        if now() < self._next_look:
-            return None
-        self._next_look = now() + _LOOK_SECONDS
-        reasons = self._group.reasons(self._group.others, 0.0)
-        return f"{self.call}: {'; '.join(reasons)}" if reasons else None
+        reason = self._group.look()
+        return None if reason is None else f"{self.call}: {reason}"
 
 
 def agree(device: Device, description: Description) -> None:

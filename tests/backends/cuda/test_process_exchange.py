@@ -372,6 +372,26 @@ def test_known_calls_in_another_order_are_an_error_in_both_processes(here):
         assert "the processes reduce different tensors: tensor 0 is float32[" in said
 
 
+def test_one_call_in_another_order_is_found_later(here):
+    """The watchdog need not look at each call: it compares the history of one."""
+    posted = threading.Barrier(2)
+
+    def work(group):
+        mesh = opened(group, 1)
+        calls = two_calls(mesh)
+        group.look = lambda: None
+        for number in (group.rank, 1 - group.rank, 0):
+            calls[number]()
+        posted.wait(10)
+        del group.look
+        with pytest.raises(CollectiveError, match=r"before call 4 process \d made other calls"):
+            assert nccl.until(lambda: mesh.mesh_state.reason)
+            mesh.synchronize()
+        mesh.close()
+
+    run_all(2, work)
+
+
 def test_a_process_that_leaves_is_named_before_the_deadline(here):
     def work(group):
         mesh = opened(group, 1)
