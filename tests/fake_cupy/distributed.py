@@ -28,11 +28,11 @@ class _Local(threading.local):
     """What a process has of its own."""
 
     world: ProcessGroup | None = None  # the default group
-    address: tuple[Store, int, int] | None = None  # of the default group that can be made
     stream = 0  # handle of the current one
 
 
 _local = _Local()
+_address: list[tuple[Store, int, int]] = []  # of the default group that can be made
 
 
 class Store:
@@ -186,8 +186,9 @@ def destroy_process_group(group=None):
 
 
 def make_world(store: Store, rank: int, size: int) -> None:
-    """Says, in the thread of a process, which default group can be made."""
-    _local.address, _local.world = (store, rank, size), None
+    """Says which default group can be made."""
+    _address[:] = [(store, rank, size)]
+    _local.world = None
 
 
 class _Groups:
@@ -212,7 +213,7 @@ def installed() -> Iterator[None]:
         get_global_rank=lambda group, group_rank: group.global_ranks[group_rank],
         is_initialized=lambda: _local.world is not None,
         is_nccl_available=lambda: True,
-        rendezvous=lambda url, timeout: iter([_local.address]),
+        rendezvous=lambda url, timeout: iter(_address),
     )  # fmt: skip
     replaced = {"torch": torch, "torch.distributed": distributed, _OURS: None}
     before = {name: sys.modules.pop(name, None) for name in replaced}

@@ -93,7 +93,7 @@ def _exchange_on_gpu(
     incoming = [parcel for parcel in receives if parcel[1].nbytes]
     if move is None or not (outgoing or incoming):
         return
-    pending = PendingExchange(what or "an exchange", _seconds(mesh_state, group), device, group)
+    pending = PendingExchange(what or group.called, _seconds(mesh_state, group), device, group)
     with _failing(mesh_state, group, what), mesh_state.watched(pending):
         for batch in batches(group.rank, group.size, outgoing, incoming):
             device._exchange_on_gpu(*batch, queue, move)

@@ -42,7 +42,6 @@ _KNOWN_CALLS = 256
 # How long a process that lost another waits for a notice that tells why.
 _REASON_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
-_TELL_SECONDS = 1.0
 _MOST_TAGS = (1 << 28) - 1
 
 
@@ -293,10 +292,8 @@ class ProcessGroup(ABC):
     @property
     def called(self) -> str:
         """The last call, for errors: its number, what it is, and its first tensors."""
-        if not self._last_calls:
-            return "open_mesh"
-        number, description = self._last_calls[-1]
-        return f"call {number} ({_summary(description)})"
+        call = self.last_call
+        return "open_mesh" if call is None else f"call {call.number} ({_summary(call.description)})"
 
     def flight_record(self) -> dict[str, Any]:
         """Returns this process and its last calls as JSON values.
@@ -387,7 +384,7 @@ class ProcessGroup(ABC):
         if call is None:
             return None
         late = [rank for rank in self.others if self.difference(rank, call) is None]
-        return self.describe_missing(late, f"call {call.number}", seconds) if late else None
+        return self.describe_missing(late, self.called, seconds) if late else None
 
     def look(self) -> str | None:
         """Looks, without waiting, whether the others make this process's calls.

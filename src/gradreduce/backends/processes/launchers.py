@@ -10,13 +10,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
 from gradreduce.device import Mesh
+from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.process_group import ProcessGroup
+from gradreduce.device.waiting import run_in_thread
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief
 
 from .gpu_exchange import choose_gpu_move, connect_gpus, describe_gpus
@@ -28,6 +31,7 @@ _FOREVER = 365.0 * 24 * 3600  # seconds
 # How long a process that opens no mesh takes at most to tell the others why.
 _TELL_SECONDS = 30.0
 _LOOK_SECONDS = 0.05
+_REPORT_SECONDS = 1.0
 LAUNCHERS = ("auto", "none", "torchrun", "mpi", "slurm")
 # What launchers say of the number of processes, the one that may start another first.
 _NUM_PROCESSES = (
@@ -167,9 +171,14 @@ def _meet(mesh: Mesh, group: ProcessGroup) -> None:
     group.move_on_gpu = choose_gpu_move(mesh, group, notices, end)
     mesh.mesh_state.process_group = group
     if group.move_on_gpu is not None:
-        state = mesh.mesh_state
-        state.on_failure.append(lambda: group.tell_failure(str(state.reason)))
+        mesh.mesh_state.on_failure.append(partial(_tell_failure, mesh.mesh_state, group))
         connect_gpus(mesh, group, end)
+
+
+def _tell_failure(mesh_state: MeshState, group: ProcessGroup) -> None:
+    """Tells the others what a watchdog has found; waits a moment, as a store may not answer."""
+    done = run_in_thread(partial(group.tell_failure, str(mesh_state.reason)))
+    done.wait(_REPORT_SECONDS)
 
 
 def _notice(group: ProcessGroup, rank: int, end: float) -> str | None:
