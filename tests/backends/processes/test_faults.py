@@ -50,7 +50,7 @@ FAULTS = {
 AT_ONCE = {"told", "busy", "left_early", "fewer_steps", "new_plan", "version", "no_devices"}
 LAUNCHERS = {"torchrun": TORCHRUN, "mpi": MPI, "slurm": SLURM}
 TORCHRUN_ONLY = {"port_taken", "no_host", "ended"}  # MPI: mpiexec ends all at once
-IN_CI = [("stopped", "mpi"), ("shape", "torchrun"), ("known_plan", "mpi"), ("told", "torchrun"),
+IN_CI = [("stopped", "mpi"), ("shape", "mpi"), ("known_plan", "mpi"), ("told", "torchrun"),
          ("left_early", "mpi"), ("killed_inside", "torchrun")]  # fmt: skip
 # The number of the last exchange of a call.
 LAST_EXCHANGES = {"reduce": 1, "prepared": 1, "sync_step": 2, "broadcast": 0, "slices": 2}
