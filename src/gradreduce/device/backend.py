@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -179,6 +180,10 @@ class Backend(ABC):
 
     def _progress(self) -> None:  # noqa: B027  # most work by themselves
         """Runs queues that otherwise run only while the host waits."""
+
+    def _activate(self) -> AbstractContextManager[object]:
+        """Context of many calls: its GPU is the current one, so that none of them switches."""
+        return nullcontext()
 
     def _is_waiting(self, queue: Queue) -> bool:
         """Whether a queue is known to wait for another's mark; False if unknown."""

@@ -148,6 +148,7 @@ class PreparedStep(NotCopied):
         self._devices = call.devices
         self._command_list = CommandList()
         self._lock = threading.Lock()
+        self._active = self._devices[0]._activate()
         self._held = [request.value for request in call.requests]  # what is read stays alive
         read = [buffer for request in call.requests for buffer in request.value.buffers]
         written = [each for row in call.outs for each in row]
@@ -214,6 +215,7 @@ class PreparedStep(NotCopied):
             deadline_scope(self._called, seconds, self._devices),
             self._lock,
             self._mesh_state.launch_lock,
+            self._active,
         ):
             for each in boundaries:
                 each.enter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fake_cupy import surface
 from support.exact_data import same, unflushed_data
 from support.reduction_calls import dense
 
@@ -71,3 +72,26 @@ def test_over_nccl_too(placement, gpus):
 def test_without_peer_access_too(algorithm, seed, gpus):
     gpus(seed, peers=False)
     check([0, 1, 1, 2, 0], algorithm)
+
+
+@pytest.mark.fake_cupy
+@pytest.mark.parametrize("way", ["prepare", "capture"])
+def test_a_call_makes_its_gpu_the_current_one_once(gpus, monkeypatch, way):
+    gpus(0)
+    switched, switch = [], surface.setDevice
+
+    def counted(number):
+        switched.extend([number] * (number != surface.getDevice()))
+        switch(number)
+
+    monkeypatch.setattr(surface, "setDevice", counted)
+    with gr.open_mesh([1, 1, 1], backend="cuda") as mesh:
+        values = [dense(mesh, (7,), dtype, 0) for dtype in ("float32", "int16")]
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh)
+        step = getattr(ops, way)(SUM, [(value, value) for value in values])
+        step()
+        with mesh.journal() as journal:
+            switched.clear()
+            step()
+        assert switched == [1]
+        assert journal.launches > 1

@@ -170,6 +170,9 @@ class CudaDevice(Device):
     def _hardware_name(self) -> str:
         return f"{os.uname().nodename} {runtime.deviceGetPCIBusId(self.physical)}"
 
+    def _activate(self) -> Gpu:
+        return self.gpu
+
     def _is_capturing(self, stream: Stream) -> bool:
         return self.gpu.is_capturing(stream)
 
