@@ -94,7 +94,7 @@ RETIRED_IN_NAMES = {
 ALLOWED = {
     "due": "is_due",  # the time of an AGN push
     "gather": "all_gather _all_gather",  # the collective, and by index
-    "scatter": "reduce_scatter",  # the collective
+    "scatter": "reduce_scatter ReduceScatter",  # the collective
     "gathered": "_gathered _gathered_rows _is_gathered gathered",
     "pull": "pull",  # of AGN
     "push": "optim/agn/* _push push",  # of AGN, and of a term onto a sum

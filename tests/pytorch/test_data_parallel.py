@@ -79,6 +79,17 @@ def checkpointed(reentrant):
     return run
 
 
+def more_often(net, x, _, step):
+    """A layer is in one checkpoint at first, then in two, while another bucket waits."""
+    from torch.utils.checkpoint import checkpoint
+
+    def run(x):
+        return checkpoint(net[2], x, use_reentrant=True)
+
+    x = run(net[1](net[0](x)))
+    return (run(x) if step else net[3](x)).sum()
+
+
 def autocast(net, x, *_):
     import torch
 
@@ -120,8 +131,10 @@ CASES = {
     "frozen layer": (lambda: frozen(layers()), plain),
     "never used": (layers, lambda net, x, *_: net[2](net[0](x)).sum()),
     "used in turns": (layers, lambda net, x, replica, step: net[(replica + step) % 2](x).sum()),
+    "used later": (layers, lambda net, x, _, step: net[1](net[0](x) if step else x).sum()),
     "checkpoint": (layers, checkpointed(False)),
     "reentrant checkpoint": (layers, checkpointed(True)),
+    "reentrant checkpoints, later two": (layers, more_often),
     "autocast": (lambda: layers().float(), autocast),
     "penalty": (layers, penalized),
     "bfloat16": (lambda: layers(2).bfloat16(), lambda net, x, *_: net(x.bfloat16()).sum()),
@@ -179,7 +192,8 @@ def test_gradients_are_the_means_of_all_replicas(case, devices, processes):
 
     def work(group):
         with open_mesh(devices, group) as mesh:
-            dp = gr.torch.DataParallel(make(), mesh, bucket_mb=TINY_MB)
+            # A bucket holds a layer, or two.
+            dp = gr.torch.DataParallel(make(), mesh, bucket_mb=devices * TINY_MB)
             return trained(dp, run, mesh.process_index * devices, zero)
 
     for found in run_processes(processes, work) if processes > 1 else [work(None)]:
@@ -263,6 +277,7 @@ def test_gradients_stay_views_of_one_memory():
         views = [each.grad for each in parameters]
         trained(dp, plain, 0, lambda dp, step: dp.zero_grad(), steps=2)
         assert all(each.grad is view for each, view in zip(parameters, views, strict=True))
+        assert all(len(each._post_accumulate_grad_hooks) == 1 for each in parameters)
         flat = dp._reducer._buckets[0].step.flat
         for buffer, replica in zip(flat.buffers, dp.replicas, strict=True):
             for parameter in replica.parameters():
@@ -425,19 +440,23 @@ def test_a_round_that_an_error_interrupts_is_dropped():
         def backward(context, gradient):
             raise MemoryError("out of memory")
 
-    with open_mesh(1) as mesh:
+    alone = []
+    for index in range(2):
+        alone.append(layers())
+        plain(alone[index], batch(index)).backward()
+    with open_mesh(2) as mesh:
         dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-        for _ in range(2):  # before and after there are buckets
+        for replica in (0, 1):  # before and after there are buckets
             for _ in range(2):
-                net = dp.module
+                net = dp.replicas[replica]
                 x = Fails.apply(net[1](net[0](batch(0))))
                 with pytest.raises(MemoryError, match="out of memory"):
                     net[3](net[2](x)).sum().backward()
             dp.zero_grad()
-            plain(dp, batch(0)).backward()
-            alone = layers()
-            plain(alone, batch(0)).backward()
-            assert_equal(gradients(dp.module), gradients(alone))
+            for index, net in enumerate(dp.replicas):
+                plain(net, batch(index)).backward()
+            for net in dp.replicas:
+                assert_equal(gradients(net), means(map(gradients, alone)))
 
 
 def test_other_processes_hear_of_a_backward_that_fails():

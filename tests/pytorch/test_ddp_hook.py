@@ -197,7 +197,7 @@ def test_what_cannot_be_a_hook_of_ddp_is_refused():
         gr.torch.comm_hook(gr.ReductionToOneDevice())
     with pytest.raises(ValueError, match="has no mesh: pass mesh="):
         gr.torch.comm_hook(gr.AllReduceCrossDeviceOps())
-    with pytest.raises(ValueError, match="2 devices in this process; DDP has one"):
+    with pytest.raises(ValueError, match="2 devices in this process; DDP and FSDP"):
         gr.torch.comm_hook(gr.AllReduceCrossDeviceOps(mesh=mesh))
     with pytest.raises(ValueError, match="deadline=0"):
         gr.torch.comm_hook(gr.AllReduceCrossDeviceOps(mesh=mesh[:1]), deadline=0)

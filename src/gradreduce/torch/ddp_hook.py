@@ -52,7 +52,7 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
     mesh has failed then, and the gradients are undefined.
     """
     seconds = as_deadline(deadline)
-    mesh = _checked_mesh(cross_device_ops)
+    mesh = checked_mesh(cross_device_ops)
     worker = worker_of(mesh)
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -78,8 +78,8 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
     return hook
 
 
-def _checked_mesh(cross_device_ops: Any) -> Any:
-    """Returns the mesh of an all-reduce; raises if it cannot reduce the buckets of DDP."""
+def checked_mesh(cross_device_ops: Any) -> Any:
+    """Returns the mesh of an all-reduce; raises unless it has one device in each process."""
     if not isinstance(cross_device_ops, AllReduceCrossDeviceOps):
         raise TypeError(
             f"cross_device_ops={brief(cross_device_ops)} is not an AllReduceCrossDeviceOps"
@@ -90,8 +90,8 @@ def _checked_mesh(cross_device_ops: Any) -> Any:
         raise ValueError(f"{cross_device_ops!r} has no mesh: pass mesh=, and {how}")
     if len(mesh.devices) != 1:
         raise ValueError(
-            f"{mesh!r} has {len(mesh.devices)} devices in this process; DDP has one replica in "
-            f"each process: {how}"
+            f"{mesh!r} has {len(mesh.devices)} devices in this process; DDP and FSDP have one "
+            f"in each: {how}"
         )
     if mesh.mesh_state.process_group is None and dist.get_world_size() > 1:
         raise ValueError(

@@ -228,7 +228,34 @@ def pytorch(launcher: str) -> None:
                 found, nbytes = trained(mesh, wrap)
                 assert all(torch.equal(*each) for each in zip(wanted, found, strict=True))
                 assert nbytes > 0
+            if group is dist.group.WORLD:
+                same_gradients(sharded(None), sharded(mesh))
     dist.destroy_process_group()
+
+
+def sharded(mesh: Any) -> list[Any]:
+    """Computes gradients of an FSDP2 module; with a mesh, through it. Thirds are exact."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).double()
+    for parameter in net.parameters():
+        torch.nn.init.ones_(parameter)
+    for layer in net:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        if mesh is not None:
+            ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+            layer.set_custom_reduce_scatter(gr.torch.ReduceScatter(ops))
+    x = torch.full((6, 7), float(dist.get_rank()), dtype=torch.float64)
+    net(x).sum().backward()
+    return [parameter.grad.full_tensor() for parameter in net.parameters()]
+
+
+def same_gradients(wanted: list[Any], found: list[Any]) -> None:
+    for one, other in zip(wanted, found, strict=True):
+        assert one.any() and one.equal(other), (one, other)
 
 
 # The devices of a process on GPUs, by the name in ``sys.argv``, and whether NCCL can connect them.

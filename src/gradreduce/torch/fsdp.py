@@ -1,0 +1,78 @@
+"""The reduce-scatter of FSDP2 (``fully_shard``) by ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradreduce.arrays.distributed import ReduceOp
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
+
+from .ddp_hook import checked_mesh
+
+
+class ReduceScatter:
+    """Reduces and shards the gradients of FSDP2 by ``AllReduceCrossDeviceOps.reduce_scatter``.
+
+    Pass it to each module that ``fully_shard`` was called with, before the first ``backward``::
+
+        mesh = gr.open_mesh(process_group=dist.group.WORLD, devices_per_process=1)
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, wire_dtype="bfloat16")
+        for layer in sharded_layers:
+            layer.set_custom_reduce_scatter(gr.torch.ReduceScatter(ops))
+
+    Args:
+        cross_device_ops: over a mesh of the processes that share a parameter, with one device in
+            each. Its ``wire_dtype`` is the dtype in which gradients travel.
+
+    Raises:
+        TypeError, ValueError: see ``comm_hook``.
+    """
+
+    def __init__(self, cross_device_ops: AllReduceCrossDeviceOps) -> None:
+        self._mesh = checked_mesh(cross_device_ops)
+        self._cross_device_ops = cross_device_ops
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Returns memory for gradients; called by FSDP."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduces gradients; called by FSDP, on its stream.
+
+        Args:
+            output_tensor: overwritten by this process's share.
+            input_tensor: the gradients, of as many elements for each process.
+            group: whose processes share them.
+            op: ``ReduceOp.SUM`` or ``ReduceOp.AVG`` of PyTorch.
+            async_op: has no effect: on GPUs the work is queued, else it is done.
+
+        Raises:
+            ValueError: ``group`` has another number of processes than the mesh, or another ``op``.
+            CollectiveError: another process did not take part in time.
+        """
+        if group.size() != self._mesh.num_processes:
+            raise ValueError(
+                f"FSDP shards over {group.size()} processes, but the mesh has "
+                f"{self._mesh.num_processes}: open it by process_group= of the same ones"
+            )
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(
+                f"op={op} is neither SUM nor AVG: do not set a gradient divide factor, or call "
+                "set_force_sum_reduction_for_comms(True)"
+            )
+        kind = ReduceOp.MEAN if op == dist.ReduceOp.AVG else ReduceOp.SUM
+        ((share,),) = self._cross_device_ops.reduce_scatter([[input_tensor]], kind)
+        output_tensor.copy_(share)
