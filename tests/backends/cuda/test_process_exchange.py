@@ -154,6 +154,43 @@ def test_rows_and_broadcasts_travel_too(here):
     assert run_all(2, work) == [([2.0, 1.0], [1, 1, 1])] * 2
 
 
+@pytest.mark.parametrize("here", [0], indirect=True)
+@pytest.mark.parametrize(
+    ("algorithm", "shards"), [("hierarchical_copy", True), ("nccl", False)], ids=str
+)
+def test_steps_and_their_checkpoints_are_those_of_one_process(here, algorithm, shards):
+    shapes = [(5,), (3, 7), (20_000,)]
+    random = np.random.default_rng(1)
+    grads = [
+        [[random.integers(-8, 8, shape).astype(np.float32)] for shape in shapes] for _ in range(4)
+    ]
+
+    def trained(mesh, mine):
+        variables = [
+            gr.Variable(np.ones(shape, np.float32), f"v{index}", device=mesh)
+            for index, shape in enumerate(shapes)
+        ]
+        ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+        step = gr.SyncStep(variables, gr.AdamOptimizer(0.1), ops, shard_optimizer=shards)
+        step(mine)
+        step(mine)
+        step.load_state_dict(step.state_dict())
+        step(mine)
+        mesh.synchronize()
+        return [variable.numpy() for variable in variables]
+
+    def work(group):
+        mesh = opened(group)
+        found = trained(mesh, grads[2 * group.rank : 2 * group.rank + 2])
+        mesh.close()
+        return found
+
+    with gr.open_mesh(4, backend="sim") as alone:
+        wanted = trained(alone, grads)
+    for found in run_all(2, work):
+        assert all(same(*pair) for pair in zip(wanted, found, strict=True))
+
+
 def test_gpus_that_two_processes_share_exchange_by_host_memory(here, caplog):
     def work(group):
         mesh = gr.open_mesh([0], backend="cuda", process_group=group)
