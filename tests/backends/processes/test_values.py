@@ -65,7 +65,7 @@ def drawn(num_processes: int, number: int, ways: Sequence[str]) -> list[dict[str
 def test_processes_have_the_bits_of_one(launcher, tmp_path):
     size = {"torchrun": 2, "mpi": 4, "slurm": 2}[launcher]
     ways = [way for way in WAYS if launcher != "mpi" or way != "attached"]  # which needs PyTorch
-    found = drawn(size, examples({"slurm": 40}.get(launcher, 200)), ways)
+    found = drawn(size, examples({"slurm": 44}.get(launcher, 132)), ways)
     found.append({**found[0], "way": "plain", "shapes": [[7]] * 1000, "dtypes": ["float32"] * 1000})
     file = tmp_path / "cases.json"
     file.write_text(json.dumps(found))
