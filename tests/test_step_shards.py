@@ -327,4 +327,5 @@ def test_an_update_that_raises_in_one_process_is_told_to_the_others():
                 step(terms)
             return str(error.value)
 
-    assert "process 1 of 2 stopped: KeyError('no rate')" in run_processes(2, work)[0]
+    text = run_processes(2, work)[0]
+    assert "process 1: stopped in " in text and text.endswith(": KeyError('no rate')")

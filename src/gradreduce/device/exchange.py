@@ -143,8 +143,7 @@ def _failing(mesh_state: MeshState, group: ProcessGroup, what: str) -> Iterator[
         raise CollectiveError(reason) from error
     except BaseException as error:  # Ctrl-C too: the others wait for what was not sent
         mesh_state.raise_failure(error)
-        what = what or group.called
-        fail(mesh_state, f"{what}: process {group.rank} of {group.size} stopped: {error!r}")
+        fail(mesh_state, _stopped(f"the exchange of {what}" if what else group.called, error))
         raise
 
 
@@ -193,7 +192,7 @@ def agree(device: Device, description: Description) -> None:
             fail(mesh_state, str(error))
             raise
         except BaseException as error:  # the others have read that this process makes the call
-            fail(mesh_state, _stopped(group, error))
+            fail(mesh_state, _stopped(group.called, error))
             raise
 
     command()
@@ -225,12 +224,13 @@ def telling_others(device: Device) -> Iterator[None]:
         mesh_state = device.mesh_state
         group = mesh_state.process_group
         if mesh_state.reason is None and group is not None:
-            fail(mesh_state, _stopped(group, error))
+            fail(mesh_state, _stopped(group.called, error))
         raise
 
 
-def _stopped(group: ProcessGroup, error: BaseException) -> str:
-    return f"a call of process {group.rank} of {group.size} stopped: {error!r}"
+def _stopped(what: str, error: BaseException) -> str:
+    """Says why a process's mesh has failed; errors of the others name the process before it."""
+    return f"stopped in {what}: {error!r}"
 
 
 def fail(mesh_state: MeshState, reason: str) -> None:

@@ -17,7 +17,7 @@ GONE = r"process 1 of \d has ended, or its connection has broken \(.*\)"
 ENDED = r"process 1: ended without closing its mesh after 3 calls"
 DIFFERENT = r"the processes reduce different tensors: tensor 0 is "
 STOPPED = r"(process 1( of \d)?(:| did not answer| has ended)|process \d: .*process 1)"
-INTERRUPTED = r"^KeyboardInterrupt|process 1: .*stopped: KeyboardInterrupt\(\)"
+INTERRUPTED = r"^KeyboardInterrupt|process 1: stopped in .*tensor.*: KeyboardInterrupt\(\)"
 
 # The fault, and what a survivor prints (None: the launcher ends it).
 FAULTS = {
@@ -37,7 +37,7 @@ FAULTS = {
     "left_early": TENSORS + ENDED,
     "user_error": TENSORS + r"process 1: ended by RuntimeError\(.an error of the user's code.\)",
     "told": TENSORS + r"process 1: left its mesh by ValueError\(.an error of the user's code.\)",
-    "busy": r"^KeyboardInterrupt|process 0: .*stopped: KeyboardInterrupt\(\)",
+    "busy": r"^KeyboardInterrupt|process 0: stopped in .*tensor.*: KeyboardInterrupt\(\)",
     "late": r"ha(ve|s) not come to open_mesh within 3 s|process 0: opens no mesh",
     "version": r"the version of gradreduce is [\d.]+ in process",
     "no_devices": r"process 0: opens no mesh: ValueError: devices_per_process=0|^ValueError",
