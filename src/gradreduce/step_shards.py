@@ -12,6 +12,7 @@ Source: Rajbhandari et al., ZeRO (arXiv:1910.02054), its first stage.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -80,6 +81,19 @@ def plan_shards(variables: Sequence[Variable], num_replicas: int) -> list[Shard]
     return sorted(shards, key=lambda shard: shard.owner)
 
 
+class _Taken(threading.local):
+    """What the thread's current take has reduced.
+
+    Attributes:
+        means: of the shards of this process.
+        indices: of the variables, also those whose shards other processes have.
+    """
+
+    def __init__(self) -> None:
+        self.means: dict[Shard, Buffer] = {}
+        self.indices: list[int] = []
+
+
 class OptimizerShards(CrossDeviceOps):
     """Reduces the sums of a ``SyncStep`` to shards, updates these, and copies them to all replicas.
 
@@ -133,8 +147,7 @@ class OptimizerShards(CrossDeviceOps):
         self._check_unused()
         self.variables = tuple(self._own.values())
         self._plans: dict[tuple[Any, ...], SharesPlan] = {}
-        self._means: dict[Shard, Buffer] = {}
-        self._reduced: list[int] = []  # the variables of these, with those of other processes
+        self._taken = _Taken()
         for dtype in {variable.dtype: None for variable in variables}:
             compile_shares("all_gather", self._ops.settings, self._devices, dtype, dtype)
 
@@ -187,8 +200,8 @@ class OptimizerShards(CrossDeviceOps):
         rows = [[shard.of(buffer) for buffer in sums[shard.variable]] for shard in chosen]
         made = run_shares(plan, rows, positions=indices)
         found = {shard: mean for shard, mean in zip(chosen, made, strict=True) if mean is not None}
-        self._means.update(found)
-        self._reduced += indices
+        self._taken.means |= found
+        self._taken.indices += indices
         return [
             tuple([mean for shard, mean in found.items() if shard.variable == index])
             for index in indices
@@ -227,12 +240,12 @@ class OptimizerShards(CrossDeviceOps):
         Returns:
             Whether the variables were updated.
         """
-        self._means.clear()
-        self._reduced.clear()
+        taken = self._taken
+        taken.means, taken.indices = {}, []
         if take_now(self.accumulators, num_required) is None:
             return False
-        indices, means = sorted(self._reduced), self._means.copy()
-        self._means.clear()
+        indices, means = sorted(taken.indices), taken.means
+        taken.means = {}  # which would stay in memory until the next call
         plan = self._planned("all_gather", indices)
         wanted = set(indices)
         chosen = [shard for shard in self._shards if shard.variable in wanted]

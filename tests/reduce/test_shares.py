@@ -132,6 +132,8 @@ def test_results_lie_on_their_replicas_devices_and_have_the_kind_and_nesting_of_
         assert {each["i"].dtype.name for each in shares} == {"float64"}
         whole = ops.all_gather(shares, output_type="numpy")
         assert all(each["none"] is None and (each["a"] == 2.0).all() for each in whole)
+        empty = [[np.ones((0, 2))]] * 3
+        assert ops.all_gather(ops.reduce_scatter(empty))[2][0].shape == (0, 2)
         assert ops.reduce_scatter([[], [], []]) == [[], [], []] == ops.all_gather([[], [], []])
 
 
@@ -204,10 +206,11 @@ def test_several_processes_give_the_bits_of_one(data):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_only_the_terms_of_an_owner_and_no_sums_cross_processes(algorithm):
     counts, size = (2, 1, 2), 5 * 16
-    groups = [[0, 1], [2], [3, 4]] if algorithm == "hierarchical_copy" else None
+    groups = "processes" if algorithm == "hierarchical_copy" else None
 
     def work(mesh, first, group):
         ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh, reduction_groups=groups)
+        ops.all_gather(ops.reduce_scatter([[np.ones((0, 2))]] * len(mesh)))
         with mesh.journal() as journal:
             mine = ops.reduce_scatter([[np.ones(size, np.float32)]] * len(mesh), SUM)
         scattered = dict(group.sent)
