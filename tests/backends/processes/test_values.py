@@ -27,12 +27,10 @@ def cases(draw: Any, num_processes: int) -> dict[str, Any]:
     layout = draw(st.sampled_from(list(LAYOUTS)))
     n = sum(counts_of(layout, num_processes))
     order = draw(st.permutations(range(n)))
-    numbers = draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
-    lists = [[each for each in order if numbers[each] == number] for number in range(3)]
     num_tensors = draw(st.integers(1, 4))
     return {
         "layout": layout,
-        "groups": draw(st.sampled_from([lists, None, "processes", "nccl"])),
+        "groups": [order[number::3] for number in range(3)],
         "dtypes": [draw(st.sampled_from(DTYPES)) for _ in range(num_tensors)],
         "shapes": [draw(st.sampled_from(SHAPES)) for _ in range(num_tensors)],
         "packing": draw(st.sampled_from(PACKING)),
@@ -55,7 +53,9 @@ def drawn(num_processes: int, number: int, ways: Sequence[str]) -> list[dict[str
     )
     @given(cases(num_processes))
     def keep(case: dict[str, Any]) -> None:
-        found.append({"way": ways[len(found) % len(ways)], **case})
+        number = len(found)
+        kinds = [case["groups"], None, case["groups"], "processes", "nccl"]
+        found.append({**case, "way": ways[number % len(ways)], "groups": kinds[number % 5]})
 
     keep()
     return found
