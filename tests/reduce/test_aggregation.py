@@ -12,6 +12,7 @@ from support.exact_data import DTYPES, random_data, same
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype
+from gradreduce.reduce import aggregators
 from gradreduce.reduce.aggregators import aggregate_buffers
 
 ADD_N, TREE, ACCUMULATE_N = 0, 1, 2
@@ -413,3 +414,21 @@ def test_a_wrong_list_is_described_shortly(inputs, says):
     for call in (gr.add_n, gr.accumulate_n):
         with pytest.raises(ValueError, match=says):
             call(inputs)
+
+
+def test_a_rounded_sum_comes_behind_the_last_user_of_its_memory(monkeypatch):
+    """Which may be another thread's work on the device where it lies, queued meanwhile."""
+    sum_tree = aggregators._sum_tree
+
+    def and_free(gradients, device):
+        made = sum_tree(gradients, device)
+        made[0].device.empty((40,), "float16")  # is freed, and poisoned in its device's queue
+        return made
+
+    monkeypatch.setattr(aggregators, "_sum_tree", and_free)
+    for seed in range(8):
+        with gr.open_mesh([0, 0], backend="sim", schedule_seed=seed) as mesh:
+            device, home = mesh.devices
+            terms = [home.upload(np.full(40, number, np.float16)) for number in (1, 2, 3)]
+            (made,) = aggregate_buffers([terms], device, tree=True)
+            assert same(made.numpy(), np.full(40, 6, np.float16))

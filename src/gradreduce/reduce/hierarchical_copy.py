@@ -275,8 +275,7 @@ def _group_sum(device: Device, terms: Sequence[Buffer]) -> Buffer:
     if len(terms) == 1 and terms[0].dtype == acc_dtype:
         return terms[0]
     total = device.empty(terms[0].shape, acc_dtype)
-    sharing = [buffer.device for buffer in terms]
-    join_streams(device, sharing)
+    join_streams(device, [buffer.device for buffer in terms])
     ops.add_n([total], [terms], device=device)
-    fork_streams(device, sharing)
+    # No fork_streams: every device is behind the result, which is behind this sum.
     return total
