@@ -484,6 +484,30 @@ def test_other_processes_hear_of_a_backward_that_fails():
     assert "a backward of process 1 of 2 failed" in error
 
 
+def test_ctrl_c_ends_the_wait_for_another_process():
+    has_ended = threading.Event()
+
+    def work(group):
+        mesh = open_mesh(1, group)
+        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
+        plain(dp, batch(0)).backward()
+        if group.rank == 1:
+            assert has_ended.wait(10)
+            return
+        dp._reducer._tasks.append(Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            plain(dp, batch(0)).backward()
+        with pytest.raises(CollectiveError, match=r"of process 0 of 2 failed: KeyboardInterrupt"):
+            plain(dp, batch(0)).backward()
+        has_ended.set()
+
+    class Interrupted:
+        def wait(self):
+            raise KeyboardInterrupt
+
+    run_processes(2, work)
+
+
 def test_a_second_backward_of_one_replica_is_refused_before_that_of_another():
     with open_mesh(2) as mesh:
         dp = gr.torch.DataParallel(layers(), mesh)

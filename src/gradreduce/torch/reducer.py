@@ -258,7 +258,7 @@ class Reducer(NotCopied):
         try:
             yield
         except BaseException as error:
-            self._drop_round(f"failed: {error}")
+            self._drop_round(f"failed: {error!r}")
             raise
 
     def _interrupt(self, replica: Replica) -> None:
@@ -271,7 +271,7 @@ class Reducer(NotCopied):
         mesh_state.check_process()
         if self._is_interrupted:
             self._drop_round("was interrupted")
-            mesh_state.check_usable(self._mesh[0])
+        mesh_state.check_usable(self._mesh[0])
 
     def _finish(self) -> None:
         """Reduces the buckets that are left, and waits for all."""
