@@ -41,6 +41,7 @@ def test_an_interrupted_comparison_is_seen_at_once():
         error = KeyboardInterrupt if group.rank == 1 else CollectiveError
         with pytest.raises(error) as found:
             ops.all_reduce([[np.ones(3)]])
+        vars(group).pop("has_gone", None)
         mesh.close()
         return str(found.value)
 
