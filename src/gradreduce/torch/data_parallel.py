@@ -36,9 +36,9 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]  # PyTorch need not b
     The first backward shows in which order gradients become ready; from then on each bucket is
     reduced as soon as it is complete, while ``backward`` goes on, and all gradients are views of
     flat buffers (``mesh.flat_buffer``). ``zero_grad`` of an optimizer is allowed, which costs a
-    copy; that of this class keeps the views. Gradients that are not zeroed count as those of each
-    replica: the mean of equal ones is the same. A parameter that was not used has a gradient of
-    zeros. Frozen parameters (``requires_grad`` is False at first) have none, and must stay so.
+    copy; that of this class keeps the views. Gradients that are not zeroed are averaged again with
+    what is added to them. A parameter that was not used has a gradient of zeros. Frozen ones
+    (``requires_grad`` is False at first) have none, and must stay frozen.
 
     Args:
         module_or_replicas: a module, of which every device but the first gets a copy; or one
@@ -115,7 +115,11 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]  # PyTorch need not b
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which ``backward`` only adds to each replica's own gradients.
 
-        The first ``backward`` outside averages what they are by then.
+        The first ``backward`` outside averages what they are by then. Where the loss was computed
+        does not matter.
+
+        Raises:
+            RuntimeError: some replicas have had their ``backward`` of this step, and some not.
         """
         return self._reducer.no_sync()
 

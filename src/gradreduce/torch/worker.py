@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 
-from gradreduce.device import Mesh
+from gradreduce.device import Mesh, ModuleLock
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.waiting import Done
 from gradreduce.errors import CollectiveError
@@ -96,6 +96,7 @@ class Worker:
 
 
 _workers: WeakKeyDictionary[MeshState, Worker] = WeakKeyDictionary()
+_workers_lock = ModuleLock()
 
 
 def worker_of(mesh: Mesh) -> Worker:
@@ -103,11 +104,12 @@ def worker_of(mesh: Mesh) -> Worker:
 
     There is one, because the processes of a mesh must make their calls in the same order.
     """
-    worker = _workers.get(mesh.mesh_state)
-    if worker is None:
-        several = mesh.mesh_state.process_group is not None
-        worker = _workers[mesh.mesh_state] = Worker(in_thread=several)
-    return worker
+    with _workers_lock.lock:
+        worker = _workers.get(mesh.mesh_state)
+        if worker is None:
+            several = mesh.mesh_state.process_group is not None
+            worker = _workers[mesh.mesh_state] = Worker(in_thread=several)
+        return worker
 
 
 def _run(tasks: SimpleQueue[Task | None]) -> None:
