@@ -45,7 +45,7 @@ def _packed(world: World, step: dict[str, Any], *limits: int) -> tuple[list[Pack
 
 def _inside(packed: PackBuffers, row: list[Any], replica: int, start: int, stop: int) -> np.ndarray:
     """What a range of a flat buffer holds of the tensors of a row, without the gaps."""
-    array = host(packed.inputs[replica])
+    array = host(packed.inputs[replica]).reshape(-1)  # one that is alone keeps its shape
     filled = np.zeros(array.size, bool)
     for offset, tensor in zip(packed.plan.layout.offsets, packed.plan.tensors, strict=True):
         filled[offset : offset + row[tensor].size] = True

@@ -28,13 +28,20 @@ def add_left_to_right(
     """
     if len(terms) == 1:
         return terms[0].astype(acc_dtype, copy=False)
-    if out is not None and out.dtype != acc_dtype:
+    if out is not None and not _can_hold(out, acc_dtype, terms[2:], late):
         out = None
-    if out is not None and (len(terms) > 2 or late):
-        read = (*terms[2:], *late)
-        if out.size < LARGE or any(np.may_share_memory(out, term) for term in read):
-            out = None
     total: np.ndarray = np.add(terms[0], terms[1], out, dtype=acc_dtype)
     for term in terms[2:]:
         total += term
     return total
+
+
+def _can_hold(
+    out: np.ndarray, acc_dtype: np.dtype, rest: Arrays, late: Sequence[np.ndarray]
+) -> bool:
+    """Whether an output can hold a running sum before these arrays are read."""
+    if out.dtype != acc_dtype:
+        return False
+    if not rest and not late:
+        return True
+    return out.size >= LARGE and not any(np.may_share_memory(out, each) for each in (*rest, *late))
