@@ -1,6 +1,9 @@
 """Sums over the replicas of several processes, which are threads here."""
 
 import json
+import re
+import threading
+from contextlib import suppress
 
 import ml_dtypes
 import numpy as np
@@ -383,6 +386,28 @@ def test_a_prepared_step_waits_for_its_own_deadline_only():
         mesh.close()
 
     run_processes(2, work, timeout=1.0)
+
+
+def test_a_process_that_hangs_in_its_call_is_named_when_the_deadline_passes():
+    raised = threading.Event()
+
+    def work(group):
+        mesh, ops = mesh_and_ops(group)
+        if group.rank == 1:
+            group.exchange = lambda *_: raised.wait(10)
+            ops.all_reduce([[np.ones(3)]], gr.ReduceOp.SUM)
+        else:
+            with pytest.raises(gr.errors.CollectiveError) as found:
+                ops.all_reduce([[np.ones(3)]], gr.ReduceOp.SUM, deadline=0.2)
+            raised.set()
+            text = r"pack 1 of 1 \(tensor 0\): process 1 of 2 did not answer within 0\.[12]\d* s"
+            assert re.fullmatch(text, str(found.value))
+            with pytest.raises(gr.errors.CollectiveError, match=text):  # as other threads' calls
+                ops.all_reduce([[np.ones(3)]], gr.ReduceOp.SUM)
+        with suppress(gr.errors.CollectiveError):
+            mesh.close()
+
+    run_processes(2, work)
 
 
 def test_a_process_that_stops_tells_the_others_why():

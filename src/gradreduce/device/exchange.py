@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,8 @@ from .process_group import Description, Message, Parcel, ProcessError, ProcessGr
 # A group of NCCL holds what goes to so many processes, and so many parcels to each: at most 128
 # sends and as many receives.
 _GROUP_DISTANCES, _GROUP_PARCELS = 8, 16
+# How long an exchange looks for the reason when another process is late, and a little more.
+_REPORT_SECONDS = 1.5
 
 
 def exchange(
@@ -73,8 +75,12 @@ def _exchange_by_host(
     seconds = _seconds(device.mesh_state, group)  # of each call of a prepared step
     tag = group.next_tag()
 
+    call = device.mesh_state.thread.pending_call
+
     def move(outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-        with _failing(device.mesh_state, group, what):
+        # A watchdog would not know which process is late.
+        reports = nullcontext() if call is None else call.reporting_itself(_REPORT_SECONDS)
+        with reports, _failing(device.mesh_state, group, what):
             group.exchange(outgoing, incoming, tag, seconds)
 
     device._exchange(sends, receives, queue, move)

@@ -10,7 +10,8 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple
@@ -162,6 +163,15 @@ class PendingCall:
     def remaining(self) -> float:
         """Seconds until the deadline; negative after it."""
         return self._expires - now()
+
+    @contextmanager
+    def reporting_itself(self, seconds: float) -> Iterator[None]:
+        """Context manager: what runs inside keeps the deadline, and says so within ``seconds``."""
+        self._expires += seconds
+        try:
+            yield
+        finally:
+            self._expires -= seconds
 
     @property
     def is_resolved(self) -> bool:
