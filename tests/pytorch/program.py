@@ -1,0 +1,36 @@
+"""Runs scripts one after the other in each process of torchrun, and saves what they compute.
+
+The arguments are a folder with the scripts, and a list of ``[name, script, arguments, inf]`` as
+JSON. ``inf``: the data of process 1 are too large for float32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from contextlib import nullcontext
+from unittest import mock
+
+import torch
+
+RANK = int(os.environ["RANK"])
+
+
+def too_large(*shape: int, generator: object) -> torch.Tensor:
+    return torch.full(shape, 1e38)
+
+
+def main(folder: str, runs: str) -> None:
+    os.chdir(folder)
+    for name, script, arguments, inf in json.loads(runs):
+        sys.argv = [script, *map(str, arguments)]
+        with mock.patch("torch.randn", too_large) if inf and RANK == 1 else nullcontext():
+            names = runpy.run_path(script, run_name="__main__")
+        state = {each: names[each].state_dict() for each in ("net", "scaler")}
+        torch.save({**state, "first": names["first"]}, f"{name}.{RANK}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
