@@ -250,7 +250,7 @@ class DistributedValues(NotCopied):
         if self._kind == "buffer":
             return self.parts
         with StreamScope():
-            return tuple([self._as_result(index) for index in range(len(self))])
+            return tuple(map(self._as_result, range(len(self._own))))
 
     @property
     def primary(self) -> Any:

@@ -158,18 +158,18 @@ class _NewMemory:
         self, plan: FlatPlan, shape: tuple[int, ...], inputs: _FlatBuffers, outs: _FlatBuffers
     ) -> None:
         """Notes the inputs and outs that are None; one buffer for both if they have one dtype."""
-        missing: dict[tuple[bool, bool], list[int]] = {}
-        for replica, (flat, out) in enumerate(zip(inputs, outs, strict=True)):
-            if not (flat and out):
-                missing.setdefault((not flat, not out), []).append(replica)
-        for (no_input, no_out), replicas in missing.items():
-            if no_input and no_out and plan.wire is plan.sum_dtype:
-                self.add(replicas, plan.wire, shape, inputs, outs)
-                continue
-            if no_input:
-                self.add(replicas, plan.wire, shape, inputs)
-            if no_out:
-                self.add(replicas, plan.sum_dtype, shape, outs)
+        no_input = [replica for replica, flat in enumerate(inputs) if flat is None]
+        no_out = [replica for replica, out in enumerate(outs) if out is None]
+        if plan.wire is plan.sum_dtype and no_input:
+            shared = set(no_input) & set(no_out)
+            if shared:
+                self.add(sorted(shared), plan.wire, shape, inputs, outs)
+                no_input = sorted(set(no_input) - shared)
+                no_out = sorted(set(no_out) - shared)
+        if no_input:
+            self.add(no_input, plan.wire, shape, inputs)
+        if no_out:
+            self.add(no_out, plan.sum_dtype, shape, outs)
 
     def allocate(self) -> None:
         """Allocates all."""
@@ -198,15 +198,18 @@ def _laid_out(
 ) -> PackBuffers:
     """Lays out one plan, for ``tensors[replica]`` and results in ``wanted[replica]``."""
     shape = (plan.layout.size,) if plan.together else tensors[0][0].shape
-    inputs, outs = _FlatBuffers([None] * len(tensors)), _FlatBuffers([None] * len(tensors))
+    nothing: list[Any] = [None] * len(tensors)
+    inputs, outs = nothing.copy(), nothing.copy()
+    filling: list[_Tensors] = nothing
+    targets: list[_Tensors] = nothing
     if plan.wire is plan.dtype and divisor == 1:
         inputs = [_already_flat(plan, each, algorithm) for each in tensors]
-    if wanted is not None and algorithm.in_place and plan.sum_dtype is plan.out_dtype:
-        outs = [_already_flat(plan, each, algorithm, written=True) for each in wanted]
-    filling: list[_Tensors] = [
-        None if flat else each for each, flat in zip(tensors, inputs, strict=True)
-    ]
-    targets = [None if out else each for each, out in zip(wanted or outs, outs, strict=True)]
+    if None in inputs:
+        filling = [None if flat else each for each, flat in zip(tensors, inputs, strict=True)]
+    if wanted is not None:
+        if algorithm.in_place and plan.sum_dtype is plan.out_dtype:
+            outs = [_already_flat(plan, each, algorithm, written=True) for each in wanted]
+        targets = [None if out else each for each, out in zip(wanted, outs, strict=True)]
     if consume and plan.wire is plan.sum_dtype:
         outs = [out or flat for flat, out in zip(inputs, outs, strict=True)]
     memory.add_missing(plan, shape, inputs, outs)

@@ -400,15 +400,16 @@ def reduce_batch(
 def _steps_of_stage(packs: Sequence[Pack], reduce: Callable[[], Steps]) -> Steps:
     """Packs, all-reduces and unpacks one stage."""
     thread = packs[0][0].outs[0].device.mesh_state.thread  # the log says in which phase it was
+    moved = [pack for pack in packs if pack[0].is_moved]
     thread.phase = "pack"
-    move(moves_in(packs))
+    move(moves_in(moved))
     steps = reduce()
     thread.phase = "all-reduce"
     for step in steps:
         yield step
         thread.phase = "all-reduce"
     thread.phase = "unpack"
-    move(moves_out(packs))
+    move(moves_out(moved))
 
 
 def _stages(plan: BatchPlan, packs: Sequence[Pack]) -> list[list[int]]:
