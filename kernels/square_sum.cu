@@ -1,9 +1,9 @@
-// square_sum: out[p] = in[p]^2 + in[p + P]^2 + in[p + 2P]^2 + …, where P is the size of out
+// square_sum: out[b * L + p] = in[s + p]^2 + in[s + p + L]^2 + …, T of them, for block b of L * T elements, from s = b * L * T
 // order    left to right, from zero, in double; the squares too
 // types    <In>: out is double; squared 0: of the elements themselves; rooted: the square root of the sum
 // aliasing none: out does not overlap in
 // launch   1-D, any grid and block; blocks stride over chunks of out's elements; 64-bit indices
-// limits   none; out may be longer than in; its rest is then zero
+// limits   none; L is lanes, T is terms; what is behind the end of in counts as zero
 // reference src/gradreduce/ops/square_sum.py, bit-equal but for subnormal float32 (-ftz=true)
 // source   own; tf.global_norm for the operation
 #include "common.cuh"
@@ -12,15 +12,14 @@ template <typename In> struct SquareSum : Elementwise {
     static constexpr bool GROUPED = true;
     double* out;
     const In* in;
-    i64 stride, end;
+    i64 stride, block, size;
     bool squared, rooted;
 
-    DEVICE SquareSum(const Row& row, i64 squared, i64 rooted)
-        : squared(squared != 0), rooted(rooted != 0) {
+    DEVICE SquareSum(const Row& row, i64 lanes, i64 terms, i64 squared, i64 rooted)
+        : stride(lanes), block(lanes * terms), squared(squared != 0), rooted(rooted != 0) {
         out = row.operand<double>(0);
         in = row.operand<const In>(1);
-        stride = row.size();
-        end = row.last_size();
+        size = row.last_size();
     }
 
     DEVICE double with(double total, double term) const {
@@ -37,7 +36,9 @@ template <typename In> struct SquareSum : Elementwise {
             return;
         }
         Lanes<double, LANES> total = {};
-        i64 k = i;
+        const i64 start = i / stride * block;
+        const i64 end = size - start < block ? size : start + block;
+        i64 k = start + i % stride;
         for (; k + LANES <= end; k += stride) {
             const Lanes<double, LANES> term = load<double, LANES>(in, k);
             UNROLL
@@ -53,6 +54,6 @@ template <typename In> struct SquareSum : Elementwise {
 };
 
 template <typename In>
-__global__ void square_sum(TABLE_ARGUMENT table, i64 squared, i64 rooted) {
-    elementwise<SquareSum<In>, lanes_of<double, In>::value>(table, squared, rooted);
+__global__ void square_sum(TABLE_ARGUMENT table, i64 lanes, i64 terms, i64 squared, i64 rooted) {
+    elementwise<SquareSum<In>, lanes_of<double, In>::value>(table, lanes, terms, squared, rooted);
 }

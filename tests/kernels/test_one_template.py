@@ -72,7 +72,7 @@ def clipped(norm):
 
 
 TERMS = [random_data((SIZE,), SINGLE, seed=place) for place in range(4)]
-SUMS = positive("float64", size=32) + positive(SINGLE)
+SUMS = positive("float64", size=2 * 32) + positive(SINGLE)
 LOCAL, GLOBAL = LOCAL_UPDATES[MOMENTUM.rule], GLOBAL_UPDATES[MOMENTUM.rule]
 # case -> kernel, template, the operands of each row, scalars
 CASES = {
@@ -93,7 +93,7 @@ CASES = {
     ),
     "distance_scale": (DISTANCE_SCALE, (HALF,), [positive(SINGLE, SINGLE, HALF, HALF)], (0.3,)),
     "take_rows": (TAKE_ROWS, ("uint32",), [rows_taken()], ()),
-    "square_sum": (SQUARE_SUM, (SINGLE,), [SUMS], (1, 1)),
+    "square_sum": (SQUARE_SUM, (SINGLE,), [SUMS], (32, 20, 1, 1)),
     "clip": (CLIP, (SINGLE,), [clipped(np.inf), clipped(2.0)], (0.3,)),
 }  # fmt: skip
 # The fast build leaves out the loops over vectors.

@@ -24,7 +24,7 @@ LAUNCHES = {
     "divide": (2, (0.5,)),
     "segment_sum": (4, (0, 0, 1.0)),
     "take_rows": (3, ()),
-    "square_sum": (2, (1, 0)),
+    "square_sum": (2, (17, 59, 1, 0)),
     "clip": (3, (1000.0,)),
     "distance_scale": (4, (0.5,)),
 }

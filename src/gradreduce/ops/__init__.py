@@ -15,7 +15,15 @@ from .pack import PACK, pack, pack_unchecked, prepare_pack
 from .row_index import RowIndex, expand_divisors, merged_row_index
 from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum_command
 from .segments import Indices, Segments, joined_indices, plan_segments, single_row_segments
-from .square_sum import SQUARE_SUM, norm_of, prepare_norm_of, square_sum
+from .square_sum import (
+    BLOCK,
+    SQUARE_SUM,
+    block_sums,
+    norm_of,
+    num_blocks,
+    prepare_norm_of,
+    square_sum,
+)
 from .take_rows import TAKE_ROWS, prepare_take_rows, take_rows_command
 from .update import MOMENTUM, NESTEROV, SGD
 from .update_kernels import RuleKernel, Update, prepare_rule, update_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -12,22 +13,34 @@ from gradreduce.device.kernel import Arrays
 
 from .validate import FLOATS
 
-STRIDES = 256  # elements per sum
+BLOCK = 2048  # elements of a tensor whose squares are added together first
+_LANES = 32  # sums of a block, before these are added
+_SERIAL = 256  # terms of a sum of sums
 _DOUBLE = np.dtype(np.float64)
 
 
-def _square_sum_reference(table: Sequence[Arrays], squared: int, rooted: int) -> None:
-    """``out[p] = in[p]² + in[p + P]² + …``, from zero, in float64."""
+def _square_sum_reference(
+    table: Sequence[Arrays], lanes: int, terms: int, squared: int, rooted: int
+) -> None:
+    """``out[b * lanes + p]`` is the sum of every ``lanes``-th element of block b, in float64."""
+    block = lanes * terms
     for out, source in table:
-        out[...] = 0
-        scratch = np.empty(out.size)
-        for start in range(0, source.size, out.size):
-            part = source[start : start + out.size]
-            terms = scratch[: part.size]
-            np.copyto(terms, part)
-            if squared:
-                np.multiply(terms, terms, out=terms)
-            np.add(out[: part.size], terms, out=out[: part.size])
+        totals = out.reshape(-1, lanes)
+        whole = min(len(totals), source.size // block)
+        last = np.zeros(block, source.dtype)
+        rest = source[whole * block : (whole + 1) * block]
+        last[: rest.size] = rest
+        totals[...] = 0
+        for some, values in (
+            (totals[:whole], source[: whole * block]),
+            (totals[whole : whole + 1], last),
+        ):
+            scratch = np.empty(some.shape)
+            for each in np.moveaxis(values.reshape(-1, terms, lanes), 1, 0):
+                np.copyto(scratch, each)
+                if squared:
+                    np.multiply(scratch, scratch, out=scratch)
+                np.add(some, scratch, out=some)
         if rooted:
             np.sqrt(out, out=out)
 
@@ -36,7 +49,7 @@ SQUARE_SUM = Kernel(
     name="square_sum",
     source="square_sum",
     reference=_square_sum_reference,
-    scalars=(("squared", "int64"), ("rooted", "int64")),
+    scalars=(("lanes", "int64"), ("terms", "int64"), ("squared", "int64"), ("rooted", "int64")),
     templates=tuple((element,) for element in FLOATS),
     items=lambda sizes: sizes[0],
 )
@@ -46,18 +59,22 @@ def square_sum(
     outs: Sequence[Buffer],
     inputs: Sequence[Buffer],
     *,
+    lanes: int,
+    terms: int,
     squared: bool = True,
     rooted: bool = False,
     device: Device | None = None,
 ) -> None:
-    """``outs[t][p]`` becomes the sum of the squares of every P-th element of ``inputs[t]``, from p.
+    """``outs[t][b * lanes + p]`` becomes the sum of the squares of block b, every lanes-th from p.
 
-    P is the size of the output. The order is fixed, so the result does not depend on the launch.
-    One launch for all inputs of the same dtype.
+    A block is ``lanes * terms`` elements; the last one may be shorter. The order is fixed, so the
+    result does not depend on the launch. One launch for all inputs of the same dtype.
 
     Args:
         outs: float64, one per tensor; overwritten. Shares no memory with its input.
         inputs: floats, one per tensor.
+        lanes: sums of each block.
+        terms: of each sum.
         squared: False adds the elements themselves.
         rooted: take the square root of each sum.
         device: launches on its compute queue; default that of ``outs[0]``. Adds no stream waits.
@@ -66,36 +83,48 @@ def square_sum(
     """
     groups = same_dtypes(zip(outs, inputs, strict=True))
     for (_, name, _), rows in by_template(groups).items():
-        scalars = (int(squared), int(rooted))
+        scalars = (lanes, terms, int(squared), int(rooted))
         (device or outs[0].device).launch(SQUARE_SUM, (name,), rows, scalars)
 
 
-def norm_of(inputs: Sequence[Buffer], device: Device) -> Buffer:
-    """Returns the norm of all elements of all tensors, a new float64 Buffer ``(1,)``.
+def block_sums(inputs: Sequence[Buffer], device: Device) -> Buffer:
+    """Returns the sums of the squares of each block of each tensor, a new float64 Buffer.
 
-    A few launches on ``device``, each over fewer elements; the host does not wait.
+    Those of ``num_blocks(size)`` blocks for each tensor, one tensor after the other. The sum of a
+    block depends on its elements alone. Two launches for each dtype on ``device``.
     """
-    sizes = [_num_sums(source.size) for source in inputs]
-    flat = device.empty((sum(sizes),), _DOUBLE)
-    starts = np.cumsum([0, *sizes])
-    outs = [flat.view(int(start), (size,)) for start, size in zip(starts[:-1], sizes, strict=True)]
-    square_sum(outs, inputs, device=device)
+    counts = [num_blocks(source.size) for source in inputs]
+    starts = [0, *accumulate(counts)]
+    lanes = device.empty((starts[-1] * _LANES,), _DOUBLE)
+    outs = lanes.parts([start * _LANES for start in starts[:-1]], [n * _LANES for n in counts])
+    found = device.empty((starts[-1],), _DOUBLE)
+    square_sum(outs, inputs, lanes=_LANES, terms=BLOCK // _LANES, device=device)
+    square_sum([found], [lanes], lanes=1, terms=_LANES, squared=False, device=device)
+    return found
+
+
+def norm_of(sums: Buffer) -> Buffer:
+    """Returns the square root of the total of ``block_sums``, a new float64 Buffer ``(1,)``.
+
+    A few launches on its device, each over fewer elements; the host does not wait.
+    """
+    device = sums.device
     while True:
-        last = flat.size <= STRIDES
-        fewer = device.empty((1 if last else _num_sums(flat.size),), _DOUBLE)
-        square_sum([fewer], [flat], squared=False, rooted=last, device=device)
+        last = sums.size <= _SERIAL
+        lanes = 1 if last else -(-sums.size // _SERIAL)
+        fewer = device.empty((lanes,), _DOUBLE)
+        square_sum([fewer], [sums], lanes=lanes, terms=_SERIAL, squared=False, rooted=last)
         if last:
             return fewer
-        flat = fewer
+        sums = fewer
 
 
 def prepare_norm_of(device: Device, dtype: np.dtype) -> None:
-    """Compiles the kernels of ``norm_of`` for a dtype."""
+    """Compiles the kernels of ``block_sums`` and ``norm_of`` for a dtype."""
     for each in (dtype, _DOUBLE):
         device.prepare(SQUARE_SUM, (each.name,))
 
 
-def _num_sums(size: int) -> int:
-    """The number of partial sums; a multiple of 16, so that vectors stay aligned."""
-    sums = (size + STRIDES - 1) // STRIDES
-    return (sums + 15) // 16 * 16
+def num_blocks(size: int) -> int:
+    """The number of blocks of a tensor of so many elements."""
+    return -(-size // BLOCK)

@@ -156,7 +156,7 @@ def _clipped(
         total = to_buffer([norm], home, dtype=double)
     join_streams(home, devices)
     if norm is None:
-        total = ops.norm_of(accessible, home)
+        total = ops.norm_of(ops.block_sums(accessible, home))
     ops.clip(outs, accessible, total, limit=limit, device=home)
     ops.pack([found], [total], device=home)
     fork_streams(home, devices)
