@@ -8,6 +8,7 @@ import io
 import threading
 import time
 import weakref
+from itertools import pairwise
 
 import pytest
 from support.thread_group import run_processes
@@ -318,6 +319,40 @@ def test_little_more_than_one_copy_of_the_gradients_is_held():
     for first, *others in run_processes(2, work):
         assert first == 6 * layer  # no flat buffer is there yet
         assert max(others) <= layer
+
+
+@pytest.mark.parametrize(("devices", "processes"), [(2, 1), (1, 2), (2, 2)])
+def test_a_mesh_holds_one_copy_of_the_gradients_and_one_bucket(devices, processes, monkeypatch):
+    import torch
+
+    from gradreduce.backends.sim.device import SimDevice
+
+    blocks = []
+    allocate = SimDevice._allocate
+
+    def noted(device, nbytes):
+        block = allocate(device, nbytes)
+        blocks.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(SimDevice, "_allocate", noted)
+
+    def work(group):
+        with open_mesh(devices, group) as mesh:
+            widths = [200, 160, 128, 96]  # no bucket is sent whole; the last ones are larger
+            net = torch.nn.Sequential(*[torch.nn.Linear(*pair) for pair in pairwise(widths)])
+            dp = gr.torch.DataParallel(net.double(), mesh, bucket_mb=TINY_MB)
+            trained(dp, lambda net, x, *_: net(batch(0, size=200)).sum(), 0, zero, steps=2)
+            gc.collect()
+            buckets = [each.step.flat.buffers for each in dp._reducer._buckets]
+            flat = sum(each.nbytes for buffers in buckets for each in buffers)
+            found = [each() for each in blocks]
+            held = [each.nbytes for each in found if each and each.device.mesh is mesh]
+            return sum(held) - flat, max(each[0].nbytes for each in buckets), len(buckets)
+
+    for more, largest, count in run_processes(processes, work) if processes > 1 else [work(None)]:
+        assert count == 6
+        assert more <= (devices * largest if processes > 1 else 0)
 
 
 def test_no_sync_adds_and_the_next_backward_averages_the_sums():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.thread_group import run_processes
 
 import gradreduce as gr
+from gradreduce.backends.sim.device import SimDevice
 from gradreduce.reduce.across_processes import Term, plan_terms
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int16, np.int64, np.complex64]
@@ -386,6 +387,42 @@ def test_a_prepared_step_waits_for_its_own_deadline_only():
         mesh.close()
 
     run_processes(2, work, timeout=1.0)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_prepared_steps_share_temporary_memory_and_move_nothing(num_devices, monkeypatch):
+    allocated = []
+    allocate = SimDevice._allocate
+    monkeypatch.setattr(
+        SimDevice,
+        "_allocate",
+        lambda device, nbytes: (allocated.append(device.mesh), allocate(device, nbytes))[1],
+    )
+
+    def work(group):
+        mesh, ops = mesh_and_ops(group, num_devices)
+        flats = [mesh.flat_buffer([(size,)], "float32") for size in (40_000, 30_000)]
+        counts = [allocated.count(mesh)]
+        more = ["add_n"] if num_devices > 1 else []  # of this process's replicas
+        steps = []
+        for flat in flats:
+            steps.append(flat.prepare_all_reduce(gr.ReduceOp.SUM, cross_device_ops=ops))
+            counts.append(allocated.count(mesh))
+        assert counts[0] < counts[1] == counts[2]
+        with mesh.journal() as journal:
+            for value, (flat, step) in enumerate(zip(flats, steps, strict=True)):
+                for (array,) in flat.arrays("numpy"):
+                    array[:] = np.arange(array.size) % (3 + value) + group.rank
+                step()
+        assert {record.name for record in journal.of("launch")} == {"all_sum", *more}
+        found = [array.copy() for flat in flats for (array,) in flat.arrays("numpy")]
+        mesh.close()
+        return found
+
+    for found in run_processes(2, work):
+        for index, array in enumerate(found):
+            wanted = np.arange(array.size) % (3 + index // num_devices)
+            assert (array == num_devices * (2 * wanted + 1)).all()
 
 
 def test_a_process_that_hangs_in_its_call_is_named_when_the_deadline_passes():

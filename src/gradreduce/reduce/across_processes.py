@@ -9,12 +9,15 @@ where each process's replicas are one group. Small packs are sent whole to all, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
+from weakref import ref
 
 from gradreduce import ops
 from gradreduce.device import (
+    Block,
     Buffer,
     Device,
     DType,
@@ -116,6 +119,7 @@ class AcrossProcesses(Algorithm):
 
     has_groups = True
     in_place = False
+    writes_targets = True
 
     def __init__(
         self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
@@ -128,6 +132,8 @@ class AcrossProcesses(Algorithm):
             group.counts, reduction_groups_of(sum(group.counts), reduction_groups)
         )
         self._leader = self.devices[0]
+        self._temporaries: list[ref[Block]] = []
+        self._num_used = 0  # of these, by the reduction that is being made
 
     def compile(self, wire: DType, total: DType) -> None:
         """See ``Algorithm.compile``."""
@@ -152,6 +158,7 @@ class AcrossProcesses(Algorithm):
     def reduce_scatter(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.reduce_scatter``; a process sends each other one the terms it adds."""
         leader = self._leader
+        self._num_used = 0
         slices = [
             ProcessSlice(index, (self._rank_of(job),), 0, job.inputs[0].size)
             for index, job in enumerate(jobs)
@@ -193,6 +200,7 @@ class AcrossProcesses(Algorithm):
 
     def _steps(self, jobs: Sequence[Job], queue: Queue) -> Steps:
         leader = self._leader
+        self._num_used = 0
         slices = plan_process_slices(
             [
                 (job.inputs[0].size, min(job.inputs[0].dtype.itemsize, job.outs[0].dtype.itemsize))
@@ -274,18 +282,31 @@ class AcrossProcesses(Algorithm):
             [
                 mine[term]
                 if term.rank == self._group.rank
-                else self._leader.empty(shape, dtypes[len(term.replicas) > 1])
+                else self._temporary(shape, dtypes[len(term.replicas) > 1])
                 for term in terms
             ]
             for terms in self._terms
         ]
+
+    def _temporary(self, shape: tuple[int, ...], dtype: DType) -> Buffer:
+        """Returns memory for this reduction: that of another one, if a prepared step holds it.
+
+        All use it on the leader's compute queue, one after the other.
+        """
+        index, nbytes = self._num_used, math.prod(shape) * dtype.itemsize
+        self._num_used += 1
+        block = self._temporaries[index]() if index < len(self._temporaries) else None
+        if block is None or block.nbytes < nbytes:
+            block = self._leader.allocate(shape, dtype).block
+            self._temporaries[index : index + 1] = [ref(block)]
+        return Buffer(block, 0, shape, dtype)
 
     def _sum(self, terms: Sequence[Buffer]) -> Buffer:
         """Adds terms left to right in the accumulate dtype; a single one stays as it is."""
         if len(terms) == 1:
             return terms[0]
         acc_dtype = accumulate_dtype(terms[0].dtype)
-        total = self._leader.empty(terms[0].shape, acc_dtype)
+        total = self._temporary(terms[0].shape, acc_dtype)
         ops.add_n([total], [self._as_one_dtype(terms)], device=self._leader)
         return total
 
@@ -300,7 +321,7 @@ class AcrossProcesses(Algorithm):
             return list(terms)
         acc_dtype = accumulate_dtype(terms[0].dtype)
         cast = [
-            term if term.dtype == acc_dtype else self._leader.empty(term.shape, acc_dtype)
+            term if term.dtype == acc_dtype else self._temporary(term.shape, acc_dtype)
             for term in terms
         ]
         for made, term in zip(cast, terms, strict=True):

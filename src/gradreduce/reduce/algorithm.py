@@ -69,6 +69,8 @@ class Algorithm(ABC):
         devices: of the replicas, in order.
         in_place: whether inputs may be outs: nothing is allocated after the first launch, so that
             a failure before it leaves them unchanged.
+        writes_targets: whether it may write results where the caller wants them, which may be its
+            inputs, though it is not ``in_place``.
         reads_peers: whether launches access inputs and outs on other physical devices.
 
     Args:
@@ -82,6 +84,7 @@ class Algorithm(ABC):
 
     has_groups = False
     in_place = True
+    writes_targets = False
     reads_peers = False
 
     def __init__(

@@ -207,7 +207,8 @@ def _laid_out(
     if None in inputs:
         filling = [None if flat else each for each, flat in zip(tensors, inputs, strict=True)]
     if wanted is not None:
-        if algorithm.in_place and plan.sum_dtype is plan.out_dtype:
+        writes_targets = algorithm.in_place or algorithm.writes_targets
+        if writes_targets and plan.sum_dtype is plan.out_dtype:
             outs = [_already_flat(plan, each, algorithm, written=True) for each in wanted]
         targets = [None if out else each for each, out in zip(wanted, outs, strict=True)]
     if consume and plan.wire is plan.sum_dtype:

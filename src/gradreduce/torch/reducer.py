@@ -326,12 +326,15 @@ class Reducer(NotCopied):
         sizes = [Size(each.dtype, each.nbytes) for each in rows[0]]
         counts = [Counter(replica.ready) for replica in self._replicas]
         plan = plan_buckets(sizes, order, self._bucket_bytes)
-        made = []
-        for number, indices in enumerate(plan):
-            names = listed(self._names[index] for index in indices)
-            inside = [[row[index] for index in indices] for row in rows]
-            made.append(self._bucket(f"bucket {number} ({names})", inside))
-        for bucket, indices in zip(made, plan, strict=True):  # nothing can fail any more
+        made: dict[int, Bucket] = {}
+        nbytes = [sum([sizes[index].nbytes for index in indices]) for indices in plan]
+        # The largest first: the others use its temporary memory.
+        for number in sorted(range(len(plan)), key=nbytes.__getitem__, reverse=True):
+            names = listed(self._names[index] for index in plan[number])
+            inside = [[row[index] for index in plan[number]] for row in rows]
+            made[number] = self._bucket(f"bucket {number} ({names})", inside)
+        buckets = [made[number] for number in range(len(plan))]
+        for bucket, indices in zip(buckets, plan, strict=True):  # nothing can fail any more
             for replica, row, count in zip(self._replicas, rows, counts, strict=True):
                 part = Part(bucket, sum([max(1, count[index]) for index in indices]))
                 bucket.parts.append(part)
@@ -339,7 +342,7 @@ class Reducer(NotCopied):
                     row[index].register_post_accumulate_grad_hook(_hook(self, replica, part))
         for handle in self._first_hooks:
             handle.remove()
-        self._buckets = made
+        self._buckets = buckets
 
     def _bucket(self, name: str, parameters: Sequence[Sequence[Any]]) -> Bucket:
         """Makes a bucket of the gradients that are there, by replica, and averages it."""
