@@ -103,6 +103,14 @@ def listed(items: Iterable[Any], most: int = 5) -> str:
     return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
+_NAME_LENGTH = 120  # PyTorch's names of parameters are shorter
+
+
+def short_name(name: str) -> str:
+    """Returns the name of a tensor, without its middle where it is very long."""
+    return name if len(name) <= _NAME_LENGTH else f"{name[:58]}...{name[-59:]}"
+
+
 _LIBRARIES = ("numpy", "cupy", "torch", "jax", "jaxlib")
 
 

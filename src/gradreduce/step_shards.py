@@ -182,6 +182,7 @@ class OptimizerShards(CrossDeviceOps):
         divisor: float = 1,
         out_dtypes: Sequence[DType] | None = None,
         consume: ExitStack | None = None,
+        names: Sequence[str] = (),
     ) -> list[tuple[Buffer, ...]]:
         """Reduces the partial sums of the accumulators that hold ``divisor`` gradients to shards.
 
@@ -198,7 +199,7 @@ class OptimizerShards(CrossDeviceOps):
         divisor = divisor * self._num_replicas / len(self._devices)
         plan = self._planned("reduce_scatter", indices, divisor)
         rows = [[shard.of(buffer) for buffer in sums[shard.variable]] for shard in chosen]
-        made = run_shares(plan, rows, positions=indices)
+        made = run_shares(plan, rows, positions=indices, names=self._names_of(indices))
         found = {shard: mean for shard, mean in zip(chosen, made, strict=True) if mean is not None}
         self._taken.means |= found
         self._taken.indices += indices
@@ -223,7 +224,11 @@ class OptimizerShards(CrossDeviceOps):
                     shares[shard.owner].append((shard.size, dtype, out_dtype))
             whole = [self._whole[index].buffers for index in indices]
             name = f"{call} of a SyncStep"
-            what = described(self._ops.settings, whole, divisor, None, counts=False, call=name)
+            names = self._names_of(indices)
+            what = described(
+                self._ops.settings, whole, divisor, None,
+                counts=False, call=name, names=names,
+            )  # fmt: skip
             found = plan_shares(
                 call, self._ops.settings, self._devices, shares, what, divisor=divisor
             )
@@ -231,6 +236,10 @@ class OptimizerShards(CrossDeviceOps):
                 self._plans.clear()
             self._plans[key] = found
         return found
+
+    def _names_of(self, indices: Sequence[int]) -> list[str]:
+        """Returns the names of variables, for errors and the flight record."""
+        return [self._whole[index].name for index in indices]
 
     # -- update -----------------------------------------------------------------------------------
 
@@ -264,7 +273,7 @@ class OptimizerShards(CrossDeviceOps):
                 self._optimizer.apply_gradients(pairs)
             else:
                 self._optimizer._count_update()
-            run_shares(plan, own, out=out, positions=indices)
+            run_shares(plan, own, out=out, positions=indices, names=self._names_of(indices))
         return True
 
     # -- checkpoint -------------------------------------------------------------------------------
@@ -307,7 +316,7 @@ class OptimizerShards(CrossDeviceOps):
                     receives.append((group.rank_of(shard.owner), part))
         if group is not None:
             what = {"call": "SyncStep.state_dict", "tensors": [f"{dtype}{list(variable.shape)}"]}
-            with agreed(leader, Description.of(what)):
+            with agreed(leader, Description.of(what, [variable.name], compared=False)):
                 exchange(leader, sends, receives, "compute")
         return wholes
 

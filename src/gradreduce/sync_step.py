@@ -21,6 +21,7 @@ from gradreduce.device import (
     Buffer,
     DeferInterrupts,
     Device,
+    Mesh,
     as_deadline,
     as_flag,
     by_physical,
@@ -41,6 +42,16 @@ class _StepAccumulator(ConditionalAccumulator):
     """An accumulator whose gradients come from all processes, in equal numbers for each replica."""
 
     _spans_processes = True
+
+    def __init__(self, variable: Variable, mesh: Mesh, cross_device_ops: CrossDeviceOps) -> None:
+        super().__init__(
+            variable.dtype,
+            variable.shape,
+            name=f"{variable.name}/grad_accum",
+            device=mesh,
+            cross_device_ops=cross_device_ops,
+        )
+        self.accumulator_ref.tensor = variable.name
 
 
 class SyncStep(NotCopied):
@@ -113,22 +124,14 @@ class SyncStep(NotCopied):
             self._shards = OptimizerShards(*args)
         # What the optimizer sees.
         self._updated = self.variables if self._shards is None else self._shards.variables
-        self.accumulators = [
-            _StepAccumulator(
-                variable.dtype,
-                variable.shape,
-                name=f"{variable.name}/grad_accum",
-                device=mesh,
-                cross_device_ops=cross_device_ops if self._shards is None else self._shards,
-            )
-            for variable in self.variables
-        ]
+        reducer = cross_device_ops if self._shards is None else self._shards
+        self.accumulators = [_StepAccumulator(each, mesh, reducer) for each in self.variables]
         if self._shards is not None:
             self._shards.accumulators = self.accumulators
         optimizer.prepare(self._updated)
         if self.devices[0].mesh_state.process_group is not None:
             copies = cross_device_ops.broadcast(
-                [variable.buffers[0] for variable in self.variables], mesh
+                [PerReplica.of(each.buffers[:1], name=each.name) for each in self.variables], mesh
             )
             for variable, copied in zip(self.variables, copies, strict=True):
                 variable.assign(copied.primary)
@@ -264,7 +267,9 @@ class SyncStep(NotCopied):
         group = leader.mesh_state.process_group
         if group is None:
             return step
-        with agreed(leader, Description.of({"call": "a SyncStep", "tensors": with_gradients})):
+        what = {"call": "a SyncStep", "tensors": with_gradients}
+        names = [self.variables[index].name for index in with_gradients]
+        with agreed(leader, Description.of(what, names, compared=False)):
             steps = exchange_numbers(leader, [step], [1] * group.size)
         return min([other for (other,) in steps])
 

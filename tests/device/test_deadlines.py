@@ -160,7 +160,7 @@ OTHERS = {
 
 
 def trained(mesh, ops, value) -> None:
-    variable = gr.Variable(np.zeros(SIZES[1], np.float32), device=mesh)
+    variable = gr.Variable(np.zeros(SIZES[1], np.float32), "w", device=mesh)
     optimizer = gr.MomentumOptimizer(1.0, 0.5)
     optimizer.cross_device_ops = ops
     optimizer.apply_gradients([(value, variable)], deadline=9)
@@ -179,9 +179,9 @@ def test_every_call_across_devices_takes_a_deadline(mesh, clock, call):
     stall(mesh.devices[2])
     OTHERS[call](mesh, gr.HierarchicalCopyAllReduce(mesh=mesh), value)
     clock.pass_by(10)
-    assert re.search(
-        r"of 9 s for \w+ passed: sim:2 has not joined .*tensor 0", wait_for_failure(mesh)
-    )
+    name = "w" if call == "apply_gradients" else "0"
+    words = rf"of 9 s for \w+ passed: sim:2 has not joined .*tensor {name}\b"
+    assert re.search(words, wait_for_failure(mesh))
 
 
 def test_a_prepared_step_names_its_packs_and_works_again_after_a_reset(mesh, clock):
@@ -223,7 +223,7 @@ def test_a_captured_step_names_its_packs_and_works_again_after_a_reset(mesh, clo
 
 
 def test_a_step_of_training_takes_a_deadline(mesh, clock):
-    variable = gr.Variable(np.zeros(4, np.float32), device=mesh)
+    variable = gr.Variable(np.zeros(4, np.float32), "w", device=mesh)
     step = gr.SyncStep([variable], gr.MomentumOptimizer(1.0, 0.5), gr.NcclAllReduce(mesh=mesh))
     terms = [[[np.ones(4, np.float32)]]] * 4
     assert step(terms, deadline=TEST_TIMEOUT)
@@ -231,7 +231,7 @@ def test_a_step_of_training_takes_a_deadline(mesh, clock):
     stall(mesh.devices[3])
     step(terms, deadline=5)
     clock.pass_by(6)
-    assert "for a SyncStep passed: sim:3 has not joined pack 1 of 1 (tensor 0)" in wait_for_failure(
+    assert "for a SyncStep passed: sim:3 has not joined pack 1 of 1 (tensor w)" in wait_for_failure(
         mesh
     )
     mesh.reset(timeout=TEST_TIMEOUT)

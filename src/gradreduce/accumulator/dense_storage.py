@@ -197,6 +197,7 @@ class DenseStorage(Storage):
                 divisor=divisor,
                 out_dtypes=[state.dtype for state in together],
                 consume=guard if last else None,
+                names=[state.tensor or state.name for state in together],
             )
             taken.update(zip(together, reduced, strict=True))
         _divide(apart)

@@ -330,7 +330,7 @@ def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
     """Merges sums by ``cross_device_ops``, then sorts and divides on each device."""
     plan, divisor = _merged_plan(state)
     rows = [_as_slices(state, index) for index in range(len(state.devices))]
-    value = PerReplica.of(rows, "native")
+    value = PerReplica.of(rows, "native", name=state.tensor or state.name)
     with SuspendedScope():  # it may run a user's class
         (parts,) = state.cross_device_ops.reduce_batch(
             ReduceOp.SUM, [Request(value, state.devices)], coalesce=True

@@ -118,6 +118,7 @@ class AccumulatorState:
         storage: of the partial sums.
         number: order of creation, in which locks are taken.
         name: of its first accumulator, for errors.
+        tensor: the name of its variable, in what a take does; empty: it has none.
         mesh_state: of the devices.
         lock: guards everything below; raises in a forked child.
         count: gradients in the sum.
@@ -142,7 +143,7 @@ class AccumulatorState:
 
     def __post_init__(self) -> None:
         self.number = next(_numbers)
-        self.name = ""
+        self.name = self.tensor = ""
         self.mesh_state = self.devices[0].mesh_state
         self._lock = threading.RLock()
         self.count = 0

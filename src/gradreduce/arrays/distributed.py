@@ -9,7 +9,15 @@ from typing import Any, Self, SupportsIndex
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_device
 from gradreduce.device import Buffer, Device, Mesh
-from gradreduce.errors import DeviceMismatchError, NotCopied, about, brief, listed, repeated
+from gradreduce.errors import (
+    DeviceMismatchError,
+    NotCopied,
+    about,
+    brief,
+    listed,
+    repeated,
+    short_name,
+)
 
 from .caller_streams import StreamScope, SuspendedScope
 from .convert import Form, common_order, from_buffer, in_order, inverse, is_coo, kind_of, to_buffer
@@ -32,9 +40,6 @@ class ReduceOp(enum.Enum):
     MEAN = "MEAN"
 
 
-_NO_KEY = object()
-
-
 class DistributedValues(NotCopied):
     """One array on each of several devices; the base of ``PerReplica`` and ``Mirrored``.
 
@@ -53,6 +58,8 @@ class DistributedValues(NotCopied):
         devices: on these devices of the mesh instead of all; names such as ``"gpu:1"`` and
             ``torch.device`` objects too, in ``mesh``, else in that of ``values`` if one is a
             Buffer, else in ``gr.default_mesh()``.
+        name: of the tensor, such as ``"layers.0.weight"``: stands for it in errors, in plans and in
+            the flight record.
 
     Raises:
         ValueError: no value, another number of values than devices, a device named twice, or one
@@ -68,7 +75,8 @@ class DistributedValues(NotCopied):
         "for one of them"
     )
 
-    _key: Any = _NO_KEY  # of the tensor of ``all_reduce``'s grads
+    _name: str = ""
+    _key: str | int | None = None  # of the tensor of ``all_reduce``'s grads: name or number
     _kept: Sequence[Any] | None = None  # the arrays of ``_keep_arrays``
     _is_sparse: bool | None = None
     _external: bool = False  # whether any may be a caller's memory
@@ -85,7 +93,11 @@ class DistributedValues(NotCopied):
         mesh: Mesh | None = None,
         *,
         devices: Sequence[DeviceLike] | None = None,
+        name: str | None = None,
     ) -> None:
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name={brief(name)} must be a string")
+        self._name = short_name(name or "")
         if mesh is not None and not isinstance(mesh, Mesh):
             raise TypeError(f"mesh={brief(mesh)} must be a Mesh; gr.open_mesh() opens one")
         values = _as_tuple(values)
@@ -120,8 +132,10 @@ class DistributedValues(NotCopied):
             try:
                 parts.append(_placed(value, device))
             except (TypeError, ValueError) as error:
-                name = self._name_of(0, replica)  # alone it has no place
-                raise about(name.removeprefix("value 0: "), error) from None
+                name = self._name_of(0, replica)
+                if self._key is None:  # alone it has no place
+                    name = f"{self._name}: " * bool(self._name) + f"replica {replica}"
+                raise about(name, error) from None
         return tuple(parts)
 
     @classmethod
@@ -131,6 +145,7 @@ class DistributedValues(NotCopied):
         kind: Kind = "buffer",
         form: Form = None,
         devices: tuple[Device, ...] = (),
+        name: str = "",
     ) -> Self:
         """Wraps Buffers, or IndexedSlices of Buffers, one on each device.
 
@@ -139,8 +154,11 @@ class DistributedValues(NotCopied):
             kind: of ``values``.
             form: the order of the axes of ``parts``, seen from ``values``; None: the same.
             devices: of the parts, where they are known.
+            name: of the tensor.
         """
         made = cls.__new__(cls)
+        if name:
+            made._name = name
         made._own = tuple(parts)
         made._form = form
         made._devices = devices or tuple([part.device for part in parts])  # type: ignore[misc]
@@ -151,7 +169,11 @@ class DistributedValues(NotCopied):
     def of_grads(cls, grads: Sequence[Any], key: Any, mesh: Mesh) -> Self:
         """Wraps ``grads[device][key]`` of every device; errors use these names."""
         made = cls.__new__(cls)
-        made._key, made._devices = key, mesh.devices
+        made._devices = mesh.devices
+        if isinstance(key, int):
+            made._key = key
+        else:
+            made._key = made._name = short_name(key if isinstance(key, str) else brief(key))
         made._place(tuple([entry[key] for entry in grads]))
         return made
 
@@ -163,9 +185,10 @@ class DistributedValues(NotCopied):
             replica: which of its replicas; None: all of them.
             of: ``"grads"`` or ``"out"``: the argument that it came in.
         """
-        if self._key is not _NO_KEY:
-            return f"{of}[{'…' if replica is None else replica}][{brief(self._key)}]"
+        if self._key is not None:
+            return f"{of}[{'…' if replica is None else replica}][{self._key!r}]"
         name = f"{'value' if of == 'grads' else of} {index}"
+        name += f" ({self._name})" if self._name else ""
         return name if replica is None else f"{name}: replica {replica}"
 
     def _keep_arrays(self, arrays: Sequence[Any] | None = None) -> None:
@@ -204,12 +227,24 @@ class DistributedValues(NotCopied):
         if self._form is None:
             return self
         made = type(self).of(self._own, self._kind)
-        made._key, made._external = self._key, self._external
+        made._key, made._name, made._external = self._key, self._name, self._external
+        return made
+
+    def _with_parts(self, parts: Sequence[Part]) -> DistributedValues:
+        """Returns a value of other parts, named as this one."""
+        made = type(self).of(parts, name=self._name)
+        made._key = self._key
+        return made
+
+    def _renamed(self, name: str) -> Self:
+        """Returns the same value by another name."""
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self), _name=name, _key=None)
         return made
 
     def _first_replica(self) -> Self:
         """Returns a value with the first replica only."""
-        return type(self).of(self._own[:1], self._kind, self._form)
+        return type(self).of(self._own[:1], self._kind, self._form, name=self._name)
 
     @property
     def is_sparse(self) -> bool:
@@ -238,6 +273,11 @@ class DistributedValues(NotCopied):
     def mesh(self) -> Mesh:
         """The whole mesh of the devices."""
         return self._devices[0].mesh
+
+    @property
+    def name(self) -> str | None:
+        """The name of the tensor; None if it has none."""
+        return self._name or None
 
     @property
     def kind(self) -> Kind:

@@ -53,15 +53,19 @@ class PackInfo:
         tensors: places in the batch, in order.
         packs: numbers of the packs, from 1, in order; empty where nothing is packed.
         num_packs: of how many.
+        names: of the tensors, in order; empty: they have none.
     """
 
     tensors: Sequence[int]
     packs: Sequence[int] = ()
     num_packs: int = 0
+    names: Sequence[str] = ()
 
     def __str__(self) -> str:
-        """``"pack 3 of 8 (tensors 5 to 9)"``."""
+        """``"pack 3 of 8 (tensors 5 to 9)"`` or ``"pack 3 of 8 (tensors w, b)"``."""
         tensors = _numbered("tensor", self.tensors)
+        if self.names:
+            tensors = f"tensor{'s' * (len(self.names) > 1)} {listed(self.names)}"
         if not self.packs:
             return tensors
         return f"{_numbered('pack', self.packs)} of {self.num_packs} ({tensors})"
@@ -82,7 +86,10 @@ def merged_pack_infos(labels: Iterable[Label | None]) -> Label | None:
         for index, had in enumerate(made):
             if _of_one_batch(had, each):
                 tensors = tuple(sorted({*had.tensors, *each.tensors}))
-                made[index] = PackInfo(tensors, sorted({*had.packs, *each.packs}), had.num_packs)
+                packs = sorted({*had.packs, *each.packs})
+                pairs = [*zip(had.tensors, had.names), *zip(each.tensors, each.names)]  # noqa: B905
+                names = list(dict(sorted(pairs)).values())
+                made[index] = PackInfo(tensors, packs, had.num_packs, names)
                 break
         else:
             made.append(each)
@@ -91,6 +98,8 @@ def merged_pack_infos(labels: Iterable[Label | None]) -> Label | None:
 
 def _of_one_batch(had: PackInfo, other: PackInfo) -> bool:
     """Whether two stages belong to one batch, whose packs have distinct tensors."""
+    if bool(had.names) != bool(other.names):
+        return False
     alike = set(had.packs).isdisjoint(other.packs) or not set(had.tensors).isdisjoint(other.tensors)
     return alike and 0 < had.num_packs == other.num_packs
 

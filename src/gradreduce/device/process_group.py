@@ -50,17 +50,26 @@ class Description(NamedTuple):
 
     Attributes:
         digest: equal for equal calls.
-        text: JSON: what all processes must agree in, by name.
+        text: JSON: what all processes must agree in, by name; and the names of the tensors.
     """
 
     digest: str
     text: str
 
     @classmethod
-    def of(cls, what: Mapping[str, Any]) -> Description:
-        """Describes a call by JSON values."""
-        text = json.dumps(what, default=str)
-        return cls(sha256(text.encode()).hexdigest()[:16], text)
+    def of(
+        cls, what: Mapping[str, Any], names: Sequence[str] = (), *, compared: bool = True
+    ) -> Description:
+        """Describes a call by JSON values.
+
+        Args:
+            what: they.
+            names: of its tensors, for errors; empty: they have none.
+            compared: whether processes must agree in the names, too.
+        """
+        text = json.dumps({**what, "names": names} if names else what, default=str)
+        digested = text if compared else json.dumps(what, default=str)
+        return cls(sha256(digested.encode()).hexdigest()[:16], text)
 
 
 class Call(NamedTuple):
@@ -488,8 +497,16 @@ def bytes_of(array: np.ndarray) -> np.ndarray:
 def _summary(description: Description) -> str:
     """Names a call and its first tensor."""
     what = json.loads(description.text)
-    tensors = what["tensors"]
+    tensors = _named(what)
     return f"{what['call']}, tensors: {listed(tensors, 2)}" if tensors else what["call"]
+
+
+def _named(what: Mapping[str, Any]) -> list[str]:
+    """Returns dtype and shape of the tensors of a call, after their names if they have any."""
+    tensors, names = what["tensors"], what.get("names")
+    return (
+        [f"{name} {each}" for name, each in zip(names, tensors, strict=True)] if names else tensors
+    )
 
 
 def _describe_difference(ours: str, theirs: str | None, rank: int, other: int) -> str:
@@ -498,19 +515,34 @@ def _describe_difference(ours: str, theirs: str | None, rank: int, other: int) -
         return f"process {other} makes another call than process {rank}"
     here, there = json.loads(ours), json.loads(theirs)
     for name, value in here.items():
-        if name != "tensors" and there.get(name) != value:
+        if name not in ("tensors", "names") and there.get(name) != value:
             return (
                 f"the processes make different calls: {name} is {value} in process {rank}, "
                 f"{there.get(name)} in process {other}"
             )
     mine, others = here["tensors"], there["tensors"]
+    names, other_names = here.get("names") or [], there.get("names") or []
+    differ = "the processes reduce different tensors: "
     if len(mine) != len(others):
-        return (
-            f"the processes reduce different tensors: {len(mine)} in process {rank}, "
-            f"{len(others)} in process {other}"
-        )
-    index = next(index for index, each in enumerate(mine) if each != others[index])
+        alone = [
+            f" ({listed(missing)} only in process {number})"
+            for number, own, theirs in ((rank, names, other_names), (other, other_names, names))
+            if (missing := [name for name in own if name not in theirs])
+        ]
+        counts = f"{len(mine)} in process {rank}, {len(others)} in process {other}"
+        return differ + counts + "".join(alone)
+    pairs = [
+        (mine, others),
+        (names, other_names),
+    ]  # names differ only where dtypes and shapes agree
+    one, two = next(pair for pair in pairs if pair[0] != pair[1])
+    index = next(index for index, each in enumerate(one) if [each] != two[index : index + 1])
+    place: Any = index
+    if names != other_names:
+        mine, others = _named(here), _named(there)
+    elif names:
+        place = names[index]
     return (
-        f"the processes reduce different tensors: tensor {index} is {mine[index]} in process "
-        f"{rank}, {others[index]} in process {other}"
+        f"{differ}tensor {place} is {mine[index]} in process {rank}, {others[index]} in process "
+        f"{other}"
     )

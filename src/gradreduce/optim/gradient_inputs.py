@@ -123,7 +123,11 @@ def to_variables(
     """
     placed = [_placed(grad, var) for grad, var in zip(gradients, variables, strict=True)]
     wait_for_inputs([buffer_of(part) for grad in placed for part in _parts(grad)])
-    per_replica = [(grad, grad) for grad in placed if isinstance(grad, PerReplica)]
+    per_replica = [
+        (value := grad._renamed(var.name), value)
+        for grad, var in zip(placed, variables, strict=True)
+        if isinstance(grad, PerReplica)
+    ]
     reduced = iter(cross_device_ops.batch_reduce(ReduceOp.MEAN, per_replica) if per_replica else ())
     return [
         _colocated(next(reduced) if isinstance(grad, PerReplica) else grad, var)

@@ -483,7 +483,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             )
             crosses = len(by_physical(request.devices)) > 1 and request.is_all_reduced
             if crosses and self.all_reduce_alg == "nccl":
-                raise CollectiveError(f"value {index}: {NOT_CAPTURED}")
+                raise CollectiveError(f"{request.value._name_of(index)}: {NOT_CAPTURED}")
         with call.running("capture", deadline):
             return CapturedStep(call, partial(self.reduce_batch, reduce_op, coalesce=False))
 
@@ -494,19 +494,28 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         divisor: float = 1,
         out_dtypes: Sequence[DType] | None = None,
         consume: ExitStack | None = None,
+        names: Sequence[str] = (),
     ) -> list[tuple[Buffer, ...]]:
         """Sums ``gradients[tensor][replica]`` and divides the sums.
 
         See ``pipeline.reduce_batch``. A subclass that overrides ``reduce_batch`` uses that. Over
         several processes ``divisor`` counts the gradients of this one; each has as many for each
-        of its replicas.
+        of its replicas. The names of their tensors may differ.
         """
         if not is_all_reduce(self):
-            return super().reduce_buffers(gradients, divisor=divisor, out_dtypes=out_dtypes)
+            return super().reduce_buffers(
+                gradients, divisor=divisor, out_dtypes=out_dtypes, names=names
+            )
         if not gradients:
             return []
         divisor = divisor * num_replicas_of(gradients[0]) / len(gradients[0])
-        plan = plan_batch(self.settings, gradients, divisor=divisor, out_dtypes=out_dtypes)
+        plan = plan_batch(
+            self.settings,
+            gradients,
+            divisor=divisor,
+            out_dtypes=out_dtypes,
+            names=tuple(names),
+        )
         return reduce_batch(plan, gradients, consume=consume)
 
     def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:

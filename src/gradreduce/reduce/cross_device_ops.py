@@ -24,7 +24,6 @@ from gradreduce.device import (
     Device,
     DType,
     Mesh,
-    PackInfo,
     as_deadline,
     as_flag,
     deadline_scope,
@@ -45,7 +44,7 @@ from .arguments import (
 )
 from .one_device import Accumulate, copied_to, divided
 from .out_arguments import with_outs
-from .pipeline import copy_to_out, reduce_to_one
+from .pipeline import copy_to_out, label_of, names_of, reduce_to_one
 from .process_values import broadcast_from
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -320,7 +319,8 @@ class CrossDeviceOps(ABC):
         wait_for_inputs([buffer_of(request.value.parts[0]) for request in requests])
         rank = as_count("process", process)
         with call.running("broadcast", deadline):
-            copied = [_copied(*each) for each in enumerate(_from_process(rank, call.requests))]
+            found = _from_process(rank, call.requests)
+            copied = [_copied(found, index) for index in range(len(found))]
         made = call.finish(copied)
         return made if many else made[0]
 
@@ -354,6 +354,7 @@ class CrossDeviceOps(ABC):
         divisor: float = 1,
         out_dtypes: Sequence[DType] | None = None,
         consume: ExitStack | None = None,
+        names: Sequence[str] = (),
     ) -> list[tuple[Buffer, ...]]:
         """Sums ``gradients[tensor][replica]`` on every device, for accumulators.
 
@@ -363,8 +364,12 @@ class CrossDeviceOps(ABC):
             out_dtypes: of the results, one for each tensor. Default: that of its gradients.
             consume: not None: ``gradients`` may be overwritten, see
                 ``pipeline.reduce_batch``; here they never are.
+            names: of the tensors, for errors and the flight record; empty: they have none.
         """
-        values = [PerReplica.of(row, "native") for row in gradients]
+        values = [
+            PerReplica.of(row, "native", name=names[index] if names else "")
+            for index, row in enumerate(gradients)
+        ]
         requests = [Request(value, value.devices) for value in values]
         with SuspendedScope():  # may be a subclass of the caller's
             reduced = self.reduce_batch(ReduceOp.SUM, requests, coalesce=False)
@@ -440,7 +445,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         homes = [self._home(request, index) for index, request in enumerate(requests)]
         results = []
         for index, (request, home) in enumerate(zip(requests, homes, strict=True)):
-            with home.mesh_state.pack_scope(PackInfo((index,))):
+            with home.mesh_state.pack_scope(label_of(requests, [index])):
                 each = reduce_to_one(
                     reduce_op, request, home, coalesce=coalesce, accumulate=self.accumulation_fn
                 )
@@ -450,7 +455,7 @@ class ReductionToOneDevice(CrossDeviceOps):
     def _home(self, request: Request, index: int) -> Device:
         if self.reduce_to_device is None:
             return request.devices[0]
-        label = f"value {index}: reduce_to_device="
+        label = f"{request.value._name_of(index)}: reduce_to_device="
         home = as_device(self.reduce_to_device, label, request.value.mesh)
         return destination_devices(home, index, request.value.mesh)[0]
 
@@ -470,15 +475,20 @@ def _from_process(rank: int, requests: list[Request]) -> list[Request]:
         raise ValueError(f"process={rank} must be less than {size}, the number of processes")
     if group is None:
         return requests
-    values = broadcast_from(rank, [request.value.parts[0] for request in requests])
+    values = broadcast_from(
+        rank,
+        [request.value.parts[0] for request in requests],
+        names_of(requests, range(len(requests))),
+    )
     return [
-        request._replace(value=PerReplica.of([value], request.value.kind))
+        request._replace(value=PerReplica.of([value], request.value.kind, name=request.value._name))
         for request, value in zip(requests, values, strict=True)
     ]
 
 
-def _copied(index: int, request: Request) -> tuple[Part, ...]:
+def _copied(requests: Sequence[Request], index: int) -> tuple[Part, ...]:
     """Copies the only replica of a value to each of the request's devices."""
+    request = requests[index]
     (part,) = request.value.parts
-    with buffer_of(part).device.mesh_state.pack_scope(PackInfo((index,))):
+    with buffer_of(part).device.mesh_state.pack_scope(label_of(requests, [index])):
         return copied_to(part, request.devices, request.out)

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 from gradreduce import ops
-from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp, buffer_of
+from gradreduce.arrays.distributed import Part, ReduceOp, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import (
     Buffer,
@@ -47,6 +48,7 @@ from .reduction_groups import Processes, ReductionGroups
 PHASES = ("pack", "all-reduce", "unpack")
 _ALONE: AbstractContextManager[None] = nullcontext()
 MOST_PLANS = 64  # of one mesh; a training script has a few
+_name_of = attrgetter("value._name")
 
 
 class Settings(NamedTuple):  # hashed at each call: five times as fast as a dataclass
@@ -72,6 +74,7 @@ class BatchPlan:
         divisor: of the sums of the others.
         packs: the index of its flat buffer, first element, and one past the last of each pack.
         description: for the comparison with other processes; None in one process.
+        names: of the tensors; empty: they have none.
     """
 
     devices: tuple[Device, ...]
@@ -81,6 +84,7 @@ class BatchPlan:
     divisor: float
     packs: tuple[tuple[int, int, int], ...]
     description: Description | None = None
+    names: tuple[str, ...] = ()
 
 
 def plan_batch(
@@ -90,6 +94,8 @@ def plan_batch(
     divisor: float = 1,
     out_dtypes: Sequence[DType] | None = None,
     counts: bool = False,
+    names: tuple[str, ...] = (),
+    compared: bool = False,
 ) -> BatchPlan:
     """Plans the reduction of one batch, compiles its kernels, and remembers both.
 
@@ -102,6 +108,8 @@ def plan_batch(
         divisor: of every sum.
         out_dtypes: of the results; default those of the gradients.
         counts: whether the caller divides the sums, of integers; other processes must too.
+        names: of the tensors, for errors and the flight record; empty: they have none.
+        compared: whether the names must be those of the other processes, too.
 
     Raises:
         ValueError: ``reduction_groups`` names another number of replicas.
@@ -118,6 +126,8 @@ def plan_batch(
         tuple([id(replicas[0].dtype) for replicas in gradients]),  # hashing a dtype is slow
         None if out_dtypes is None else tuple([id(dtype) for dtype in out_dtypes]),
         counts,
+        names,
+        compared,
     )
     found: BatchPlan | None = plans.get(key)
     if found is not None:
@@ -138,7 +148,10 @@ def plan_batch(
         devices, algorithm_of(settings, devices), flat,
         tuple([divisor if is_early else 1 for is_early in early]), divisor,
         tuple([(index, *pack) for index, each in enumerate(flat) for pack in each.packs]),
-        described(settings, gradients, divisor, out_dtypes, counts=counts),
+        described(
+            settings, gradients, divisor, out_dtypes, counts=counts, names=names, compared=compared
+        ),
+        names,
     )  # fmt: skip
     remember(plans, key, made)
     return made
@@ -174,13 +187,13 @@ def reduce_requests(
             out = [requests[index].out or () for index in indices]
         reduced = reduce_batch(plan, gradients, out=out, positions=indices)
         if counts:
-            with plan.devices[0].mesh_state.pack_scope(PackInfo(indices)):
+            with plan.devices[0].mesh_state.pack_scope(PackInfo(indices, names=plan.names)):
                 reduced = _means(reduced)
         for index, buffers in zip(indices, reduced, strict=True):
             results[index] = buffers
     for index in others:
         home = requests[index].devices[0]
-        with home.mesh_state.pack_scope(PackInfo((index,))):
+        with home.mesh_state.pack_scope(label_of(requests, [index])):
             results[index] = _reduce_alone(reduce_op, requests[index], coalesce=coalesce)
     return results
 
@@ -195,7 +208,9 @@ def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
     if not any(dense) or requests[0].devices[0].mesh_state.process_group is None:
         return requests
     values = [
-        PerReplica.of(with_dense(request.value.parts)) if _is_dense(request) else request.value
+        request.value._with_parts(with_dense(request.value.parts))
+        if _is_dense(request)
+        else request.value
         for request in requests
     ]
     return [Request(value, value.devices) for value in values]
@@ -214,7 +229,7 @@ def _copied_to_devices(
     for index, (request, parts) in enumerate(zip(requests, reduced, strict=True)):
         home = request.devices[0]
         here = next((part for part in parts if buffer_of(part).device is home), parts[0])
-        with home.mesh_state.pack_scope(PackInfo((index,))):
+        with home.mesh_state.pack_scope(label_of(requests, [index])):
             home.mesh_state.thread.phase = "unpack"
             copied.append(copied_to(here, request.devices, keep=True))
     return copied
@@ -229,7 +244,10 @@ def _reduce_alone(reduce_op: ReduceOp, request: Request, *, coalesce: bool) -> t
     sparse = [part for part in value.parts if isinstance(part, IndexedSlices)]
     num_replicas_of([part.values for part in sparse])  # checks the devices
     thread.phase = "all-reduce"
-    everything = slices_of_all(home, sparse, mean=mean, coalesce=coalesce)
+    everything = slices_of_all(
+        home, sparse, mean=mean, coalesce=coalesce,
+        names=[value._name] * bool(value._name), compared=value._key is not None,
+    )  # fmt: skip
     total = added_on(home, everything, mean=mean, coalesce=coalesce, kind=value.kind)
     thread.phase = "unpack"
     return copied_to(total, request.devices, keep=True)
@@ -247,10 +265,27 @@ def plan_requests(
     gradients = cast("list[tuple[Buffer, ...]]", [requests[index].value.parts for index in indices])
     mean = reduce_op is ReduceOp.MEAN and not counts
     divisor = num_replicas_of(gradients[0]) if mean else 1
-    plan = plan_batch(settings, gradients, divisor=divisor, counts=counts)
+    names = names_of(requests, indices)
+    compared = requests[indices[0]].value._key is not None  # keys are, names alone are not
+    plan = plan_batch(
+        settings, gradients, divisor=divisor, counts=counts, names=names, compared=compared
+    )
     for dtype in {id(flat.dtype): flat.dtype for flat in plan.flat}.values():
         _compile_rest(plan.devices, dtype, counts=counts)
     return indices, counts, gradients, plan
+
+
+def names_of(requests: Sequence[Request], indices: Sequence[int]) -> tuple[str, ...]:
+    """Returns the names of some values, or their numbers; empty if none has a name."""
+    names = tuple(map(_name_of, map(requests.__getitem__, indices)))
+    if not any(names):
+        return ()
+    return tuple([name or str(index) for name, index in zip(names, indices, strict=True)])
+
+
+def label_of(requests: Sequence[Request], indices: Sequence[int]) -> PackInfo:
+    """Returns the label of what is done for some values."""
+    return PackInfo(tuple(indices), names=names_of(requests, indices))
 
 
 def _means(totals: Sequence[tuple[Buffer, ...]]) -> list[tuple[Buffer, ...]]:
@@ -303,7 +338,7 @@ def copy_to_out(
                 copied.append(index)
     if moves:
         mesh_state = moves[0][0].mesh_state
-        with mesh_state.pack_scope(PackInfo(tuple(dict.fromkeys(copied)))):
+        with mesh_state.pack_scope(label_of(requests, list(dict.fromkeys(copied)))):
             mesh_state.thread.phase = "unpack"
             move(moves)
     return [request.out or parts for request, parts in zip(requests, reduced, strict=True)]
@@ -377,7 +412,7 @@ def reduce_batch(
         reduce = algorithm.start(jobs)
         waiting = [
             (
-                _pack_info(packs, group, positions or range(len(gradients))),
+                _pack_info(packs, group, positions or range(len(gradients)), plan.names),
                 _steps_of_stage([packs[index] for index in group], partial(reduce, group, queue)),
             )
             for group in groups
@@ -425,16 +460,28 @@ def _stages(plan: BatchPlan, packs: Sequence[Pack]) -> list[list[int]]:
     return plan_stages(sizes, STAGE_BYTES)
 
 
-def _pack_info(packs: Sequence[Pack], group: Sequence[int], positions: Sequence[int]) -> PackInfo:
+def _pack_info(
+    packs: Sequence[Pack],
+    group: Sequence[int],
+    positions: Sequence[int],
+    names: Sequence[str],
+) -> PackInfo:
     """Returns the packs of a stage, counted from 1, and their tensors."""
     if len(group) == len(packs):
-        return PackInfo(positions, range(1, len(packs) + 1), len(packs))
-    inside = {
-        positions[buffers.plan.tensors[tensor]]: None
-        for buffers, start, stop in [packs[index] for index in group]
-        for tensor in buffers.plan.pieces[start, stop].tensors
-    }
-    return PackInfo(tuple(inside), tuple(index + 1 for index in group), len(packs))
+        return PackInfo(positions, range(1, len(packs) + 1), len(packs), names)
+    inside = dict.fromkeys(
+        [
+            buffers.plan.tensors[tensor]
+            for buffers, start, stop in [packs[index] for index in group]
+            for tensor in buffers.plan.pieces[start, stop].tensors
+        ]
+    )
+    return PackInfo(
+        tuple([positions[tensor] for tensor in inside]),
+        tuple([index + 1 for index in group]),
+        len(packs),
+        tuple([names[tensor] for tensor in inside if names]),
+    )
 
 
 def compile_for(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
@@ -25,7 +25,14 @@ from gradreduce.device.command_list import Operation
 
 from .arguments import Request, batches_of
 from .pack_buffers import lay_out
-from .pipeline import BatchPlan, Settings, plan_requests, reduce_requests, with_all_reduced
+from .pipeline import (
+    BatchPlan,
+    Settings,
+    names_of,
+    plan_requests,
+    reduce_requests,
+    with_all_reduced,
+)
 
 # The indices (int64, in bytes; only their number where no plan depends on more) and the dense shape
 # of IndexedSlices; None of a dense array.
@@ -81,6 +88,7 @@ class ReducePlan:
         backend: of the mesh.
         exchanges: with other processes.
         exchange_bytes: that this process sends in them to others; ``bytes`` includes them.
+        names: of the tensors of the batch, by index; empty if none has a name.
     """
 
     packs: tuple[PlannedPack, ...]
@@ -92,6 +100,7 @@ class ReducePlan:
     backend: str
     exchanges: int = 0
     exchange_bytes: int = 0
+    names: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         exchanges = ""
@@ -106,7 +115,7 @@ class ReducePlan:
             lines.append(
                 f"  {index:4} {pack.way:18}{pack.dtype!s:10}{pack.nbytes:14,} bytes of each of "
                 f"{len(pack.devices)} replicas{_transfer_text(pack, self.mesh)}: tensors "
-                f"{_ranges(pack.tensors)}"
+                f"{_ranges(pack.tensors, self.names)}"
             )
         return "\n".join(lines)
 
@@ -164,7 +173,9 @@ def dry_run_of(
     mesh = mesh_signature(_mesh_of(requests))
     blocks: dict[int, int] = {}  # the memory that requests share
     signatures = tuple([_signature_of(request, blocks, coalesce) for request in requests])
-    return _dry_run(settings, reduce_op, mesh, signatures, coalesce)
+    found = _dry_run(settings, reduce_op, mesh, signatures, coalesce)
+    names = names_of(requests, range(len(requests)))
+    return replace(found, plan=replace(found.plan, names=names)) if names else found
 
 
 def _mesh_of(requests: Sequence[Request]) -> Mesh:
@@ -320,12 +331,16 @@ def _pack_of_one(request: Request, index: int, log: Journal) -> PlannedPack:
     )
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Formats numbers as ranges, such as ``0-3, 7``."""
+def _ranges(numbers: Sequence[int], names: Sequence[str]) -> str:
+    """Formats tensors as ranges, such as ``0-3, 7``, or ``layers.0.weight to head.bias``."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][1] + 1 == number:
             found[-1][1] = number
         else:
             found.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+    between = " to " if names else "-"
+    ends = [[first] if first == last else [first, last] for first, last in found]
+    return ", ".join(
+        between.join(str(names[each]) if names else str(each) for each in pair) for pair in ends
+    )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from gradreduce.arrays.caller_streams import StreamScope, keep_alive_longer
 from gradreduce.arrays.convert_gpu import current_of
 from gradreduce.arrays.distributed import Mirrored, Part
-from gradreduce.arrays.outputs import Out, count_writes, tensors_of
+from gradreduce.arrays.outputs import count_writes, tensors_of
 from gradreduce.device import (
     Buffer,
     Capture,
@@ -284,7 +284,7 @@ def check_preparable(call: Call) -> None:
 
     Those are arrays that had to be copied, and values of several meshes.
     """
-    _check_written(call.outs)
+    _check_written(call)
     mesh_states = {request.value.mesh.mesh_state for request in call.requests}
     if not mesh_states:
         raise ValueError("there is no tensor to reduce; at least one is needed")
@@ -295,23 +295,23 @@ def check_preparable(call: Call) -> None:
     for index, (request, kind) in enumerate(zip(call.requests, call.kinds, strict=True)):
         if request.value.is_sparse:
             raise ValueError(
-                f"value {index} contains IndexedSlices, whose rows may change with each call: only "
-                "dense values can be prepared"
+                f"{request.value._name_of(index)} contains IndexedSlices, whose rows may change "
+                "with each call: only dense values can be prepared"
             )
         for replica, buffer in enumerate(request.value.buffers):
             why = _UNREADABLE.get(buffer.array_owner)
             if why is not None:
-                raise ValueError(f"value {index}: replica {replica} {why}")
+                raise ValueError(f"{request.value._name_of(index, replica)} {why}")
         on_gpu = request.devices[0].mesh_state.backend == "cuda"
         if not call.outs and (kind == "jax" or (kind == "numpy" and on_gpu)):
             raise ValueError(
-                f"value {index}: later calls cannot overwrite results of kind {kind!r}; pass "
-                "another output_type"
+                f"{request.value._name_of(index)}: later calls cannot overwrite results of kind "
+                f"{kind!r}; pass another output_type"
             )
 
 
-def _check_written(outs: Sequence[Sequence[Out]]) -> None:
-    for index, row in enumerate(outs):
+def _check_written(call: Call) -> None:
+    for index, row in enumerate(call.outs):
         for replica, each in enumerate(row):
             if each.copied is not None:
                 why = (
@@ -321,7 +321,8 @@ def _check_written(outs: Sequence[Sequence[Out]]) -> None:
                     else "does not have the strides of its value's replicas: a step writes the "
                     "arrays themselves; pass dense ones with the same strides"
                 )
-                raise ValueError(f"out {index}: replica {replica} {why}")
+                name = call.requests[index].value._name_of(index, replica, "out")
+                raise ValueError(f"{name} {why}")
 
 
 _UNREADABLE: dict[str | None, str] = {

@@ -14,7 +14,13 @@ from gradreduce.errors import listed
 
 
 def slices_of_all(
-    device: Device, parts: Sequence[IndexedSlices], *, mean: bool, coalesce: bool
+    device: Device,
+    parts: Sequence[IndexedSlices],
+    *,
+    mean: bool,
+    coalesce: bool,
+    names: Sequence[str] = (),
+    compared: bool = False,
 ) -> list[IndexedSlices]:
     """Returns the IndexedSlices of all replicas of all processes, in order, on ``device``.
 
@@ -25,6 +31,8 @@ def slices_of_all(
         parts: this process's replicas, alike.
         mean: whether they will be divided, for the comparison with other processes.
         coalesce: whether equal rows will be added, too.
+        names: of the tensor; empty: it has none.
+        compared: whether the name must be that of the other processes, too.
     """
     what = {
         "call": "reduction of IndexedSlices",
@@ -34,23 +42,24 @@ def slices_of_all(
     }
     group = device.mesh_state.process_group
     assert group is not None
-    with agreed(device, Description.of(what)):
+    with agreed(device, Description.of(what, names, compared=compared)):
         return _received(device, parts, group.counts)
 
 
-def broadcast_from(rank: int, parts: Sequence[Part]) -> list[Part]:
+def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) -> list[Part]:
     """Returns the values of one process, each on the device of this process's own.
 
     Args:
         rank: of that process.
         parts: this process's values, which have the same shapes and dtypes; not written.
+        names: of the tensors; empty: they have none.
     """
     device = buffer_of(parts[0]).device
     group = device.mesh_state.process_group
     assert group is not None
     what = {"call": "broadcast", "process": rank, "tensors": [_described(part) for part in parts]}
     found: list[Part] = []
-    with agreed(device, Description.of(what)):
+    with agreed(device, Description.of(what, names, compared=False)):
         for part in parts:
             if isinstance(part, IndexedSlices):
                 found.append(_received(part.values.device, [part], [1] * group.size)[rank])
@@ -116,7 +125,7 @@ def num_replicas_of(replicas: Sequence[Buffer]) -> int:
     return sum(group.counts)
 
 
-def described(
+def described(  # noqa: PLR0913  # all that processes must agree in
     settings: Any,
     gradients: Sequence[Sequence[Buffer]],
     divisor: float,
@@ -124,6 +133,8 @@ def described(
     *,
     counts: bool,
     call: str = "reduction",
+    names: Sequence[str] = (),
+    compared: bool = False,
 ) -> Description | None:
     """Describes a batch for the comparison with other processes; None in one process."""
     if gradients[0][0].device.mesh_state.process_group is None:
@@ -137,4 +148,4 @@ def described(
         "out dtypes": None if out_dtypes is None else [str(dtype) for dtype in out_dtypes],
         "tensors": [_described(replicas[0]) for replicas in gradients],
     }
-    return Description.of(what)
+    return Description.of(what, names, compared=compared)

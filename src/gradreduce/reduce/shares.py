@@ -23,7 +23,7 @@ from .arguments import Request, batches_of
 from .one_device import quotients
 from .pack_buffers import Share, lay_out, move, moves_in, moves_out, unpack_shares
 from .packing import FlatPlan, is_half, plan_packing, sum_dtype_of, wire_of
-from .pipeline import Settings, algorithm_of, compile_for, remember
+from .pipeline import Settings, algorithm_of, compile_for, names_of, remember
 from .process_values import described, num_replicas_of
 
 Call = Literal["reduce_scatter", "all_gather"]
@@ -144,6 +144,7 @@ def run_shares(
     *,
     out: Sequence[Sequence[Buffer]] | None = None,
     positions: Sequence[int] = (),
+    names: Sequence[str] = (),
 ) -> list[Buffer | None]:
     """Runs a plan: packs all shares, sums or copies them, and unpacks them.
 
@@ -155,6 +156,7 @@ def run_shares(
         out: where the results go, of each tensor one Buffer for each replica of this process that
             gets it: for an all-gather all. Default, for a reduce-scatter: new memory.
         positions: numbers of the tensors in errors and in the flight record.
+        names: of the tensors, one for each position; empty: they have none.
 
     Returns:
         Of a reduce-scatter the tensors of the shares of this process, None for the others.
@@ -179,7 +181,7 @@ def run_shares(
         jobs.append(job if whole else job.part(start, stop))
     mesh_state, what = plan.devices[0].mesh_state, plan.description
     agreement = nullcontext() if what is None else agreed(plan.devices[0], what)
-    label = PackInfo(positions, range(1, len(packs) + 1), len(packs))
+    label = PackInfo(positions, range(1, len(packs) + 1), len(packs), names)
     with mesh_state.launch_lock, agreement, mesh_state.pack_scope(label, plan.devices):
         mesh_state.thread.phase = "pack"
         move(moves_in(packs))
@@ -211,19 +213,21 @@ def reduced_shares(
         devices = requests[indices[0]].devices
         num_replicas = num_replicas_of(gradients[0])
         divisor = num_replicas if reduce_op is ReduceOp.MEAN and not counts else 1
-        plan = _planned("reduce_scatter", settings, gradients, num_replicas, divisor, counts=counts)
+        names = names_of(requests, indices)
+        plan = _planned(
+            "reduce_scatter", settings, gradients, num_replicas, divisor, names, counts=counts
+        )
         rows = [
             [_rows_of(buffer, owner, num_replicas) for buffer in replicas]
             for owner in range(num_replicas)
             for replicas in gradients
         ]
-        made = run_shares(plan, rows, positions=indices)
+        made = run_shares(plan, rows, positions=indices, names=names)
         first, count = first_replica(devices[0]), len(indices)
         own = made[first * count : (first + len(devices)) * count]
         found = [each for each in own if each is not None]
         if counts:
-            label = PackInfo(indices)
-            with devices[0].mesh_state.pack_scope(label):
+            with devices[0].mesh_state.pack_scope(PackInfo(indices, names=names)):
                 found = quotients(found, num_replicas)
         for position, index in enumerate(indices):
             results[index] = tuple(found[position::count])
@@ -240,7 +244,9 @@ def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple
     values = [request.value.buffers for request in requests]
     devices = requests[0].devices
     num_replicas = num_replicas_of(values[0])
-    plan = _planned("all_gather", settings, values, num_replicas, 1)
+    positions = range(len(requests))
+    names = names_of(requests, positions)
+    plan = _planned("all_gather", settings, values, num_replicas, 1, names)
     first = first_replica(devices[0])
     results = [
         tuple(
@@ -262,7 +268,7 @@ def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple
         for owner in range(num_replicas)
         for wholes in results
     ]
-    run_shares(plan, tensors, out=out, positions=range(len(requests)))
+    run_shares(plan, tensors, out=out, positions=positions, names=names)
     return results
 
 
@@ -279,6 +285,7 @@ def _planned(
     gradients: Sequence[Sequence[Buffer]],
     num_replicas: int,
     divisor: float,
+    names: tuple[str, ...],
     *,
     counts: bool = False,
 ) -> SharesPlan:
@@ -292,12 +299,16 @@ def _planned(
         tuple([device.index for device in devices]),
         tuple([(replicas[0].shape, id(replicas[0].dtype)) for replicas in gradients]),
         counts,
+        names,
     )
     found: SharesPlan | None = plans.get(key)
     if found is None:
         cut = num_replicas if call == "reduce_scatter" else 1
         share = [(row[0].size // cut, row[0].dtype, row[0].dtype) for row in gradients]
-        what = described(settings, gradients, divisor, None, counts=counts, call=call)
+        what = described(
+            settings, gradients, divisor, None,
+            counts=counts, call=call, names=names, compared=True,
+        )  # fmt: skip
         found = plan_shares(call, settings, devices, [share] * num_replicas, what, divisor=divisor)
         if counts:
             for dtype in dict.fromkeys([dtype for _, dtype, _ in share]):

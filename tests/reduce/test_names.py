@@ -1,0 +1,191 @@
+"""Names of tensors: in errors, plans, profiles, the flight record, and what processes compare."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.meshes import MeshCase
+from support.thread_group import run_processes
+
+import gradreduce as gr
+from gradreduce.device import PackInfo
+from gradreduce.device.pending_calls import merged_pack_infos
+from gradreduce.errors import InvalidArgumentError
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+ALGORITHMS = ("hierarchical_copy", "nccl")
+NAMES = ("layers.0.weight", "layers.0.bias", "head.weight")
+
+
+@pytest.fixture
+def mesh():
+    with MeshCase((0, 0, 1)).open() as opened:
+        yield opened
+
+
+def named(mesh, names=NAMES, dtype=np.float32):
+    values = [
+        gr.PerReplica([np.full(size, replica, dtype) for replica in range(len(mesh))], mesh,
+                      name=name)
+        for size, name in enumerate(names, 3)
+    ]  # fmt: skip
+    return [(value, value) for value in values]
+
+
+def labels_of(mesh, call):
+    """The labels of what a call submits, in the journal and in the flight record."""
+    count = mesh.flight_record()[-1].sequence if mesh.flight_record() else 0
+    with mesh.journal() as journal:
+        call()
+    noted = {str(record.label) for record in journal.records if record.label is not None}
+    found = {each.tensors for each in mesh.flight_record() if each.sequence > count}
+    assert noted == found - {""}
+    return noted
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_plan_profile_journal_and_flight_record_have_the_names(mesh, algorithm):
+    pairs = named(mesh)
+    ops = gr.AllReduceCrossDeviceOps(algorithm, 1, mesh=mesh)
+    plan = ops.plan(MEAN, pairs)
+    assert plan.names == NAMES
+    assert str(plan).endswith(": tensors layers.0.weight to head.weight")
+    assert "layers.0.weight to head.weight" in str(ops.profile(MEAN, pairs))
+    pack = f"pack 1 of 1 (tensors {', '.join(NAMES)})"
+    assert labels_of(mesh, lambda: ops.batch_reduce(MEAN, pairs)) == {pack}
+    made = (ops.prepare, ops.capture) if algorithm == "hierarchical_copy" else (ops.prepare,)
+    for make in made:
+        assert {each for each in labels_of(mesh, make(MEAN, pairs)) if "pack" in each} == {pack}
+
+
+def test_equal_plans_keep_their_own_names(mesh):
+    ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+    plans = [ops.plan(SUM, named(mesh, names)) for names in (NAMES, "abc", [None] * 3)]
+    assert [plan.names for plan in plans] == [NAMES, ("a", "b", "c"), ()]
+    assert str(plans[2]).endswith(": tensors 0-2")
+
+
+def test_every_way_to_reduce_names_its_tensors(mesh):
+    """Stages, integers, values on one device, IndexedSlices, copies to an out, one device."""
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 0, mesh=mesh)
+    pairs = named(mesh, "ab", np.int32)
+    assert labels_of(mesh, lambda: ops.batch_reduce(MEAN, pairs)) == {
+        "packs 1 to 2 of 2 (tensors a, b)", "tensors a, b",
+    }  # fmt: skip
+    (value, _), (other, _) = named(mesh, "ab")
+    wide = [(value, value), (other, ["sim:1"])]
+    assert labels_of(mesh, lambda: ops.batch_reduce(SUM, wide)) == {
+        "pack 1 of 1 (tensor a)", "tensor b",
+    }  # fmt: skip
+    rows = gr.PerReplica([gr.IndexedSlices(np.ones((1, 2)), [0])] * 3, mesh, name="rows")
+    assert labels_of(mesh, lambda: ops.reduce(SUM, rows, rows)) == {"tensor rows"}
+    to_one = gr.ReductionToOneDevice(mesh=mesh)
+    assert labels_of(mesh, lambda: to_one.batch_reduce(SUM, wide)) == {"tensor a", "tensor b"}
+    one = gr.PerReplica([np.ones(2)], devices=mesh.devices[:1], name="one")
+    assert labels_of(mesh, lambda: ops.broadcast([one], mesh)) == {"tensor one"}
+
+
+def test_labels_of_several_stages_are_merged():
+    stages = [PackInfo((0, 2), (1,), 2, ("a", "c")), PackInfo((2, 1), (2,), 2, ("c", "b"))]
+    assert str(merged_pack_infos(stages)) == "packs 1 to 2 of 2 (tensors a, b, c)"
+    assert str(merged_pack_infos([stages[0], PackInfo((5,), (2,), 2)])).endswith("(tensor 5)")
+    assert str(PackInfo(range(8), names="abcdefgh")) == "tensors a, b, c, d, e and 3 more"
+
+
+def test_errors_have_the_names(mesh):
+    ((value, _),) = named(mesh, "a")
+    odd = gr.PerReplica([np.ones(2), np.ones(3), np.ones(2)], mesh, name="odd")
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+    with pytest.raises(ValueError, match=r"^value 1 \(odd\): replica 1 is float64\[3\], replica 0"):
+        ops.batch_reduce(SUM, [(value, value), (odd, odd)])
+    with pytest.raises(TypeError, match=r"^odd: replica 1: dtype bool cannot"):
+        gr.PerReplica([np.ones(2), np.ones(2, bool), np.ones(2)], mesh, name="odd")
+    with pytest.raises(ValueError, match=r"^out 0 \(a\): replica 2: out is float32\[4\]; expected"):
+        ops.reduce(SUM, value, value, out=[np.ones(3, "f4"), np.ones(3, "f4"), np.ones(4, "f4")])
+    rows = gr.PerReplica([gr.IndexedSlices(np.ones((1, 2)), [0])] * 3, mesh, name="rows")
+    with pytest.raises(ValueError, match=r"^value 1 \(rows\) contains IndexedSlices"):
+        ops.prepare(SUM, [(value, value), (rows, rows)])
+    with pytest.raises(TypeError, match=r"^name=3 must be a string"):
+        gr.PerReplica([1.0] * 3, mesh, name=3)
+    long = gr.PerReplica([1.0] * 3, mesh, name="layers." + "x" * 500 + ".weight").name
+    assert len(long) == 120 and long.startswith("layers.x") and long.endswith("x.weight")
+    assert gr.PerReplica([1.0] * 3, mesh).name is None
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_steps_and_optimizers_use_the_names_of_variables(mesh, sharded):
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+    variables = [gr.Variable(np.zeros(3, np.float32), name, device=mesh) for name in ("w", "bias")]
+    step = gr.SyncStep(variables, gr.AdamOptimizer(), ops, shard_optimizer=sharded)
+    only = [[None, [np.ones(3, np.float32)]] for _ in mesh]
+    assert {each.partition(" (")[2] for each in labels_of(mesh, lambda: step(only))} == {
+        "tensor bias)"
+    }
+    grads = [(gr.PerReplica([np.ones(3, np.float32)] * 3, mesh), each) for each in variables]
+    optimizer = gr.GradientDescentOptimizer(0.1)
+    found = labels_of(mesh, lambda: optimizer.apply_gradients(grads))
+    assert found == {"pack 1 of 1 (tensors w, bias)"}
+    assert grads[0][0].name is None
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+def messages_of(work):
+    """What each of two processes says of a call that fails."""
+
+    def said(group):
+        mesh = gr.open_mesh(1, backend="sim", process_group=group)
+        with pytest.raises(InvalidArgumentError) as caught:
+            work(mesh, group.rank)
+        return str(caught.value)
+
+    return run_processes(2, said)
+
+
+def test_processes_name_the_tensor_that_differs():
+    def differ(mesh, rank):
+        grads = [{"w": np.ones(3), "bias": np.ones(2 + rank)}]
+        gr.all_reduce(grads, mesh=mesh)
+
+    text = "tensor bias is float64[2] in process 0, float64[3] in process 1"
+    assert text in messages_of(differ)[0]
+
+
+def test_processes_name_the_tensors_that_only_one_has():
+    def differ(mesh, rank):
+        grads = [{"w": np.ones(3), "bias": np.ones(2) if rank else None}]
+        gr.all_reduce(grads, mesh=mesh)
+
+    text = "1 in process 0, 2 in process 1 (bias only in process 1)"
+    assert text in messages_of(differ)[0]
+
+
+def test_processes_that_list_equal_tensors_in_another_order_are_refused():
+    def differ(mesh, rank):
+        grads = {"w": np.full(3, 1.0), "bias": np.full(3, 2.0)}
+        gr.all_reduce([dict(list(grads.items())[:: 1 - 2 * rank])], mesh=mesh)
+
+    text = "tensor 0 is w float64[3] in process 0, bias float64[3] in process 1"
+    assert text in messages_of(differ)[0]
+
+
+def test_names_of_variables_may_differ_between_processes_but_are_told():
+    def work(group):
+        mesh = gr.open_mesh(1, backend="sim", process_group=group)
+        variable = gr.Variable(np.zeros(2, np.float32), f"w{group.rank}", device=mesh)
+        step = gr.SyncStep([variable], gr.GradientDescentOptimizer(1.0), gr.NcclAllReduce())
+        step([[[np.full(2, float(group.rank), np.float32)]]])
+        record = {each.tensors for each in mesh.flight_record() if "pack" in each.tensors}
+        return variable.numpy().tolist(), record
+
+    assert run_processes(2, work) == [
+        ([-0.5, -0.5], {f"pack 1 of 1 (tensor w{rank})"}) for rank in range(2)
+    ]
+
+    def differ(mesh, rank):
+        variables = [gr.Variable(np.zeros(2 + rank * k), f"w{k}", device=mesh) for k in range(2)]
+        gr.SyncStep(variables, gr.GradientDescentOptimizer(1.0), gr.NcclAllReduce())
+
+    text = "tensor w1 is float64[2] in process 0, float64[3] in process 1"
+    assert text in messages_of(differ)[0]
