@@ -58,8 +58,11 @@ def test_plan_profile_journal_and_flight_record_have_the_names(mesh, algorithm):
         assert {each for each in labels_of(mesh, make(MEAN, pairs)) if "pack" in each} == {pack}
 
 
-def test_equal_plans_keep_their_own_names(mesh):
+def test_equal_batches_keep_their_own_names(mesh):
     ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+    for names in ("ab", "cd"):
+        found = labels_of(mesh, lambda names=names: ops.batch_reduce(SUM, named(mesh, names)))
+        assert found == {f"pack 1 of 1 (tensors {', '.join(names)})"}
     plans = [ops.plan(SUM, named(mesh, names)) for names in (NAMES, "abc", [None] * 3)]
     assert [plan.names for plan in plans] == [NAMES, ("a", "b", "c"), ()]
     assert str(plans[2]).endswith(": tensors 0-2")

@@ -265,7 +265,7 @@ def plan_requests(
     gradients = cast("list[tuple[Buffer, ...]]", [requests[index].value.parts for index in indices])
     mean = reduce_op is ReduceOp.MEAN and not counts
     divisor = num_replicas_of(gradients[0]) if mean else 1
-    names = names_of(requests, indices)
+    names = names_of(requests, indices) if any(map(_name_of, requests)) else ()
     compared = requests[indices[0]].value._key is not None  # keys are, names alone are not
     plan = plan_batch(
         settings, gradients, divisor=divisor, counts=counts, names=names, compared=compared
