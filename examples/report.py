@@ -12,6 +12,7 @@ import numpy as np
 import rich
 from digits import GOAL
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.table import Table
 
 import gradreduce as gr
@@ -28,6 +29,7 @@ class History:
         seconds: duration of the training loop.
         per_step: launches, copies and bytes of one step of a worker, or of all together.
         num_pushes: number of pushes of AGN's workers.
+        first_step: the number of the first one.
     """
 
     losses: dict[str, list[float]]
@@ -36,6 +38,7 @@ class History:
     seconds: float
     per_step: dict[str, float]
     num_pushes: int = 0
+    first_step: int = 1
 
     @property
     def accuracy(self) -> float:
@@ -74,17 +77,33 @@ def print_table(title: str, rows: dict[str, str]) -> None:
     rich.print(table)
 
 
-def draw_losses(panel: Axes, losses: Sequence[float], label: str | None = None) -> None:
+def draw_losses(
+    panel: Axes, losses: Sequence[float], label: str | None = None, first_step: int = 1
+) -> None:
     """Draws the loss of each step."""
-    panel.plot(range(1, len(losses) + 1), losses, label=label)
+    panel.plot(range(first_step, first_step + len(losses)), losses, label=label)
     panel.set(title="Training loss", xlabel="step", ylabel="cross-entropy", yscale="log")
 
 
-def draw_accuracies(panel: Axes, accuracies: Sequence[tuple[int, float]]) -> None:
+def draw_accuracies(
+    panel: Axes, accuracies: Sequence[tuple[int, float]], label: str | None = None
+) -> None:
     """Draws the test accuracy over the steps, and the goal."""
-    panel.plot(*zip(*accuracies, strict=True), marker=".")
+    panel.plot(*zip(*accuracies, strict=True), marker=".", label=label)
     panel.axhline(GOAL, color="gray", linestyle="--", linewidth=1)
     panel.set(title="Test accuracy", xlabel="step", ylabel="accuracy")
+
+
+def save_picture(history: History, path: Path) -> None:
+    """Saves a figure of loss and test accuracy over the steps."""
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, losses in history.losses.items():
+        draw_losses(left, losses, name, history.first_step)
+    if len(history.losses) > 1:
+        left.legend(fontsize="small")
+    draw_accuracies(right, history.accuracies)
+    figure.savefig(path, dpi=120)
 
 
 def conclude(accuracy: float, picture: Path) -> int:

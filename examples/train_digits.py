@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,16 +29,7 @@ from digits import (
     loss_and_gradients,
     read_weights,
 )
-from matplotlib.figure import Figure
-from report import (
-    History,
-    conclude,
-    draw_accuracies,
-    draw_losses,
-    per_step,
-    print_table,
-    where,
-)
+from report import History, conclude, per_step, print_table, save_picture, where
 from rich.progress import track
 
 import gradreduce as gr
@@ -169,18 +159,6 @@ def table_rows(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> 
             del rows["all-reduce"]
         return {"workers": replicas, **rows, "pushes": str(history.num_pushes)}
     return {**rows, "digest of the weights": history.digest}
-
-
-def save_picture(history: History, path: Path) -> None:
-    """Saves a figure of loss and test accuracy over the steps."""
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for name, losses in history.losses.items():
-        draw_losses(left, losses, name)
-    if len(history.losses) > 1:
-        left.legend(fontsize="small")
-    draw_accuracies(right, history.accuracies)
-    figure.savefig(path, dpi=120)
 
 
 # The command line ------------------------------------------------------------------------------

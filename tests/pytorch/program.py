@@ -1,4 +1,4 @@
-"""Runs scripts one after the other in each process of torchrun, and saves what they compute.
+"""Runs scripts one after the other in each process of torchrun, and saves the network they train.
 
 The arguments are a folder with the scripts, and a list of ``[name, script, arguments, inf]`` as
 JSON. ``inf``: the data of process 1 are too large for float32.
@@ -11,6 +11,8 @@ import os
 import runpy
 import sys
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,9 +29,22 @@ def main(folder: str, runs: str) -> None:
     for name, script, arguments, inf in json.loads(runs):
         sys.argv = [script, *map(str, arguments)]
         with mock.patch("torch.randn", too_large) if inf and RANK == 1 else nullcontext():
-            names = runpy.run_path(script, run_name="__main__")
-        state = {each: names[each].state_dict() for each in ("net", "scaler")}
-        torch.save({**state, "first": names["first"]}, f"{name}.{RANK}")
+            status, names = run(script)
+        print(f"{name}: status {status} of process {RANK}", flush=True)  # noqa: T201
+        if "net" in names:
+            state = {each: names[each].state_dict() for each in ("net", "scaler")}
+            torch.save({**state, "first": names["first"]}, f"{name}.{RANK}")
+
+
+def run(script: str) -> tuple[object, dict[str, Any]]:
+    """Runs a script as torchrun does; returns its exit status and its names."""
+    sys.path.insert(0, str(Path(script).parent))
+    try:
+        return 0, runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        return end.code, {}
+    finally:
+        del sys.path[0]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The scripts of README and docs/pytorch.md train, also in the processes of torchrun."""
+"""The scripts of README, docs/pytorch.md and examples train, also in the processes of torchrun."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import runpy
@@ -14,6 +15,10 @@ from support.processes import run
 pytestmark = [pytest.mark.torch, pytest.mark.repo]
 ROOT = Path(__file__).parents[2]
 README, PAGE = (ROOT / name for name in ("README.md", "docs/pytorch.md"))
+TRAIN_TORCH, DDP_HOOK = (
+    str(ROOT / "examples" / name) for name in ("train_torch.py", "ddp_hook.py")
+)
+FEW = ["--backend", "sim", "--steps"]
 STEPS = 40
 # name, script, arguments, whether the data of process 1 are too large for float32
 LAUNCHED = [
@@ -22,6 +27,9 @@ LAUNCHED = [
     ("half", "after.py", ["half.ckpt", STEPS // 2], False),
     ("resumed", "after.py", ["half.ckpt", STEPS], False),
     ("inf", "after.py", ["inf.ckpt", 1], True),
+    ("digits", TRAIN_TORCH, [*FEW, 8, "--checkpoint", "two.pt"], False),
+    ("digits half", TRAIN_TORCH, [*FEW, 4, "--checkpoint", "half.pt"], False),
+    ("hook", DDP_HOOK, [*FEW, 8], False),
 ]
 
 
@@ -36,17 +44,24 @@ def scripts():
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """Runs scripts in two processes; returns the state of each run in each process."""
-    import torch
-
+    """Runs scripts in two processes; returns their folder, and what they printed."""
     folder = tmp_path_factory.mktemp("launched")
     for name, script in zip(("before", "after"), scripts(), strict=False):
         (folder / f"{name}.py").write_text(script, encoding="utf-8")
     program = str(Path(__file__).with_name("program.py"))
     done = run("torchrun", 2, program, str(folder), json.dumps(LAUNCHED))
     assert done.returncode == 0, done.text
+    return folder, done.text
+
+
+@pytest.fixture(scope="module")
+def states(launched):
+    """The state of each run of a script of the docs, in each process."""
+    import torch
+
     return {
-        name: [torch.load(folder / f"{name}.{rank}") for rank in range(2)] for name, *_ in LAUNCHED
+        name: [torch.load(launched[0] / f"{name}.{rank}") for rank in range(2)]
+        for name, *_ in LAUNCHED[:5]
     }
 
 
@@ -79,16 +94,16 @@ def test_the_readme_shows_the_change_from_one_script_to_the_other():
     assert sum(kind == "+" for kind, _ in lines) == 5  # as both pages say
 
 
-def test_two_processes_compute_the_bits_of_ddp(launched):
-    for state in (*launched["before"], *launched["after"]):
-        assert_equal(weights(state), weights(launched["before"][0]))
+def test_two_processes_compute_the_bits_of_ddp(states):
+    for state in (*states["before"], *states["after"]):
+        assert_equal(weights(state), weights(states["before"][0]))
 
 
-def test_a_resumed_run_computes_the_bits_of_an_undisturbed_one(launched):
-    for state in launched["resumed"]:
+def test_a_resumed_run_computes_the_bits_of_an_undisturbed_one(states):
+    for state in states["resumed"]:
         assert state["first"] == STEPS // 2
-        assert_equal(weights(state), weights(launched["after"][0]))
-    assert not weights(launched["half"][0])[0].equal(weights(launched["after"][0])[0])
+        assert_equal(weights(state), weights(states["after"][0]))
+    assert not weights(states["half"][0])[0].equal(weights(states["after"][0])[0])
 
 
 def initial_weights():
@@ -102,18 +117,18 @@ def initial_weights():
     )
 
 
-def test_all_processes_skip_a_step_if_one_has_an_inf(launched):
-    for state in launched["inf"]:
+def test_all_processes_skip_a_step_if_one_has_an_inf(states):
+    for state in states["inf"]:
         assert_equal(weights(state), initial_weights())
         assert state["scaler"]["scale"] == 2.0**15  # half
 
 
-def test_one_process_computes_the_bits_of_two_and_resumes(launched, in_one_process):
+def test_one_process_computes_the_bits_of_two_and_resumes(states, in_one_process):
     in_one_process("w.ckpt", STEPS // 2)
     names = in_one_process("w.ckpt", STEPS)
     assert names["loss"] < 0.1
     for net in names["nets"]:
-        assert_equal(net.parameters(), weights(launched["after"][0]))
+        assert_equal(net.parameters(), weights(states["after"][0]))
 
 
 def test_all_replicas_of_one_process_skip_a_step_if_one_has_an_inf(in_one_process, monkeypatch):
@@ -139,3 +154,64 @@ def test_the_script_with_the_hook_trains():
     exec(compile(block, "block", "exec"), names)
     weight = names["train"](steps=60)
     assert ((weight - 1).abs() < 0.1).all()
+
+
+@pytest.fixture
+def digits(tmp_path, monkeypatch, capsys):
+    """Runs examples/train_torch.py in this process; returns exit status and printed text."""
+    import torch
+
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.chdir(tmp_path)
+    script = importlib.import_module("train_torch")
+    threads = torch.get_num_threads()
+
+    def train(steps, *flags):
+        status = script.main([*FEW, str(steps), "--checkpoint", "w.pt", *flags])
+        return status, capsys.readouterr().out
+
+    yield train
+    torch.set_num_threads(threads)
+
+
+def test_the_example_computes_the_same_bits_in_two_processes_and_when_resumed(digits, launched):
+    import torch
+
+    folder, text = launched
+    assert "digits: status 1 of process 0" in text and "digits: status 0 of process 1" in text
+    assert text.count("8 steps on handwritten digits with PyTorch") == 1  # process 0 reports
+    assert (folder / "digits.png").read_bytes().startswith(b"\x89PNG")
+    wanted = torch.load(folder / "two.pt")
+    for flags in ([], ["--resume", str(folder / "half.pt")]):
+        digits(8, *flags)
+        found = torch.load("w.pt")
+        assert found["step"] == wanted["step"] == 8
+        assert_equal(found["module"].values(), wanted["module"].values())
+    with pytest.raises(SystemExit, match=r"half.pt is of step 4: pass a larger --steps"):
+        digits(4, "--resume", str(folder / "half.pt"))
+
+
+def test_the_example_learns_and_says_whether_it_has_reached_the_goal(digits):
+    status, text = digits(80)
+    (accuracy,) = re.findall(r"test accuracy\s*│\s*(0\.\d+)", text)
+    assert float(accuracy) > 0.85
+    assert status == (float(accuracy) < 0.95)
+    assert "100%" in text and Path("digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_example_compares_the_hook_with_ddp(launched):
+    folder, text = launched
+    assert "hook: status 1 of process 0" in text and "hook: status 0 of process 1" in text
+    assert re.search(r"weights of DDP and hook\s*│\s*the same bits", text)
+    ddp, hook, half = map(int, re.findall(r"(\d+) bytes sent per step", text))
+    assert 0 < ddp <= hook < ddp + 100  # the first call is compared with the other process's
+    assert ddp // 2 <= half < ddp // 2 + 100
+    assert (folder / "ddp_hook.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_example_with_the_hook_says_how_to_start_it(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module("ddp_hook").main([])
+    assert stopped.value.code == 2
+    assert "torchrun --nproc-per-node 2 examples/ddp_hook.py" in capsys.readouterr().err
