@@ -29,9 +29,11 @@ def pytest_configure() -> None:
     environment variables that JAX reads when it is imported.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Where JAX has GPUs: its plain tests stay on the CPU, and it takes only the memory it uses.
+    # Where JAX has GPUs: its plain tests stay on the CPU, and it takes only the memory it uses. The
+    # CPU has four devices.
     os.environ.setdefault("JAX_DEFAULT_DEVICE", "cpu")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -120,7 +120,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports ``gr.torch`` at its first use: this package does not import PyTorch."""
-    if name == "torch":
-        return import_module("gradreduce.torch")
+    """Imports ``gr.torch`` or ``gr.jax`` at its first use; they import PyTorch and JAX."""
+    if name in ("torch", "jax"):
+        return import_module(f"gradreduce.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

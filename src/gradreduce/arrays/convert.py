@@ -204,7 +204,7 @@ def host_array(value: Any) -> np.ndarray:
     elif kind in ("cupy", "cuda"):
         value = download_foreign(value)
     elif kind == "jax":
-        _check_traced(value)
+        check_traced(value)
     elif kind == "torch":
         check_tensor(value)
         value = value.detach().cpu()
@@ -348,7 +348,7 @@ def _unsupported(cls: type) -> str:
     )
 
 
-def _check_traced(array: Any) -> None:
+def check_traced(array: Any) -> None:
     """Raises ``TypeError`` for a value that JAX is tracing."""
     if any(ancestor.__name__ == "Tracer" for ancestor in type(array).__mro__):
         raise TypeError(
@@ -386,7 +386,7 @@ def _from_torch(tensor: Any, device: Device) -> Buffer:
 
 
 def _from_jax(array: Any, device: Device) -> Buffer:
-    _check_traced(array)
+    check_traced(array)
     try:
         indices = array.devices()
     except RuntimeError as error:  # deleted, or donated to a jitted function

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -256,6 +257,51 @@ def sharded(mesh: Any) -> list[Any]:
 def same_gradients(wanted: list[Any], found: list[Any]) -> None:
     for one, other in zip(wanted, found, strict=True):
         assert one.any() and one.equal(other), (one, other)
+
+
+@scenario
+def jax_arrays(launcher: str) -> None:
+    """Arrays of JAX, of each process and over all of them, become the sums of all processes."""
+    import jax
+
+    with gr.open_mesh(1, backend="sim", processes=launcher, timeout=HEALTHY) as mesh:
+        rank, size = mesh.process_index, mesh.num_processes
+        port = np.zeros(1, np.int64)
+        if rank == 0:
+            with socket.create_server(("localhost", 0)) as server:
+                port[0] = server.getsockname()[1]
+        (port,) = gr.AllReduceCrossDeviceOps(mesh=mesh).broadcast(port, mesh[0]).primary
+        jax.distributed.initialize(f"localhost:{port}", size, rank)  # before all else of JAX
+        tree = {"w": jax.numpy.full(3, 1.0 + rank), "b": [jax.numpy.float32(rank)]}
+        found, (other,) = (gr.jax.all_reduce(given, SUM, mesh=mesh) for given in (tree, [tree]))
+        for each in (found, other):
+            assert each["w"].tolist() == [sum(range(1, size + 1))] * 3
+            assert (float(each["b"][0]), type(each["b"])) == (sum(range(size)), list)
+    _global_array(jax, launcher)
+    jax.distributed.shutdown()
+
+
+def _global_array(jax: Any, launcher: str) -> None:
+    """Averages an array with a row on each device of all processes."""
+    own, everywhere = len(jax.local_devices()), jax.devices()
+    named = jax.sharding.Mesh(everywhere, ("i",))
+    rows = jax.sharding.NamedSharding(named, jax.sharding.PartitionSpec("i"))
+    whole = np.arange(len(everywhere), dtype=np.float32)[:, None] * np.ones(3, np.float32)
+    array = jax.make_array_from_callback(whole.shape, rows, whole.__getitem__)
+    assert not array.is_fully_addressable
+    with gr.open_mesh(own, backend="sim", processes=launcher, timeout=HEALTHY) as mesh:
+        (found,) = gr.jax.all_reduce([array], mesh=mesh)
+    assert (found.shape, found.sharding) == (array.shape, array.sharding)
+    assert len(found.addressable_shards) == own
+    for shard in found.addressable_shards:
+        assert (np.asarray(shard.data) == whole.mean()).all()
+    with gr.open_mesh(own, backend="sim", processes="none") as alone:
+        try:
+            gr.jax.all_reduce([array], mesh=alone)
+        except ValueError as error:
+            assert str(error).startswith(f"grads[0]: the array has {len(everywhere)} shards")
+        else:
+            raise AssertionError("a mean over a part of the shards")
 
 
 # The devices of a process on GPUs, by the name in ``sys.argv``, and whether NCCL can connect them.

@@ -53,6 +53,12 @@ def test_ddp_trains_alike_with_our_hook_and_so_does_data_parallel():
     ends_well("torchrun", 3, "pytorch")
 
 
+@pytest.mark.jax
+@pytest.mark.mpi
+def test_arrays_of_jax_are_summed_over_processes():
+    ends_well("mpi", 2, "jax_arrays")
+
+
 @pytest.mark.torch
 def test_a_store_that_does_not_answer_has_a_deadline_and_can_be_interrupted():
     from gradreduce.backends.processes.torch_group import _call

@@ -1,0 +1,256 @@
+"""``all_reduce`` of JAX's pytrees, outside ``jax.jit``.
+
+Imported only when asked for, as ``gr.jax``: ``import gradreduce`` does not import JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from gradreduce.arrays.caller_streams import StreamScope
+from gradreduce.arrays.convert import check_traced
+from gradreduce.arrays.distributed import Mirrored, PerReplica, ReduceOp
+from gradreduce.backends import default_mesh
+from gradreduce.device import Mesh
+from gradreduce.errors import DeviceMismatchError, about, brief, listed
+from gradreduce.reduce.all_reduce_ops import shared_ops
+from gradreduce.reduce.arguments import check_op, checked_mesh
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+
+__all__ = ["all_reduce"]
+
+
+def all_reduce(
+    grads: Any,
+    op: ReduceOp = ReduceOp.MEAN,
+    *,
+    mesh: Mesh | None = None,
+    cross_device_ops: CrossDeviceOps | None = None,
+    deadline: float | None = None,
+) -> Any:
+    """Combines the gradients of several devices; what ``jax.lax.pmean`` does, but eagerly.
+
+    For a sharded array the result is that of ``jax.shard_map(lambda x: jax.lax.pmean(x, axes),
+    in_specs=spec, out_specs=spec)``, with its own ``spec`` and all ``axes`` of its JAX mesh: every
+    shard is a replica, and is replaced by the mean. So it is for the results of ``jax.pmap``, whose
+    rows are the shards, and for an array that is replicated as far as JAX knows.
+
+    Example::
+
+        grads = jax.pmap(jax.grad(loss))(params, x, y)  # a row for each device
+        grads = gr.jax.all_reduce(grads)  # every row is the mean
+        updates, state = optimizer.update(grads, state)  # of optax
+
+    Args:
+        grads: a pytree of arrays, each with a shard on every device of this process; of arrays over
+            several processes only these are read. They belong to the devices of the mesh in the
+            order of their ids. Or a list or tuple with one pytree for each device of the mesh, all
+            alike, each with its arrays on its own JAX device (the same one where devices of the
+            mesh are the same physical one). Where the mesh has one device in this process, any
+            pytree of arrays on one device. Trees without arrays, and None in them, stay as they
+            are. Arrays are only read.
+        op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``; see ``CrossDeviceOps.batch_reduce``.
+        mesh: whose devices, and whose processes: of simulated devices where JAX has the arrays on
+            the CPU. Default: that of ``cross_device_ops``, else ``gr.default_mesh()``.
+        cross_device_ops: such as ``gr.AllReduceCrossDeviceOps(wire_dtype="bfloat16")``. Default: an
+            all-reduce by NCCL, in one pack.
+        deadline: seconds from now within which the devices must finish, else the mesh is marked as
+            failed.
+
+    Returns:
+        The same tree, with new arrays of the same shapes and shardings; committed to their devices,
+        and never weakly typed. Their dtypes are the same, but for means of integers, which are
+        floats. On the CPU the host waits for JAX and for the reduction, and the shards of a result
+        share their memory; on GPUs it waits for nothing.
+
+    Raises:
+        TypeError: a leaf that is no ``jax.Array``, one that JAX is tracing (inside ``jax.jit``,
+            ``grad``, ``vmap`` or ``shard_map``), or a dtype that cannot be added.
+        ValueError: trees that differ, arrays that differ in shape or dtype, one that was deleted or
+            donated, has another number of shards than the mesh has devices, or is replicated over a
+            part of its devices only; or ``mesh`` is not that of
+            ``cross_device_ops``.
+        DeviceMismatchError: (a ``ValueError``) arrays that are on other devices than the mesh says.
+        BackendUnavailableError, CollectiveError: what ``CrossDeviceOps.batch_reduce`` raises.
+            Every error about an array has its path in ``grads``.
+    """
+    check_op("op", op)
+    ops = shared_ops() if cross_device_ops is None else cross_device_ops
+    if not isinstance(ops, CrossDeviceOps):
+        raise ValueError(f"cross_device_ops={brief(ops)} must be a CrossDeviceOps")
+    mesh = checked_mesh(mesh) or ops.mesh or default_mesh()
+    if ops.mesh not in (None, mesh):
+        raise ValueError(
+            f"mesh={mesh} is not the mesh of cross_device_ops, {ops.mesh}: pass one of the two"
+        )
+    leaves, treedef = jax.tree_util.tree_flatten(grads)
+    if not leaves:
+        return grads
+    paths = _paths(grads)
+    _for_each(lambda leaf: _check_array(leaf, mesh), paths, leaves)
+    on_one = [len(leaf.sharding.device_set) == 1 for leaf in leaves]
+    one_tree = len(mesh) == 1 or not all(on_one)
+    with StreamScope():
+        values = _sharded(paths, leaves, mesh) if one_tree else _replicas(grads, mesh)
+        kind = "numpy" if mesh.backend == "sim" else "jax"
+        pairs = [(value, value) for value in values]
+        reduced = ops.batch_reduce(op, pairs, output_type=kind, deadline=deadline)
+        everywhere = range(len(mesh))
+        places = [everywhere] if one_tree else [[replica] for replica in everywhere]
+        sources = [(value, place) for place in places for value in reduced]
+        results = [_like(*each) for each in zip(leaves, sources, strict=True)]
+    return jax.tree_util.tree_unflatten(treedef, results)
+
+
+class _Replicas(PerReplica):
+    """The arrays of one leaf in the trees of all devices; ``_key`` is its path."""
+
+    def _name_of(self, index: int, replica: int | None = None, of: str = "grads") -> str:
+        return f"{of}[{'…' if replica is None else replica}]{self._key}"
+
+
+class _Shards(PerReplica):
+    """The shards of one array; ``_key`` is its path."""
+
+    def _name_of(self, index: int, replica: int | None = None, of: str = "grads") -> str:
+        return f"{of}{self._key}"
+
+
+def _paths(tree: Any) -> list[str]:
+    """Returns the path of each leaf, such as ``"['dense']['kernel']"``."""
+    found, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, _ in found]
+
+
+def _for_each(call: Callable[[Any], Any], paths: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
+    """Calls a function with each leaf; errors begin with its path."""
+    results = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        try:
+            results.append(call(leaf))
+        except (TypeError, ValueError) as error:
+            raise about(f"grads{path}", error) from None
+    return results
+
+
+def _check_array(leaf: Any, mesh: Mesh) -> None:
+    """Raises unless it is an array with values, on devices like those of the mesh."""
+    check_traced(leaf)
+    if not isinstance(leaf, jax.Array):
+        raise TypeError(f"{type(leaf).__name__} is not a jax.Array: pass jax.numpy.asarray of it")
+    if leaf.is_deleted():
+        raise ValueError("the JAX array was deleted or donated: pass it before that")
+    device = next(iter(leaf.sharding.device_set))
+    if (device.platform == "cpu") != (mesh.backend == "sim"):
+        raise DeviceMismatchError(
+            f"the array is on {device}, but {mesh} has other devices: open one with "
+            f"backend={'sim' if device.platform == 'cpu' else 'cuda'!r}"
+        )
+
+
+def _sharded(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> list[PerReplica]:
+    """Returns the shards of each array as a value."""
+    columns = _for_each(lambda leaf: _shards(leaf, mesh), paths, leaves)
+    return [
+        _Shards.of_grads([{path: part} for part in column], path, mesh)
+        for path, column in zip(paths, columns, strict=True)
+    ]
+
+
+def _shards(leaf: Any, mesh: Mesh) -> list[Any]:
+    """Returns the shards of an array, in the order of their JAX devices.
+
+    Raises:
+        ValueError: they are not replicas, one for each device of the mesh.
+    """
+    shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
+    if len(shards) != len(mesh):
+        raise ValueError(
+            f"the array has {len(shards)} shard(s) in this process, but {mesh} has {len(mesh)} "
+            f"device(s): pass mesh=gr.open_mesh({len(shards)}, backend={mesh.backend!r}), or "
+            "arrays with a shard on each device"
+        )
+    count = len(leaf.sharding.device_set)
+    if not leaf.is_fully_addressable and count != mesh.num_replicas:
+        raise ValueError(
+            f"the array has {count} shards in all processes, but {mesh} has {mesh.num_replicas} "
+            "replicas: pass mesh=gr.open_mesh(processes=...) over the processes of JAX"
+        )
+    parts = [shard.data for shard in shards]
+    if not leaf.is_fully_replicated and parts[0].size * count != leaf.size:
+        raise ValueError(
+            f"the array is replicated over a part of its devices only ({leaf.sharding}): use "
+            "jax.lax.pmean over that axis in jax.shard_map"
+        )
+    return parts
+
+
+def _replicas(grads: Any, mesh: Mesh) -> list[PerReplica]:
+    """Returns the arrays of each leaf as a value; checks the trees."""
+    if type(grads) not in (list, tuple) or len(grads) != len(mesh):
+        size = f"of {len(grads)} entries" if isinstance(grads, list | tuple) else "of arrays"
+        raise ValueError(
+            f"grads is a {type(grads).__name__} {size} that are each on one JAX device; pass a "
+            f"list with one pytree for each of {len(mesh)} devices of {mesh}, or sharded arrays"
+        )
+    trees = [jax.tree_util.tree_flatten(tree) for tree in grads]
+    for replica, (_, treedef) in enumerate(trees):
+        if treedef != trees[0][1]:
+            raise ValueError(_difference(grads, replica))
+    _check_homes(grads, [leaves for leaves, _ in trees], mesh)
+    columns = zip(*[leaves for leaves, _ in trees], strict=True)
+    return [
+        _Replicas.of_grads([{path: array} for array in column], path, mesh)
+        for path, column in zip(_paths(grads[0]), columns, strict=True)
+    ]
+
+
+def _difference(grads: Sequence[Any], replica: int) -> str:
+    """Says how the tree of a replica differs from the first one."""
+    mine, first = _paths(grads[replica]), _paths(grads[0])
+    missing = [path for path in first if path not in mine]
+    extra = [path for path in mine if path not in first]
+    how = [f"it lacks {listed(missing)}"] * bool(missing)
+    how += [f"it has also {listed(extra)}"] * bool(extra)
+    trees = [brief(jax.tree_util.tree_structure(grads[each])) for each in (replica, 0)]
+    how = how or [f"it is {trees[0]}, not {trees[1]}"]
+    return f"grads[{replica}] has another structure than grads[0]: {' and '.join(how)}"
+
+
+def _check_homes(grads: Sequence[Any], rows: Sequence[Sequence[Any]], mesh: Mesh) -> None:
+    """Raises unless each tree is on one JAX device, the same for the same physical device."""
+    homes: list[Any] = []
+    for replica, row in enumerate(rows):
+        found = {next(iter(array.sharding.device_set)): index for index, array in enumerate(row)}
+        if len(found) > 1:
+            paths = _paths(grads[replica])
+            where = listed(f"{paths[index]} on {home}" for home, index in found.items())
+            raise DeviceMismatchError(
+                f"grads[{replica}] is on several JAX devices ({where}): put all of it on one"
+            )
+        homes += found
+    pairs = {(device.physical, home) for device, home in zip(mesh, homes, strict=True)}
+    if not len(pairs) == len(set(homes)) == len({physical for physical, _ in pairs}):
+        raise DeviceMismatchError(
+            f"the trees of grads are on {listed(homes)}, but {mesh} has the physical devices "
+            f"{[device.physical for device in mesh]}: put the tree of each on a JAX device of its "
+            "own, and open the mesh with one device for each"
+        )
+
+
+def _like(leaf: Any, source: tuple[Mirrored, Sequence[int]]) -> Any:
+    """Returns results as an array with the shape and sharding of a leaf.
+
+    Args:
+        leaf: the array.
+        source: the result, and the replicas that its shards are.
+    """
+    mirrored, replicas = source
+    if mirrored.kind == "jax":
+        parts = [mirrored[replica] for replica in replicas]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+    host = mirrored[replicas[0]]  # all are equal; JAX shares their memory
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: host)

@@ -1,0 +1,436 @@
+"""``gr.jax.all_reduce``: values, devices, shardings and errors, on four CPU devices of JAX."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from support.exact_data import exact_data, same
+
+import gradreduce as gr
+from gradreduce.device import as_dtype
+
+pytestmark = pytest.mark.jax
+SUM = gr.ReduceOp.SUM
+N = 4  # devices: see tests/conftest.py
+DTYPES = ("float16", "bfloat16", "float32", "complex64", "int8", "uint16", "int32")
+SHAPES = ((), (1,), (0, 3), (3, 5), (1000,))
+Layer = namedtuple("Layer", "kernel bias")
+# Partition specs of arrays, and the shape of the JAX mesh: of pmap, of blocks of rows, of columns,
+# over two axes, replicated.
+SPECS = {
+    "rows": ((4, 3), ("i",), (4,)),
+    "scalars": ((4,), ("i",), (4,)),
+    "blocks": ((8, 3), ("i",), (4,)),
+    "columns": ((3, 8), (None, "i"), (4,)),
+    "two axes": ((6, 2, 3), ("i", "j"), (2, 2)),
+    "two as one": ((3, 8), (None, ("j", "i")), (2, 2)),
+    "replicated": ((2, 3), (), (4,)),
+    "replicated scalar": ((), (), (2, 2)),
+}
+
+
+class Ops(gr.AllReduceCrossDeviceOps):
+    """Keeps the addresses of what it reduces, and of the results."""
+
+    def reduce_batch(self, reduce_op, requests, *, coalesce):
+        reduced = super().reduce_batch(reduce_op, requests, coalesce=coalesce)
+        self.read = [[part.address for part in request.value.parts] for request in requests]
+        self.made = [[part.address for part in parts] for parts in reduced]
+        return reduced
+
+
+class Results(list):
+    """Stands for a ``Mirrored`` of GPU arrays."""
+
+    kind = "jax"
+
+
+@pytest.fixture(scope="module")
+def jax() -> Any:
+    import jax
+
+    assert len(jax.local_devices()) == N
+    return jax
+
+
+@pytest.fixture(scope="module", params=[None, 3], ids=["in order", "random order"])
+def mesh(request):
+    with gr.open_mesh(N, backend="sim", strict=True, schedule_seed=request.param) as opened:
+        yield opened
+
+
+@pytest.fixture
+def sharding(jax):
+    """Makes a sharding of the four devices by a partition spec, over a JAX mesh of this shape."""
+
+    def make(spec, shape=(N,)):
+        devices = np.array(jax.local_devices()).reshape(shape)
+        named = jax.sharding.Mesh(devices, ("i", "j")[: len(shape)])
+        return jax.sharding.NamedSharding(named, jax.sharding.PartitionSpec(*spec))
+
+    return make
+
+
+@pytest.fixture
+def sharded(jax, sharding):
+    """Makes an array whose shards differ on each device, also where JAX takes them for replicas."""
+
+    def make(name, dtype="float32"):
+        shape, spec, devices = SPECS[name]
+        made = sharding(spec, devices)
+        shards = [
+            jax.device_put(exact_data(made.shard_shape(shape), as_dtype(dtype), seed=r), device)
+            for r, device in enumerate(jax.local_devices())
+        ]
+        return jax.make_array_from_single_device_arrays(shape, made, shards)
+
+    return make
+
+
+def on_each(jax, make):
+    """A list with ``make(replica)``, a tree of NumPy arrays, on each of JAX's devices."""
+    return [jax.device_put(make(r), device) for r, device in enumerate(jax.local_devices())]
+
+
+def values_of(array):
+    """The values on each device."""
+    return np.stack([np.asarray(shard.data) for shard in array.addressable_shards])
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_trees_of_each_device_become_sums_on_the_same_devices(jax, mesh, dtype):
+    def make(replica):
+        draw = partial(exact_data, dtype=as_dtype(dtype), seed=replica)
+        arrays = [draw(shape) for shape in SHAPES]
+        return {"a": arrays[:3], "b": Layer(*arrays[3:])}
+
+    given = on_each(jax, make)
+    found = gr.jax.all_reduce(given, SUM, mesh=mesh)
+    assert type(found) is list
+    columns = zip(*[jax.tree_util.tree_leaves(make(r)) for r in range(N)], strict=True)
+    sums = [np.sum(column, axis=0, dtype=as_dtype(dtype)) for column in columns]
+    for tree, like in zip(found, given, strict=True):
+        assert jax.tree_util.tree_structure(tree) == jax.tree_util.tree_structure(like)
+        leaves = zip(*map(jax.tree_util.tree_leaves, (tree, like)), sums, strict=True)
+        for array, other, total in leaves:
+            assert (array.sharding, array.dtype) == (other.sharding, other.dtype)
+            assert same(np.asarray(array), total)
+
+
+@pytest.mark.parametrize("op", ["pmean", "psum"])
+@pytest.mark.parametrize("name", SPECS)
+def test_sharded_arrays_become_what_shard_map_makes_of_them(jax, mesh, sharded, name, op):
+    given = sharded(name)
+    named, spec = given.sharding.mesh, given.sharding.spec
+    combine = getattr(jax.lax, op)
+    wanted = jax.shard_map(
+        lambda x: combine(x, named.axis_names),
+        mesh=named, in_specs=spec, out_specs=spec, check_vma=False,
+    )(given)  # fmt: skip
+    reduce_op = {"pmean": gr.ReduceOp.MEAN, "psum": SUM}[op]
+    found = gr.jax.all_reduce({"w": given, "none": None}, reduce_op, mesh=mesh)
+    assert found["none"] is None
+    assert (found["w"].shape, found["w"].sharding) == (given.shape, given.sharding)
+    assert same(values_of(found["w"]), values_of(wanted))
+    assert (values_of(given) != values_of(wanted)).any()
+
+
+def test_a_tree_may_mix_dtypes_and_shardings(mesh, sharded):
+    given = [(sharded(name, dtype),) for name in SPECS for dtype in DTYPES]
+    found = gr.jax.all_reduce(given, SUM, mesh=mesh)
+    for (array,), (like,) in zip(found, given, strict=True):
+        assert (array.dtype, array.sharding) == (like.dtype, like.sharding)
+        total = np.sum(values_of(like), axis=0, dtype=like.dtype, keepdims=True)
+        assert same(values_of(array), np.repeat(total, N, axis=0))
+
+
+def test_means_of_integers_are_floats(jax, mesh, sharded):
+    found = gr.jax.all_reduce(sharded("rows", "int8"), mesh=mesh)
+    mean = np.mean(values_of(sharded("rows", "int8")), axis=0, dtype=np.float32)
+    assert found.dtype == np.float32
+    by_jax = jax.pmap(lambda x: jax.lax.pmean(x, "i"), axis_name="i")(sharded("rows", "int32"))
+    assert gr.jax.all_reduce(sharded("rows", "int32"), mesh=mesh).dtype == by_jax.dtype
+    wrapped = np.sum(values_of(sharded("rows", "int8")), axis=0, dtype=np.int8)
+    assert same(values_of(found)[0], (wrapped / np.float32(N)).astype(np.float32)), mean
+
+
+def test_what_pmap_returns_is_reduced_row_by_row(jax, mesh):
+    x = np.arange(4 * 6, dtype=np.float32).reshape(4, 6)
+    grads = jax.pmap(jax.grad(lambda w, x: (w["a"] * x).sum() + w["b"] * x[0]), in_axes=(None, 0))(
+        {"a": jax.numpy.ones(6), "b": jax.numpy.float32(1)}, x
+    )
+    found = gr.jax.all_reduce(grads, mesh=mesh)
+    assert same(np.asarray(found["a"]), np.broadcast_to(x.mean(axis=0), (4, 6)))
+    assert same(np.asarray(found["b"]), np.full(4, x[:, 0].mean(), np.float32))
+    assert found["a"].sharding == grads["a"].sharding
+    doubled = jax.pmap(lambda x: 2 * x)(found["a"])  # without moving it
+    assert same(np.asarray(doubled[3]), 2 * x.mean(axis=0))
+
+
+def test_the_structure_stays(jax, mesh):
+    @jax.tree_util.register_pytree_node_class
+    class Node:
+        def __init__(self, weight, name):
+            self.weight, self.name = weight, name
+
+        def tree_flatten(self):
+            return (self.weight,), self.name
+
+        @classmethod
+        def tree_unflatten(cls, name, children):
+            return cls(*children, name)
+
+    def make(replica, name="w"):
+        return Node(np.float32(replica), name), None, {}, ()
+
+    for found in gr.jax.all_reduce(tuple(on_each(jax, make)), mesh=mesh):
+        assert (type(found[0]), found[0].name, float(found[0].weight)) == (Node, "w", 1.5)
+        assert found[1:] == (None, {}, ())
+    for empty in ({}, [], None, [{}, {}], {"a": None}):
+        assert gr.jax.all_reduce(empty, mesh=mesh) == empty
+    trees = on_each(jax, make)
+    trees[2][0].name = "v"
+    with pytest.raises(ValueError, match=r"^grads\[2\] has .* structure .*\[v\].*, not .*\[w\]"):
+        gr.jax.all_reduce(trees, mesh=mesh)
+
+
+def test_one_device_takes_a_tree_or_a_list_with_one(jax):
+    with gr.open_mesh(1, backend="sim") as mesh:
+        tree = {"w": jax.device_put(np.ones(3, np.float32), jax.local_devices()[2])}
+        for given in (tree, [tree], (tree, tree)):
+            found = gr.jax.all_reduce(given, mesh=mesh)
+            assert jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(given)
+            for array in jax.tree_util.tree_leaves(found):
+                assert (array.tolist(), array.devices()) == ([1, 1, 1], tree["w"].devices())
+
+
+def test_devices_of_one_physical_device_may_share_a_device_of_jax(jax):
+    trees = [jax.device_put(np.float32(r), jax.local_devices()[r // 2]) for r in range(N)]
+    with gr.open_mesh([5, 5, 0, 0], backend="sim") as mesh:
+        for found, given in zip(gr.jax.all_reduce(trees, mesh=mesh), trees, strict=True):
+            assert (float(found), found.devices()) == (1.5, given.devices())
+    with (
+        gr.open_mesh([5, 0, 5, 0], backend="sim") as mesh,
+        pytest.raises(gr.errors.DeviceMismatchError, match=r"^the trees of grads are on cpu:0, "),
+    ):
+        gr.jax.all_reduce(trees, mesh=mesh)
+
+
+# Options and copies -------------------------------------------------------------------------------
+
+
+def test_nothing_is_copied_on_the_way_in_or_out(jax, sharded, monkeypatch):
+    rows = [[np.full(size, r, np.float32) for size in (1000, 9)] for r in range(N)]
+    trees = on_each(jax, lambda r: rows[r])
+    arrays = [sharded("blocks"), sharded("columns")]
+    shards = [[shard.data for shard in array.addressable_shards] for array in arrays]
+    given, make = [], jax.make_array_from_callback
+
+    def watched(shape, sharding, callback):
+        given.append(callback(None).ctypes.data)  # what JAX takes, and copies if not aligned
+        return make(shape, sharding, callback)
+
+    monkeypatch.setattr(jax, "make_array_from_callback", watched)
+    with gr.open_mesh(N, backend="sim") as mesh:
+        with mesh.journal() as plain:
+            gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(rows)
+        for grads, columns in ((trees, list(zip(*trees, strict=True))), (arrays, shards)):
+            ops = Ops("hierarchical_copy", mesh=mesh)
+            given.clear()
+            with mesh.journal() as journal:
+                gr.jax.all_reduce(grads, cross_device_ops=ops)
+            assert (journal.launches, journal.copies) == (plain.launches, plain.copies)
+            wanted = [[array.unsafe_buffer_pointer() for array in column] for column in columns]
+            assert ops.read == wanted
+            made = [list(column) for column in zip(*ops.made, strict=True)]
+            assert given == (list(chain(*made)) if grads is trees else made[0])
+
+
+def test_results_keep_their_values(jax, mesh, sharded):
+    given = sharded("rows")
+    first = gr.jax.all_reduce(given, mesh=mesh)
+    wanted = np.asarray(first).copy()
+    given.delete()
+    for _ in range(3):
+        gr.jax.all_reduce(sharded("replicated"), mesh=mesh)
+    assert same(np.asarray(first), wanted)
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)  # may write into what it is given
+    assert same(np.asarray(step(first)), wanted + 1)
+
+
+def test_the_flight_record_has_the_paths_of_the_arrays(jax, mesh, sharded):
+    trees = on_each(jax, lambda r: {"dense": {"kernel": np.ones(3), "bias": np.ones(2)}})
+    for grads, names in (
+        (trees, "['dense']['bias'], ['dense']['kernel']"),
+        (Layer(sharded("rows"), [sharded("columns")]), ".kernel, .bias[0]"),
+    ):
+        gr.jax.all_reduce(grads, mesh=mesh)
+        assert mesh.flight_record()[-1].tensors == f"pack 1 of 1 (tensors {names})"
+
+
+def test_cross_device_ops_choose_dtype_packs_and_algorithm(mesh, sharded):
+    given = [sharded("blocks"), sharded("columns")]
+    counts = []
+    for wire in (None, "bfloat16"):
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 2, mesh=mesh, wire_dtype=wire)
+        with mesh.journal() as journal:
+            gr.jax.all_reduce(given, SUM, cross_device_ops=ops, mesh=mesh)
+        counts.append(journal.bytes)
+    assert counts[0] == 2 * counts[1]
+    to_one = gr.ReductionToOneDevice(mesh=mesh)
+    total = gr.jax.all_reduce(sharded("rows"), SUM, cross_device_ops=to_one)
+    assert same(values_of(total)[3], np.sum(values_of(sharded("rows")), axis=0))
+
+
+def test_without_a_mesh_the_default_one_is_used(mesh, sharded, monkeypatch):
+    monkeypatch.setattr("gradreduce.backends._default", [mesh])
+    assert same(
+        values_of(gr.jax.all_reduce(sharded("rows"))),
+        values_of(gr.jax.all_reduce(sharded("rows"), mesh=mesh)),
+    )
+
+
+def test_results_on_gpus_are_put_together(jax, sharded):
+    like = sharded("columns")
+    parts = list(jax.device_put([np.full((3, 2), r, np.float32) for r in range(N)],
+                                jax.local_devices()))  # fmt: skip
+    made = gr.jax._like(like, (Results(parts), range(N)))
+    assert (made.shape, made.sharding) == (like.shape, like.sharding)
+    assert same(
+        np.asarray(made), np.repeat(np.arange(N, dtype=np.float32), 2) * np.ones((3, 1), np.float32)
+    )
+    assert gr.jax._like(parts[2], (Results(parts), [2])).devices() == parts[2].devices()
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+
+def test_a_traced_array_is_refused_in_one_line(jax, mesh):
+    told = r"^grads\['w'\]: \w+ is traced by JAX and has no values yet: call this outside jax.jit"
+
+    def traced(x):
+        with pytest.raises(TypeError, match=told) as caught:
+            gr.jax.all_reduce({"w": x}, mesh=mesh)
+        assert "\n" not in str(caught.value)
+        return x.sum()
+
+    for transform in (jax.jit, jax.grad, jax.vmap, jax.pmap, jax.eval_shape):
+        x = jax.numpy.ones((4, 3))
+        (jax.eval_shape(traced, x) if transform is jax.eval_shape else transform(traced)(x))
+
+
+def wrong_leaves(jax, sharded):
+    deleted = sharded("rows")
+    deleted.delete()
+    return {
+        r"ndarray is not a jax.Array: pass jax.numpy.asarray": (np.ones(3), TypeError),
+        r"float is not a jax.Array": (1.0, TypeError),
+        r"the JAX array was deleted or donated": (deleted, ValueError),
+        r"dtype bool cannot be added": (sharded("rows").astype(bool), TypeError),
+        r"the array has 1 shard\(s\) in this process, but <Mesh .*> has 4 device\(s\): pass "
+        r"mesh=gr.open_mesh\(1, backend='sim'\)": (jax.numpy.ones(3), ValueError),
+    }
+
+
+def test_a_leaf_that_cannot_be_reduced_is_named(jax, mesh, sharded, sharding):
+    wrong = wrong_leaves(jax, sharded)
+    partly = jax.device_put(np.ones((4, 3)), sharding(("j",), (2, 2)))
+    wrong[r"the array is replicated over a part of its devices only .*'j'"] = partly, ValueError
+    key = jax.device_put(jax.random.key(0), sharding(()))
+    wrong[r"JAX array with PRNGKey dtype cannot be converted"] = key, TypeError
+    for told, (leaf, error) in wrong.items():
+        with mesh.journal() as journal, pytest.raises(error, match=rf"^grads\['a'\]\[1\]: {told}"):
+            gr.jax.all_reduce({"a": [sharded("rows"), leaf]}, mesh=mesh)
+        assert journal.launches == 0
+
+
+def test_trees_that_do_not_fit_are_named(jax, mesh):
+    def changed(change, replica=2):
+        trees = on_each(jax, lambda r: {"w": [np.ones(3, np.float32)], "b": np.float32(r)})
+        device = jax.local_devices()[replica]
+        trees[replica] = change(trees[replica], lambda x: jax.device_put(x, device))
+        return trees
+
+    other = jax.local_devices()[0]
+    cases = {
+        r"grads\[2\] has another structure than grads\[0\]: it lacks \['b'\] and it has also "
+        r"\['c'\]$": lambda tree, put: {"w": tree["w"], "c": tree["b"]},
+        r"grads\[2\] has another structure .*: it lacks \['b'\]$": lambda tree, put: {
+            **tree, "b": None,
+        },
+        r"grads\[2\] has another structure .*: it is PyTreeDef.*, not PyTree": lambda tree, put: {
+            **tree, "w": tuple(tree["w"]),
+        },
+        r"grads\[2\]\['w'\]\[0\] is float32\[4\], grads\[0\]\['w'\]\[0\] is float32\[3\]; replicas":
+            lambda tree, put: {**tree, "w": [put(np.ones(4, np.float32))]},
+        r"grads\[2\]\['b'\] is int32\[\], grads\[0\]\['b'\] is float32\[\]; replicas must":
+            lambda tree, put: {**tree, "b": put(np.int32(1))},
+        r"grads\[2\] is on several JAX devices \(\['b'\] on cpu:0, \['w'\]\[0\] on cpu:2\): put":
+            lambda tree, put: {**tree, "b": jax.device_put(np.float32(1), other)},
+        r"the trees of grads are on cpu:0, cpu:1, cpu:0, cpu:3, but <Mesh sim \[0, 1, 2, 3\]>":
+            lambda tree, put: jax.device_put(tree, other),
+    }  # fmt: skip
+    for told, change in cases.items():
+        with mesh.journal() as journal, pytest.raises(ValueError, match=f"^{told}"):
+            gr.jax.all_reduce(changed(change), mesh=mesh)
+        assert journal.launches == 0
+    trees = changed(lambda tree, put: tree)
+    for told, given in {
+        r"grads is a list of 3 entries that are each on one JAX device; pass a list with": trees[
+            :3
+        ],
+        r"grads is a dict of arrays that are each on one JAX device; pass a list": trees[0],
+        r"grads is a Layer of 2 entries": Layer(*trees[0].values()),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{told}"):
+            gr.jax.all_reduce(given, mesh=mesh)
+
+
+def test_wrong_arguments_are_named(jax, mesh, sharded, monkeypatch):
+    with gr.open_mesh(N, backend="sim") as other:
+        cases = {
+            r"op='mean' must be ReduceOp": {"op": "mean"},
+            r"mesh='sim' must be a Mesh": {"mesh": "sim"},
+            r"cross_device_ops='nccl' must be a CrossDeviceOps": {"cross_device_ops": "nccl"},
+            r"mesh=<Mesh .*> is not the mesh of cross_device_ops, <Mesh .*: pass one of the two": {
+                "mesh": mesh, "cross_device_ops": gr.AllReduceCrossDeviceOps(mesh=other),
+            },
+        }  # fmt: skip
+        for told, options in cases.items():
+            with pytest.raises(ValueError, match=f"^{told}"):
+                gr.jax.all_reduce({"w": sharded("rows")}, **options)
+    monkeypatch.setattr(type(mesh), "backend", "cuda")
+    told = r"^grads\['w'\]: the array is on cpu:., but <Mesh .*open one with backend='sim'"
+    with pytest.raises(gr.errors.DeviceMismatchError, match=told):
+        gr.jax.all_reduce({"w": sharded("rows")}, mesh=mesh)
+
+
+# Optax --------------------------------------------------------------------------------------------
+
+
+def test_optax_updates_on_reduced_gradients_train_all_replicas_alike(jax, mesh):
+    import optax
+
+    optimizer = optax.sgd(0.5, momentum=0.5)
+    grad = jax.pmap(jax.grad(lambda params, x: (params["w"] * x).sum() + params["b"] * x[0]))
+    params = jax.pmap(lambda x: {"w": x, "b": x[0]})(np.ones((N, 3), np.float32))
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    wanted, momentum = np.ones(3, np.float32), np.zeros(3, np.float32)
+    for step in range(3):
+        x = np.arange(N * 3, dtype=np.float32).reshape(N, 3) * (step + 1)
+        updates, state = update(gr.jax.all_reduce(grad(params, x), mesh=mesh), state)
+        params = optax.apply_updates(params, updates)
+        momentum = momentum / 2 + x.mean(axis=0)  # all of these numbers are exact
+        wanted = wanted - momentum / 2
+    assert same(np.asarray(params["w"]), np.repeat(wanted[None], N, axis=0))
+    assert same(np.asarray(params["b"]), np.full(N, wanted[0]))
+    assert len(params["w"].addressable_shards) == N
