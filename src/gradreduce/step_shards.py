@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from gradreduce.accumulator import ConditionalAccumulator, take_now
 from gradreduce.arrays import snapshots
 from gradreduce.arrays.distributed import Part, ReduceOp
-from gradreduce.arrays.variable import Variable
+from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.device import Buffer, Device, DType, accumulate_dtype
 from gradreduce.device.exchange import agreed, exchange, telling_others
 from gradreduce.device.process_group import Description, Parcel
@@ -253,6 +253,7 @@ class OptimizerShards(CrossDeviceOps):
         taken.means, taken.indices = {}, []
         if take_now(self.accumulators, num_required) is None:
             return False
+        begin_writes(self._whole)
         indices, means = sorted(taken.indices), taken.means
         taken.means = {}  # which would stay in memory until the next call
         plan = self._planned("all_gather", indices)

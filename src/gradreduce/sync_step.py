@@ -186,6 +186,8 @@ class SyncStep(NotCopied):
         seconds = as_deadline(deadline)
         step = self.global_step if local_step is None else as_step("local_step", local_step)
         self.optimizer.prepare(self._updated)  # what can fail does so before a gradient is taken
+        for variable in self.variables:
+            variable._check_memory()
         placed = self._validated(terms)
         with deadline_scope("a SyncStep", seconds, self.devices):
             step = self._earliest(step, list(placed))

@@ -41,6 +41,7 @@ from .convert import (
     to_buffer,
 )
 from .convert_gpu import on_gpu_of, wait_for_inputs
+from .outputs import count_writes
 from .replica_context import current_replica
 from .trace_context import check_unread, current_reader, make_like
 from .variable_operators import Readable
@@ -72,6 +73,8 @@ class Variable(NotCopied, Readable):
     """
 
     _copy_hint = "pass variable.numpy(), and make a new Variable of it"
+
+    _parameters: tuple[Any, ...] = ()  # tensors of PyTorch whose memory this is too
 
     @StreamScope()
     def __init__(
@@ -130,6 +133,9 @@ class Variable(NotCopied, Readable):
     def buffers(self) -> tuple[Buffer, ...]:
         """The copy on each device, which optimizers write. Do not keep it across an update."""
         return self._buffers
+
+    def _check_memory(self) -> None:
+        """Raises ``RuntimeError`` if the memory was another owner's and is not any more."""
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -280,6 +286,7 @@ class Variable(NotCopied, Readable):
     def _sources(self, value: Any) -> list[Buffer]:
         """Returns ``value`` for each copy; copied if it overlaps this variable's memory."""
         check_unread([self])
+        begin_writes([self])
         sources = [self._checked(value, buffer) for buffer in self._buffers]
         return [
             copied_to(source.device, source)
@@ -289,15 +296,14 @@ class Variable(NotCopied, Readable):
         ]
 
     def _current(self) -> Buffer:
-        index = current_replica()
-        if index is None or len(self._buffers) == 1:
-            return self._buffers[0]
-        if index >= len(self._buffers):
+        index, buffers = current_replica(), self.buffers
+        if index is None or len(buffers) == 1:
+            return buffers[0]
+        if index >= len(buffers):
             raise ValueError(
-                f"there is no replica {index} of {brief(self)}, which has "
-                f"{len(self._buffers)} copies"
+                f"there is no replica {index} of {brief(self)}, which has {len(buffers)} copies"
             )
-        return self._buffers[index]
+        return buffers[index]
 
     def _checked(self, value: Any, buffer: Buffer) -> Buffer:
         if isinstance(value, Variable):
@@ -313,6 +319,22 @@ class Variable(NotCopied, Readable):
                 f"{brief(self.name)} is {self.dtype}{list(self.shape)}"
             )
         return source
+
+
+def begin_writes(variables: Sequence[Variable]) -> None:
+    """Makes the memory of Variables ready to be written; that which nobody else has always is.
+
+    Our queues wait for the current streams of PyTorch, and autograd notices the writes.
+
+    Raises:
+        RuntimeError: it is not the memory of a Variable's parameters any more.
+    """
+    for variable in variables:
+        variable._check_memory()
+    shared = [variable for variable in variables if variable._parameters]
+    if shared:
+        wait_for_inputs([buffer for variable in shared for buffer in variable._buffers])
+        count_writes([tensor for variable in shared for tensor in variable._parameters])
 
 
 def get_variable(

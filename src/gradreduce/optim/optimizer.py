@@ -14,7 +14,7 @@ from gradreduce import ops
 from gradreduce.arrays import snapshots
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
-from gradreduce.arrays.variable import Variable
+from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.autodiff.gradients import Engine
 from gradreduce.device import Buffer, DeferInterrupts, LaunchBatch, as_deadline, deadline_scope
 from gradreduce.errors import NotCopied, brief
@@ -421,6 +421,8 @@ class Optimizer(NotCopied):
             parts: for each copy its gradient.
             count: increments the global step.
         """
+        if plan.shared:
+            begin_writes(plan.shared)
         scalars, powers = self._next_update(self._slots.powers)
         ready = [self._ready(job, scalars, writer) for job, writer in plan.jobs(parts)]
         mesh_state = plan.devices[0].mesh_state

@@ -34,6 +34,7 @@ class Plan:
         totals: for each variable, sums that an update writes too, one for each copy.
 
     Attributes:
+        shared: those variables whose memory is that of a module's parameters.
         written: for each copy of each variable, the buffers that an update writes.
         devices: of each copy.
         ranges: address ranges of those buffers.
@@ -50,6 +51,7 @@ class Plan:
         totals: Sequence[Sequence[Buffer]] = (),
     ) -> None:
         self.variables = tuple(variables)
+        self.shared = [var for var in variables if var._parameters]
         self.kernel = kernel
         self._slots = slots.by_name  # another one, when a checkpoint was loaded
         self.written = [row for var in variables for row in slots.rows(var)]

@@ -150,12 +150,8 @@ def _replicas_of(module_or_replicas: Any, mesh: Mesh) -> list[Any]:
     return replicas
 
 
-def _check_parameters(
-    named: Sequence[Sequence[tuple[str, Any]]], trained: Sequence[tuple[str, Any]]
-) -> None:
-    """Raises unless all replicas have parameters alike, which no other DataParallel has."""
-    if not trained:
-        raise ValueError("the module has no parameter that requires gradients")
+def check_alike(named: Sequence[Sequence[tuple[str, Any]]]) -> None:
+    """Raises unless the parameters of all replicas are alike."""
     alike = [
         [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in row]
         for row in named
@@ -166,6 +162,15 @@ def _check_parameters(
             pairs = zip([*alike[0], *missing], [*row, *missing], strict=False)
             first, other = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(f"replica {index} has {other} where replica 0 has {first}")
+
+
+def _check_parameters(
+    named: Sequence[Sequence[tuple[str, Any]]], trained: Sequence[tuple[str, Any]]
+) -> None:
+    """Raises unless all replicas have parameters alike, which no other DataParallel has."""
+    if not trained:
+        raise ValueError("the module has no parameter that requires gradients")
+    check_alike(named)
     for name, parameter in trained:
         if is_hooked(parameter):
             raise ValueError(f"{name} is a parameter of another DataParallel already")

@@ -24,6 +24,7 @@ from gradreduce import ops
 from gradreduce.arrays import convert_gpu
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer, host_array, kind_of, to_buffer
+from gradreduce.arrays.variable import Variable
 from gradreduce.backends import open_mesh
 from gradreduce.device import Mesh, as_dtype
 from gradreduce.errors import CaptureError, DeviceMismatchError
@@ -83,6 +84,23 @@ def test_a_tensor_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
         to_buffer(StreamArray(array, stream=stream.ptr), mesh.devices[0]).numpy()
     assert "unordered: " in here.faults[0]
     new_machine()  # whose faults are not those
+
+
+def test_a_variable_on_a_tensor_is_written_in_the_order_of_pytorchs_stream(mesh, torch):
+    array = made_on(torch.stream, data(SHAPE))
+    tensor = Tensor(array)
+    shared = Variable._on_buffer(to_buffer(tensor, mesh.devices[0]), "weight")
+    shared._parameters = (tensor,)
+    optimizer = gr.GradientDescentOptimizer(1.0)
+    for turn in range(4):  # from the second one on by the same plan
+        optimizer.apply_gradients([(mesh.devices[0].upload(data(SHAPE)), shared)])
+        with torch.stream:
+            assert not array.get().any()
+            array[...] = data(SHAPE)
+        assert tensor.version == turn + 1
+    shared.assign(data(SHAPE) * 2)
+    with torch.stream:
+        assert same(array.get(), data(SHAPE) * 2)
 
 
 def test_bfloat16_crosses_as_a_view(mesh, torch):
