@@ -155,7 +155,7 @@ def _sharded(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> list[Pe
     """Returns the shards of each array as a value."""
     columns = _for_each(lambda leaf: _shards(leaf, mesh), paths, leaves)
     return [
-        _Shards.of_grads([{path: part} for part in column], path, mesh)
+        _Shards.of_grads(column, path, path, mesh)
         for path, column in zip(paths, columns, strict=True)
     ]
 
@@ -203,7 +203,7 @@ def _replicas(grads: Any, mesh: Mesh) -> list[PerReplica]:
     _check_homes(grads, [leaves for leaves, _ in trees], mesh)
     columns = zip(*[leaves for leaves, _ in trees], strict=True)
     return [
-        _Replicas.of_grads([{path: array} for array in column], path, mesh)
+        _Replicas.of_grads(column, path, path, mesh)
         for path, column in zip(_paths(grads[0]), columns, strict=True)
     ]
 

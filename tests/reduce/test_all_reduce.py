@@ -206,16 +206,6 @@ def test_gradients_in_a_flat_buffer_are_reduced_in_one_launch(placement, crossin
     assert launch.nbytes == crossing * flat.buffers[0].nbytes == crossing * 4 * (16 + 8 + 4)
 
 
-def test_a_nest_of_arrays_is_refused():
-    ones = np.ones(3, np.float32)
-    with gr.open_mesh(2, backend="sim") as mesh, mesh.journal() as journal:
-        ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-        for nest in ([ones, ones], {"b": ones}, (ones,)):
-            with pytest.raises(ValueError, match=r"grads\[0\]\['a'\] is a container of arrays"):
-                ops.all_reduce([{"a": nest}, {"a": nest}])
-        assert journal.records == []
-
-
 def turned(array, order=(0, 2, 3, 1)):
     """The same values with the axes in this order in memory: channels_last."""
     back = sorted(range(len(order)), key=order.__getitem__)

@@ -278,7 +278,7 @@ def test_dicts_that_differ(mesh, ops):
         with refused(mesh, ValueError, text):
             ops.all_reduce([first, second, first])
     zeros = [[np.zeros(2), np.zeros(3)] for _ in mesh]
-    with refused(mesh, ValueError, r"out\[1\] has other tensors than grads\[1\]: it has 1, grads"):
+    with refused(mesh, ValueError, r"out\[1\] has other tensors than grads\[0\]: it has 1, grads"):
         ops.all_reduce(zeros, out=[zeros[0], zeros[1][:1], zeros[2]])
     with refused(mesh, ValueError, "out has 2 entries; .* each of 3 devices, as grads has"):
         ops.all_reduce(zeros, out=zeros[:2])
@@ -291,7 +291,9 @@ def test_dicts_that_differ(mesh, ops):
 
 @pytest.mark.parametrize("entry", [None, 1.0, np.ones(2), {1.0}], ids=repr)
 def test_an_entry_that_is_no_nest(mesh, ops, entry):
-    with refused(mesh, ValueError, r"grads\[1\] must be a list, tuple or dict of arrays, not \w+"):
+    with refused(
+        mesh, ValueError, r"grads\[1\] must be a list, tuple or dict of arrays, or .*, not"
+    ):
         ops.all_reduce([[np.ones(2)], entry, [np.ones(2)]])
 
 

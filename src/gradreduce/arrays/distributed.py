@@ -166,15 +166,12 @@ class DistributedValues(NotCopied):
         return made
 
     @classmethod
-    def of_grads(cls, grads: Sequence[Any], key: Any, mesh: Mesh) -> Self:
+    def of_grads(cls, values: Sequence[Any], key: str | int, name: str, mesh: Mesh) -> Self:
         """Wraps ``grads[device][key]`` of every device; errors use these names."""
         made = cls.__new__(cls)
         made._devices = mesh.devices
-        if isinstance(key, int):
-            made._key = key
-        else:
-            made._key = made._name = short_name(key if isinstance(key, str) else brief(key))
-        made._place(tuple([entry[key] for entry in grads]))
+        made._key, made._name = key, name
+        made._place(tuple(values))
         return made
 
     def _name_of(self, index: int, replica: int | None = None, of: str = "grads") -> str:

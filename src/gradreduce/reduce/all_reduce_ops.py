@@ -38,12 +38,10 @@ from .arguments import (
     check_op,
     check_rows,
     checked_mesh,
-    checked_nest,
     checked_requests,
-    nests,
-    outs_of,
 )
 from .cross_device_ops import CrossDeviceOps, checked_call
+from .nests import Nests
 from .pipeline import (
     Settings,
     algorithm_of,
@@ -192,8 +190,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
         Args:
             grads: for each device of the mesh, in order, a list, tuple or dict of arrays or
-                IndexedSlices; all alike. Host arrays lie on the device of their place. A tensor
-                that is None on every device stays None.
+                IndexedSlices, or of more of these; all alike. A PyTorch module or its
+                ``named_parameters()`` is the dict of its gradients. Host arrays lie on the device
+                of their place. A tensor that is None on every device stays None.
             op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
             coalesce: add rows of the same index of IndexedSlices.
             output_type: kind of the results; see ``batch_reduce``. Default: the kind of each
@@ -204,31 +203,53 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             deadline: see ``batch_reduce``.
 
         Returns:
-            The combined arrays, ``[device][tensor]``, nested as they came. New memory; or ``out``.
-            Waits for no device, unless NumPy arrays are asked for, ``output_type="numpy"``, of what
-            lies on GPUs, or given as ``out``.
+            The combined arrays, ``[device][tensor]``, nested as they came; of a module a dict. New
+            memory; or ``out``. Waits for no device, unless NumPy arrays are asked for,
+            ``output_type="numpy"``, of what lies on GPUs, or given as ``out``.
 
         Raises:
             ValueError: another number of entries than devices, entries of different length or
                 keys, or a tensor that is None on some devices only.
+            TypeError: an iterator that is not that of ``named_parameters()``.
             ValueError, TypeError, BackendUnavailableError, CollectiveError: what ``batch_reduce``
-                raises, about ``grads[device][tensor]``.
+                raises, about ``grads[device]['layers.0.weight']``: by the path of the tensor. The
+                processes of a mesh must agree in paths, too.
         """
         check_op("op", op)
-        mesh = self.mesh or default_mesh()
-        found = checked_nest(grads, mesh)
-        present = [key for key, is_there in found.items() if is_there]
-        algorithm_of(self.settings, mesh.devices)
-        pairs = [(value := PerReplica.of_grads(grads, key, mesh), value) for key in present]
-        outs = None if out is None else outs_of(out, grads, present)
+        nests = self._checked_nests(grads)
+        pairs = [(value, value) for value in nests.values]
+        outs = None if out is None else nests.outs_of(out)
         reduced = self.batch_reduce(
             op, pairs, coalesce=coalesce, output_type=output_type, out=outs, deadline=deadline
         )
-        if out is not None:
-            return out
-        results = dict.fromkeys(found, (None,) * len(grads))
-        results.update(zip(present, [each.values for each in reduced], strict=True))
-        return nests(grads, results)
+        return nests.nested([each.values for each in reduced]) if out is None else out
+
+    def _checked_nests(self, grads: Any) -> Nests:
+        """Checks ``grads[device][tensor]``, and that the devices can be reduced."""
+        mesh = self.mesh or default_mesh()
+        nests = Nests(grads, mesh)
+        algorithm_of(self.settings, mesh.devices)
+        return nests
+
+    @StreamScope()
+    def pairs(self, grads: Sequence[Any]) -> list[tuple[PerReplica, PerReplica]]:
+        """Returns the pairs of value and destination of ``grads[device][tensor]``, with names.
+
+        For ``plan``, ``profile``, ``prepare``, ``capture`` and ``batch_reduce``::
+
+            print(ops.plan(gr.ReduceOp.MEAN, ops.pairs(models)))
+
+        Args:
+            grads: see ``all_reduce``.
+
+        Returns:
+            One pair for each tensor that is not None, in order: a ``PerReplica`` twice, on the
+            arrays' own memory where they can be shared.
+
+        Raises:
+            ValueError, TypeError, BackendUnavailableError: what ``all_reduce`` raises.
+        """
+        return [(value, value) for value in self._checked_nests(grads).values]
 
     @StreamScope()
     def reduce_scatter(
@@ -331,18 +352,13 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         run: Callable[[list[Request]], list[tuple[Buffer, ...]]],
     ) -> Any:
         """Runs a call on ``grads[device][tensor]``, and nests its results likewise."""
-        mesh = self.mesh or default_mesh()
-        found = checked_nest(grads, mesh)
-        present = [key for key, is_there in found.items() if is_there]
-        algorithm_of(self.settings, mesh.devices)
-        pairs = [(value := PerReplica.of_grads(grads, key, mesh), value) for key in present]
-        requests = checked_requests(pairs, ReduceOp.SUM, mesh)
+        nests = self._checked_nests(grads)
+        pairs = [(value, value) for value in nests.values]
+        requests = checked_requests(pairs, ReduceOp.SUM, self.mesh)
         call = checked_call(requests, ReduceOp.SUM, output_type, None)
         with call.running(name, deadline):
             parts = run(call.requests)
-        results = dict.fromkeys(found, (None,) * len(grads))
-        results.update(zip(present, [each.values for each in call.finish(parts)], strict=True))
-        return nests(grads, results)
+        return nests.nested([each.values for each in call.finish(parts)])
 
     def plan(
         self,
@@ -603,8 +619,8 @@ def all_reduce(  # noqa: PLR0913  # the options of a one-line call
     The same as ``AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)``.
 
     Args:
-        grads: ``grads[device][tensor]``, lists, tuples or dicts of arrays or IndexedSlices. A
-            tensor that is None on every device stays None.
+        grads: ``grads[device][tensor]``, lists, tuples or dicts of arrays or IndexedSlices, or of
+            more of these, or modules of PyTorch. A tensor that is None on every device stays None.
         op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
         mesh: whose devices. Default: ``gr.default_mesh()``.
         coalesce: add rows of the same index of IndexedSlices.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -31,8 +31,6 @@ from gradreduce.errors import (
 )
 
 from .process_values import num_replicas_of
-
-_CONTAINERS = (list, tuple, dict)
 
 
 class Request(NamedTuple):  # a frozen dataclass takes three times as long to make
@@ -358,103 +356,3 @@ def named_mesh(destination: Any) -> Mesh | None:
         if isinstance(each, Device):
             return each.mesh
     return None
-
-
-def checked_nest(grads: Any, mesh: Mesh) -> dict[Any, bool]:
-    """Returns the keys (or indices) of the tensors, and whether each is there, not None.
-
-    Raises:
-        ValueError: devices have other tensors, or one is None on some of them only.
-    """
-    _check_entries("grads", grads, len(mesh.devices), f" of {mesh}")
-    for replica, entry in enumerate(grads):
-        _check_alike(f"grads[{replica}]", entry, "grads[0]", grads[0])
-    found = {}
-    for key in _keys_of(grads[0]):
-        missing = [replica for replica, entry in enumerate(grads) if entry[key] is None]
-        if 0 < len(missing) < len(grads):
-            there = next(replica for replica in range(len(grads)) if replica not in missing)
-            raise ValueError(
-                f"grads[{listed(missing)}][{brief(key)}] is None, but grads[{there}][{brief(key)}] "
-                "is not: pass zeros where a replica has no gradient, or None on every replica"
-            )
-        found[key] = not missing
-    return found
-
-
-def outs_of(out: Any, grads: Sequence[Any], keys: Sequence[Any]) -> list[list[Any]]:
-    """Returns the arrays of ``out`` for each key, after checking its nesting."""
-    _check_entries("out", out, len(grads), ", as grads has")
-    for replica, (entry, like) in enumerate(zip(out, grads, strict=True)):
-        _check_alike(f"out[{replica}]", entry, f"grads[{replica}]", like)
-    return [[entry[key] for entry in out] for key in keys]
-
-
-def _check_entries(name: str, entries: Any, count: int, why: str) -> None:
-    if not isinstance(entries, list | tuple):
-        hint = getattr(entries, "_hint", "") if name == "grads" else ""
-        raise ValueError(
-            f"{name} must be a list or tuple with one entry for each of {count} devices, not "
-            f"{type(entries).__name__}{hint}"
-        )
-    if len(entries) != count:
-        raise ValueError(
-            f"{name} has {len(entries)} entries; it must have one entry for each of {count} "
-            f"devices{why}"
-        )
-
-
-def _check_alike(name: str, entry: Any, other: str, like: Any) -> None:
-    """Raises ``ValueError`` unless two entries hold arrays, and have the same type and keys."""
-    if not isinstance(entry, _CONTAINERS):
-        raise ValueError(
-            f"{name} must be a list, tuple or dict of arrays, not {type(entry).__name__}"
-        )
-    for key in _keys_of(entry):
-        if _is_nest(entry[key]):
-            raise ValueError(
-                f"{name}[{brief(key)}] is a container of arrays, not an array; put all arrays of a "
-                "device into one list or dict"
-            )
-    differs = f"{name} has other tensors than {other}"
-    if type(entry) is not type(like):
-        raise ValueError(f"{differs}: it is a {type(entry).__name__}, not a {type(like).__name__}")
-    if isinstance(entry, dict):
-        missing = [repr(key) for key in like if key not in entry]
-        extra = [repr(key) for key in entry if key not in like]
-        how = [f"it lacks {listed(missing)}"] * bool(missing)
-        how += [f"it has also {listed(extra)}"] * bool(extra)
-        if how:
-            raise ValueError(f"{differs}: {' and '.join(how)}")
-    elif len(entry) != len(like):
-        raise ValueError(f"{differs}: it has {len(entry)}, {other} has {len(like)}")
-
-
-def _is_nest(value: Any) -> bool:
-    """Whether this is a container of arrays; a list of numbers counts as an array."""
-    if isinstance(value, _CONTAINERS):
-        return isinstance(value, dict) or any(is_array(each) for each in value)
-    return False
-
-
-def _keys_of(entry: Any) -> list[Any]:
-    """Returns the keys of a dict, or the indices of a list."""
-    return list(entry) if isinstance(entry, dict) else list(range(len(entry)))
-
-
-def nests(like: Sequence[Any], values: Mapping[Any, Sequence[Any]]) -> Any:
-    """Nests ``values[key][replica]`` like ``like[replica][key]``, with each entry's key order."""
-    made = [
-        _nested(entry, [values[key][replica] for key in _keys_of(entry)])
-        for replica, entry in enumerate(like)
-    ]
-    return _nested(like, made)
-
-
-def _nested(like: Any, parts: list[Any]) -> Any:
-    """Puts ``parts`` into a container like ``like``: list, tuple, named tuple or dict."""
-    if isinstance(like, dict):
-        return dict(zip(like, parts, strict=True))
-    if hasattr(like, "_fields"):
-        return type(like)(*parts)
-    return type(like)(parts)

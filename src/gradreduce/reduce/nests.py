@@ -1,0 +1,272 @@
+"""Nests of gradients, one for each device: dicts, lists, tuples, and modules of PyTorch.
+
+A tensor is known by its path, the keys and indices that lead to it; its name is the path with dots,
+as in PyTorch's ``state_dict``: ``layers.0.weight``. A tensor of a flat list has a number only.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from types import NoneType
+from typing import Any, Literal
+
+from gradreduce.arrays.convert import is_array
+from gradreduce.arrays.distributed import PerReplica
+from gradreduce.device import Mesh
+from gradreduce.errors import brief, listed, short_name
+
+Path = tuple[Any, ...]
+Container = dict[Any, Any] | list[Any] | tuple[Any, ...]
+_MUST = "must be a list, tuple or dict of arrays, or a PyTorch module"
+
+
+class Nests:
+    """Checked ``grads[device]``, all alike.
+
+    Args:
+        grads: ``grads[device][…]``.
+        mesh: of the devices.
+
+    Raises:
+        ValueError: devices have other tensors, or one is None on some of them only.
+        TypeError: an iterator is not that of ``named_parameters()``.
+    """
+
+    def __init__(self, grads: Any, mesh: Mesh) -> None:
+        _check_entries("grads", grads, len(mesh.devices), f" of {mesh}")
+        self._grads, self._mesh = grads, mesh
+        self._dicts: dict[int, dict[str, Any]] = {}  # by id: iterators can be read only once
+        self._columns = self._alike(grads, [f"grads[{index}]" for index in range(len(grads))])
+
+    @property
+    def values(self) -> list[PerReplica]:
+        """The tensors that are not None, on all devices; errors of them have their names."""
+        found: list[PerReplica] = []
+        for path, column in self._columns.items():
+            if column[0] is not None:
+                key = _key_of(path)
+                number = len(found)
+                name = key if isinstance(key, str) else "" if key == number else str(key)
+                found.append(PerReplica.of_grads(column, key, name, self._mesh))
+        return found
+
+    def outs_of(self, out: Any) -> list[list[Any]]:
+        """Returns the arrays of ``out`` for each of ``values``, after checking its nesting."""
+        _check_entries("out", out, len(self._grads), ", as grads has")
+        names = ["grads[0]", *[f"out[{index}]" for index in range(len(out))]]
+        found = self._alike([self._grads[0], *out], names, check_none=False)
+        return [column[1:] for column in found.values() if column[0] is not None]
+
+    def nested(self, results: Iterable[Sequence[Any]]) -> Any:
+        """Nests the results of ``values``, ``[tensor][device]``, as the gradients came."""
+        found = iter(results)
+        by_path = {
+            path: column if column[0] is None else next(found)
+            for path, column in self._columns.items()
+        }
+        made = [self._nested(entry, by_path, index, ()) for index, entry in enumerate(self._grads)]
+        return _like(self._grads, made)
+
+    def _nested(
+        self, like: Any, results: Mapping[Path, Sequence[Any]], device: int, path: Path
+    ) -> Any:
+        container = self._opened(like, "", is_entry=not path)
+        assert container is not None
+        parts = []
+        for key, part in _items_of(container):
+            inner = (*path, part)
+            if inner in results:
+                parts.append(results[inner][device])
+            else:
+                parts.append(self._nested(container[key], results, device, inner))
+        return _like(container, parts)
+
+    def _alike(
+        self, entries: Sequence[Any], names: Sequence[str], *, check_none: bool = True
+    ) -> dict[Path, list[Any]]:
+        """Returns the tensors of entries by path, in the first one's order.
+
+        Args:
+            entries: that must have the same tensors.
+            names: of the entries, for errors.
+            check_none: whether a tensor must be None in all entries or in none.
+        """
+        found: dict[Path, list[Any]] = {}
+        self._add(found, entries, names, (), check_none=check_none)
+        return found
+
+    def _add(
+        self,
+        found: dict[Path, list[Any]],
+        entries: Sequence[Any],
+        names: Sequence[str],
+        path: Path,
+        *,
+        check_none: bool,
+    ) -> None:
+        where = f"[{_key_of(path)!r}]" if path else ""
+        opened = [
+            self._opened(entry, f"{name}{where}", is_entry=not path)
+            for entry, name in zip(entries, names, strict=True)
+        ]
+        first = opened[0]
+        for index, entry in enumerate(opened):
+            name = f"{names[index]}{where}"
+            if entry is None:
+                raise ValueError(f"{name} {_MUST}, not {type(entries[index]).__name__}")
+            assert first is not None
+            _check_alike(name, entry, f"{names[0]}{where}", first)
+        assert first is not None
+        for key, part in _items_of(first):
+            column = [entry[key] for entry in opened]  # type: ignore[index]
+            types = set(map(type, column))
+            inner = (*path, part)
+            if set(map(_form_of, types)) != _ARRAYS:
+                where = f"[{_key_of(inner)!r}]"
+                pairs = zip(column, names, strict=True)
+                if any([self._opened(each, f"{name}{where}") is not None for each, name in pairs]):
+                    self._add(found, column, names, inner, check_none=check_none)
+                    continue
+            if check_none and NoneType in types and len(types) > 1:
+                _raise_missing(column, names, inner)
+            found[inner] = column
+
+    def _opened(self, value: Any, name: str, *, is_entry: bool = False) -> Container | None:
+        """Returns a container; of modules and iterators a dict; None of what is an array.
+
+        Args:
+            value: an entry of ``grads``, or what it holds.
+            name: of the value, for errors.
+            is_entry: whether it is an entry, which is no array.
+        """
+        form = _form_of(type(value))
+        if form == "dict" or (form == "list" and (is_entry or not _is_numbers(value))):
+            container: Container = value
+            pair = value[0] if form == "list" and value else None
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+                return container
+        elif form in ("array", "list"):
+            return None
+        made = self._dicts.get(id(value))
+        if made is None:
+            pairs = value.named_parameters() if form == "module" else value
+            made = self._dicts[id(value)] = _gradients_of(pairs, name)
+        return made
+
+
+_Form = Literal["dict", "list", "module", "iterator", "array"]
+_ARRAYS = {"array"}
+
+
+def _found_form(cls: type) -> _Form:
+    """Returns what objects of a class are, as far as the class tells."""
+    if issubclass(cls, dict):
+        return "dict"
+    if issubclass(cls, list | tuple):
+        return "list"
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "nn") and issubclass(cls, torch.nn.Module):
+        return "module"
+    return "iterator" if issubclass(cls, Iterator) else "array"
+
+
+_form_of: Callable[[type], _Form] = lru_cache(maxsize=256)(_found_form)  # each tensor asks
+
+
+def _is_numbers(value: Sequence[Any]) -> bool:
+    """Whether a list counts as an array: it holds numbers, or lists of them."""
+    return bool(value) and not any(
+        [
+            each is None
+            or is_array(each)
+            or _form_of(type(each)) in ("dict", "module", "iterator")
+            or (_form_of(type(each)) == "list" and not _is_numbers(each))
+            for each in value
+        ]
+    )
+
+
+def _gradients_of(pairs: Iterable[Any], name: str) -> dict[str, Any]:
+    """Returns the gradients of named parameters, by name."""
+    torch = sys.modules.get("torch")
+    made = {}
+    for each in pairs:
+        is_pair = isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str)
+        if torch is None or not is_pair or not isinstance(each[1], torch.nn.Parameter):
+            raise TypeError(
+                f"{name} is an iterator or list of {brief(each)}: pass a PyTorch module or its "
+                "named_parameters(), whose gradients are reduced, or a list or dict of arrays"
+            )
+        made[each[0]] = each[1].grad
+    return made
+
+
+def _key_of(path: Path) -> str | int:
+    """Returns the name of a tensor; in a flat list its number."""
+    if len(path) == 1 and isinstance(path[0], int):
+        return path[0]
+    return short_name(".".join([key if isinstance(key, str) else brief(key) for key in path]))
+
+
+def _items_of(entry: Container) -> Iterable[tuple[Any, Any]]:
+    """Returns keys of a dict or indices of a list, and what they are in a path."""
+    if isinstance(entry, dict):
+        return zip(entry, entry, strict=True)
+    return zip(range(len(entry)), getattr(entry, "_fields", range(len(entry))), strict=True)
+
+
+def _like(like: Container, parts: list[Any]) -> Any:
+    """Puts ``parts`` into a container like ``like``: list, tuple, named tuple or dict."""
+    if type(like) is dict:
+        return dict(zip(like, parts, strict=True))
+    if isinstance(like, dict):
+        made = copy.copy(like)
+        made.update(zip(like, parts, strict=True))
+        return made
+    if hasattr(like, "_fields"):
+        return type(like)(*parts)
+    return type(like)(parts)
+
+
+def _check_entries(name: str, entries: Any, count: int, why: str) -> None:
+    if not isinstance(entries, list | tuple):
+        hint = getattr(entries, "_hint", "") if name == "grads" else ""
+        raise ValueError(
+            f"{name} must be a list or tuple with one entry for each of {count} devices, not "
+            f"{type(entries).__name__}{hint}"
+        )
+    if len(entries) != count:
+        raise ValueError(
+            f"{name} has {len(entries)} entries; it must have one entry for each of {count} "
+            f"devices{why}"
+        )
+
+
+def _check_alike(name: str, entry: Container, other: str, like: Container) -> None:
+    """Raises ``ValueError`` unless two containers have the same type and keys."""
+    differs = f"{name} has other tensors than {other}"
+    if type(entry) is not type(like):
+        raise ValueError(f"{differs}: it is a {type(entry).__name__}, not a {type(like).__name__}")
+    if isinstance(entry, dict):
+        if entry.keys() == like.keys():  # type: ignore[union-attr]
+            return
+        missing = [repr(key) for key in like if key not in entry]
+        extra = [repr(key) for key in entry if key not in like]
+        how = [f"it lacks {listed(missing)}"] * bool(missing)
+        how += [f"it has also {listed(extra)}"] * bool(extra)
+        raise ValueError(f"{differs}: {' and '.join(how)}")
+    if len(entry) != len(like):
+        raise ValueError(f"{differs}: it has {len(entry)}, {other} has {len(like)}")
+
+
+def _raise_missing(column: Sequence[Any], names: Sequence[str], path: Path) -> None:
+    where = f"[{_key_of(path)!r}]"
+    missing = [index for index, each in enumerate(column) if each is None]
+    there = next(index for index in range(len(column)) if index not in missing)
+    raise ValueError(
+        f"grads[{listed(missing)}]{where} is None, but {names[there]}{where} is not: pass zeros "
+        "where a replica has no gradient, or None on every replica"
+    )

@@ -1,0 +1,121 @@
+"""Modules and ``named_parameters()`` as gradients, and the names of their parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.thread_group import run_processes
+
+import gradreduce as gr
+from gradreduce.errors import InvalidArgumentError
+
+pytestmark = pytest.mark.torch
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
+
+
+@pytest.fixture
+def mesh():
+    with gr.open_mesh(2, backend="sim") as opened:
+        yield opened
+
+
+@pytest.fixture
+def ops(mesh):
+    return gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+
+
+def models(count=2):
+    """Modules whose gradients are all the number of the replica; the last bias is frozen."""
+    import torch
+
+    made = [torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)) for _ in range(count)]
+    for replica, each in enumerate(made):
+        each[1].bias.requires_grad_(False)
+        for parameter in each.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, float(replica))
+    return made
+
+
+def gradients(module):
+    return {
+        name: None if each.grad is None else each.grad.tolist()
+        for name, each in module.named_parameters()
+    }
+
+
+def test_modules_stand_for_their_gradients_by_name(ops):
+    given = models()
+    before = [gradients(each) for each in given]
+    found = ops.all_reduce(given, MEAN)
+    assert [gradients(each) for each in given] == before
+    for each in found:
+        assert tuple(each) == NAMES and each["1.bias"] is None
+        assert each["0.weight"].tolist() == [[0.5, 0.5]] * 3 and each["1.weight"].shape == (1, 3)
+    for other in (
+        [each.named_parameters() for each in given],
+        [list(each.named_parameters()) for each in given],
+        [given[0], given[1].named_parameters()],
+    ):
+        again = ops.all_reduce(other, MEAN)
+        assert all(each["0.bias"].tolist() == [0.5] * 3 for each in again)
+    nested = ops.all_reduce([{"encoder": each, "scale": np.ones(2)} for each in given], SUM)
+    assert nested[1]["encoder"]["0.bias"].tolist() == [1.0] * 3
+    assert nested[1]["scale"].tolist() == [2.0, 2.0]
+
+
+def test_the_gradients_of_modules_are_reduced_in_place(mesh, ops):
+    given = models()
+    memory = [each[0].weight.grad.data_ptr() for each in given]
+    assert ops.all_reduce(given, MEAN, out=given) is given
+    assert mesh.flight_record()[-1].tensors == "pack 1 of 1 (tensors 0.weight, 0.bias, 1.weight)"
+    assert [each[0].weight.grad.data_ptr() for each in given] == memory
+    assert gradients(given[0]) == gradients(given[1])
+    assert given[0][1].weight.grad.tolist() == [[0.5] * 3] and given[0][1].bias.grad is None
+    given = models()
+    pairs = ops.pairs(given)
+    assert ops.plan(MEAN, pairs).names == NAMES[:3]
+    step = ops.prepare(MEAN, pairs, out=[value for value, _ in pairs])
+    for replica, each in enumerate(given):
+        each[0].weight.grad.fill_(4.0 * replica)
+    step()
+    assert given[1][0].weight.grad.tolist() == [[2.0, 2.0]] * 3
+
+
+def test_errors_name_the_parameter(mesh, ops):
+    import torch
+
+    given = models()
+    given[1][0].bias.grad = None
+    with pytest.raises(ValueError, match=r"^grads\[1\]\['0.bias'\] is None, but grads\[0\]\['0.b"):
+        ops.all_reduce(given)
+    given = models()
+    given[1][0] = torch.nn.Linear(2, 4)
+    given[1][0].weight.grad = torch.ones(4, 2)
+    given[1][0].bias.grad = torch.ones(4)
+    text = (
+        r"^grads\[1\]\['0.weight'\] is float32\[4, 2\], grads\[0\]\['0.weight'\] is float32\[3, 2"
+    )
+    with pytest.raises(ValueError, match=text):
+        ops.all_reduce(given)
+    given[1] = torch.nn.Linear(2, 3)
+    with pytest.raises(ValueError, match=r"it lacks '0.weight', .* it has also 'weight', 'bias'$"):
+        ops.all_reduce(given)
+    for pairs in (models()[0].parameters(), iter({"a": torch.ones(2)}.items()), [("a", 1.0)]):
+        with pytest.raises(TypeError, match=r"^grads\[0\] is an iterator or list of .*: pass a Py"):
+            ops.all_reduce([pairs, pairs])
+    assert mesh.flight_record() == []
+
+
+def test_processes_name_a_parameter_without_a_gradient():
+    def said(group):
+        mesh = gr.open_mesh(1, backend="sim", process_group=group)
+        (given,) = models(1)
+        if group.rank:
+            given[0].bias.grad = None
+        with pytest.raises(InvalidArgumentError) as caught:
+            gr.all_reduce([given], mesh=mesh)
+        return str(caught.value)
+
+    assert "3 in process 0, 2 in process 1 (0.bias only in process 0)" in run_processes(2, said)[0]
