@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.exact_data import exact_data, same
+from support.hanging_devices import stall
 
 import gradreduce as gr
 from gradreduce.device import as_dtype
@@ -20,6 +21,7 @@ N = 4  # devices: see tests/conftest.py
 DTYPES = ("float16", "bfloat16", "float32", "complex64", "int8", "uint16", "int32")
 SHAPES = ((), (1,), (0, 3), (3, 5), (1000,))
 Layer = namedtuple("Layer", "kernel bias")
+Four = namedtuple("Four", "a b c d")
 # Partition specs of arrays, and the shape of the JAX mesh: of pmap, of blocks of rows, of columns,
 # over two axes, replicated.
 SPECS = {
@@ -276,6 +278,16 @@ def test_the_flight_record_has_the_paths_of_the_arrays(jax, mesh, sharded):
         assert mesh.flight_record()[-1].tensors == f"pack 1 of 1 (tensors {names})"
 
 
+def test_a_deadline_names_the_paths_of_what_is_late(jax, sharded):
+    with gr.open_mesh(N, backend="sim", schedule_seed=0) as mesh:
+        gr.jax.all_reduce(sharded("rows"), mesh=mesh)
+        stall(mesh.devices[2])
+        with pytest.raises(gr.errors.CollectiveError, match=r"\(tensors \['a'\], \['b'\]\)"):
+            gr.jax.all_reduce(
+                {"a": sharded("rows"), "b": sharded("scalars")}, mesh=mesh, deadline=0.1
+            )
+
+
 def test_cross_device_ops_choose_dtype_packs_and_algorithm(mesh, sharded):
     given = [sharded("blocks"), sharded("columns")]
     counts = []
@@ -375,7 +387,7 @@ def test_trees_that_do_not_fit_are_named(jax, mesh):
             lambda tree, put: {**tree, "b": put(np.int32(1))},
         r"grads\[2\] is on several JAX devices \(\['b'\] on cpu:0, \['w'\]\[0\] on cpu:2\): put":
             lambda tree, put: {**tree, "b": jax.device_put(np.float32(1), other)},
-        r"the trees of grads are on cpu:0, cpu:1, cpu:0, cpu:3, but <Mesh sim \[0, 1, 2, 3\]>":
+        r"the trees of grads are on cpu:0, cpu:1, cpu:0, cpu:3, but <Mesh sim \[0, 1, 2, 3\]> has":
             lambda tree, put: jax.device_put(tree, other),
     }  # fmt: skip
     for told, change in cases.items():
@@ -384,13 +396,11 @@ def test_trees_that_do_not_fit_are_named(jax, mesh):
         assert journal.launches == 0
     trees = changed(lambda tree, put: tree)
     for told, given in {
-        r"grads is a list of 3 entries that are each on one JAX device; pass a list with": trees[
-            :3
-        ],
-        r"grads is a dict of arrays that are each on one JAX device; pass a list": trees[0],
-        r"grads is a Layer of 2 entries": Layer(*trees[0].values()),
+        "list of 3 entries": trees[:3],
+        "dict of arrays": trees[0],
+        "Four of 4 entries": Four(*trees),
     }.items():
-        with pytest.raises(ValueError, match=f"^{told}"):
+        with pytest.raises(ValueError, match=f"^grads is a {told} that are each on one JAX device"):
             gr.jax.all_reduce(given, mesh=mesh)
 
 

@@ -48,10 +48,10 @@ def all_reduce(
         grads: a pytree of arrays, each with a shard on every device of this process; of arrays over
             several processes only these are read. They belong to the devices of the mesh in the
             order of their ids. Or a list or tuple with one pytree for each device of the mesh, all
-            alike, each with its arrays on its own JAX device (the same one where devices of the
-            mesh are the same physical one). Where the mesh has one device in this process, any
-            pytree of arrays on one device. Trees without arrays, and None in them, stay as they
-            are. Arrays are only read.
+            alike, each with its arrays on a JAX device of its own (those of devices of the mesh
+            that share a physical one may share it). Where the mesh has one device in this
+            process, any pytree of arrays on one device. Trees without arrays, and None in them,
+            stay as they are. Arrays are only read.
         op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``; see ``CrossDeviceOps.batch_reduce``.
         mesh: whose devices, and whose processes: of simulated devices where JAX has the arrays on
             the CPU. Default: that of ``cross_device_ops``, else ``gr.default_mesh()``.
@@ -221,7 +221,7 @@ def _difference(grads: Sequence[Any], replica: int) -> str:
 
 
 def _check_homes(grads: Sequence[Any], rows: Sequence[Sequence[Any]], mesh: Mesh) -> None:
-    """Raises unless each tree is on one JAX device, the same for the same physical device."""
+    """Raises unless each tree is on one JAX device, alone or with those of its physical device."""
     homes: list[Any] = []
     for replica, row in enumerate(rows):
         found = {next(iter(array.sharding.device_set)): index for index, array in enumerate(row)}
@@ -233,11 +233,10 @@ def _check_homes(grads: Sequence[Any], rows: Sequence[Sequence[Any]], mesh: Mesh
             )
         homes += found
     pairs = {(device.physical, home) for device, home in zip(mesh, homes, strict=True)}
-    if not len(pairs) == len(set(homes)) == len({physical for physical, _ in pairs}):
+    if len(pairs) > len(set(homes)):
         raise DeviceMismatchError(
-            f"the trees of grads are on {listed(homes)}, but {mesh} has the physical devices "
-            f"{[device.physical for device in mesh]}: put the tree of each on a JAX device of its "
-            "own, and open the mesh with one device for each"
+            f"the trees of grads are on {listed(homes)}, but {mesh} has other physical devices: "
+            "put each tree on a JAX device of its own, or open the mesh with devices that share one"
         )
 
 
