@@ -56,6 +56,7 @@ from gradreduce.reduce.all_reduce_ops import (
     all_reduce,
 )
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
+from gradreduce.step_scaling import DynamicLossScale
 from gradreduce.sync_step import SyncStep
 
 __version__ = "0.1.0"
@@ -79,6 +80,7 @@ __all__ = [
     "DeadlineExceededError",
     "Device",
     "DeviceMismatchError",
+    "DynamicLossScale",
     "GradientDescentOptimizer",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",

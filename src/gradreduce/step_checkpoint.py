@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+from gradreduce import step_scaling
 from gradreduce.accumulator import ConditionalAccumulator
 from gradreduce.accumulator import checkpoint as accumulator_checkpoint
 from gradreduce.accumulator.validate import as_required
@@ -26,10 +27,14 @@ from gradreduce.optim import Optimizer
 from gradreduce.optim.agn.checkpoint import assign, checked_values, placed
 from gradreduce.optim.checkpoint import by_name
 from gradreduce.optim.checkpoint import ready_state as optimizer_state
+from gradreduce.step_scaling import GradientScaling
 from gradreduce.step_shards import OptimizerShards
 
 _FORMAT = "gradreduce SyncStep 1"
-_KEYS = ("format", "num_replicas", "num_required", "variables", "optimizer", "accumulators")
+_KEYS = (
+    "format", "num_replicas", "num_required", "variables", "optimizer", "accumulators",
+    *step_scaling.KEYS,
+)  # fmt: skip
 # What an accumulator counts in its own process; each call adds one for each of its replicas.
 _COUNTS = ("num_accumulated", "num_dropped")
 
@@ -44,6 +49,7 @@ class StepParts(NamedTuple):
         devices: of this process.
         num_replicas: of all processes.
         shards: of a sharded optimizer; else None.
+        scaling: of the mean gradients.
     """
 
     variables: Sequence[Variable]
@@ -52,6 +58,7 @@ class StepParts(NamedTuple):
     devices: Sequence[Device]
     num_replicas: int
     shards: OptimizerShards | None
+    scaling: GradientScaling
 
 
 def saved_state(step: StepParts, num_required: int) -> dict[str, Any]:
@@ -74,6 +81,7 @@ def saved_state(step: StepParts, num_required: int) -> dict[str, Any]:
         "variables": snapshots.downloaded(copies, None),
         "optimizer": (step.shards or step.optimizer).state_dict(),
         "accumulators": accumulators,
+        **step.scaling.state_dict(),
     }
 
 
@@ -124,6 +132,9 @@ def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
             where = f"state['accumulators'][{name!r}]"
             own = _of_own_replicas(step, state["accumulators"][name], num_replicas)
             loads.append(accumulator_checkpoint.ready_state(accumulator.accumulator_ref, own))
+        where = "state"
+        continues = any(each["num_accumulated"] for each in state["accumulators"].values())
+        loads.append(step.scaling.ready_state(state, continues=continues))
     except (TypeError, ValueError) as error:
         raise about(where, error) from None
     buffers = placed(values, owners)

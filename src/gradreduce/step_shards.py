@@ -15,13 +15,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+from gradreduce import ops
 from gradreduce.accumulator import ConditionalAccumulator, take_now
 from gradreduce.arrays import snapshots
 from gradreduce.arrays.distributed import Part, ReduceOp
 from gradreduce.arrays.variable import Variable, begin_writes
-from gradreduce.device import Buffer, Device, DType, accumulate_dtype
+from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype
 from gradreduce.device.exchange import agreed, exchange, telling_others
 from gradreduce.device.process_group import Description, Parcel
 from gradreduce.errors import brief
@@ -40,7 +43,9 @@ from gradreduce.reduce.shares import (
     plan_shares,
     run_shares,
 )
+from gradreduce.step_scaling import GradientScaling
 
+_SUM = as_dtype("float64")  # of the squares of a block
 _MOST_PLANS = 64  # for so many choices of variables with a gradient
 
 
@@ -65,8 +70,14 @@ class Shard(NamedTuple):
         return part
 
 
-def plan_shards(variables: Sequence[Variable], num_replicas: int) -> list[Shard]:
-    """Cuts the variables into shards; in the order of their owners."""
+def plan_shards(variables: Sequence[Variable], num_replicas: int, block: int = 1) -> list[Shard]:
+    """Cuts the variables into shards of whole blocks; in the order of their owners.
+
+    Args:
+        variables: to cut.
+        num_replicas: the number of owners.
+        block: elements of a block, counted from the start of each variable.
+    """
     sizes = tuple([variable.buffers[0].size for variable in variables])
     dtypes = tuple([(variable.dtype, variable.dtype) for variable in variables])
     shards = []
@@ -75,10 +86,17 @@ def plan_shards(variables: Sequence[Variable], num_replicas: int) -> list[Shard]
             pieces = flat.pieces[cut]
             starts = dict(pieces.cut)
             for place, (tensor, size) in enumerate(zip(pieces.tensors, pieces.sizes, strict=True)):
-                if size > 0:
-                    index = flat.tensors[tensor]
-                    shards.append(Shard(index, owner, starts.get(place, 0), size))
+                index, start = flat.tensors[tensor], starts.get(place, 0)
+                first = _at_block(start, sizes[index], block)
+                end = _at_block(start + size, sizes[index], block)
+                if size > 0 and end > first:
+                    shards.append(Shard(index, owner, first, end - first))
     return sorted(shards, key=lambda shard: shard.owner)
+
+
+def _at_block(element: int, size: int, block: int) -> int:
+    """Returns the start of a block next to an element of a variable, or the variable's end."""
+    return size if element == size else min((element + block // 2) // block * block, size)
 
 
 class _Taken(threading.local):
@@ -102,6 +120,7 @@ class OptimizerShards(CrossDeviceOps):
         optimizer: whose rule is elementwise.
         cross_device_ops: an ``AllReduceCrossDeviceOps``.
         num_replicas: of all processes.
+        scaling: of the mean gradients.
 
     Attributes:
         variables: one for each shard of this process.
@@ -120,6 +139,7 @@ class OptimizerShards(CrossDeviceOps):
         optimizer: Optimizer,
         cross_device_ops: CrossDeviceOps,
         num_replicas: int,
+        scaling: GradientScaling,
     ) -> None:
         if not isinstance(cross_device_ops, AllReduceCrossDeviceOps) or not is_all_reduce(
             cross_device_ops
@@ -136,7 +156,8 @@ class OptimizerShards(CrossDeviceOps):
         self._whole, self._num_replicas = tuple(variables), num_replicas
         self._devices = variables[0].devices
         self._first = first_replica(self._devices[0])
-        self._shards = plan_shards(variables, num_replicas)
+        self._scaling = scaling
+        self._shards = plan_shards(variables, num_replicas, ops.BLOCK if scaling.acts else 1)
         self._own: dict[Shard, Variable] = {}
         for shard in self._shards:
             if 0 <= shard.owner - self._first < len(self._devices):
@@ -150,6 +171,8 @@ class OptimizerShards(CrossDeviceOps):
         self._taken = _Taken()
         for dtype in {variable.dtype: None for variable in variables}:
             compile_shares("all_gather", self._ops.settings, self._devices, dtype, dtype)
+        if scaling.acts:
+            compile_shares("all_gather", self._ops.settings, self._devices, _SUM, _SUM)
 
     def _check_unused(self) -> None:
         """Raises if the optimizer has slots that this step would not use."""
@@ -208,22 +231,25 @@ class OptimizerShards(CrossDeviceOps):
             for index in indices
         ]
 
-    def _planned(self, call: Call, indices: Sequence[int], divisor: float = 1) -> SharesPlan:
-        """Returns the plan for the shards of these variables, which is remembered."""
-        key = (call, divisor, *indices)
+    def _planned(
+        self, call: Call, indices: Sequence[int], divisor: float = 1, *, of_sums: bool = False
+    ) -> SharesPlan:
+        """Returns the plan for the shards of these variables, or for the sums of their blocks."""
+        key = (call, divisor, of_sums, *indices)
         found = self._plans.get(key)
         if found is None:
             wanted = set(indices)
             shares: list[list[tuple[int, DType, DType]]] = [[] for _ in range(self._num_replicas)]
             for shard in self._shards:
                 if shard.variable in wanted:
-                    out_dtype = self._whole[shard.variable].dtype
+                    out_dtype = _SUM if of_sums else self._whole[shard.variable].dtype
                     dtype = out_dtype
                     if call == "reduce_scatter":
                         dtype = accumulate_dtype(out_dtype)
-                    shares[shard.owner].append((shard.size, dtype, out_dtype))
+                    size = ops.num_blocks(shard.size) if of_sums else shard.size
+                    shares[shard.owner].append((size, dtype, out_dtype))
             whole = [self._whole[index].buffers for index in indices]
-            name = f"{call} of a SyncStep"
+            name = f"{call} of {'norms of ' * of_sums}a SyncStep"
             names = self._names_of(indices)
             what = described(
                 self._ops.settings, whole, divisor, None,
@@ -247,13 +273,12 @@ class OptimizerShards(CrossDeviceOps):
         """Takes the sums if there are enough, updates the shards, and copies them to all replicas.
 
         Returns:
-            Whether the variables were updated.
+            Whether the variables were updated: not if there are too few, or the step is skipped.
         """
         taken = self._taken
         taken.means, taken.indices = {}, []
         if take_now(self.accumulators, num_required) is None:
             return False
-        begin_writes(self._whole)
         indices, means = sorted(taken.indices), taken.means
         taken.means = {}  # which would stay in memory until the next call
         plan = self._planned("all_gather", indices)
@@ -265,6 +290,17 @@ class OptimizerShards(CrossDeviceOps):
         ]
         pairs = [(mean, self._own[shard]) for shard, mean in means.items()]
         leader = self._devices[0]
+        if self._scaling.acts:
+            with telling_others(leader):
+                if not self._scaling.apply(
+                    [
+                        [mean for mean in means.values() if mean.device is device]
+                        for device in self._devices
+                    ],
+                    partial(self._sums_of_all, indices),
+                ):
+                    return False
+        begin_writes(self._whole)
         # After an error between the two, the copies of a variable would differ.
         with (
             leader.mesh_state.fail_on_partial_write(self._devices),
@@ -276,6 +312,36 @@ class OptimizerShards(CrossDeviceOps):
                 self._optimizer._count_update()
             run_shares(plan, own, out=out, positions=indices, names=self._names_of(indices))
         return True
+
+    def _sums_of_all(self, indices: Sequence[int], own: Sequence[Buffer]) -> list[Buffer]:
+        """Copies the sums of all blocks of variables to all replicas, in the order of variables.
+
+        Args:
+            indices: of the variables.
+            own: for each device the sums of the blocks of its shards.
+
+        Returns:
+            For each device all sums.
+        """
+        sizes = [self._whole[index].buffers[0].size for index in indices]
+        *starts, total = accumulate(map(ops.num_blocks, sizes), initial=0)
+        start_of = dict(zip(indices, starts, strict=True))
+        chosen = [shard for shard in self._shards if shard.variable in start_of]
+        places = [start_of[shard.variable] + shard.start // ops.BLOCK for shard in chosen]
+        counts = [ops.num_blocks(shard.size) for shard in chosen]
+        found = [device.empty((total,), _SUM) for device in self._devices]
+        out = zip(*[each.parts(places, counts) for each in found], strict=True)
+        sent: list[list[Buffer]] = [[] for _ in chosen]
+        for owner, sums in enumerate(own, self._first):
+            theirs = [row for row, shard in enumerate(chosen) if shard.owner == owner]
+            begins = accumulate([counts[row] for row in theirs], initial=0)
+            parts = sums.parts(list(begins)[:-1], [counts[row] for row in theirs])
+            for row, part in zip(theirs, parts, strict=True):
+                sent[row].append(part)
+        plan = self._planned("all_gather", indices, of_sums=True)
+        names = self._names_of(indices)
+        run_shares(plan, sent, out=list(out), positions=indices, names=names)
+        return found
 
     # -- checkpoint -------------------------------------------------------------------------------
 

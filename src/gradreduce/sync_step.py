@@ -14,7 +14,7 @@ from gradreduce.accumulator.validate import as_required, as_step
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import to_buffer
 from gradreduce.arrays.convert_gpu import wait_for_inputs
-from gradreduce.arrays.distributed import PerReplica
+from gradreduce.arrays.distributed import Mirrored, PerReplica
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import (
@@ -27,14 +27,16 @@ from gradreduce.device import (
     by_physical,
     deadline_scope,
 )
-from gradreduce.device.exchange import agreed, exchange_numbers
+from gradreduce.device.exchange import agreed, exchange_numbers, telling_others
 from gradreduce.device.process_group import Description, check_one_process
 from gradreduce.errors import NotCopied, about, brief, listed, repeated
 from gradreduce.optim import Optimizer
 from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_method
 from gradreduce.reduce.aggregators import aggregate_buffers
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
+from gradreduce.reduce.shares import first_replica
 from gradreduce.step_checkpoint import StepParts, ready_state, saved_state
+from gradreduce.step_scaling import DynamicLossScale, GradientScaling, first_nonfinite
 from gradreduce.step_shards import OptimizerShards
 
 
@@ -83,17 +85,35 @@ class SyncStep(NotCopied):
             device. The values are the same; with ``hierarchical_copy`` the same bits. Needs an
             ``AllReduceCrossDeviceOps``, and an optimizer with an elementwise rule and without state
             of these variables, whose slots are then of parts of variables.
+        clip_norm: scales the mean gradients of an update, as ``gr.clip_by_global_norm`` does, so
+            that their norm is at most this number above 0. ``math.inf`` only computes
+            ``last_norm``.
+        skip_nonfinite: whether an update is skipped on every replica if an element of the mean
+            gradients is infinite or NaN. The host waits for each update's norm.
+        loss_scale: by which the caller has multiplied the loss, a number above 0: mean gradients
+            are divided by it first. Or a ``gr.DynamicLossScale``, for which the caller multiplies
+            by the step's ``loss_scale``, and which implies ``skip_nonfinite``. Not for float16
+            variables.
+        check_finite: whether an error is raised if the gradient of a replica is infinite or NaN.
+            The host waits for the gradients of each call. Not with ``skip_nonfinite``.
+
+    Attributes:
+        num_skipped: number of updates that were skipped.
+        loss_scale: the current loss scale; 1.0 without one.
+        last_norm: global norm of the last mean gradients, divided by the loss scale and before
+            clipping; infinite or NaN if they were. None before the first update, and without
+            ``clip_norm`` and ``skip_nonfinite``. The host waits for it.
 
     Raises:
         ValueError: no variable, the same one twice, one that is not trainable, variables on
-            different devices, an invalid method, ``num_required`` less than 1, or what
-            ``shard_optimizer`` cannot be combined with.
+            different devices, an invalid method, a number outside its range, or arguments that
+            cannot be combined.
         TypeError: an argument of another type.
     """
 
     _copy_hint = "pass its state_dict(), and load that into a new one"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the options of a training step
         self,
         variables: Sequence[Variable],
         optimizer: Optimizer,
@@ -102,6 +122,10 @@ class SyncStep(NotCopied):
         aggregation_method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
         num_required: int | Variable | None = None,
         shard_optimizer: bool = False,
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        loss_scale: float | DynamicLossScale | None = None,
+        check_finite: bool = False,
     ) -> None:
         self.variables = _checked_variables(variables)
         self.devices: tuple[Device, ...] = self.variables[0].devices
@@ -118,10 +142,13 @@ class SyncStep(NotCopied):
         mesh = whole[[whole.devices.index(device) for device in self.devices]]
         self.num_replicas = mesh.num_replicas  # of all processes
         self.num_required = self.num_replicas if num_required is None else as_required(num_required)
+        self._scaling = GradientScaling(
+            self.variables, clip_norm, skip_nonfinite, loss_scale, check_finite
+        )
         self._shards: OptimizerShards | None = None
         if as_flag("shard_optimizer", shard_optimizer):
             args = (self.variables, optimizer, cross_device_ops, self.num_replicas)
-            self._shards = OptimizerShards(*args)
+            self._shards = OptimizerShards(*args, self._scaling)
         # What the optimizer sees.
         self._updated = self.variables if self._shards is None else self._shards.variables
         reducer = cross_device_ops if self._shards is None else self._shards
@@ -145,8 +172,23 @@ class SyncStep(NotCopied):
 
     @property
     def global_step(self) -> int:
-        """Number of updates so far; gradients of an earlier step are stale."""
+        """Number of updates, skipped ones included; gradients of an earlier step are stale."""
         return self.accumulators[0].global_step
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of updates that were skipped because gradients were infinite or NaN."""
+        return self._scaling.num_skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale, which changes only when ``global_step`` does."""
+        return self._scaling.scale
+
+    @property
+    def last_norm(self) -> float | None:
+        """Global norm of the last mean gradients before clipping; the host waits for it."""
+        return self._scaling.read_norm()
 
     @StreamScope()
     def __call__(
@@ -171,9 +213,10 @@ class SyncStep(NotCopied):
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
 
         Returns:
-            True if the variables were updated. False if the gradients were dropped as stale, or
-            accumulated because more are needed. After an update the step of every accumulator is
-            one higher, also for variables without a gradient.
+            True if the variables were updated. False if the gradients were dropped as stale,
+            accumulated because more are needed, or skipped (see ``num_skipped``). After an update,
+            and a skipped one, the step of every accumulator is one higher, also for variables
+            without a gradient.
 
         Raises:
             ValueError: wrong number of replicas or variables, a gradient of another shape or
@@ -181,6 +224,8 @@ class SyncStep(NotCopied):
                 above 0. On error, state is unchanged.
             TypeError: ``IndexedSlices``, or something else that is not an array; state is
                 unchanged.
+            FloatingPointError: with ``check_finite``, the gradient of a replica is infinite or
+                NaN, in any process; state is unchanged.
             CollectiveError: the mesh has failed.
         """
         seconds = as_deadline(deadline)
@@ -190,8 +235,12 @@ class SyncStep(NotCopied):
             variable._check_memory()
         placed = self._validated(terms)
         with deadline_scope("a SyncStep", seconds, self.devices):
-            step = self._earliest(step, list(placed))
-            gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
+            if self._scaling.checks:
+                gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
+                step = self._earliest(step, list(placed), gradients)
+            else:
+                step = self._earliest(step, list(placed))
+                gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
             accumulators = [self.accumulators[index] for index in placed]
             with DeferInterrupts():
                 if not apply_grads(accumulators, gradients, step):
@@ -201,9 +250,10 @@ class SyncStep(NotCopied):
                 if self._shards is not None:
                     return self._shards.take_and_update(num_here)
                 means = take_now(self.accumulators, num_here)  # pack, all-reduce, unpack
-                if means is not None:
-                    self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
-                return means is not None
+                if means is None or not self._scaled(means):
+                    return False
+                self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
+                return True
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
         """Returns all that the training needs to continue, as host data.
@@ -219,7 +269,9 @@ class SyncStep(NotCopied):
             ``"format"``, ``"num_replicas"`` and ``"num_required"``; ``"variables"``, an array for
             each variable, by name (float32 of float16 and bfloat16); ``"optimizer"``, its
             ``state_dict``; ``"accumulators"``, that of each by the name of its variable, where the
-            counts and the partial sums are those of the replicas of all processes.
+            counts and the partial sums are those of the replicas of all processes;
+            ``"num_skipped"``, ``"loss_scale"``, and of a dynamic one ``"growth_tracker"``, the
+            number of updates since it changed (else None).
 
         Raises:
             ValueError: two variables have the same name, the processes have taken different
@@ -236,7 +288,8 @@ class SyncStep(NotCopied):
         replicas may differ if the state was saved right after an update: gradients that wait for
         one are continued by the same number of replicas only, in any number of processes.
         ``num_required`` becomes the saved one: half the replicas take two calls for an update. The
-        number of dropped gradients is rounded down to whole calls. On error, state is unchanged.
+        number of dropped gradients is rounded down to whole calls. A dynamic loss scale continues
+        with the saved one; a fixed one is that of this step. On error, state is unchanged.
 
         Args:
             state: of a step with variables of the same names; or as a checkpoint format returns
@@ -246,7 +299,8 @@ class SyncStep(NotCopied):
             KeyError: a key is missing or unknown, or a variable.
             TypeError: a value of another type.
             ValueError: a value of another format, shape or dtype; another optimizer; gradients of
-                another number of replicas wait for an update; or processes with different states.
+                another number of replicas or another loss scale wait for an update; or processes
+                with different states.
             CollectiveError: the mesh has failed.
         """
         load = ready_state(self._parts, state)
@@ -256,24 +310,53 @@ class SyncStep(NotCopied):
     @property
     def _parts(self) -> StepParts:
         parts = (self.variables, self.accumulators, self.optimizer)
-        return StepParts(*parts, self.devices, self.num_replicas, self._shards)
+        return StepParts(*parts, self.devices, self.num_replicas, self._shards, self._scaling)
 
-    def _earliest(self, step: int, with_gradients: list[int]) -> int:
+    def _scaled(self, means: Sequence[Mirrored | None]) -> bool:
+        """Unscales and clips mean gradients in place; False if the update is to be skipped."""
+        if not self._scaling.acts:
+            return True
+        rows = [mean.buffers for mean in means if mean is not None]
+        with telling_others(self.devices[0]):
+            return self._scaling.apply(list(zip(*rows, strict=True)))
+
+    def _earliest(
+        self, step: int, with_gradients: list[int], checked: Sequence[PerReplica] | None = None
+    ) -> int:
         """Returns the earliest step of all processes: if it is stale, all gradients are dropped.
 
         Args:
             step: of this process.
             with_gradients: indices of its variables; the others' must be equal.
+            checked: their gradients, if they must be finite where the earliest step is not stale.
+
+        Raises:
+            FloatingPointError: they are not, in any process.
         """
         leader = self.devices[0]
         group = leader.mesh_state.process_group
-        if group is None:
+        if group is None and checked is None:
             return step
-        what = {"call": "a SyncStep", "tensors": with_gradients}
-        names = [self.variables[index].name for index in with_gradients]
-        with agreed(leader, Description.of(what, names, compared=False)):
-            steps = exchange_numbers(leader, [step], [1] * group.size)
-        return min([other for (other,) in steps])
+        numbers, now = [step], self.global_step
+        if checked is not None:
+            numbers += first_nonfinite(() if step < now else checked, first_replica(leader))
+        found = [numbers]
+        if group is not None:
+            what = {"call": "a SyncStep", "tensors": with_gradients, **self._scaling.options}
+            names = [self.variables[index].name for index in with_gradients]
+            with agreed(leader, Description.of(what, names, compared=False)):
+                found = exchange_numbers(leader, numbers, [len(numbers)] * group.size)
+        earliest = min([each[0] for each in found])
+        wrong = [each[1:] for each in found if each[1:] and each[1] >= 0]
+        if wrong and earliest >= now:
+            index, replica = min(wrong)
+            name = self.variables[with_gradients[index]].name
+            process = "" if group is None else f" (process {group.rank_of(replica)})"
+            raise FloatingPointError(
+                f"the gradient of {name!r} in replica {replica}{process} is not finite at step "
+                f"{earliest}; nothing was added"
+            )
+        return earliest
 
     def _validated(
         self, terms: Sequence[Sequence[Sequence[Any] | None]]

@@ -168,11 +168,19 @@ def synchronous(mesh: Mesh, algorithm: str, method: gr.AggregationMethod) -> lis
     """The whole main path: two micro-batch gradients of each replica, several steps."""
     variables = variables_on(mesh)
     ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs=2, mesh=mesh)
-    step = gr.SyncStep(variables, gr.MomentumOptimizer(0.1, 0.9), ops, aggregation_method=method)
+    options = {"aggregation_method": method}
+    if method is gr.AggregationMethod.ADD_N:
+        options |= {"clip_norm": 1.0, "loss_scale": gr.DynamicLossScale(8.0, growth_interval=2)}
+    step = gr.SyncStep(variables, gr.MomentumOptimizer(0.1, 0.9), ops, **options)
     for number in range(NUM_STEPS):
         micro = [gradients(mesh, "float32", 500 * (2 * number + part)) for part in range(2)]
-        assert step([[list(pair) for pair in zip(*rows, strict=True)]
-                     for rows in zip(*micro, strict=True)])  # fmt: skip
+        terms = [[list(pair) for pair in zip(*rows, strict=True)]
+                 for rows in zip(*micro, strict=True)]  # fmt: skip
+        skips = "clip_norm" in options and number == 1  # some elements are not finite
+        if "clip_norm" in options and not skips:
+            terms = [[[np.clip(np.nan_to_num(a), -9, 9) for a in pair] for pair in row]
+                     for row in terms]  # fmt: skip
+        assert step(terms) is not skips
     assert step.global_step == NUM_STEPS
     return [variable.numpy() for variable in variables]
 

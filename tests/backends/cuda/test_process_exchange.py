@@ -172,7 +172,10 @@ def test_steps_and_their_checkpoints_are_those_of_one_process(here, algorithm, s
             for index, shape in enumerate(shapes)
         ]
         ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
-        step = gr.SyncStep(variables, gr.AdamOptimizer(0.1), ops, shard_optimizer=shards)
+        options = {"check_finite": True}
+        if shards:
+            options = {"shard_optimizer": True, "clip_norm": 1.0, "skip_nonfinite": True}
+        step = gr.SyncStep(variables, gr.AdamOptimizer(0.1), ops, **options)
         step(mine)
         step(mine)
         step.load_state_dict(step.state_dict())
