@@ -156,6 +156,15 @@ def test_the_script_with_the_hook_trains():
     assert ((weight - 1).abs() < 0.1).all()
 
 
+def test_the_script_with_the_optimizer_trains():
+    (block,) = [block for block in blocks(PAGE) if "gr.torch.Optimizer" in block]
+    names = {"__name__": "block"}
+    exec(compile(block, "block", "exec"), names)
+    one, other = names["train"](steps=120)
+    assert one.equal(other)
+    assert ((one - 1).abs() < 0.1).all()
+
+
 @pytest.fixture
 def digits(tmp_path, monkeypatch, capsys):
     """Runs examples/train_torch.py in this process; returns exit status and printed text."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from gradreduce import ops
 from gradreduce.arrays import snapshots
@@ -383,6 +383,15 @@ class Optimizer(NotCopied):
                 for buffer in var.buffers:
                     ops.prepare_rule(kernel, buffer.device, var.dtype, state)
         self._slots.make(variables, self._slot_start)
+
+    def _without_slots(self) -> Self:
+        """Returns a new optimizer with the same rule and hyperparameters, and no slots."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        slots, master_dtype = self._slots, "float32" if self._slots.has_masters else None
+        made._slots = Slots(slots.kind, slots.owner, slots.names, master_dtype, slots.power_names)
+        made._plan = None
+        return made
 
     def _colocated_gradients(
         self,

@@ -1,4 +1,4 @@
-"""PyTorch on our reductions: modules, Variables, what DDP and FSDP2 accept.
+"""PyTorch on our reductions: modules, optimizers, what DDP and FSDP2 accept.
 
 Imported only when asked for, as ``gr.torch``: ``import gradreduce`` does not import PyTorch.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from gradreduce.torch.data_parallel import DataParallel
 from gradreduce.torch.ddp_hook import comm_hook
 from gradreduce.torch.fsdp import ReduceScatter
+from gradreduce.torch.optimizer import Optimizer
 from gradreduce.torch.variables import variables
 
-__all__ = ["DataParallel", "ReduceScatter", "comm_hook", "variables"]
+__all__ = ["DataParallel", "Optimizer", "ReduceScatter", "comm_hook", "variables"]

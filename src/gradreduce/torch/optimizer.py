@@ -1,0 +1,350 @@
+"""``Optimizer``: an optimizer of this library as one of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from numbers import Real
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+
+from gradreduce import optim
+from gradreduce.arrays.variable import Variable
+from gradreduce.backends import default_mesh
+from gradreduce.device import Device
+from gradreduce.errors import NotCopied, brief, listed
+from gradreduce.optim.checkpoint import checked_arrays, ready_slots
+from gradreduce.optim.hyperparameters import text_of, value_of
+
+from .variables import ParameterVariable, check_separate
+
+_TWO_BYTES = (torch.float16, torch.bfloat16)  # states have them as float32
+
+_BETAS = ("beta1", "beta2")  # together "betas"; schedulers look for this and for "lr"
+# A group that asks for one of these would train otherwise than it says.
+_OPTIONS_OF_PYTORCH = {
+    "alpha", "amsgrad", "betas", "centered", "dampening", "eps", "lr", "lr_decay", "maximize",
+    "momentum", "nesterov", "weight_decay",
+}  # fmt: skip
+
+
+class _Row(NamedTuple):
+    """A parameter that is updated.
+
+    Attributes:
+        variable: on its memory.
+        state: its entry of ``Optimizer.state``.
+        views: the tensors in ``state``, on the memory of its slots.
+    """
+
+    variable: ParameterVariable
+    state: dict[str, Any]
+    views: list[Any]
+
+
+class _Group:
+    """What a parameter group needs besides its options.
+
+    Args:
+        number: of the group.
+        rule: with slots of its own.
+    """
+
+    def __init__(self, number: int, rule: optim.Optimizer) -> None:
+        self.number = number
+        self.rule = rule
+        self.rows: dict[Any, _Row] = {}
+        self.hidden: dict[Any, _Row] = {}  # whose slots are not in ``Optimizer.state`` yet
+
+    def add(self, parameter: Any, variable: ParameterVariable) -> _Row:
+        """Adds a parameter, and the Variable on its memory."""
+        row = self.rows[parameter] = self.hidden[parameter] = _Row(variable, {}, [])
+        return row
+
+    def row_of(self, options: Mapping[str, Any], index: int) -> _Row:
+        """Returns the row of a parameter of the group; makes it at first."""
+        parameter = options["params"][index]
+        row = self.rows.get(parameter)
+        if row is None:
+            names = options.get("param_names")
+            name = names[index] if names else f"param_groups[{self.number}].params[{index}]"
+            device = _device_of(parameter)
+            row = self.add(parameter, ParameterVariable(name, [parameter], [device], [[]]))
+        return row
+
+
+class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see DataParallel
+    """An optimizer of PyTorch that updates parameters in place by a rule of this library.
+
+    It gives the bits of the rule's own ``apply_gradients``, with one launch for each parameter
+    group, dtype and GPU::
+
+        optimizer = gr.torch.Optimizer(gr.AdamOptimizer(1e-3), net.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+        loss.backward()
+        optimizer.step()
+
+    The options of a parameter group are the hyperparameters of the rule, by their names, but for
+    ``"lr"`` (``learning_rate``) and ``"betas"`` (``beta1`` and ``beta2``), as schedulers expect.
+    Each group has its own, and Adam's powers too (``"beta1_power"``, ``"beta2_power"``). The state
+    of a parameter are its slots, as tensors on their memory: change them in place. ``state_dict()``
+    is that of PyTorch, of tensors and numbers, for ``torch.save`` and
+    ``torch.load(weights_only=True)``.
+
+    Parameters whose ``.grad`` is None are left out; sparse ``.grad`` are taken as ``IndexedSlices``
+    are. ``GradScaler`` unscales the gradients (``unscale_``) and leaves the step out if one is
+    infinite or NaN, as for optimizers of PyTorch that are not fused.
+
+    Args:
+        optimizer: the rule, and the default options; numbers, no callables. It is not changed.
+        params: as of ``torch.optim.SGD``: parameters, pairs with their names, or parameter groups.
+            Or Variables of ``gr.torch.variables``, whose mesh is used then; else the parameters
+            must be in memory of ``gr.default_mesh()``.
+
+    Raises:
+        TypeError: ``optimizer`` is not a ``gr.Optimizer``, is an ``AGNOptimizer``, or has a
+            hyperparameter that is not a number; or what ``variables`` raises.
+        ValueError: ``optimizer`` has state, an option that the rule does not have, parameters that
+            cannot be shared (see ``variables``), or what ``torch.optim.Optimizer`` raises.
+
+    ``step`` raises ``RuntimeError`` if a parameter has got other memory since, or its state was
+    replaced; nothing is updated then.
+    """
+
+    _copy_hint = "make a new one, and load the state_dict() of this one into it"
+
+    def __init__(self, optimizer: optim.Optimizer, params: Any) -> None:
+        if not isinstance(optimizer, optim.Optimizer):
+            raise TypeError(f"optimizer={brief(optimizer)} is not a gr.Optimizer")
+        if isinstance(optimizer, optim.AGNOptimizer):
+            raise TypeError(
+                "an AGNOptimizer updates the variables of its getter: pass its inner optimizer"
+            )
+        if any(optimizer._slots.by_name.values()) or optimizer._slots.powers:
+            raise ValueError(
+                f"{optimizer!r} has state, which would not be used: pass a new one, and load the "
+                "state_dict of a gr.torch.Optimizer"
+            )
+        self._template = optimizer
+        options = _options(optimizer)
+        self._options = tuple(options)
+        self._groups: list[_Group] = []
+        self._saved: list[Any] = []
+        super().__init__([params] if isinstance(params, Variable) else params, options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See ``torch.optim.Optimizer``; the group gets slots and options of its own."""
+        params = param_group["params"]
+        items = [params] if isinstance(params, torch.Tensor | Variable) else params
+        if not isinstance(items, set):
+            items = list(items)
+            param_group["params"] = list(chain.from_iterable(map(_parameters_of, items)))
+        wrong = [name for name in _OPTIONS_OF_PYTORCH if param_group.get(name)]
+        wrong = sorted(set(wrong) - set(self._options))
+        if wrong:
+            raise ValueError(
+                f"{listed(wrong)} of a parameter group is not an option of {self._template!r}, "
+                f"which has {listed(self._options)}"
+            )
+        super().add_param_group(param_group)
+        try:
+            group = _Group(len(self._groups), self._template._without_slots())
+            _set_options(group.rule, param_group, self._options)
+            group.rule._check_hyperparameters()
+            for variable in [each for each in items if isinstance(each, ParameterVariable)]:
+                for index, parameter in enumerate(variable._parameters):
+                    group.add(parameter, variable.of_replica(index))
+            indices = range(len(param_group["params"]))
+            variables = [group.row_of(param_group, index).variable for index in indices]
+            check_separate(variables)
+            if len({each.devices[0].mesh_state for each in variables}) > 1:
+                raise ValueError("the parameters of a group are on different meshes")
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._groups.append(group)
+
+    @torch.optim.Optimizer.profile_hook_step  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that have gradients; queues work, and does not wait for it.
+
+        Args:
+            closure: computes the loss and its gradients.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            RuntimeError: a parameter has got other memory, or its state was replaced.
+            ValueError: an option that the rule cannot use.
+            CollectiveError: the mesh has failed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates = []
+        for group, options in zip(self._groups, self.param_groups, strict=True):
+            _set_options(group.rule, options, self._options)
+            updates.append((group.rule, self._pairs(group, options)))
+        if len(updates) > 1:  # what can fail does so before the first group is updated
+            for rule, pairs in updates:
+                rule._check_hyperparameters()
+                for _, variable in pairs:
+                    variable._check_memory()
+        for group, options, (rule, pairs) in zip(
+            self._groups, self.param_groups, updates, strict=True
+        ):
+            if pairs:
+                rule.apply_gradients(pairs)
+                options.update(zip(rule._slots.power_names, rule._slots.powers, strict=False))
+                self._show_state(group)
+        return loss
+
+    step.hooked = True
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores a ``state_dict``; on error, state is unchanged.
+
+        Raises:
+            KeyError: an option or a slot is missing or unknown: it is of another optimizer.
+            TypeError: a slot is not an array.
+            ValueError: a slot of another shape or dtype, or what PyTorch raises.
+        """
+
+        def take_state(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            """Keeps the state from PyTorch, which would cast it to the parameters' dtypes."""
+            keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+            self._saved = list(map(state_dict["state"].get, keys))
+            return {**state_dict, "state": {}}
+
+        handle = self.register_load_state_dict_pre_hook(take_state)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._saved = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores what ``load_state_dict`` has checked."""
+        saved = iter(self._saved)
+        ready = []
+        for group, options in zip(self._groups, state["param_groups"], strict=True):
+            missing = [name for name in self._options if name not in options]
+            if missing:
+                raise KeyError(f"param_groups of the state have no {listed(missing)}")
+            values: dict[Variable, dict[str, Any]] = {}
+            for index, each in zip(range(len(options["params"])), saved, strict=False):
+                if each:
+                    row = group.row_of(options, index)
+                    values[row.variable] = _checked(group.rule, row.variable, each)
+            slots = group.rule._slots
+            powers = [
+                value_of(name, options[name], is_decay=True)
+                for name in slots.power_names
+                if name in options
+            ]
+            ready.append((group, ready_slots(slots, values, tuple(powers))))
+        super().__setstate__(state)
+        for group, load in ready:
+            load()
+            group.hidden = {
+                parameter: _Row(row.variable, {}, []) for parameter, row in group.rows.items()
+            }
+            group.rows = dict(group.hidden)
+            self._show_state(group)
+
+    def _pairs(
+        self, group: _Group, options: Mapping[str, Any]
+    ) -> list[tuple[Any, ParameterVariable]]:
+        """Returns the gradients of a group that are not None, with their Variables."""
+        found = []
+        for index, parameter in enumerate(options["params"]):
+            grad = parameter.grad
+            if grad is None:
+                continue
+            row = group.row_of(options, index)
+            if row.views:
+                state = self.state.get(parameter)
+                if state is not row.state or not _are_same(state.values(), row.views):
+                    raise RuntimeError(
+                        f"the state of the parameter {brief(row.variable.name)} was replaced: "
+                        "change its tensors in place, or call load_state_dict"
+                    )
+            found.append((grad.detach() if grad.requires_grad else grad, row.variable))
+        return found
+
+    def _show_state(self, group: _Group) -> None:
+        """Adds the slots of parameters that have got theirs to ``state``."""
+        slots = group.rule._slots
+        for parameter, row in list(group.hidden.items()):
+            found = {name: slots.by_name[name].get(row.variable) for name in slots.by_name}
+            made = {name: slot.array("torch") for name, slot in found.items() if slot is not None}
+            if made:
+                row.state.update(made)
+                row.views.extend(made.values())
+                self.state[parameter] = row.state
+            if made or not found:
+                del group.hidden[parameter]
+
+
+def _parameters_of(item: Any) -> Sequence[Any]:
+    """Returns the parameters of one item of ``params``."""
+    return item._parameters if isinstance(item, ParameterVariable) else (item,)
+
+
+def _device_of(parameter: Any) -> Device:
+    """Returns the device of the default mesh that a parameter is on; else the first."""
+    mesh = default_mesh()
+    return next((each for each in mesh if each.physical == parameter.device.index), mesh[0])
+
+
+def _options(optimizer: optim.Optimizer) -> dict[str, Any]:
+    """Returns the options of a parameter group, with the values that an optimizer has."""
+    known = (*optimizer._hyperparameters, *optimizer._settings)
+    public = [name for name in vars(optimizer) if not name.startswith("_")]
+    options = {name: getattr(optimizer, name) for name in dict.fromkeys((*known, *public))}
+    for name, value in list(options.items()):
+        if isinstance(value, Real):
+            continue
+        if name in optimizer._hyperparameters:
+            raise TypeError(
+                f"{name}={text_of(value)} is not a number: pass one, and change it by "
+                "param_groups, or by a scheduler of torch.optim.lr_scheduler"
+            )
+        del options[name]  # not a hyperparameter of a rule written in Python
+    if _BETAS[0] in options:
+        options["betas"] = tuple(options.pop(name) for name in _BETAS)
+    if "learning_rate" in options:
+        options = {"lr": options.pop("learning_rate"), **options}
+    return options
+
+
+def _set_options(rule: optim.Optimizer, options: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Sets the hyperparameters of a rule to the options of a parameter group."""
+    for name in names:
+        if name == "betas":
+            rule.beta1, rule.beta2 = options[name]
+        else:
+            is_renamed = name == "lr" and hasattr(rule, "learning_rate")
+            setattr(rule, "learning_rate" if is_renamed else name, options[name])
+
+
+def _are_same(some: Iterable[Any], others: Sequence[Any]) -> bool:
+    """Whether these are the same objects."""
+    found = list(some)
+    return len(found) == len(others) and all(map(is_, found, others))
+
+
+def _checked(rule: optim.Optimizer, variable: ParameterVariable, saved: Any) -> dict[str, Any]:
+    """Returns the slots of a parameter in a ``state_dict`` as host arrays."""
+    wanted = (variable.shape, rule._slots.state_dtype(variable))
+    if isinstance(saved, Mapping):
+        saved = {
+            name: value.float() if getattr(value, "dtype", None) in _TWO_BYTES else value
+            for name, value in saved.items()
+        }
+    where = f"the state of the parameter {brief(variable.name)}"
+    return checked_arrays(where, saved, dict.fromkeys(rule._slots.names_for(variable), wanted))

@@ -1,0 +1,427 @@
+"""``gr.torch.Optimizer``: any optimizer of this library as one of PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+
+pytestmark = pytest.mark.torch
+
+
+class Signs(gr.Optimizer):
+    """A rule in Python, with a hyperparameter and a slot."""
+
+    _slot_names = ("total",)
+
+    def __init__(self, lr):
+        super().__init__("Signs")
+        self.lr = lr
+
+    def _apply(self, variable, slots, gradient):
+        slots["total"] += gradient
+        variable -= self.lr * np.sign(slots["total"])
+
+
+RULES = {
+    "sgd": lambda lr=0.1, **options: gr.GradientDescentOptimizer(lr, **options),
+    "momentum": lambda lr=0.1, **options: gr.MomentumOptimizer(lr, 0.9, **options),
+    "nesterov": lambda lr=0.1, **options: gr.MomentumOptimizer(lr, 0.9, use_nesterov=True,
+                                                               **options),
+    "adam": lambda lr=0.1, **options: gr.AdamOptimizer(lr, **options),
+    "adagrad": lambda lr=0.1, **options: gr.AdagradOptimizer(lr, **options),
+    "rmsprop": lambda lr=0.1, **options: gr.RMSPropOptimizer(lr, centered=True, **options),
+    "python": lambda lr=0.1, **options: Signs(lr),
+}  # fmt: skip
+MASTERS = {"master_dtype": "float32"}
+
+
+@pytest.fixture
+def mesh():
+    with gr.open_mesh(1, backend="sim") as made:
+        yield made
+
+
+def net(dtype="float32", seed=0):
+    import torch
+
+    torch.manual_seed(seed)
+    made = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    return made.to(getattr(torch, dtype))
+
+
+def own(module, mesh):
+    """Variables with copies of the parameters."""
+    return [gr.Variable(each.detach().clone(), device=mesh[0]) for each in module.parameters()]
+
+
+def backward(module, step=0):
+    import torch
+
+    torch.manual_seed(step)
+    x = torch.randn(5, 3).to(module[0].weight.dtype)
+    module.zero_grad()
+    loss = module(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def pairs(module, variables):
+    return list(zip([each.grad for each in module.parameters()], variables, strict=True))
+
+
+def assert_same(module, variables):
+    for parameter, variable in zip(module.parameters(), variables, strict=True):
+        found = parameter.detach().float().numpy()
+        assert (found == variable.numpy().astype(np.float32)).all()
+
+
+def saved(optimizer):
+    import torch
+
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(("dtype", "options"), [
+    ("float32", {}), ("float64", {}), ("bfloat16", {}), ("bfloat16", MASTERS), ("float16", MASTERS),
+])  # fmt: skip
+@pytest.mark.parametrize("rule", RULES)
+def test_it_has_the_bits_of_the_rule_and_continues_after_a_saved_state(rule, dtype, options, mesh):
+    import torch
+
+    module = net(dtype)
+    direct, variables = RULES[rule](**options), own(module, mesh)
+    optimizer = gr.torch.Optimizer(RULES[rule](**options), gr.torch.variables(module, mesh))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    for step in range(6):
+        backward(module, step)
+        if step < 2:
+            module[0].bias.grad = None  # not used yet
+        direct.apply_gradients(pairs(module, variables))
+        optimizer.step()
+        assert_same(module, variables)
+        slots = [direct.get_slot(var, name) for var in variables for name in direct._slots.by_name]
+        shown = [each for p in module.parameters() for each in optimizer.state.get(p, {}).values()]
+        for slot, tensor in zip([each for each in slots if each], shown, strict=True):
+            assert (tensor.float().numpy() == slot.numpy().astype(np.float32)).all()
+        if step == 3:
+            state = saved(optimizer)
+            weights = {key: each.clone() for key, each in module.state_dict().items()}
+            module = net(dtype, seed=1)
+            module.load_state_dict(weights)
+            optimizer = gr.torch.Optimizer(RULES[rule](9.0, **options), module.named_parameters())
+            optimizer.load_state_dict(state)
+            assert list(optimizer.param_groups[0]["params"]) == list(module.parameters())
+
+
+def test_a_python_rule_and_parameters_without_variables_use_the_default_mesh():
+    module = net()
+    optimizer = gr.torch.Optimizer(Signs(0.5), module.parameters())
+    before = [each.detach().clone() for each in module.parameters()]
+    backward(module)
+    optimizer.step()
+    for one, parameter in zip(before, module.parameters(), strict=True):
+        assert (one - 0.5 * parameter.grad.sign()).equal(parameter.detach())
+
+
+def groups_of(module):
+    return [
+        {"params": module[0].parameters(), "lr": 0.2},
+        {"params": [module[2].weight], "betas": (0.5, 0.75), "name": "last"},
+    ]
+
+
+def test_each_group_has_its_own_options_and_powers(mesh):
+    module = net()
+    variables = own(module, mesh)
+    optimizer = gr.torch.Optimizer(gr.AdamOptimizer(0.1), groups_of(module))
+    direct = [gr.AdamOptimizer(0.2), gr.AdamOptimizer(0.1, 0.5, 0.75), gr.AdamOptimizer(0.05)]
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": module[2].bias, "lr": 0.05})
+        backward(module, step)
+        rows = pairs(module, variables)
+        direct[0].apply_gradients(rows[:2])
+        direct[1].apply_gradients(rows[2:3])
+        if step >= 2:
+            direct[2].apply_gradients(rows[3:])
+        optimizer.step()
+        assert_same(module, variables)
+    powers = [group["beta1_power"] for group in optimizer.param_groups]
+    assert powers == [each._slots.powers[0] for each in direct]
+    assert optimizer.param_groups[1]["name"] == "last"
+    optimizer.load_state_dict(saved(optimizer))
+    backward(module, 4)
+    for each, chosen in zip(direct, (slice(2), slice(2, 3), slice(3, 4)), strict=True):
+        each.apply_gradients(pairs(module, variables)[chosen])
+    optimizer.step()
+    assert_same(module, variables)
+
+
+def schedulers():
+    from torch.optim import lr_scheduler
+
+    return {
+        "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
+        "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=6),
+        "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    }
+
+
+@pytest.mark.whole_product
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+@pytest.mark.parametrize("name", ["step", "lambda", "one cycle", "plateau"])
+def test_schedulers_of_pytorch_change_its_options(name, rule, mesh):
+    import torch
+
+    theirs = {
+        "momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
+        "adam": lambda params: torch.optim.Adam(params, 0.1),
+    }
+    module, other = net(), net()
+    direct, variables = RULES[rule](), own(module, mesh)
+    optimizer = gr.torch.Optimizer(RULES[rule](), gr.torch.variables(module, mesh))
+    reference = theirs[rule](other.parameters())
+    made = [schedulers()[name](each) for each in (optimizer, reference)]
+    for step in range(5):
+        (options,) = reference.param_groups
+        direct.learning_rate = options["lr"]
+        if rule == "adam":
+            direct.beta1, direct.beta2 = options["betas"]
+        else:
+            direct.momentum = options["momentum"]
+        backward(module, step)
+        direct.apply_gradients(pairs(module, variables))
+        optimizer.step()
+        reference.step()
+        assert_same(module, variables)
+        for each in made:
+            each.step(*([1.0] if name == "plateau" else []))
+        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+    assert options["lr"] != 0.1
+    optimizer.param_groups[0]["lr"] = 0.0  # by hand
+    before = [each.detach().clone() for each in module.parameters()]
+    optimizer.step()
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+def test_a_gradscaler_unscales_and_leaves_a_step_out(mesh):
+    import torch
+
+    module = net()
+    direct, variables = gr.AdamOptimizer(0.1), own(module, mesh)
+    optimizer = gr.torch.Optimizer(gr.AdamOptimizer(0.1), gr.torch.variables(module, mesh))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        backward(module, step)
+        if step != 2:
+            direct.apply_gradients(pairs(module, variables))
+        optimizer.zero_grad()
+        scaler.scale(module(torch.zeros(1, 3)).sum() * 0).backward()
+        backward(module, step)
+        for parameter in module.parameters():
+            parameter.grad *= scaler.get_scale()  # a power of two
+        if step == 2:
+            module[0].weight.grad[1, 1] = float("inf")
+        if step == 3:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert_same(module, variables)
+    assert scaler.get_scale() == 512.0
+    assert optimizer.param_groups[0]["beta1_power"] == direct._slots.powers[0]
+
+
+def test_closures_and_hooks_are_called(mesh):
+    import torch
+
+    module = net()
+    optimizer = gr.torch.Optimizer(RULES["momentum"](), gr.torch.variables(module, mesh))
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: called.append("post"))
+
+    def closure():
+        called.append("closure")
+        assert torch.is_grad_enabled()
+        return backward(module)
+
+    with torch.no_grad():
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert called == ["pre", "closure", "post"] * 3
+    optimizer.zero_grad()
+    optimizer.step()  # all gradients are None
+    assert {each.grad for each in module.parameters()} == {None}
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: called.append(len(state["state"])))
+    optimizer.register_load_state_dict_post_hook(
+        lambda optimizer: called.append("loaded" if len(optimizer.state) == 4 else "empty")
+    )
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called[-2:] == [4, "loaded"]
+
+
+@pytest.mark.parametrize("make", [
+    lambda: gr.AdamOptimizer(0.1), lambda: gr.AdamOptimizer(0.1, lazy=True),
+    lambda: gr.AdagradOptimizer(0.1), lambda: gr.MomentumOptimizer(0.1, 0.9),
+])  # fmt: skip
+def test_sparse_gradients_are_indexed_slices(make, mesh):
+    import torch
+
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(6, 3, sparse=True)
+    direct, variables = make(), own(table, mesh)
+    optimizer = gr.torch.Optimizer(make(), gr.torch.variables(table, mesh))
+    for rows in ([1, 1, 4], [0, 4], [5]):
+        optimizer.zero_grad()
+        table(torch.tensor(rows)).square().sum().backward()
+        grad = table.weight.grad.coalesce()
+        slices = gr.IndexedSlices(grad.values(), grad.indices()[0], (6, 3))
+        direct.apply_gradients([(slices, variables[0])])
+        optimizer.step()
+        assert_same(table, variables)
+
+
+def test_replicas_of_a_data_parallel_stay_alike():
+    import torch
+
+    with gr.open_mesh(2, backend="sim") as mesh:
+        dp = gr.torch.DataParallel(net(), mesh)
+        alone = net()
+        direct, variables = gr.AdamOptimizer(0.1), own(alone, mesh)
+        shared = gr.torch.variables(dp.replicas, mesh)
+        optimizer = gr.torch.Optimizer(gr.AdamOptimizer(0.1), shared)
+        assert optimizer.param_groups[0]["params"][:2] == [each[0].weight for each in dp.replicas]
+        for step in range(3):
+            dp.zero_grad()
+            for replica in dp.replicas:
+                torch.manual_seed(step)
+                replica(torch.randn(5, 3)).square().mean().backward()
+            views = [each.grad for each in dp.parameters()]
+            backward(alone, step)
+            direct.apply_gradients(pairs(alone, variables))
+            with mesh.journal() as journal:
+                optimizer.step()
+            assert len(journal.of("launch")) == 2  # one for each GPU; nothing is copied
+            assert journal.of("copy") == journal.of("upload") == []
+            for replica in dp.replicas:
+                assert_same(replica, variables)
+            assert all(each.grad is view for each, view in zip(dp.parameters(), views, strict=True))
+            alone.load_state_dict(dp.module.state_dict())
+
+
+def test_memory_that_is_not_the_parameters_any_more_is_not_updated(mesh):
+    import torch
+
+    module = net()
+    optimizer = gr.torch.Optimizer(
+        gr.AdamOptimizer(0.1),
+        [
+            {"params": gr.torch.variables(module[0], mesh)},
+            {"params": gr.torch.variables(module[2], mesh)},
+        ],
+    )
+    backward(module)
+    optimizer.step()
+    before = [each.detach().clone() for each in module.parameters()]
+    grad = module[2].bias.grad
+    module[2].bias = torch.nn.Parameter(module[2].bias.detach().clone())
+    with pytest.raises(RuntimeError, match="'bias' has been replaced or has other memory"):
+        optimizer.step()
+    optimizer = gr.torch.Optimizer(gr.AdamOptimizer(0.1), module.parameters())
+    module[2].bias.data = module[2].bias.data.clone()
+    module[2].bias.grad = grad
+    with pytest.raises(RuntimeError, match=r"'param_groups\[0\].params\[3\]' has been replaced"):
+        optimizer.step()
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+def test_state_that_was_replaced_is_not_ignored(mesh):
+    module = net()
+    optimizer = gr.torch.Optimizer(RULES["momentum"](), gr.torch.variables(module, mesh))
+    backward(module)
+    optimizer.step()
+    for each in module.parameters():
+        optimizer.state[each]["momentum"].zero_()  # in place: as if it began
+        each.grad.zero_()
+    before = module[0].bias.detach().clone()
+    optimizer.step()
+    assert module[0].bias.equal(before)
+    optimizer.state[module[0].bias]["momentum"] = before.clone()
+    with pytest.raises(RuntimeError, match=r"state of the parameter '0\.bias' was replaced"):
+        optimizer.step()
+    optimizer.state.clear()
+    with pytest.raises(RuntimeError, match=r"state of the parameter '0\.weight' was replaced"):
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())  # which has none
+    optimizer.step()
+
+
+def test_a_state_that_does_not_fit_changes_nothing(mesh):
+    module = net()
+    optimizer = gr.torch.Optimizer(RULES["adam"](), groups_of(module))
+    other = gr.torch.Optimizer(RULES["momentum"](), net().parameters())
+    backward(module)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    momentum = copy.deepcopy(state)
+    momentum["state"][2] = {"momentum": momentum["state"][2]["m"]}
+    shape = copy.deepcopy(state)
+    shape["state"][0]["m"] = shape["state"][0]["m"][1:]
+    for wrong, error, match in [
+        (other.state_dict(), ValueError, "different number of parameter groups"),
+        (momentum, KeyError, "'m', 'v' missing, 'momentum' unknown"),
+        (shape, ValueError, r"params\[0\]'\['m'\] is float32\(3, 3\); expected float32\(4, 3\)"),
+    ]:
+        with pytest.raises(error, match=match):
+            optimizer.load_state_dict(wrong)
+        found = optimizer.state_dict()
+        assert found["param_groups"] == state["param_groups"]
+        for index, slots in state["state"].items():
+            for name, tensor in slots.items():
+                assert found["state"][index][name].equal(tensor)
+    backward(module)
+    optimizer.step()
+
+
+def test_what_it_cannot_use_is_refused(mesh):
+    import torch
+
+    module = net()
+    used = RULES["adam"]()
+    backward(module)
+    used.apply_gradients(pairs(module, own(module, mesh)))
+    for rule, params, error, match in [
+        (torch.optim.SGD(module.parameters(), 0.1), module.parameters(), TypeError, "is not a gr"),
+        (used, module.parameters(), ValueError, "has state, which would not be used"),
+        (RULES["sgd"](lambda: 0.1), module.parameters(), TypeError, "learning_rate=.*is not a num"),
+        (RULES["adam"](), [], ValueError, "empty parameter list"),
+        (RULES["adam"](), [np.zeros(3)], TypeError, "can only optimize Tensors"),
+        (RULES["adam"](), own(module, mesh), TypeError, "can only optimize Tensors"),
+        (RULES["adam"](), [module[0].weight.t()], ValueError, "non-leaf"),
+        (RULES["adam"](), [{"params": module.parameters(), "weight_decay": 0.1}], ValueError,
+         "weight_decay of a parameter group is not an option of .* which has lr, epsilon, betas"),
+        (RULES["adam"](), [{"params": module.parameters(), "betas": (1.5, 0.9)}], ValueError,
+         "beta1=1.5 must be at least 0 and below 1"),
+        (RULES["adam"](), [module[0].weight, module[0].weight.detach()[1]], ValueError,
+         "share memory"),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=match):
+            gr.torch.Optimizer(rule, params)
+    optimizer = gr.torch.Optimizer(RULES["adam"](), module[0].parameters())
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": module.parameters()})
+    with pytest.raises(ValueError, match="momentum of a parameter group is not an option"):
+        optimizer.add_param_group({"params": module[2].parameters(), "momentum": 0.9})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(TypeError, match="cannot be pickled or copied; make a new one, and load"):
+        copy.deepcopy(optimizer)
+    optimizer.step()
