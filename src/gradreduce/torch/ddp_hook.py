@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradreduce.arrays.distributed import ReduceOp
+from gradreduce.arrays.distributed import PerReplica, ReduceOp
 from gradreduce.device import as_deadline
 from gradreduce.errors import brief, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
+from gradreduce.reduce.prepared import PreparedStep
 
 from .worker import with_name, worker_of
 
@@ -54,6 +55,7 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
     seconds = as_deadline(deadline)
     mesh = checked_mesh(cross_device_ops)
     worker = worker_of(mesh)
+    mean_of = _Means(cross_device_ops, seconds)
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         mesh.mesh_state.check_process()
@@ -64,7 +66,7 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
 
         def reduce() -> None:
             try:
-                future.set_result(_mean(cross_device_ops, gradients, seconds))
+                future.set_result(mean_of(index, gradients))
             except Exception as error:
                 named = with_name(error, f"bucket {index} ({listed(_names_of(parameters))})")
                 future.set_exception(named)
@@ -100,15 +102,42 @@ def checked_mesh(cross_device_ops: Any) -> Any:
     return mesh
 
 
-def _mean(
-    cross_device_ops: AllReduceCrossDeviceOps, gradients: torch.Tensor, deadline: float | None
-) -> torch.Tensor:
-    """Averages a bucket over the processes; in place, but for sparse gradients."""
-    out = None if gradients.is_sparse else [[gradients]]
-    ((mean,),) = cross_device_ops.all_reduce(
-        [[gradients]], ReduceOp.MEAN, out=out, deadline=deadline
-    )
-    return mean
+class _Means:
+    """Averages buckets over the processes; in place, but for sparse gradients.
+
+    A bucket that is where it was the time before gets a prepared step.
+
+    Args:
+        cross_device_ops: see ``comm_hook``.
+        deadline: of each reduction.
+    """
+
+    def __init__(self, cross_device_ops: AllReduceCrossDeviceOps, deadline: float | None) -> None:
+        self._cross_device_ops = cross_device_ops
+        self._deadline = deadline
+        self._places: dict[int, tuple[object, ...]] = {}  # of each bucket the last time
+        self._steps: dict[int, PreparedStep] = {}
+
+    def __call__(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        """Averages the bucket of this index."""
+        ops, deadline = self._cross_device_ops, self._deadline
+        if gradients.is_sparse:
+            ((mean,),) = ops.all_reduce([[gradients]], ReduceOp.MEAN, deadline=deadline)
+            return mean
+        out = [[gradients]]
+        place = (gradients.data_ptr(), gradients.shape, gradients.dtype)
+        if self._places.get(index) != place:  # DDP makes other buckets after the first backward
+            self._places[index] = place
+            self._steps.pop(index, None)
+            ops.all_reduce(out, ReduceOp.MEAN, out=out, deadline=deadline)
+        elif index in self._steps:
+            self._steps[index](deadline=deadline)
+        else:
+            value = PerReplica([gradients], ops.mesh)
+            self._steps[index] = ops.prepare(
+                ReduceOp.MEAN, [(value, value)], out=out, deadline=deadline
+            )
+        return gradients
 
 
 def _names_of(parameters: Sequence[torch.Tensor]) -> list[str]:
