@@ -285,6 +285,21 @@ def test_gradients_stay_views_of_one_memory():
                 assert 0 <= parameter.grad.data_ptr() - buffer.address < buffer.nbytes
 
 
+def test_gradients_that_are_replaced_between_two_backwards_are_averaged():
+    """By clipping out of place, for example; the other replica's are None by then, or zero."""
+    with open_mesh(2) as mesh:
+        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
+        for step in range(4):
+            dp.zero_grad(set_to_none=step % 2 == 0)
+            plain(dp.replicas[0], batch(0)).backward()
+            for parameter in dp.replicas[0].parameters():
+                parameter.grad = parameter.grad * 3
+            wanted = gradients(dp.replicas[0])
+            plain(dp.replicas[1], batch(0)).backward()
+            for replica in dp.replicas:
+                assert_equal(gradients(replica), [each * 4 / 6 for each in wanted])
+
+
 def test_little_more_than_one_copy_of_the_gradients_is_held():
     """Flat buffers, and what backward has just made: those of one bucket and a gradient."""
 

@@ -142,6 +142,7 @@ class PreparedStep(NotCopied):
 
     _called = "a prepared step"
     flat: FlatBuffer | None = None  # set by ``FlatBuffer.prepare_all_reduce``: fenced by each call
+    attaches = True  # False: the caller has attached gradients again before each call
 
     def __init__(self, call: Call, reduce: Reduce) -> None:
         self._mesh_state = call.devices[0].mesh_state
@@ -206,7 +207,7 @@ class PreparedStep(NotCopied):
         self._mesh_state.check_free(self._devices[0], self._called)
         for device in self._devices if self._mesh_state.failed else ():
             self._mesh_state.check_usable(device)
-        if self._pack_buffers:
+        if self._pack_buffers and self.attaches:
             attach_again(self._pack_buffers)
         boundaries = self._boundaries()
         if self.flat is not None:

@@ -46,6 +46,7 @@ class Replica:
         is_done: whether one has ended.
         is_incomplete: whether a parameter was freed: the module has another one in its place.
         ready: in the first round, the indices of the parameters in the order of their gradients.
+        parts: its gradients of each bucket.
     """
 
     def __init__(self, index: int, parameters: Sequence[Any]) -> None:
@@ -55,6 +56,13 @@ class Replica:
         self.is_incomplete = False
         self.waits, self.runs, self.is_done = True, False, False
         self.ready: list[int] = []
+        self.parts: list[Part] = []
+
+    def wait(self) -> None:
+        """Makes the next gradient begin a backward."""
+        self.waits = True
+        for part in self.parts:
+            part.missing = 0
 
     @property
     def parameters(self) -> list[Any]:
@@ -72,13 +80,16 @@ class Part:
         bucket: which.
         total: how many gradients are expected in a round: more than one of a parameter that two
             reentrant checkpoints share.
-        missing: how many are still to come; infinitely many inside ``no_sync``.
+        missing: how many are still to come: infinitely many inside ``no_sync``, none while the
+            replica waits.
     """
+
+    __slots__ = ("bucket", "missing", "total")
 
     def __init__(self, bucket: Bucket, total: int) -> None:
         self.bucket = bucket
         self.total = total
-        self.missing: float = total
+        self.missing: float = 0
 
 
 class Bucket:
@@ -88,7 +99,6 @@ class Bucket:
         name: for errors.
         blocks: the flat buffer of each replica.
         step: reduces it.
-        parts: of each replica.
         num_ready: how many parts are ready.
         is_launched: whether it is being reduced, or has been.
         streams: on GPUs: of each replica, the stream in which its gradients became ready.
@@ -98,7 +108,6 @@ class Bucket:
         self.name = name
         self.blocks = [buffer.block for buffer in step.flat.buffers]
         self.step = step
-        self.parts: list[Part] = []
         self.num_ready = 0
         self.is_launched = False
         self.streams: dict[int, Any] = {}
@@ -108,11 +117,9 @@ class Bucket:
         with naming(self.name):
             self.step()
 
-    def reset(self, missing: float | None = None) -> None:
-        """Prepares for the next round; ``missing``: of each part, instead of all it expects."""
+    def reset(self) -> None:
+        """Prepares for the next round."""
         self.num_ready, self.is_launched = 0, False
-        for part in self.parts:
-            part.missing = part.total if missing is None else missing
 
 
 class Reducer(NotCopied):
@@ -176,8 +183,8 @@ class Reducer(NotCopied):
         self._is_paused = True
         for replica in self._replicas:
             replica.waits = False
-        for bucket in self._buckets:
-            bucket.reset(missing=math.inf)
+            for part in replica.parts:
+                part.missing = math.inf
         try:
             yield
         finally:
@@ -214,10 +221,17 @@ class Reducer(NotCopied):
                 "a new one"
             )
         replica.waits, replica.runs = False, True
+        for part in replica.parts:
+            part.missing = part.total
         EndOfBackward(partial(self._end, replica), partial(self._interrupt, replica)).register()
 
     def part_is_ready(self, replica: Replica, part: Part, parameter: Any) -> None:
         """Launches the bucket of a part if all of it is ready, and those before it."""
+        if replica.waits:
+            self.begin(replica)
+            part.missing -= 1
+            if part.missing > 0:
+                return
         bucket = part.bucket
         if bucket.is_launched:
             with self._dropping_if_failed():
@@ -242,7 +256,8 @@ class Reducer(NotCopied):
     def _end(self, replica: Replica) -> None:
         """Ends the backward of a replica, and the round if it is the last one."""
         with self._lock:
-            replica.runs, replica.is_done, replica.waits = False, True, True
+            replica.runs, replica.is_done = False, True
+            replica.wait()
             if not all(each.is_done for each in self._replicas):
                 return
         with self._dropping_if_failed():
@@ -263,7 +278,8 @@ class Reducer(NotCopied):
 
     def _interrupt(self, replica: Replica) -> None:
         """Notes that an error ended a backward in the middle; the next one cleans up."""
-        replica.waits = self._is_interrupted = True
+        self._is_interrupted = True
+        replica.wait()
 
     def _clean_up(self) -> None:
         """Drops an interrupted round. Raises if the mesh cannot be used any more."""
@@ -286,6 +302,8 @@ class Reducer(NotCopied):
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.is_launched = True
+        # Between two calls of backward a gradient may have been replaced.
+        bucket.step.attaches = any([replica.is_done for replica in self._replicas])
         self._tasks.append(self._worker.submit(bucket.reduce, bucket.streams.values()))
 
     def _collect(self, bucket: Bucket, replica: Replica) -> None:
@@ -311,8 +329,8 @@ class Reducer(NotCopied):
         """Prepares for the next round."""
         self._tasks, self._is_interrupted = [], False
         for replica in self._replicas:
-            replica.waits, replica.runs, replica.is_done = True, False, False
-            replica.ready = []
+            replica.runs, replica.is_done, replica.ready = False, False, []
+            replica.wait()
         for bucket in self._buckets:
             bucket.reset()
 
@@ -337,9 +355,10 @@ class Reducer(NotCopied):
         for bucket, indices in zip(buckets, plan, strict=True):  # nothing can fail any more
             for replica, row, count in zip(self._replicas, rows, counts, strict=True):
                 part = Part(bucket, sum([max(1, count[index]) for index in indices]))
-                bucket.parts.append(part)
+                replica.parts.append(part)
+                hook = _hook(self, replica, part)
                 for index in indices:
-                    row[index].register_post_accumulate_grad_hook(_hook(self, replica, part))
+                    row[index].register_post_accumulate_grad_hook(hook)
         for handle in self._first_hooks:
             handle.remove()
         self._buckets = buckets
@@ -369,11 +388,9 @@ def _first_hook(reducer: Reducer, replica: Replica, index: int) -> Callable[[Any
 
 
 def _hook(reducer: Reducer, replica: Replica, part: Part) -> Callable[[Any], None]:
-    """Returns the hook of a parameter, which is called each time a gradient was accumulated."""
+    """Returns the hook of parameters, which is called each time a gradient was accumulated."""
 
-    def gradient_is_ready(parameter: Any) -> None:
-        if replica.waits:
-            reducer.begin(replica)
+    def gradient_is_ready(parameter: Any) -> None:  # thousands of times in a backward
         part.missing -= 1
         if part.missing <= 0:
             reducer.part_is_ready(replica, part, parameter)
