@@ -562,7 +562,8 @@ def test_what_cannot_be_attached_is_refused_and_what_is_there_is_kept(mesh):
             r"parameters\[0\]\[0\] is ndarray; pass a PyTorch",
         ),
         (["wxyz", *others[1:]], TypeError, r"parameters\[0\]\[0\] is str; pass a PyTorch"),
-        ([torch.nn.ReLU()], TypeError, r"parameters\[0\] is ReLU; pass the parameters of each"),
+        ([3], TypeError, r"parameters\[0\] is int; pass the module, the parameters or the named_p"),
+        ([torch.nn.ReLU()], ValueError, r"parameters must have 4 for each of .* it has \[0\]"),
     ):
         with refused(mesh, kind, why):
             flat.attach(given)

@@ -119,3 +119,41 @@ def test_processes_name_a_parameter_without_a_gradient():
         return str(caught.value)
 
     assert "3 in process 0, 2 in process 1 (0.bias only in process 0)" in run_processes(2, said)[0]
+
+
+# -- flat buffers ---------------------------------------------------------------------------------
+
+
+def flat_of(mesh, given):
+    return mesh.flat_buffer([each.shape for each in given[0].parameters()], "float32")
+
+
+def test_attached_modules_name_the_tensors_of_a_step(mesh, ops):
+    given = models()
+    for make in (list, lambda each: [module.named_parameters() for module in each]):
+        flat = flat_of(mesh, given)
+        flat.attach(make(given))
+        assert tuple(flat.names) == NAMES
+        step = flat.prepare_all_reduce(MEAN, cross_device_ops=ops)
+        step()
+        assert mesh.flight_record()[-1].tensors == f"pack 1 of 1 (tensors {', '.join(NAMES)})"
+        assert given[0][0].weight.grad.tolist() == [[0.5, 0.5]] * 3
+        given[1][0].bias.data = given[1][0].bias.data.double()
+        given[1][0].bias.grad = None
+        with pytest.raises(ValueError, match=r"^parameters\[1\]\['0.bias'\] is float64\[3\], but"):
+            step()
+        given = models()
+
+
+def test_what_cannot_be_attached_is_named(mesh):
+    given = models()
+    flat = flat_of(mesh, given)
+    pairs = [list(each.named_parameters()) for each in given]
+    with pytest.raises(ValueError, match=r"^parameters\[1\] has '1.bias' where .* has '0.weight'"):
+        flat.attach([pairs[0], pairs[1][::-1]])
+    pairs[1][2] = ("1.weight", pairs[1][2][1] * 2)
+    with pytest.raises(ValueError, match=r"^parameters\[1\]\['1.weight'\] is computed from other"):
+        flat.attach(pairs)
+    assert flat.names == []
+    flat.attach([each.parameters() for each in given])
+    assert flat.names == []

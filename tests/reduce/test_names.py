@@ -88,6 +88,13 @@ def test_every_way_to_reduce_names_its_tensors(mesh):
     assert labels_of(mesh, lambda: ops.broadcast([one], mesh)) == {"tensor one"}
 
 
+def test_a_flat_buffer_may_have_names(mesh):
+    flat = mesh.flat_buffer({"w": (2, 3), "bias": (3,)}, "float32")
+    assert flat.names == ["w", "bias"] and flat.views[0][1].shape == (3,)
+    step = flat.prepare_all_reduce(MEAN)
+    assert labels_of(mesh, step) == {"pack 1 of 1 (tensors w, bias)"}
+
+
 def test_labels_of_several_stages_are_merged():
     stages = [PackInfo((0, 2), (1,), 2, ("a", "c")), PackInfo((2, 1), (2,), 2, ("c", "b"))]
     assert str(merged_pack_infos(stages)) == "packs 1 to 2 of 2 (tensors a, b, c)"

@@ -44,27 +44,25 @@ def from_buffers(buffers: Sequence[Buffer], output_type: str | None) -> None:
 
 
 def attached(
-    views: Sequence[Sequence[Buffer]], parameters: Iterable[Iterable[Any]]
+    views: Sequence[Sequence[Buffer]], parameters: Iterable[Any], names: list[str]
 ) -> list[Attached]:
-    """See ``FlatBuffer.attach``."""
-    rows = []
+    """See ``FlatBuffer.attach``; replaces the names if the parameters have some."""
+    rows, named = [], []
     for index, row in enumerate(parameters):
-        if not isinstance(row, Iterable):
-            raise TypeError(
-                f"parameters[{index}] is {type(row).__name__}; pass the parameters of each "
-                "device: [model.parameters() for model in models]"
-            )
-        rows.append(list(row))
+        own_names, own = _named(row, index)
+        rows.append(own)
+        named.append(own_names)
     counts, wanted = [len(row) for row in rows], [len(row) for row in views]
     if counts != wanted:
         raise ValueError(
             f"parameters must have {wanted[0]} for each of {len(wanted)} devices, one for each "
             f"tensor of the flat buffer; it has {brief(counts)}"
         )
+    _check_names(named)
     seen: dict[int, str] = {}
     for index, row in enumerate(rows):
         for tensor, parameter in enumerate(row):
-            name = f"parameters[{index}][{tensor}]"
+            name = _name_of(index, tensor, named[0] or names)
             _check_parameter(parameter, name)
             if id(parameter) in seen:
                 raise ValueError(
@@ -72,7 +70,43 @@ def attached(
                     "one gradient: list a shared parameter once"
                 )
             seen[id(parameter)] = name
-    return [_AttachedGradients(*each) for each in zip(range(len(rows)), rows, views, strict=True)]
+    if named and named[0]:
+        names[:] = named[0]
+    return [
+        _AttachedGradients(replica, row, of_device, names.copy())
+        for replica, (row, of_device) in enumerate(zip(rows, views, strict=True))
+    ]
+
+
+def _named(row: Any, index: int) -> tuple[list[str], list[Any]]:
+    """Returns the names, if there are any, and the parameters of a device."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(row, torch.nn.Module):
+        row = row.named_parameters()
+    if not isinstance(row, Iterable):
+        raise TypeError(
+            f"parameters[{index}] is {type(row).__name__}; pass the module, the parameters or the "
+            "named_parameters() of each device: [model.parameters() for model in models]"
+        )
+    found = list(row)
+    if not all([isinstance(each, tuple) and len(each) == 2 for each in found]):
+        return [], found
+    return [str(name) for name, _ in found], [parameter for _, parameter in found]
+
+
+def _check_names(named: Sequence[Sequence[str]]) -> None:
+    """Raises ``ValueError`` unless the names of all devices are alike."""
+    for index, own_names in enumerate(named):
+        for one, other in zip(named[0], own_names, strict=False):
+            if one != other:
+                raise ValueError(
+                    f"parameters[{index}] has {other!r} where parameters[0] has {one!r}: list the "
+                    "same parameters in the same order"
+                )
+
+
+def _name_of(replica: int, tensor: int, names: Sequence[str]) -> str:
+    return f"parameters[{replica}][{repr(names[tensor]) if names else tensor}]"
 
 
 def _check_parameter(parameter: Any, name: str) -> None:
@@ -100,10 +134,17 @@ class _AttachedGradients:
         replica: index of the device, for errors.
         parameters: tensors of PyTorch.
         views: what their gradients shall be.
+        names: of the parameters, for errors; empty: they have none.
     """
 
-    def __init__(self, replica: int, parameters: Sequence[Any], views: Sequence[Buffer]) -> None:
-        self._replica = replica
+    def __init__(
+        self,
+        replica: int,
+        parameters: Sequence[Any],
+        views: Sequence[Buffer],
+        names: Sequence[str],
+    ) -> None:
+        self._replica, self._names = replica, names
         self._spans = [(view.device, view.offset, view.shape, view.dtype) for view in views]
         # The last view of each parameter, none yet; one of another memory, as ``model.double()``
         # makes it of the same tensor, has another address.
@@ -122,7 +163,7 @@ class _AttachedGradients:
                 if grad is None or grad is not view() or grad.data_ptr() != address:
                     found.append((tensor, parameter, grad))
         for tensor, parameter, grad in found:
-            name = f"parameters[{self._replica}][{tensor}]"
+            name = _name_of(self._replica, tensor, self._names)
             self._check(tensor, parameter, name)
             if grad is not None:
                 self._check(tensor, grad, f"{name}.grad")

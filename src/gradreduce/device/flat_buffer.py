@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -44,10 +44,12 @@ class FlatBuffer:
     Attributes:
         buffers: the flat buffer of each device, in mesh order; gaps are zero.
         views: ``views[device][tensor]``, the tensors in it.
+        names: of the tensors, in order; empty until they have some.
     """
 
     buffers: tuple[Buffer, ...]
     views: tuple[tuple[Buffer, ...], ...]
+    names: list[str] = field(default_factory=list, repr=False, compare=False)
     _kinds: set[str | None] = field(default_factory=set, repr=False, compare=False)
 
     # ``arrays`` and ``reduce`` set these: this module may not import them.
@@ -63,11 +65,12 @@ class FlatBuffer:
         )
 
     @classmethod
-    def on(
-        cls, devices: Sequence[Device], shapes: Sequence[Sequence[int]], dtype: DTypeLike
-    ) -> Self:
+    def on(cls, devices: Sequence[Device], shapes: Any, dtype: DTypeLike) -> Self:
         """Makes a flat buffer of zeros; see ``Mesh.flat_buffer``."""
         found = as_dtype(dtype)
+        names: list[str] = []
+        if isinstance(shapes, Mapping):
+            names, shapes = [str(name) for name in shapes], list(shapes.values())
         if not isinstance(shapes, Iterable) or isinstance(shapes, str):
             raise TypeError(f"shapes={brief(shapes)} must be a list with the shape of each tensor")
         inside = [_as_shape(shape, index) for index, shape in enumerate(shapes)]
@@ -83,7 +86,7 @@ class FlatBuffer:
         for flat in buffers:
             flat.block.gaps = gaps
             flat.device.external_buffers.add(flat.block)
-        return cls(buffers, views)
+        return cls(buffers, views, names)
 
     def arrays(self, output_type: str | None = None) -> list[list[Any]]:
         """Returns ``arrays[device][tensor]``: arrays of a library on the same memory.
@@ -102,7 +105,7 @@ class FlatBuffer:
         self._kinds.add(output_type)
         return made
 
-    def attach(self, parameters: Iterable[Iterable[Any]]) -> None:
+    def attach(self, parameters: Iterable[Any]) -> None:
         """Sets the ``.grad`` of PyTorch parameters to the views: ``backward()`` adds into them.
 
         Gradients that are there are copied into the views; where ``.grad`` is None the view becomes
@@ -118,22 +121,26 @@ class FlatBuffer:
 
         Args:
             parameters: ``parameters[device][tensor]``, tensors of the shapes and dtype of this
-                flat buffer, on its devices; none twice.
+                flat buffer, on its devices; none twice. Or a module for each device, or its
+                ``named_parameters()``: then errors, and the log of a ``prepare_all_reduce`` that is
+                called after this, have the names.
 
         Raises:
-            ValueError: another number of devices or tensors, a parameter twice, a tensor that is
-                no leaf, or a parameter or its gradient of another shape, dtype or layout. No
-                ``.grad`` was changed. Later calls that find such a gradient raise the same, before
-                they change anything.
+            ValueError: another number of devices or tensors, names that differ between devices, a
+                parameter twice, a tensor that is no leaf, or a parameter or its gradient of another
+                shape, dtype or layout. No ``.grad`` was changed. Later calls that find such a
+                gradient raise the same, before they change anything.
             TypeError: what is no tensor of PyTorch, or no list of them for each device.
             DeviceMismatchError: a parameter on another device than its view.
             BackendUnavailableError: the mesh is closed, or a device failed.
         """
-        made = self.array_converter.attached(self.views, parameters)
+        names = self.names.copy()
+        made = self.array_converter.attached(self.views, parameters, names)
         replaced = [each.replaced() for each in made]
         for buffer in self.buffers:
             buffer.device.mesh_state.check_usable(buffer.device)
         self._kinds.add("torch")
+        self.names[:] = names
         for buffer, each, rows in zip(self.buffers, made, replaced, strict=True):
             buffer.block.attached = each
             each.attach_again(buffer.block, rows)

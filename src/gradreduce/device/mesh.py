@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from typing import SupportsIndex, overload
@@ -101,11 +101,14 @@ class Mesh(NotCopied):
         self.mesh_state.check_process()
         return self.mesh_state.log.journal()
 
-    def flat_buffer(self, shapes: Sequence[Sequence[int]], dtype: DTypeLike) -> FlatBuffer:
+    def flat_buffer(
+        self, shapes: Sequence[Sequence[int]] | Mapping[str, Sequence[int]], dtype: DTypeLike
+    ) -> FlatBuffer:
         """Allocates zeros on every device for tensors of these shapes, laid out as a pack.
 
         Args:
-            shapes: of the tensors, in the order in which they will be reduced.
+            shapes: of the tensors, in the order in which they will be reduced; or by name, for
+                errors and the log of ``prepare_all_reduce``.
             dtype: of all of them.
 
         Raises:

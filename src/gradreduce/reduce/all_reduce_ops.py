@@ -654,7 +654,8 @@ def _prepare_step(
             f"cross_device_ops={brief(ops)} cannot prepare a step: pass an AllReduceCrossDeviceOps"
         )
     columns = list(zip(*flat.views, strict=True))
-    values = [PerReplica.of(column) for column in columns]
+    names = flat.names or [""] * len(columns)
+    values = [PerReplica.of(column, name=name) for column, name in zip(columns, names, strict=True)]
     flat.adopt()
     step = ops.prepare(op, [(value, value) for value in values], out=columns, deadline=deadline)
     step.flat = flat
