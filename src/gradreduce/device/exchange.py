@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from .buffer import Buffer, Queue
 from .device import Device
 from .mesh_state import MeshState
 from .op_log import Record
-from .pending_calls import PendingCall
+from .pending_calls import Label, PendingCall
 from .process_group import Description, Message, Parcel, ProcessError, ProcessGroup
 
 # A group of NCCL holds what goes to so many processes, and so many parcels to each: at most 128
@@ -46,16 +45,11 @@ def exchange(
     group = mesh_state.process_group
     assert group is not None, "only a mesh over several processes exchanges"
     label = mesh_state.thread.label
-    what = str(label) if label is not None else ""
-
-    if group.move_on_gpu is not None:
-        queued = partial(_exchange_on_gpu, device, sends, receives, queue, what)
-    else:
-        queued = partial(_exchange_by_host, device, sends, receives, queue, what)
+    queued = _exchange_by_host if group.move_on_gpu is None else _exchange_on_gpu
 
     def command() -> None:
         with mesh_state.recording_commands(None):  # its fences are its own
-            queued(group)
+            queued(device, sends, receives, queue, label, group)
 
     written = [buffer for _, buffer in receives]
     read = [buffer for _, buffer in sends]
@@ -69,7 +63,7 @@ def _exchange_by_host(
     sends: Sequence[Parcel],
     receives: Sequence[Parcel],
     queue: Queue,
-    what: str,
+    label: Label | None,
     group: ProcessGroup,
 ) -> None:
     seconds = _seconds(device.mesh_state, group)  # of each call of a prepared step
@@ -80,7 +74,7 @@ def _exchange_by_host(
     def move(outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
         # A watchdog would not know which process is late.
         reports = nullcontext() if call is None else call.reporting_itself(_REPORT_SECONDS)
-        with reports, _failing(device.mesh_state, group, what):
+        with reports, _failing(device.mesh_state, group, label):
             group.exchange(outgoing, incoming, tag, seconds)
 
     device._exchange(sends, receives, queue, move)
@@ -91,7 +85,7 @@ def _exchange_on_gpu(
     sends: Sequence[Parcel],
     receives: Sequence[Parcel],
     queue: Queue,
-    what: str,
+    label: Label | None,
     group: ProcessGroup,
 ) -> None:
     mesh_state, move = device.mesh_state, group.move_on_gpu
@@ -99,8 +93,9 @@ def _exchange_on_gpu(
     incoming = [parcel for parcel in receives if parcel[1].nbytes]
     if move is None or not (outgoing or incoming):
         return
-    pending = PendingExchange(what or group.called, _seconds(mesh_state, group), device, group)
-    with _failing(mesh_state, group, what), mesh_state.watched(pending):
+    what = group.called if label is None else str(label)
+    pending = PendingExchange(what, _seconds(mesh_state, group), device, group)
+    with _failing(mesh_state, group, label), mesh_state.watched(pending):
         for batch in batches(group.rank, group.size, outgoing, incoming):
             device._exchange_on_gpu(*batch, queue, move)
 
@@ -135,7 +130,7 @@ def batches(
 
 
 @contextmanager
-def _failing(mesh_state: MeshState, group: ProcessGroup, what: str) -> Iterator[None]:
+def _failing(mesh_state: MeshState, group: ProcessGroup, label: Label | None) -> Iterator[None]:
     """Context manager: if an exchange fails inside, so does the mesh, and the others are told.
 
     Raises:
@@ -144,12 +139,13 @@ def _failing(mesh_state: MeshState, group: ProcessGroup, what: str) -> Iterator[
     try:
         yield
     except ProcessError as error:
-        reason = _reason(group, error, what or group.called)
+        reason = _reason(group, error, group.called if label is None else str(label))
         fail(mesh_state, reason)
         raise CollectiveError(reason) from error
     except BaseException as error:  # Ctrl-C too: the others wait for what was not sent
         mesh_state.raise_failure(error)
-        fail(mesh_state, _stopped(f"the exchange of {what}" if what else group.called, error))
+        what = group.called if label is None else f"the exchange of {label}"
+        fail(mesh_state, _stopped(what, error))
         raise
 
 

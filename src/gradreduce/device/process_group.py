@@ -173,6 +173,10 @@ class ProcessGroup(ABC):
             CollectiveError: nobody can read it any more.
         """
 
+    def post_soon(self, key: str, text: str) -> None:
+        """As ``post``, or later: before the next notice, and while the next exchange waits."""
+        self.post(key, text)
+
     @abstractmethod
     def read(self, rank: int, key: str, seconds: float) -> str | None:
         """Returns another process's notice; None if none has come within ``seconds``."""
@@ -281,7 +285,8 @@ class ProcessGroup(ABC):
             if place == _KNOWN_CALLS:
                 place = self._known.pop(next(iter(self._known)))
             self.post(f"description/{place}", f"{description.digest} {description.text}")
-        self.post(_key(number), f"{self._call} {place} {history}")
+        post = self.post if is_new or self.move_on_gpu is not None else self.post_soon
+        post(_key(number), f"{self._call} {place} {history}")
         if not is_new:
             self._known[description.digest] = place
             return

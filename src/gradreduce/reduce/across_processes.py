@@ -307,13 +307,13 @@ class AcrossProcesses(Algorithm):
             return terms[0]
         acc_dtype = accumulate_dtype(terms[0].dtype)
         total = self._temporary(terms[0].shape, acc_dtype)
-        ops.add_n([total], [self._as_one_dtype(terms)], device=self._leader)
+        ops.add_n([total], [self._as_one_dtype(terms)], device=self._leader, checked=False)
         return total
 
     def _add(self, out: Buffer, groups: Sequence[Sequence[Buffer]], divisor: float) -> None:
         """Adds each group left to right, then their sums, divides, and rounds once."""
         sums = self._as_one_dtype([self._sum(terms) for terms in groups])
-        ops.all_sum([[out]], [sums], divisor=divisor, device=self._leader)
+        ops.all_sum([[out]], [sums], divisor=divisor, device=self._leader, checked=False)
 
     def _as_one_dtype(self, terms: Sequence[Buffer]) -> list[Buffer]:
         """Returns terms that one launch can read: casts them where some are sums and some not."""
@@ -326,7 +326,7 @@ class AcrossProcesses(Algorithm):
         ]
         for made, term in zip(cast, terms, strict=True):
             if made is not term:
-                ops.add_n([made], [[term]], device=self._leader)
+                ops.add_n([made], [[term]], device=self._leader, checked=False)
         return cast
 
 

@@ -64,6 +64,7 @@ class TorchGroup(ProcessGroup):
         name = _new_name(store, self.rank, self.size, timeout)
         self._store = dist.PrefixStore(name, store)
         self._number = int(name, 16)
+        self._next_notice: tuple[str, str] | None = None
         self._idle: list[_CallingThread] = []
         self._stuck: _CallingThread | None = None  # whose call of the store has not ended
         if owned or any(each._group is group for each in _owners):
@@ -87,6 +88,7 @@ class TorchGroup(ProcessGroup):
             for (call, rank, _), tensor in zip(calls, tensors, strict=True):
                 works.append(call([tensor], rank, tag))
             thread.start(partial(_wait, works, end, done))
+            self._post_next()  # while the messages travel
             while not thread.has_ended(_LOOK_SECONDS):
                 for rank in dict.fromkeys(ranks[len(done) :]):
                     if self.has_gone(rank) is not None:
@@ -94,7 +96,7 @@ class TorchGroup(ProcessGroup):
         except BaseException as error:
             self._abort(tag, ranks)
             thread.stop()
-            if not isinstance(error, RuntimeError) or isinstance(error, ProcessError):
+            if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
                 raise
             rank = ranks[len(done if len(works) == len(ranks) else works)]
             late = time.monotonic() >= end
@@ -147,8 +149,19 @@ class TorchGroup(ProcessGroup):
         ]
         return list(dist.batch_isend_irecv(batch))
 
+    def post_soon(self, key: str, text: str) -> None:
+        """See ``ProcessGroup.post_soon``; it takes as long as a tenth of a small exchange."""
+        self._post_next()
+        self._next_notice = (key, text)
+
+    def _post_next(self) -> None:
+        if self._next_notice is not None:
+            notice, self._next_notice = self._next_notice, None
+            self.post(*notice)
+
     def post(self, key: str, text: str) -> None:
         """See ``ProcessGroup.post``."""
+        self._post_next()
         if not self._store_answers(0.0):  # it would wait for ever
             raise CollectiveError("the store of the processes does not answer")
         try:
