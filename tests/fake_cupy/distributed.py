@@ -1,9 +1,11 @@
-"""``torch`` and ``torch.distributed``, as far as the group of processes uses them on GPUs.
+"""``torch`` and ``torch.distributed``, as far as the group of processes uses them.
 
 The processes are threads. A group's NCCL has a stream of its own, as PyTorch's has: it waits for
 the current stream, and ``wait`` makes the current stream wait for it. Both are taken from the
 descriptions of ``ProcessGroupNCCL``; ``tests/backends/processes/test_torch_calls.py`` compares the
-signatures with PyTorch's.
+signatures with PyTorch's. Host memory is sent as by gloo, with which
+``tests/backends/processes/test_torch_group.py`` compares it: a wait that ends too late closes the
+connections of its process, and with them all waits of both ends.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ from __future__ import annotations
 import sys
 import threading
 import types
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from . import nccl
 from .surface import Device, Event, Stream, eventRecord, streamWaitEvent
@@ -35,10 +40,46 @@ _local = _Local()
 _address: list[tuple[Store, int, int]] = []  # of the default group that can be made
 
 
+class Connections:
+    """Of the processes of a store, for host memory."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.closed: set[frozenset[int]] = set()
+        self.waiting: dict[tuple[int, int, int], list[HostWork]] = defaultdict(list)
+
+    def close_all_of(self, rank: int) -> None:
+        self.closed |= {frozenset((rank, other)) for other in range(16)}
+        self.changed.notify_all()
+
+
+class HostWork:
+    """A send or receive of host memory; done when the other process has come to it."""
+
+    def __init__(self, connections: Connections, rank: int, pair: frozenset[int], array) -> None:
+        self._connections, self._rank, self._pair = connections, rank, pair
+        self.array = array
+        self.is_done = False
+
+    def wait(self, timeout):
+        connections = self._connections
+        with connections.changed:
+            connections.changed.wait_for(
+                lambda: self.is_done or self._pair in connections.closed, timeout.total_seconds()
+            )
+            if self.is_done:
+                return True
+            if self._pair in connections.closed:
+                raise RuntimeError("Connection closed by peer")
+            connections.close_all_of(self._rank)
+            raise RuntimeError("Timed out waiting for an operation to complete")
+
+
 class Store:
     """A key-value store of all processes, and those with a prefix in it."""
 
     def __init__(self, prefix: str = "", store: Store | None = None) -> None:
+        self.connections: Connections = Connections() if store is None else store.connections
         self._prefix = "" if store is None else f"{store._prefix}{prefix}/"
         self._values: dict[str, bytes] = {} if store is None else store._values
         self._counts: dict[str, int] = {} if store is None else store._counts
@@ -82,6 +123,30 @@ class ProcessGroup:
 
     def get_group_store(self) -> Store:
         return self._store
+
+    def send(self, tensors, rank, tag):
+        return self._started(tensors, (self.rank, rank, tag), is_send=True)
+
+    def recv(self, tensors, rank, tag):
+        return self._started(tensors, (rank, self.rank, tag), is_send=False)
+
+    def _started(self, tensors, key: tuple[int, int, int], *, is_send: bool) -> HostWork:
+        (array,) = tensors
+        connections, pair = self._store.connections, frozenset(key[:2])
+        work = HostWork(connections, self.rank, pair, array)
+        with connections.changed:
+            if pair in connections.closed:
+                raise RuntimeError("Connection closed by peer")
+            waiting = connections.waiting[*key[:2], 2 * key[2] + (not is_send)]
+            if not waiting:
+                connections.waiting[*key[:2], 2 * key[2] + is_send].append(work)
+                return work
+            other = waiting.pop(0)
+            source, target = (array, other.array) if is_send else (other.array, array)
+            target[...] = source
+            work.is_done = other.is_done = True
+            connections.changed.notify_all()
+        return work
 
     def nccl(self) -> tuple[nccl.NcclCommunicator, Stream]:
         """The communicator and its stream, made at the first use by all processes."""
@@ -191,6 +256,11 @@ def make_world(store: Store, rank: int, size: int) -> None:
     _local.world = None
 
 
+def _backend_config(group):
+    config = group.config
+    return config if ":" in config else f"cpu:{config},cuda:{config}"
+
+
 class _Groups:
     @property
     def WORLD(self) -> ProcessGroup | None:
@@ -202,12 +272,15 @@ def installed() -> Iterator[None]:
     """Context manager: puts the modules in PyTorch's place."""
     torch, distributed = types.ModuleType("torch"), types.ModuleType("torch.distributed")
     cuda = types.SimpleNamespace(stream=stream, ExternalStream=ExternalStream)
-    vars(torch).update(distributed=distributed, cuda=cuda, as_tensor=as_tensor, device=TorchDevice)
+    vars(torch).update(
+        distributed=distributed, cuda=cuda, as_tensor=as_tensor, device=TorchDevice, empty=np.empty,
+        from_numpy=np.asarray,
+    )  # fmt: skip
     vars(distributed).update(
         ProcessGroup=ProcessGroup, PrefixStore=Store, P2POp=P2POp, isend=isend, irecv=irecv,
         batch_isend_irecv=batch_isend_irecv, init_process_group=init_process_group,
         destroy_process_group=destroy_process_group, group=_Groups(),
-        get_backend_config=lambda group: group.config,
+        get_backend_config=_backend_config,
         get_rank=lambda group: group.rank,
         get_world_size=lambda group: len(group.global_ranks),
         get_global_rank=lambda group, group_rank: group.global_ranks[group_rank],

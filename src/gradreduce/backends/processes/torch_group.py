@@ -377,7 +377,11 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float, on_gpus: 
     # With gloo for host memory, which goes where NCCL cannot: two processes may share a GPU.
     backend = "cpu:gloo,cuda:nccl" if on_gpus and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
-    return TorchGroup(dist.group.WORLD, timeout, owned=True)
+    try:
+        return TorchGroup(dist.group.WORLD, timeout, owned=True)
+    except BaseException:  # open_mesh may be called again, and makes it anew
+        dist.destroy_process_group()
+        raise
 
 
 def _new_name(store: Any, rank: int, size: int, timeout: float) -> str:
