@@ -99,7 +99,7 @@ class TorchGroup(ProcessGroup):
             if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
                 raise
             rank = ranks[len(done if len(works) == len(ranks) else works)]
-            late = time.monotonic() >= end
+            late = time.monotonic() >= end - 2e-3  # gloo counts milliseconds, and rounds down
             gone = f"has ended, or its connection has broken ({_without_advice(error)})"
             why = f"did not answer within {seconds:.3g} s" if late else gone
             raise ProcessError(rank, why) from error
