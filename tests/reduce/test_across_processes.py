@@ -401,21 +401,21 @@ def test_prepared_steps_share_temporary_memory_and_move_nothing(num_devices, mon
 
     def work(group):
         mesh, ops = mesh_and_ops(group, num_devices)
-        flats = [mesh.flat_buffer([(size,)], "float32") for size in (40_000, 30_000)]
+        flat_buffers = [mesh.flat_buffer([(size,)], "float32") for size in (40_000, 30_000)]
         counts = [allocated.count(mesh)]
         more = ["add_n"] if num_devices > 1 else []  # of this process's replicas
         steps = []
-        for flat in flats:
+        for flat in flat_buffers:
             steps.append(flat.prepare_all_reduce(gr.ReduceOp.SUM, cross_device_ops=ops))
             counts.append(allocated.count(mesh))
         assert counts[0] < counts[1] == counts[2]
         with mesh.journal() as journal:
-            for value, (flat, step) in enumerate(zip(flats, steps, strict=True)):
+            for value, (flat, step) in enumerate(zip(flat_buffers, steps, strict=True)):
                 for (array,) in flat.arrays("numpy"):
                     array[:] = np.arange(array.size) % (3 + value) + group.rank
                 step()
         assert {record.name for record in journal.of("launch")} == {"all_sum", *more}
-        found = [array.copy() for flat in flats for (array,) in flat.arrays("numpy")]
+        found = [array.copy() for flat in flat_buffers for (array,) in flat.arrays("numpy")]
         mesh.close()
         return found
 
