@@ -34,6 +34,7 @@ from gradreduce.optim import Optimizer
 from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_method
 from gradreduce.reduce.aggregators import aggregate_buffers
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
+from gradreduce.reduce.nests import in_order
 from gradreduce.reduce.shares import first_replica
 from gradreduce.step_checkpoint import StepParts, ready_state, saved_state
 from gradreduce.step_scaling import DynamicLossScale, GradientScaling, first_nonfinite
@@ -193,7 +194,7 @@ class SyncStep(NotCopied):
     @StreamScope()
     def __call__(
         self,
-        terms: Sequence[Sequence[Sequence[Any] | None]],
+        terms: Sequence[Any],
         local_step: int | Variable | None = None,
         *,
         deadline: float | None = None,
@@ -204,9 +205,11 @@ class SyncStep(NotCopied):
             terms: ``terms[replica][variable]`` is the list of that replica's micro-batch
                 gradients of that variable, with its shape and dtype; their *sum* is one gradient.
                 None in a list is ignored. For a variable without a gradient, pass None (or a list
-                of None) on every replica. Convert ``IndexedSlices`` first: pass ``.to_dense()``.
-                Arrays are only read; after this returns, the current stream of their library may
-                overwrite them.
+                of None) on every replica. ``terms[replica]`` may also be a dict of such lists by
+                the names of the variables, or a PyTorch module or its ``named_parameters()``, whose
+                gradients are then the only terms: ``step(models)``. Convert ``IndexedSlices``
+                first: pass ``.to_dense()``. Arrays are only read; after this returns, the current
+                stream of their library may overwrite them.
             local_step: the step at which they were computed: an integer, or a Variable that holds
                 one. Default: ``global_step``. The earliest of all processes counts: if it is stale,
                 all drop their gradients.
@@ -219,9 +222,9 @@ class SyncStep(NotCopied):
             without a gradient.
 
         Raises:
-            ValueError: wrong number of replicas or variables, a gradient of another shape or
-                dtype than its variable, None on some replicas only, or a deadline that is not
-                above 0. On error, state is unchanged.
+            ValueError: wrong number of replicas or variables, other names than theirs, a gradient
+                of another shape or dtype than its variable, None on some replicas only, or a
+                deadline that is not above 0. On error, state is unchanged.
             TypeError: ``IndexedSlices``, or something else that is not an array; state is
                 unchanged.
             FloatingPointError: with ``check_finite``, the gradient of a replica is infinite or
@@ -358,11 +361,11 @@ class SyncStep(NotCopied):
             )
         return earliest
 
-    def _validated(
-        self, terms: Sequence[Sequence[Sequence[Any] | None]]
-    ) -> dict[int, list[list[Buffer]]]:
+    def _validated(self, terms: Sequence[Any]) -> dict[int, list[list[Buffer]]]:
         """Returns ``[replica][term]`` of each variable that has terms, by index."""
         _check_length("terms", terms, len(self.devices), "device")
+        names = [variable.name for variable in self.variables]
+        terms = [in_order(each, names, f"terms[{index}]") for index, each in enumerate(terms)]
         for replica, of_replica in enumerate(terms):
             _check_length(f"terms[{replica}]", of_replica, len(self.variables), "variable")
         placed = {}

@@ -157,3 +157,24 @@ def test_what_cannot_be_attached_is_named(mesh):
     assert flat.names == []
     flat.attach([each.parameters() for each in given])
     assert flat.names == []
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_modules(mesh, ops):
+    import torch
+
+    given = models()
+    for each in given:
+        torch.nn.init.zeros_(each[0].weight), torch.nn.init.zeros_(each[1].weight)
+    variables = [each for each in gr.torch.variables(given, mesh) if each.trainable]
+    step = gr.SyncStep(variables, gr.GradientDescentOptimizer(2.0), ops)
+    assert step(given) and step([each.named_parameters() for each in given])
+    assert [each[1].weight.tolist() for each in given] == [[[-2.0] * 3]] * 2
+    assert "pack 1 of 1 (tensors 0.weight, 0.bias, 1.weight)" in {
+        each.tensors for each in mesh.flight_record()
+    }
+    given[1][1].bias.grad = torch.ones(1)
+    with pytest.raises(ValueError, match=r"^terms\[1\] has other .*: it has also '1.bias'$"):
+        step(given)

@@ -207,3 +207,29 @@ def test_processes_name_nested_tensors():
         return str(caught.value)
 
     assert "tensor layers.1.w is float64[2] in process 0, float64[3]" in run_processes(2, said)[0]
+
+
+def test_a_step_takes_terms_by_the_names_of_its_variables(mesh, ops):
+    variables = [gr.Variable(np.zeros(2), name, device=mesh) for name in ("w", "bias", "unused")]
+    step = gr.SyncStep(variables, gr.GradientDescentOptimizer(1.0), ops)
+    terms = [
+        {
+            "bias": [np.full(2, 6.0), None],
+            "unused": None,
+            "w": [np.ones(2), np.full(2, float(replica))],
+        }
+        for replica in range(3)
+    ]
+    assert step([*terms[:2], OrderedDict(terms[2])])
+    assert [each.numpy().tolist() for each in variables] == [[-2, -2], [-6, -6], [0, 0]]
+    for change, text in (
+        (lambda entry: entry.pop("w"), "it lacks 'w'"),
+        (lambda entry: entry.update(x=[np.ones(2)]), "it has also 'x'"),
+    ):
+        odd = dict(terms[1])
+        change(odd)
+        with pytest.raises(ValueError, match=rf"^terms\[1\] has other .* the variables: {text}$"):
+            step([terms[0], odd, terms[2]])
+    with pytest.raises(ValueError, match=r"^terms of replica 2 for 'w': got float64\[3\]"):
+        step([*terms[:2], {**terms[2], "w": [np.ones(3)]}])
+    assert step.global_step == 1

@@ -143,17 +143,14 @@ class Nests:
             is_entry: whether it is an entry, which is no array.
         """
         form = _form_of(type(value))
-        if form == "dict" or (form == "list" and (is_entry or not _is_numbers(value))):
-            container: Container = value
-            pair = value[0] if form == "list" and value else None
-            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-                return container
-        elif form in ("array", "list"):
+        if form == "array" or (form == "list" and not is_entry and _is_numbers(value)):
             return None
+        if not _is_named(value):
+            container: Container = value
+            return container
         made = self._dicts.get(id(value))
         if made is None:
-            pairs = value.named_parameters() if form == "module" else value
-            made = self._dicts[id(value)] = _gradients_of(pairs, name)
+            made = self._dicts[id(value)] = _gradients_of(value, name)
         return made
 
 
@@ -189,19 +186,53 @@ def _is_numbers(value: Sequence[Any]) -> bool:
     )
 
 
-def _gradients_of(pairs: Iterable[Any], name: str) -> dict[str, Any]:
-    """Returns the gradients of named parameters, by name."""
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)
+
+
+def _is_named(value: Any) -> bool:
+    """Whether it is a module, an iterator, or a list of names and parameters."""
+    form = _form_of(type(value))
+    return form in ("module", "iterator") or (form == "list" and _is_pair(next(iter(value), None)))
+
+
+def _gradients_of(value: Any, name: str) -> dict[str, Any]:
+    """Returns the gradients of a module or of named parameters, by name."""
     torch = sys.modules.get("torch")
     made = {}
-    for each in pairs:
-        is_pair = isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str)
-        if torch is None or not is_pair or not isinstance(each[1], torch.nn.Parameter):
+    for each in value.named_parameters() if _form_of(type(value)) == "module" else value:
+        if torch is None or not _is_pair(each) or not isinstance(each[1], torch.nn.Parameter):
             raise TypeError(
                 f"{name} is an iterator or list of {brief(each)}: pass a PyTorch module or its "
                 "named_parameters(), whose gradients are reduced, or a list or dict of arrays"
             )
         made[each[0]] = each[1].grad
     return made
+
+
+def in_order(terms: Any, names: Sequence[str], where: str) -> Any:
+    """Returns terms that are given by name in the order of the names; others as they are.
+
+    Args:
+        terms: a dict with a list of terms for each name; or a module or its named parameters, whose
+            gradients are the only terms.
+        names: of the Variables.
+        where: what to call ``terms`` in errors.
+
+    Raises:
+        ValueError: other names.
+        TypeError: an iterator is not that of ``named_parameters()``.
+    """
+    found = terms
+    if _is_named(terms):
+        pairs = _gradients_of(terms, where).items()
+        found = {name: None if each is None else [each] for name, each in pairs}
+        for name in [name for name, each in found.items() if each is None and name not in names]:
+            del found[name]  # a frozen parameter
+    if isinstance(found, dict):
+        _check_alike(where, dict(found), "the variables", dict.fromkeys(names))
+        return [found[name] for name in names]
+    return terms
 
 
 def _key_of(path: Path) -> str | int:
