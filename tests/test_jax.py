@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import namedtuple
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -212,6 +214,16 @@ def test_one_device_takes_a_tree_or_a_list_with_one(jax):
             assert jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(given)
             for array in jax.tree_util.tree_leaves(found):
                 assert (array.tolist(), array.devices()) == ([1, 1, 1], tree["w"].devices())
+
+
+def test_arrays_that_are_not_committed_are_moved_to_the_others(jax, mesh):
+    params = on_each(jax, lambda r: {"w": np.float32(r), "b": np.float32(r)})
+    grads = [jax.grad(lambda each: each["w"] ** 2)(each) for each in params]
+    assert grads[2]["b"].devices() == {jax.local_devices()[0]}  # not used: zeros
+    grads = [{**each, "b": each["b"] + r} for r, each in enumerate(grads)]
+    for mean, each in zip(gr.jax.all_reduce(grads, mesh=mesh), params, strict=True):
+        assert (float(mean["w"]), float(mean["b"])) == (3, 1.5)
+        assert mean["w"].devices() == mean["b"].devices() == each["w"].devices()
 
 
 def test_devices_of_one_physical_device_may_share_a_device_of_jax(jax):
@@ -444,3 +456,17 @@ def test_optax_updates_on_reduced_gradients_train_all_replicas_alike(jax, mesh):
     assert same(np.asarray(params["w"]), np.repeat(wanted[None], N, axis=0))
     assert same(np.asarray(params["b"]), np.full(N, wanted[0]))
     assert len(params["w"].addressable_shards) == N
+
+
+@pytest.mark.repo
+def test_both_scripts_of_the_docs_train_alike():
+    text = (Path(__file__).parents[1] / "docs" / "jax.md").read_text(encoding="utf-8")
+    found = []
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        if "def train(" in block:
+            names = {"__name__": "block"}
+            exec(compile(block, "block", "exec"), names)
+            found.append(names["train"](steps=30))
+    before, after = found
+    assert np.allclose(before["w"], after["w"], atol=1e-5)
+    assert np.allclose(after["w"], 1, atol=0.1)

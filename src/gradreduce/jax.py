@@ -6,6 +6,7 @@ Imported only when asked for, as ``gr.jax``: ``import gradreduce`` does not impo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -49,9 +50,9 @@ def all_reduce(
             several processes only these are read. They belong to the devices of the mesh in the
             order of their ids. Or a list or tuple with one pytree for each device of the mesh, all
             alike, each with its arrays on a JAX device of its own (those of devices of the mesh
-            that share a physical one may share it). Where the mesh has one device in this
-            process, any pytree of arrays on one device. Trees without arrays, and None in them,
-            stay as they are. Arrays are only read.
+            that share a physical one may share it); arrays that are not committed to a device are
+            moved there. Where the mesh has one device in this process, any pytree of arrays on one
+            device. Trees without arrays, and None in them, stay as they are. Arrays are only read.
         op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``; see ``CrossDeviceOps.batch_reduce``.
         mesh: whose devices, and whose processes: of simulated devices where JAX has the arrays on
             the CPU. Default: that of ``cross_device_ops``, else ``gr.default_mesh()``.
@@ -71,8 +72,7 @@ def all_reduce(
             ``grad``, ``vmap`` or ``shard_map``), or a dtype that cannot be added.
         ValueError: trees that differ, arrays that differ in shape or dtype, one that was deleted or
             donated, has another number of shards than the mesh has devices, or is replicated over a
-            part of its devices only; or ``mesh`` is not that of
-            ``cross_device_ops``.
+            part of its devices only; or ``mesh`` is not that of ``cross_device_ops``.
         DeviceMismatchError: (a ``ValueError``) arrays that are on other devices than the mesh says.
         BackendUnavailableError, CollectiveError: what ``CrossDeviceOps.batch_reduce`` raises.
             Every error about an array has its path in ``grads``.
@@ -91,15 +91,22 @@ def all_reduce(
         return grads
     paths = _paths(grads)
     _for_each(lambda leaf: _check_array(leaf, mesh), paths, leaves)
-    on_one = [len(leaf.sharding.device_set) == 1 for leaf in leaves]
-    one_tree = len(mesh) == 1 or not all(on_one)
+    form: type[PerReplica]
+    if len(mesh) > 1 and all([len(leaf.sharding.device_set) == 1 for leaf in leaves]):
+        rows = _rows(grads, mesh)
+        form, paths, columns = _Replicas, _paths(grads[0]), list(zip(*rows, strict=True))
+        leaves, places = list(chain(*rows)), [[replica] for replica in range(len(mesh))]
+    else:
+        form, columns = _Shards, _for_each(lambda leaf: _shards(leaf, mesh), paths, leaves)
+        places = [list(range(len(mesh)))]
     with StreamScope():
-        values = _sharded(paths, leaves, mesh) if one_tree else _replicas(grads, mesh)
+        values = [
+            form.of_grads(column, path, path, mesh)
+            for path, column in zip(paths, columns, strict=True)
+        ]
         kind = "numpy" if mesh.backend == "sim" else "jax"
         pairs = [(value, value) for value in values]
         reduced = ops.batch_reduce(op, pairs, output_type=kind, deadline=deadline)
-        everywhere = range(len(mesh))
-        places = [everywhere] if one_tree else [[replica] for replica in everywhere]
         sources = [(value, place) for place in places for value in reduced]
         results = [_like(*each) for each in zip(leaves, sources, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, results)
@@ -151,15 +158,6 @@ def _check_array(leaf: Any, mesh: Mesh) -> None:
         )
 
 
-def _sharded(paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> list[PerReplica]:
-    """Returns the shards of each array as a value."""
-    columns = _for_each(lambda leaf: _shards(leaf, mesh), paths, leaves)
-    return [
-        _Shards.of_grads(column, path, path, mesh)
-        for path, column in zip(paths, columns, strict=True)
-    ]
-
-
 def _shards(leaf: Any, mesh: Mesh) -> list[Any]:
     """Returns the shards of an array, in the order of their JAX devices.
 
@@ -188,8 +186,8 @@ def _shards(leaf: Any, mesh: Mesh) -> list[Any]:
     return parts
 
 
-def _replicas(grads: Any, mesh: Mesh) -> list[PerReplica]:
-    """Returns the arrays of each leaf as a value; checks the trees."""
+def _rows(grads: Any, mesh: Mesh) -> list[list[Any]]:
+    """Returns the arrays of each tree, all on the tree's own JAX device."""
     if type(grads) not in (list, tuple) or len(grads) != len(mesh):
         size = f"of {len(grads)} entries" if isinstance(grads, list | tuple) else "of arrays"
         raise ValueError(
@@ -200,12 +198,32 @@ def _replicas(grads: Any, mesh: Mesh) -> list[PerReplica]:
     for replica, (_, treedef) in enumerate(trees):
         if treedef != trees[0][1]:
             raise ValueError(_difference(grads, replica))
-    _check_homes(grads, [leaves for leaves, _ in trees], mesh)
-    columns = zip(*[leaves for leaves, _ in trees], strict=True)
+    homes = [_home(grads, replica, row) for replica, (row, _) in enumerate(trees)]
+    pairs = {(device.physical, home) for device, home in zip(mesh, homes, strict=True)}
+    if len(pairs) > len(set(homes)):
+        raise DeviceMismatchError(
+            f"the trees of grads are on {listed(homes)}, but {mesh} has other physical devices: "
+            "put each tree on a JAX device of its own, or open the mesh with devices that share one"
+        )
     return [
-        _Replicas.of_grads(column, path, path, mesh)
-        for path, column in zip(_paths(grads[0]), columns, strict=True)
+        [leaf if leaf.sharding.device_set == {home} else jax.device_put(leaf, home) for leaf in row]
+        for home, (row, _) in zip(homes, trees, strict=True)
     ]
+
+
+def _home(grads: Sequence[Any], replica: int, row: Sequence[Any]) -> Any:
+    """Returns the JAX device of a tree; arrays that are not committed to theirs do not count."""
+    placed = [(index, leaf) for index, leaf in enumerate(row) if getattr(leaf, "committed", True)]
+    found = {
+        next(iter(leaf.sharding.device_set)): index for index, leaf in placed or enumerate(row)
+    }
+    if len(found) > 1:
+        paths = _paths(grads[replica])
+        where = listed(f"{paths[index]} on {home}" for home, index in found.items())
+        raise DeviceMismatchError(
+            f"grads[{replica}] is on several JAX devices ({where}): put all of it on one"
+        )
+    return next(iter(found))
 
 
 def _difference(grads: Sequence[Any], replica: int) -> str:
@@ -218,26 +236,6 @@ def _difference(grads: Sequence[Any], replica: int) -> str:
     trees = [brief(jax.tree_util.tree_structure(grads[each])) for each in (replica, 0)]
     how = how or [f"it is {trees[0]}, not {trees[1]}"]
     return f"grads[{replica}] has another structure than grads[0]: {' and '.join(how)}"
-
-
-def _check_homes(grads: Sequence[Any], rows: Sequence[Sequence[Any]], mesh: Mesh) -> None:
-    """Raises unless each tree is on one JAX device, alone or with those of its physical device."""
-    homes: list[Any] = []
-    for replica, row in enumerate(rows):
-        found = {next(iter(array.sharding.device_set)): index for index, array in enumerate(row)}
-        if len(found) > 1:
-            paths = _paths(grads[replica])
-            where = listed(f"{paths[index]} on {home}" for home, index in found.items())
-            raise DeviceMismatchError(
-                f"grads[{replica}] is on several JAX devices ({where}): put all of it on one"
-            )
-        homes += found
-    pairs = {(device.physical, home) for device, home in zip(mesh, homes, strict=True)}
-    if len(pairs) > len(set(homes)):
-        raise DeviceMismatchError(
-            f"the trees of grads are on {listed(homes)}, but {mesh} has other physical devices: "
-            "put each tree on a JAX device of its own, or open the mesh with devices that share one"
-        )
 
 
 def _like(leaf: Any, source: tuple[Mirrored, Sequence[int]]) -> Any:
