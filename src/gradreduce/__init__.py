@@ -18,6 +18,7 @@ from gradreduce.accumulator import (
     apply_grads,
     take_grads,
 )
+from gradreduce.arrays.assert_mirrored import assert_mirrored
 from gradreduce.arrays.distributed import Mirrored, PerReplica, ReduceOp
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.replica_context import replica
@@ -104,6 +105,7 @@ __all__ = [
     "aggregate",
     "all_reduce",
     "apply_grads",
+    "assert_mirrored",
     "autodiff",
     "clip_by_global_norm",
     "default_mesh",

@@ -1,0 +1,124 @@
+"""assert_mirrored: names the first tensor whose copies differ, on devices and in processes."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.thread_group import run_processes
+
+import gradreduce as gr
+
+SHAPES = {"w": (50, 41), "b": (7,), "s": (), "e": (0, 3)}
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def as_dtype(name):
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def make(mesh, dtype="float32"):
+    return [
+        gr.Variable(np.full(shape, 0.5), name, dtype=dtype, device=mesh)
+        for name, shape in SHAPES.items()
+    ]
+
+
+def change(variable, replica, place, value):
+    """Writes to one copy only."""
+    array = variable.buffers[replica].numpy()
+    array.reshape(-1)[place] = value
+    device = variable.buffers[replica].device
+    device.copy(variable.buffers[replica], device.upload(array))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_first_difference_is_named(dtype):
+    with gr.open_mesh((0, 1, 1), backend="sim") as mesh:
+        variables = make(mesh, dtype)
+        gr.assert_mirrored(variables)
+        gr.assert_mirrored(variables[0])
+        for index, replica, place, at in [(2, 1, 0, ""), (1, 2, 3, "[3]"), (0, 2, 2049, "[49, 40]"),
+                                          (0, 1, 1030, "[25, 5]")]:  # fmt: skip
+            change(variables[index], replica, place, 0.25)
+            name = variables[index].name
+            text = f"{name!r}{at} differs: 0.5 in replica 0, 0.25 in replica {replica}"
+            with pytest.raises(AssertionError) as error:
+                gr.assert_mirrored(variables)
+            assert str(error.value) == text
+
+
+def test_bits_are_compared_but_those_of_nan():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        arrays = np.array([[0x7FC00000, 0], [0x7FC00001, 0]], np.uint32).view(np.float32)
+        gr.assert_mirrored(gr.PerReplica(list(arrays), mesh))
+        arrays[1, 1] = -0.0
+        with pytest.raises(AssertionError) as error:
+            gr.assert_mirrored([gr.Mirrored(list(arrays[:1]) * 2, mesh),
+                                gr.PerReplica(list(arrays), mesh)])  # fmt: skip
+        assert str(error.value) == "'values[1]'[1] differs: 0.0 in replica 0, -0.0 in replica 1"
+        for values in ([2**40, 2**40 + 1], [1 + 2j, 1 + 3j]):
+            pair = [np.array([value]) for value in values]
+            with pytest.raises(AssertionError) as error:
+                gr.assert_mirrored(gr.PerReplica(pair, mesh))
+            text = f"[0] differs: {pair[0][0]} in replica 0, {pair[1][0]} in replica 1"
+            assert str(error.value) == "'values[0]'" + text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 3)], ids=str)
+def test_all_processes_raise_alike(counts, dtype):
+    firsts = np.cumsum([0, *counts])
+
+    def work(group):
+        with gr.open_mesh(counts[group.rank], backend="sim", process_group=group) as mesh:
+            variables, texts = make(mesh, dtype), []
+            gr.assert_mirrored(variables)
+            for index, replica, place in [(2, 1, 0), (1, 2, 3), (0, 2, 2049), (0, 1, 1030)]:
+                if replica in range(firsts[group.rank], firsts[group.rank + 1]):
+                    change(variables[index], replica - firsts[group.rank], place, 0.25)
+                with pytest.raises(AssertionError) as error:
+                    gr.assert_mirrored(variables)
+                texts.append(str(error.value))
+            ops = gr.AllReduceCrossDeviceOps(mesh=mesh)  # the mesh can still be used
+            assert ops.all_reduce([[np.ones(2)] for _ in mesh])[0][0].tolist() == [1.0, 1.0]
+            return texts
+
+    last = len(counts) - 1
+    where = [f"replica 1 (process {min(1, last)})", f"replica 2 (process {last})"]
+    first = "0.5 in replica 0 (process 0), 0.25 in"
+    for texts in run_processes(len(counts), work):
+        assert texts == [
+            f"'s' differs: {first} {where[0]}",
+            f"'b'[3] differs: {first} {where[1]}",
+            f"'w'[49, 40] differs: {first} {where[1]}",
+            f"'w'[25, 5] differs: {first} {where[0]}",
+        ]
+
+
+def test_processes_with_other_tensors_are_told():
+    def work(group):
+        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
+            variables = make(mesh)
+            with pytest.raises(AssertionError) as error:
+                gr.assert_mirrored(variables[: 4 - group.rank])
+            gr.assert_mirrored(variables)
+            return str(error.value)
+
+    text = "process 1 has other names, shapes or dtypes than process 0"
+    assert run_processes(2, work) == [text] * 2
+
+
+def test_what_cannot_be_compared():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = gr.Variable(np.ones(2), device=mesh)
+        rows = gr.IndexedSlices(np.ones((1, 2)), [0], (3, 2))
+        for values, error, text in [
+            ([], ValueError, "^values is empty; pass at least one$"),
+            (3, TypeError, "^values=3 must be Variables, Mirrored values or PyTorch modules$"),
+            ([variable, 3], TypeError, r"^values\[1\]=3 is not a Variable or Mirrored value$"),
+            (gr.Mirrored([rows] * 2, mesh), TypeError, r"has IndexedSlices; pass \.to_dense\(\)$"),
+            ([variable, gr.Variable(1.0, device=mesh[0])], ValueError, "numbers of copies"),
+        ]:
+            with pytest.raises(error, match=text):
+                gr.assert_mirrored(values)
+        with pytest.raises(TypeError, match=r"^mesh=3 must be a Mesh"):
+            gr.assert_mirrored(variable, 3)

@@ -1,0 +1,92 @@
+"""assert_mirrored on modules: replicas of one process, one module in each, DataParallel."""
+
+import copy
+
+import pytest
+from support.thread_group import run_processes
+
+import gradreduce as gr
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+
+def make(dtype=None):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30))
+    return net.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_first_parameter_that_differs_is_named(dtype):
+    net = make(dtype)
+    replicas = [net, copy.deepcopy(net), copy.deepcopy(net)]
+    replicas[1][1].running_mean.fill_(3.0)  # a buffer
+    gr.assert_mirrored(replicas)
+    with torch.no_grad():
+        replicas[2][1].bias[4] = 2.0
+        replicas[1][0].weight[29, 39] = float("nan")
+        replicas[2][0].weight[29, 39] = float("nan")
+        net[0].weight[29, 39] = 1.5
+    text = r"^'0.weight'\[29, 39\] differs: 1.5 in replica 0, nan in replica 1$"
+    with pytest.raises(AssertionError, match=text):
+        gr.assert_mirrored(torch.nn.ModuleList(replicas))
+    with torch.no_grad():
+        net[0].weight[29, 39] = float("nan")
+    with pytest.raises(AssertionError, match=r"^'1.bias'\[4\] differs: 0.0 in replica 0, 2.0 in"):
+        gr.assert_mirrored(replicas)
+    replicas[1][0] = torch.nn.Linear(40, 31)
+    text = r"'0.weight' \(float16\[30, 40\]\) in replica 0 is '0.weight' \(float32\[31, 40\]\) in"
+    with pytest.raises(AssertionError, match=text.replace("float16", str(dtype)[6:])):
+        gr.assert_mirrored(replicas)
+    with pytest.raises(AssertionError, match=r"^replica 0 has 4 parameters, replica 1 5$"):
+        gr.assert_mirrored([net, torch.nn.Sequential(*net, torch.nn.PReLU())])
+
+
+def test_modules_of_several_processes():
+    nets = [make() for _ in range(2)]  # here: the generator of random numbers is that of all
+
+    def work(group):
+        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
+            net = nets[group.rank]
+            gr.assert_mirrored(net, mesh)
+            dp = gr.torch.DataParallel(net, mesh)
+            gr.assert_mirrored(dp, mesh)
+            texts = []
+            with torch.no_grad():
+                net[1].weight[3] = 1.0 + group.rank
+            for modules in (dp, [net, net]):
+                with pytest.raises(AssertionError) as error:
+                    gr.assert_mirrored(modules, mesh)
+                texts.append(str(error.value))
+            odd = [net, torch.nn.PReLU()] if group.rank == 1 else [net, net]
+            with pytest.raises(AssertionError) as error:
+                gr.assert_mirrored(odd, mesh)
+            return [*texts, str(error.value)]
+
+    found = run_processes(2, work)
+    for texts in found:
+        assert texts[:2] == [
+            "'1.weight'[3] differs: 1.0 in replica 0 (process 0), 2.0 in replica 1 (process 1)",
+            "'1.weight'[3] differs: 1.0 in replica 0 (process 0), 2.0 in replica 2 (process 1)",
+        ]
+    assert found[0][2] == "the replicas of process 1 have other names, shapes or dtypes"
+    assert found[1][2] == (
+        "'0.weight' (float32[30, 40]) in replica 0 is 'weight' (float32[1]) in replica 1"
+    )
+
+
+def test_replicas_of_data_parallel_in_one_process():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        dp = gr.torch.DataParallel(make(), mesh)
+        gr.assert_mirrored(dp, mesh)
+        with torch.no_grad():
+            dp.replicas[1][1].bias[0] = 1.0
+        for modules in (dp, dp.replicas, list(dp.replicas)):
+            with pytest.raises(AssertionError, match=r"^'1.bias'\[0\] differs"):
+                gr.assert_mirrored(modules, mesh)
+        with pytest.raises(ValueError, match=r"^one module has no copies: pass a list of replicas"):
+            gr.assert_mirrored(dp.module)
+        with pytest.raises(TypeError, match=r"^3 is not a torch.nn.Module, as the first replica"):
+            gr.assert_mirrored([dp.module, 3])
+        gr.assert_mirrored([torch.nn.ReLU(), torch.nn.ReLU()], mesh)
