@@ -83,14 +83,18 @@ def test_every_file_named_exists():
             assert (ROOT / name).is_file(), (page.name, name)
 
 
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
+
+
 def test_every_link_leads_to_a_file_or_a_heading():
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-        anchors = {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
-        for target in re.findall(r"\]\(([^)]+)\)", text):
-            found = target[1:] in anchors if target[0] == "#" else (page.parent / target).exists()
-            assert found, (page.name, target)
+        for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            assert file.exists(), (page.name, target)
+            assert not anchor or anchor in anchors_of(file), (page.name, target)
 
 
 def test_the_readme_leads_to_every_page():
