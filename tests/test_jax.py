@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections import namedtuple
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from support.exact_data import exact_data, same
 from support.hanging_devices import stall
+from support.processes import run
 
 import gradreduce as gr
 from gradreduce.device import as_dtype
@@ -470,3 +472,47 @@ def test_both_scripts_of_the_docs_train_alike():
     before, after = found
     assert np.allclose(before["w"], after["w"], atol=1e-5)
     assert np.allclose(after["w"], 1, atol=0.1)
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch, capsys):
+    """Runs examples/train_jax.py in this process; returns exit status and the printed table."""
+    for name, value in {"NO_COLOR": "1", "COLUMNS": "100", "XLA_FLAGS": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    script = importlib.import_module("train_jax")
+
+    def train(*flags):
+        status = script.main(list(flags))
+        text = capsys.readouterr().out
+        assert "100%" in text
+        return status, table(text)
+
+    return train
+
+
+def table(text):
+    return dict(re.findall(r"│ (.*?) +│ (.*?) +│", text))
+
+
+@pytest.mark.repo
+def test_the_example_learns_and_says_whether_it_has_reached_the_goal(example, capsys):
+    status, rows = example("--devices", "2", "--steps", "80")
+    assert float(rows["test accuracy"]) > 0.85
+    assert status == (float(rows["test accuracy"]) < 0.95)
+    assert Path("digits.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        example("--devices", "5")
+    assert "--devices: got 5, but JAX has 4; allowed: 1 to 64" in capsys.readouterr().err
+
+
+@pytest.mark.repo
+@pytest.mark.mpi
+@pytest.mark.exhaustive
+def test_the_example_reaches_the_goal_and_computes_the_same_in_two_processes(example):
+    script = str(Path(__file__).parents[1] / "examples" / "train_jax.py")
+    status, rows = example()
+    assert (status, float(rows["test accuracy"]) >= 0.95) == (0, True)
+    done = run("mpi", 2, script, "--devices", "2")
+    assert done.returncode == 0, done.text
+    assert table(done.text)["digest of the weights"] == rows["digest of the weights"]
