@@ -30,6 +30,11 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def is_iterator(loss: Any) -> bool:
+    """Whether the value of a loss is an iterator of terms."""
+    return hasattr(loss, "__next__")
+
+
 def detached(value: Any) -> Any:
     """Detaches a PyTorch tensor or JAX array; returns anything else unchanged."""
     if is_tensor(value):
@@ -83,6 +88,10 @@ class JaxLoss:
         loss: called twice: first with shapes only, to find what it reads, then traced. Once or
             twice more if it reads a Variable inside a function that JAX caches.
 
+    Attributes:
+        values: of the loss, or of its terms, after ``gradients``.
+        has_terms: whether it is an iterator of terms.
+
     Raises:
         ValueError: JAX is not imported.
     """
@@ -91,6 +100,8 @@ class JaxLoss:
         if "jax" not in sys.modules:
             raise ValueError('engine="jax" needs JAX: import jax before this call')
         self._loss = loss
+        self.values: list[Any] = []
+        self.has_terms = False
         self._reads: dict[Buffer, tuple[Any, Any]] = {}  # the array and the Variable of each copy
         self._tracers: dict[Buffer, Any] | None = None  # of copies, while the loss is traced
         self._unread: set[Buffer] = set()
@@ -157,7 +168,7 @@ class JaxLoss:
         jax.eval_shape(self._total, grad_loss)
         copies = list(self._reads)
 
-        def total(arrays: Sequence[Any]) -> Any:
+        def total(arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
             self._tracers = dict(zip(copies, arrays, strict=True))
             self._unread = set(copies)
             try:
@@ -166,12 +177,13 @@ class JaxLoss:
                 self._tracers = None
 
         if not copies:
+            _, self.values = self._total(grad_loss)
             return []
-        differentiate = jax.value_and_grad(total)
+        differentiate = jax.value_and_grad(total, has_aux=True)
         if self._keeps:  # else the cache would hold arrays, not only shapes
             differentiate = jax.jit(differentiate)
         with _contexts()(object()) if self._keeps else nullcontext():
-            _, found = differentiate([array for array, _ in self._reads.values()])
+            (_, self.values), found = differentiate([array for array, _ in self._reads.values()])
         for copy in self._unread:
             raise _other_reads(self._reads[copy][1])
         jax.block_until_ready(found)  # JAX still reads the Variables, which may be written now
@@ -180,22 +192,23 @@ class JaxLoss:
             for copy, gradient in zip(copies, found, strict=True)
         ]
 
-    def _total(self, grad_loss: Any) -> Any:
+    def _total(self, grad_loss: Any) -> tuple[Any, list[Any]]:
         jnp = sys.modules["jax"].numpy
         self._top = _tracing_to_keep()
         made = self._loss()
-        terms = list(made) if hasattr(made, "__next__") else [made]
+        self.has_terms = is_iterator(made)
+        terms = [_as_term(term) for term in (made if self.has_terms else [made])]
         total: Any = 0.0
-        for term in terms:
-            value = _as_term(term)
+        for value in terms:
             if not jnp.issubdtype(value.dtype, jnp.floating):
                 raise InvalidVariableError(f"Invalid type {value.dtype} of the loss")
             if grad_loss is not None:
                 seed = jnp.asarray(grad_loss, value.dtype)
                 check_seed_shape(seed, value)
-                value = value * seed
-            total = total + jnp.sum(value)
-        return total
+                total = total + jnp.sum(value * seed)
+            else:
+                total = total + jnp.sum(value)
+        return total, terms
 
 
 def _as_term(term: Any) -> Any:

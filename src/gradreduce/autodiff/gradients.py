@@ -24,7 +24,14 @@ from gradreduce.reduce.aggregation import AggregationMethod
 
 from .accumulate_terms import TermAccumulator
 from .backward import backward
-from .frameworks import JaxLoss, as_jax, check_seed_shape, is_tensor, tensor_gradients
+from .frameworks import (
+    JaxLoss,
+    as_jax,
+    check_seed_shape,
+    is_iterator,
+    is_tensor,
+    tensor_gradients,
+)
 from .tape import Trace, Traced, resolve, unwrap
 from .unsupported import check_operand
 
@@ -39,6 +46,7 @@ def gradients_of(
     method: AggregationMethod,
     grad_loss: Any = None,
     engine: Engine | None = None,
+    losses: list[Any] | None = None,
 ) -> list[tuple[Any, Variable]]:
     """Computes the gradient of ``loss`` with respect to each variable.
 
@@ -49,6 +57,7 @@ def gradients_of(
         method: how the terms of a gradient are combined.
         grad_loss: the gradient of the result of ``loss``, of its shape; default: ones.
         engine: see ``Optimizer.compute_gradients``.
+        losses: not None: the value of the loss is appended, of an iterator the list of its terms.
 
     Returns:
         Pairs of gradient and variable. A gradient is a new array, IndexedSlices, or None.
@@ -62,28 +71,29 @@ def gradients_of(
     outer = current_reader()
     if outer is not None and engine == "jax":
         raise _not_nested()
-    reading = _Reading(outer, variables, method)
+    reading = _Reading(outer, variables, method, keeps_values=losses is not None)
     with reading_by(reading):
         try:
             if engine == "jax":
-                reading.differentiate_jax(loss, grad_loss)
+                has_terms = reading.differentiate_jax(loss, grad_loss)
             else:
-                for held in _terms_of(loss):
-                    reading.differentiate(held, grad_loss)
-            return reading.pairs(variables)
+                held = [loss()]
+                has_terms = is_iterator(held[0])
+                for term in _terms_of(held) if has_terms else [held]:
+                    reading.differentiate(term, grad_loss)
+            pairs = reading.pairs(variables)
+            if losses is not None:
+                losses.append(reading.values if has_terms else reading.values[0])
+            return pairs
         finally:
             reading.close()
 
 
-def _terms_of(loss: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Yields the result of the loss; of an iterator, one term after the other.
+def _terms_of(held: list[Any]) -> Iterator[list[Any]]:
+    """Yields the terms of an iterator, which is removed from the list, one after the other.
 
-    Each is in a list, which the caller empties, so that no other reference keeps it alive.
+    Each is in the list, which the caller empties, so that no other reference keeps it alive.
     """
-    held = [loss()]
-    if not hasattr(held[0], "__next__"):
-        yield held
-        return
     for term in held.pop():
         held.append(term)
         del term
@@ -96,6 +106,7 @@ class _Reading:
     Attributes:
         home: see ``Reader``.
         trace: the trace of this call.
+        values: of the loss, or of its terms, if they are kept.
     """
 
     def __init__(
@@ -103,9 +114,13 @@ class _Reading:
         outer: Reader | None,
         wanted: Sequence[Variable] | None,
         method: AggregationMethod,
+        *,
+        keeps_values: bool,
     ) -> None:
         self.home: Device | None = outer.home if outer is not None else None
         self.trace: Trace = Trace(outer.trace if isinstance(outer, _Reading) else None)
+        self.values: list[Any] = []
+        self._keeps_values = keeps_values
         self._outer = outer
         self._wanted = None if wanted is None else frozenset(wanted)
         self._method = method
@@ -163,22 +178,29 @@ class _Reading:
         value = resolve(values.pop())
         if is_tensor(value):
             self._differentiate_tensor(value, grad_loss)
+            if self._keeps_values:
+                self.values.append(value.detach().clone())
             return
         _check_loss(value)
         if not isinstance(value, Traced) or value.node.trace is not self.trace:
+            self.values += [value] * self._keeps_values
             return
         with on_gpu_of(value.node.device):
             seed = _seed(value.value, grad_loss)
+            if self._keeps_values:
+                self.values.append(value.value.copy())
         roots = [value.node]
         del value
         backward(roots, seed, lambda: TermAccumulator(self._method))
 
-    def differentiate_jax(self, loss: Callable[[], Any], grad_loss: Any) -> None:
-        """Differentiates the loss by JAX."""
+    def differentiate_jax(self, loss: Callable[[], Any], grad_loss: Any) -> bool:
+        """Differentiates the loss by JAX; returns whether it is an iterator of terms."""
         self._jax = JaxLoss(loss)
         for index, (copy, gradient) in enumerate(self._jax.gradients(grad_loss)):
             variable, _ = self._tensors[copy]
             self._terms_of(variable).push(gradient, (index, 0), copy.device)
+        self.values = self._jax.values
+        return self._jax.has_terms
 
     def pairs(self, variables: Sequence[Variable] | None) -> list[tuple[Any, Variable]]:
         """Each variable with its gradient, in memory that the caller owns."""

@@ -21,7 +21,7 @@ from .gradient_inputs import check_float
 Pairs = list[tuple[Any, Variable]]
 
 
-def ready_gradients(
+def ready_gradients(  # noqa: PLR0913  # those of compute_gradients
     loss: Callable[[], Any],
     var_list: Any,
     gate_gradients: int,
@@ -29,6 +29,7 @@ def ready_gradients(
     colocate: bool,
     grad_loss: Any,
     engine: Engine | None,
+    losses: list[Any] | None,
 ) -> Callable[[], Pairs]:
     """Validates the arguments of ``compute_gradients``; the result, when called, differentiates."""
     gate = -1
@@ -50,7 +51,7 @@ def ready_gradients(
             f"execution is enabled: it is a {type(loss).__name__}"
         )
     variables = _checked_variables(var_list)
-    return partial(gradients_of, loss, variables, method, grad_loss, engine)
+    return partial(gradients_of, loss, variables, method, grad_loss, engine, losses)
 
 
 def gradients_of_replicas(gradients: Callable[[], Pairs], devices: Sequence[Device]) -> Pairs:

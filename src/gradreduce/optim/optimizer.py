@@ -16,7 +16,14 @@ from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.autodiff.gradients import Engine
-from gradreduce.device import Buffer, DeferInterrupts, LaunchBatch, as_deadline, deadline_scope
+from gradreduce.device import (
+    Buffer,
+    DeferInterrupts,
+    LaunchBatch,
+    as_deadline,
+    as_flag,
+    deadline_scope,
+)
 from gradreduce.errors import NotCopied, brief
 from gradreduce.reduce.aggregation import AggregationMethod
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
@@ -234,7 +241,7 @@ class Optimizer(NotCopied):
             self._plan = plan
         return None
 
-    def compute_gradients(
+    def compute_gradients(  # noqa: PLR0913  # the signature of TensorFlow
         self,
         loss: Callable[[], Any],
         var_list: Sequence[Variable] | None = None,
@@ -244,7 +251,8 @@ class Optimizer(NotCopied):
         grad_loss: Any = None,
         *,
         engine: Engine | None = None,
-    ) -> list[tuple[Any, Variable]]:
+        return_loss: bool = False,
+    ) -> Any:
         """Computes the gradients of ``loss`` with respect to variables.
 
         This is the first half of ``minimize``.
@@ -274,12 +282,16 @@ class Optimizer(NotCopied):
             engine: ``"jax"``: ``loss`` is a JAX function, for ``jax.value_and_grad``. It is called
                 twice, and reads Variables by ``variable.read("jax")`` and by operators with JAX
                 arrays. Read them outside ``jax.jit``: a read inside recompiles it in every call.
+            return_loss: whether to return the value of the loss too.
 
         Returns:
             A pair (gradient, variable) for each variable. A gradient is an array of the
             variable's shape and dtype; ``IndexedSlices``, if the variable was only looked up by
             ``gr.embedding_lookup`` or ``np.take(variable, rows, axis=0)``, all on one device; or
-            None, if the loss does not use the variable. The caller owns it.
+            None, if the loss does not use the variable. The caller owns it. With ``return_loss`` a
+            tuple of the value of the loss and these pairs. The value is a plain one, copied, in
+            the library of the loss; of a generator the list of its terms' values, and of a worker
+            of AGN with several replicas the list of theirs. The host does not wait for it.
 
         Raises:
             ValueError: an invalid ``gate_gradients``, ``aggregation_method`` or ``engine``, a
@@ -289,11 +301,15 @@ class Optimizer(NotCopied):
                 something else than Variables of floats, or the loss returned no float.
             RuntimeError: ``loss`` is not callable.
         """
+        losses: list[Any] | None = [] if as_flag("return_loss", return_loss) else None
         gradients = ready_gradients(
             loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
-            grad_loss, engine,
+            grad_loss, engine, losses,
         )  # fmt: skip
-        return self._differentiated(gradients)
+        pairs = self._differentiated(gradients)
+        if losses is None:
+            return pairs
+        return (losses[0] if len(losses) == 1 else losses), pairs
 
     def _differentiated(self, gradients: Callable[[], Pairs]) -> Pairs:
         """Differentiates; AGN overrides it to do so for each replica."""
