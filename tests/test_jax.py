@@ -475,8 +475,9 @@ def test_both_scripts_of_the_docs_train_alike():
 
 
 @pytest.fixture
-def example(tmp_path, monkeypatch, capsys):
+def example(jax, tmp_path, monkeypatch, capsys):
     """Runs examples/train_jax.py in this process; returns exit status and the printed table."""
+    # JAX has been used: the example changes what the environment says, but not the devices.
     for name, value in {"NO_COLOR": "1", "COLUMNS": "100", "XLA_FLAGS": ""}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
