@@ -22,6 +22,7 @@ from gradreduce.device import (
     DeferInterrupts,
     Device,
     Mesh,
+    PackInfo,
     as_deadline,
     as_flag,
     by_physical,
@@ -129,6 +130,7 @@ class SyncStep(NotCopied):
         check_finite: bool = False,
     ) -> None:
         self.variables = _checked_variables(variables)
+        self._label = PackInfo(range(len(self.variables)), names=[v.name for v in self.variables])
         self.devices: tuple[Device, ...] = self.variables[0].devices
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer={brief(optimizer)} is not an Optimizer")
@@ -245,7 +247,7 @@ class SyncStep(NotCopied):
                 step = self._earliest(step, list(placed))
                 gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
             accumulators = [self.accumulators[index] for index in placed]
-            with DeferInterrupts():
+            with DeferInterrupts(), self.devices[0].mesh_state.label_scope(self._label):
                 if not apply_grads(accumulators, gradients, step):
                     return False
                 # Every process adds one gradient for each of its replicas at each call.
@@ -388,11 +390,12 @@ class SyncStep(NotCopied):
         made: list[list[Buffer]] = [[lists[0] for lists in of_one] for of_one in placed]
         for replicas in by_physical(() if stale else self.devices).values():
             wanted = [(index, replica) for index in range(len(placed)) for replica in replicas]
-            sums = aggregate_buffers(
-                [placed[index][replica] for index, replica in wanted],
-                self.devices[replicas[0]],
-                tree=self.aggregation_method is AggregationMethod.EXPERIMENTAL_TREE,
-            )
+            with self.devices[0].mesh_state.label_scope(self._label):
+                sums = aggregate_buffers(
+                    [placed[index][replica] for index, replica in wanted],
+                    self.devices[replicas[0]],
+                    tree=self.aggregation_method is AggregationMethod.EXPERIMENTAL_TREE,
+                )
             for (index, replica), total in zip(wanted, sums, strict=True):
                 made[index][replica] = total
         return [PerReplica.of(buffers) for buffers in made]

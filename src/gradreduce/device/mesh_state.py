@@ -206,7 +206,11 @@ class MeshState:
             pack_info: what.
             devices: that have to come to it, and through it. Default: all of the call.
         """
-        return PackScope(self.log, pack_info, tuple(devices))
+        return PackScope(self.log, pack_info, tuple(devices), marks=True)
+
+    def label_scope(self, label: Label) -> PackScope:
+        """Context manager: labels this thread's work in the log; deadlines do not look at it."""
+        return PackScope(self.log, label, (), marks=False)
 
     # -- deadlines --------------------------------------------------------------------------------
 

@@ -351,24 +351,28 @@ class PackScope:
     Without a deadline it costs a label, and no mark.
     """
 
-    __slots__ = ("_before", "_devices", "_log", "_pack_info")
+    __slots__ = ("_before", "_devices", "_log", "_marks", "_pack_info")
 
-    def __init__(self, log: OpLog, pack_info: Label | None, devices: tuple[Device, ...]):
+    def __init__(
+        self, log: OpLog, pack_info: Label | None, devices: tuple[Device, ...], *, marks: bool
+    ):
         self._log = log
         self._pack_info = pack_info
         self._devices = devices
+        self._marks = marks
 
     def __enter__(self) -> None:
         thread = self._log.thread
         self._before = thread.label, thread.phase
         thread.label = self._pack_info
-        if thread.pending_call is not None or thread.command_list is not None:
+        if self._marks and (thread.pending_call or thread.command_list) is not None:
             self._mark_queues(leaves=False)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         thread = self._log.thread
         thread.label, thread.phase = self._before
-        if error is None and (thread.pending_call or thread.command_list) is not None:
+        in_use = self._marks and (thread.pending_call or thread.command_list) is not None
+        if error is None and in_use:
             self._mark_queues(leaves=True)
 
     def _mark_queues(self, *, leaves: bool) -> None:

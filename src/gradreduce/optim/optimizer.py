@@ -456,8 +456,13 @@ class Optimizer(NotCopied):
                 mesh_state.launch_lock,
                 mesh_state.fail_on_partial_write(plan.devices),
             ):
-                for launch in ready:
-                    launch()
+                thread = mesh_state.thread
+                before, thread.label = thread.label, plan.label  # a scope would take a microsecond
+                try:
+                    for launch in ready:
+                        launch()
+                finally:
+                    thread.label = before
                 self._slots.commit(powers)
             count()
             release_inputs()

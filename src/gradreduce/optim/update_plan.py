@@ -17,7 +17,15 @@ from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.staging import Staging
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device, LaunchBatch, by_physical, fork_streams, join_streams
+from gradreduce.device import (
+    Buffer,
+    Device,
+    LaunchBatch,
+    PackInfo,
+    by_physical,
+    fork_streams,
+    join_streams,
+)
 from gradreduce.ops import Update
 
 from .gradient_inputs import check_no_overlap
@@ -37,6 +45,7 @@ class Plan:
         shared: those variables whose memory is that of a module's parameters.
         written: for each copy of each variable, the buffers that an update writes.
         devices: of each copy.
+        label: names the variables in the log.
         ranges: address ranges of those buffers.
         kernel: the compiled rule, or None.
         indices_by_gpu: for each physical device, the indices of the copies there.
@@ -51,6 +60,7 @@ class Plan:
         totals: Sequence[Sequence[Buffer]] = (),
     ) -> None:
         self.variables = tuple(variables)
+        self.label = PackInfo(range(len(variables)), names=[each.name for each in variables])
         self.shared = [var for var in variables if var._parameters]
         self.kernel = kernel
         self._slots = slots.by_name  # another one, when a checkpoint was loaded
