@@ -117,6 +117,12 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "dtype")
 
 
+def is_module(cls: type) -> bool:
+    """Whether objects of a class are modules of PyTorch."""
+    nn = getattr(sys.modules.get("torch"), "nn", None)
+    return nn is not None and issubclass(cls, nn.Module)
+
+
 def axis_order(array: Any) -> tuple[int, ...] | None:
     """Returns the axis order that makes an array contiguous; None for C order or gaps.
 

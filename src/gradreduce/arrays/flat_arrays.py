@@ -17,6 +17,7 @@ from .convert import (
     check_tensor,
     from_buffer,
     hand_over,
+    is_module,
     shape_and_dtype,
 )
 from .convert_gpu import wait_for_current_stream
@@ -80,8 +81,7 @@ def attached(
 
 def _named(row: Any, index: int) -> tuple[list[str], list[Any]]:
     """Returns the names, if there are any, and the parameters of a device."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(row, torch.nn.Module):
+    if is_module(type(row)):
         row = row.named_parameters()
     if not isinstance(row, Iterable):
         raise TypeError(

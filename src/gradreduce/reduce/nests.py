@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import NoneType
 from typing import Any, Literal
 
-from gradreduce.arrays.convert import is_array
+from gradreduce.arrays.convert import is_array, is_module
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.device import Mesh
 from gradreduce.errors import brief, listed, short_name
@@ -164,8 +164,7 @@ def _found_form(cls: type) -> _Form:
         return "dict"
     if issubclass(cls, list | tuple):
         return "list"
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "nn") and issubclass(cls, torch.nn.Module):
+    if is_module(cls):
         return "module"
     return "iterator" if issubclass(cls, Iterator) else "array"
 
@@ -198,10 +197,10 @@ def _is_named(value: Any) -> bool:
 
 def _gradients_of(value: Any, name: str) -> dict[str, Any]:
     """Returns the gradients of a module or of named parameters, by name."""
-    torch = sys.modules.get("torch")
+    nn = getattr(sys.modules.get("torch"), "nn", None)
     made = {}
     for each in value.named_parameters() if _form_of(type(value)) == "module" else value:
-        if torch is None or not _is_pair(each) or not isinstance(each[1], torch.nn.Parameter):
+        if nn is None or not _is_pair(each) or not isinstance(each[1], nn.Parameter):
             raise TypeError(
                 f"{name} is an iterator or list of {brief(each)}: pass a PyTorch module or its "
                 "named_parameters(), whose gradients are reduced, or a list or dict of arrays"
