@@ -197,16 +197,17 @@ def take(mesh, kinds=(False,), on_one=False):
     return World(take, shown, lambda: (bring(3.0, 1), take()))
 
 
-def sync_step(mesh):
+def sync_step(mesh, **options):
     starts = [np.ones(5, "float32"), np.ones((2, 2), "float32")]
     variables = [gr.Variable(start, f"v{start.size}", device=mesh) for start in starts]
     made = gr.AdamOptimizer()
-    step = gr.SyncStep(variables, made, gr.AllReduceCrossDeviceOps(mesh=mesh))
+    step = gr.SyncStep(variables, made, gr.AllReduceCrossDeviceOps(mesh=mesh), **options)
     terms = [[[start + at, start] for start in starts] for at in range(4)]
 
     def shown():
         kept = [each.state_dict() for each in step.accumulators]
-        return bits((copies(*variables), made.state_dict(), kept, step.global_step))
+        rest = (step.global_step, step.loss_scale)
+        return bits((copies(*variables), made.state_dict(), kept, rest))
 
     return World(lambda: step(terms), shown, lambda: step(terms))
 
@@ -244,6 +245,9 @@ SCENES = {
     "joint take": lambda mesh: take(mesh, (False, True, False)),
     "take on one device": lambda mesh: take(mesh, (False, True), on_one=True),
     "SyncStep": sync_step,
+    "SyncStep that clips": lambda mesh: sync_step(
+        mesh, clip_norm=1.0, loss_scale=gr.DynamicLossScale(8.0, growth_interval=1)
+    ),
     "assign": assign,
 }
 
