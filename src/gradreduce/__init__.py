@@ -37,6 +37,7 @@ from gradreduce.errors import (
     InvalidVariableError,
     MixedDtypesError,
 )
+from gradreduce.opaque import hide_from_compiler
 from gradreduce.optim import (
     AdagradOptimizer,
     AdamOptimizer,
@@ -116,6 +117,9 @@ __all__ = [
     "replica",
     "take_grads",
 ]
+
+
+hide_from_compiler()
 
 
 def __dir__() -> list[str]:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import ContextDecorator
+from collections.abc import Callable
+from functools import wraps
 from types import FrameType
-from typing import Self
+from typing import ParamSpec, TypeVar
 
 from gradreduce.device import Block, Device, FreedBlock, Stream, handle_of
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _Place = tuple[Device, int]  # whose compute queue, and the handle of a caller's stream
 
 
@@ -50,7 +53,7 @@ class _ThreadScopes(threading.local):
 _thread = _ThreadScopes()
 
 
-class StreamScope(ContextDecorator):
+class StreamScope:
     """Context in which each caller's stream is synchronized once per device and direction.
 
     Contexts nest; the outermost counts. A wait between streams is two driver calls, and a call may
@@ -70,9 +73,16 @@ class StreamScope(ContextDecorator):
     def __init__(self, *, reads: bool = True) -> None:
         self._reads = reads
 
-    def _recreate_cm(self) -> Self:
-        """Returns a new scope for each call of the decorated function."""
-        return type(self)(reads=self._reads)
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Decorates a function, each call of which gets a scope of its own."""
+        reads = self._reads
+
+        @wraps(function)
+        def scoped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with StreamScope(reads=reads):
+                return function(*args, **kwargs)
+
+        return scoped
 
     def __enter__(self) -> None:
         self._outer, frame = _thread.scope, sys._getframe(1)

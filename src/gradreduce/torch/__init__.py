@@ -5,6 +5,7 @@ Imported only when asked for, as ``gr.torch``: ``import gradreduce`` does not im
 
 from __future__ import annotations
 
+from gradreduce.opaque import hide_from_compiler
 from gradreduce.torch.data_parallel import DataParallel
 from gradreduce.torch.ddp_hook import comm_hook
 from gradreduce.torch.fsdp import ReduceScatter
@@ -12,3 +13,5 @@ from gradreduce.torch.optimizer import Optimizer
 from gradreduce.torch.variables import variables
 
 __all__ = ["DataParallel", "Optimizer", "ReduceScatter", "comm_hook", "variables"]
+
+hide_from_compiler()

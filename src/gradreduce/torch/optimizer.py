@@ -166,7 +166,6 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             raise
         self._groups.append(group)
 
-    @torch.optim.Optimizer.profile_hook_step  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters that have gradients; queues work, and does not wait for it.
 
@@ -181,6 +180,13 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             ValueError: an option that the rule cannot use.
             CollectiveError: the mesh has failed.
         """
+        return self._step() if closure is None else self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # PyTorch need not do it to ``step`` itself
+
+    @torch.optim.Optimizer.profile_hook_step  # type: ignore[untyped-decorator]
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates, between the hooks of users; see ``step``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -202,8 +208,6 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
                 options.update(zip(rule._slots.power_names, rule._slots.powers, strict=False))
                 self._show_state(group)
         return loss
-
-    step.hooked = True
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores a ``state_dict``; on error, state is unchanged.

@@ -1,0 +1,265 @@
+"""torch.compile: each call of this library in a compiled function is one graph break."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+
+pytestmark = pytest.mark.torch
+
+
+class Halving(gr.Optimizer):
+    """A rule in Python, which would compute with tensors if it were traced."""
+
+    def __init__(self):
+        super().__init__("Halving")
+
+    def _apply(self, variable, slots, gradient):
+        variable -= np.divide(gradient, 2)
+
+
+def applied(rule):
+    def make(mesh):
+        variable = gr.Variable(np.ones(3, "f4"), "weight", device=mesh[0])
+        optimizer = rule()
+        optimizer.prepare([variable])
+
+        def function(x):
+            y = x * 2
+            optimizer.apply_gradients([(y, variable)])
+            return y * 3
+
+        return function, variable.numpy
+
+    return make
+
+
+def minimized(mesh):
+    variable = gr.Variable(np.ones(3, "f4"), device=mesh[0])
+    optimizer = gr.GradientDescentOptimizer(0.1)
+
+    def loss():
+        return np.square(variable).sum()
+
+    def function(x):
+        y = x * 2
+        optimizer.minimize(loss)
+        return y * 3
+
+    return function, variable.numpy
+
+
+def stepped(mesh):
+    variable = gr.Variable(np.ones(3, "f4"), device=mesh)
+    step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), gr.AllReduceCrossDeviceOps())
+
+    def function(x):
+        y = x * 2
+        step([[[y]], [[y]]])
+        return y * 3
+
+    return function, variable.numpy
+
+
+def torch_stepped(mesh):
+    import torch
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.arange(3.0)
+    net = torch.nn.ParameterList([parameter])
+    optimizer = gr.torch.Optimizer(gr.AdamOptimizer(0.1), gr.torch.variables(net, mesh[:1]))
+
+    def function(x):
+        y = x * 2
+        optimizer.step()
+        return y * 3
+
+    return function, lambda: parameter.detach().numpy()
+
+
+def zeroed(mesh):
+    import torch
+
+    dp = gr.torch.DataParallel(torch.nn.Linear(3, 1), mesh[:1])
+    dp(torch.ones(3)).sum().backward()
+
+    def function(x):
+        y = x * 2
+        dp.zero_grad()
+        return y * 3
+
+    return function, lambda: dp.module.weight.grad.clone().numpy()
+
+
+def prepared(mesh):
+    flat = mesh.flat_buffer([(3,)], "float32")
+    step = flat.prepare_all_reduce(gr.ReduceOp.SUM)
+    for (array,) in flat.arrays("torch"):
+        array.copy_(array + 1)
+
+    def function(x):
+        y = x * 2
+        step()
+        return y * 3
+
+    return function, flat.views[0][0].numpy
+
+
+def accumulated(mesh):
+    sums = gr.ConditionalAccumulator("float32", (3,), device=mesh[0])
+
+    def function(x):
+        y = x * 2
+        sums.apply_grad(y)
+        return y * 3
+
+    return function, lambda: sums.take_grad(1)
+
+
+def assigned(mesh):
+    variable = gr.Variable(np.ones(3, "f4"), device=mesh[0])
+
+    def function(x):
+        y = x * 2
+        variable.assign(y)
+        return y * 3
+
+    return function, variable.numpy
+
+
+def reduced(mesh):
+    ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+    return lambda x: ops.all_reduce([{"w": x * 2}, {"w": x}])[0]["w"] * 3, lambda: None
+
+
+def plain(function):
+    """A call whose result the function computes with."""
+    return lambda mesh: (function, lambda: None)
+
+
+CASES = {  # by the name in the error
+    "all_reduce": lambda mesh: (
+        lambda x: gr.all_reduce([[x * 2], [x]], mesh=mesh)[1][0] * 3,
+        lambda: None,
+    ),
+    "AllReduceCrossDeviceOps.all_reduce": reduced,
+    "add_n": plain(lambda x: gr.add_n([x * 2, x]) * 3),
+    "accumulate_n": plain(lambda x: gr.accumulate_n([x * 2, x, x]) * 3),
+    "aggregate": plain(lambda x: gr.aggregate([x * 2, x]) * 3),
+    "clip_by_global_norm": plain(lambda x: gr.clip_by_global_norm([x * 2], 1.0)[0][0] * 3),
+    "Optimizer.apply_gradients": applied(lambda: gr.AdamOptimizer(0.1)),
+    "Optimizer.apply_gradients, a rule in Python": applied(Halving),
+    "Optimizer.minimize": minimized,
+    "SyncStep.__call__": stepped,
+    "Optimizer.step": torch_stepped,
+    "DataParallel.zero_grad": zeroed,
+    "PreparedStep.__call__": prepared,
+    "ConditionalAccumulator.apply_grad": accumulated,
+    "Variable.assign": assigned,
+}
+
+PLAIN = ("all_reduce", "Optimizer.apply_gradients, a rule in Python", "SyncStep.__call__",
+         "Optimizer.step", "PreparedStep.__call__")  # fmt: skip
+
+
+@pytest.fixture
+def mesh():
+    with gr.open_mesh(2, backend="sim") as made:
+        yield made
+
+
+@pytest.fixture
+def compiler():
+    """``torch._dynamo``, which has compiled nothing; its counters too."""
+    import torch
+    from torch._dynamo import utils
+
+    torch._dynamo.reset()
+    utils.counters.clear()
+    yield torch._dynamo
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in PLAIN else pytest.mark.exhaustive) for name in CASES],
+)
+def test_a_call_is_one_graph_break_with_the_results_of_eager_code(name, mesh, compiler):
+    import torch
+
+    x, results = torch.tensor([1.0, -2.0, 0.5]), []
+    function, state = CASES[name](mesh)
+    wanted = function(x), state()
+    function, state = CASES[name](mesh)
+    found = compiler.explain(lambda x: results.append(function(x)))(x)
+    assert (found.graph_count, found.graph_break_count, len(found.break_reasons)) == (2, 1, 1)
+    frames = compiler.utils.counters["frames"]["total"]
+    assert frames == 4  # two functions, before and after: nothing inside the call
+    assert results[0].equal(wanted[0])
+    assert np.array_equal(state(), wanted[1])
+    compiler.reset()
+    with pytest.raises(compiler.exc.Unsupported) as caught:
+        torch.compile(function, backend="eager", fullgraph=True)(x)
+    text = str(caught.value)
+    assert f"<function {name.partition(',')[0]} at" in text
+    assert "call it outside the compiled function, or compile without fullgraph=True" in text
+
+
+def test_a_data_parallel_is_traced_with_its_module(mesh, compiler):
+    import torch
+
+    rows = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        dp = gr.torch.DataParallel(net, mesh[:1])
+
+        def train(x, dp=dp):
+            (dp(x) * 2).sum().backward()  # backward alone is a graph break
+            return x + 1
+
+        run = torch.compile(dp, backend="eager", fullgraph=True) if compiled else dp
+        for step in range(3):
+            dp.zero_grad()
+            run(torch.ones(2, 3) * step).sum().backward()
+            if compiled:
+                torch.compile(train, backend="eager")(torch.ones(2, 3) + step)
+            else:
+                train(torch.ones(2, 3) + step)
+            rows.append([each.grad.clone() for each in dp.parameters()])
+    for eager, other in zip(rows[:3], rows[3:], strict=True):
+        assert all(map(torch.equal, eager, other))
+
+
+ORDERS = {
+    "first": "import gradreduce as gr, torch",
+    "last": "import torch, torch._dynamo, gradreduce as gr",
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_compiler_may_be_imported_before_or_after_this_library(order):
+    program = f"""
+{ORDERS[order]}
+import sys
+finders = [type(each).__module__ for each in sys.meta_path]
+assert finders.count("gradreduce.opaque") == {int(order == "first")}
+mesh = gr.open_mesh(1, backend="sim")
+def f(x):
+    return gr.add_n([x * 2, x], output_type="torch") * 3
+found = torch._dynamo.explain(f)(torch.ones(3)) if "torch._dynamo" in sys.modules else None
+found = found or __import__("torch._dynamo", fromlist=["explain"]).explain(f)(torch.ones(3))
+assert (found.graph_count, found.graph_break_count) == (2, 1), found
+assert all(type(each).__module__ != "gradreduce.opaque" for each in sys.meta_path)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100,
+        env={"PYTHONPATH": ":".join(sys.path), "GRADREDUCE_BACKEND": "sim"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
