@@ -178,3 +178,15 @@ def test_a_step_takes_modules(mesh, ops):
     given[1][1].bias.grad = torch.ones(1)
     with pytest.raises(ValueError, match=r"^terms\[1\] has other .*: it has also '1.bias'$"):
         step(given)
+
+
+def test_the_buckets_of_a_data_parallel_name_their_parameters(mesh, ops):
+    import torch
+
+    dp = gr.torch.DataParallel(models()[0], mesh, ops=ops)
+    for _ in range(2):
+        before = len(mesh.flight_record())
+        for replica in dp.replicas:
+            replica(torch.ones(1, 2)).sum().backward()
+        tensors = [each.tensors for each in mesh.flight_record()[before:]]
+        assert tensors[-1] == "pack 1 of 1 (tensors 1.weight, 0.bias, 0.weight)"

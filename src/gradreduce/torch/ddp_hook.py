@@ -133,7 +133,7 @@ class _Means:
         elif index in self._steps:
             self._steps[index](deadline=deadline)
         else:
-            value = PerReplica([gradients], ops.mesh)
+            value = PerReplica([gradients], ops.mesh, name=f"bucket {index}")
             self._steps[index] = ops.prepare(
                 ReduceOp.MEAN, [(value, value)], out=out, deadline=deadline
             )

@@ -348,9 +348,9 @@ class Reducer(NotCopied):
         nbytes = [sum([sizes[index].nbytes for index in indices]) for indices in plan]
         # The largest first: the others use its temporary memory.
         for number in sorted(range(len(plan)), key=nbytes.__getitem__, reverse=True):
-            names = listed(self._names[index] for index in plan[number])
+            names = [self._names[index] for index in plan[number]]
             inside = [[row[index] for index in plan[number]] for row in rows]
-            made[number] = self._bucket(f"bucket {number} ({names})", inside)
+            made[number] = self._bucket(f"bucket {number} ({listed(names)})", names, inside)
         buckets = [made[number] for number in range(len(plan))]
         for bucket, indices in zip(buckets, plan, strict=True):  # nothing can fail any more
             for replica, row, count in zip(self._replicas, rows, counts, strict=True):
@@ -363,9 +363,11 @@ class Reducer(NotCopied):
             handle.remove()
         self._buckets = buckets
 
-    def _bucket(self, name: str, parameters: Sequence[Sequence[Any]]) -> Bucket:
+    def _bucket(
+        self, name: str, names: Sequence[str], parameters: Sequence[Sequence[Any]]
+    ) -> Bucket:
         """Makes a bucket of the gradients that are there, by replica, and averages it."""
-        shapes = [tuple(each.shape) for each in parameters[0]]
+        shapes = {key: tuple(each.shape) for key, each in zip(names, parameters[0], strict=True)}
         dtype = str(parameters[0][0].dtype).removeprefix("torch.")
         with naming(name):
             flat = self._mesh.flat_buffer(shapes, dtype)
