@@ -38,6 +38,16 @@ def make_grads(num_replicas, dtypes=("float32", "float16", "int16"), make=random
     ]
 
 
+def written(call, grads, *op):
+    """The results of a call, as it writes them into ``out`` too."""
+    found = call(grads, *op)
+    out = [[np.full_like(each, 1) for each in row] for row in found]
+    assert call(grads, *op, out=out) is out
+    for row, other in zip(found, out, strict=True):
+        assert all(map(same, row, other))
+    return out
+
+
 def check_shares(wanted, shares, whole):
     """Shares are the rows of the sums; the gathered ones are the sums themselves."""
     for index, (sums, of_one, gathered) in enumerate(zip(wanted, shares, whole, strict=True)):
@@ -60,8 +70,8 @@ def test_shares_have_the_bits_of_an_all_reduce(mesh, op, num_packs):
             reduction_groups=chosen,
             wire_dtype="bfloat16" if number == 1 else None,
         )
-        shares = ops.reduce_scatter(grads, op)
-        check_shares(ops.all_reduce(grads, op), shares, ops.all_gather(shares))
+        shares = written(ops.reduce_scatter, grads, op)
+        check_shares(ops.all_reduce(grads, op), shares, written(ops.all_gather, shares))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -152,6 +162,11 @@ def test_what_cannot_be_shared_raises():
                 ops.all_gather([[np.ones(2)]])
             with pytest.raises(ValueError, match="replicas must agree in shape"):
                 ops.all_gather([[np.ones(2)], [np.ones(3)]])
+            whole = [[np.ones(4)], [np.ones(4)]]
+            with pytest.raises(ValueError, match=r"out.* is float64\[4\]; expected float64\[2\]"):
+                ops.reduce_scatter([[np.ones(4)]] * 2, out=whole)
+            with pytest.raises(ValueError, match=r"it must not share memory with an input"):
+                ops.all_gather([[whole[0][0][:2]], [np.ones(2)]], out=whole)
         assert not journal.launches and not journal.copies
 
 
@@ -189,11 +204,8 @@ def test_several_processes_give_the_bits_of_one(data):
 
     def work(mesh, first, _):
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh, **options)
-        mine = ops.reduce_scatter(grads[first : first + len(mesh)], op)
-        return [
-            [[np.array(each) for each in row] for row in rows]
-            for rows in (mine, ops.all_gather(mine))
-        ]
+        mine = written(ops.reduce_scatter, grads[first : first + len(mesh)], op)
+        return mine, written(ops.all_gather, mine)
 
     found = over_processes(counts, work)
     for number, wanted in enumerate((shares, whole)):

@@ -34,11 +34,10 @@ from .algorithms import ALGORITHMS
 from .arguments import (
     Request,
     as_count,
-    check_divisible,
     check_op,
-    check_rows,
     checked_mesh,
     checked_requests,
+    shapes_by_rows,
 )
 from .cross_device_ops import CrossDeviceOps, checked_call
 from .nests import Nests
@@ -46,6 +45,7 @@ from .pipeline import (
     Settings,
     algorithm_of,
     compile_for,
+    copy_to_out,
     plan_batch,
     reduce_batch,
     reduce_requests,
@@ -258,6 +258,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         op: ReduceOp = ReduceOp.MEAN,
         *,
         output_type: str | None = None,
+        out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> Any:
         """Combines ``grads[device][tensor]`` over the replicas; each gets its share of the rows.
@@ -279,12 +280,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``; see ``batch_reduce``.
             output_type: kind of the results; see ``batch_reduce``. Default: the kind of each
                 tensor's first array.
+            out: arrays of the results' shapes and dtypes that they are written into, nested as
+                ``grads``, each apart from all others and from ``grads``.
             deadline: see ``batch_reduce``.
 
         Returns:
             Arrays of the shape (k, …), ``[device][tensor]``, nested as they came, of the dtype of
-            ``all_reduce``'s results. New memory, on each replica's own device. Waits for no device
-            unless NumPy arrays of what lies on GPUs are asked for.
+            ``all_reduce``'s results. New memory, on each replica's own device; or ``out``. Waits
+            for no device unless NumPy arrays of what lies on GPUs are asked for.
 
         Raises:
             ValueError: a tensor without rows, or whose number of rows n does not divide; and what
@@ -293,12 +296,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             BackendUnavailableError, CollectiveError: what ``batch_reduce`` raises.
         """
         check_op("op", op)
-
-        def run(requests: list[Request]) -> list[tuple[Buffer, ...]]:
-            check_divisible(requests)
-            return reduced_shares(self.settings, op, requests)
-
-        return self._nested("reduce_scatter", grads, output_type, deadline, run)
+        run = partial(reduced_shares, self.settings, op)
+        return self._nested("reduce_scatter", op, grads, output_type, out, deadline, run)
 
     @StreamScope()
     def all_gather(
@@ -306,6 +305,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         grads: Sequence[Any],
         *,
         output_type: str | None = None,
+        out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> Any:
         """Concatenates ``grads[device][tensor]`` of all replicas, and gives all to each.
@@ -324,30 +324,30 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 None on every device stays None. They are only read.
             output_type: kind of the results; see ``batch_reduce``. Default: the kind of each
                 tensor's first array.
+            out: arrays of the results' shapes and dtypes that they are written into, nested as
+                ``grads``, each apart from all others and from ``grads``.
             deadline: see ``batch_reduce``.
 
         Returns:
             Arrays of the shape (n * k, …), ``[device][tensor]``, nested as they came. New memory,
-            on each replica's own device. Waits for no device unless NumPy arrays of what lies on
-            GPUs are asked for.
+            on each replica's own device; or ``out``. Waits for no device unless NumPy arrays of
+            what lies on GPUs are asked for.
 
         Raises:
             ValueError: a tensor without rows; and what ``all_reduce`` raises. Nothing was launched.
             TypeError: IndexedSlices: pass ``.to_dense()``; or a dtype that is not supported.
             BackendUnavailableError, CollectiveError: what ``batch_reduce`` raises.
         """
-
-        def run(requests: list[Request]) -> list[tuple[Buffer, ...]]:
-            check_rows(requests)
-            return joined_shares(self.settings, requests) if requests else []
-
-        return self._nested("all_gather", grads, output_type, deadline, run)
+        run = partial(joined_shares, self.settings)
+        return self._nested("all_gather", ReduceOp.SUM, grads, output_type, out, deadline, run)
 
     def _nested(
         self,
         name: str,
+        op: ReduceOp,
         grads: Sequence[Any],
         output_type: str | None,
+        out: Sequence[Any] | None,
         deadline: float | None,
         run: Callable[[list[Request]], list[tuple[Buffer, ...]]],
     ) -> Any:
@@ -355,10 +355,13 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         nests = self._checked_nests(grads)
         pairs = [(value, value) for value in nests.values]
         requests = checked_requests(pairs, ReduceOp.SUM, self.mesh)
-        call = checked_call(requests, ReduceOp.SUM, output_type, None)
+        shapes = shapes_by_rows(requests, shared=name == "reduce_scatter")
+        outs = None if out is None else nests.outs_of(out)
+        call = checked_call(requests, op, output_type, outs, shapes)
         with call.running(name, deadline):
-            parts = run(call.requests)
-        return nests.nested([each.values for each in call.finish(parts)])
+            parts = copy_to_out(call.requests, run(call.requests))
+        results = call.finish(parts)
+        return nests.nested([each.values for each in results]) if out is None else out
 
     def plan(
         self,

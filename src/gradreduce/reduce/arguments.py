@@ -154,13 +154,19 @@ def _has_order(entry: Any, order: tuple[int, ...]) -> bool:
     return isinstance(entry, list | tuple) and all(axis_order(each) == order for each in entry)
 
 
-def check_rows(requests: Sequence[Request]) -> None:
-    """Checks that every value is dense and has rows, for a reduce-scatter or an all-gather.
+def shapes_by_rows(requests: Sequence[Request], *, shared: bool) -> list[tuple[int, ...]]:
+    """Returns the shapes of the results of a reduce-scatter or an all-gather.
+
+    Args:
+        requests: checked.
+        shared: whether the replicas of all processes share the rows of every value; else each gets
+            those of all.
 
     Raises:
         TypeError: IndexedSlices.
-        ValueError: a scalar.
+        ValueError: a scalar; or the number of rows to share is no multiple.
     """
+    shapes = []
     for index, request in enumerate(requests):
         value = request.value
         name = value._name_of(index)
@@ -170,23 +176,14 @@ def check_rows(requests: Sequence[Request]) -> None:
             raise ValueError(
                 f"{name} is a scalar, which has no rows: pass an array of at least one dimension"
             )
-
-
-def check_divisible(requests: Sequence[Request]) -> None:
-    """Checks that the replicas of all processes can share the rows of every value.
-
-    Raises:
-        TypeError, ValueError: see ``check_rows``; or the number of rows is no multiple.
-    """
-    check_rows(requests)
-    for index, request in enumerate(requests):
-        value = request.value
-        num_rows, count = value.buffers[0].shape[0], num_replicas_of(value.buffers)
-        if num_rows % count:
+        (num_rows, *rest), count = value.parts[0].shape, num_replicas_of(value.buffers)
+        if shared and num_rows % count:
             raise ValueError(
-                f"{value._name_of(index)} has {num_rows} rows, which {count} replicas cannot share "
-                f"equally: pad its first dimension to a multiple of {count}"
+                f"{name} has {num_rows} rows, which {count} replicas cannot share equally: pad its "
+                f"first dimension to a multiple of {count}"
             )
+        shapes.append((num_rows // count if shared else num_rows * count, *rest))
+    return shapes
 
 
 def check_op(name: str, op: Any) -> None:

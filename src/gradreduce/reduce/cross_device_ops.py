@@ -109,7 +109,11 @@ class Call:
 
 
 def checked_call(
-    requests: list[Request], reduce_op: ReduceOp, output_type: str | None, out: Any
+    requests: list[Request],
+    reduce_op: ReduceOp,
+    output_type: str | None,
+    out: Any,
+    shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> Call:
     """Checks where the results of requests go; launches nothing.
 
@@ -118,6 +122,7 @@ def checked_call(
         reduce_op: sets the dtypes of the results.
         output_type: see ``CrossDeviceOps.batch_reduce``.
         out: see there.
+        shapes: of the results; default those of the values.
 
     Raises:
         ValueError: an unknown ``output_type``, or one together with ``out``.
@@ -134,7 +139,7 @@ def checked_call(
             f"output_type={brief(output_type)} cannot be combined with out, whose arrays are "
             "the results"
         )
-    requests, outs = with_outs(requests, out, reduce_op)
+    requests, outs = with_outs(requests, out, reduce_op, shapes)
     return Call(requests, [row[0].kind for row in outs], outs)
 
 

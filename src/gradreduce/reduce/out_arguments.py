@@ -16,9 +16,18 @@ from .arguments import Request
 
 
 def with_outs(
-    requests: Sequence[Request], out: Any, reduce_op: ReduceOp
+    requests: Sequence[Request],
+    out: Any,
+    reduce_op: ReduceOp,
+    shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> tuple[list[Request], list[list[Out]]]:
     """Returns the requests with the Buffers of ``out``, and the arrays of ``out``.
+
+    Args:
+        requests: checked.
+        out: see ``CrossDeviceOps.batch_reduce``.
+        reduce_op: sets the dtypes of the results.
+        shapes: of the results; default those of the values.
 
     Raises:
         ValueError: not one entry for each pair or not one array for each device of it, another
@@ -34,10 +43,10 @@ def with_outs(
             f"{type(out).__name__}{count}"
         )
     outs = [
-        _outs_of(request, index, entry, reduce_op)
+        _outs_of(request, index, entry, reduce_op, shapes[index] if shapes else None)
         for index, (request, entry) in enumerate(zip(requests, out, strict=True))
     ]
-    _check_overlap(requests, outs)
+    _check_overlap(requests, outs, in_place=shapes is None)
     checked = [
         Request(each.value, each.devices, tuple([made.buffer for made in row]), each.form)
         for each, row in zip(requests, outs, strict=True)
@@ -72,7 +81,9 @@ def _listed(request: Request, entry: Any) -> Sequence[Any]:
     return entry
 
 
-def _outs_of(request: Request, index: int, entry: Any, reduce_op: ReduceOp) -> list[Out]:
+def _outs_of(
+    request: Request, index: int, entry: Any, reduce_op: ReduceOp, shape: tuple[int, ...] | None
+) -> list[Out]:
     """Returns the arrays of an entry of ``out``, checked one by one."""
     value = request.value
     if value.is_sparse:
@@ -90,7 +101,7 @@ def _outs_of(request: Request, index: int, entry: Any, reduce_op: ReduceOp) -> l
     for replica, (array, device) in enumerate(zip(arrays, request.devices, strict=True)):
         try:
             turned = None if isinstance(array, Buffer) else request.form
-            made.append(as_out(array, device, first.shape, dtype, turned))
+            made.append(as_out(array, device, shape or first.shape, dtype, turned))
         except (TypeError, ValueError) as error:
             raise about(value._name_of(index, replica, "out"), error) from None
     if isinstance(entry, DistributedValues):  # its arrays are of this kind
@@ -98,7 +109,9 @@ def _outs_of(request: Request, index: int, entry: Any, reduce_op: ReduceOp) -> l
     return made
 
 
-def _check_overlap(requests: Sequence[Request], outs: Sequence[list[Out]]) -> None:
+def _check_overlap(
+    requests: Sequence[Request], outs: Sequence[list[Out]], *, in_place: bool
+) -> None:
     """Writes an out that is an input of its own value as that input.
 
     Raises:
@@ -119,9 +132,12 @@ def _check_overlap(requests: Sequence[Request], outs: Sequence[list[Out]]) -> No
         if (owner, out.address, out.buffer.nbytes) != (index, part.address, part.nbytes):
             name = requests[owner].value._name_of(owner, of="out")
             replica = at - bisect_left(values, index)
+            what = f"{name} overlaps {requests[index].value._name_of(index, replica)}"
+            if not in_place:
+                raise ValueError(f"{what}; it must not share memory with an input")
             raise ValueError(
-                f"{name} overlaps {requests[index].value._name_of(index, replica)}; an out may be "
-                "a replica of its own value, but must not share memory with another input"
+                f"{what}; an out may be a replica of its own value, but must not share memory with "
+                "another input"
             )
         same = part.device is out.buffer.device and part.dtype == out.buffer.dtype
         if same and out.copied is None and part.block.writable:

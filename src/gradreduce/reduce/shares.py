@@ -241,6 +241,8 @@ def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple
         settings: how bytes are transferred.
         requests: dense values on the devices of a mesh, not scalars.
     """
+    if not requests:
+        return []
     values = [request.value.buffers for request in requests]
     devices = requests[0].devices
     num_replicas = num_replicas_of(values[0])
@@ -249,13 +251,14 @@ def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple
     plan = _planned("all_gather", settings, values, num_replicas, 1, names)
     first = first_replica(devices[0])
     results = [
-        tuple(
+        request.out
+        or tuple(
             [
                 device.empty((num_replicas * part.shape[0], *part.shape[1:]), part.dtype)
                 for device, part in zip(devices, parts, strict=True)
             ]
         )
-        for parts in values
+        for request, parts in zip(requests, values, strict=True)
     ]
     own = range(first, first + len(devices))
     tensors = [

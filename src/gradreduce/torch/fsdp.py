@@ -74,5 +74,4 @@ class ReduceScatter:
                 "set_force_sum_reduction_for_comms(True)"
             )
         kind = ReduceOp.MEAN if op == dist.ReduceOp.AVG else ReduceOp.SUM
-        ((share,),) = self._cross_device_ops.reduce_scatter([[input_tensor]], kind)
-        output_tensor.copy_(share)
+        self._cross_device_ops.reduce_scatter([[input_tensor]], kind, out=[[output_tensor]])

@@ -11,6 +11,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.fake_cupy]
 PLACEMENTS = [[0, 0], [0, 1, 1], [0, 1, 2, 3]]
 
 
+def like(buffer):
+    return buffer.device.empty(buffer.shape, buffer.dtype)
+
+
 @pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("peers", [True, False])
@@ -33,9 +37,12 @@ def test_shares_have_the_bits_of_the_simulation(placement, algorithm, peers, gpu
             for num_packs in (0, 1):  # apart, the rows of a share begin at any address
                 ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh)
                 shares = ops.reduce_scatter(grads, gr.ReduceOp.MEAN, output_type="buffer")
-                whole = ops.all_gather(shares, output_type="numpy")
-                rows += [[each.numpy() for each in row] for row in shares]
-                rows += [list(map(np.asarray, row)) for row in whole]
+                whole = ops.all_gather(shares)
+                into = [[[like(each) for each in row] for row in made] for made in (shares, whole)]
+                ops.reduce_scatter(grads, gr.ReduceOp.MEAN, out=into[0])
+                ops.all_gather(shares, out=into[1])
+                for made in (shares, whole, *into):
+                    rows += [[each.numpy() for each in row] for row in made]
     for row, other in zip(*found.values(), strict=True):
         for a, b in zip(row, other, strict=True):
             assert same(a, b)
