@@ -1,0 +1,414 @@
+"""Measures gr.torch.DataParallel and the hook of DDP on the CPU, compared with PyTorch's own.
+
+Starts two processes by torchrun (gloo), with one simulated device and one thread of PyTorch each.
+Host time of a step on tiny gradients, in one process and in two; memory; how much of the reductions
+of ResNet-18 runs beside its backward; and DDP with our hook beside plain DDP, on the gradients of
+ResNet-50. All in turns. Exit status 1 if a floor is violated.
+
+    python bench/bench_torch.py [--json FILE] [--quick]
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from measure.case import OURS, Case
+from measure.clock import Call, Took
+from measure.floors import Floor, counted
+from measure.report import finish, options_of, report_of
+from measure.resnet50 import resnet50
+
+import gradreduce as gr
+from gradreduce.device import Block, Mesh
+
+SIZE, REPLICAS = 2, 8  # processes; devices of one process
+NUM_TINY, TINY_SIZE = 300, 16
+ROUNDS, PAIRS, TINY_ROUNDS, QUICK_ROUNDS, WARM_UPS = 15, 21, 100, 2, 4
+IMAGES, OVERLAP_MB = (4, 3, 112, 112), 5  # the last bucket is waited for: it should be small
+SECONDS = 280.0  # for all that two processes do
+
+TINY, TINY_ALONE = f"tiny gradients, {SIZE} processes", f"tiny gradients, {REPLICAS} replicas"
+HELD, OVERLAP, HOOK = "memory, ResNet-50", "overlap, ResNet-18", "hook of DDP, ResNet-50"
+PLAIN, HOOKS, LOOP, DDP = "backward alone", "with empty hooks", "with a loop of torch", "plain DDP"
+PARALLEL, OUR_HOOK = f"{OURS}DataParallel", f"{OURS}comm_hook"
+REDUCTIONS = "the same reductions afterwards"
+ADDED, BUCKETS = "DataParallel adds, ms", "buckets held besides one copy of the gradients"
+LATE, WAIT = "buckets launched after backward", "wait after backward, over the reductions"
+SHARE, CORES = "what a step adds to backward, over the reductions", f"{2 * SIZE} cores"
+RATIO = "comm_hook over plain DDP, median of pairs"
+
+# On an AMD EPYC virtual machine with 2 cores that others kept busy, 2026-11.
+FLOORS = (
+    Floor(f"{TINY_ALONE}: {ADDED}", TINY_ALONE, counted(ADDED), "<=", 2, "1.5 to 2.2", ("torch",)),
+    Floor(f"{TINY}: {ADDED}", TINY, counted(ADDED), "<=", 0.3, "0.20 to 0.22", ("torch",)),
+    Floor(BUCKETS, HELD, counted(BUCKETS), "<=", 1, "0.5", ("torch",)),
+    Floor(LATE, OVERLAP, counted(LATE), "<=", 1, "1", ("torch",)),
+    Floor(WAIT, OVERLAP, counted(WAIT), "<=", 0.5, "0.31", ("torch",)),
+    Floor(SHARE, OVERLAP, counted(f"{SHARE}, {CORES}"), "<=", 0.5,
+          "0.6 to 1.2 on 2 cores", ("torch", CORES)),
+    Floor(RATIO, HOOK, counted(RATIO), "<=", 1.15, "1.08 to 1.16", ("torch",)),
+)  # fmt: skip
+
+Steps = Mapping[str, Callable[[], Call]]  # prepares a step, which is returned
+
+
+def in_turns(steps: Steps, rounds: int, now: Callable[[], float]) -> dict[str, list[float]]:
+    """Returns the seconds of each step, in turns; what comes before a step is not counted."""
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    gc.collect()
+    gc.disable()
+    for turn in range(WARM_UPS + rounds):
+        for name, prepare in steps.items():
+            step = prepare()
+            start = now()
+            step()
+            if turn >= WARM_UPS:
+                taken[name].append(now() - start)
+    gc.enable()
+    return taken
+
+
+def best(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Returns the shortest times: what else the machine does doubles microseconds."""
+    return {name: min(times) for name, times in taken.items()}
+
+
+def medians(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Returns the medians."""
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def zero(modules: Iterable[Any]) -> None:
+    """Zeroes gradients where they are."""
+    for module in modules:
+        module.zero_grad(set_to_none=False)
+
+
+def backward_of(modules: Sequence[Any], after: Call = lambda: None) -> Callable[[], Call]:
+    """Returns what prepares a backward of all modules, with zeroed gradients."""
+    import torch
+
+    def prepare() -> Call:
+        zero(modules)
+        x = torch.ones(1, requires_grad=True)
+        loss = torch.stack([module(x) for module in modules]).sum()
+
+        def step() -> None:
+            loss.backward()
+            after()
+
+        return step
+
+    return prepare
+
+
+def tiny_modules(number: int, count: int) -> list[Any]:
+    """Returns modules with so many gradients of ``TINY_SIZE`` elements."""
+    from measure.torch_modules import Given
+
+    return [Given([(TINY_SIZE,)] * count, count) for _ in range(number)]
+
+
+# -- one process -----------------------------------------------------------------------------------
+
+
+def average_by_loop(modules: Sequence[Any]) -> None:
+    """Averages the gradients of replicas as a short loop does."""
+    for row in zip(*[list(module.parameters()) for module in modules], strict=True):
+        mean = row[0].grad.clone()
+        for parameter in row[1:]:
+            mean.add_(parameter.grad)
+        mean.div_(len(row))
+        for parameter in row:
+            parameter.grad.copy_(mean)
+
+
+def tiny_in_one_process(*, quick: bool) -> dict[str, Any]:
+    """Measures the processor time of a backward of 8 replicas, and what is added to it."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    count = 12 if quick else NUM_TINY
+    with gr.open_mesh(REPLICAS, backend="sim") as mesh:
+        alone, hooked, looped = (tiny_modules(REPLICAS, count) for _ in range(3))
+        for module in hooked:
+            for parameter in module.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _: None)
+        dp = gr.torch.DataParallel(tiny_modules(REPLICAS, count), mesh)
+        steps = {
+            PLAIN: backward_of(alone),
+            HOOKS: backward_of(hooked),
+            PARALLEL: backward_of(list(dp.replicas)),
+            LOOP: backward_of(looped, lambda: average_by_loop(looped)),
+        }
+        rounds = QUICK_ROUNDS if quick else TINY_ROUNDS
+        took = best(in_turns(steps, rounds, time.process_time))
+    torch.set_num_threads(threads)
+    return {"took": took, "figures": added(took)}
+
+
+def added(took: Mapping[str, float]) -> dict[str, float]:
+    """Returns the milliseconds that each candidate adds to a backward."""
+    words = {PARALLEL: ADDED, HOOKS: "empty hooks add, ms", LOOP: "a loop of torch adds, ms"}
+    return {text: (took[name] - took[PLAIN]) * 1e3 for name, text in words.items() if name in took}
+
+
+# -- in each of two processes ----------------------------------------------------------------------
+
+
+def tiny_in_two(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
+    """Measures the processor time of the thread that calls ``backward``."""
+    count = 12 if quick else NUM_TINY
+    dp = gr.torch.DataParallel(tiny_modules(1, count)[0], mesh)
+    steps = {PLAIN: backward_of(tiny_modules(1, count)), PARALLEL: backward_of([dp])}
+    took = best(in_turns(steps, QUICK_ROUNDS if quick else TINY_ROUNDS, time.thread_time))
+    return {"took": took, "figures": added(took)}
+
+
+def held(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
+    """Counts the memory that the mesh holds for the gradients of ResNet-50."""
+    from measure.torch_modules import Given
+
+    gc.collect()
+    before = bytes_of(mesh)
+    dp = gr.torch.DataParallel(Given(shapes_of(quick=quick)), mesh, bucket_mb=0.1 if quick else 25)
+    for _ in range(2):
+        backward_of([dp])()()
+    gc.collect()
+    nbytes = sum(parameter.nbytes for parameter in dp.parameters())
+    # The gaps between tensors belong to the copy.
+    sizes = [bucket.step.flat.buffers[0].nbytes for bucket in dp._reducer._buckets]
+    more = bytes_of(mesh) - before - sum(sizes)
+    figures = {"MB of gradients": nbytes / 1e6, "MB held besides": more / 1e6,
+               "buckets": float(len(sizes)), BUCKETS: more / max(sizes)}  # fmt: skip
+    return {"took": {}, "figures": figures}
+
+
+def bytes_of(mesh: Mesh) -> int:
+    """Returns the bytes of all live blocks from the pool of a mesh."""
+    blocks = [each for each in gc.get_objects() if type(each) is Block]
+    return sum([each.nbytes for each in blocks if each.owned and each.device.mesh is mesh])
+
+
+class Overlap:
+    """Prepares steps of ResNet-18, and notes what happens at the end of each backward.
+
+    Attributes:
+        launched: how many buckets were launched when backward had computed all gradients.
+        waited: the seconds from there to the end.
+    """
+
+    def __init__(self, mesh: Mesh, shape: Sequence[int]) -> None:
+        import torch
+        from measure.torch_modules import resnet18
+
+        torch.manual_seed(0)
+        self.dp = gr.torch.DataParallel(resnet18(), mesh, bucket_mb=OVERLAP_MB)
+        self.launched: list[int] = []
+        self.waited: list[float] = []
+        self._images = torch.randn(*shape)
+
+    @property
+    def buckets(self) -> Sequence[Any]:
+        """The buckets of the DataParallel, after the first step."""
+        return self.dp._reducer._buckets  # type: ignore[no-any-return]
+
+    def step(self) -> Call:
+        """Returns a backward that reduces."""
+        loss = self._loss()
+
+        def run() -> None:
+            loss.backward()
+            self.waited.append(time.perf_counter() - self._computed)
+
+        return run
+
+    def backward(self) -> Call:
+        """Returns a backward that reduces nothing."""
+        loss = self._loss()
+
+        def run() -> None:
+            with self.dp.no_sync():
+                loss.backward()
+
+        return run
+
+    def reductions(self) -> Call:
+        """Returns the reductions of a step alone."""
+        meet()
+        return lambda: [bucket.step() for bucket in self.buckets]
+
+    def _loss(self) -> Any:
+        self.dp.zero_grad()
+        x = self._images.clone().requires_grad_()  # its gradient is computed last
+        x.register_hook(self._note)
+        loss = self.dp(x).square().mean()
+        meet()
+        return loss
+
+    def _note(self, _: Any) -> None:
+        self.launched.append(len(self.dp._reducer._tasks))
+        self._computed = time.perf_counter()
+
+
+def meet() -> None:
+    """Waits for the other process."""
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+def overlap(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
+    """Measures how long a step waits for reductions that run beside its backward."""
+    made = Overlap(mesh, (2, 3, 32, 32) if quick else IMAGES)
+    made.step()()  # makes the buckets
+    steps = {PLAIN: made.backward, PARALLEL: made.step, REDUCTIONS: made.reductions}
+    taken = in_turns(steps, QUICK_ROUNDS if quick else ROUNDS, time.perf_counter)
+    took = medians(taken)
+    times = zip(taken[PARALLEL], taken[PLAIN], taken[REDUCTIONS], strict=True)
+    share = statistics.median([(with_both - one) / other for with_both, one, other in times])
+    waited = statistics.median(made.waited[-len(taken[PARALLEL]) :])
+    figures = {"buckets": float(len(made.buckets)), WAIT: waited / took[REDUCTIONS], SHARE: share,
+               LATE: float(len(made.buckets) - made.launched[-1])}  # fmt: skip
+    if has_cores():
+        figures[f"{SHARE}, {CORES}"] = share
+    return {"took": took, "figures": figures}
+
+
+def has_cores() -> bool:
+    """Whether a process has a core for its backward and one for its reductions."""
+    return len(os.sched_getaffinity(0)) >= 2 * SIZE
+
+
+def hook(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
+    """Measures a backward of DDP with and without our hook, which computes nothing else."""
+    import torch
+    from measure.torch_modules import Given
+    from torch.nn.parallel import DistributedDataParallel
+
+    ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+    shapes = shapes_of(quick=quick)
+    modules = {name: DistributedDataParallel(Given(shapes)) for name in (DDP, OUR_HOOK)}
+    modules[OUR_HOOK].register_comm_hook(None, gr.torch.comm_hook(ops))
+
+    def prepare_of(module: Any) -> Callable[[], Call]:
+        def prepare() -> Call:
+            module.zero_grad()
+            loss = module(torch.ones(1, requires_grad=True))
+            meet()
+            step: Call = loss.backward
+            return step
+
+        return prepare
+
+    steps = {name: prepare_of(module) for name, module in modules.items()}
+    taken = in_turns(steps, QUICK_ROUNDS if quick else PAIRS, time.perf_counter)
+    for module in modules.values():
+        for parameter in module.parameters():
+            if not (parameter.grad == 1).all():
+                raise AssertionError("a gradient is not the mean")
+    ratios = [ours / theirs for ours, theirs in zip(taken[OUR_HOOK], taken[DDP], strict=True)]
+    return {"took": medians(taken), "figures": {RATIO: statistics.median(ratios)}}
+
+
+def shapes_of(*, quick: bool) -> list[tuple[int, ...]]:
+    """Returns the shapes of ResNet-50's gradients; of a few with ``quick``."""
+    return [(2**12,)] * 12 if quick else resnet50()
+
+
+IN_TWO = {TINY: tiny_in_two, HELD: held, OVERLAP: overlap, HOOK: hook}
+
+
+def run_process(report: Path, *, quick: bool) -> None:
+    """Measures in one of the processes; the first writes its figures."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = gr.open_mesh(1, backend="sim", process_group=dist.group.WORLD)
+    found = {name: measure(mesh, quick=quick) for name, measure in IN_TWO.items()}
+    if mesh.process_index == 0:
+        report.write_text(json.dumps(found), encoding="utf-8")
+    mesh.close()
+    dist.destroy_process_group()
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Runs all cases, if PyTorch is installed."""
+
+    def __init__(self, *, quick: bool) -> None:
+        self.quick = quick
+        self.absent: dict[str, str] = {}
+        self.cases: dict[str, Case] = {}
+
+    def run(self) -> None:
+        """Runs what is in one process, and then two processes."""
+        if importlib.util.find_spec("torch") is None:
+            self.absent["torch"] = "not installed"
+            return
+        if not has_cores():
+            why = "a core that computes gradients cannot copy others at the same time"
+            self.absent[CORES] = f"{len(os.sched_getaffinity(0))} are here; {why}"
+        self.keep(TINY_ALONE, tiny_in_one_process(quick=self.quick))
+        for name, found in self.in_two().items():
+            self.keep(name, found)
+
+    def in_two(self) -> dict[str, Any]:
+        """Returns what two processes have measured."""
+        # Freed memory stays the process's: pages that it gets anew take as long as all else.
+        most = str(2**40)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1",
+                       "MALLOC_TRIM_THRESHOLD_": most, "MALLOC_MMAP_THRESHOLD_": most}  # fmt: skip
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(SIZE)]
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "figures.json"
+            command = [sys.executable, "-m", *launcher, __file__, "in-two", str(report)]
+            command += ["--quick"] * self.quick
+            subprocess.run(command, env=environment, timeout=SECONDS, check=True)
+            found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+        return found
+
+    def keep(self, name: str, found: Mapping[str, Any]) -> None:
+        """Prints and stores a case."""
+        took = {candidate: Took(each, each) for candidate, each in found["took"].items()}
+        where = "" if name == TINY_ALONE else f"{SIZE} processes of torchrun, "
+        self.cases[name] = Case(name, f"{where}float32", 0, took, found["figures"])
+        self.cases[name].show()
+
+
+def measured(*, quick: bool) -> dict[str, Any]:
+    """Runs all cases and returns a report for JSON."""
+    load = os.getloadavg()[0]
+    print(f"load average {load:.2f}")
+    bench = Bench(quick=quick)
+    bench.run()
+    return report_of(["numpy"], load, bench, FLOORS, quick=quick)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["in-two"]:  # one of the processes that this script starts
+        run_process(Path(given[1]), quick="--quick" in given)
+        return
+    options = options_of(__doc__, arguments)
+    finish(measured(quick=options.quick), options.json)
+
+
+if __name__ == "__main__":
+    main()

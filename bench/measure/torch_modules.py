@@ -1,0 +1,80 @@
+"""PyTorch modules whose gradients are reduced: some whose backward takes little, and ResNet-18."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Given", "resnet18"]
+
+
+class _Give(torch.autograd.Function):  # type: ignore[misc]  # PyTorch need not be installed
+    """The identity; its backward returns given gradients for parameters."""
+
+    @staticmethod
+    def forward(context: Any, x: Any, gradients: Sequence[Any], *parameters: Any) -> Any:
+        """Returns ``x``."""
+        context.gradients = gradients
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *outer: Any) -> Any:
+        """Returns the given gradients."""
+        return *outer, None, *context.gradients
+
+
+class Given(nn.Module):  # type: ignore[misc]
+    """Parameters of some shapes, whose gradients are given: backward computes nothing.
+
+    Args:
+        shapes: of the parameters, the last of which get their gradients first.
+        at_once: how many gradients a node of backward gives.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], at_once: int = 1) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(shape) for shape in shapes])
+        self._gradients = [torch.ones(shape) for shape in shapes]
+        self._at_once = at_once
+
+    def forward(self, x: Any) -> Any:
+        """Returns ``x``, which all parameters seem to have made."""
+        parameters = list(self.weights)
+        for start in range(0, len(parameters), self._at_once):
+            here = slice(start, start + self._at_once)
+            x = _Give.apply(x, self._gradients[here], *parameters[here])
+        return x
+
+
+class _Block(nn.Module):  # type: ignore[misc]
+    """Two 3 x 3 convolutions and a shortcut."""
+
+    def __init__(self, planes_in: int, planes: int, stride: int) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.Conv2d(planes_in, planes, 3, stride, 1, bias=False), nn.BatchNorm2d(planes),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(planes, planes, 3, 1, 1, bias=False), nn.BatchNorm2d(planes),
+        )  # fmt: skip
+        self.shortcut = nn.Sequential()
+        if planes_in != planes:
+            convolution = nn.Conv2d(planes_in, planes, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(planes))
+
+    def forward(self, x: Any) -> Any:
+        """Returns the sum of both paths, without what is below zero."""
+        return (self.main(x) + self.shortcut(x)).relu()
+
+
+def resnet18() -> Any:
+    """Returns ResNet-18 (arXiv 1512.03385, table 1): 11,689,512 parameters."""
+    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
+    layers: list[Any] = [*stem, nn.MaxPool2d(3, 2, 1)]
+    width = 64
+    for planes in (64, 128, 256, 512):
+        layers += [_Block(width, planes, 1 if planes == 64 else 2), _Block(planes, planes, 1)]
+        width = planes
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
