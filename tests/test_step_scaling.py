@@ -169,6 +169,29 @@ def test_an_overflow_on_the_way_is_skipped_too():
         assert variable.numpy().tolist() == [1.0] * 3
 
 
+def test_gradients_travel_multiplied_by_the_scale():
+    """2**-26 is less than half of the smallest float16."""
+    with gr.open_mesh(8, backend="sim") as mesh:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh, wire_dtype="float16")
+        for scale, wanted in ((1.0, 0.0), (1024.0, 2.0**-26)):
+            variable = gr.Variable(np.zeros(3), "w", dtype="float32", device=mesh)
+            optimizer = gr.GradientDescentOptimizer(1.0)
+            step = gr.SyncStep([variable], optimizer, ops, loss_scale=scale)
+            assert step([[[np.full(3, scale * 2.0**-26, np.float32)]]] * 8)
+            assert variable.numpy().tolist() == [-wanted] * 3
+
+
+def test_gradients_of_another_scale_are_stale():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        step = make_step(mesh, loss_scale=gr.DynamicLossScale())
+        first = step.global_step
+        assert not step(terms_of(0, step, range(2), [(0, 0, 1, math.nan)]), first)
+        late = terms_of(2, step, range(2), [(2, 0, 1, math.nan)])
+        assert not step(late, first)
+        assert [each.num_dropped for each in step.accumulators] == [2] * len(VARIABLES)
+        assert (step.num_skipped, step.global_step) == (1, 1)
+
+
 def test_a_dynamic_scale_shrinks_at_once_and_grows_later():
     rule = gr.DynamicLossScale(8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
     wrong = [(number, 0, 1, math.inf) for number in (2, 9)]

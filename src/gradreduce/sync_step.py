@@ -94,17 +94,10 @@ class SyncStep(NotCopied):
             gradients is infinite or NaN. The host waits for each update's norm.
         loss_scale: by which the caller has multiplied the loss, a number above 0: mean gradients
             are divided by it first. Or a ``gr.DynamicLossScale``, for which the caller multiplies
-            by the step's ``loss_scale``, and which implies ``skip_nonfinite``. Not for float16
-            variables.
+            by the step's ``loss_scale``, which implies ``skip_nonfinite``, and with which the step
+            is called in one thread only. Not for float16 variables.
         check_finite: whether an error is raised if the gradient of a replica is infinite or NaN.
             The host waits for the gradients of each call. Not with ``skip_nonfinite``.
-
-    Attributes:
-        num_skipped: number of updates that were skipped.
-        loss_scale: the current loss scale; 1.0 without one.
-        last_norm: global norm of the last mean gradients, divided by the loss scale and before
-            clipping; infinite or NaN if they were. None before the first update, and without
-            ``clip_norm`` and ``skip_nonfinite``. The host waits for it.
 
     Raises:
         ValueError: no variable, the same one twice, one that is not trainable, variables on
@@ -185,12 +178,16 @@ class SyncStep(NotCopied):
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale, which changes only when ``global_step`` does."""
+        """The current loss scale, 1.0 without one; it changes only when ``global_step`` does."""
         return self._scaling.scale
 
     @property
     def last_norm(self) -> float | None:
-        """Global norm of the last mean gradients before clipping; the host waits for it."""
+        """Global norm of the last mean gradients before clipping; the host waits for it.
+
+        They are divided by the loss scale first. Infinite or NaN if an element was. None before the
+        first update, and without ``clip_norm``, ``skip_nonfinite`` and a dynamic loss scale.
+        """
         return self._scaling.read_norm()
 
     @StreamScope()

@@ -27,16 +27,14 @@ def _square_sum_reference(
     for out, source in table:
         totals = out.reshape(-1, lanes)
         whole = min(len(totals), source.size // block)
-        last = np.zeros(block, source.dtype)
         rest = source[whole * block : (whole + 1) * block]
-        last[: rest.size] = rest
+        last = np.zeros((1, -(-rest.size // lanes), lanes), source.dtype)
+        last.reshape(-1)[: rest.size] = rest
+        blocks = source[: whole * block].reshape(whole, terms, lanes)
         totals[...] = 0
-        for some, values in (
-            (totals[:whole], source[: whole * block]),
-            (totals[whole : whole + 1], last),
-        ):
+        for some, values in ((totals[:whole], blocks), (totals[whole : whole + 1], last)):
             scratch = np.empty(some.shape)
-            for each in np.moveaxis(values.reshape(-1, terms, lanes), 1, 0):
+            for each in np.moveaxis(values, 1, 0) if some.size else ():
                 np.copyto(scratch, each)
                 if squared:
                     np.multiply(scratch, scratch, out=scratch)
