@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import threading
 from collections import namedtuple
 from functools import partial
 from itertools import chain
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.exact_data import exact_data, same
-from support.hanging_devices import stall
+from support.hanging_devices import TEST_TIMEOUT, resume, stall
 from support.processes import run
 
 import gradreduce as gr
@@ -295,11 +296,13 @@ def test_the_flight_record_has_the_paths_of_the_arrays(jax, mesh, sharded):
 def test_a_deadline_names_the_paths_of_what_is_late(jax, sharded):
     with gr.open_mesh(N, backend="sim", schedule_seed=0) as mesh:
         gr.jax.all_reduce(sharded("rows"), mesh=mesh)
+        given = {"a": sharded("rows"), "b": sharded("scalars")}
         stall(mesh.devices[2])
+        unless_raised = threading.Timer(TEST_TIMEOUT, resume, [mesh.devices[2]])
+        unless_raised.start()
         with pytest.raises(gr.errors.CollectiveError, match=r"\(tensors \['a'\], \['b'\]\)"):
-            gr.jax.all_reduce(
-                {"a": sharded("rows"), "b": sharded("scalars")}, mesh=mesh, deadline=0.1
-            )
+            gr.jax.all_reduce(given, mesh=mesh, deadline=0.1)
+        unless_raised.cancel()
 
 
 def test_cross_device_ops_choose_dtype_packs_and_algorithm(mesh, sharded):
