@@ -11,8 +11,8 @@ The modules:
 * ``run_first``: the steps of the first section, as a list of checks; ``run_tests``, ``run_nccl``,
   ``run_example``, ``run_bench``, ``run_sanitize``: the other sections, whose checks it shares;
   ``run_ncu``: what a profiler counts.
-* ``versions``, ``smoke``, ``torch_assert``, ``host_costs``, ``launches``, ``ranks``, ``copy_rate``:
-  programs that the sections start; ``unpooled``: a plugin of pytest.
+* ``versions``, ``smoke``, ``torch_assert``, ``torch_training``, ``host_costs``, ``launches``,
+  ``ranks``, ``copy_rate``: programs that the sections start; ``unpooled``: a plugin of pytest.
 
 This process never imports CuPy: a GPU that hangs hangs a child, which has a deadline.
 """

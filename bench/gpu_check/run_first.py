@@ -28,13 +28,16 @@ OPS, DEVICE, CUDA = (
 STRICT = {"PYTHONWARNINGS": "error"}
 
 
-def failed_assertion(setting: Setting) -> Checks:
-    """Runs the failed assertion in its own process, whose CUDA context it breaks."""
-    name = "a failed assertion of PyTorch"
-    if setting.fake:
-        yield skipped(name, "PyTorch does not know the fake GPU")
-    else:
-        yield from needing("torch", program(name, "torch_assert", 120), name)(setting)
+def of_torch(name: str, module: str, seconds: float) -> Section:
+    """Runs a module of ``gpu_check`` that uses PyTorch, in its own process."""
+
+    def run(setting: Setting) -> Checks:
+        if setting.fake:
+            yield skipped(name, "PyTorch does not know the fake GPU")
+        else:
+            yield from needing("torch", program(name, module, seconds), name)(setting)
+
+    return run
 
 
 # step -> its checks, in their order
@@ -60,7 +63,7 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
     ),
     "4-faults": (
         file(f"{CUDA}out_of_memory.py", 150),
-        failed_assertion,
+        of_torch("a failed assertion of PyTorch", "torch_assert", 120),
     ),
     "5-host-time": (program("host time of single calls", "host_costs", 120),),
     "6-counters": tuple(
@@ -75,7 +78,8 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
         version,
         one_rank,
         apart,
-        file(f"{CUDA}jax.py", 90),
+        file(f"{CUDA}jax.py", 70),
+        of_torch("training by PyTorch", "torch_training", 50),
         sanitizer("memcheck"),
     ),
 }

@@ -259,7 +259,8 @@ def test_libraries_without_gpus_are_skipped(tools, equipped):
     """By what they say: to import them here would take seconds."""
     asked = {check.name: check for one in steps_of(tools, equipped).values() for check in one}
     paths = tools.run_tests.LIBRARIES
-    for name, library in {**paths, "a failed assertion of PyTorch": "torch"}.items():
+    names = ("a failed assertion of PyTorch", "training by PyTorch")
+    for name, library in {**paths, **dict.fromkeys(names, "torch")}.items():
         (reason,) = asked[name].skips.values()
         assert reason == f"{library} is built without GPUs"
     for path, library in paths.items():

@@ -1,0 +1,164 @@
+"""Trains by gr.torch.DataParallel and the hook of DDP on one GPU; compares all gradients exactly.
+
+    python -m gpu_check.torch_training [--json FILE] [--quick]
+
+First in one process with two logical devices of the GPU; then in two processes, which share it and
+reduce by way of the host (gloo). Backward runs on a stream of its own, behind work that takes a
+while: who does not wait for it reads old gradients. Between two steps memory that the gradients had
+is filled by others, from PyTorch's caching allocator.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure.report import keep, options_of
+from torch import nn
+
+import gradreduce as gr
+from gradreduce.device import Mesh
+
+NUM_PROCESSES, STEPS, WIDTH, BUCKET_MB = 2, 6, 64, 0.05  # a bucket for each layer
+SLEEP_CYCLES = 50_000_000  # tens of milliseconds
+SECONDS = 40.0  # for both processes
+
+
+def layers(device: str) -> Any:
+    """Returns layers of small integers, so that every sum is exact."""
+    net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]).double()
+    for number, parameter in enumerate(net.parameters()):
+        nn.init.constant_(parameter, 1.0 + number)
+    return net.to(device)
+
+
+def batch(replica: int, step: int, device: str = "cpu") -> Any:
+    """Returns the inputs of a replica, integers too."""
+    rows = torch.arange(4 * WIDTH, dtype=torch.float64) % 5
+    return (rows.reshape(4, WIDTH) + replica + step).to(device)
+
+
+def means(step: int) -> list[Any]:
+    """Returns the means of the gradients of two replicas, computed on the CPU."""
+    found = []
+    for replica in range(2):
+        net = layers("cpu")
+        net(batch(replica, step)).sum().backward()
+        found.append([parameter.grad for parameter in net.parameters()])
+    return [(one + other) / 2 for one, other in zip(*found, strict=True)]
+
+
+@contextmanager
+def side_stream(device: str) -> Iterator[None]:
+    """Context manager: on a GPU, work goes to another stream, behind some that takes a while."""
+    if device == "cpu":
+        yield
+        return
+    outer, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(outer)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        yield
+    outer.wait_stream(side)
+
+
+def run_steps(modules: Sequence[Any], first: int, zero: Any, device: str) -> int:
+    """Computes gradients of each module, and compares them; returns how many were compared.
+
+    Args:
+        modules: what is called, one for each replica of this process.
+        first: the number of its first replica.
+        zero: zeroes all gradients, or drops them where it is called with True.
+        device: of PyTorch.
+    """
+    compared = 0
+    for step in range(STEPS):
+        zero(step % 2 == 0)
+        # What was free is NaN now.
+        other = [torch.full_like(each, torch.nan) for each in modules[0].parameters()]
+        del other
+        with side_stream(device):
+            losses = [
+                module(batch(first + index, step, device)).sum()
+                for index, module in enumerate(modules)
+            ]
+            torch.stack(losses).sum().backward()
+        for module in modules:
+            for parameter, wanted in zip(module.parameters(), means(step), strict=True):
+                if not torch.equal(parameter.grad.cpu(), wanted):
+                    raise AssertionError(f"step {step}: {parameter.grad} is not {wanted}")
+                compared += 1
+    return compared
+
+
+def data_parallel(mesh: Mesh, first: int, device: str) -> int:
+    """Tests DataParallel; see ``run_steps``."""
+    replicas = [layers(device) for _ in mesh]
+    dp = gr.torch.DataParallel(replicas, mesh, bucket_mb=BUCKET_MB)
+    return run_steps(replicas, first, dp.zero_grad, device)
+
+
+def hook(mesh: Mesh, first: int, device: str) -> int:
+    """Tests the hook of DDP; see ``run_steps``."""
+    ddp = nn.parallel.DistributedDataParallel(layers(device), bucket_cap_mb=BUCKET_MB)
+    ddp.register_comm_hook(None, gr.torch.comm_hook(gr.AllReduceCrossDeviceOps(mesh=mesh)))
+    return run_steps([ddp], first, ddp.zero_grad, device)
+
+
+def in_one_process(backend: str, device: str) -> int:
+    """Tests two logical devices; returns how many gradients were compared."""
+    with gr.open_mesh([0, 0], backend=backend) as mesh:
+        return data_parallel(mesh, 0, device)
+
+
+def one_of_two(backend: str, device: str, rank: int, store: str) -> int:
+    """Tests one process of two; returns how many gradients were compared."""
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=NUM_PROCESSES)
+    with gr.open_mesh([0], backend=backend, process_group=dist.group.WORLD) as mesh:
+        compared = data_parallel(mesh, rank, device) + hook(mesh, rank, device)
+    dist.destroy_process_group()
+    return compared
+
+
+def in_two_processes(backend: str, device: str) -> None:
+    """Starts both processes; raises if one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-P", "-m", "gpu_check.torch_training", "rank", backend, device]
+        store = str(Path(folder) / "store")
+        started = [
+            subprocess.Popen([*words, str(rank), store], env=os.environ)
+            for rank in range(NUM_PROCESSES)
+        ]
+        try:
+            statuses = [one.wait(SECONDS) for one in started]
+        finally:
+            for one in started:
+                one.kill()
+                one.wait()
+    if any(statuses):
+        raise AssertionError(f"exit statuses of the processes: {statuses}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs both, and saves how many gradients were compared here."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["rank"]:
+        _, backend, device, rank, store = given
+        print(one_of_two(backend, device, int(rank), store), "gradients were compared")
+        return
+    options = options_of(__doc__, arguments)
+    compared = in_one_process("cuda", "cuda")
+    in_two_processes("cuda", "cuda")
+    keep({"compared": compared}, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The program of ``bench/gpu_check`` that trains by PyTorch, on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.repo, pytest.mark.torch]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def program(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT / 'bench'}")
+    from gpu_check import torch_training
+
+    return torch_training
+
+
+def test_two_logical_devices_get_the_means(program):
+    assert program.in_one_process("sim", "cpu") == 2 * program.STEPS * 3
+
+
+def test_a_wrong_gradient_is_found(program, monkeypatch):
+    right = program.means
+    monkeypatch.setattr(program, "means", lambda step: right(step + 1))
+    with pytest.raises(AssertionError, match="step 0: "):
+        program.in_one_process("sim", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_two_processes_get_the_means(program):
+    program.in_two_processes("sim", "cpu")
