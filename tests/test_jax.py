@@ -286,8 +286,8 @@ def test_results_keep_their_values(jax, mesh, sharded):
 def test_the_flight_record_has_the_paths_of_the_arrays(jax, mesh, sharded):
     trees = on_each(jax, lambda r: {"dense": {"kernel": np.ones(3), "bias": np.ones(2)}})
     for grads, names in (
-        (trees, "['dense']['bias'], ['dense']['kernel']"),
-        (Layer(sharded("rows"), [sharded("columns")]), ".kernel, .bias[0]"),
+        (trees, "dense.bias, dense.kernel"),
+        (Layer(sharded("rows"), [sharded("columns")]), "kernel, bias.0"),
     ):
         gr.jax.all_reduce(grads, mesh=mesh)
         assert mesh.flight_record()[-1].tensors == f"pack 1 of 1 (tensors {names})"
@@ -300,7 +300,7 @@ def test_a_deadline_names_the_paths_of_what_is_late(jax, sharded):
         stall(mesh.devices[2])
         unless_raised = threading.Timer(TEST_TIMEOUT, resume, [mesh.devices[2]])
         unless_raised.start()
-        with pytest.raises(gr.errors.CollectiveError, match=r"\(tensors \['a'\], \['b'\]\)"):
+        with pytest.raises(gr.errors.CollectiveError, match=r"\(tensors a, b\)"):
             gr.jax.all_reduce(given, mesh=mesh, deadline=0.1)
         unless_raised.cancel()
 
@@ -376,7 +376,7 @@ def test_a_leaf_that_cannot_be_reduced_is_named(jax, mesh, sharded, sharding):
     key = jax.device_put(jax.random.key(0), sharding(()))
     wrong[r"JAX array with PRNGKey dtype cannot be converted"] = key, TypeError
     for told, (leaf, error) in wrong.items():
-        with mesh.journal() as journal, pytest.raises(error, match=rf"^grads\['a'\]\[1\]: {told}"):
+        with mesh.journal() as journal, pytest.raises(error, match=rf"^grads\['a\.1'\]: {told}"):
             gr.jax.all_reduce({"a": [sharded("rows"), leaf]}, mesh=mesh)
         assert journal.launches == 0
 
@@ -390,19 +390,19 @@ def test_trees_that_do_not_fit_are_named(jax, mesh):
 
     other = jax.local_devices()[0]
     cases = {
-        r"grads\[2\] has another structure than grads\[0\]: it lacks \['b'\] and it has also "
-        r"\['c'\]$": lambda tree, put: {"w": tree["w"], "c": tree["b"]},
-        r"grads\[2\] has another structure .*: it lacks \['b'\]$": lambda tree, put: {
+        r"grads\[2\] has another structure than grads\[0\]: it lacks 'b' and it has also "
+        r"'c'$": lambda tree, put: {"w": tree["w"], "c": tree["b"]},
+        r"grads\[2\] has another structure .*: it lacks 'b'$": lambda tree, put: {
             **tree, "b": None,
         },
         r"grads\[2\] has another structure .*: it is PyTreeDef.*, not PyTree": lambda tree, put: {
             **tree, "w": tuple(tree["w"]),
         },
-        r"grads\[2\]\['w'\]\[0\] is float32\[4\], grads\[0\]\['w'\]\[0\] is float32\[3\]; replicas":
+        r"grads\[2\]\['w\.0'\] is float32\[4\], grads\[0\]\['w\.0'\] is float32\[3\]; replicas":
             lambda tree, put: {**tree, "w": [put(np.ones(4, np.float32))]},
         r"grads\[2\]\['b'\] is int32\[\], grads\[0\]\['b'\] is float32\[\]; replicas must":
             lambda tree, put: {**tree, "b": put(np.int32(1))},
-        r"grads\[2\] is on several JAX devices \(\['b'\] on cpu:0, \['w'\]\[0\] on cpu:2\): put":
+        r"grads\[2\] is on several JAX devices \('b' on cpu:0, 'w\.0' on cpu:2\): put":
             lambda tree, put: {**tree, "b": jax.device_put(np.float32(1), other)},
         r"the trees of grads are on cpu:0, cpu:1, cpu:0, cpu:3, but <Mesh sim \[0, 1, 2, 3\]> has":
             lambda tree, put: jax.device_put(tree, other),

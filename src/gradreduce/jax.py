@@ -20,6 +20,7 @@ from gradreduce.errors import DeviceMismatchError, about, brief, listed
 from gradreduce.reduce.all_reduce_ops import shared_ops
 from gradreduce.reduce.arguments import check_op, checked_mesh
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+from gradreduce.reduce.nests import key_of
 
 __all__ = ["all_reduce"]
 
@@ -101,7 +102,7 @@ def all_reduce(
         places = [list(range(len(mesh)))]
     with StreamScope():
         values = [
-            form.of_grads(column, path, path, mesh)
+            form.of_grads(column, path, str(path), mesh)
             for path, column in zip(paths, columns, strict=True)
         ]
         kind = "numpy" if mesh.backend == "sim" else "jax"
@@ -113,33 +114,48 @@ def all_reduce(
 
 
 class _Replicas(PerReplica):
-    """The arrays of one leaf in the trees of all devices; ``_key`` is its path."""
+    """The arrays of one leaf in the trees of all devices."""
 
     def _name_of(self, index: int, replica: int | None = None, of: str = "grads") -> str:
-        return f"{of}[{'…' if replica is None else replica}]{self._key}"
+        return f"{of}[{'…' if replica is None else replica}]{_bracket(self._key)}"
 
 
 class _Shards(PerReplica):
-    """The shards of one array; ``_key`` is its path."""
+    """The shards of one array."""
 
     def _name_of(self, index: int, replica: int | None = None, of: str = "grads") -> str:
-        return f"{of}{self._key}"
+        return f"{of}{_bracket(self._key)}"
 
 
-def _paths(tree: Any) -> list[str]:
-    """Returns the path of each leaf, such as ``"['dense']['kernel']"``."""
+def _paths(tree: Any) -> list[str | int]:
+    """Returns the path of each leaf, such as ``"dense.kernel"``; of a list its number."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [jax.tree_util.keystr(path) for path, _ in found]
+    return [key_of([_part(key) for key in path]) for path, _ in found]
 
 
-def _for_each(call: Callable[[Any], Any], paths: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
+def _part(key: Any) -> Any:
+    """Returns a key of a dict, an index or the name of an attribute."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return str(key)
+
+
+def _bracket(path: str | int | None) -> str:
+    """Returns a path as an index; nothing for an array that is no part of a tree."""
+    return "" if path == "" else f"[{path!r}]"
+
+
+def _for_each(
+    call: Callable[[Any], Any], paths: Sequence[str | int], leaves: Sequence[Any]
+) -> list[Any]:
     """Calls a function with each leaf; errors begin with its path."""
     results = []
     for path, leaf in zip(paths, leaves, strict=True):
         try:
             results.append(call(leaf))
         except (TypeError, ValueError) as error:
-            raise about(f"grads{path}", error) from None
+            raise about(f"grads{_bracket(path)}", error) from None
     return results
 
 
@@ -219,7 +235,7 @@ def _home(grads: Sequence[Any], replica: int, row: Sequence[Any]) -> Any:
     }
     if len(found) > 1:
         paths = _paths(grads[replica])
-        where = listed(f"{paths[index]} on {home}" for home, index in found.items())
+        where = listed(f"{paths[index]!r} on {home}" for home, index in found.items())
         raise DeviceMismatchError(
             f"grads[{replica}] is on several JAX devices ({where}): put all of it on one"
         )
@@ -229,8 +245,8 @@ def _home(grads: Sequence[Any], replica: int, row: Sequence[Any]) -> Any:
 def _difference(grads: Sequence[Any], replica: int) -> str:
     """Says how the tree of a replica differs from the first one."""
     mine, first = _paths(grads[replica]), _paths(grads[0])
-    missing = [path for path in first if path not in mine]
-    extra = [path for path in mine if path not in first]
+    missing = [repr(path) for path in first if path not in mine]
+    extra = [repr(path) for path in mine if path not in first]
     how = [f"it lacks {listed(missing)}"] * bool(missing)
     how += [f"it has also {listed(extra)}"] * bool(extra)
     trees = [brief(jax.tree_util.tree_structure(grads[each])) for each in (replica, 0)]

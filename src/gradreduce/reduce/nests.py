@@ -47,7 +47,7 @@ class Nests:
         found: list[PerReplica] = []
         for path, column in self._columns.items():
             if column[0] is not None:
-                key = _key_of(path)
+                key = key_of(path)
                 number = len(found)
                 name = key if isinstance(key, str) else "" if key == number else str(key)
                 found.append(PerReplica.of_grads(column, key, name, self._mesh))
@@ -107,7 +107,7 @@ class Nests:
         *,
         check_none: bool,
     ) -> None:
-        where = f"[{_key_of(path)!r}]" if path else ""
+        where = f"[{key_of(path)!r}]" if path else ""
         opened = [
             self._opened(entry, f"{name}{where}", is_entry=not path)
             for entry, name in zip(entries, names, strict=True)
@@ -125,7 +125,7 @@ class Nests:
             types = set(map(type, column))
             inner = (*path, part)
             if set(map(_form_of, types)) != _ARRAYS:
-                where = f"[{_key_of(inner)!r}]"
+                where = f"[{key_of(inner)!r}]"
                 pairs = zip(column, names, strict=True)
                 if any([self._opened(each, f"{name}{where}") is not None for each, name in pairs]):
                     self._add(found, column, names, inner, check_none=check_none)
@@ -234,8 +234,8 @@ def in_order(terms: Any, names: Sequence[str], where: str) -> Any:
     return terms
 
 
-def _key_of(path: Path) -> str | int:
-    """Returns the name of a tensor; in a flat list its number."""
+def key_of(path: Sequence[Any]) -> str | int:
+    """Returns the name of the tensor at a path; in a flat list its number."""
     if len(path) == 1 and isinstance(path[0], int):
         return path[0]
     return short_name(".".join([key if isinstance(key, str) else brief(key) for key in path]))
@@ -293,7 +293,7 @@ def _check_alike(name: str, entry: Container, other: str, like: Container) -> No
 
 
 def _raise_missing(column: Sequence[Any], names: Sequence[str], path: Path) -> None:
-    where = f"[{_key_of(path)!r}]"
+    where = f"[{key_of(path)!r}]"
     missing = [index for index, each in enumerate(column) if each is None]
     there = next(index for index in range(len(column)) if index not in missing)
     raise ValueError(
