@@ -18,7 +18,7 @@ from gradreduce.device.exchange import agreed, exchange_numbers
 from gradreduce.device.process_group import Description
 from gradreduce.errors import brief
 
-from .convert import host_array
+from .convert import host_array, is_module
 from .distributed import DistributedValues
 from .indexed_slices import IndexedSlices
 from .variable import Variable
@@ -112,20 +112,17 @@ def _copies_of(values: Any, mesh: Mesh | None) -> tuple[list[_Copy], Device | No
 
 def _modules_of(values: Any, mesh: Mesh | None) -> list[Any]:
     """Returns the replicas of a module; none if the values are not modules."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return []
-    if isinstance(values, torch.nn.Module) and not isinstance(values, torch.nn.ModuleList):
+    if is_module(type(values)) and not isinstance(values, sys.modules["torch"].nn.ModuleList):
         if mesh is None:
             raise ValueError("one module has no copies: pass a list of replicas, or a mesh")
         is_ours = type(values).__module__ == "gradreduce.torch.data_parallel"
         return list(values.replicas) if is_ours else [values]
-    is_list = isinstance(values, list | tuple | torch.nn.ModuleList)
-    return list(values) if is_list and isinstance((*values, None)[0], torch.nn.Module) else []
+    is_list = isinstance(values, list | tuple) or is_module(type(values))
+    return list(values) if is_list and values and is_module(type(values[0])) else []
 
 
 def _copy_of_module(module: Any) -> _Copy:
-    if not hasattr(module, "named_parameters"):
+    if not is_module(type(module)):
         raise TypeError(f"{brief(module)} is not a torch.nn.Module, as the first replica is")
     pairs = list(module.named_parameters())
     return _Copy([name for name, _ in pairs], [each for _, each in pairs])
