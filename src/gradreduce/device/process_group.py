@@ -473,8 +473,8 @@ class ProcessError(CollectiveError):
 
 # What to use instead of accumulators, AGN and a reduction to one device.
 IN_STEP = (
-    "use SyncStep or all-reduce, in which all processes take every step together (asynchronous "
-    "work of several processes belongs to gradreduce.ray, in releases that have it)"
+    "use SyncStep or AllReduceCrossDeviceOps, which all processes call together (asynchronous work "
+    "of several processes needs gradreduce.ray, which this release does not have)"
 )
 
 
