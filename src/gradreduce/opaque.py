@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
@@ -60,22 +61,38 @@ class _Finder:
 
 
 def _hide(dynamo: Any) -> None:
-    """Makes Dynamo skip our files, and gives our functions a message for ``fullgraph=True``."""
-    rules = dynamo.trace_rules
-    inside = [*_PACKAGE.iterdir(), *(_PACKAGE / "torch").iterdir()]
+    """Hides this package; a Dynamo that has changed too much for that traces it."""
+    try:
+        _skip_files(dynamo.trace_rules)
+        _skip_functions(dynamo)
+    except AttributeError as error:  # what is used here is not public
+        logging.getLogger("gradreduce").warning(
+            "torch.compile traces calls of gradreduce, and may fail there: this version of "
+            "PyTorch cannot be told to skip them: %s",
+            error,
+        )
+
+
+def _skip_files(rules: Any) -> None:
+    """Makes Dynamo skip the frames of our files, such as hooks that autograd calls."""
+    inside = [*_PACKAGE.glob("*"), *(_PACKAGE / "torch").glob("*")]
     paths = [str(path) for path in inside if path.stem not in ("torch", _TRACED)]
-    if paths[0] not in rules.SKIP_DIRS:
+    if not set(paths).issubset(rules.SKIP_DIRS):
         rules.SKIP_DIRS += paths
         rules._recompile_re()
-    strategy = None
-    if hasattr(dynamo.eval_frame, "set_code_exec_strategy"):  # from PyTorch 2.7 on
-        action = dynamo.types.FrameAction.SKIP  # of the frame, and of all within, as of callbacks
-        strategy = dynamo.types.FrameExecStrategy(action, action)
+
+
+def _skip_functions(dynamo: Any) -> None:
+    """Gives our functions a message for ``fullgraph=True``, and skips all frames inside them."""
+    skip = None
+    if hasattr(dynamo.eval_frame, "set_code_exec_strategy"):  # not in old versions
+        action = dynamo.types.FrameAction.SKIP
+        skip = dynamo.types.FrameExecStrategy(action, action)
     for function in _functions():
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
-        if strategy is not None and function.__code__.co_filename.startswith(str(_PACKAGE)):
-            dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
+        if skip is not None and function.__code__.co_filename.startswith(str(_PACKAGE)):
+            dynamo.eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
 def _functions() -> Iterator[FunctionType]:

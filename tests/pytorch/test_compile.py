@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import gradreduce as gr
+from gradreduce import opaque
 
 pytestmark = pytest.mark.torch
 
@@ -234,6 +236,11 @@ def test_a_data_parallel_is_traced_with_its_module(mesh, compiler):
             rows.append([each.grad.clone() for each in dp.parameters()])
     for eager, other in zip(rows[:3], rows[3:], strict=True):
         assert all(map(torch.equal, eager, other))
+
+
+def test_a_compiler_that_has_changed_is_told_of_in_a_warning(caplog):
+    opaque._hide(SimpleNamespace(trace_rules=SimpleNamespace()))
+    assert "torch.compile traces calls of gradreduce, and may fail there" in caplog.text
 
 
 ORDERS = {

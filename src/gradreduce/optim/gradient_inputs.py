@@ -163,7 +163,7 @@ def _placed(grad: Any, var: Variable) -> GradientValue:
 
 
 def _converted(grad: Any, var: Variable) -> Part:
-    first = var.buffers[0]
+    first = var._buffers[0]  # memory that is written is checked in ``begin_writes``
     try:
         grad = as_slices(grad)
         if isinstance(grad, IndexedSlices):
