@@ -190,3 +190,17 @@ def test_the_buckets_of_a_data_parallel_name_their_parameters(mesh, ops):
             replica(torch.ones(1, 2)).sum().backward()
         tensors = [each.tensors for each in mesh.flight_record()[before:]]
         assert tensors[-1] == "pack 1 of 1 (tensors 1.weight, 0.bias, 0.weight)"
+
+
+def test_processes_name_the_parameter_in_which_their_modules_differ():
+    import torch
+
+    def said(group):
+        mesh = gr.open_mesh(1, backend="sim", process_group=group)
+        layers = [torch.nn.Linear(2, 3), torch.nn.Linear(3, 1 + group.rank)]
+        with pytest.raises(InvalidArgumentError) as caught:
+            gr.torch.DataParallel(torch.nn.Sequential(*layers), mesh)
+        return str(caught.value)
+
+    text = "tensor 1.weight is float32[1, 3] in process 0, float32[2, 3] in process 1"
+    assert text in run_processes(2, said)[0]

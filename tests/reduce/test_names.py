@@ -117,6 +117,10 @@ def test_errors_have_the_names(mesh):
         ops.prepare(SUM, [(value, value), (rows, rows)])
     with pytest.raises(TypeError, match=r"^name=3 must be a string"):
         gr.PerReplica([1.0] * 3, mesh, name=3)
+    to_one = gr.ReductionToOneDevice(accumulation_fn=lambda arrays: arrays[0][:1])
+    with pytest.raises(ValueError, match=r"^accumulation_fn returned float32\[1\]") as caught:
+        to_one.reduce(SUM, value, "sim:1")
+    assert caught.value.__notes__ == ["It was about value 0 (a)."]
     long = gr.PerReplica([1.0] * 3, mesh, name="layers." + "x" * 500 + ".weight").name
     assert len(long) == 120 and long.startswith("layers.x") and long.endswith("x.weight")
     assert gr.PerReplica([1.0] * 3, mesh).name is None
@@ -180,6 +184,29 @@ def test_processes_that_list_equal_tensors_in_another_order_are_refused():
         gr.all_reduce([dict(list(grads.items())[:: 1 - 2 * rank])], mesh=mesh)
 
     text = "tensor 0 is w float64[3] in process 0, bias float64[3] in process 1"
+    assert text in messages_of(differ)[0]
+
+
+@pytest.mark.parametrize("call", ["reduce_scatter", "all_gather", "IndexedSlices", "broadcast"])
+def test_every_call_of_processes_names_the_tensor_that_differs(call):
+    def differ(mesh, rank):
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+        arrays = [np.ones(4), np.ones(4, "f8" if rank else "f4")]
+        if call == "broadcast":
+            values = [
+                gr.PerReplica([each], mesh, name=name)
+                for each, name in zip(arrays, "ab", strict=True)
+            ]
+            ops.broadcast(values, mesh)
+        elif call == "IndexedSlices":
+            ops.all_reduce([{"b": gr.IndexedSlices(arrays[1].reshape(2, 2), [0, 1])}])
+        else:
+            getattr(ops, call)([dict(zip("ab", arrays, strict=True))])
+
+    dtypes = [f"{dtype} rows of [2], dense_shape None" for dtype in ("float32", "float64")]
+    if call != "IndexedSlices":
+        dtypes = ["float32[4]", "float64[4]"]
+    text = f"tensor b is {dtypes[0]} in process 0, {dtypes[1]} in process 1"
     assert text in messages_of(differ)[0]
 
 

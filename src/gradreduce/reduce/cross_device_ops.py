@@ -451,9 +451,13 @@ class ReductionToOneDevice(CrossDeviceOps):
         results = []
         for index, (request, home) in enumerate(zip(requests, homes, strict=True)):
             with home.mesh_state.pack_scope(label_of(requests, [index])):
-                each = reduce_to_one(
-                    reduce_op, request, home, coalesce=coalesce, accumulate=self.accumulation_fn
-                )
+                try:
+                    each = reduce_to_one(
+                        reduce_op, request, home, coalesce=coalesce, accumulate=self.accumulation_fn
+                    )
+                except Exception as error:
+                    error.add_note(f"It was about {request.value._name_of(index)}.")
+                    raise
             results.append(each)
         return results
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gradreduce.arrays.distributed import PerReplica
 from gradreduce.device import Mesh
 from gradreduce.errors import brief
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
@@ -180,13 +181,19 @@ def _broadcast_state(
     replicas: Sequence[Any], mesh: Mesh, cross_device_ops: AllReduceCrossDeviceOps
 ) -> None:
     """Copies the parameters and buffers of process 0's first replica to all."""
-    rows = []
+    rows, names = [], []
     for replica in replicas:
-        state = [each.detach() for each in (*replica.parameters(), *replica.buffers())]
+        pairs = [*replica.named_parameters(), *replica.named_buffers()]
+        names = [name for name, _ in pairs]
+        state = [each.detach() for _, each in pairs]
         rows.append(
             [each.view(torch.uint8) if each.dtype is torch.bool else each for each in state]
         )
-    cross_device_ops.broadcast(rows[0], mesh, out=list(zip(*rows, strict=True)))
+    values = [
+        PerReplica([each], devices=[mesh[0]], name=name)
+        for each, name in zip(rows[0], names, strict=True)
+    ]
+    cross_device_ops.broadcast(values, mesh, out=list(zip(*rows, strict=True)))
 
 
 def _of_process_zero(
