@@ -82,3 +82,25 @@ def test_close_names_the_process_that_does_not_close():
         return mesh
 
     run_processes(2, work)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_known_call_without_an_exchange_is_told(prepared):
+    """A group may keep its notice until the call waits for others, which this one does not."""
+
+    def work(group):
+        posted = []
+        group.post_soon = lambda *notice: posted.append(notice)
+        group.post_kept = lambda: posted.append("told")
+        mesh, ops = opened(group)
+        value = gr.PerReplica([mesh[0].zeros((0,), "float32")], mesh)
+        pairs = [(value, value)]
+        call = ops.prepare(gr.ReduceOp.SUM, pairs) if prepared else None
+        for _ in range(2):
+            call() if call else ops.batch_reduce(gr.ReduceOp.SUM, pairs)
+        del group.post_soon, group.post_kept
+        mesh.close()
+        return posted
+
+    for posted in run_processes(2, work):
+        assert len(posted) > 1 and posted[-1] == "told"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -197,9 +197,7 @@ def agree(device: Device, description: Description) -> None:
             fail(mesh_state, _stopped(group.called, error))
             raise
 
-    command()
-    if mesh_state.thread.command_list is not None:
-        mesh_state.thread.command_list.add(command)
+    _run_again_too(device, command)
 
 
 @contextmanager
@@ -209,9 +207,21 @@ def agreed(device: Device, description: Description) -> Iterator[None]:
     Raises:
         InvalidArgumentError, CollectiveError: see ``agree``.
     """
+    group = device.mesh_state.process_group
+    assert group is not None, "only processes of a mesh agree"
     agree(device, description)
     with telling_others(device):
         yield
+        # Calls of empty tensors have no exchange in which it is left.
+        _run_again_too(device, group.post_kept)
+
+
+def _run_again_too(device: Device, command: Callable[[], None]) -> None:
+    """Runs a command, now and in each call of a step that is being prepared."""
+    command()
+    command_list = device.mesh_state.thread.command_list
+    if command_list is not None:
+        command_list.add(command)
 
 
 @contextmanager

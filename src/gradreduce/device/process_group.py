@@ -174,8 +174,11 @@ class ProcessGroup(ABC):
         """
 
     def post_soon(self, key: str, text: str) -> None:
-        """As ``post``, or later: before the next notice, and while the next exchange waits."""
+        """As ``post``, or later: in ``post_kept``, which the next notice and exchange call too."""
         self.post(key, text)
+
+    def post_kept(self) -> None:  # noqa: B027  # not every one keeps some
+        """Leaves the notice that ``post_soon`` has kept."""
 
     @abstractmethod
     def read(self, rank: int, key: str, seconds: float) -> str | None:

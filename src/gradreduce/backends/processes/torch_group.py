@@ -64,7 +64,7 @@ class TorchGroup(ProcessGroup):
         name = _new_name(store, self.rank, self.size, timeout)
         self._store = dist.PrefixStore(name, store)
         self._number = int(name, 16)
-        self._next_notice: tuple[str, str] | None = None
+        self._kept_notice: tuple[str, str] | None = None
         self._idle: list[_CallingThread] = []
         self._stuck: _CallingThread | None = None  # whose call of the store has not ended
         if owned or any(each._group is group for each in _owners):
@@ -88,7 +88,7 @@ class TorchGroup(ProcessGroup):
             for (call, rank, _), tensor in zip(calls, tensors, strict=True):
                 works.append(call([tensor], rank, tag))
             thread.start(partial(_wait, works, end, done))
-            self._post_next()  # while the messages travel
+            self.post_kept()  # while the messages travel
             while not thread.has_ended(_LOOK_SECONDS):
                 for rank in dict.fromkeys(ranks[len(done) :]):
                     if self.has_gone(rank) is not None:
@@ -151,17 +151,18 @@ class TorchGroup(ProcessGroup):
 
     def post_soon(self, key: str, text: str) -> None:
         """See ``ProcessGroup.post_soon``; it takes as long as a tenth of a small exchange."""
-        self._post_next()
-        self._next_notice = (key, text)
+        self.post_kept()
+        self._kept_notice = (key, text)
 
-    def _post_next(self) -> None:
-        if self._next_notice is not None:
-            notice, self._next_notice = self._next_notice, None
+    def post_kept(self) -> None:
+        """See ``ProcessGroup.post_kept``."""
+        if self._kept_notice is not None:
+            notice, self._kept_notice = self._kept_notice, None
             self.post(*notice)
 
     def post(self, key: str, text: str) -> None:
         """See ``ProcessGroup.post``."""
-        self._post_next()
+        self.post_kept()
         if not self._store_answers(0.0):  # it would wait for ever
             raise CollectiveError("the store of the processes does not answer")
         try:
