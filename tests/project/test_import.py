@@ -68,3 +68,43 @@ def test_the_import_adds_little_to_that_of_numpy(tmp_path):
     while not tries or (tries[-1] > ALLOWED and len(tries) < 5):
         tries.append(added(tmp_path))
     assert min(tries) <= ALLOWED, tries
+
+
+DYNAMO = """
+import sys
+import gradreduce as gr
+
+(finder,) = [each for each in sys.meta_path if type(each).__module__ == "gradreduce.opaque"]
+import torch, gradreduce.reduce.prepared as prepared
+assert finder in sys.meta_path
+assert not hasattr(gr.add_n, "_torchdynamo_disable")
+import torch._dynamo
+assert finder not in sys.meta_path
+for each in (gr.add_n, gr.all_reduce, gr.Optimizer.apply_gradients, gr.SyncStep.__call__,
+             gr.Variable.shape.fget, gr.PerReplica.of.__func__, prepared.PreparedStep.__call__):
+    assert "call it outside the compiled function" in each._torchdynamo_disable_msg, each
+rules = torch._dynamo.trace_rules
+package = gr.__file__.removesuffix("__init__.py")
+skipped = [path.removeprefix(package) for path in rules.SKIP_DIRS]
+assert {"theirs", "reduce", "sync_step.py", "torch/reducer.py"} <= set(skipped), skipped
+assert not {"torch", "torch/data_parallel.py"} & set(skipped)
+gr.opaque.hide_from_compiler()
+assert rules.calls == [len(rules.SKIP_DIRS)]
+"""
+
+
+def test_the_compiler_of_pytorch_is_told_to_trace_nothing_when_it_is_imported(tmp_path):
+    """A stand-in is imported after this library."""
+    folder = tmp_path / "torch" / "_dynamo"
+    folder.mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").touch()
+    (folder / "__init__.py").write_text(
+        "from types import SimpleNamespace as types\nfrom . import trace_rules\n"
+        "eval_frame = types()\n",
+        encoding="utf-8",
+    )
+    (folder / "trace_rules.py").write_text(
+        "SKIP_DIRS, calls = ['theirs'], []\ndef _recompile_re(): calls.append(len(SKIP_DIRS))\n",
+        encoding="utf-8",
+    )
+    run_python(DYNAMO, tmp_path)
