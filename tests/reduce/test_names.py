@@ -95,6 +95,18 @@ def test_a_flat_buffer_may_have_names(mesh):
     assert labels_of(mesh, step) == {"pack 1 of 1 (tensors w, bias)"}
 
 
+def test_accumulators_of_the_same_name_have_numbers(mesh):
+    ones = gr.PerReplica([np.ones(3, np.float32)] * 3, mesh)
+    for names, tensors in (((), "0 to 1"), (("w", "b"), "w, b")):
+        options = [{"name": name} for name in names] or [{}, {}]
+        accumulators = [
+            gr.ConditionalAccumulator("float32", (3,), device=mesh, **each) for each in options
+        ]
+        gr.apply_grads(accumulators, [ones, ones])
+        found = labels_of(mesh, lambda taken=accumulators: gr.take_grads(taken, 3))
+        assert found == {f"pack 1 of 1 (tensors {tensors})"}
+
+
 def test_labels_of_several_stages_are_merged():
     stages = [PackInfo((0, 2), (1,), 2, ("a", "c")), PackInfo((2, 1), (2,), 2, ("c", "b"))]
     assert str(merged_pack_infos(stages)) == "packs 1 to 2 of 2 (tensors a, b, c)"

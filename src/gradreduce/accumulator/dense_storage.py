@@ -197,7 +197,7 @@ class DenseStorage(Storage):
                 divisor=divisor,
                 out_dtypes=[state.dtype for state in together],
                 consume=guard if last else None,
-                names=[state.tensor or state.name for state in together],
+                names=_names_of(together),
             )
             taken.update(zip(together, reduced, strict=True))
         _divide(apart)
@@ -224,6 +224,13 @@ class DenseStorage(Storage):
 
 
 DENSE = DenseStorage()
+
+
+def _names_of(states: Sequence[AccumulatorState]) -> list[str]:
+    """Returns the names of tensors; empty where several accumulators have the default name."""
+    names = [state.tensor or state.name for state in states]
+    is_each_named = len({*names}) == len(names) or all([state.tensor for state in states])
+    return names if is_each_named else []
 
 
 def _by_device(parts: Sequence[Addend]) -> dict[int, list[Buffer]]:
