@@ -245,6 +245,8 @@ def test_what_a_library_has_besides_arrays_is_refused_in_our_words(library, mesh
         ):
             with pytest.raises(TypeError, match=f"^{named}$"):
                 call()
+        if library.name == "torch" and isinstance(each, module.nn.Module):
+            continue  # a dict of the gradients of its parameters
         with pytest.raises(TypeError, match=rf"^grads\[1\]\['w'\]: {named}$"):
             gr.all_reduce([{"w": good}, {"w": each}], mesh=mesh)
 
