@@ -131,6 +131,41 @@ def test_a_python_rule_and_parameters_without_variables_use_the_default_mesh():
         assert (one - 0.5 * parameter.grad.sign()).equal(parameter.detach())
 
 
+def test_parameters_of_other_memory_formats_are_updated_in_place():
+    import torch
+
+    def make(strided):
+        torch.manual_seed(0)
+        made = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 2), torch.nn.Linear(2, 2))
+        if strided:
+            made[0].to(memory_format=torch.channels_last)
+            made[1].weight = torch.nn.Parameter(made[1].weight.detach().t().contiguous().t())
+        optimizer = gr.torch.Optimizer(gr.AdamOptimizer(0.1), made.parameters())
+        return list(made.parameters()), optimizer
+
+    (contiguous, one), (strided, other) = make(False), make(True)
+    addresses = [each.data_ptr() for each in strided]
+    for step in range(4):
+        torch.manual_seed(step)
+        for plain, turned in zip(contiguous, strided, strict=True):
+            plain.grad = torch.randn_like(plain)
+            turned.grad = plain.grad if step == 0 else torch.empty_like(turned).copy_(plain.grad)
+        one.step()
+        other.step()
+        assert all(map(torch.equal, contiguous, strided))
+        for plain, turned in zip(contiguous, strided, strict=True):
+            assert all(one.state[plain][name].equal(other.state[turned][name]) for name in "mv")
+            assert other.state[turned]["m"].stride() == turned.stride()
+        if step == 2:  # of the other memory format
+            states = [saved(each) for each in (other, one)]
+            one.load_state_dict(states[0])
+            other.load_state_dict(states[1])
+    assert [each.data_ptr() for each in strided] == addresses
+    strided[0].data = strided[0].data.contiguous()
+    with pytest.raises(RuntimeError, match="has been replaced or has other memory"):
+        other.step()
+
+
 def groups_of(module):
     return [
         {"params": module[0].parameters(), "lr": 0.2},
@@ -413,6 +448,7 @@ def test_what_it_cannot_use_is_refused(mesh):
          "beta1=1.5 must be at least 0 and below 1"),
         (RULES["adam"](), [module[0].weight, module[0].weight.detach()[1]], ValueError,
          "share memory"),
+        (RULES["adam"](), [torch.zeros(3, 4)[:, ::2]], ValueError, "is not contiguous"),
     ]:  # fmt: skip
         with pytest.raises(error, match=match):
             gr.torch.Optimizer(rule, params)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradreduce import optim
+from gradreduce.arrays.convert import Form, axis_order, in_order, inverse
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.device import Device
@@ -19,8 +20,6 @@ from gradreduce.optim.checkpoint import checked_arrays, ready_slots
 from gradreduce.optim.hyperparameters import text_of, value_of
 
 from .variables import ParameterVariable, check_separate
-
-_TWO_BYTES = (torch.float16, torch.bfloat16)  # states have them as float32
 
 _BETAS = ("beta1", "beta2")  # together "betas"; schedulers look for this and for "lr"
 # A group that asks for one of these would train otherwise than it says.
@@ -70,8 +69,9 @@ class _Group:
         if row is None:
             names = options.get("param_names")
             name = names[index] if names else f"param_groups[{self.number}].params[{index}]"
-            device = _device_of(parameter)
-            row = self.add(parameter, ParameterVariable(name, [parameter], [device], [[]]))
+            order = axis_order(parameter)  # such as channels_last
+            variable = ParameterVariable(name, [parameter], [_device_of(parameter)], [[]], order)
+            row = self.add(parameter, variable)
         return row
 
 
@@ -277,7 +277,9 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
                         f"the state of the parameter {brief(row.variable.name)} was replaced: "
                         "change its tensors in place, or call load_state_dict"
                     )
-            found.append((grad.detach() if grad.requires_grad else grad, row.variable))
+            grad = grad.detach() if grad.requires_grad else grad
+            order = row.variable.order
+            found.append((grad if order is None else in_order(grad, order), row.variable))
         return found
 
     def _show_state(self, group: _Group) -> None:
@@ -286,6 +288,8 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         for parameter, row in list(group.hidden.items()):
             found = {name: slots.by_name[name].get(row.variable) for name in slots.by_name}
             made = {name: slot.array("torch") for name, slot in found.items() if slot is not None}
+            if (order := row.variable.order) is not None:
+                made = {name: in_order(view, inverse(order)) for name, view in made.items()}
             if made:
                 row.state.update(made)
                 row.views.extend(made.values())
@@ -342,13 +346,18 @@ def _are_same(some: Iterable[Any], others: Sequence[Any]) -> bool:
     return len(found) == len(others) and all(map(is_, found, others))
 
 
+def _as_saved(value: Any, order: Form) -> Any:
+    """Returns a tensor of ``state`` as the state of a ``gr.Optimizer`` has it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    return value if order is None or value.dim() != len(order) else in_order(value, order)
+
+
 def _checked(rule: optim.Optimizer, variable: ParameterVariable, saved: Any) -> dict[str, Any]:
     """Returns the slots of a parameter in a ``state_dict`` as host arrays."""
     wanted = (variable.shape, rule._slots.state_dtype(variable))
     if isinstance(saved, Mapping):
-        saved = {
-            name: value.float() if getattr(value, "dtype", None) in _TWO_BYTES else value
-            for name, value in saved.items()
-        }
+        saved = {name: _as_saved(value, variable.order) for name, value in saved.items()}
     where = f"the state of the parameter {brief(variable.name)}"
     return checked_arrays(where, saved, dict.fromkeys(rule._slots.names_for(variable), wanted))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradreduce.arrays.convert import to_buffer
+from gradreduce.arrays.convert import Form, in_order, to_buffer
 from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device, Mesh
@@ -42,6 +42,7 @@ class ParameterVariable(Variable):
         parameters: one for each device.
         devices: that they are on.
         places: of each, the modules that have it, each with the name that it has there.
+        order: of the parameters' axes in the Variable: that of their memory. None: the same.
 
     Raises:
         ValueError: the memory of a parameter cannot be shared with its device.
@@ -54,11 +55,16 @@ class ParameterVariable(Variable):
         parameters: Sequence[Any],
         devices: Sequence[Device],
         places: Sequence[Sequence[tuple[Any, str]]],
+        order: Form = None,
     ) -> None:
         self.name = name
+        self.order = order
         self.trainable = parameters[0].requires_grad
         self._parameters = tuple(parameters)
-        self._buffers = tuple(map(_shared, [name] * len(devices), parameters, devices))
+        self._buffers = tuple(
+            _shared(name, parameter, device, order)
+            for parameter, device in zip(parameters, devices, strict=True)
+        )
         self._copies = [
             _Copy(parameter, _layout(parameter), within)
             for parameter, within in zip(parameters, places, strict=True)
@@ -173,17 +179,18 @@ def _places(module: Any) -> dict[int, list[tuple[Any, str]]]:
 
 def _layout(parameter: Any) -> tuple[Any, ...]:
     """Returns what differs if a parameter has got other memory."""
-    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.is_contiguous()
+    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
-def _shared(name: str, parameter: Any, device: Device) -> Buffer:
+def _shared(name: str, parameter: Any, device: Device, order: Form) -> Buffer:
     """Returns a Buffer of ``device`` on the memory of a parameter."""
     what = f"the parameter {brief(name)}"
+    seen = parameter.detach() if order is None else in_order(parameter.detach(), order)
     try:
-        buffer = to_buffer(parameter.detach(), device)
+        buffer = to_buffer(seen, device)
     except (TypeError, ValueError) as error:
         raise about(what, error) from None
-    if not parameter.is_contiguous():
+    if not seen.is_contiguous():
         raise ValueError(
             f"{what} is not contiguous, with strides {parameter.stride()}: call "
             "module.to(memory_format=torch.contiguous_format), or make a parameter of "
