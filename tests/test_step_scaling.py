@@ -335,8 +335,12 @@ def test_arguments_that_cannot_be_used():
     with gr.open_mesh(2, backend="sim") as mesh:
         step = make_step(mesh)
         assert (step.num_skipped, step.loss_scale, step.last_norm) == (0, 1.0, None)
-        assert step(terms_of(0, step, range(2)))
-        assert step.last_norm is None
+        measured = make_step(mesh, clip_norm=math.inf)
+        for each in (step, measured):
+            assert each(terms_of(0, each, range(2)))
+        assert (step.last_norm, measured.last_norm > 1000) == (None, True)
+        for one, other in zip(step.variables, measured.variables, strict=True):
+            assert one.numpy().tobytes() == other.numpy().tobytes()
         for options, error, text in [
             ({"clip_norm": 0}, ValueError, "^clip_norm=0 must be above 0$"),
             ({"clip_norm": math.nan}, ValueError, "^clip_norm=nan must be above 0$"),
