@@ -73,17 +73,20 @@ def train(
             optimizer.step()
             losses.append(loss.item())
             if number % EVALUATE_EVERY == 0 or number == options.steps:
-                with torch.no_grad():
-                    is_right = net(test_images).argmax(dim=1) == test_labels
-                accuracies.append((number, is_right.float().mean().item()))
+                accuracies.append((number, accuracy(net, test_images, test_labels)))
     seconds = time.perf_counter() - start
+    gr.assert_mirrored(net, mesh)  # the processes have the same bits
     weights = {each: value.cpu().numpy() for each, value in net.state_dict().items()}
-    if name == "DDP":  # gloo and NCCL do not count; this is what a ring sends
-        share = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
-        sent = share * sum(value.nbytes for value in weights.values())
-    else:
-        sent = journal.bytes / options.steps
+    # gloo and NCCL do not count what they send: for plain DDP this is what a ring sends.
+    ring = 2 * (1 - 1 / dist.get_world_size()) * sum(value.nbytes for value in weights.values())
+    sent = ring if name == "DDP" else journal.bytes / options.steps
     return History({name: losses}, accuracies, weights, seconds, {"bytes": sent})
+
+
+def accuracy(net: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Returns the fraction of images that are classified correctly."""
+    with torch.no_grad():
+        return float((net(images).argmax(dim=1) == labels).float().mean())
 
 
 def save_picture(histories: dict[str, History], path: Path) -> None:

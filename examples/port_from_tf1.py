@@ -111,6 +111,7 @@ def mirrored(mesh: gr.Mesh, training: Training) -> None:
         # tf: sess.run(opt.apply_gradients(zip(means, variables), global_step))
         opt.apply_gradients(zip(means, variables, strict=True), global_step)
         training.report(number, variables)
+    gr.assert_mirrored(variables)  # all copies have the same bits
 
 
 def conditional_accumulators(mesh: gr.Mesh, training: Training) -> None:

@@ -71,6 +71,7 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
             if number % SAVE_EVERY == 0 or number == options.steps:
                 save(options.checkpoint, number, dp, optimizers, mesh)
     seconds = time.perf_counter() - start
+    gr.assert_mirrored(dp, mesh)  # all replicas have the same bits
     mean_losses = cross_device_ops.all_reduce([[of_replica] for of_replica in np.transpose(losses)])
     return History(
         {"all": [float(loss) for loss in mean_losses[0][0]]},

@@ -13,13 +13,13 @@ import torch
 
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.device import Mesh
-from gradreduce.errors import brief
+from gradreduce.errors import NotCopied, brief
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 from .reducer import Reducer, is_hooked
 
 
-class DataParallel(torch.nn.Module):  # type: ignore[misc]  # PyTorch need not be installed
+class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch need not be installed
     """Replicas of a module whose gradients are averaged while ``backward`` runs.
 
     With one device in this process call it like the module; with several call each replica. The
@@ -61,6 +61,8 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]  # PyTorch need not b
 
     ``backward`` raises ``CollectiveError`` if a reduction fails, with the names of the parameters.
     """
+
+    _copy_hint = "copy its module"
 
     def __init__(
         self,

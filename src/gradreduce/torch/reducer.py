@@ -26,7 +26,7 @@ import torch
 from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.device import Mesh, attach_again
 from gradreduce.device.exchange import fail
-from gradreduce.errors import NotCopied, listed
+from gradreduce.errors import listed
 
 from .buckets import Size, plan_buckets
 from .worker import Task, with_name, worker_of
@@ -122,7 +122,7 @@ class Bucket:
         self.num_ready, self.is_launched = 0, False
 
 
-class Reducer(NotCopied):
+class Reducer:
     """Averages the gradients of replicas over all devices and processes of a mesh.
 
     Args:
@@ -135,8 +135,6 @@ class Reducer(NotCopied):
         broadcast: returns process 0's list of numbers, of one of the same length.
         bucket_bytes: the most that a bucket has, unless it is of one parameter.
     """
-
-    _copy_hint = "copy the module of the DataParallel"
 
     def __init__(
         self,
