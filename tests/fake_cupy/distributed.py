@@ -32,11 +32,11 @@ _OURS = "gradreduce.backends.processes.torch_group"  # imports them
 class _Local(threading.local):
     """What a process has of its own."""
 
-    world: ProcessGroup | None = None  # the default group
     stream = 0  # handle of the current one
 
 
 _local = _Local()
+_world: list[ProcessGroup] = []  # the default group of the only process that makes one
 _address: list[tuple[Store, int, int]] = []  # of the default group that can be made
 
 
@@ -240,20 +240,19 @@ def stream(stream):
 def init_process_group(
     backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, store=None
 ):
-    assert _local.world is None
-    _local.world = ProcessGroup(backend, store, rank, range(world_size))
+    assert not _world
+    _world.append(ProcessGroup(backend, store, rank, range(world_size)))
 
 
 def destroy_process_group(group=None):
     assert group is None, "the default group"
-    _local.world.destroyed = True
-    _local.world = None
+    _world.pop().destroyed = True
 
 
 def make_world(store: Store, rank: int, size: int) -> None:
     """Says which default group can be made."""
     _address[:] = [(store, rank, size)]
-    _local.world = None
+    _world.clear()
 
 
 def _backend_config(group):
@@ -264,7 +263,7 @@ def _backend_config(group):
 class _Groups:
     @property
     def WORLD(self) -> ProcessGroup | None:
-        return _local.world
+        return _world[0] if _world else None
 
 
 @contextmanager
@@ -284,7 +283,7 @@ def installed() -> Iterator[None]:
         get_rank=lambda group: group.rank,
         get_world_size=lambda group: len(group.global_ranks),
         get_global_rank=lambda group, group_rank: group.global_ranks[group_rank],
-        is_initialized=lambda: _local.world is not None,
+        is_initialized=lambda: bool(_world),
         is_nccl_available=lambda: True,
         rendezvous=lambda url, timeout: iter(_address),
     )  # fmt: skip

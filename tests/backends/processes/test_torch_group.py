@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import pytest
 from fake_cupy import distributed
 
 from gradreduce.device.process_group import ProcessError
+from gradreduce.errors import CollectiveError
 
 MODULE = "gradreduce.backends.processes.torch_group"
 LIMIT_S = 0.3  # of exchanges that nobody answers
@@ -153,9 +155,29 @@ def default_group(monkeypatch):
         yield import_module(MODULE)
 
 
+def test_a_process_that_stops_before_it_connects_is_named(default_group, monkeypatch):
+    others = threading.Barrier(2, timeout=30)
+
+    def waits_too_long(*arguments, **options):
+        others.wait()
+        raise RuntimeError("wait timeout")
+
+    store = distributed.Store()
+    monkeypatch.setattr(default_group.dist, "init_process_group", waits_too_long)
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(default_group._new_name, store, 1, 3, 30.0)
+        calls = [
+            pool.submit(default_group._make_default_group, (store, rank, 3), 30.0, False)
+            for rank in (0, 2)
+        ]
+        for call in calls:
+            with pytest.raises(CollectiveError, match=r"have not come to .*: 1 \(wait timeout\)"):
+                call.result()
+
+
 def test_the_last_mesh_over_a_default_group_destroys_it(default_group):
     first, second = [default_group.open_torchrun(30.0, on_gpus=False) for _ in range(2)]
-    world = distributed._local.world
+    (world,) = distributed._world
     first.leave(None)
     assert not world.destroyed
     second.leave(None)
@@ -169,4 +191,4 @@ def test_a_default_group_is_destroyed_if_no_mesh_can_be_opened_over_it(default_g
     monkeypatch.setattr(default_group, "TorchGroup", fails)
     with pytest.raises(TimeoutError):
         default_group.open_torchrun(30.0, on_gpus=False)
-    assert distributed._local.world is None
+    assert not distributed._world

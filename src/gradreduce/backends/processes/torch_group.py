@@ -377,7 +377,20 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float, on_gpus: 
     store.set_timeout(seconds)
     # With gloo for host memory, which goes where NCCL cannot: two processes may share a GPU.
     backend = "cpu:gloo,cuda:nccl" if on_gpus and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
+    options = {"store": store, "rank": rank, "world_size": size, "timeout": seconds}
+    begun, ended = [[f"{word}/{other}" for other in range(size)] for word in ("begun", "ended")]
+    store.set(begun[rank], "")
+    try:
+        _call(partial(dist.init_process_group, backend, **options), timeout + _STORE_SECONDS)
+    except RuntimeError as error:
+        missing: list[int] = []
+        with suppress(CollectiveError):  # the store may be in a process that is stopped
+            missing = _call(lambda: _absent(store, begun) or _absent(store, ended), _STORE_SECONDS)
+        others = [other for other in missing if other != rank]
+        raise CollectiveError(
+            f"{_not_come(size, timeout, others)} ({_without_advice(error)})"
+        ) from error
+    store.set(ended[rank], "")
     try:
         return TorchGroup(dist.group.WORLD, timeout, owned=True)
     except BaseException:  # open_mesh may be called again, and makes it anew
@@ -428,9 +441,17 @@ def _agreed_name(store: Any, rank: int, size: int, timeout: float) -> str:
         if time.monotonic() >= end:
             keys = [f"{names[-1]}/{other}" for other in range(size)] if names else here
             # If all were here, only process 0 can be missing: it did not write the list.
-            missing = [other for other in range(size) if not store.check([keys[other]])] or [0]
-            raise CollectiveError(
-                f"of {size} processes these have not come to open_mesh within {timeout:g} s: "
-                f"{listed(missing)}"
-            )
+            raise CollectiveError(_not_come(size, timeout, _absent(store, keys) or [0]))
         time.sleep(_OPEN_SECONDS)
+
+
+def _absent(store: Any, keys: Sequence[str]) -> list[int]:
+    """Returns the processes whose keys a store does not have."""
+    return [other for other, key in enumerate(keys) if not store.check([key])]
+
+
+def _not_come(size: int, timeout: float, missing: Sequence[int]) -> str:
+    return (
+        f"of {size} processes these have not come to open_mesh within {timeout:g} s: "
+        f"{listed(missing)}"
+    )
