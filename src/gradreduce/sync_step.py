@@ -12,7 +12,7 @@ from typing import Any
 from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
 from gradreduce.accumulator.validate import as_required, as_step
 from gradreduce.arrays.caller_streams import StreamScope
-from gradreduce.arrays.convert import to_buffer
+from gradreduce.arrays.convert import as_list, to_buffer
 from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, PerReplica
 from gradreduce.arrays.indexed_slices import IndexedSlices
@@ -362,6 +362,7 @@ class SyncStep(NotCopied):
 
     def _validated(self, terms: Sequence[Any]) -> dict[int, list[list[Buffer]]]:
         """Returns ``[replica][term]`` of each variable that has terms, by index."""
+        terms = as_list(terms)
         _check_length("terms", terms, len(self.devices), "device")
         names = [variable.name for variable in self.variables]
         terms = [in_order(each, names, f"terms[{index}]") for index, each in enumerate(terms)]

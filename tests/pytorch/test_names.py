@@ -66,9 +66,12 @@ def test_modules_stand_for_their_gradients_by_name(ops):
 
 
 def test_the_gradients_of_modules_are_reduced_in_place(mesh, ops):
+    import torch
+
     given = models()
     memory = [each[0].weight.grad.data_ptr() for each in given]
-    assert ops.all_reduce(given, MEAN, out=given) is given
+    replicas = torch.nn.ModuleList(given)  # such as those of a DataParallel
+    assert ops.all_reduce(replicas, MEAN, out=replicas) is replicas
     assert mesh.flight_record()[-1].tensors == "pack 1 of 1 (tensors 0.weight, 0.bias, 1.weight)"
     assert [each[0].weight.grad.data_ptr() for each in given] == memory
     assert gradients(given[0]) == gradients(given[1])
@@ -102,6 +105,8 @@ def test_errors_name_the_parameter(mesh, ops):
     given[1] = torch.nn.Linear(2, 3)
     with pytest.raises(ValueError, match=r"it lacks '0.weight', .* it has also 'weight', 'bias'$"):
         ops.all_reduce(given)
+    with pytest.raises(ValueError, match=r"^grads must be a list or tuple .*, not Sequential"):
+        ops.all_reduce(models()[0])
     for pairs in (models()[0].parameters(), iter({"a": torch.ones(2)}.items()), [("a", 1.0)]):
         with pytest.raises(TypeError, match=r"^grads\[0\] is an iterator or list of .*: pass a Py"):
             ops.all_reduce([pairs, pairs])
@@ -170,7 +175,7 @@ def test_a_step_takes_modules(mesh, ops):
         torch.nn.init.zeros_(each[0].weight), torch.nn.init.zeros_(each[1].weight)
     variables = [each for each in gr.torch.variables(given, mesh) if each.trainable]
     step = gr.SyncStep(variables, gr.GradientDescentOptimizer(2.0), ops)
-    assert step(given) and step([each.named_parameters() for each in given])
+    assert step(torch.nn.ModuleList(given)) and step([each.named_parameters() for each in given])
     assert [each[1].weight.tolist() for each in given] == [[[-2.0] * 3]] * 2
     assert "pack 1 of 1 (tensors 0.weight, 0.bias, 1.weight)" in {
         each.tensors for each in mesh.flight_record()

@@ -123,6 +123,12 @@ def is_module(cls: type) -> bool:
     return nn is not None and issubclass(cls, nn.Module)
 
 
+def as_list(value: Any) -> Any:
+    """Returns a ``ModuleList`` of PyTorch as a list, anything else as it is."""
+    nn = getattr(sys.modules.get("torch"), "nn", None)
+    return list(value) if nn is not None and isinstance(value, nn.ModuleList) else value
+
+
 def axis_order(array: Any) -> tuple[int, ...] | None:
     """Returns the axis order that makes an array contiguous; None for C order or gaps.
 

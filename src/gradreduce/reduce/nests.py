@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import NoneType
 from typing import Any, Literal
 
-from gradreduce.arrays.convert import is_array, is_module
+from gradreduce.arrays.convert import as_list, is_array, is_module
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.device import Mesh
 from gradreduce.errors import brief, listed, short_name
@@ -36,6 +36,7 @@ class Nests:
     """
 
     def __init__(self, grads: Any, mesh: Mesh) -> None:
+        grads = as_list(grads)
         _check_entries("grads", grads, len(mesh.devices), f" of {mesh}")
         self._grads, self._mesh = grads, mesh
         self._dicts: dict[int, dict[str, Any]] = {}  # by id: iterators can be read only once
@@ -55,6 +56,7 @@ class Nests:
 
     def outs_of(self, out: Any) -> list[list[Any]]:
         """Returns the arrays of ``out`` for each of ``values``, after checking its nesting."""
+        out = as_list(out)
         _check_entries("out", out, len(self._grads), ", as grads has")
         names = ["grads[0]", *[f"out[{index}]" for index in range(len(out))]]
         found = self._alike([self._grads[0], *out], names, check_none=False)
