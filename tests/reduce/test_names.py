@@ -199,6 +199,22 @@ def test_processes_that_list_equal_tensors_in_another_order_are_refused():
     assert text in messages_of(differ)[0]
 
 
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [
+        ((0, 1), "tensor 0 is bias in process 0, w in process 1"),
+        ((None, 1), "2 in process 0, 1 in process 1 (bias only in process 0)"),
+    ],
+)
+def test_processes_name_the_variable_without_a_gradient(missing, text):
+    def differ(mesh, rank):
+        variables = [gr.Variable(np.zeros(2), name, device=mesh) for name in ("w", "bias")]
+        step = gr.SyncStep(variables, gr.GradientDescentOptimizer(1.0), gr.NcclAllReduce())
+        step([[None if index == missing[rank] else [np.ones(2)] for index in range(2)]])
+
+    assert text in messages_of(differ)[0]
+
+
 @pytest.mark.parametrize("call", ["reduce_scatter", "all_gather", "IndexedSlices", "broadcast"])
 def test_every_call_of_processes_names_the_tensor_that_differs(call):
     def differ(mesh, rank):

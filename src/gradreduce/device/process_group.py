@@ -510,11 +510,14 @@ def _summary(description: Description) -> str:
 
 
 def _named(what: Mapping[str, Any]) -> list[str]:
-    """Returns dtype and shape of the tensors of a call, after their names if they have any."""
+    """Returns the tensors of a call: their names, if they have any, dtypes and shapes."""
     tensors, names = what["tensors"], what.get("names")
-    return (
-        [f"{name} {each}" for name, each in zip(names, tensors, strict=True)] if names else tensors
-    )
+    if not names:
+        return list(tensors)
+    return [  # a SyncStep lists indices of its variables
+        name if isinstance(each, int) else f"{name} {each}"
+        for name, each in zip(names, tensors, strict=True)
+    ]
 
 
 def _describe_difference(ours: str, theirs: str | None, rank: int, other: int) -> str:
