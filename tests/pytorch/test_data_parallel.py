@@ -592,7 +592,8 @@ def test_parameters_that_would_not_be_reduced_are_refused():
         dp.replicas[1][1].requires_grad_(True)
         with pytest.raises(RuntimeError, match=r"^1.weight, 1.bias did not require gradients"):
             plain(dp.replicas[0], batch(0)).backward()
-        dp.replicas[1][0].weight = torch.nn.Parameter(dp.replicas[0][0].weight.detach())
+        del dp.replicas[1][0].weight
+        dp.replicas[1][0].weight = dp.replicas[0][0].weight.detach()
         with pytest.raises(RuntimeError, match="a parameter of replica 1 was replaced"):
             plain(dp.replicas[1], batch(0)).backward()
         with pytest.raises(ValueError, match=r"0.weight is a parameter of another DataParallel"):
@@ -602,6 +603,90 @@ def test_parameters_that_would_not_be_reduced_are_refused():
         with pytest.raises(ValueError, match=r"layout torch.sparse_coo") as caught:
             dp(torch.tensor([1])).sum().backward()
         assert caught.value.__notes__ == ["It was about bucket 0 (weight)."]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_parameters_that_a_module_gets_later_are_refused(is_first):
+    """Also where an optimizer keeps the old ones alive, so that nothing else shows it."""
+    import torch
+
+    with open_mesh(2) as mesh:
+        dp = gr.torch.DataParallel(layers(), mesh)
+        optimizer = torch.optim.SGD(dp.parameters(), 0.1)
+        if not is_first:
+            trained(dp, plain, 0, zero, steps=1)
+        net = dp.replicas[1]
+        state = {name: each.clone() for name, each in net.state_dict().items()}
+        for change in (
+            lambda: setattr(net[0], "weight", torch.nn.Parameter(net[0].weight.detach())),
+            lambda: net.append(torch.nn.Linear(3, 3)),
+            lambda: net.load_state_dict(state, assign=True),
+        ):
+            with pytest.raises(RuntimeError, match="make a new DataParallel from the changed"):
+                change()
+        net.load_state_dict(state)
+        net[0].weight = net[0].weight  # the same one
+        net[0].extra = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+        del net[0].extra
+        copy.deepcopy(net).append(torch.nn.Linear(3, 3))
+        for found in trained(dp, plain, 0, zero, steps=2):
+            assert_equal(found[0], found[1])
+        del dp, optimizer
+        gc.collect()
+        net.append(torch.nn.Linear(3, 3))
+
+
+def test_gradients_in_other_memory_are_averaged():
+    """They were set by the user, or moved with the parameters; buckets are there already."""
+
+    def set_gradients(net):
+        for parameter in net.parameters():
+            parameter.grad = parameter.grad.clone().mul_(2)
+
+    def move(net):
+        net._apply(lambda tensor: tensor.clone())  # as Module.to does
+
+    with open_mesh(2) as mesh:
+        for change in (set_gradients, move, lambda net: net.zero_grad()):
+            dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
+            trained(dp, plain, 0, zero, steps=1)
+            change(dp.replicas[1])
+            before = means([gradients(replica) for replica in dp.replicas])
+            for replica in dp.replicas:
+                plain(replica, batch(0)).backward()
+            alone = layers()
+            plain(alone, batch(0)).backward()
+            for replica in dp.replicas:
+                pairs = zip(before, gradients(alone), strict=True)
+                assert_equal(gradients(replica), [one + other for one, other in pairs])
+
+
+def test_an_infinite_gradient_of_one_replica_skips_the_step_of_all():
+    """Autocast with GradScaler, in two processes."""
+    import torch
+
+    def work(group):
+        with open_mesh(1, group) as mesh:
+            dp = gr.torch.DataParallel(layers().float(), mesh, bucket_mb=TINY_MB)
+            optimizer = torch.optim.SGD(dp.parameters(), 1.0)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            found = []
+            for step in range(3):
+                optimizer.zero_grad()
+                loss = autocast(dp, batch(group.rank))
+                is_infinite = step == 1 and group.rank == 1
+                scaler.scale(loss * torch.inf if is_infinite else loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                found.append([each.detach().clone() for each in dp.parameters()])
+            assert scaler.get_scale() == 4.0
+            return found
+
+    one, other = run_processes(2, work)
+    for step in range(3):
+        assert_equal(one[step], other[step])
+    assert_equal(one[1], one[0])  # skipped
+    assert not one[2][0].equal(one[1][0])
 
 
 def test_wrong_arguments_are_refused():

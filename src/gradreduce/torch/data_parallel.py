@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from numbers import Real
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -60,6 +61,7 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
             or ``ops``.
 
     ``backward`` raises ``CollectiveError`` if a reduction fails, with the names of the parameters.
+    A module inside that would get another parameter, which is not frozen, raises ``RuntimeError``.
     """
 
     _copy_hint = "copy its module"
@@ -96,6 +98,7 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
             partial(_of_process_zero, ops, mesh),
             bucket_mb * 2**20,
         )
+        _owners.update(dict.fromkeys(self.replicas.modules(), ref(self)))
 
     @property
     def module(self) -> Any:
@@ -207,3 +210,33 @@ def _of_process_zero(
     copied = cross_device_ops.broadcast(torch.tensor(numbers), mesh[0])
     found: list[int] = copied.primary.tolist()
     return found
+
+
+# The DataParallel of each module inside one.
+_owners: WeakKeyDictionary[Any, ref[DataParallel]] = WeakKeyDictionary()
+
+
+def _refuse_others(module: Any, name: str, added: Any) -> None:
+    """Refuses parameters whose gradients would not be averaged; called by PyTorch.
+
+    Args:
+        module: any, which gets a parameter or a module, also by ``load_state_dict(assign=True)``.
+        name: of what it gets.
+        added: the parameter or module; or None.
+
+    Raises:
+        RuntimeError: ``module`` is in a DataParallel, and has other parameters from here on.
+    """
+    owner = _owners.get(module)
+    if added is None or owner is None or owner() is None:
+        return
+    parameters = added.parameters() if isinstance(added, torch.nn.Module) else [added]
+    if any([each.requires_grad and not is_hooked(each) for each in parameters]):
+        raise RuntimeError(
+            f"{name} would be another parameter of a module in a DataParallel, which would not "
+            "average its gradients: make a new DataParallel from the changed module"
+        )
+
+
+torch.nn.modules.module.register_module_parameter_registration_hook(_refuse_others)
+torch.nn.modules.module.register_module_module_registration_hook(_refuse_others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -252,6 +253,37 @@ def sharded(mesh: Any) -> list[Any]:
     x = torch.full((6, 7), float(dist.get_rank()), dtype=torch.float64)
     net(x).sum().backward()
     return [parameter.grad.full_tensor() for parameter in net.parameters()]
+
+
+@scenario
+def hybrid(launcher: str) -> None:
+    """FSDP2 shards over pairs of processes; our hook averages over the two pairs."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    shards = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    copies = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    net = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).double()
+    for parameter in net.parameters():
+        torch.nn.init.ones_(parameter)
+    alone = copy.deepcopy(net)
+    with gr.open_mesh(1, backend="sim", process_group=copies, timeout=HEALTHY) as mesh:
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+        for layer in net:
+            fully_shard(layer, mesh=DeviceMesh.from_group(shards, "cpu"))
+            layer.set_all_reduce_hook(lambda grads: ops.all_reduce([[grads]], out=[[grads]]))
+        with mesh.journal() as journal:
+            net(torch.full((6, 7), float(rank), dtype=torch.float64)).sum().backward()
+        assert len(journal.of("exchange")) == 2  # small sums: one for each layer
+    for each in range(4):
+        alone(torch.full((6, 7), float(each), dtype=torch.float64)).sum().backward()
+    wanted = [parameter.grad / 4 for parameter in alone.parameters()]
+    same_gradients(wanted, [parameter.grad.full_tensor() for parameter in net.parameters()])
+    dist.destroy_process_group()
 
 
 def same_gradients(wanted: list[Any], found: list[Any]) -> None:

@@ -53,6 +53,13 @@ def test_ddp_trains_alike_with_our_hook_and_so_does_data_parallel():
     ends_well("torchrun", 3, "pytorch")
 
 
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_hook_of_fsdp_averages_over_the_copies_of_shards():
+    ends_well("torchrun", 4, "hybrid")
+
+
 @pytest.mark.jax
 @pytest.mark.mpi
 def test_arrays_of_jax_are_summed_over_processes():
