@@ -216,7 +216,7 @@ def _of_process_zero(
 _owners: WeakKeyDictionary[Any, ref[DataParallel]] = WeakKeyDictionary()
 
 
-def _refuse_others(module: Any, name: str, added: Any) -> None:
+def _reject_others(module: Any, name: str, added: Any) -> None:
     """Refuses parameters whose gradients would not be averaged; called by PyTorch.
 
     Args:
@@ -238,5 +238,5 @@ def _refuse_others(module: Any, name: str, added: Any) -> None:
         )
 
 
-torch.nn.modules.module.register_module_parameter_registration_hook(_refuse_others)
-torch.nn.modules.module.register_module_module_registration_hook(_refuse_others)
+torch.nn.modules.module.register_module_parameter_registration_hook(_reject_others)
+torch.nn.modules.module.register_module_module_registration_hook(_reject_others)
