@@ -193,3 +193,10 @@ def test_the_file_says_why():
     text = " ".join(comments)
     for reason in ("wheels", "refuses pip", "--gpus all", "/dev/shm", "of one CUDA"):
         assert reason in text
+
+
+def test_the_torch_extra_names_the_version_that_is_tested():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (oldest,) = re.findall(r"torch>=([\d.]+)", *extras["optional-dependencies"]["torch"])
+    (tested,) = re.findall(r'"torch==([\d.]+)"', (ROOT / ".ci/run").read_text(encoding="utf-8"))
+    assert tested == f"{oldest}.0"
