@@ -5,12 +5,13 @@ import pytest
 
 import gradreduce as gr
 
-torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize("options", [{}, {"growth_factor": 3.0, "backoff_factor": 0.25}], ids=str)
 def test_the_scales_and_skipped_steps_are_those_of_grad_scaler(options):
+    import torch
+
     init, options = 1024.0, {"growth_interval": 3, **options}
     scaler = torch.amp.GradScaler("cpu", init_scale=init, **options)
     weight = torch.ones(3, requires_grad=True)
