@@ -46,6 +46,7 @@ REDUCTIONS = "the same reductions afterwards"
 ADDED, BUCKETS = "DataParallel adds, ms", "buckets held besides one copy of the gradients"
 LATE, WAIT = "buckets launched after backward", "wait after backward, over the reductions"
 SHARE, CORES = "what a step adds to backward, over the reductions", f"{2 * SIZE} cores"
+PEER_SHARE = "what a step of plain DDP adds, over the same"
 RATIO = "comm_hook over plain DDP, median of pairs"
 
 # On an AMD EPYC virtual machine with 2 cores that others kept busy, 2026-11.
@@ -213,9 +214,11 @@ class Overlap:
     def __init__(self, mesh: Mesh, shape: Sequence[int]) -> None:
         import torch
         from measure.torch_modules import resnet18
+        from torch.nn.parallel import DistributedDataParallel
 
         torch.manual_seed(0)
         self.dp = gr.torch.DataParallel(resnet18(), mesh, bucket_mb=OVERLAP_MB)
+        self._ddp = DistributedDataParallel(resnet18(), bucket_cap_mb=OVERLAP_MB)
         self.launched: list[int] = []
         self.waited: list[float] = []
         self._images = torch.randn(*shape)
@@ -244,6 +247,14 @@ class Overlap:
                 loss.backward()
 
         return run
+
+    def peer(self) -> Call:
+        """Returns a backward of plain DDP."""
+        self._ddp.zero_grad(set_to_none=False)
+        loss = self._ddp(self._images.clone().requires_grad_()).square().mean()
+        meet()
+        step: Call = loss.backward
+        return step
 
     def reductions(self) -> Call:
         """Returns the reductions of a step alone."""
@@ -274,14 +285,21 @@ def overlap(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
     """Measures how long a step waits for reductions that run beside its backward."""
     made = Overlap(mesh, (2, 3, 32, 32) if quick else IMAGES)
     made.step()()  # makes the buckets
-    steps = {PLAIN: made.backward, PARALLEL: made.step, REDUCTIONS: made.reductions}
+    steps = {PLAIN: made.backward, PARALLEL: made.step, REDUCTIONS: made.reductions, DDP: made.peer}
     taken = in_turns(steps, QUICK_ROUNDS if quick else ROUNDS, time.perf_counter)
     took = medians(taken)
-    times = zip(taken[PARALLEL], taken[PLAIN], taken[REDUCTIONS], strict=True)
-    share = statistics.median([(with_both - one) / other for with_both, one, other in times])
+    share, peer = (
+        statistics.median(
+            (both - alone) / reductions
+            for both, alone, reductions in zip(
+                taken[name], taken[PLAIN], taken[REDUCTIONS], strict=True
+            )
+        )
+        for name in (PARALLEL, DDP)
+    )
     waited = statistics.median(made.waited[-len(taken[PARALLEL]) :])
     figures = {"buckets": float(len(made.buckets)), WAIT: waited / took[REDUCTIONS], SHARE: share,
-               LATE: float(len(made.buckets) - made.launched[-1])}  # fmt: skip
+               PEER_SHARE: peer, LATE: float(len(made.buckets) - made.launched[-1])}  # fmt: skip
     if has_cores():
         figures[f"{SHARE}, {CORES}"] = share
     return {"took": took, "figures": figures}
