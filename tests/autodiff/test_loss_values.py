@@ -22,6 +22,14 @@ def test_the_value_of_the_loss_is_returned_too(mesh):
     assert optimizer.compute_gradients(lambda: alone, [w], return_loss=True)[0] == [2.0]
     optimizer.minimize(lambda: np.sum(w * w))
     assert value.tolist() == [1.0, 2.0]  # a copy
+    constant = np.ones((), np.float32)
+
+    def constants():
+        for number in range(2):
+            constant[...] = number
+            yield constant
+
+    assert optimizer.compute_gradients(constants, [w], return_loss=True)[0] == [0.0, 1.0]
     with pytest.raises(TypeError, match="return_loss=1"):
         optimizer.compute_gradients(lambda: np.sum(w), return_loss=1)
 

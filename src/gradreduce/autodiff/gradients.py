@@ -183,7 +183,8 @@ class _Reading:
             return
         _check_loss(value)
         if not isinstance(value, Traced) or value.node.trace is not self.trace:
-            self.values += [value] * self._keeps_values
+            if self._keeps_values:
+                self.values.append(value.copy() if is_array(value) else value)
             return
         with on_gpu_of(value.node.device):
             seed = _seed(value.value, grad_loss)
