@@ -198,6 +198,9 @@ def test_a_dynamic_scale_shrinks_at_once_and_grows_later():
     _, seen, state = train([1], calls=range(12), wrong=wrong, loss_scale=rule)
     assert [each[3] for each in seen] == [8, 8, 2, 2, 2, 8, 8, 8, 32, 8, 8, 8]
     assert (state["num_skipped"], state["loss_scale"], state["growth_tracker"]) == (2, 8.0, 2)
+    sooner = gr.DynamicLossScale(growth_interval=1)  # than the saved number of updates
+    _, seen, _ = train([1], calls=range(12, 14), state=state, loss_scale=sooner)
+    assert [each[3] for each in seen] == [16.0, 32.0]
     smallest = gr.DynamicLossScale(2.0**-125)  # by which gradients are divided, and overflow
     assert [each[3] for each in train([1], range(2), loss_scale=smallest)[1]] == [2.0**-126] * 2
     largest = gr.DynamicLossScale(2.0**126, growth_interval=1)

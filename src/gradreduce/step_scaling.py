@@ -182,7 +182,7 @@ class GradientScaling:
         if rule is not None:
             self._growth_tracker = self._growth_tracker + 1 if is_finite else 0
             factor = 1.0 if is_finite else rule.backoff_factor
-            if self._growth_tracker == rule.growth_interval:
+            if self._growth_tracker >= rule.growth_interval:  # a loaded one may be above
                 self._growth_tracker, factor = 0, rule.growth_factor
             self.scale = min(max(self.scale * factor, _LEAST), _MOST)
         return is_finite
