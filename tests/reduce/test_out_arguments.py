@@ -183,7 +183,7 @@ def bad_outs(mesh):
         "read-only": ([fixed, *rest], ValueError, "replica 0: .*read-only"),
         "strided": ([long[: 2 * size : 2], *rest], ValueError, "not dense"),
         "a number": ([3.0, *rest], TypeError, "replica 0"),
-        "twice": ([good[1], *rest], ValueError, "out 0 and out 0 overlap"),
+        "twice": ([good[1], *rest], ValueError, "out 0: replica 0 and out 0: replica 1 overlap"),
         "partly": ([long[:size], long[3 : 3 + size], *good[2:]], ValueError, "overlap"),
         "part of an input": ([inputs[1][1:], *rest], ValueError, "out 0: replica 0"),
         "elsewhere": ([mesh.devices[1].zeros((size,), "float32"), *rest], DeviceMismatchError,
@@ -226,9 +226,11 @@ def test_an_input_of_another_tensor_or_part_of_ones_own_is_no_out():
         ops = gr.HierarchicalCopyAllReduce(mesh=opened)
         pairs = [(first, first), (second, second)]
         fresh = [[device.zeros((6,), "float32") for device in opened] for _ in "ab"]
-        with pytest.raises(ValueError, match="out 0 overlaps value"):
+        with pytest.raises(ValueError, match="out 0: replica 0 overlaps value"):
             ops.batch_reduce(SUM, pairs, out=[across, fresh[1]])
-        with pytest.raises(ValueError, match="out 1 overlaps value 0: replica 0; an out"):
+        with pytest.raises(
+            ValueError, match="out 1: replica 0 overlaps value 0: replica 0; an out"
+        ):
             ops.batch_reduce(SUM, pairs, out=[fresh[0], first])
         with pytest.raises(ValueError, match="output_type='buffer' cannot be combined with out"):
             ops.batch_reduce(SUM, pairs, out=[first, second], output_type="buffer")
@@ -291,7 +293,7 @@ def test_outs_that_overlap_are_refused_where_work_is_deferred_too():
         value = per_replica(opened, lambda _: np.ones(4, np.float32))
         row = [np.zeros(4, np.float32) for _ in "ab"]
         ops = gr.HierarchicalCopyAllReduce(mesh=opened)
-        with pytest.raises(ValueError, match="out 0 and out 1 overlap"):
+        with pytest.raises(ValueError, match="out 0: replica 0 and out 1: replica 0 overlap"):
             ops.batch_reduce(SUM, [(value, value)] * 2, out=[row, row])
 
 

@@ -116,7 +116,7 @@ def test_what_no_call_could_write_is_refused(way):
                 ([], "one entry for each of 1"),
                 ([[np.zeros(4, np.float32)]], "out 0: it must be .* of 2 arrays"),
                 ([[np.zeros(4, np.float32), np.zeros(4)]], "out 0: replica 1: .*float64"),
-                ([[fit[0][0], fit[0][0]]], "out 0 and out 0 overlap"),
+                ([[fit[0][0], fit[0][0]]], "out 0: replica 0 and out 0: replica 1 overlap"),
             ):
                 with pytest.raises(ValueError, match=why):
                     ops(SUM, [(value, value)], out=out)

@@ -222,7 +222,7 @@ def test_what_cannot_be_broadcast_is_named(mesh):
         ({"tensor": ones, "out": [np.ones(2, "f4")] * 4}, "out 0: replica 0: out is float32"),
         (
             {"tensor": ones, "out": [ones] * 4},
-            "out 0 and out 0 overlap; each must have its own memory",
+            "out 0: replica 0 and out 0: replica 1 overlap; each must have its own memory",
         ),
         (
             {"tensor": ones, "out": [ones] * 4, "output_type": "numpy"},

@@ -124,15 +124,19 @@ def _check_overlap(
         return
     owners = [index for index, row in enumerate(outs) for _ in row]
     values = [index for index, request in enumerate(requests) for _ in request.value.devices]
+
+    def name_of(place: int) -> str:
+        index = owners[place]
+        return requests[index].value._name_of(index, place - bisect_left(owners, index), "out")
+
     for pair in among_outs:
-        names = [requests[owners[at]].value._name_of(owners[at], of="out") for at in pair]
+        names = [name_of(place) for place in pair]
         raise ValueError(f"{names[0]} and {names[1]} overlap; each must have its own memory")
     for at, place in with_inputs:
         index, owner, part, out = values[at], owners[place], parts[at], arrays[place]
         if (owner, out.address, out.buffer.nbytes) != (index, part.address, part.nbytes):
-            name = requests[owner].value._name_of(owner, of="out")
             replica = at - bisect_left(values, index)
-            what = f"{name} overlaps {requests[index].value._name_of(index, replica)}"
+            what = f"{name_of(place)} overlaps {requests[index].value._name_of(index, replica)}"
             if not in_place:
                 raise ValueError(f"{what}; it must not share memory with an input")
             raise ValueError(
