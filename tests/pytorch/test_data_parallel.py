@@ -636,6 +636,29 @@ def test_parameters_that_a_module_gets_later_are_refused(is_first):
         net.append(torch.nn.Linear(3, 3))
 
 
+def test_the_module_of_a_dropped_data_parallel_gets_another():
+    """Which averages parts of it only, with the hooks of the first one gone from all."""
+    with open_mesh(2) as mesh:
+        nets = [layers(), layers()]
+        dp = gr.torch.DataParallel(nets, mesh)
+        for pair in (nets, [layers(), nets[1]]):
+            with pytest.raises(ValueError, match="of another DataParallel already: delete that"):
+                gr.torch.DataParallel(pair, mesh)
+        trained(dp, plain, 0, zero, steps=2)
+        del dp
+        inner = gr.torch.DataParallel([net[:2] for net in nets], mesh)
+        alone = [layers(), layers()]
+        for step in range(3):
+            for net, other, index in zip(nets, alone, range(2), strict=True):
+                for each in (net, other):
+                    each.zero_grad()
+                    plain(each, batch(index, step)).backward()
+        wanted = means(map(gradients, alone))
+        for net, other, part in zip(nets, alone, inner.replicas, strict=True):
+            assert_equal(gradients(part), wanted[:4])
+            assert_equal(gradients(net)[4:], gradients(other)[4:])
+
+
 def test_gradients_in_other_memory_are_averaged():
     """They were set by the user, or moved with the parameters; buckets are there already."""
 

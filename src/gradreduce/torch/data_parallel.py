@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from numbers import Real
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -17,7 +18,7 @@ from gradreduce.device import Mesh
 from gradreduce.errors import NotCopied, brief
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
-from .reducer import Reducer, is_hooked
+from .reducer import Reducer, reducer_of
 
 
 class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch need not be installed
@@ -87,7 +88,7 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
         self.replicas = torch.nn.ModuleList(replicas)
         named = [list(replica.named_parameters()) for replica in replicas]
         trained = [[each for each in row if each[1].requires_grad] for row in named]
-        _check_parameters(named, trained[0])
+        _check_parameters(named, trained)
         _broadcast_state(replicas, mesh, ops)
         self._reducer = Reducer(
             [name for name, _ in trained[0]],
@@ -98,6 +99,7 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
             partial(_of_process_zero, ops, mesh),
             bucket_mb * 2**20,
         )
+        self._reducer.owner = ref(self)
         _owners.update(dict.fromkeys(self.replicas.modules(), ref(self)))
 
     @property
@@ -171,15 +173,22 @@ def check_alike(named: Sequence[Sequence[tuple[str, Any]]]) -> None:
 
 
 def _check_parameters(
-    named: Sequence[Sequence[tuple[str, Any]]], trained: Sequence[tuple[str, Any]]
+    named: Sequence[Sequence[tuple[str, Any]]], trained: Sequence[Sequence[tuple[str, Any]]]
 ) -> None:
     """Raises unless all replicas have parameters alike, which no other DataParallel has."""
-    if not trained:
-        raise ValueError("the module has no parameter that requires gradients")
     check_alike(named)
-    for name, parameter in trained:
-        if is_hooked(parameter):
-            raise ValueError(f"{name} is a parameter of another DataParallel already")
+    if not trained[0]:
+        raise ValueError("the module has no parameter that requires gradients")
+    for name, parameter in chain.from_iterable(trained):
+        other = reducer_of(parameter)
+        if other is not None and other.owner() is not None:
+            raise ValueError(
+                f"{name} is a parameter of another DataParallel already: delete that one first"
+            )
+    for _, parameter in chain.from_iterable(trained):
+        other = reducer_of(parameter)
+        if other is not None:
+            other.remove_hooks()
 
 
 def _broadcast_state(
@@ -231,7 +240,7 @@ def _reject_others(module: Any, name: str, added: Any) -> None:
     if added is None or owner is None or owner() is None:
         return
     parameters = added.parameters() if isinstance(added, torch.nn.Module) else [added]
-    if any([each.requires_grad and not is_hooked(each) for each in parameters]):
+    if any([each.requires_grad and reducer_of(each) is None for each in parameters]):
         raise RuntimeError(
             f"{name} would be another parameter of a module in a DataParallel, which would not "
             "average its gradients: make a new DataParallel from the changed module"

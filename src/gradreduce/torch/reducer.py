@@ -134,7 +134,12 @@ class Reducer:
             ``FlatBuffer.prepare_all_reduce``.
         broadcast: returns process 0's list of numbers, of one of the same length.
         bucket_bytes: the most that a bucket has, unless it is of one parameter.
+
+    Attributes:
+        owner: set by who made it. When that is gone, another reducer may take the parameters.
     """
+
+    owner: ref[Any]
 
     def __init__(
         self,
@@ -159,7 +164,7 @@ class Reducer:
         self._tasks: list[Task] = []  # of the buckets that are launched
         self._is_paused = False
         self._is_interrupted = False
-        self._first_hooks = [
+        self._handles = [  # of the hooks
             parameter.register_post_accumulate_grad_hook(_first_hook(self, replica, index))
             for replica, parameters in zip(self._replicas, replicas, strict=True)
             for index, parameter in enumerate(parameters)
@@ -194,6 +199,11 @@ class Reducer:
         for bucket in self._buckets:
             bucket.step.flat.zero()
         return bool(self._buckets)
+
+    def remove_hooks(self) -> None:
+        """Leaves the gradients to somebody else."""
+        for handle in self._handles:
+            handle.remove()
 
     # -- a backward -------------------------------------------------------------------------------
 
@@ -350,15 +360,16 @@ class Reducer:
             inside = [[row[index] for index in plan[number]] for row in rows]
             made[number] = self._bucket(f"bucket {number} ({listed(names)})", names, inside)
         buckets = [made[number] for number in range(len(plan))]
+        self.remove_hooks()
+        handles = []
         for bucket, indices in zip(buckets, plan, strict=True):  # nothing can fail any more
             for replica, row, count in zip(self._replicas, rows, counts, strict=True):
                 part = Part(bucket, sum([max(1, count[index]) for index in indices]))
                 replica.parts.append(part)
                 hook = _hook(self, replica, part)
                 for index in indices:
-                    row[index].register_post_accumulate_grad_hook(hook)
-        for handle in self._first_hooks:
-            handle.remove()
+                    handles.append(row[index].register_post_accumulate_grad_hook(hook))
+        self._handles = handles
         self._buckets = buckets
 
     def _bucket(
@@ -384,6 +395,7 @@ def _first_hook(reducer: Reducer, replica: Replica, index: int) -> Callable[[Any
             reducer.begin(replica)
         replica.ready.append(index)
 
+    gradient_is_ready.reducer = reducer  # type: ignore[attr-defined]
     return gradient_is_ready
 
 
@@ -395,13 +407,15 @@ def _hook(reducer: Reducer, replica: Replica, part: Part) -> Callable[[Any], Non
         if part.missing <= 0:
             reducer.part_is_ready(replica, part, parameter)
 
+    gradient_is_ready.reducer = reducer  # type: ignore[attr-defined]
     return gradient_is_ready
 
 
-def is_hooked(parameter: Any) -> bool:
-    """Whether a reducer has the gradients of a parameter already."""
+def reducer_of(parameter: Any) -> Reducer | None:
+    """Returns the reducer whose hook a parameter has; None: it has none."""
     hooks = parameter._post_accumulate_grad_hooks or {}
-    return any(getattr(hook, "__module__", "") == __name__ for hook in hooks.values())
+    found = (getattr(hook, "reducer", None) for hook in hooks.values())
+    return next((each for each in found if isinstance(each, Reducer)), None)
 
 
 class EndOfBackward:
