@@ -200,9 +200,7 @@ def _broadcast_state(
         pairs = [*replica.named_parameters(), *replica.named_buffers()]
         names = [name for name, _ in pairs]
         state = [each.detach() for _, each in pairs]
-        rows.append(
-            [each.view(torch.uint8) if each.dtype is torch.bool else each for each in state]
-        )
+        rows.append([each.view(torch.uint8) if each.itemsize == 1 else each for each in state])
     values = [
         PerReplica([each], devices=[mesh[0]], name=name)
         for each, name in zip(rows[0], names, strict=True)
@@ -245,6 +243,8 @@ def _reject_others(module: Any, name: str, added: Any) -> None:
             f"{name} would be another parameter of a module in a DataParallel, which would not "
             "average its gradients: make a new DataParallel from the changed module"
         )
+    if isinstance(added, torch.nn.Module):
+        _owners.update(dict.fromkeys(added.modules(), owner))
 
 
 torch.nn.modules.module.register_module_parameter_registration_hook(_reject_others)

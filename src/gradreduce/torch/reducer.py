@@ -212,6 +212,7 @@ class Reducer:
         self._clean_up()
         if replica.is_done:
             others = [each.index for each in self._replicas if not each.is_done]
+            self._is_interrupted = True  # the next backward begins a new round
             raise RuntimeError(
                 f"a second backward of replica {replica.index}, before one of replica "
                 f"{listed(others)}: call backward once for each replica, or all but the last "
