@@ -98,13 +98,17 @@ def test_processes_with_other_tensors_are_told():
     def work(group):
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
             variables = make(mesh)
-            with pytest.raises(AssertionError) as error:
+            with pytest.raises(AssertionError) as fewer:
                 gr.assert_mirrored(variables[: 4 - group.rank])
+            rows = gr.Variable(np.zeros((2 + group.rank, 3)), "rows", dtype="float32", device=mesh)
+            with pytest.raises(AssertionError) as other:  # process 2 has fewer than both
+                gr.assert_mirrored([*variables[:1], rows, *variables[1:]][: 3 - group.rank])
             gr.assert_mirrored(variables)
-            return str(error.value)
+            return str(fewer.value), str(other.value)
 
-    text = "process 1 has other names, shapes or dtypes than process 0"
-    assert run_processes(2, work) == [text] * 2
+    fewer = "process 0 has 4 tensors, process 1 3"
+    other = "'rows' (float32[2, 3]) in process 0 is 'rows' (float32[3, 3]) in process 1"
+    assert run_processes(3, work) == [(fewer, other)] * 3
 
 
 def test_what_cannot_be_compared():

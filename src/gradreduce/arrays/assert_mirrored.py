@@ -41,7 +41,8 @@ def assert_mirrored(values: Any, mesh: Mesh | None = None) -> None:
 
     Raises:
         AssertionError: a tensor differs. The message has the name of the first one, the first
-            element that differs and its two values, with their replicas.
+            element that differs and its two values, with their replicas; or the two shapes, dtypes
+            or names, if these differ.
         TypeError: ``values`` is something else, or has IndexedSlices.
         ValueError: ``values`` is empty, or one module without ``mesh``.
         InvalidArgumentError: another process makes another call; the mesh has failed.
@@ -167,14 +168,15 @@ def _difference(
     copies: Sequence[_Copy], digests: list[list[int]], leader: Device | None
 ) -> str | None:
     """Describes the first difference between the copies of all processes; None without any."""
-    text = np.frombuffer(str(_described(copies[0])).encode(), np.uint8)
-    heads = _of_all([len(copies), _digest(text) if digests else -1], leader, [2])
-    counts = [count for count, _ in heads]
-    for process, (_, digest) in enumerate(heads):
+    texts = [each.encode() for each in _described(copies[0])]
+    text = _digest(np.frombuffer(b"".join(texts), np.uint8)) if digests else -1
+    heads = _of_all([len(copies), len(texts), text], leader, [3])
+    counts = [count for count, *_ in heads]
+    for process, (*_, digest) in enumerate(heads):
         if digest == -1:
             return f"the replicas of process {process} have other names, shapes or dtypes"
-        if digest != heads[0][1]:
-            return f"process {process} has other names, shapes or dtypes than process 0"
+        if digest != heads[0][2]:
+            return _unlike_processes(texts, process, leader, [count for _, count, _ in heads])
     index = -1
     if copies[0].names:
         index, other = _first_unequal(_rows(digests, leader, counts))
@@ -190,6 +192,30 @@ def _difference(
         part, _ = _first_unequal([rows[0], rows[other]])
         start, size = starts[part], min(step, start + size - starts[part])
     return _described_element(copies[0], index, start, other, arrays, leader, counts)
+
+
+def _unlike_processes(
+    texts: Sequence[bytes], process: int, leader: Device | None, counts: Sequence[int]
+) -> str:
+    """Says how the names, shapes or dtypes of a process differ from those of process 0.
+
+    Args:
+        texts: the descriptions of the tensors of this process.
+        process: which differs.
+        leader: see ``_difference``.
+        counts: of the tensors of each process.
+    """
+    digests = [_digest(np.frombuffer(each, np.uint8)) for each in texts]
+    found = _of_all(digests, leader, counts)
+    fewer = min(counts[0], counts[process])
+    index, other = _first_unequal([found[each][:fewer] for each in (0, process)])
+    if other < 0:
+        return f"process 0 has {counts[0]} tensors, process {process} {counts[process]}"
+    own = texts[index] if index < len(texts) else b""
+    sent = np.frombuffer(own[:256].ljust(256), np.int64).tolist()
+    rows = [np.array(row, np.int64).tobytes() for row in _of_all(sent, leader, [32])]
+    first, second = [rows[each].decode(errors="replace").rstrip() for each in (0, process)]
+    return f"{first} in process 0 is {second} in process {process}"
 
 
 def _described_element(
