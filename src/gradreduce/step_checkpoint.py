@@ -132,11 +132,10 @@ def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
             where = f"state['accumulators'][{name!r}]"
             own = _of_own_replicas(step, state["accumulators"][name], num_replicas)
             loads.append(accumulator_checkpoint.ready_state(accumulator.accumulator_ref, own))
-        where = "state"
-        continues = any(each["num_accumulated"] for each in state["accumulators"].values())
-        loads.append(step.scaling.ready_state(state, continues=continues))
     except (TypeError, ValueError) as error:
         raise about(where, error) from None
+    continues = any(each["num_accumulated"] for each in state["accumulators"].values())
+    loads.append(step.scaling.ready_state(state, continues=continues))
     buffers = placed(values, owners)
 
     def load() -> int:
