@@ -113,6 +113,12 @@ def test_errors_name_the_parameter(mesh, ops):
     assert mesh.flight_record() == []
 
 
+def test_a_name_of_two_parameters_is_refused(ops):
+    twice = [[*model.named_parameters(), *model.named_parameters()] for model in models()]
+    with pytest.raises(ValueError, match=r"^grads\[0\] has two parameters named '0.weight': pass "):
+        ops.all_reduce(twice)
+
+
 def test_processes_name_a_parameter_without_a_gradient():
     def said(group):
         mesh = gr.open_mesh(1, backend="sim", process_group=group)

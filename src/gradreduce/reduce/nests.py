@@ -31,7 +31,8 @@ class Nests:
         mesh: of the devices.
 
     Raises:
-        ValueError: devices have other tensors, or one is None on some of them only.
+        ValueError: devices have other tensors, one is None on some of them only, or two named
+            parameters of a device have the same name.
         TypeError: an iterator is not that of ``named_parameters()``.
     """
 
@@ -207,6 +208,11 @@ def _gradients_of(value: Any, name: str) -> dict[str, Any]:
                 f"{name} is an iterator or list of {brief(each)}: pass a PyTorch module or its "
                 "named_parameters(), whose gradients are reduced, or a list or dict of arrays"
             )
+        if each[0] in made:
+            raise ValueError(
+                f"{name} has two parameters named {each[0]!r}: pass a dict of the modules that "
+                "they belong to"
+            )
         made[each[0]] = each[1].grad
     return made
 
@@ -221,7 +227,7 @@ def in_order(terms: Any, names: Sequence[str], where: str) -> Any:
         where: what to call ``terms`` in errors.
 
     Raises:
-        ValueError: other names.
+        ValueError: other names, or one twice.
         TypeError: an iterator is not that of ``named_parameters()``.
     """
     found = terms
