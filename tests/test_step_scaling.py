@@ -207,6 +207,22 @@ def test_a_dynamic_scale_shrinks_at_once_and_grows_later():
     assert [each[3] for each in train([1], range(2), loss_scale=largest)[1]] == [2.0**127] * 2
 
 
+def test_a_norm_that_another_thread_reads_late_does_not_replace_a_newer_one(monkeypatch):
+    with gr.open_mesh(2, backend="sim") as mesh:
+        step = make_step(mesh, {"w": ((1,), "float32")}, clip_norm=math.inf)
+        step([[[np.float32([3])]]] * 2)
+        read = gr.Buffer.numpy
+
+        def read_late(buffer):
+            monkeypatch.setattr(gr.Buffer, "numpy", read)
+            value = read(buffer)
+            step([[[np.float32([4])]]] * 2)
+            return value
+
+        monkeypatch.setattr(gr.Buffer, "numpy", read_late)
+        assert (step.last_norm, step.last_norm) == (3.0, 4.0)
+
+
 CHECKED = [([3], 2, "replica 2"), ([1, 2], 2, r"replica 2 \(process 1\)"),
            ([1, 2], 0, r"replica 0 \(process 0\)")]  # fmt: skip
 

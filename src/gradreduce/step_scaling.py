@@ -79,7 +79,7 @@ class GradientScaling:
         checks: whether gradients of replicas are.
         scale: of the next update.
         num_skipped: updates that were skipped.
-        norm: of the last gradients; on the device until somebody reads it. None without any.
+        norm: of the last gradients; on the device, unless updates can be skipped. None without any.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class GradientScaling:
         sums = [ops.block_sums(own, device) for device, own in work]
         norms = [ops.norm_of(each) for each in (share_sums(sums) if share_sums else sums)]
         self.norm = norms[0]
-        if self._skips and not self._is_finite():
+        if self._skips and not self._is_finite(norms[0]):
             return False
         if self._limit is not None and clips:
             for (device, own), norm in zip(work, norms, strict=True):
@@ -170,13 +170,13 @@ class GradientScaling:
 
     def read_norm(self) -> float | None:
         """Returns the last norm; the host waits for it."""
-        if isinstance(self.norm, Buffer):
-            self.norm = float(self.norm.numpy()[0])
-        return self.norm
+        norm = self.norm  # another thread may begin an update meanwhile
+        return _on_host(norm) if isinstance(norm, Buffer) else norm
 
-    def _is_finite(self) -> bool:
-        """Whether the gradients are finite; counts, and adapts the scale."""
-        is_finite = math.isfinite(self.read_norm() or 0.0)
+    def _is_finite(self, norm: Buffer) -> bool:
+        """Whether the gradients of this norm are finite; counts, and adapts the scale."""
+        self.norm = _on_host(norm)
+        is_finite = math.isfinite(self.norm)
         self.num_skipped += not is_finite
         rule = self._rule
         if rule is not None:
@@ -225,6 +225,10 @@ class GradientScaling:
             self.norm = None
 
         return load
+
+
+def _on_host(norm: Buffer) -> float:
+    return float(norm.numpy()[0])
 
 
 def first_nonfinite(gradients: Sequence[PerReplica], first: int) -> tuple[int, int]:
