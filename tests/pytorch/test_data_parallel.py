@@ -510,6 +510,29 @@ def test_a_round_that_an_error_interrupts_is_dropped():
                 assert_equal(gradients(net), means(map(gradients, alone)))
 
 
+@pytest.mark.parametrize("method", ["_end", "_reset"])
+def test_ctrl_c_at_the_end_of_a_step_leaves_the_next_one_right(method, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with open_mesh(2) as mesh:
+        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
+        for replica in (0, 1, 0, 1):  # before and after there are buckets
+            dp.zero_grad()
+            with pytest.raises(KeyboardInterrupt):
+                for index, net in enumerate(dp.replicas):
+                    if index == replica or method == "_reset":
+                        monkeypatch.setattr(dp._reducer, method, interrupt)
+                    plain(net, batch(index)).backward()
+            monkeypatch.undo()
+            alone = [layers(), layers()]
+            for found in trained(dp, plain, 0, zero, steps=1):
+                for index, net in enumerate(alone):
+                    plain(net, batch(index)).backward()
+                for each in found:
+                    assert_equal(each, means(map(gradients, alone)))
+
+
 def test_other_processes_hear_of_a_backward_that_fails():
     has_failed = threading.Event()
 

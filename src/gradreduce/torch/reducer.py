@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -183,12 +183,12 @@ class Reducer:
                 f"no_sync() after a backward of replica {begun[0].index}, but not of all replicas: "
                 "enter it before the first one"
             )
-        self._is_paused = True
-        for replica in self._replicas:
-            replica.waits = False
-            for part in replica.parts:
-                part.missing = math.inf
         try:
+            self._is_paused = True
+            for replica in self._replicas:
+                replica.waits = False
+                for part in replica.parts:
+                    part.missing = math.inf
             yield
         finally:
             self._is_paused = False
@@ -229,10 +229,10 @@ class Reducer:
                 f"{listed(thawed)} did not require gradients when the DataParallel was made: make "
                 "a new one"
             )
-        replica.waits, replica.runs = False, True
+        EndOfBackward(partial(self._end, replica), partial(self._interrupt, replica)).register()
+        replica.waits, replica.runs = False, True  # an interrupt before leaves it waiting
         for part in replica.parts:
             part.missing = part.total
-        EndOfBackward(partial(self._end, replica), partial(self._interrupt, replica)).register()
 
     def part_is_ready(self, replica: Replica, part: Part, parameter: Any) -> None:
         """Launches the bucket of a part if all of it is ready, and those before it."""
@@ -326,22 +326,19 @@ class Reducer:
         """Drops a round. A mesh over several processes fails: their rounds would differ."""
         mesh_state = self._mesh.mesh_state
         group = mesh_state.process_group
-        if group is None:
-            for task in self._tasks:
-                with suppress(Exception):
-                    task.wait()
-        elif mesh_state.reason is None:
+        if group is not None and mesh_state.reason is None:
             fail(mesh_state, f"a backward of process {group.rank} of {group.size} {why}")
         self._reset()
 
     def _reset(self) -> None:
         """Prepares for the next round."""
-        self._tasks, self._is_interrupted = [], False
+        self._tasks = []
         for replica in self._replicas:
             replica.runs, replica.is_done, replica.ready = False, False, []
             replica.wait()
         for bucket in self._buckets:
             bucket.reset()
+        self._is_interrupted = False  # last: an error before leaves the rest to the next backward
 
     # -- after the first backward -----------------------------------------------------------------
 
@@ -440,12 +437,17 @@ class EndOfBackward:
 
     def __call__(self) -> None:
         """Ends the innermost backward; called by PyTorch."""
-        node = torch._C._current_autograd_node()
-        if node is None:
-            ended, self._ended = self._ended, None
-            assert ended is not None
-            ended()
-            return
+        try:
+            node = torch._C._current_autograd_node()
+            if node is None:
+                assert self._ended is not None
+                self._ended()
+                self._ended = None
+                return
+        except BaseException:  # such as a KeyboardInterrupt before the round is reset
+            self._ended = None
+            self._interrupted()
+            raise
 
         def pass_on(*_: object) -> None:
             handle.remove()
