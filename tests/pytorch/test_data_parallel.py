@@ -533,6 +533,34 @@ def test_ctrl_c_at_the_end_of_a_step_leaves_the_next_one_right(method, monkeypat
                     assert_equal(each, means(map(gradients, alone)))
 
 
+def test_ctrl_c_while_buckets_are_made_leaves_the_next_step_right(monkeypatch):
+    from gradreduce.torch import reducer
+
+    made = []
+
+    def interrupted(*arguments):
+        made.append(arguments)
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        return hook(*arguments)
+
+    hook = reducer._hook
+    monkeypatch.setattr(reducer, "_hook", interrupted)
+    alone = [layers(), layers()]
+    with open_mesh(2) as mesh:
+        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
+        with pytest.raises(KeyboardInterrupt):
+            trained(dp, plain, 0, zero, steps=1)
+        for step in range(3):
+            dp.zero_grad()
+            for index, net in enumerate(alone):
+                net.zero_grad()
+                plain(net, batch(index, step)).backward()
+                plain(dp.replicas[index], batch(index, step)).backward()
+            for net in dp.replicas:
+                assert_equal(gradients(net), means(map(gradients, alone)))
+
+
 def test_other_processes_hear_of_a_backward_that_fails():
     has_failed = threading.Event()
 

@@ -80,8 +80,8 @@ class Part:
         bucket: which.
         total: how many gradients are expected in a round: more than one of a parameter that two
             reentrant checkpoints share.
-        missing: how many are still to come: infinitely many inside ``no_sync``, none while the
-            replica waits.
+        missing: how many are still to come: infinitely many inside ``no_sync``, and at first; none
+            while the replica waits.
     """
 
     __slots__ = ("bucket", "missing", "total")
@@ -89,7 +89,7 @@ class Part:
     def __init__(self, bucket: Bucket, total: int) -> None:
         self.bucket = bucket
         self.total = total
-        self.missing: float = 0
+        self.missing: float = math.inf
 
 
 class Bucket:
@@ -358,17 +358,21 @@ class Reducer:
             inside = [[row[index] for index in plan[number]] for row in rows]
             made[number] = self._bucket(f"bucket {number} ({listed(names)})", names, inside)
         buckets = [made[number] for number in range(len(plan))]
-        self.remove_hooks()
         handles = []
-        for bucket, indices in zip(buckets, plan, strict=True):  # nothing can fail any more
+        parts: list[list[Part]] = [[] for _ in rows]
+        for bucket, indices in zip(buckets, plan, strict=True):
             for replica, row, count in zip(self._replicas, rows, counts, strict=True):
                 part = Part(bucket, sum([max(1, count[index]) for index in indices]))
-                replica.parts.append(part)
-                hook = _hook(self, replica, part)
+                parts[replica.index].append(part)
+                hook = _hook(self, replica, part)  # has no effect before the end of the round
                 for index in indices:
                     handles.append(row[index].register_post_accumulate_grad_hook(hook))
-        self._handles = handles
-        self._buckets = buckets
+        self._buckets = buckets  # in this order: an interrupt leaves hooks that begin a round
+        for replica, found in zip(self._replicas, parts, strict=True):
+            replica.parts = found
+        first, self._handles = self._handles, handles
+        for handle in first:
+            handle.remove()
 
     def _bucket(
         self, name: str, names: Sequence[str], parameters: Sequence[Sequence[Any]]
@@ -427,9 +431,11 @@ class EndOfBackward:
         interrupted: called instead, when the graph is dropped.
     """
 
+    _ended: Callable[[], None] | None = None
+
     def __init__(self, ended: Callable[[], None], interrupted: Callable[[], None]) -> None:
-        self._ended: Callable[[], None] | None = ended
         self._interrupted = interrupted
+        self._ended = ended
 
     def register(self) -> None:
         """Registers the call in the backward that is running."""
