@@ -38,10 +38,11 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
 
     The first backward shows in which order gradients become ready; from then on each bucket is
     reduced as soon as it is complete, while ``backward`` goes on, and all gradients are views of
-    flat buffers (``mesh.flat_buffer``). ``zero_grad`` of an optimizer is allowed, which costs a
-    copy; that of this class keeps the views. Gradients that are not zeroed are averaged again with
-    what is added to them. A parameter that was not used has a gradient of zeros. Frozen ones
-    (``requires_grad`` is False at first) have none, and must stay frozen.
+    flat buffers (``mesh.flat_buffer``). An optimizer's ``zero_grad`` is allowed, but drops the
+    views, which costs a copy; ``zero_grad`` of this class keeps them. If gradients are not zeroed,
+    the next backward adds to them and averages the sums. A parameter that was not used has a
+    gradient of zeros. Parameters that are frozen (``requires_grad`` is False) when the DataParallel
+    is made have no gradient, and must stay frozen.
 
     Args:
         module_or_replicas: a module, of which every device but the first gets a copy; or one
@@ -51,9 +52,9 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
         ops: an ``AllReduceCrossDeviceOps``, which may have a ``wire_dtype``. Default: one by NCCL.
 
     Attributes:
-        replicas: the modules, one for each device of this process, in the order of the mesh. At
-            first they get the parameters and buffers of the first one in process 0; buffers are not
-            copied again.
+        replicas: the modules, one for each device of this process, in the order of the mesh. The
+            parameters and buffers of process 0's first replica are copied to all of them once, when
+            the DataParallel is made.
 
     Raises:
         TypeError: ``module_or_replicas`` is no module or list of modules, or ``mesh`` no Mesh.
