@@ -113,7 +113,7 @@ def overlaps(
     """
     starts = np.array([out.address for out in outs], np.int64)
     sizes = np.array([out.buffer.nbytes for out in outs], np.int64)
-    order = starts.argsort()
+    order = starts.argsort(kind="stable")
     order = order[sizes[order] > 0]
     starts, stops = starts[order], (starts + sizes)[order]
     shared = np.flatnonzero(starts[1:] < stops[:-1])
@@ -123,7 +123,7 @@ def overlaps(
     ends = np.where(sizes > 0, begins + sizes, 0)
     found = np.flatnonzero(np.append(starts, ends.max(initial=0))[after] < ends)
     return (
-        list(zip(order[shared].tolist(), order[shared + 1].tolist(), strict=True)),
+        sorted(zip(order[shared].tolist(), order[shared + 1].tolist(), strict=True)),
         list(zip(found.tolist(), order[after[found]].tolist(), strict=True)),
     )
 
