@@ -13,12 +13,11 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 _DYNAMO = "torch._dynamo"
-_PACKAGE = Path(__file__).parent
+_PACKAGE = __file__.removesuffix("opaque.py")
 _TRACED = "data_parallel"  # its forward only calls the module, and is traced with that
 _REASON = (
     "gradreduce queues work on devices, which cannot be traced: call it outside the compiled "
@@ -75,7 +74,9 @@ def _hide(dynamo: Any) -> None:
 
 def _skip_files(rules: Any) -> None:
     """Makes Dynamo skip the frames of our files, such as hooks that autograd calls."""
-    inside = [*_PACKAGE.glob("*"), *(_PACKAGE / "torch").glob("*")]
+    from pathlib import Path
+
+    inside = [*Path(_PACKAGE).glob("*"), *Path(_PACKAGE, "torch").glob("*")]
     paths = [str(path) for path in inside if path.stem not in ("torch", _TRACED)]
     if not set(paths).issubset(rules.SKIP_DIRS):
         rules.SKIP_DIRS += paths
@@ -91,7 +92,7 @@ def _skip_functions(dynamo: Any) -> None:
     for function in _functions():
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
-        if skip is not None and function.__code__.co_filename.startswith(str(_PACKAGE)):
+        if skip is not None and function.__code__.co_filename.startswith(_PACKAGE):
             dynamo.eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 

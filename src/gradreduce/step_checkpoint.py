@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 from gradreduce import step_scaling
@@ -21,7 +20,7 @@ from gradreduce.arrays.convert import host_array, is_array
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Device
 from gradreduce.device.exchange import agreed, exchange_all, exchange_numbers
-from gradreduce.device.process_group import Description
+from gradreduce.device.process_group import Description, digest_of
 from gradreduce.errors import about
 from gradreduce.optim import Optimizer
 from gradreduce.optim.agn.checkpoint import assign, checked_values, placed
@@ -189,7 +188,7 @@ def _check_alike(step: StepParts, call: str, values: Mapping[str, Any]) -> None:
     if group is None:
         return
     texts = [json.dumps(value, default=_as_json) for value in values.values()]
-    digests = [int(sha256(text.encode()).hexdigest()[:15], 16) for text in texts]  # fit in int64
+    digests = [int(digest_of(text.encode()), 16) for text in texts]
     with agreed(leader, Description.of({"call": call, "tensors": []})):
         found = exchange_numbers(leader, digests, [len(digests)] * group.size)
     for rank, theirs in enumerate(found):
@@ -206,4 +205,4 @@ def _as_json(value: Any) -> Any:
     if not is_array(value):
         return value if isinstance(value, str | int | float) else repr(value)
     array = host_array(value)
-    return [str(array.dtype), array.shape, sha256(array.tobytes()).hexdigest()]
+    return [str(array.dtype), array.shape, digest_of(array.tobytes())]

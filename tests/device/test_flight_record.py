@@ -243,8 +243,8 @@ def test_no_link_is_followed(wanted, monkeypatch):
         mesh.mesh_state.fail("broken")
     assert json.loads(record.read_text())["reason"] == "broken"
     assert not record.is_symlink()
-    monkeypatch.setattr(op_log.secrets, "token_hex", lambda nbytes: "known")
-    wanted.with_name("other.known.part").symlink_to(victim)
+    monkeypatch.setattr(op_log.os, "urandom", lambda nbytes: b"\0")
+    wanted.with_name("other.00.part").symlink_to(victim)
     with pytest.raises(FileExistsError):
         op_log.replace_file(wanted.with_name("other"), b"x", mode=0o600)
     assert victim.read_text() == "mine"

@@ -138,7 +138,7 @@ class Operand:
         writable: bool = True,
         around: int = AROUND,
     ) -> None:
-        behind = 0 if device.options.implementation == "sanitized" else 16
+        behind = 0 if device.options.build == "sanitized" else 16
         size, itemsize = start + values.size + behind, values.itemsize
         self._whole = np.full(size * itemsize, around, np.uint8).view(values.dtype)
         assert self._whole.ctypes.data % 16 == 0

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradreduce.device import Device, Mesh
 from gradreduce.device.exchange import agreed, exchange_numbers
-from gradreduce.device.process_group import Description
+from gradreduce.device.process_group import Description, digest_of
 from gradreduce.errors import brief
 
 from .convert import host_array, is_module
@@ -161,7 +160,7 @@ def _described(copy: _Copy) -> list[str]:
 
 
 def _digest(array: np.ndarray) -> int:
-    return int.from_bytes(sha256(array.view(np.uint8).data).digest()[:7], "big")
+    return int(digest_of(array.view(np.uint8).data), 16)
 
 
 def _difference(

@@ -33,11 +33,6 @@ from gradreduce.backends.processes.launchers import (
     join_processes,
     telling_processes,
 )
-from gradreduce.backends.sim.collective import SimCollective
-from gradreduce.backends.sim.device import IMPLEMENTATIONS, SimDevice, SimOptions
-from gradreduce.backends.sim.host_compile import find_compiler
-from gradreduce.backends.sim.scheduler import RandomScheduler, Scheduler
-from gradreduce.backends.sim.workers import Workers
 from gradreduce.device import Mesh, ModuleLock, as_deadline, as_flag, as_index
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import flight_path
@@ -49,6 +44,8 @@ _log = logging.getLogger("gradreduce")
 # Devices of a mesh, and threads: more are a mistake, and would take all memory to be built.
 MOST = 1024
 _BACKENDS = ("cuda", "sim")
+# kernels= -> build of the .cu text (None: the NumPy reference)
+_BUILDS = {"numpy": None, "compiled": "fast", "exact": "exact", "sanitized": "sanitized"}
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _INSTALL = "pip install 'gradreduce[cuda12]' (CUDA 12) or 'gradreduce[cuda13]' (CUDA 13)"
 
@@ -121,8 +118,8 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
             backend = _backend_from_environment()
         if not _is_one_of(backend, _BACKENDS):
             raise ValueError(f"backend={brief(backend)} is not one of {_BACKENDS}")
-        if not _is_one_of(kernels, IMPLEMENTATIONS):
-            raise ValueError(f"kernels={brief(kernels)} is not one of {tuple(IMPLEMENTATIONS)}")
+        if not _is_one_of(kernels, _BUILDS):
+            raise ValueError(f"kernels={brief(kernels)} is not one of {tuple(_BUILDS)}")
         if backend == "cuda":
             try:
                 mesh = _open_cuda(devices, devices_per_process)
@@ -178,16 +175,22 @@ def _open_sim(
     strict: bool | None,
     schedule_seed: int | None,
 ) -> Mesh:
+    from .sim.collective import SimCollective
+    from .sim.device import SimDevice, SimOptions
+    from .sim.host_compile import find_compiler
+    from .sim.scheduler import RandomScheduler, Scheduler
+    from .sim.workers import Workers
+
     if strict is None:
         strict = _integer("GRADREDUCE_SIM_STRICT", 0, minimum=0) > 0
     strict = as_flag("strict", strict)
-    build = IMPLEMENTATIONS[kernels]
+    build = _BUILDS[kernels]
     if build is not None:
         find_compiler(build)
     placement = _placement(devices)
     workers = Workers(_integer("GRADREDUCE_SIM_THREADS", _num_cores()))
     scheduler = Scheduler() if schedule_seed is None else RandomScheduler(_seed(schedule_seed))
-    options = SimOptions(kernels, strict, workers, scheduler)
+    options = SimOptions(build, strict, workers, scheduler)
     mesh_state = _mesh_state("sim", peer_access)
     made = [
         SimDevice(mesh_state, index, physical, options) for index, physical in enumerate(placement)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +15,8 @@ import numpy as np
 from .dtypes import C_TYPES, accumulate_dtype
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .buffer import Row
 
 Arrays = Sequence[np.ndarray]
@@ -95,6 +96,8 @@ def kernels_folder() -> Path:
     Raises:
         FileNotFoundError: neither place has them.
     """
+    from pathlib import Path  # takes as long to import as ten modules of this package
+
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "kernels", package.parent.parent / "kernels"):
         if (folder / "common.cuh").is_file():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 import stat
 import threading
 import time
@@ -20,13 +19,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from .buffer import Mark, Queue, Row
 from .waiting import run_in_thread
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .command_list import Command, CommandList
     from .device import Device
     from .graph_capture import Capture
@@ -396,6 +396,8 @@ def flight_path(wanted: str) -> str:
     Raises:
         ValueError: nothing can be written there.
     """
+    from pathlib import Path
+
     if not wanted:
         return ""
     try:
@@ -436,6 +438,8 @@ def write_flight(
         entries: of its record.
         group: its processes; None: this one alone.
     """
+    from pathlib import Path
+
     target = Path(path)
     content = {"mesh": mesh, "reason": reason, "entries": [asdict(each) for each in entries]}
     if group is not None:
@@ -482,7 +486,7 @@ def replace_file(target: Path, content: bytes, *, mode: int) -> None:
 
 def _write_part(target: Path, content: bytes, *, mode: int) -> Path:
     """Writes a new file of a random name beside ``target``, synced to disk."""
-    part = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
+    part = target.with_name(f"{target.name}.{os.urandom(8).hex()}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:

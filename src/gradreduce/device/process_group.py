@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from hashlib import sha256
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
@@ -69,7 +68,7 @@ class Description(NamedTuple):
         """
         text = json.dumps({**what, "names": names} if names else what, default=str)
         digested = text if compared else json.dumps(what, default=str)
-        return cls(sha256(digested.encode()).hexdigest()[:16], text)
+        return cls(digest_of(digested.encode()), text)
 
 
 class Call(NamedTuple):
@@ -277,7 +276,7 @@ class ProcessGroup(ABC):
         number = self._calls
         self._calls += 1
         before = "" if self.last_call is None else self.last_call.history
-        history = sha256(f"{before} {description.digest}".encode()).hexdigest()[:16]
+        history = digest_of(f"{before} {description.digest}".encode())
         call = Call(number, description, history)
         self._last_calls.append(call)
         self._call, self._exchanges = f"{number} {description.digest}", 0
@@ -495,6 +494,13 @@ def check_one_process(device: Device, what: str, instead: str = IN_STEP) -> None
 def _key(number: int) -> str:
     """Returns the key of a call's notice."""
     return f"call/{number % _KEPT_CALLS}"
+
+
+def digest_of(content: bytes | memoryview) -> str:
+    """Returns 15 hexadecimal digits of the SHA-256: a number that fits in int64."""
+    from hashlib import sha256  # loads OpenSSL, which takes as long as ten of our modules
+
+    return sha256(content).hexdigest()[:15]
 
 
 def bytes_of(array: np.ndarray) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from gradreduce.arrays.variable import Variable
@@ -83,6 +82,8 @@ def no_attribute(owner: str, name: str, known: Sequence[str], holder: str = "") 
         known: names that can be set.
         holder: object that has them, if not the optimizer itself.
     """
+    from difflib import get_close_matches
+
     *others, last = get_close_matches({"lr": "learning_rate"}.get(name, name), known) or known
     meant = f"{', '.join(others)} or {last}" if others else last
     where = f" of {holder}" if holder else ""

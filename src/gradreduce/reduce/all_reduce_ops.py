@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
@@ -50,12 +50,14 @@ from .pipeline import (
     reduce_batch,
     reduce_requests,
 )
-from .plan import ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
 from .process_values import num_replicas_of
-from .profile import Profile, profile_of
 from .reduction_groups import Processes, ReductionGroups, as_reduction_groups
 from .shares import joined_shares, reduced_shares
+
+if TYPE_CHECKING:
+    from .plan import ReducePlan
+    from .profile import Profile
 
 
 class AllReduceCrossDeviceOps(CrossDeviceOps):
@@ -384,6 +386,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ValueError: what ``batch_reduce`` raises, no pair, or values of several meshes.
             BackendUnavailableError: NCCL is needed, and is missing.
         """
+        from .plan import dry_run_of  # plan and profile are rarely called, and slow to import
+
         coalesce = as_flag("coalesce", coalesce)
         with StreamScope():
             requests = self._plannable(reduce_op, value_destination_pairs)
@@ -415,6 +419,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ValueError, DeviceMismatchError, TypeError, BackendUnavailableError, CollectiveError:
                 what ``plan`` and ``batch_reduce`` raise.
         """
+        from .plan import dry_run_of
+        from .profile import profile_of
+
         coalesce = as_flag("coalesce", coalesce)
         requests = self._plannable(reduce_op, value_destination_pairs)
         planned = dry_run_of(self.settings, reduce_op, requests, coalesce=coalesce)

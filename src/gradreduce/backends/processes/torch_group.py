@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from hashlib import sha256
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,13 @@ import torch
 import torch.distributed as dist
 
 from gradreduce.device import Buffer
-from gradreduce.device.process_group import Message, Parcel, ProcessError, ProcessGroup
+from gradreduce.device.process_group import (
+    Message,
+    Parcel,
+    ProcessError,
+    ProcessGroup,
+    digest_of,
+)
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, listed
 
 # The first tag: far from those that user code takes.
@@ -432,7 +437,7 @@ def _agreed_name(store: Any, rank: int, size: int, timeout: float) -> str:
         for name in names:
             if store.add(name, 0) == size:
                 return name
-        name = sha256(numbers.encode()).hexdigest()[:16]
+        name = digest_of(numbers.encode())
         if own in numbers and name not in names:
             names.append(name)
             store.set(f"{name}/{rank}", "")

@@ -41,13 +41,6 @@ from .pool import SimPool
 from .scheduler import Event, Replay, Scheduler
 from .workers import BLOCK_SIZE, Workers
 
-# kernels= -> build of the .cu text (None: the NumPy reference)
-IMPLEMENTATIONS: dict[str, str | None] = {
-    "numpy": None,
-    "compiled": "fast",
-    "exact": "exact",
-    "sanitized": "sanitized",
-}
 # What NumPy's calls for a block cost beside its elements, in elements added meanwhile.
 CALL_COST = 1 << 11
 
@@ -57,7 +50,7 @@ class SimOptions:
     """The options of a simulated mesh.
 
     Attributes:
-        implementation: a key of ``IMPLEMENTATIONS``: what runs a kernel.
+        build: of the ``.cu`` text that runs a kernel; None: the NumPy reference runs it.
         strict: fill fresh memory with NaN (integers: 0xA5 bytes) instead of leaving it as it is.
         workers: the threads that run launches.
         scheduler: runs the queues of all devices of the mesh.
@@ -65,7 +58,7 @@ class SimOptions:
             the same result, so this one is odd on purpose.
     """
 
-    implementation: str
+    build: str | None
     strict: bool
     workers: Workers
     scheduler: Scheduler
@@ -189,7 +182,7 @@ class SimDevice(Device):
             self.scheduler.finish((self, queue))
 
     def _prepare(self, kernel: Kernel, template: Template, may_compile: bool = True) -> bool:
-        build = IMPLEMENTATIONS[self.options.implementation]
+        build = self.options.build
         if build is not None and may_compile:
             host_kernel(kernel, build)
         return build is None or is_loaded(kernel, build)
@@ -202,7 +195,7 @@ class SimDevice(Device):
         scalars: Sequence[int | float],
         queue: Queue,
     ) -> Command:
-        build = IMPLEMENTATIONS[self.options.implementation]
+        build = self.options.build
         if build is None:
             work = self._reference_work(kernel, rows, scalars)
         else:
@@ -281,7 +274,7 @@ class SimDevice(Device):
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
     ) -> bool:
         """See ``Backend.run_on_host``: by the NumPy reference, not inside captures."""
-        plain = not (self.defers or self.options.strict or self.options.implementation != "numpy")
+        plain = not (self.defers or self.options.strict or self.options.build)
         if not plain or self.mesh_state.capture is not None:
             return False
         self.mesh_state.check_usable(self)
