@@ -289,14 +289,14 @@ def test_copies_that_may_differ_cannot_be_used(monkeypatch):
         variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
         step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
-        run = step_shards.run_shares
+        run = step_shards.reduce_batch
 
         def fail(plan, *args, **options):
             if plan.call == "all_gather":
                 raise MemoryError("none left")
             return run(plan, *args, **options)
 
-        monkeypatch.setattr(step_shards, "run_shares", fail)
+        monkeypatch.setattr(step_shards, "reduce_batch", fail)
         terms = [[[np.ones(8, np.float32)]]] * 2
         with pytest.raises(MemoryError):
             step(terms)

@@ -34,15 +34,8 @@ from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_red
 from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.packing import plan_packing
-from gradreduce.reduce.process_values import described
-from gradreduce.reduce.shares import (
-    Call,
-    SharesPlan,
-    compile_shares,
-    first_replica,
-    plan_shares,
-    run_shares,
-)
+from gradreduce.reduce.pipeline import BatchPlan, Call, compile_for, plan_shares, reduce_batch
+from gradreduce.reduce.process_values import described, first_replica
 from gradreduce.step_scaling import GradientScaling
 
 _SUM = as_dtype("float64")  # of the squares of a block
@@ -167,12 +160,13 @@ class OptimizerShards(CrossDeviceOps):
                 self._own[shard] = Variable._on_buffer(memory, name)
         self._check_unused()
         self.variables = tuple(self._own.values())
-        self._plans: dict[tuple[Any, ...], SharesPlan] = {}
+        self._plans: dict[tuple[Any, ...], BatchPlan] = {}
         self._taken = _Taken()
+        gathering = cross_device_ops.settings._replace(wire_dtype=None)
         for dtype in {variable.dtype: None for variable in variables}:
-            compile_shares("all_gather", self._ops.settings, self._devices, dtype, dtype)
+            compile_for(gathering, self._devices, dtype, dtype)
         if scaling.acts:
-            compile_shares("all_gather", self._ops.settings, self._devices, _SUM, _SUM)
+            compile_for(gathering, self._devices, _SUM, _SUM)
 
     def _check_unused(self) -> None:
         """Raises if the optimizer has slots that this step would not use."""
@@ -196,7 +190,7 @@ class OptimizerShards(CrossDeviceOps):
 
     def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
         """See ``CrossDeviceOps.compile_for``."""
-        compile_shares("reduce_scatter", self._ops.settings, self._devices, dtype, out_dtype)
+        compile_for(self._ops.settings, self._devices, dtype, out_dtype)
 
     def reduce_buffers(
         self,
@@ -222,8 +216,8 @@ class OptimizerShards(CrossDeviceOps):
         divisor = divisor * self._num_replicas / len(self._devices)
         plan = self._planned("reduce_scatter", indices, divisor)
         rows = [[shard.of(buffer) for buffer in sums[shard.variable]] for shard in chosen]
-        made = run_shares(plan, rows, positions=indices, names=self._names_of(indices))
-        found = {shard: mean for shard, mean in zip(chosen, made, strict=True) if mean is not None}
+        made = reduce_batch(plan, rows, positions=indices)
+        found = {shard: mean for shard, means in zip(chosen, made, strict=True) for mean in means}
         self._taken.means |= found
         self._taken.indices += indices
         return [
@@ -233,7 +227,7 @@ class OptimizerShards(CrossDeviceOps):
 
     def _planned(
         self, call: Call, indices: Sequence[int], divisor: float = 1, *, of_sums: bool = False
-    ) -> SharesPlan:
+    ) -> BatchPlan:
         """Returns the plan for the shards of these variables, or for the sums of their blocks."""
         key = (call, divisor, of_sums, *indices)
         found = self._plans.get(key)
@@ -250,22 +244,19 @@ class OptimizerShards(CrossDeviceOps):
                     shares[shard.owner].append((size, dtype, out_dtype))
             whole = [self._whole[index].buffers for index in indices]
             name = f"{call} of {'norms of ' * of_sums}a SyncStep"
-            names = self._names_of(indices)
+            names = tuple([self._whole[index].name for index in indices])
             what = described(
                 self._ops.settings, whole, divisor, None,
                 counts=False, call=name, names=names,
             )  # fmt: skip
             found = plan_shares(
-                call, self._ops.settings, self._devices, shares, what, divisor=divisor
-            )
+                self._ops.settings, self._devices, shares, what,
+                call=call, divisor=divisor, names=names,
+            )  # fmt: skip
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = found
         return found
-
-    def _names_of(self, indices: Sequence[int]) -> list[str]:
-        """Returns the names of variables, for errors and the flight record."""
-        return [self._whole[index].name for index in indices]
 
     # -- update -----------------------------------------------------------------------------------
 
@@ -310,7 +301,7 @@ class OptimizerShards(CrossDeviceOps):
                 self._optimizer.apply_gradients(pairs)
             else:
                 self._optimizer._count_update()
-            run_shares(plan, own, out=out, positions=indices, names=self._names_of(indices))
+            reduce_batch(plan, own, out=out, positions=indices)
         return True
 
     def _sums_of_all(self, indices: Sequence[int], own: Sequence[Buffer]) -> list[Buffer]:
@@ -339,8 +330,7 @@ class OptimizerShards(CrossDeviceOps):
             for row, part in zip(theirs, parts, strict=True):
                 sent[row].append(part)
         plan = self._planned("all_gather", indices, of_sums=True)
-        names = self._names_of(indices)
-        run_shares(plan, sent, out=list(out), positions=indices, names=names)
+        reduce_batch(plan, sent, out=list(out), positions=indices)
         return found
 
     # -- checkpoint -------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_meth
 from gradreduce.reduce.aggregators import aggregate_buffers
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.reduce.nests import in_order
-from gradreduce.reduce.shares import first_replica
+from gradreduce.reduce.process_values import first_replica
 from gradreduce.step_checkpoint import StepParts, ready_state, saved_state
 from gradreduce.step_scaling import DynamicLossScale, GradientScaling, first_nonfinite
 from gradreduce.step_shards import OptimizerShards

@@ -268,7 +268,7 @@ def test_only_what_is_nobodys_is_written_between_tensors(mesh):
         rows = [[first, second[cut], third] for first, second, third in whole]
         given = [gr.PerReplica(column, mesh).buffers for column in zip(*rows, strict=True)]
         plans = plan_packing(tuple(each[0].size for each in given), (floats,) * 3, 1, 0, 0)
-        (laid,) = lay_out(plans, [1], given, HierarchicalCopy(mesh.devices), targets=given)
+        (laid,) = lay_out(plans, given, HierarchicalCopy(mesh.devices), targets=given)
         assert plans[0].has_gaps
         for out, buffer, moved in zip(laid.outs, flat.buffers, laid.targets, strict=True):
             assert (out.block is buffer.block) == (moved is None) == in_place

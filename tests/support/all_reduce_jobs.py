@@ -33,6 +33,6 @@ def pack(
 ) -> list[PackBuffers]:
     """Allocates flat buffers and packs ``gradients[tensor][replica]`` into them."""
     algorithm = HierarchicalCopy(devices)
-    made = lay_out(plans, [1] * len(plans), gradients, algorithm, consume=consume)
+    made = lay_out(plans, gradients, algorithm, consume=consume)
     move(moves_in([(each, 0, each.plan.layout.size) for each in made]))
     return made

@@ -6,9 +6,9 @@ A flat buffer that its tensors already are (``mesh.flat_buffer``) is used where 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradreduce import ops
 from gradreduce.device import (
@@ -22,7 +22,7 @@ from gradreduce.device import (
     join_streams,
 )
 
-from .algorithm import Algorithm
+from .algorithm import Algorithm, Job
 from .packing import FlatPlan, Pieces
 
 # On a device a divisor, what is written and what is read, one by one.
@@ -32,25 +32,11 @@ _Tensors = Sequence[Buffer] | None
 _FlatBuffers = list[Any]  # of each replica its flat buffer; None until it is allocated
 
 
-class Share(NamedTuple):
-    """Whose a flat buffer of a reduce-scatter or all-gather is.
-
-    Attributes:
-        owner: number of the replica over all processes.
-        senders: indices of the devices of this process that have a part of the input.
-        receivers: of those that get the output.
-    """
-
-    owner: int
-    senders: tuple[int, ...]
-    receivers: tuple[int, ...]
-
-
 @dataclass
 class PackBuffers:
     """The flat buffers of one plan while they are reduced.
 
-    Those of a share have None, in all lists, for devices that do not send or receive it.
+    In all lists is None for devices that do not send or receive a share.
 
     Attributes:
         plan: what they hold.
@@ -60,7 +46,6 @@ class PackBuffers:
             go into ``targets``.
         filling: for each replica what is moved into its input; None if it lies there.
         targets: for each replica where its sums are moved; None if the results are their place.
-        divisor: of what is moved.
         is_moved: whether anything is packed into them, or moved or cast out of them.
         views: the tensors in the results, ``[replica][tensor]``, if they are packed there too: if
             nothing lies between them and the results are the inputs.
@@ -72,9 +57,15 @@ class PackBuffers:
     results: list[Buffer] | None
     filling: list[_Tensors]
     targets: list[_Tensors]
-    divisor: float
     is_moved: bool
     views: list[list[Buffer]] | None = None
+
+    def job(self, start: int, stop: int, divisor: float) -> Job:
+        """Returns the reduction of a range; ``divisor`` of the sums, if it was not applied yet."""
+        owner, senders, receivers = self.plan.share
+        inputs, outs = self.inputs[senders], self.outs[receivers]
+        made = Job(inputs, outs, divisor if self.plan.divisor == 1 else 1, owner)
+        return made if stop - start == self.plan.layout.size else made.part(start, stop)
 
 
 # Flat buffers, and the first and last but one element of a range of each.
@@ -83,13 +74,11 @@ Pack = tuple[PackBuffers, int, int]
 
 def lay_out(
     plans: Sequence[FlatPlan],
-    divisors: Sequence[float],
     gradients: Sequence[Sequence[Buffer]],
     algorithm: Algorithm,
     *,
     targets: Sequence[Sequence[Buffer]] | None = None,
     consume: bool = False,
-    shares: Sequence[Share] = (),
 ) -> list[PackBuffers]:
     """Allocates the flat buffers of each plan on every device; packs nothing yet.
 
@@ -98,27 +87,21 @@ def lay_out(
 
     Args:
         plans: from ``plan_packing``.
-        divisors: of what is moved into the flat buffers of each plan; but for 1, all is.
-        gradients: ``gradients[tensor][replica]``.
+        gradients: ``gradients[tensor][replica]``, one for each sender of its plan.
         algorithm: reduces them.
-        targets: ``targets[tensor][replica]``, where the results go. Default: new memory.
+        targets: ``targets[tensor][replica]``, where the results go, one for each receiver.
+            Default: new memory.
         consume: gradients may be overwritten, and what lies between them in a flat buffer.
-        shares: one for each plan; then gradients have a replica for each sender, and targets one
-            for each receiver. Empty: all devices are both.
 
     Returns:
         Flat buffers, in the order of ``plans``.
     """
     memory = _NewMemory(algorithm.devices)
     made = []
-    for index, (plan, divisor) in enumerate(zip(plans, divisors, strict=True)):
+    for plan in plans:
         tensors = _by_replica(plan, gradients)
         wanted = None if targets is None else _by_replica(plan, targets)
-        if shares:
-            each = _laid_out_share(plan, divisor, shares[index], tensors, wanted, algorithm, memory)
-        else:
-            each = _laid_out(plan, divisor, tensors, wanted, algorithm, consume, memory)
-        made.append(each)
+        made.append(_laid_out(plan, tensors, wanted, algorithm, consume, memory))
     memory.allocate()
     for packed in made:
         if packed.outs == packed.inputs and not packed.plan.has_gaps and None not in packed.filling:
@@ -149,27 +132,23 @@ class _NewMemory:
         ] = {}
 
     def add(
-        self, replicas: Iterable[int], dtype: DType, shape: tuple[int, ...], *into: _FlatBuffers
+        self, replicas: Collection[int], dtype: DType, shape: tuple[int, ...], *into: _FlatBuffers
     ) -> None:
         """Notes a flat buffer of each replica, which ``allocate`` puts into these lists."""
-        self._missing.setdefault((tuple(replicas), dtype), []).append((shape, into))
+        if replicas:
+            self._missing.setdefault((tuple(sorted(replicas)), dtype), []).append((shape, into))
 
     def add_missing(
         self, plan: FlatPlan, shape: tuple[int, ...], inputs: _FlatBuffers, outs: _FlatBuffers
     ) -> None:
         """Notes the inputs and outs that are None; one buffer for both if they have one dtype."""
-        no_input = [replica for replica, flat in enumerate(inputs) if flat is None]
-        no_out = [replica for replica, out in enumerate(outs) if out is None]
-        if plan.wire is plan.sum_dtype and no_input:
-            shared = set(no_input) & set(no_out)
-            if shared:
-                self.add(sorted(shared), plan.wire, shape, inputs, outs)
-                no_input = sorted(set(no_input) - shared)
-                no_out = sorted(set(no_out) - shared)
-        if no_input:
-            self.add(no_input, plan.wire, shape, inputs)
-        if no_out:
-            self.add(no_out, plan.sum_dtype, shape, outs)
+        replicas = range(len(inputs))
+        no_input = {replica for replica in replicas[plan.share.senders] if inputs[replica] is None}
+        no_out = {replica for replica in replicas[plan.share.receivers] if outs[replica] is None}
+        shared = no_input & no_out if plan.wire is plan.sum_dtype else set()
+        self.add(shared, plan.wire, shape, inputs, outs)
+        self.add(no_input - shared, plan.wire, shape, inputs)
+        self.add(no_out - shared, plan.sum_dtype, shape, outs)
 
     def allocate(self) -> None:
         """Allocates all."""
@@ -189,70 +168,43 @@ class _NewMemory:
 
 def _laid_out(
     plan: FlatPlan,
-    divisor: float,
     tensors: Sequence[tuple[Buffer, ...]],
     wanted: Sequence[tuple[Buffer, ...]] | None,
     algorithm: Algorithm,
     consume: bool,
     memory: _NewMemory,
 ) -> PackBuffers:
-    """Lays out one plan, for ``tensors[replica]`` and results in ``wanted[replica]``."""
-    shape = (plan.layout.size,) if plan.together else tensors[0][0].shape
-    nothing: list[Any] = [None] * len(tensors)
-    inputs, outs = nothing.copy(), nothing.copy()
-    filling: list[_Tensors] = nothing
-    targets: list[_Tensors] = nothing
-    if plan.wire is plan.dtype and divisor == 1:
-        inputs = [_already_flat(plan, each, algorithm) for each in tensors]
-    if None in inputs:
-        filling = [None if flat else each for each, flat in zip(tensors, inputs, strict=True)]
+    """Lays out one plan, for tensors of each sender and results in ``wanted`` of each receiver."""
+    shape = tensors[0][0].shape if tensors and not plan.together else (plan.layout.size,)
+    count, share = len(algorithm.devices), plan.share
+    inputs, outs = _FlatBuffers([None] * count), _FlatBuffers([None] * count)
+    filling, targets = list[_Tensors]([None] * count), list[_Tensors]([None] * count)
+    if plan.wire is plan.dtype and plan.divisor == 1:
+        inputs[share.senders] = [_already_flat(plan, each, algorithm) for each in tensors]
+    if None in (found := inputs[share.senders]):
+        filling[share.senders] = [
+            None if flat else each for each, flat in zip(tensors, found, strict=True)
+        ]
     if wanted is not None:
-        writes_targets = algorithm.in_place or algorithm.writes_targets
+        writes_targets = algorithm.in_place or algorithm.writes_targets or share.owner is not None
         if writes_targets and plan.sum_dtype is plan.out_dtype:
-            outs = [_already_flat(plan, each, algorithm, written=True) for each in wanted]
-        targets = [None if out else each for each, out in zip(wanted, outs, strict=True)]
+            outs[share.receivers] = [
+                _already_flat(plan, each, algorithm, written=True) for each in wanted
+            ]
+        found = outs[share.receivers]
+        targets[share.receivers] = [
+            None if out else each for each, out in zip(wanted, found, strict=True)
+        ]
     if consume and plan.wire is plan.sum_dtype:
         outs = [out or flat for flat, out in zip(inputs, outs, strict=True)]
     memory.add_missing(plan, shape, inputs, outs)
     results = outs if wanted is None else None
     is_cast = wanted is None and plan.sum_dtype is not plan.out_dtype
     if is_cast:
-        results = inputs.copy()
-        memory.add(range(len(results)), plan.out_dtype, shape, results)
-    is_moved = is_cast or any(filling) or any(targets)
-    return PackBuffers(plan, inputs, outs, results, filling, targets, divisor, is_moved)
-
-
-def _laid_out_share(
-    plan: FlatPlan,
-    divisor: float,
-    share: Share,
-    tensors: Sequence[tuple[Buffer, ...]],
-    wanted: Sequence[tuple[Buffer, ...]] | None,
-    algorithm: Algorithm,
-    memory: _NewMemory,
-) -> PackBuffers:
-    """Lays out a share, for tensors of each sender and results of each receiver."""
-    shape, count = (plan.layout.size,), len(algorithm.devices)
-    inputs, outs = _FlatBuffers([None] * count), _FlatBuffers([None] * count)
-    filling, targets = list[_Tensors]([None] * count), list[_Tensors]([None] * count)
-    for replica, each in zip(share.senders, tensors, strict=True):
-        if plan.wire == plan.dtype and divisor == 1:
-            inputs[replica] = _already_flat(plan, each, algorithm)
-        if inputs[replica] is None:
-            filling[replica] = each
-            memory.add([replica], plan.wire, shape, inputs)
-    wants: Sequence[_Tensors] = wanted or [None] * count
-    for replica, want in zip(share.receivers, wants, strict=False):
-        outs[replica] = want and _already_flat(plan, want, algorithm, written=True)
-        if outs[replica] is None:
-            targets[replica] = want
-            memory.add([replica], plan.sum_dtype, shape, outs)
-    results = outs
-    if plan.sum_dtype != plan.out_dtype:
         results = _FlatBuffers([None] * count)
-        memory.add(share.receivers, plan.out_dtype, shape, results)
-    return PackBuffers(plan, inputs, outs, results, filling, targets, divisor, True)
+        memory.add(range(count)[share.receivers], plan.out_dtype, shape, results)
+    is_moved = is_cast or any(filling) or any(targets)
+    return PackBuffers(plan, inputs, outs, results, filling, targets, is_moved)
 
 
 def moves_in(packs: Iterable[Pack]) -> list[Move]:
@@ -267,7 +219,7 @@ def moves_in(packs: Iterable[Pack]) -> list[Move]:
                     into = flat.parts(pieces.begins, pieces.spans)  # gaps are written too
                 else:
                     into = _parts_of(packed.views[replica], pieces)
-                moves.append((flat.device, packed.divisor, into, _parts_of(tensors, pieces)))
+                moves.append((flat.device, packed.plan.divisor, into, _parts_of(tensors, pieces)))
     return moves
 
 
@@ -297,43 +249,23 @@ def moves_out(packs: Iterable[Pack]) -> list[Move]:
 def unpack(
     pack_buffers: Sequence[PackBuffers], shapes: Sequence[tuple[int, ...]]
 ) -> list[tuple[Buffer, ...]]:
-    """Returns the reduced tensors, views of the flat results: ``[tensor][replica]``."""
+    """Returns the reduced tensors, views of the flat results: ``[tensor][receiver]``."""
     found: list[tuple[Buffer, ...]] = [()] * len(shapes)
     for flat in pack_buffers:
         inside = [shapes[tensor] for tensor in flat.plan.tensors]
         assert flat.results is not None
-        if len(inside) == 1 and inside[0] == flat.results[0].shape:
-            found[flat.plan.tensors[0]] = tuple(flat.results)
+        results = flat.results[flat.plan.share.receivers]
+        if not results:  # another process receives it
+            continue
+        if len(inside) == 1 and inside[0] == results[0].shape:
+            found[flat.plan.tensors[0]] = tuple(results)
             continue
         layout = flat.plan.layout
         columns = flat.views
         if columns is None or flat.results is not flat.outs:
-            columns = [
-                result.parts(layout.offsets, layout.sizes, inside) for result in flat.results
-            ]
+            columns = [result.parts(layout.offsets, layout.sizes, inside) for result in results]
         for tensor, replicas in zip(flat.plan.tensors, zip(*columns, strict=True), strict=True):
             found[tensor] = replicas
-    return found
-
-
-def unpack_shares(
-    pack_buffers: Sequence[PackBuffers], shares: Sequence[Share], shapes: Sequence[tuple[int, ...]]
-) -> list[Buffer | None]:
-    """Returns the reduced tensors of this process's shares, views of the flat results, by tensor.
-
-    Args:
-        pack_buffers: of a reduce-scatter.
-        shares: of each.
-        shapes: of the tensors.
-    """
-    found: list[Buffer | None] = [None] * len(shapes)
-    for flat, share in zip(pack_buffers, shares, strict=True):
-        assert flat.results is not None
-        for replica in share.receivers:
-            inside, layout = [shapes[tensor] for tensor in flat.plan.tensors], flat.plan.layout
-            parts = flat.results[replica].parts(layout.offsets, layout.sizes, inside)
-            for tensor, part in zip(flat.plan.tensors, parts, strict=True):
-                found[tensor] = part
     return found
 
 

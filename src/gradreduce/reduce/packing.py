@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,6 +20,24 @@ from gradreduce.device import ALIGNMENT, DType, FlatLayout, flat_layout
 # measured to cost elsewhere (5 us); 8 MiB take 35 us at 400 GB/s. From that arithmetic, to be
 # measured on links.
 STAGE_BYTES = 8 * 1024 * 1024
+
+
+class Share(NamedTuple):
+    """Who has a part in a flat buffer.
+
+    Attributes:
+        owner: of a reduce-scatter or an all-gather the number of the replica whose it is, over all
+            processes. None: an all-reduce.
+        senders: the devices of this process that have a part of the input.
+        receivers: those that get the output.
+    """
+
+    owner: int | None = None
+    senders: slice = slice(None)
+    receivers: slice = slice(None)
+
+
+EVERYONE = Share()
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,8 @@ class FlatPlan:
         has_gaps: whether some bytes of the flat buffer belong to no tensor.
         pieces: of each pack, and of the whole: the tensors, or parts of them, that lie in it.
         together: False for a tensor that is reduced alone and need not be copied to a flat buffer.
+        divisor: applied as tensors are moved into it; if it is not 1, all of them are.
+        share: who sends and receives it.
     """
 
     tensors: tuple[int, ...]
@@ -49,6 +68,8 @@ class FlatPlan:
     layout: FlatLayout
     packs: tuple[tuple[int, int], ...]
     together: bool
+    divisor: float = 1
+    share: Share = EVERYONE
     sum_dtype: DType = field(init=False)
     has_gaps: bool = field(init=False)
     pieces: dict[tuple[int, int], Pieces] = field(init=False, repr=False, compare=False)
@@ -115,14 +136,14 @@ def is_half(dtype: DType) -> bool:
     return dtype.itemsize == 2 and is_real_float(dtype)
 
 
-@lru_cache
 def plan_packing(
-    sizes: tuple[int, ...],
-    dtypes: tuple[tuple[DType, DType], ...],
+    sizes: Sequence[int],
+    dtypes: Sequence[tuple[DType, DType]],
     num_packs: int,
     small_max_bytes: int,
     small_max_group: int,
     wire: DType | None = None,
+    divisor: float = 1,
 ) -> tuple[FlatPlan, ...]:
     """Plans which tensors of a batch share a flat buffer, and its packs.
 
@@ -139,6 +160,7 @@ def plan_packing(
         small_max_bytes: see above.
         small_max_group: see above.
         wire: dtype in which real floats are transferred; default each in its own dtype.
+        divisor: of the sums. On a 16-bit wire, where a sum may overflow, the terms are divided.
 
     Returns:
         The plans; every tensor of the batch is in exactly one.
@@ -162,16 +184,15 @@ def plan_packing(
                 size = sizes[group[0]]
                 layout = FlatLayout((0,), (size,), (size,), size)
                 cuts = ((0, layout.size),) if layout.size else ()
-            plans.append(FlatPlan(tuple(group), pair[0], carried, pair[1], layout, cuts, together))
+            early = divisor if wire is not None and carried == wire and is_half(wire) else 1
+            plans.append(
+                FlatPlan(tuple(group), pair[0], carried, pair[1], layout, cuts, together, early)
+            )
     return tuple(plans)
 
 
 def _small_groups(
-    tensors: list[int],
-    sizes: tuple[int, ...],
-    dtype: DType,
-    max_bytes: int,
-    max_group: int,
+    tensors: list[int], sizes: Sequence[int], dtype: DType, max_bytes: int, max_group: int
 ) -> list[list[int]]:
     """Groups small tensors, in the order of their first members; the others stay alone."""
     groups: list[list[int]] = []

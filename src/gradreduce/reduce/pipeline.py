@@ -1,14 +1,18 @@
-"""The pipeline of a reduction across devices: plan, pack, all-reduce, unpack."""
+"""The pipeline of a reduction across devices: plan, pack, all-reduce, unpack.
+
+So are a reduce-scatter and an all-gather, of one share of the tensors for each replica, its owner:
+the shares of an owner are packed as the tensors of an all-reduce are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from gradreduce import ops
 from gradreduce.arrays.distributed import Part, ReduceOp, buffer_of
@@ -35,18 +39,19 @@ from .pack_buffers import Move, Pack, lay_out, move, moves_in, moves_out, unpack
 from .packing import (
     STAGE_BYTES,
     FlatPlan,
-    is_half,
+    Share,
     plan_packing,
     plan_stages,
     sum_dtype_of,
     wire_of,
 )
-from .process_values import described, num_replicas_of, slices_of_all
+from .process_values import described, first_replica, num_replicas_of, slices_of_all
 from .reduction_groups import Processes, ReductionGroups
 
 # What the log says of an operation: why it was submitted.
 PHASES = ("pack", "all-reduce", "unpack")
 _ALONE: AbstractContextManager[None] = nullcontext()
+Call = Literal["all_reduce", "reduce_scatter", "all_gather"]
 MOST_PLANS = 64  # of one mesh; a training script has a few
 _name_of = attrgetter("value._name")
 
@@ -67,27 +72,27 @@ class BatchPlan:
     """What the reduction of one batch does, as far as sizes, dtypes and devices decide it.
 
     Attributes:
+        call: which collective.
         devices: of the replicas.
         algorithm: reduces the packs.
-        flat: the flat buffers.
-        divisors: of each, applied at packing.
-        divisor: of the sums of the others.
+        flat: the flat buffers; of shares in the order of their owners.
+        divisor: of the sums that are not divided at packing.
         packs: the index of its flat buffer, first element, and one past the last of each pack.
         description: for the comparison with other processes; None in one process.
         names: of the tensors; empty: they have none.
     """
 
+    call: Call
     devices: tuple[Device, ...]
     algorithm: Algorithm
     flat: tuple[FlatPlan, ...]
-    divisors: tuple[float, ...]
     divisor: float
     packs: tuple[tuple[int, int, int], ...]
     description: Description | None = None
     names: tuple[str, ...] = ()
 
 
-def plan_batch(
+def plan_batch(  # noqa: PLR0913  # all that decides what is done
     settings: Settings,
     gradients: Sequence[Sequence[Buffer]],
     *,
@@ -96,6 +101,7 @@ def plan_batch(
     counts: bool = False,
     names: tuple[str, ...] = (),
     compared: bool = False,
+    call: Call = "all_reduce",
 ) -> BatchPlan:
     """Plans the reduction of one batch, compiles its kernels, and remembers both.
 
@@ -110,6 +116,8 @@ def plan_batch(
         counts: whether the caller divides the sums, of integers; other processes must too.
         names: of the tensors, for errors and the flight record; empty: they have none.
         compared: whether the names must be those of the other processes, too.
+        call: which collective. The replicas of all processes have equal shares: of a
+            reduce-scatter they divide each tensor, of an all-gather each owns a whole one.
 
     Raises:
         ValueError: ``reduction_groups`` names another number of replicas.
@@ -119,6 +127,7 @@ def plan_batch(
     first = gradients[0]
     plans = first[0].device.mesh_state.plans
     key = (
+        call,
         settings,
         divisor,
         tuple([buffer.device.index for buffer in first]),
@@ -134,27 +143,78 @@ def plan_batch(
         return found
     devices = tuple([buffer.device for buffer in first])
     dtypes = [replicas[0].dtype for replicas in gradients]
-    flat = plan_packing(
-        tuple([replicas[0].size for replicas in gradients]),
-        tuple(zip(dtypes, out_dtypes or dtypes, strict=True)),
-        *settings[1:4],
-        settings.wire_dtype,
-    )
-    for dtype, out_dtype in dict.fromkeys([(each.dtype, each.out_dtype) for each in flat]):
-        compile_for(settings, devices, dtype, out_dtype)
-    # On a 16-bit wire the sum may overflow.
-    early = [each.wire == settings.wire_dtype and is_half(each.wire) for each in flat]
-    made = BatchPlan(
-        devices, algorithm_of(settings, devices), flat,
-        tuple([divisor if is_early else 1 for is_early in early]), divisor,
-        tuple([(index, *pack) for index, each in enumerate(flat) for pack in each.packs]),
-        described(
-            settings, gradients, divisor, out_dtypes, counts=counts, names=names, compared=compared
-        ),
-        names,
+    num_shares = 1 if call == "all_reduce" else num_replicas_of(first)
+    cut = num_shares if call == "reduce_scatter" else 1
+    share = [
+        (replicas[0].size // cut, dtype, out_dtype)
+        for replicas, dtype, out_dtype in zip(gradients, dtypes, out_dtypes or dtypes, strict=True)
+    ]
+    what = described(
+        settings, gradients, divisor, out_dtypes,
+        call="reduction" if call == "all_reduce" else call,
+        counts=counts, names=names, compared=compared,
     )  # fmt: skip
+    made = plan_shares(
+        settings, devices, [share] * num_shares, what, call=call, divisor=divisor, names=names
+    )
+    for dtype in dict.fromkeys(dtypes) if counts else ():
+        _compile_mean(devices, dtype)
     remember(plans, key, made)
     return made
+
+
+def plan_shares(
+    settings: Settings,
+    devices: tuple[Device, ...],
+    shares: Sequence[Sequence[tuple[int, DType, DType]]],
+    description: Description | None,
+    *,
+    call: Call,
+    divisor: float = 1,
+    names: tuple[str, ...] = (),
+) -> BatchPlan:
+    """Plans a collective and compiles its kernels; see ``plan_batch``.
+
+    Args:
+        settings: how it reduces.
+        devices: of the replicas of this process.
+        shares: for each replica of all processes the size of each tensor of its share, its dtype,
+            and that of the result; of an all-reduce one share.
+        description: see ``BatchPlan``.
+        call: which collective.
+        divisor: of every sum.
+        names: of the tensors.
+    """
+    if call == "all_gather":  # which copies each tensor in its own dtype
+        settings = settings._replace(wire_dtype=None)
+    for pair in dict.fromkeys([(dtype, out) for share in shares for _, dtype, out in share]):
+        compile_for(settings, devices, *pair)
+    algorithm = algorithm_of(settings, devices)
+    flat: list[FlatPlan] = []
+    num_before = 0
+    for owner, share in enumerate(shares):
+        sizes, pairs = [size for size, *_ in share], [(dtype, out) for _, dtype, out in share]
+        plans = plan_packing(sizes, pairs, *settings[1:4], settings.wire_dtype, divisor)
+        if call != "all_reduce":
+            place = owner - first_replica(devices[0])
+            here, everyone = slice(place, place + 1) if place >= 0 else slice(0), slice(None)
+            both = (everyone, here) if call == "reduce_scatter" else (here, everyone)
+            plans = tuple(
+                [
+                    replace(
+                        plan,
+                        tensors=tuple([num_before + tensor for tensor in plan.tensors]),
+                        share=Share(owner, *both),
+                    )
+                    for plan in plans
+                ]
+            )
+        flat += plans
+        num_before += len(share)
+    packs = [(index, *pack) for index, each in enumerate(flat) for pack in each.packs]
+    return BatchPlan(
+        call, devices, algorithm, tuple(flat), divisor, tuple(packs), description, names
+    )
 
 
 def remember(plans: dict[Hashable, Any], key: Hashable, made: Any) -> None:
@@ -270,8 +330,6 @@ def plan_requests(
     plan = plan_batch(
         settings, gradients, divisor=divisor, counts=counts, names=names, compared=compared
     )
-    for dtype in {id(flat.dtype): flat.dtype for flat in plan.flat}.values():
-        _compile_rest(plan.devices, dtype, counts=counts)
     return indices, counts, gradients, plan
 
 
@@ -297,22 +355,12 @@ def _means(totals: Sequence[tuple[Buffer, ...]]) -> list[tuple[Buffer, ...]]:
     return [tuple(islice(means, num_here)) for _ in totals]
 
 
-def _compile_rest(
-    devices: Sequence[Device], dtype: DType, *, counts: bool, num_terms: int = 0
-) -> None:
-    """Compiles the copies into ``out``, and what divides integers or adds on one device."""
-    key = ("rest", tuple([device.index for device in devices]), id(dtype), counts, num_terms)
-    prepared = devices[0].mesh_state.prepared
-    if key in prepared:
-        return
-    result = mean_dtype(dtype) if counts else dtype
+def _compile_mean(devices: Sequence[Device], dtype: DType) -> None:
+    """Compiles what divides integers, and copies their means into ``out``."""
+    mean = mean_dtype(dtype)
     for device in devices:
-        ops.prepare_pack(device, result, result)
-        if counts:
-            ops.prepare_divide(device, dtype)
-        if num_terms:
-            ops.prepare_all_sum(device, dtype, dtype, {1, num_terms})
-    prepared.add(key)
+        ops.prepare_divide(device, dtype)
+        ops.prepare_pack(device, mean, mean)
 
 
 def _compile_alone(request: Request, reduce_op: ReduceOp) -> None:
@@ -320,8 +368,11 @@ def _compile_alone(request: Request, reduce_op: ReduceOp) -> None:
     if request.value.is_sparse:
         return
     dtype, devices = request.value.buffers[0].dtype, request.value.devices
-    counts = reduce_op is ReduceOp.MEAN and dtype.kind in "iu"
-    _compile_rest((*devices, *request.devices), dtype, counts=counts, num_terms=len(devices))
+    for device in (*devices, *request.devices):
+        ops.prepare_pack(device, dtype, dtype)
+        ops.prepare_all_sum(device, dtype, dtype, {1, len(devices)})
+    if reduce_op is ReduceOp.MEAN and dtype.kind in "iu":
+        _compile_mean((*devices, *request.devices), dtype)
 
 
 def copy_to_out(
@@ -393,27 +444,26 @@ def reduce_batch(
     """
     algorithm, mesh_state = plan.algorithm, plan.devices[0].mesh_state
     overwrites = consume is not None and algorithm.in_place
-    pack_buffers = lay_out(
-        plan.flat, plan.divisors, gradients, algorithm, targets=out, consume=overwrites
-    )
+    pack_buffers = lay_out(plan.flat, gradients, algorithm, targets=out, consume=overwrites)
     if consume is not None and overwrites and any([None in each.filling for each in pack_buffers]):
         consume.enter_context(mesh_state.fail_on_partial_write(plan.devices))
     packs = [(pack_buffers[index], start, stop) for index, start, stop in plan.packs]
-    jobs = []
-    for buffers, start, stop in packs:
-        job = Job(buffers.inputs, buffers.outs, plan.divisor if buffers.divisor == 1 else 1)
-        whole = stop - start == buffers.plan.layout.size
-        jobs.append(job if whole else job.part(start, stop))
+    jobs = [buffers.job(start, stop, plan.divisor) for buffers, start, stop in packs]
     groups = _stages(plan, packs)
     # A single stage has nothing to overlap with: it needs no waits between the two queues.
     queue: Queue = "transfer" if len(groups) > 1 else "compute"
     what = plan.description
     with mesh_state.launch_lock, agreed(plan.devices[0], what) if what is not None else _ALONE:
-        reduce = algorithm.start(jobs)
+        if plan.call == "all_reduce":
+            reduce = algorithm.start(jobs)
+        else:
+            reduce = partial(_at_once, getattr(algorithm, plan.call), jobs)
         waiting = [
             (
                 _pack_info(packs, group, positions or range(len(gradients)), plan.names),
-                _steps_of_stage([packs[index] for index in group], partial(reduce, group, queue)),
+                _steps_of_stage(
+                    plan, [packs[index] for index in group], partial(reduce, group, queue)
+                ),
             )
             for group in groups
         ]
@@ -432,17 +482,26 @@ def reduce_batch(
     return unpack(pack_buffers, [replicas[0].shape for replicas in gradients])
 
 
-def _steps_of_stage(packs: Sequence[Pack], reduce: Callable[[], Steps]) -> Steps:
-    """Packs, all-reduces and unpacks one stage."""
-    thread = packs[0][0].outs[0].device.mesh_state.thread  # the log says in which phase it was
+def _at_once(
+    reduce: Callable[[Sequence[Job]], None], jobs: Sequence[Job], group: Sequence[int], queue: Queue
+) -> Steps:
+    """Runs a collective whose only stage is one step."""
+    reduce(jobs)
+    yield
+
+
+def _steps_of_stage(plan: BatchPlan, packs: Sequence[Pack], reduce: Callable[[], Steps]) -> Steps:
+    """Packs, reduces and unpacks one stage."""
+    thread = plan.devices[0].mesh_state.thread  # the log says in which phase it was
+    phase = plan.call.replace("_", "-")
     moved = [pack for pack in packs if pack[0].is_moved]
     thread.phase = "pack"
     move(moves_in(moved))
     steps = reduce()
-    thread.phase = "all-reduce"
+    thread.phase = phase
     for step in steps:
         yield step
-        thread.phase = "all-reduce"
+        thread.phase = phase
     thread.phase = "unpack"
     move(moves_out(moved))
 
@@ -450,8 +509,8 @@ def _steps_of_stage(packs: Sequence[Pack], reduce: Callable[[], Steps]) -> Steps
 def _stages(plan: BatchPlan, packs: Sequence[Pack]) -> list[list[int]]:
     """Returns the indices of the packs of each stage."""
     # Processes may have other devices and other buffers; their stages must be equal.
-    is_one = plan.description is not None or len(by_physical(plan.devices)) == 1
-    if len(packs) < 2 or is_one:
+    is_one = plan.description is not None or plan.call != "all_reduce"
+    if len(packs) < 2 or is_one or len(by_physical(plan.devices)) == 1:
         return [list(range(len(packs)))] if packs else []
     sizes = [
         ((stop - start) * buffers.plan.wire.itemsize, buffers.is_moved)
@@ -508,7 +567,7 @@ def compile_for(
     total = sum_dtype_of(wire, out_dtype)
     algorithm.compile(wire, total)
     for device in devices:
-        for out, term in dict.fromkeys([(wire, dtype), (out_dtype, total)]):
+        for out, term in dict.fromkeys([(wire, dtype), (out_dtype, total), (out_dtype, out_dtype)]):
             ops.prepare_pack(device, out, term)
     prepared.add(key)
 

@@ -257,7 +257,7 @@ def _packs_of(
     """Describes the packs of one batch; ``positions`` of its tensors in the whole call."""
     made = []
     indices = tuple([device.index for device in batch.devices])
-    pack_buffers = lay_out(batch.flat, batch.divisors, gradients, batch.algorithm)
+    pack_buffers = lay_out(batch.flat, gradients, batch.algorithm)
     for number, (at, start, stop) in enumerate(batch.packs, 1):
         flat = batch.flat[at]
         moved = sum(tensors is not None for tensors in pack_buffers[at].filling)

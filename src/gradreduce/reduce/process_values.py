@@ -107,6 +107,12 @@ def _received(
     ]
 
 
+def first_replica(device: Device) -> int:
+    """Returns the number of this process's first replica among those of all processes."""
+    group = device.mesh_state.process_group
+    return 0 if group is None else sum(group.counts[: group.rank])
+
+
 def num_replicas_of(replicas: Sequence[Buffer]) -> int:
     """Returns the number of replicas in all processes, of which these are this one's.
 
