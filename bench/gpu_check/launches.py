@@ -16,7 +16,6 @@ from measure.resnet50 import resnet50
 import gradreduce as gr
 from gradreduce import ops
 from gradreduce.device import Mesh
-from gradreduce.ops.local_update import LOCAL_UPDATES
 
 from .run_ncu import WARM_UPS
 
@@ -51,7 +50,7 @@ def all_sum(mesh: Mesh, size: int) -> Launch:
 def local_sgd(mesh: Mesh, size: int) -> Launch:
     """Runs AGN's local step of one variable."""
     row = [mesh.devices[0].zeros((size,), "float32") for _ in range(3)]
-    kernel = next(each for each in LOCAL_UPDATES.values() if each.name == "local_sgd")
+    kernel = ops.RULE_KERNELS[ops.RULES["sgd"], "local"]
     return lambda: ops.update_rows(kernel, [row], (0, 0.1), mesh.devices[0])
 
 

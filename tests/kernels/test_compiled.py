@@ -29,9 +29,8 @@ from gradreduce.device import op_log
 from gradreduce.device.kernel import kernel_text
 from gradreduce.device.launch_table import CHUNK_SIZE
 from gradreduce.errors import BackendUnavailableError
-from gradreduce.ops import KERNELS
+from gradreduce.ops import KERNELS, RULE_KERNELS, RULES
 from gradreduce.ops.add_n import ADD_N
-from gradreduce.ops.update import MOMENTUM
 
 pytestmark = pytest.mark.host
 
@@ -121,7 +120,7 @@ def test_a_text_that_does_not_compile_is_named_with_its_line(cache, monkeypatch)
         rf"(?s)cannot compile the {BUILD} build of momentum.*kernels/rules\.cuh:{place - header}:"
     )
     with pytest.raises(RuntimeError, match=expected):
-        host_compile.host_kernel(replace(MOMENTUM), BUILD)
+        host_compile.host_kernel(replace(RULE_KERNELS[RULES["momentum"], "plain"]), BUILD)
     assert list(cache.iterdir()) == []
 
 

@@ -17,19 +17,15 @@ from support.background_runs import environment
 from support.exact_data import random_data, same
 from support.implementations import Operand, buffers, opened
 
-from gradreduce.ops import plan_segments
-from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP
+from gradreduce.ops import RULE_KERNELS, RULES, plan_segments
 from gradreduce.ops.add_n import ADD_N
 from gradreduce.ops.all_sum import ALL_SUM
 from gradreduce.ops.clip import CLIP
 from gradreduce.ops.distance_scale import DISTANCE_SCALE
-from gradreduce.ops.global_update import GLOBAL_UPDATES
-from gradreduce.ops.local_update import LOCAL_UPDATES
 from gradreduce.ops.pack import PACK
 from gradreduce.ops.segment_sum import SEGMENT_SUM
 from gradreduce.ops.square_sum import SQUARE_SUM
 from gradreduce.ops.take_rows import TAKE_ROWS
-from gradreduce.ops.update import MOMENTUM
 
 pytestmark = pytest.mark.host
 
@@ -73,7 +69,10 @@ def clipped(norm):
 
 TERMS = [random_data((SIZE,), SINGLE, seed=place) for place in range(4)]
 SUMS = positive("float64", size=2 * 32) + positive(SINGLE)
-LOCAL, GLOBAL = LOCAL_UPDATES[MOMENTUM.rule], GLOBAL_UPDATES[MOMENTUM.rule]
+ADAM, ADAGRAD, RMSPROP = (
+    RULE_KERNELS[RULES[name], "plain"] for name in ("adam", "adagrad", "rmsprop")
+)
+LOCAL, GLOBAL = (RULE_KERNELS[RULES["momentum"], variant] for variant in ("local", "global"))
 # case -> kernel, template, the operands of each row, scalars
 CASES = {
     "add_n of 3": (ADD_N, (SINGLE, SINGLE, 3), [TERMS], (3,)),

@@ -12,21 +12,19 @@ import pytest
 import gradreduce.ops
 from gradreduce.device.kernel import kernels_folder
 from gradreduce.device.launch_table import INLINE_WORDS, TABLE
-from gradreduce.ops import KERNELS, RuleKernel
-from gradreduce.ops.update_rules import RULES
+from gradreduce.ops import KERNELS, RULES, RuleKernel
 
 KERNELS_FOLDER = kernels_folder()
 OPS = Path(gradreduce.ops.__file__).parent
 TESTS = Path(__file__).resolve().parent.parent / "ops"
 STEMS = sorted(path.stem for path in KERNELS_FOLDER.glob("*.cu"))
-# One entry per rule.
 HEADERS = {"common.cuh": [], "rules.cuh": ['"common.cuh"']}
-RULE_STEMS = ("update", "adaptive", "local_update", "global_update")
 HEADER_KEYS = ["order", "types", "aliasing", "launch", "limits", "reference", "source"]
 # C type of a scalar -> its kind in Kernel.scalars
 KINDS = {"i64": "int64", "double": "float64"}
 ENTRY = re.compile(
-    r"template <(?P<template>[^>]*)>\s*__global__ void (?:__launch_bounds__\(.*?\) )?"
+    r"template <(?P<template>(?:template <typename> class Rule, )?[^>]*)>\s*"
+    r"__global__ void (?:__launch_bounds__\(.*?\) )?"
     r"(?P<name>\w+)\((?P<arguments>[^)]*)\)"
 )
 
@@ -35,8 +33,9 @@ def text_of(stem):
     return (KERNELS_FOLDER / f"{stem}.cu").read_text(encoding="utf-8")
 
 
-def name_of(rule):
-    return next(name for name, found in RULES.items() if found is rule)
+def entry_of(kernel):
+    name = kernel.expression(kernel.templates[0]).partition("<")[0]
+    return next(entry for stem, entry in ENTRIES if (stem, entry["name"]) == (kernel.source, name))
 
 
 def entries_of(stem):
@@ -48,7 +47,7 @@ def entries_of(stem):
 
 
 # Files of ops/ that no kernel has the name of.
-SHARED = ("row_index", "running_sum", "segments", "update_kernels", "update_rules", "validate")
+SHARED = ("row_index", "running_sum", "segments", "update_rules", "validate")
 ENTRIES = [(stem, entry) for stem in STEMS for entry in entries_of(stem)]
 
 
@@ -63,17 +62,30 @@ def test_every_kernel_file_has_a_reference_and_a_test_and_the_other_way_round():
 
 
 def test_every_entry_has_a_kernel_and_the_other_way_round():
-    declared = [(kernel.source, kernel.name) for kernel in KERNELS]
-    assert sorted(declared) == sorted((stem, entry["name"]) for stem, entry in ENTRIES)
+    used = {(kernel.source, entry_of(kernel)["name"]) for kernel in KERNELS}
+    assert sorted(used) == sorted((stem, entry["name"]) for stem, entry in ENTRIES)
+
+
+def test_every_rule_has_a_struct_and_the_other_way_round():
+    """Its members are the scalars, and it has as many slots."""
+    text = (KERNELS_FOLDER / "rules.cuh").read_text(encoding="utf-8")
+    structs = re.findall(
+        r"struct (\w+) \{\s*static constexpr int SLOTS = (\d+);\s*Acc (.*?);", text
+    )
+    assert len(structs) == text.count("struct ")
+    assert {name: (int(slots), members) for name, slots, members in structs} == {
+        rule.struct: (len(rule.slots), ", ".join(rule.scalars)) for rule in RULES.values()
+    }
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_the_constant_and_the_reference_have_the_names_of_the_entry(kernel):
-    module = import_module(f"gradreduce.ops.{kernel.source}")
     if isinstance(kernel, RuleKernel):
-        family = getattr(module, f"{kernel.source.upper()}S", {})
-        assert family.get(kernel.rule, getattr(module, kernel.name.upper(), None)) is kernel
+        prefix = "" if kernel.variant == "plain" else f"{kernel.variant}_"
+        assert kernel.name == prefix + kernel.rule.name
+        assert entry_of(kernel)["name"] == f"{prefix}update"
         return
+    module = import_module(f"gradreduce.ops.{kernel.source}")
     assert getattr(module, kernel.name.upper()) is kernel
     assert kernel.reference is getattr(module, f"_{kernel.name}_reference")
     names = {kernel.name, f"{kernel.name}_command"}
@@ -82,24 +94,28 @@ def test_the_constant_and_the_reference_have_the_names_of_the_entry(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_scalars_are_alike_in_entry_declaration_and_reference(kernel):
-    entry = next(entry for _, entry in ENTRIES if entry["name"] == kernel.name)
-    table, *scalars = [argument.split() for argument in entry["arguments"].split(",")]
+    table, *scalars = [argument.split() for argument in entry_of(kernel)["arguments"].split(",")]
     assert table == ["TABLE_ARGUMENT", "table"]
-    assert tuple((name, KINDS[kind]) for kind, name in scalars) == kernel.scalars
+    declared = kernel.scalars
+    if isinstance(kernel, RuleKernel):
+        num_own = len(declared) - len(kernel.rule.scalars)
+        assert declared[num_own:] == tuple((name, "float64") for name in kernel.rule.scalars)
+        assert scalars.pop() == ["Scalars...", "scalars"]
+        declared = declared[:num_own]
+    assert tuple((name, KINDS[kind]) for kind, name in scalars) == declared
     reference = list(inspect.signature(kernel.reference).parameters)
     names = [name for name, _ in kernel.scalars]
     if isinstance(kernel, RuleKernel):
         names[1:] = ["scalars"]
-        assert kernel.name.removeprefix(f"{kernel.variant}_") == name_of(kernel.rule)
-        rest = len(kernel.scalars) - len(kernel.rule.scalars)
-        assert tuple(name for name, _ in kernel.scalars[rest:]) == kernel.rule.scalars
     assert reference == ["table", *names]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_templates_are_what_the_entry_takes(kernel):
-    entry = next(entry for _, entry in ENTRIES if entry["name"] == kernel.name)
-    kinds = [argument.split()[0] for argument in entry["template"].split(",")]
+    kinds = [argument.split()[0] for argument in entry_of(kernel)["template"].split(",")]
+    if isinstance(kernel, RuleKernel):
+        assert (kinds[0], kinds.pop()) == ("template", "typename...")
+        del kinds[0]
     assert len(set(kernel.templates)) == len(kernel.templates)
     for template in kernel.templates:
         assert ["typename" if isinstance(part, str) else "int" for part in template] == kinds
@@ -112,7 +128,7 @@ def test_the_header_says_what_must_be_known(stem):
     end = next(place for place, line in enumerate(lines) if not line.startswith("//"))
     header = [line.removeprefix("// ") for line in lines[:end]]
     assert len(header) <= 14
-    header_file = "rules.cuh" if stem in RULE_STEMS else "common.cuh"
+    header_file = "rules.cuh" if stem == "update" else "common.cuh"
     assert lines[end] == f'#include "{header_file}"'
     keys = [line.split()[0] for line in header if line.split()[0] in HEADER_KEYS]
     assert keys == HEADER_KEYS
@@ -127,7 +143,7 @@ def test_the_header_says_what_must_be_known(stem):
 def test_no_cuda_header_and_nothing_that_threads_share(path):
     text = path.read_text(encoding="utf-8")
     included = re.findall(r"^\s*#\s*include\s*(.*)$", text, re.MULTILINE)
-    wanted = ['"rules.cuh"' if path.stem in RULE_STEMS else '"common.cuh"']
+    wanted = ['"rules.cuh"' if path.stem == "update" else '"common.cuh"']
     assert included == HEADERS.get(path.name, wanted)
     assert not re.search(r"__shared__|__syncthreads|__shfl|atomic[A-Z]|curand|cuda_fp16", text)
 

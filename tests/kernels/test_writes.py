@@ -11,8 +11,7 @@ from support.update_formulas import FORMULAS
 from support.update_operands import all_scalars, layout, rule_of
 
 from gradreduce.device import as_dtype
-from gradreduce.ops import KERNELS, RuleKernel
-from gradreduce.ops.update import MOMENTUM
+from gradreduce.ops import KERNELS, RULE_KERNELS, RULES, RuleKernel
 
 SIZE = 1003  # vectors and a tail
 # kernel, but those of a rule -> operands, scalars
@@ -28,6 +27,7 @@ LAUNCHES = {
     "clip": (3, (1000.0,)),
     "distance_scale": (4, (0.5,)),
 }
+MOMENTUM = RULE_KERNELS[RULES["momentum"], "plain"]
 # rule -> its scalars, in every variant, by which a half of 100 becomes another
 SCALARS = {name: (0.5,) * len(scalars) for name, (_, _, scalars) in FORMULAS.items()}
 SCALARS["adagrad"] = (500.0,)

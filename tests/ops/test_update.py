@@ -22,22 +22,11 @@ from support.implementations import (
     recorded,
     start_patterns,
 )
-from support.update_formulas import (
-    FORMULAS,
-    adagrad_rule,
-    adam_rule,
-    momentum_rule,
-    nesterov_rule,
-    rmsprop_centered_rule,
-    rmsprop_rule,
-    sgd_rule,
-)
+from support.update_formulas import FORMULAS
 
-from gradreduce.ops import update_rows
-from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP, RMSPROP_CENTERED
-from gradreduce.ops.update import MOMENTUM, NESTEROV, SGD
+from gradreduce.ops import RULE_KERNELS, update_rows
+from gradreduce.ops import RULES as UPDATE_RULES
 
-RATE, DECAY, REST, EPSILON = 0.1, 0.9, 0.3, 0.01  # no float has one exactly: the casts show
 HALVES = FLOATS[:2]
 SINGLE = np.dtype("float32")
 
@@ -48,10 +37,12 @@ class Rule:
     A row is the variable, its master if it has one, the slots, and the gradient.
     """
 
-    def __init__(self, kernel, formula, num_slots, *, master=False, **scalars):
-        self.kernel, self.formula, self.has_master = kernel, formula, master
+    def __init__(self, name, *, master=False):
+        rule = UPDATE_RULES[name]
+        self.kernel, self.has_master = RULE_KERNELS[rule, "plain"], master
+        self.formula, num_slots, scalars = FORMULAS[name]
         self.num_operands = 2 + num_slots + master
-        self.scalars = scalars
+        self.scalars = dict(zip(rule.scalars, scalars, strict=True))
         self.dtypes = HALVES if master else FLOATS
 
     def launch(self, device, rows, **scalars):
@@ -79,25 +70,9 @@ class Rule:
             return [part.astype(dtype) for part in changed]
 
 
-ADAM_SCALARS = {
-    "lr": RATE,
-    "one_minus_beta1": REST,
-    "one_minus_beta2": 1 - DECAY,
-    "epsilon": EPSILON,
-}
-RMSPROP_SCALARS = {"lr": RATE, "one_minus_decay": REST, "decay": DECAY, "epsilon": EPSILON}
-RULES = {
-    "sgd": Rule(SGD, sgd_rule, 0, lr=RATE),
-    "momentum": Rule(MOMENTUM, momentum_rule, 1, lr=RATE, decay=DECAY),
-    "nesterov": Rule(NESTEROV, nesterov_rule, 1, lr=RATE, decay=DECAY),
-    "adam": Rule(ADAM, adam_rule, 2, **ADAM_SCALARS),
-    "adagrad": Rule(ADAGRAD, adagrad_rule, 1, lr=RATE),
-    "rmsprop": Rule(RMSPROP, rmsprop_rule, 2, **RMSPROP_SCALARS),
-    "rmsprop_centered": Rule(RMSPROP_CENTERED, rmsprop_centered_rule, 3, **RMSPROP_SCALARS),
-    "sgd-master": Rule(SGD, sgd_rule, 0, master=True, lr=RATE),
-    "nesterov-master": Rule(NESTEROV, nesterov_rule, 1, master=True, lr=RATE, decay=DECAY),
-    "adam-master": Rule(ADAM, adam_rule, 2, master=True, **ADAM_SCALARS),
-}
+WITH_MASTERS = ["sgd", "nesterov", "adam"]
+RULES = {name: Rule(name) for name in FORMULAS}
+RULES |= {f"{name}-master": Rule(name, master=True) for name in WITH_MASTERS}
 # One body of the kernels serves all rules: what no formula touches is tried with a few.
 FEW = ["sgd", "adam", "nesterov-master"]
 
@@ -128,8 +103,8 @@ def check(device, rule, rows, starts=None, **scalars):
         assert grad.unchanged()
 
 
-def test_every_rule_is_here():
-    assert FORMULAS.keys() == {name.removesuffix("-master") for name in RULES}
+def test_every_rule_has_a_formula():
+    assert FORMULAS.keys() == UPDATE_RULES.keys()
 
 
 @cases(FEW)
@@ -146,7 +121,7 @@ def test_any_rate(device, rule, dtype, lr):
     check(device, rule, [rule.values(1003, dtype)], lr=lr)
 
 
-@cases(["momentum", "nesterov", "adam", "rmsprop", "adam-master"])
+@cases([name for name, rule in RULES.items() if len(rule.scalars) > 1])
 @pytest.mark.parametrize("value", [0, 1, 0.999, -0.5, float("nan")])
 def test_any_scalar(device, rule, dtype, value):
     for name in rule.scalars.keys() - {"lr"}:
@@ -208,14 +183,15 @@ def test_a_master_keeps_what_its_half_rounds_away(device):
     half, grad = np.ones(40, np.float16), np.ones(40, np.float16)
     alone, kept = Operand(device, half), Operand(device, half)
     master = Operand(device, half.astype(SINGLE))
-    given, rate = Operand(device, grad).buffer, (2.0**-13,)
+    given, rule = Operand(device, grad).buffer, RULES["sgd"]
     for _ in range(100):
-        update_rows(SGD, [[alone.buffer, given], [kept.buffer, master.buffer, given]], rate, device)
+        rows = [[alone.buffer, given], [kept.buffer, master.buffer, given]]
+        rule.launch(device, rows, lr=2.0**-13)
     assert (alone.array == 1).all()
     assert (master.array == 1 - 100 * 2.0**-13).all()
     assert (kept.array == np.float16(1 - 100 * 2.0**-13)).all()
     kept.array[:20] = 5  # assigned to
-    update_rows(SGD, [[kept.buffer, master.buffer, given]], rate, device)
+    rule.launch(device, [[kept.buffer, master.buffer, given]], lr=2.0**-13)
     assert (master.array[:20] == 5 - 2.0**-13).all()
     assert (master.array[20:] == 1 - 101 * 2.0**-13).all()
 

@@ -28,9 +28,9 @@ class Written(np.ndarray):
 def test_a_step_writes_the_variable_and_each_slot_once(name):
     """A signal handler, or another thread, that reads between two calls sees old or new values."""
     rule = RULES[name]
-    arrays = [np.ones(4).view(Written) for _ in range(2 + rule.num_slots + rule.num_scratch)]
+    arrays = [np.ones(4).view(Written) for _ in range(2 + len(rule.slots) + rule.num_scratch)]
     COUNTS.clear()
     rule.step(*arrays, *[0.5] * len(rule.scalars))
-    grad = 1 + rule.num_slots
+    grad = 1 + len(rule.slots)
     assert [COUNTS[id(array)] for array in arrays[:grad]] == [1] * grad
     assert COUNTS[id(arrays[grad])] == 0

@@ -1,4 +1,4 @@
-"""The update rules in NumPy's operators, as in the headers of ``update.cu`` and ``adaptive.cu``."""
+"""The update rules in NumPy's operators, as in ``rules.cuh``."""
 
 from __future__ import annotations
 

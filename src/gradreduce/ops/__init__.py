@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from .accumulate_n import ACCUMULATE_N, accumulate_n, prepare_accumulate_n
-from .adaptive import ADAGRAD, ADAM, RMSPROP, RMSPROP_CENTERED
 from .add_n import ADD_N, add_n, add_on_host, add_unchecked, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .clip import CLIP, clip, prepare_clip
 from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
 from .divide import DIVIDE, divide, prepare_divide
-from .global_update import GLOBAL_UPDATES
-from .local_update import LOCAL_UPDATES
 from .pack import PACK, pack, pack_unchecked, prepare_pack
 from .row_index import RowIndex, expand_divisors, merged_row_index
 from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum_command
@@ -25,12 +22,11 @@ from .square_sum import (
     square_sum,
 )
 from .take_rows import TAKE_ROWS, prepare_take_rows, take_rows_command
-from .update import MOMENTUM, NESTEROV, SGD
-from .update_kernels import RuleKernel, Update, prepare_rule, update_rows
+from .update import RULE_KERNELS, RuleKernel, Update, update_rows
+from .update_rules import RULES, UpdateRule
 from .validate import Ranges
 
 KERNELS = (
     ADD_N, ACCUMULATE_N, ALL_SUM, PACK, DIVIDE, SEGMENT_SUM, TAKE_ROWS, SQUARE_SUM, CLIP,
-    SGD, MOMENTUM, NESTEROV, ADAM, ADAGRAD, RMSPROP, RMSPROP_CENTERED, DISTANCE_SCALE,
-    *LOCAL_UPDATES.values(), *GLOBAL_UPDATES.values(),
+    DISTANCE_SCALE, *RULE_KERNELS.values(),
 )  # fmt: skip

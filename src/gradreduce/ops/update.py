@@ -1,7 +1,277 @@
-"""SGD and momentum updates: kernels of ``update.cu``."""
+"""Update kernels: three variants of each rule, their launcher and NumPy references.
+
+The formulas are in ``update_rules.py``; kernels of ``update.cu``. Source: own.
+"""
 
 from __future__ import annotations
 
-from .update_kernels import rule_kernels
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, Literal
 
-SGD, MOMENTUM, NESTEROV = rule_kernels("plain", "update", ("sgd", "momentum", "nesterov"))
+import numpy as np
+
+from gradreduce.device import Buffer, Device, Kernel, LaunchBatch, accumulate_dtype
+from gradreduce.device.dtypes import C_TYPES
+from gradreduce.device.kernel import Arrays, Template
+
+from .update_rules import RULES, UpdateRule
+from .validate import UPDATES
+
+# The operands of one tensor: the variable, a float; its master, if it has one; the slots of the
+# rule; the extra operands of the variant; the gradient, which is only read. They have one size, and
+# none overlaps another. Gradient and slots have the dtype of the variable. A master is the float32
+# value that a 16-bit variable is rounded from; then the slots are float32 too. If the master does
+# not round to its variable, the variable was assigned to: the master is overwritten, not used.
+Update = Sequence[Buffer]
+
+Variant = Literal["plain", "local", "global"]
+
+# Elements of a block; the simulation splits launches into blocks of this size.
+# SGD, momentum and Adam over 16M float32 in 50 variables, best of 12 in turns on two busy cores,
+# 2026-11: 2^15 10.3, 15.5, 34.2 ms, 2^16 9.6, 14.3, 31.4, 2^17 7.8, 12.7, 29.8; NumPy's own
+# SGD in blocks of 2^15 8.7.
+BLOCK_SIZE = 1 << 17
+# Rows below this size are concatenated: a NumPy call for each takes longer than the copies.
+SMALL_SIZE = 1 << 11
+
+# Updates one block: takes the operands without masters, and scratch arrays.
+Block = Callable[[Arrays, Arrays], None]
+_Step = Callable[..., None]
+
+
+def _plain(step: _Step, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
+    step(*operands, *scratch, *scalars)
+
+
+def _local(step: _Step, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
+    (*changed, total, grad), (first, *others) = operands, scalars
+    if first:
+        np.copyto(total, grad)
+    else:
+        np.add(total, grad, out=total)
+    step(*changed, grad, *scratch, *others)
+
+
+def _global(step: _Step, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
+    (*changed, copy, total), (period, *others), (mean, *spare) = operands, scalars, scratch
+    np.true_divide(total, period, out=mean)
+    step(*changed, mean, *spare, *others)
+    np.copyto(copy, changed[0])
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a variant of a kernel differs from the rule.
+
+    Attributes:
+        block: NumPy reference of one block.
+        num_more: operands between the slots and the gradient, without masters.
+        lead: scalars in front of those of the rule.
+        num_scratch: scratch arrays besides those of the rule.
+    """
+
+    block: Callable[..., None]
+    num_more: int = 0
+    lead: tuple[str, ...] = ()
+    num_scratch: int = 0
+
+
+_FORMS: dict[Variant, _Form] = {
+    "plain": _Form(_plain),
+    # The sum of a period, in the accumulate dtype. first: 1 writes the gradient there, 0 adds it.
+    "local": _Form(_local, 1, ("first",)),
+    # The pulled copy, and its master if the variable has one; the gradient is the sum, which
+    # ``period`` divides.
+    "global": _Form(_global, 1, ("period",), 1),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class RuleKernel(Kernel):
+    """A kernel that updates variables by a rule; its entry is a template over the rule's struct.
+
+    Attributes:
+        rule: the rule.
+        variant: plain, local or global.
+    """
+
+    rule: UpdateRule = RULES["sgd"]
+    variant: Variant = "plain"
+
+    @property
+    def num_plain(self) -> int:
+        """The number of operands of a row without masters."""
+        return 2 + len(self.rule.slots) + _FORMS[self.variant].num_more
+
+    def template_of(self, row: Update) -> tuple[str, str]:
+        """The template arguments for a row: the dtypes of its variable and of its slots."""
+        state = row[int(len(row) > self.num_plain)]
+        return row[0].dtype.name, state.dtype.name
+
+    def expression(self, template: Template) -> str:
+        """Returns the C++ name of one instantiation, ``update<Sgd, float, float, double>``."""
+        types = [C_TYPES[str(part)] for part in template] + ["double"] * len(self.rule.scalars)
+        return f"{_prefix(self.variant)}update<{', '.join([self.rule.struct, *types])}>"
+
+
+def _prefix(variant: Variant) -> str:
+    return "" if variant == "plain" else f"{variant}_"
+
+
+def _kernel(rule: UpdateRule, variant: Variant) -> RuleKernel:
+    """Creates the kernel of a rule in one variant."""
+    form = _FORMS[variant]
+    scalars = [*((name, "int64") for name in ("num_written", *form.lead)),
+               *((name, "float64") for name in rule.scalars)]  # fmt: skip
+    return RuleKernel(
+        _prefix(variant) + rule.name,
+        "update",
+        partial(_reference, rule, form),
+        tuple(scalars),
+        UPDATES,
+        writes="num_written",
+        rule=rule,
+        variant=variant,
+    )
+
+
+def _reference(
+    rule: UpdateRule, form: _Form, table: Sequence[Arrays], num_written: int, *scalars: float
+) -> None:
+    """NumPy reference of a rule in one variant."""
+    if not table:
+        return
+    acc_dtype = accumulate_dtype(table[0][0].dtype)
+    converted = [acc_dtype.type(scalar) for scalar in scalars]
+    block = partial(form.block, rule.step, converted)
+    num_plain = 2 + len(rule.slots) + form.num_more
+    run_blocks(table, num_plain, block, rule.num_scratch + form.num_scratch)
+
+
+# Of each rule its kernel in each variant.
+RULE_KERNELS: dict[tuple[UpdateRule, Variant], RuleKernel] = {
+    (rule, variant): _kernel(rule, variant) for rule in RULES.values() for variant in _FORMS
+}
+
+
+def run_blocks(table: Sequence[Arrays], num_plain: int, block: Block, num_scratch: int) -> None:
+    """Applies ``block`` to every row, block by block, in the accumulate dtype.
+
+    Masters replace their variables.
+
+    Args:
+        table: the rows of a launch, at least one; all operands except the last are written.
+        num_plain: number of operands of a row without masters.
+        block: updates the operands of a block, which are without masters.
+        num_scratch: number of scratch arrays, uninitialized.
+    """
+    dtype, num_operands = table[0][0].dtype, len(table[0])
+    acc_dtype = accumulate_dtype(dtype)
+    blocks = _blocks(table)
+    size = max([length for _, length in blocks])
+    scratch = np.empty((num_scratch, size), acc_dtype)
+    copies: np.ndarray | None = None
+    for rows, length in blocks:
+        spare = [array[:length] for array in scratch]
+        if dtype == acc_dtype and len(rows) == 1:
+            block(rows[0], spare)
+            continue
+        if copies is None:
+            copies = np.empty((num_operands, size), acc_dtype)
+        work = [array[:length] for array in copies]
+        columns = list(zip(*rows, strict=True))
+        for column, array in zip(columns, work, strict=True):
+            np.concatenate(column, out=array)
+        if num_operands == num_plain:
+            block(work, spare)
+        else:
+            _block_of_masters(work, num_plain, dtype, block, spare)
+        _put_back(columns[:-1], work)
+
+
+def _block_of_masters(
+    work: list[np.ndarray],
+    num_plain: int,
+    dtype: np.dtype,
+    block: Block,
+    spare: Sequence[np.ndarray],
+) -> None:
+    """Applies ``block`` to operands with a master after the variable and after its copy."""
+    variable, master, *others = work
+    unrounded = master.astype(dtype).astype(variable.dtype) == variable
+    np.copyto(variable, master, where=unrounded)
+    if len(work) == num_plain + 2:
+        *others, copy, copy_master, total = others
+        block([variable, *others, copy, total], spare)
+        np.copyto(copy_master, copy)
+    else:
+        block([variable, *others], spare)
+    np.copyto(master, variable)
+
+
+def _put_back(columns: Sequence[Arrays], work: Sequence[np.ndarray]) -> None:
+    """Copies a block of concatenated rows back to the operands that are written."""
+    ends = list(accumulate([array.size for array in columns[0]]))
+    starts = [0, *ends[:-1]]
+    for column, array in zip(columns, work, strict=False):
+        for out, start, end in zip(column, starts, ends, strict=True):
+            out[...] = array[start:end]
+
+
+def _blocks(table: Sequence[Arrays]) -> list[tuple[list[Arrays], int]]:
+    """Splits large rows into blocks and combines small ones; returns blocks and sizes."""
+    blocks: list[tuple[list[Arrays], int]] = []
+    small: list[Arrays] = []
+    length = 0
+    for row in table:
+        size = row[0].size
+        if size < SMALL_SIZE:
+            if length + size > BLOCK_SIZE:
+                blocks.append((small, length))
+                small, length = [], 0
+            small.append(row)
+            length += size
+        elif size <= BLOCK_SIZE:
+            blocks.append(([row], size))
+        else:
+            for start in range(0, size, BLOCK_SIZE):
+                part = [operand[start : start + BLOCK_SIZE] for operand in row]
+                blocks.append(([part], part[0].size))
+    if small:
+        blocks.append((small, length))
+    return blocks
+
+
+def update_rows(
+    kernel: RuleKernel,
+    rows: Sequence[Update],
+    scalars: Sequence[float],
+    device: Device,
+    *,
+    writer: LaunchBatch | None = None,
+) -> None:
+    """Launches a rule once for each dtype, on rows that were created to match: no validation.
+
+    ``scalars`` are all that the kernel takes after ``num_written``. With a ``writer``, all rows
+    must have the same dtypes and go to the compute queue of ``device``; it launches faster.
+    """
+    for launched in [rows] if writer is not None else _alike(kernel, rows):
+        template, all_scalars = kernel.template_of(launched[0]), (len(launched[0]) - 1, *scalars)
+        if writer is None:
+            device.launch(kernel, template, launched, all_scalars)
+        else:
+            writer.launch(kernel, template, launched, all_scalars)
+
+
+def _alike(kernel: RuleKernel, rows: Sequence[Update]) -> list[list[Update]]:
+    """Groups rows by launch: of the same dtypes, and all with a master or none."""
+    # By id: hashing a dtype is slow.
+    if len({(id(row[0].dtype), id(row[1].dtype), len(row)) for row in rows}) == 1:
+        return [list(rows)]
+    groups: dict[tuple[str, str, int], list[Update]] = {}
+    for row in rows:
+        groups.setdefault((*kernel.template_of(row), len(row)), []).append(row)
+    return list(groups.values())

@@ -1,4 +1,4 @@
-"""Adam, Adagrad and RMSProp; their kernels are in ``kernels/adaptive.cu``."""
+"""Adam, Adagrad and RMSProp."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import as_flag
-from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP, RMSPROP_CENTERED
+from gradreduce.ops import update_rules
 
 from .hyperparameters import Number, as_number
 from .optimizer import Optimizer, Scalars
@@ -38,8 +38,7 @@ class AdamOptimizer(Optimizer):
         ValueError: ``beta1`` or ``beta2`` is out of range, here or at an update.
     """
 
-    _kernel = ADAM
-    _slot_names = ("m", "v")
+    _rule = update_rules.adam
     _hyperparameters = ("learning_rate", "beta1", "beta2", "epsilon")
     _decays = ("beta1", "beta2")
     _power_names = ("beta1_power", "beta2_power")
@@ -107,8 +106,7 @@ class AdagradOptimizer(Optimizer):
         ValueError: ``initial_accumulator_value`` is not above 0.
     """
 
-    _kernel = ADAGRAD
-    _slot_names = ("accumulator",)
+    _rule = update_rules.adagrad
     _hyperparameters = ("learning_rate",)
     _settings = ("initial_accumulator_value",)
 
@@ -155,8 +153,7 @@ class RMSPropOptimizer(Optimizer):
         master_dtype: see ``Optimizer``.
     """
 
-    _kernel = RMSPROP
-    _slot_names: tuple[str, ...] = ("rms", "momentum")
+    _rule = update_rules.rmsprop
     _hyperparameters = ("learning_rate", "decay", "momentum", "epsilon")
 
     def __init__(  # noqa: PLR0913  # the signature of TensorFlow
@@ -172,7 +169,7 @@ class RMSPropOptimizer(Optimizer):
         master_dtype: Any = None,
     ) -> None:
         if as_flag("centered", centered):
-            self._kernel, self._slot_names = RMSPROP_CENTERED, ("rms", "mg", "momentum")
+            self._rule = update_rules.rmsprop_centered
         super().__init__(name, master_dtype=master_dtype)
         self.learning_rate = as_number("learning_rate", learning_rate)
         self.decay = as_number("decay", decay)
@@ -182,7 +179,7 @@ class RMSPropOptimizer(Optimizer):
     @property
     def centered(self) -> bool:
         """Whether it divides by the standard deviation of the gradients."""
-        return "mg" in self._slot_names
+        return self._rule is update_rules.rmsprop_centered
 
     def _slot_start(self, name: str) -> float:
         return 1.0 if name == "rms" else 0.0

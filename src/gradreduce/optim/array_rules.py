@@ -11,7 +11,6 @@ from gradreduce.arrays.convert import from_buffer
 from gradreduce.arrays.convert_gpu import on_gpu_of, wait_for_current_stream
 from gradreduce.device import Buffer, Device
 from gradreduce.ops import Update
-from gradreduce.ops.update import SGD
 
 from .update_plan import Job, Rule
 
@@ -51,7 +50,8 @@ def _copied(row: Update, leader: Device) -> list[Buffer]:
     ops.pack(made, row[:-1], device=leader)
     if len(row) > 2 and made[1].dtype != made[0].dtype:
         zeros = leader.zeros(row[0].shape, row[0].dtype)
-        ops.update_rows(SGD, [[made[0], made[1], zeros]], (0.0,), leader)
+        sgd = ops.RULE_KERNELS[ops.RULES["sgd"], "plain"]
+        ops.update_rows(sgd, [[made[0], made[1], zeros]], (0.0,), leader)
     return made
 
 

@@ -90,7 +90,8 @@ class Optimizer(NotCopied):
         if not isinstance(name, str):
             raise TypeError(f"name={brief(name)} must be a string")
         self._name = name
-        self._slots = Slots(type(self), name, self._slot_names, master_dtype, self._power_names)
+        names = self._slot_names if self._rule is None else self._rule.slots
+        self._slots = Slots(type(self), name, names, master_dtype, self._power_names)
         self._cross_device_ops: CrossDeviceOps | None = None
         self._plan: Plan | None = None
 
@@ -158,7 +159,7 @@ class Optimizer(NotCopied):
         known = (*self._hyperparameters, *self._settings, "cross_device_ops")
         return no_attribute(type(self).__name__, name, known)
 
-    _kernel: ops.RuleKernel | None = None  # the compiled rule, used in place of ``_apply``
+    _rule: ops.UpdateRule | None = None  # has kernels, used in place of ``_apply``, and slots
     # -- members ----------------------------------------------------------------------------------
 
     @property
@@ -227,7 +228,7 @@ class Optimizer(NotCopied):
         gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
         plan = self._plan
-        if plan is not None and not plan.is_valid_for(variables, self._slots, self._kernel):
+        if plan is not None and not plan.is_valid_for(variables, self._slots, self._rule):
             plan = None
         devices = plan.devices if plan else [each for var in variables for each in var.devices]
         with deadline_scope("apply_gradients", seconds, devices):
@@ -236,7 +237,7 @@ class Optimizer(NotCopied):
             with self._slots.rollback_on_error() if plan is None else nullcontext():
                 if plan is None:
                     self.prepare(variables)
-                    plan = Plan(variables, self._slots, self._kernel)
+                    plan = Plan(variables, self._slots, self._rule)
                 self._change(plan, parts, count)
             self._plan = plan
         return None
@@ -393,11 +394,11 @@ class Optimizer(NotCopied):
         ``apply_gradients`` does it too; call this first where a later failure must be excluded.
         """
         self._check_hyperparameters()
-        if (kernel := self._kernel) is not None:
+        if (rule := self._rule) is not None:
             for var in variables:
-                state = self._slots.state_dtype(var)
-                for buffer in var.buffers:
-                    ops.prepare_rule(kernel, buffer.device, var.dtype, state)
+                template = (var.dtype.name, self._slots.state_dtype(var).name)
+                for device in var.devices:
+                    device.prepare(ops.RULE_KERNELS[rule, "plain"], template)
         self._slots.make(variables, self._slot_start)
 
     def _without_slots(self) -> Self:
@@ -471,6 +472,6 @@ class Optimizer(NotCopied):
         self, job: Job, scalars: tuple[float, ...], writer: LaunchBatch | None
     ) -> Callable[[], None]:
         """Returns a function that launches a job; computes a Python rule right away."""
-        if (kernel := self._kernel) is not None:
-            return partial(job.run, by_kernel(kernel, scalars, writer))
+        if (rule := self._rule) is not None:
+            return partial(job.run, by_kernel(ops.RULE_KERNELS[rule, "plain"], scalars, writer))
         return partial(job.end, run_python_rule(self._apply, self._slot_names, job))

@@ -1,12 +1,11 @@
-"""Gradient descent with and without momentum; the kernels are in ``kernels/update.cu``."""
+"""Gradient descent with and without momentum."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from gradreduce.device import as_flag
-from gradreduce.ops import RuleKernel
-from gradreduce.ops.update import MOMENTUM, NESTEROV, SGD
+from gradreduce.ops import UpdateRule, update_rules
 
 from .hyperparameters import Number, as_number
 from .optimizer import Optimizer
@@ -25,7 +24,7 @@ class GradientDescentOptimizer(Optimizer):
         master_dtype: see ``Optimizer``.
     """
 
-    _kernel = SGD
+    _rule = update_rules.sgd
     _hyperparameters = ("learning_rate",)
 
     def __init__(
@@ -58,7 +57,6 @@ class MomentumOptimizer(Optimizer):
         master_dtype: see ``Optimizer``.
     """
 
-    _slot_names = ("momentum",)
     _hyperparameters = ("learning_rate", "momentum")
     _settings = ("use_nesterov",)
 
@@ -72,11 +70,11 @@ class MomentumOptimizer(Optimizer):
         *,
         master_dtype: Any = None,
     ) -> None:
+        self.use_nesterov = as_flag("use_nesterov", use_nesterov)
         super().__init__(name, master_dtype=master_dtype)
         self.learning_rate = as_number("learning_rate", learning_rate)
         self.momentum = as_number("momentum", momentum)
-        self.use_nesterov = as_flag("use_nesterov", use_nesterov)
 
     @property
-    def _kernel(self) -> RuleKernel:  # type: ignore[override]  # use_nesterov can be set
-        return NESTEROV if self.use_nesterov else MOMENTUM
+    def _rule(self) -> UpdateRule:  # type: ignore[override]  # use_nesterov can be set
+        return update_rules.nesterov if self.use_nesterov else update_rules.momentum

@@ -38,7 +38,7 @@ class Plan:
     Args:
         variables: to update; their slots exist.
         slots: of the optimizer.
-        kernel: the compiled rule; None for a Python rule.
+        rule: None for a Python rule.
         totals: for each variable, sums that an update writes too, one for each copy.
 
     Attributes:
@@ -47,7 +47,7 @@ class Plan:
         devices: of each copy.
         label: names the variables in the log.
         ranges: address ranges of those buffers.
-        kernel: the compiled rule, or None.
+        rule: the rule, or None.
         indices_by_gpu: for each physical device, the indices of the copies there.
         writers: for each physical device, the result of ``writer_of``.
     """
@@ -56,13 +56,13 @@ class Plan:
         self,
         variables: Sequence[Variable],
         slots: Slots,
-        kernel: ops.RuleKernel | None,
+        rule: ops.UpdateRule | None,
         totals: Sequence[Sequence[Buffer]] = (),
     ) -> None:
         self.variables = tuple(variables)
         self.label = PackInfo(range(len(variables)), names=[each.name for each in variables])
         self.shared = [var for var in variables if var._parameters]
-        self.kernel = kernel
+        self.rule = rule
         self._slots = slots.by_name  # another one, when a checkpoint was loaded
         self.written = [row for var in variables for row in slots.rows(var)]
         for row, total in zip(self.written, chain(*totals), strict=False):
@@ -80,10 +80,10 @@ class Plan:
         self._has_copies = len(self.devices) > len(self.variables)
 
     def is_valid_for(
-        self, variables: Sequence[Variable], slots: Slots, kernel: ops.RuleKernel | None
+        self, variables: Sequence[Variable], slots: Slots, rule: ops.UpdateRule | None
     ) -> bool:
         """Whether it is of these variables, slots and rule."""
-        if kernel is not self.kernel or slots.by_name is not self._slots:
+        if rule is not self.rule or slots.by_name is not self._slots:
             return False
         return len(variables) == len(self.variables) and all(map(is_, variables, self.variables))
 
@@ -116,7 +116,7 @@ class Plan:
             if type(grad) is not Buffer:
                 # A Python rule may keep its arguments; a capture would record the current values.
                 capture = self.devices[0].mesh_state.capture
-                stages = self.kernel is not None and capture is None
+                stages = self.rule is not None and capture is None
                 return self._staging.staged(gradients) if stages else None
             if grad.device is not device or grad.dtype is not dtype or grad.shape != shape:
                 return None

@@ -52,7 +52,7 @@ class LocalPlan(Plan):
         version: int,
     ) -> None:
         variables = [member.local for member in dense]
-        super().__init__(variables, optimizer._slots, optimizer._kernel, list(dense.values()))
+        super().__init__(variables, optimizer._slots, optimizer._rule, list(dense.values()))
         self.members, self.dense = list(dense), dense
         self.version, self._others = version, others
         self._changes, self._seen = self.members[0].total.changes, -1
@@ -60,10 +60,10 @@ class LocalPlan(Plan):
         self.ranges = ops.Ranges([*(each for row in self.written for each in row), *others])
 
     def is_valid_for(
-        self, variables: Sequence[Variable], slots: Slots, kernel: ops.RuleKernel | None
+        self, variables: Sequence[Variable], slots: Slots, rule: ops.UpdateRule | None
     ) -> bool:
         """Whether it is of these variables, slots and rule, and can run with dense gradients."""
-        return super().is_valid_for(variables, slots, kernel) and self.first is not None
+        return super().is_valid_for(variables, slots, rule) and self.first is not None
 
     @property
     def first(self) -> bool | None:
@@ -136,8 +136,8 @@ def planned_step(plan: LocalPlan, gradients: Sequence[Part], scalars: Scalars) -
         gradients: dense, for each copy of each variable.
         scalars: of the rule.
     """
-    assert plan.kernel is not None
-    kernel, scalars = ops.LOCAL_UPDATES[plan.kernel.rule], (int(bool(plan.first)), *scalars)
+    assert plan.rule is not None
+    kernel, scalars = ops.RULE_KERNELS[plan.rule, "local"], (int(bool(plan.first)), *scalars)
     updates = []
     for job, writer in plan.jobs(gradients):
         updates.append(partial(job.run, by_kernel(kernel, scalars, writer)))
@@ -160,7 +160,7 @@ def local_step(
     """
     left = iter(parts)
     gradients = [tuple(islice(left, len(member.local.devices))) for member in members]
-    kernel, additions = optimizer._kernel, _dense_additions(members, gradients)
+    rule, additions = optimizer._rule, _dense_additions(members, gradients)
     dense: dict[Member, tuple[Buffer, ...]] = {}
     sparse: dict[Member, PendingGradient] = {}
     updates: _Groups = defaultdict(lambda: ([], []))
@@ -173,7 +173,7 @@ def local_step(
             _group(updates, None, rows, colocated)
             continue
         memory = dense[member] = member.total.as_arrays()
-        if kernel is not None and added is colocated:  # one launch for both
+        if rule is not None and added is colocated:  # one launch for both
             rows = [[*row, total] for row, total in zip(rows, memory, strict=True)]
             _group(updates, first, rows, colocated)
         else:
@@ -182,11 +182,11 @@ def local_step(
     launches = []
     for (_, kind), (written, parts) in updates.items():
         job = Job(written, parts)
-        if kernel is None or kind is None:
+        if rule is None or kind is None:
             launches.append(optimizer._ready(job, scalars, None))
         else:
-            rule = by_kernel(ops.LOCAL_UPDATES[kernel.rule], (int(kind), *scalars))
-            launches.append(partial(job.run, rule))
+            kernel = ops.RULE_KERNELS[rule, "local"]
+            launches.append(partial(job.run, by_kernel(kernel, (int(kind), *scalars))))
     launches += [_sum(Job(*group), first=bool(kind)) for (_, kind), group in sums.items()]
     devices = [copy.device for member in members for copy in member.local.buffers]
     return LocalStep(devices, launches, dense, sparse, SPARSE.additions(list(sparse.values())))

@@ -119,7 +119,7 @@ class PushPlan:
         self.members, self._sums = list(sums), list(sums.values())
         self._version, self._slots_seen = center._version, optimizer._slots.by_name
         self._center, self._optimizer, self._config = center, optimizer, config
-        self._kernel = optimizer._kernel
+        self._rule = optimizer._rule
         # A loaded checkpoint may have had no slots, and can be loaded at any time.
         self._rows = center._prepare(optimizer, [member.center for member in sums])
         self._pulled = pulled
@@ -150,7 +150,7 @@ class PushPlan:
         ):
             written, (mine, *others) = self._rows[member.center], slots.rows(member.local)
             pulled = mine[: 2 if slots.wants_master(member.local) else 1]
-            if self._kernel is not None and isinstance(total, Buffer):
+            if self._rule is not None and isinstance(total, Buffer):
                 copies = [push.accessible(each, writes=True) for each in pulled]
                 fused.append([*written, *copies, pushed])
             else:
@@ -215,8 +215,8 @@ class PushPlan:
 
     def _plan_fused(self, push: DevicePush, rows: Sequence[ops.Update]) -> None:
         """Plans one launch for mean, update and pull of dense sums."""
-        assert self._kernel is not None
-        kernel, period = ops.GLOBAL_UPDATES[self._kernel.rule], self._config.period
+        assert self._rule is not None
+        kernel, period = ops.RULE_KERNELS[self._rule, "global"], self._config.period
         for row in rows:
             push.leader.prepare(kernel, kernel.template_of(row))
         job = Job([row[:-1] for row in rows], [row[-1] for row in rows], push.others)
@@ -230,7 +230,7 @@ class PushPlan:
         means: Sequence[tuple[Buffer, Buffer]],
     ) -> None:
         """Plans separate launches for mean and update: of sparse sums, and for Python rules."""
-        leader, kernel = push.leader, self._kernel
+        leader, rule = push.leader, self._rule
         apply, names = self._optimizer._apply, self._optimizer._slot_names
         for mean, pushed in means:
             ops.prepare_pack(leader, mean.dtype, pushed.dtype)
@@ -238,11 +238,12 @@ class PushPlan:
         by = float(self._config.period)
         push.reads.append(partial(ops.pack, outs, sums, divisor=by, device=leader))
         job = Job([written for written, _ in updates], [part for _, part in updates])
-        if kernel is None:
+        if rule is None:
             push.jobs[job] = lambda _: run_python_rule(apply, names, job)
             return
+        kernel = ops.RULE_KERNELS[rule, "plain"]
         for written, _ in updates:
-            ops.prepare_rule(kernel, leader, written[0].dtype, written[-1].dtype)
+            leader.prepare(kernel, (written[0].dtype.name, written[-1].dtype.name))
         push.jobs[job] = lambda scalars: by_kernel(kernel, scalars)
 
     # -- the communication ------------------------------------------------------------------------
@@ -250,7 +251,7 @@ class PushPlan:
     def is_valid_for(self, sums: Mapping[Member, Sum]) -> bool:
         """Whether it can run again for these sums: only their values have changed."""
         optimizer = self._optimizer
-        if self._center._version != self._version or optimizer._kernel is not self._kernel:
+        if self._center._version != self._version or optimizer._rule is not self._rule:
             return False
         if optimizer._slots.by_name is not self._slots_seen:
             return False
@@ -273,7 +274,7 @@ class PushPlan:
             for copy in push.copies_in:
                 copy_over(*copy)
         # A Python rule reads the center and writes it later.
-        locks = self._config.use_locking or self._kernel is None
+        locks = self._config.use_locking or self._rule is None
         with self._center._pushing(use_locking=locks):
             self._center._check_version(self._version)
             self._center._check_usable()
@@ -296,7 +297,7 @@ class PushPlan:
                 with mesh_state.launch_lock:
                     self._center._check_version(self._version)
                     jobs = [job for push in pushes for job in push.jobs]
-                    for job in jobs if self._kernel is not None else ():
+                    for job in jobs if self._rule is not None else ():
                         job.begin()
                     if pushes is steps[0]:  # from here on the center changes
                         stack.enter_context(mesh_state.on_partial_failure(failed))

@@ -70,7 +70,7 @@ class Worker:
         inner, plan = self.inner, self._local
         if plan and (
             plan.version != self._center._version
-            or not plan.is_valid_for(variables, inner._slots, inner._kernel)
+            or not plan.is_valid_for(variables, inner._slots, inner._rule)
         ):
             plan = None
         members = plan.members if plan else [self._getter._member(var) for var in variables]
@@ -131,7 +131,7 @@ class Worker:
         is_due = not (self.step.value + 1) % self._config.period
         if is_due:
             push = self._ready_push(self._current_sums() | step.sums(), global_step, powers)
-        if plan is None and inner._kernel is not None and _are_dense(parts):
+        if plan is None and inner._rule is not None and _are_dense(parts):
             version = self._center._version  # read before the slots: a load may come between
             others = self._written_besides(members)
             planned = LocalPlan(inner, step.dense, others, version)
@@ -207,7 +207,7 @@ class Worker:
 
     def _reset(self, variables: Sequence[Variable]) -> None:
         """Sets the momentum of variables to zero."""
-        for name in _MOMENTUM & set(self.inner._slot_names):
+        for name in _MOMENTUM & set(self.inner._slots.names):
             for var in variables:
                 for copy in self.inner._slots.by_name[name][var].buffers:
                     copy.device.fill_zero(copy)
