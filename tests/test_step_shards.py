@@ -292,7 +292,7 @@ def test_copies_that_may_differ_cannot_be_used(monkeypatch):
         run = step_shards.reduce_batch
 
         def fail(plan, *args, **options):
-            if plan.call == "all_gather":
+            if plan.call == "all-gather":
                 raise MemoryError("none left")
             return run(plan, *args, **options)
 

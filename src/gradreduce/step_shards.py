@@ -214,7 +214,7 @@ class OptimizerShards(CrossDeviceOps):
         sums = dict(zip(indices, gradients, strict=True))
         chosen = [shard for shard in self._shards if shard.variable in sums]
         divisor = divisor * self._num_replicas / len(self._devices)
-        plan = self._planned("reduce_scatter", indices, divisor)
+        plan = self._planned("reduce-scatter", indices, divisor)
         rows = [[shard.of(buffer) for buffer in sums[shard.variable]] for shard in chosen]
         made = reduce_batch(plan, rows, positions=indices)
         found = {shard: mean for shard, means in zip(chosen, made, strict=True) for mean in means}
@@ -238,12 +238,12 @@ class OptimizerShards(CrossDeviceOps):
                 if shard.variable in wanted:
                     out_dtype = _SUM if of_sums else self._whole[shard.variable].dtype
                     dtype = out_dtype
-                    if call == "reduce_scatter":
+                    if call == "reduce-scatter":
                         dtype = accumulate_dtype(out_dtype)
                     size = ops.num_blocks(shard.size) if of_sums else shard.size
                     shares[shard.owner].append((size, dtype, out_dtype))
             whole = [self._whole[index].buffers for index in indices]
-            name = f"{call} of {'norms of ' * of_sums}a SyncStep"
+            name = f"{call.replace('-', '_')} of {'norms of ' * of_sums}a SyncStep"
             names = tuple([self._whole[index].name for index in indices])
             what = described(
                 self._ops.settings, whole, divisor, None,
@@ -272,7 +272,7 @@ class OptimizerShards(CrossDeviceOps):
             return False
         indices, means = sorted(taken.indices), taken.means
         taken.means = {}  # which would stay in memory until the next call
-        plan = self._planned("all_gather", indices)
+        plan = self._planned("all-gather", indices)
         wanted = set(indices)
         chosen = [shard for shard in self._shards if shard.variable in wanted]
         own = [self._own[shard].buffers if shard in self._own else () for shard in chosen]
@@ -329,7 +329,7 @@ class OptimizerShards(CrossDeviceOps):
             parts = sums.parts(list(begins)[:-1], [counts[row] for row in theirs])
             for row, part in zip(theirs, parts, strict=True):
                 sent[row].append(part)
-        plan = self._planned("all_gather", indices, of_sums=True)
+        plan = self._planned("all-gather", indices, of_sums=True)
         reduce_batch(plan, sent, out=list(out), positions=indices)
         return found
 

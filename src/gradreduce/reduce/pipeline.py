@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, cast
 
@@ -51,7 +50,7 @@ from .reduction_groups import Processes, ReductionGroups
 # What the log says of an operation: why it was submitted.
 PHASES = ("pack", "all-reduce", "unpack")
 _ALONE: AbstractContextManager[None] = nullcontext()
-Call = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Call = Literal["all-reduce", "reduce-scatter", "all-gather"]
 MOST_PLANS = 64  # of one mesh; a training script has a few
 _name_of = attrgetter("value._name")
 
@@ -72,11 +71,12 @@ class BatchPlan:
     """What the reduction of one batch does, as far as sizes, dtypes and devices decide it.
 
     Attributes:
-        call: which collective.
+        call: which collective; the log says it of what adds.
         devices: of the replicas.
         algorithm: reduces the packs.
         flat: the flat buffers; of shares in the order of their owners.
         divisor: of the sums that are not divided at packing.
+        counts: whether the sums are of integers and divided after their addition, to floats.
         packs: the index of its flat buffer, first element, and one past the last of each pack.
         description: for the comparison with other processes; None in one process.
         names: of the tensors; empty: they have none.
@@ -87,6 +87,7 @@ class BatchPlan:
     algorithm: Algorithm
     flat: tuple[FlatPlan, ...]
     divisor: float
+    counts: bool
     packs: tuple[tuple[int, int, int], ...]
     description: Description | None = None
     names: tuple[str, ...] = ()
@@ -101,7 +102,7 @@ def plan_batch(  # noqa: PLR0913  # all that decides what is done
     counts: bool = False,
     names: tuple[str, ...] = (),
     compared: bool = False,
-    call: Call = "all_reduce",
+    call: Call = "all-reduce",
 ) -> BatchPlan:
     """Plans the reduction of one batch, compiles its kernels, and remembers both.
 
@@ -113,7 +114,7 @@ def plan_batch(  # noqa: PLR0913  # all that decides what is done
             order for every tensor; replicas of one shape and dtype.
         divisor: of every sum.
         out_dtypes: of the results; default those of the gradients.
-        counts: whether the caller divides the sums, of integers; other processes must too.
+        counts: whether these are integers, whose means are floats.
         names: of the tensors, for errors and the flight record; empty: they have none.
         compared: whether the names must be those of the other processes, too.
         call: which collective. The replicas of all processes have equal shares: of a
@@ -143,27 +144,28 @@ def plan_batch(  # noqa: PLR0913  # all that decides what is done
         return found
     devices = tuple([buffer.device for buffer in first])
     dtypes = [replicas[0].dtype for replicas in gradients]
-    num_shares = 1 if call == "all_reduce" else num_replicas_of(first)
-    cut = num_shares if call == "reduce_scatter" else 1
+    num_shares = 1 if call == "all-reduce" else num_replicas_of(first)
+    cut = num_shares if call == "reduce-scatter" else 1
     share = [
         (replicas[0].size // cut, dtype, out_dtype)
         for replicas, dtype, out_dtype in zip(gradients, dtypes, out_dtypes or dtypes, strict=True)
     ]
     what = described(
-        settings, gradients, divisor, out_dtypes,
-        call="reduction" if call == "all_reduce" else call,
+        settings, gradients, 1 if counts else divisor, out_dtypes,
+        call="reduction" if call == "all-reduce" else call.replace("-", "_"),
         counts=counts, names=names, compared=compared,
     )  # fmt: skip
     made = plan_shares(
-        settings, devices, [share] * num_shares, what, call=call, divisor=divisor, names=names
-    )
+        settings, devices, [share] * num_shares, what,
+        call=call, divisor=divisor, counts=counts, names=names,
+    )  # fmt: skip
     for dtype in dict.fromkeys(dtypes) if counts else ():
         _compile_mean(devices, dtype)
     remember(plans, key, made)
     return made
 
 
-def plan_shares(
+def plan_shares(  # noqa: PLR0913  # all that decides what is done
     settings: Settings,
     devices: tuple[Device, ...],
     shares: Sequence[Sequence[tuple[int, DType, DType]]],
@@ -171,6 +173,7 @@ def plan_shares(
     *,
     call: Call,
     divisor: float = 1,
+    counts: bool = False,
     names: tuple[str, ...] = (),
 ) -> BatchPlan:
     """Plans a collective and compiles its kernels; see ``plan_batch``.
@@ -182,10 +185,11 @@ def plan_shares(
             and that of the result; of an all-reduce one share.
         description: see ``BatchPlan``.
         call: which collective.
-        divisor: of every sum.
-        names: of the tensors.
+        divisor: see ``plan_batch``.
+        counts: see ``plan_batch``.
+        names: see ``plan_batch``.
     """
-    if call == "all_gather":  # which copies each tensor in its own dtype
+    if call == "all-gather":  # which copies each tensor in its own dtype
         settings = settings._replace(wire_dtype=None)
     for pair in dict.fromkeys([(dtype, out) for share in shares for _, dtype, out in share]):
         compile_for(settings, devices, *pair)
@@ -195,10 +199,10 @@ def plan_shares(
     for owner, share in enumerate(shares):
         sizes, pairs = [size for size, *_ in share], [(dtype, out) for _, dtype, out in share]
         plans = plan_packing(sizes, pairs, *settings[1:4], settings.wire_dtype, divisor)
-        if call != "all_reduce":
+        if call != "all-reduce":
             place = owner - first_replica(devices[0])
             here, everyone = slice(place, place + 1) if place >= 0 else slice(0), slice(None)
-            both = (everyone, here) if call == "reduce_scatter" else (here, everyone)
+            both = (everyone, here) if call == "reduce-scatter" else (here, everyone)
             plans = tuple(
                 [
                     replace(
@@ -213,7 +217,7 @@ def plan_shares(
         num_before += len(share)
     packs = [(index, *pack) for index, each in enumerate(flat) for pack in each.packs]
     return BatchPlan(
-        call, devices, algorithm, tuple(flat), divisor, tuple(packs), description, names
+        call, devices, algorithm, tuple(flat), divisor, counts, tuple(packs), description, names
     )
 
 
@@ -235,26 +239,21 @@ def reduce_requests(
     if others and (alike := with_all_reduced(requests)) is not requests:
         found_alike = reduce_requests(settings, reduce_op, alike, coalesce=coalesce)
         return _copied_to_devices(requests, found_alike)
-    batches = [
-        plan_requests(settings, reduce_op, requests, indices, counts) for indices, counts in found
-    ]
+    batches = [plan_requests(settings, reduce_op, requests, *each) for each in found]
     results: list[tuple[Part, ...]] = [()] * len(requests)
     for index in others:
         _compile_alone(requests[index], reduce_op)
-    for indices, counts, gradients, plan in batches:  # all kernels are compiled
-        out = None
+    for (indices, counts), (gradients, plan) in zip(found, batches, strict=True):
+        out = None  # all kernels are compiled
         if not counts and requests[indices[0]].out is not None:
             out = [requests[index].out or () for index in indices]
         reduced = reduce_batch(plan, gradients, out=out, positions=indices)
-        if counts:
-            with plan.devices[0].mesh_state.pack_scope(PackInfo(indices, names=plan.names)):
-                reduced = _means(reduced)
         for index, buffers in zip(indices, reduced, strict=True):
             results[index] = buffers
     for index in others:
         home = requests[index].devices[0]
         with home.mesh_state.pack_scope(label_of(requests, [index])):
-            results[index] = _reduce_alone(reduce_op, requests[index], coalesce=coalesce)
+            results[index] = reduce_to_one(reduce_op, requests[index], home, coalesce=coalesce)
     return results
 
 
@@ -295,42 +294,28 @@ def _copied_to_devices(
     return copied
 
 
-def _reduce_alone(reduce_op: ReduceOp, request: Request, *, coalesce: bool) -> tuple[Part, ...]:
-    """Reduces a value of IndexedSlices, or one whose result goes to other devices."""
-    home, value = request.devices[0], request.value
-    if home.mesh_state.process_group is None:
-        return reduce_to_one(reduce_op, request, home, coalesce=coalesce)
-    mean, thread = reduce_op is ReduceOp.MEAN, home.mesh_state.thread
-    sparse = [part for part in value.parts if isinstance(part, IndexedSlices)]
-    num_replicas_of([part.values for part in sparse])  # checks the devices
-    thread.phase = "all-reduce"
-    everything = slices_of_all(
-        home, sparse, mean=mean, coalesce=coalesce,
-        names=[value._name] * bool(value._name), compared=value._key is not None,
-    )  # fmt: skip
-    total = added_on(home, everything, mean=mean, coalesce=coalesce, kind=value.kind)
-    thread.phase = "unpack"
-    return copied_to(total, request.devices, keep=True)
-
-
 def plan_requests(
     settings: Settings,
     reduce_op: ReduceOp,
     requests: Sequence[Request],
     indices: Sequence[int],
     counts: bool,
-) -> tuple[Sequence[int], bool, list[tuple[Buffer, ...]], BatchPlan]:
+    *,
+    call: Call = "all-reduce",
+) -> tuple[list[tuple[Buffer, ...]], BatchPlan]:
     """Plans one batch and compiles all its kernels; raises if it cannot be reduced."""
     # None is sparse: ``buffers`` would ask again.
     gradients = cast("list[tuple[Buffer, ...]]", [requests[index].value.parts for index in indices])
-    mean = reduce_op is ReduceOp.MEAN and not counts
-    divisor = num_replicas_of(gradients[0]) if mean else 1
-    names = names_of(requests, indices) if any(map(_name_of, requests)) else ()
-    compared = requests[indices[0]].value._key is not None  # keys are, names alone are not
     plan = plan_batch(
-        settings, gradients, divisor=divisor, counts=counts, names=names, compared=compared
+        settings,
+        gradients,
+        divisor=num_replicas_of(gradients[0]) if reduce_op is ReduceOp.MEAN else 1,
+        counts=counts,
+        names=names_of(requests, indices) if any(map(_name_of, requests)) else (),
+        compared=requests[indices[0]].value._key is not None,  # keys are, names alone are not
+        call=call,
     )
-    return indices, counts, gradients, plan
+    return gradients, plan
 
 
 def names_of(requests: Sequence[Request], indices: Sequence[int]) -> tuple[str, ...]:
@@ -344,15 +329,6 @@ def names_of(requests: Sequence[Request], indices: Sequence[int]) -> tuple[str, 
 def label_of(requests: Sequence[Request], indices: Sequence[int]) -> PackInfo:
     """Returns the label of what is done for some values."""
     return PackInfo(tuple(indices), names=names_of(requests, indices))
-
-
-def _means(totals: Sequence[tuple[Buffer, ...]]) -> list[tuple[Buffer, ...]]:
-    """Divides sums of integers by the number of replicas."""
-    num_here = len(totals[0])
-    num_replicas = num_replicas_of(totals[0])
-    totals[0][0].device.mesh_state.thread.phase = "all-reduce"
-    means = iter(quotients([each for row in totals for each in row], num_replicas))
-    return [tuple(islice(means, num_here)) for _ in totals]
 
 
 def _compile_mean(devices: Sequence[Device], dtype: DType) -> None:
@@ -404,15 +380,18 @@ def reduce_to_one(
     accumulate: Accumulate | None = None,
 ) -> tuple[Part, ...]:
     """Adds one value on ``home`` and copies the result to the request's devices."""
-    value, thread = request.value, home.mesh_state.thread
+    value, thread, mean = request.value, home.mesh_state.thread, reduce_op is ReduceOp.MEAN
+    parts: Sequence[Part] = value.parts
     thread.phase = "all-reduce"
+    if home.mesh_state.process_group is not None:  # dense values are all-reduced
+        sparse = [part for part in parts if isinstance(part, IndexedSlices)]
+        num_replicas_of([part.values for part in sparse])  # checks the devices
+        parts = slices_of_all(
+            home, sparse, mean=mean, coalesce=coalesce,
+            names=[value._name] * bool(value._name), compared=value._key is not None,
+        )  # fmt: skip
     total = added_on(
-        home,
-        value.parts,
-        mean=reduce_op is ReduceOp.MEAN,
-        coalesce=coalesce,
-        accumulate=accumulate,
-        kind=value.kind,
+        home, parts, mean=mean, coalesce=coalesce, accumulate=accumulate, kind=value.kind
     )
     thread.phase = "unpack"
     return copied_to(total, request.devices, keep=True)
@@ -447,20 +426,22 @@ def reduce_batch(
     pack_buffers = lay_out(plan.flat, gradients, algorithm, targets=out, consume=overwrites)
     if consume is not None and overwrites and any([None in each.filling for each in pack_buffers]):
         consume.enter_context(mesh_state.fail_on_partial_write(plan.devices))
+    positions = positions or range(len(gradients))
     packs = [(pack_buffers[index], start, stop) for index, start, stop in plan.packs]
-    jobs = [buffers.job(start, stop, plan.divisor) for buffers, start, stop in packs]
+    divisor = 1 if plan.counts else plan.divisor
+    jobs = [buffers.job(start, stop, divisor) for buffers, start, stop in packs]
     groups = _stages(plan, packs)
     # A single stage has nothing to overlap with: it needs no waits between the two queues.
     queue: Queue = "transfer" if len(groups) > 1 else "compute"
     what = plan.description
     with mesh_state.launch_lock, agreed(plan.devices[0], what) if what is not None else _ALONE:
-        if plan.call == "all_reduce":
+        if plan.call == "all-reduce":
             reduce = algorithm.start(jobs)
         else:
-            reduce = partial(_at_once, getattr(algorithm, plan.call), jobs)
+            reduce = partial(_at_once, getattr(algorithm, plan.call.replace("-", "_")), jobs)
         waiting = [
             (
-                _pack_info(packs, group, positions or range(len(gradients)), plan.names),
+                _pack_info(packs, group, positions, plan.names),
                 _steps_of_stage(
                     plan, [packs[index] for index in group], partial(reduce, group, queue)
                 ),
@@ -479,7 +460,18 @@ def reduce_batch(
                         running.remove(stage)
     if out is not None:
         return [tuple(replicas) for replicas in out]
-    return unpack(pack_buffers, [replicas[0].shape for replicas in gradients])
+    sums = unpack(pack_buffers, [replicas[0].shape for replicas in gradients])
+    if not plan.counts:
+        return sums
+    with mesh_state.pack_scope(PackInfo(positions, names=plan.names), plan.devices):
+        return _means(plan, sums)
+
+
+def _means(plan: BatchPlan, sums: Sequence[tuple[Buffer, ...]]) -> list[tuple[Buffer, ...]]:
+    """Divides sums of integers by the number of replicas."""
+    plan.devices[0].mesh_state.thread.phase = plan.call
+    means = iter(quotients([each for row in sums for each in row], plan.divisor))
+    return [tuple([next(means) for _ in row]) for row in sums]
 
 
 def _at_once(
@@ -493,15 +485,14 @@ def _at_once(
 def _steps_of_stage(plan: BatchPlan, packs: Sequence[Pack], reduce: Callable[[], Steps]) -> Steps:
     """Packs, reduces and unpacks one stage."""
     thread = plan.devices[0].mesh_state.thread  # the log says in which phase it was
-    phase = plan.call.replace("_", "-")
     moved = [pack for pack in packs if pack[0].is_moved]
     thread.phase = "pack"
     move(moves_in(moved))
     steps = reduce()
-    thread.phase = phase
+    thread.phase = plan.call
     for step in steps:
         yield step
-        thread.phase = phase
+        thread.phase = plan.call
     thread.phase = "unpack"
     move(moves_out(moved))
 
@@ -509,7 +500,7 @@ def _steps_of_stage(plan: BatchPlan, packs: Sequence[Pack], reduce: Callable[[],
 def _stages(plan: BatchPlan, packs: Sequence[Pack]) -> list[list[int]]:
     """Returns the indices of the packs of each stage."""
     # Processes may have other devices and other buffers; their stages must be equal.
-    is_one = plan.description is not None or plan.call != "all_reduce"
+    is_one = plan.description is not None or plan.call != "all-reduce"
     if len(packs) < 2 or is_one or len(by_physical(plan.devices)) == 1:
         return [list(range(len(packs)))] if packs else []
     sizes = [

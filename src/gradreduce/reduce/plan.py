@@ -205,9 +205,9 @@ def _dry_run(
     log = Journal([record for each in operations for record in each.records])
     requests = list(with_all_reduced(requests))
     found, others = batches_of(requests, reduce_op)
-    batches = [plan_requests(settings, reduce_op, requests, *each) for each in found]
     packs = []
-    for indices, _, gradients, batch in batches:
+    for indices, counts in found:
+        gradients, batch = plan_requests(settings, reduce_op, requests, indices, counts)
         packs += _packs_of(batch, gradients, indices, settings.all_reduce_alg, log)
     packs += [_pack_of_one(requests[index], index, log) for index in others]
     ranks, exchanges = len(log.of("collective")), log.of("exchange")

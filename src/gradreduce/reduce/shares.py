@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradreduce.arrays.distributed import ReduceOp
-from gradreduce.device import Buffer, PackInfo
+from gradreduce.device import Buffer
 
 from .arguments import Request, batches_of
-from .one_device import quotients
-from .pipeline import Settings, names_of, plan_batch, reduce_batch
+from .pipeline import Settings, plan_requests, reduce_batch
 from .process_values import first_replica, num_replicas_of
 
 
@@ -25,15 +24,10 @@ def reduced_shares(
     """
     results: list[tuple[Buffer, ...]] = [()] * len(requests)
     for indices, counts in batches_of(requests, reduce_op)[0]:
-        gradients = [requests[index].value.buffers for index in indices]
-        devices = requests[indices[0]].devices
+        gradients, plan = plan_requests(
+            settings, reduce_op, requests, indices, counts, call="reduce-scatter"
+        )
         num_replicas = num_replicas_of(gradients[0])
-        divisor = num_replicas if reduce_op is ReduceOp.MEAN and not counts else 1
-        names = names_of(requests, indices)
-        plan = plan_batch(
-            settings, gradients, call="reduce_scatter", divisor=divisor, counts=counts,
-            names=names, compared=True,
-        )  # fmt: skip
         rows = [
             [_rows_of(buffer, owner, num_replicas) for buffer in replicas]
             for owner in range(num_replicas)
@@ -41,9 +35,6 @@ def reduced_shares(
         ]
         made = reduce_batch(plan, rows, positions=indices)
         found = [share for of_row in made for share in of_row]  # of this process's replicas
-        if counts:
-            with devices[0].mesh_state.pack_scope(PackInfo(indices, names=names)):
-                found = quotients(found, num_replicas)
         for position, index in enumerate(indices):
             results[index] = tuple(found[position :: len(indices)])
     return results
@@ -58,13 +49,11 @@ def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple
     """
     if not requests:
         return []
-    values = [request.value.buffers for request in requests]
-    devices = requests[0].devices
-    num_replicas = num_replicas_of(values[0])
     positions = range(len(requests))
-    plan = plan_batch(
-        settings, values, call="all_gather", names=names_of(requests, positions), compared=True
+    values, plan = plan_requests(
+        settings, ReduceOp.SUM, requests, positions, False, call="all-gather"
     )
+    devices, num_replicas = requests[0].devices, num_replicas_of(values[0])
     first = first_replica(devices[0])
     results = [
         request.out
