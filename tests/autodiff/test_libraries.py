@@ -166,24 +166,6 @@ class TestTorch:
         assert found[0].tolist() == [15.0] * 3
         assert found[1] is None
 
-    def test_a_gradient_inside_a_loss_is_refused_not_lost(self, v):
-        import torch
-
-        def inner():
-            return gradients(lambda: torch.sum(torch.pow(v, 3)), [v])[0]
-
-        def by_numpy():
-            return float(np.sum(gradients(lambda: np.sum(v**3), [v])[0].numpy()))
-
-        for loss in (
-            lambda: torch.sum(v) + inner().sum(),
-            lambda: np.sum(v) + np.sum(inner().numpy()),
-            lambda: torch.sum(v) + by_numpy(),
-        ):
-            with pytest.raises(NotImplementedError, match="create_graph"):
-                gradients(loss)
-        assert inner().tolist() == [3.0, 12.0, 27.0]
-
 
 @pytest.mark.jax
 class TestJax:
@@ -248,23 +230,7 @@ class TestJax:
         DESCENT.minimize(loss, engine="jax")
         assert v.numpy().tolist() == [-2.0, -1.0, 0.0]
 
-    def test_a_gradient_inside_a_loss_is_refused_not_lost(self, v):
-        import jax.numpy as jnp
-
-        def inner():
-            return gradients(lambda: jnp.sum(v.read("jax") ** 3), [v], engine="jax")[0]
-
-        for loss, engine in (
-            (lambda: jnp.sum(v.read("jax")) + jnp.sum(inner()), "jax"),
-            (lambda: np.sum(v) + np.sum(np.asarray(inner())), None),
-            (lambda: jnp.sum(v.read("jax")) + gradients(lambda: np.sum(v * v))[0].sum(), "jax"),
-        ):
-            with pytest.raises(NotImplementedError, match=r"jax\.grad"):
-                gradients(loss, engine=engine)
-        assert inner().tolist() == [3.0, 12.0, 27.0]
-
     def test_a_stopped_gradient(self, v):
-        import jax
         import jax.numpy as jnp
 
         stop = gr.autodiff.stop_gradient
@@ -272,7 +238,6 @@ class TestJax:
             lambda: stop(v),
             lambda: stop(v.read("jax") * 1),
             lambda: stop((v, v.read("jax")))[1],
-            jax.jit(lambda: stop(v)),
         ):
             (found,) = gradients(
                 lambda stopped=stopped: jnp.sum(stopped() * v.read("jax")), engine="jax"

@@ -67,16 +67,8 @@ def test_after_its_loss_a_value_is_plain_data(v):
     total = kept[0]
     total += 1
     assert (float(total), float(kept[0])) == (15.0, 14.0)
-    with pytest.raises(TypeError, match="written"):
+    with pytest.raises(TypeError, match="would write"):
         np.add(plain, 1, out=kept[0])
-
-    def outer():
-        gradients(loss)
-        with pytest.raises(TypeError, match="stop_gradient"):
-            float(kept[-1])  # of the outer loss it is a value still
-        return np.sum(v)
-
-    gradients(outer)
 
 
 def test_a_variable_has_the_methods_of_a_value(v, w):

@@ -16,7 +16,7 @@ from support.exhaustive import examples
 from support.loss_operations import OPERATIONS, weighted
 from support.strict_array import StrictArray
 
-from gradreduce.autodiff import rules_indexing, tape
+from gradreduce.autodiff import rules_indexing
 from gradreduce.autodiff.accumulate_terms import TermAccumulator
 from gradreduce.autodiff.backward import _as_operand as as_operand
 from gradreduce.autodiff.backward import backward
@@ -113,29 +113,6 @@ def test_a_gradient_is_what_differences_say(operation):
                 continue
             assert gradient.shape == operand.shape
             np.testing.assert_allclose(np.sum(gradient * way), slope, rtol=2e-7, atol=2e-8)
-
-
-@every
-def test_a_second_gradient_is_what_differences_of_the_first_say(operation):
-    if not operation.smooth:
-        return
-    loss = weighted(operation, np)
-    for shapes in operation.shapes[:3]:
-        operands = operation.operands(shapes)
-
-        def squares(*xs, loss=loss):
-            return sum(np.sum(np.square(g)) for g in gradients(loss, xs) if g is not None)
-
-        second = gradients(squares, operands) if reaches(squares, operands) else []
-        for gradient, (way, slope) in zip(second, differences(squares, operands), strict=False):
-            told = 0.0 if gradient is None else np.sum(gradient * way)
-            np.testing.assert_allclose(told, slope, rtol=1e-5, atol=1e-5)
-
-
-def reaches(loss, operands) -> bool:
-    """Whether a loss depends on its operands at all: the gradient of a sum does not."""
-    trace = Trace()
-    return isinstance(loss(*[trace.leaf(x, None, Sum()) for x in operands]), tape.Traced)
 
 
 @every

@@ -30,7 +30,6 @@ class Operation:
         low: the smallest operand.
         high: the largest.
         oracle: the same with operations that HIPS autograd supports, if it does not support `do`.
-        smooth: whether it has a second derivative worth comparing.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Operation:
     low: float = -1.7
     high: float = 1.7
     oracle: Callable[..., Any] | None = None
-    smooth: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -74,7 +72,6 @@ def of(name: str, do: Callable[..., Any], *shapes: Any, **options: Any) -> Opera
 
 POSITIVE = {"low": 0.3, "high": 2.9}
 INSIDE = {"low": -0.9, "high": 0.9}
-KINKED = {"smooth": False}
 
 ELEMENTWISE = [
     *[one(name) for name in "negative exp exp2 expm1 square sin cos tanh sinh cosh".split()],
@@ -90,22 +87,22 @@ ELEMENTWISE = [
     two("hypot"),
     two("power", **POSITIVE),
     two("float_power", **POSITIVE, oracle=lambda np, x, y: x**y),
-    two("remainder", **POSITIVE, **KINKED),
-    *[two(name, **KINKED) for name in "maximum minimum fmax fmin".split()],
+    two("remainder", **POSITIVE),
+    *[two(name) for name in "maximum minimum fmax fmin".split()],
     of("operators", lambda np, x, y: (2 - x) / (y * y + 3) + x**3 - (-y) * 2.5, *PAIRS),
     of("power of numbers", lambda np, x: x**2 + x**3 + x**1 + x**-1, ((3,),), ((),)),
     of("number to a power", lambda np, x: 2.0**x, ((3,),), ((),)),
-    of("relu", lambda np, x: gr.autodiff.relu(x), *[(s,) for s in SHAPES], **KINKED,
+    of("relu", lambda np, x: gr.autodiff.relu(x), *[(s,) for s in SHAPES],
        oracle=lambda np, x: np.maximum(x, 0)),
     of("sigmoid", lambda np, x: gr.autodiff.sigmoid(x), *[(s,) for s in SHAPES],
        oracle=lambda np, x: 1 / (1 + np.exp(-x))),
-    of("where", lambda np, x, y: np.where(x > y, x, y * 2), *PAIRS, **KINKED,
+    of("where", lambda np, x, y: np.where(x > y, x, y * 2), *PAIRS,
        oracle=lambda np, x, y: np.where(x > y, x + 0 * y, y * 2 + 0 * x)),
-    of("where of a number", lambda np, x: np.where(x > 0.1, x, 0.0), ((2, 3),), **KINKED),
-    of("clip", lambda np, x: np.clip(x, -0.9, 0.8), *[(s,) for s in SHAPES], **KINKED),
-    of("clip at one end", lambda np, x: x.clip(None, 0.8), ((5,),), **KINKED),
+    of("where of a number", lambda np, x: np.where(x > 0.1, x, 0.0), ((2, 3),)),
+    of("clip", lambda np, x: np.clip(x, -0.9, 0.8), *[(s,) for s in SHAPES]),
+    of("clip at one end", lambda np, x: x.clip(None, 0.8), ((5,),)),
     of("clip at traced ends", lambda np, x, y: np.clip(x, y - 1, y + 0.5), ((2, 3), (3,)),
-       **KINKED, oracle=lambda np, x, y: np.minimum(np.maximum(x, y - 1), y + 0.5)),
+       oracle=lambda np, x, y: np.minimum(np.maximum(x, y - 1), y + 0.5)),
     of("astype", lambda np, x: x.astype(x.dtype) * 2, ((2, 3),)),
 ]  # fmt: skip
 
@@ -128,8 +125,8 @@ REDUCTIONS = [
     *reduction("sum"),
     *reduction("mean"),
     *reduction("prod", **POSITIVE),
-    *reduction("max", **KINKED),
-    *reduction("min", **KINKED),
+    *reduction("max"),
+    *reduction("min"),
     *reduction("var"),
     *reduction("std"),
     of("scalars", lambda np, x: np.sum(x) + np.mean(x) + np.max(x) + np.prod(x), ((),)),

@@ -129,6 +129,18 @@ def named_arguments(
     return {**dict(zip(_positional(function), args, strict=False)), **kwargs}
 
 
+def positioned(
+    function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Moves arguments passed by name to their position, up to the first that is not given."""
+    placed, rest = list(args), dict(kwargs)
+    for name in _positional(function)[len(placed) :]:
+        if name not in rest:
+            break
+        placed.append(rest.pop(name))
+    return placed, rest
+
+
 @lru_cache(maxsize=1024)
 def _positional(function: Callable[..., Any]) -> Sequence[str]:
     try:

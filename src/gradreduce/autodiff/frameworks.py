@@ -6,7 +6,6 @@ library is already in ``sys.modules``.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -17,11 +16,6 @@ from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer
 from gradreduce.device import Buffer, DType
 from gradreduce.errors import InvalidVariableError
-
-# All JAX caches are cleared after this many calls with a cache of their own: JAX keeps thousands,
-# and that of a loss with one jitted function takes 0.3 MB (JAX 0.10.2, 2026-11).
-_MOST_KEPT = 64
-_num_kept = itertools.count(1)
 
 
 def is_tensor(value: Any) -> bool:
@@ -80,13 +74,11 @@ class JaxLoss:
     """Differentiates a loss by ``jax.value_and_grad``.
 
     JAX caches what it traces in ``jax.jit``, ``jax.lax.scan`` and ``jax.checkpoint``, with values
-    read meanwhile as constants, or as tracers of a call that has ended. So losses use a cache of
-    their own, which must not hold anything that has read a Variable: a loss that reads one inside
-    is called again with a cache for that call only, and everything is compiled in each call.
+    read meanwhile as constants, or as tracers of a call that has ended. So a loss must not read a
+    Variable inside, and losses have a cache of their own, without what was read outside of losses.
 
     Args:
-        loss: called twice: first with shapes only, to find what it reads, then traced. Once or
-            twice more if it reads a Variable inside a function that JAX caches.
+        loss: called twice: first with shapes only, to find what it reads, then traced.
 
     Attributes:
         values: of the loss, or of its terms, after ``gradients``.
@@ -104,9 +96,6 @@ class JaxLoss:
         self.has_terms = False
         self._reads: dict[Buffer, tuple[Any, Any]] = {}  # the array and the Variable of each copy
         self._tracers: dict[Buffer, Any] | None = None  # of copies, while the loss is traced
-        self._unread: set[Buffer] = set()
-        self._is_inside = False  # whether a Variable was read in a cached function
-        self._keeps = False  # whether this call allows that
         self._top: Any = None  # the trace of the loss itself, if any
 
     def add(self, copy: Buffer, array: Any, variable: Any) -> None:
@@ -116,7 +105,10 @@ class JaxLoss:
             RuntimeError: the loss did not read it in its first call.
         """
         if self._tracers is not None:
-            raise _other_reads(variable)
+            raise RuntimeError(
+                f'engine="jax" calls a loss twice, and it read {variable!r} only once: read the '
+                "same Variables with variable.read in every call"
+            )
         self._reads[copy] = array, variable
 
     def value(self, copy: Buffer, array: Any) -> Any:
@@ -124,14 +116,15 @@ class JaxLoss:
 
         In the first call these are zeros made by JAX while it traces, so that its caches do not
         hold the array.
+
+        Raises:
+            RuntimeError: the Variable is read in a function that JAX caches.
         """
-        if not self._keeps and _tracing_to_keep() not in (None, self._top):
-            self._is_inside = True
+        if _tracing_to_keep() not in (None, self._top):
             raise RuntimeError(
                 "a Variable was read inside jax.jit, jax.lax.scan, jax.lax.cond or jax.checkpoint, "
                 "which would cache its value: read it outside and pass it as an argument"
             )
-        self._unread.discard(copy)
         if self._tracers is not None:
             return self._tracers.get(copy, array)
         return sys.modules["jax"].lax.full_like(array, 0) if copy in self._reads else array
@@ -140,56 +133,24 @@ class JaxLoss:
         """Returns the gradient of each copy that the loss reads.
 
         A gradient has the Variable's dtype, even if JAX without x64 computed in float32.
-
-        Raises:
-            RuntimeError: the loss reads other Variables in its second call; or, if JAX does not
-                have ``make_user_context``, reads a Variable in a function that JAX caches.
         """
-        contexts = _contexts()
-        try:
-            with contexts("a loss of gradreduce's"):
-                found = self._gradients(grad_loss)
-        except Exception:  # the loss may have converted the error
-            if not self._is_inside or contexts is nullcontext:
-                raise
-        else:
-            if not self._is_inside:
-                return found
-        self._keeps = True
-        try:
-            with contexts(object()):
-                return self._gradients(grad_loss)
-        finally:
-            if next(_num_kept) % _MOST_KEPT == 0:
-                sys.modules["jax"].clear_caches()
-
-    def _gradients(self, grad_loss: Any) -> list[tuple[Buffer, Any]]:
         jax = sys.modules["jax"]
-        jax.eval_shape(self._total, grad_loss)
-        copies = list(self._reads)
 
         def total(arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
-            self._tracers = dict(zip(copies, arrays, strict=True))
-            self._unread = set(copies)
-            try:
-                return self._total(grad_loss)
-            finally:
-                self._tracers = None
+            self._tracers = dict(zip(self._reads, arrays, strict=True))
+            return self._total(grad_loss)
 
-        if not copies:
-            _, self.values = self._total(grad_loss)
-            return []
-        differentiate = jax.value_and_grad(total, has_aux=True)
-        if self._keeps:  # else the cache would hold arrays, not only shapes
-            differentiate = jax.jit(differentiate)
-        with _contexts()(object()) if self._keeps else nullcontext():
-            (_, self.values), found = differentiate([array for array, _ in self._reads.values()])
-        for copy in self._unread:
-            raise _other_reads(self._reads[copy][1])
+        with _own_caches()("a loss of gradreduce's"):
+            jax.eval_shape(self._total, grad_loss)
+            arrays = [array for array, _ in self._reads.values()]
+            if not arrays:
+                _, self.values = self._total(grad_loss)
+                return []
+            (_, self.values), found = jax.value_and_grad(total, has_aux=True)(arrays)
         jax.block_until_ready(found)  # JAX still reads the Variables, which may be written now
         return [
-            (copy, _in_dtype(gradient, self._reads[copy][1].dtype))
-            for copy, gradient in zip(copies, found, strict=True)
+            (copy, _in_dtype(gradient, variable.dtype))
+            for (copy, (_, variable)), gradient in zip(self._reads.items(), found, strict=True)
         ]
 
     def _total(self, grad_loss: Any) -> tuple[Any, list[Any]]:
@@ -205,9 +166,8 @@ class JaxLoss:
             if grad_loss is not None:
                 seed = jnp.asarray(grad_loss, value.dtype)
                 check_seed_shape(seed, value)
-                total = total + jnp.sum(value * seed)
-            else:
-                total = total + jnp.sum(value)
+                value = value * seed
+            total = total + jnp.sum(value)
         return total, terms
 
 
@@ -224,13 +184,6 @@ def _as_term(term: Any) -> Any:
     )
 
 
-def _other_reads(variable: Any) -> RuntimeError:
-    return RuntimeError(
-        f'engine="jax" calls a loss twice, and it read {variable!r} only once: read the same '
-        "Variables with variable.read in every call"
-    )
-
-
 def _tracing_to_keep() -> Any:
     """The current JAX trace; None if operations are computed directly."""
     jax = sys.modules["jax"]
@@ -242,8 +195,8 @@ def _tracing_to_keep() -> Any:
 
 
 @lru_cache(maxsize=1)
-def _contexts() -> Callable[[Any], Any]:
-    """JAX's factory of context managers with separate caches, if it has one."""
+def _own_caches() -> Callable[[Any], Any]:
+    """JAX's factory of context managers with caches of their own, if it has one."""
     make: Any = getattr(sys.modules["jax"], "make_user_context", None)
     return nullcontext if make is None else make()
 

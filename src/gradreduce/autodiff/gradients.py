@@ -16,7 +16,7 @@ from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer, is_array
 from gradreduce.arrays.convert_gpu import Kind, on_gpu_of, wait_for_current_stream
 from gradreduce.arrays.indexed_slices import IndexedSlices
-from gradreduce.arrays.trace_context import Reader, current_reader, reading_by
+from gradreduce.arrays.trace_context import current_reader, reading_by
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device
 from gradreduce.errors import BackendUnavailableError, CollectiveError, InvalidVariableError
@@ -32,7 +32,7 @@ from .frameworks import (
     is_tensor,
     tensor_gradients,
 )
-from .tape import Trace, Traced, resolve, unwrap
+from .tape import Trace, Traced, resolve
 from .unsupported import check_operand
 
 Engine = Literal["jax"]
@@ -65,13 +65,15 @@ def gradients_of(
     Raises:
         InvalidVariableError: the loss did not return a number or an array of floats.
         ValueError: ``grad_loss`` has another shape or is not real, or there is no variable.
-        NotImplementedError: nested calls of which PyTorch or JAX differentiates one.
+        NotImplementedError: called inside a loss.
     """
+    if current_reader() is not None:
+        raise NotImplementedError(
+            "gradients inside a loss are not supported: compute the inner ones with "
+            "torch.autograd.grad(..., create_graph=True) or jax.grad"
+        )
     grad_loss = _checked_seed(grad_loss)
-    outer = current_reader()
-    if outer is not None and engine == "jax":
-        raise _not_nested()
-    reading = _Reading(outer, variables, method, keeps_values=losses is not None)
+    reading = _Reading(variables, method, keeps_values=losses is not None)
     with reading_by(reading):
         try:
             if engine == "jax":
@@ -111,17 +113,15 @@ class _Reading:
 
     def __init__(
         self,
-        outer: Reader | None,
         wanted: Sequence[Variable] | None,
         method: AggregationMethod,
         *,
         keeps_values: bool,
     ) -> None:
-        self.home: Device | None = outer.home if outer is not None else None
-        self.trace: Trace = Trace(outer.trace if isinstance(outer, _Reading) else None)
+        self.home: Device | None = None
+        self.trace = Trace()
         self.values: list[Any] = []
         self._keeps_values = keeps_values
-        self._outer = outer
         self._wanted = None if wanted is None else frozenset(wanted)
         self._method = method
         self._seen: set[Variable] = set()
@@ -129,7 +129,6 @@ class _Reading:
         self._leaves: dict[Buffer, Traced] = {}
         self._tensors: dict[Buffer, tuple[Variable, Any]] = {}
         self._jax: JaxLoss | None = None
-        self._is_outer = False  # whether an inner call has read a Variable through this one
 
     def read(self, variable: Variable, copy: Buffer, output_type: str | None) -> Any:
         """See ``Reader.read``; returns the plain value of a variable without a gradient."""
@@ -140,26 +139,12 @@ class _Reading:
             return self._read_jax(variable, copy)
         if output_type == "torch":
             return self._read_tensor(variable, copy)
-        leaf = self._leaves.get(copy)
-        if leaf is not None:
-            return leaf
-        if self._outer is not None:
-            if isinstance(self._outer, _Reading):
-                self._outer.note_inner()
-            value = self._outer.read(variable, copy, output_type)
-        else:
+        if copy not in self._leaves:
             value = _plain(copy)
-        if not self._is_wanted(variable):
-            return value
-        leaf = self.trace.leaf(value, copy.device, self._terms_of(variable))
-        self._leaves[copy] = leaf
-        return leaf
-
-    def note_inner(self) -> None:
-        """Notes that an inner call reads Variables through this one; needs the tape."""
-        if self._jax is not None:
-            raise _not_nested()
-        self._is_outer = True
+            if not self._is_wanted(variable):
+                return value
+            self._leaves[copy] = self.trace.leaf(value, copy.device, self._terms_of(variable))
+        return self._leaves[copy]
 
     def check_unread(self, variables: Iterable[Variable]) -> None:
         """See ``trace_context.check_unread``."""
@@ -170,8 +155,6 @@ class _Reading:
                     "may need the old value: write it after the loss, or read it with "
                     "variable.numpy()"
                 )
-        if self._outer is not None:
-            self._outer.check_unread(variables)
 
     def differentiate(self, values: list[Any], grad_loss: Any) -> None:
         """Differentiates one value of the loss, which is removed from the list."""
@@ -182,7 +165,7 @@ class _Reading:
                 self.values.append(value.detach().clone())
             return
         _check_loss(value)
-        if not isinstance(value, Traced) or value.node.trace is not self.trace:
+        if not isinstance(value, Traced):
             if self._keeps_values:
                 self.values.append(value.copy() if is_array(value) else value)
             return
@@ -249,8 +232,6 @@ class _Reading:
         return self._tensors[copy][1]
 
     def _differentiate_tensor(self, value: Any, grad_loss: Any) -> None:
-        if self._outer is not None or self._is_outer:
-            raise _not_nested()
         copies = [copy for copy, (_, tensor) in self._tensors.items() if tensor.requires_grad]
         leaves = [self._tensors[copy][1] for copy in copies]
         for index, gradient in enumerate(tensor_gradients(value, leaves, grad_loss)):
@@ -268,14 +249,6 @@ class _Reading:
                 self._terms_of(variable)
                 self._jax.add(copy, self._tensors[copy][1], variable)
         return self._jax.value(copy, self._tensors[copy][1])
-
-
-def _not_nested() -> NotImplementedError:
-    return NotImplementedError(
-        "nested gradients cannot be computed if PyTorch or JAX differentiates one of the losses: "
-        "write both in NumPy's functions, or compute the inner one with torch.autograd.grad(..., "
-        "create_graph=True) or jax.grad"
-    )
 
 
 def _wait_for_current_streams(copies: Iterable[Buffer], kind: Kind) -> None:
@@ -328,11 +301,9 @@ def _seed(value: Any, grad_loss: Any) -> Any:
     if grad_loss is None:
         return np.ones_like(value)
     seed = grad_loss
-    if not isinstance(seed, Traced):
-        base = unwrap(value)
-        if not is_array(seed):
-            host = isinstance(base, np.generic)
-            seed = np.asarray(seed) if host else np.asarray(seed, like=base)
+    if not is_array(seed):
+        host = isinstance(value, np.generic)
+        seed = np.asarray(seed) if host else np.asarray(seed, like=value)
     check_seed_shape(seed, value)
     return seed.astype(value.dtype)  # a copy: a gradient may be this very array
 
@@ -347,8 +318,8 @@ def _own(gradient: Any, seen: set[int]) -> Any:
         return IndexedSlices.of(rows, gradient.indices, gradient.dense_shape)
     if isinstance(gradient, np.generic):
         return np.asarray(gradient)
-    if gradient is None or isinstance(gradient, Traced):
-        return gradient
+    if gradient is None:
+        return None
     base = getattr(gradient, "base", None)
     if base is not None or id(gradient) in seen:
         gradient = gradient.copy()

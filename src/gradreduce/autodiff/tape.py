@@ -15,13 +15,8 @@ use of a tensor, combines its terms to its gradient, and computes a term for eac
 terms of one tensor arrive in the order of its uses, unless a use depends on a later one, as in a
 recurrent network; ``TermAccumulator`` combines them as they arrive, by the AggregationMethod.
 
-**Nested.** A loss may compute gradients itself. Each call is a ``Trace`` with a level, one above
-that of the enclosing call. An operation belongs to the highest trace among its operands; it sees
-the values of the others as plain arrays, which may be traced values of an enclosing call. Rules are
-written with NumPy's functions, so that the outer trace records the inner backward pass like any
-other arithmetic.
-
-Nothing here is shared between threads, and only the results outlive a call.
+Rules compute with plain arrays, so that a gradient cannot be differentiated again. Nothing here is
+shared between threads, and only the results outlive a call.
 """
 
 from __future__ import annotations
@@ -39,6 +34,7 @@ from gradreduce.arrays.trace_context import (
     holds_traceable,
     make_like,
     named_arguments,
+    positioned,
 )
 from gradreduce.device import Device
 
@@ -60,18 +56,14 @@ from .unsupported import (
 class Trace:
     """One call of a loss.
 
-    Args:
-        outer: the enclosing call.
-
     Attributes:
-        level: the number of enclosing calls.
         closed: whether it has ended; its values are then plain data.
+        num_nodes: recorded so far.
     """
 
-    __slots__ = ("closed", "level", "num_nodes")
+    __slots__ = ("closed", "num_nodes")
 
-    def __init__(self, outer: Trace | None = None) -> None:
-        self.level: int = 0 if outer is None else outer.level + 1
+    def __init__(self) -> None:
         self.closed = False
         self.num_nodes = 0
 
@@ -120,7 +112,7 @@ class Traced(ArrayMethods):
 
     Attributes:
         dtype: as the member of a NumPy array.
-        value: a NumPy or CuPy array, or a traced value of the enclosing call.
+        value: a NumPy or CuPy array.
         node: the recorded operation.
         is_view: whether it shares memory with another value, which NumPy's ``+=`` would change.
     """
@@ -157,42 +149,24 @@ class Traced(ArrayMethods):
         return made if made.dtype == self.dtype else made.astype(self.dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        out = kwargs.get("out")
-        if (out is not None or method != "__call__") and not _is_open(inputs, kwargs):
-            return getattr(ufunc, method)(*map(resolve, inputs), **_resolve_all(kwargs, out))
-        if out is not None:
-            raise would_write(name_of(ufunc))
         if method == "reduce" and ufunc in _REDUCED:
             return apply(_REDUCED[ufunc], inputs, {"axis": 0, **kwargs})
-        if method != "__call__":
-            raise no_rule(f"{ufunc.__name__}.{method}")
-        if kwargs:
-            check_keywords(ufunc, kwargs)
-        return apply(ufunc, inputs, kwargs)
+        return apply(ufunc if method == "__call__" else getattr(ufunc, method), inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        out = named_arguments(function, args, kwargs).get("out")
-        if out is not None:
-            if not _is_open(args, kwargs):
-                return function(*map(resolve, args), **_resolve_all(kwargs, out))
-            raise would_write(name_of(function))
-        if "out" in kwargs:
-            kwargs = {name: arg for name, arg in kwargs.items() if name != "out"}
         if not any(holds_traceable(arg) for arg in (*args, *kwargs.values())):
             with on_gpu_of(self.node.device):
-                return make_like(function, args, kwargs, unwrap(self))
+                return make_like(function, args, kwargs, self.value)
         return apply(function, args, kwargs)
 
     def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         """Called by CuPy's own functions, which do not use NumPy's protocols."""
         function = getattr(np, str(kernel.name).removeprefix("cupy_"), None)
-        if isinstance(function, np.ufunc):
-            if len(args) > function.nin:
-                raise would_write(name_of(function))
-            return self.__array_ufunc__(function, "__call__", *args, **kwargs)
+        if isinstance(function, np.ufunc) and len(args) > function.nin:
+            raise would_write(name_of(function))
         if function not in RULES:
             raise no_rule(str(kernel.name))
-        return self.__array_function__(function, (), args, kwargs)
+        return apply(function, args, kwargs)
 
     @classmethod
     def __torch_function__(
@@ -222,26 +196,12 @@ class Traced(ArrayMethods):
 
 def _after_loss(value: Traced, what: str) -> Any:
     """Returns the plain data of a traced value after the end of its loss."""
-    plain = resolve(value)
-    if isinstance(plain, Traced):
+    if not value.node.trace.closed:
         raise TypeError(
             f"cannot convert a traced value to {what} inside its loss, because its gradient would "
             "be lost: join several with np.stack, or pass gr.autodiff.stop_gradient(x)"
         )
-    return plain
-
-
-def _is_open(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operand is traced by a loss that has not ended."""
-    values = [resolve(each) for each in (*args, *kwargs.values())]
-    return _highest(values) is not None
-
-
-def _resolve_all(kwargs: dict[str, Any], out: Any) -> dict[str, Any]:
-    """Resolves keyword arguments to plain data, if the result is written to ``out``."""
-    if any(isinstance(each, Traced) for each in (out if isinstance(out, tuple) else (out,))):
-        raise TypeError("a traced value cannot be written, not even after its loss")
-    return {name: resolve(arg) for name, arg in kwargs.items()}
+    return value.value
 
 
 _REDUCED = {np.add: np.sum, np.multiply: np.prod, np.maximum: np.max, np.minimum: np.min}
@@ -253,18 +213,32 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     The result of comparisons and of integers is a plain value.
 
     Raises:
-        NotImplementedError: ``function`` has no rule, or the result is complex.
+        NotImplementedError: ``function`` has no rule, writes to ``out=``, or its result is complex.
     """
-    if kwargs:
-        args, kwargs = _bound(function, args, kwargs)
+    out = named_arguments(function, args, kwargs).get("out")
+    if holds_traceable(out):
+        raise would_write(name_of(function))
     args = [resolve(arg) for arg in args]
-    top = _highest(args)
-    if top is None:
+    kwargs = {name: resolve(arg) for name, arg in kwargs.items()}
+    if not any(map(holds_traceable, (*args, *kwargs.values()))):
         return function(*args, **kwargs)
+    if out is not None:
+        raise would_write(name_of(function))
+    kwargs.pop("out", None)
+    check_operand([*kwargs.values()])
     if function in COMPOSED:
         return _by_rule(function, COMPOSED[function], args, kwargs)
+    if isinstance(function, np.ufunc):
+        check_keywords(function, kwargs)
+    return _recorded(function, *positioned(function, args, kwargs))
+
+
+def _recorded(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls ``function`` with the plain values of its operands, and creates the node."""
     operands: list[tuple[int, int | None, Node]] = []
-    raw = [_plain(arg, top, index, operands) for index, arg in enumerate(args)]
+    raw = [_plain(arg, index, operands) for index, arg in enumerate(args)]
+    if any(map(holds_traceable, kwargs.values())):
+        raise no_rule(f"{name_of(function)} with {', '.join(kwargs)}= of traced values")
     parents = [node for _, _, node in operands]
     with on_gpu_of(parents[0].device):
         if function in CONSTANT:
@@ -277,8 +251,8 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return value
         makers = _by_rule(function, rule, [value, *raw], kwargs)
         vjps = [_vjp(function, makers, index, item) for index, item, _ in operands]
-    is_view = function in VIEWS and _is_part(value, raw[0])
-    return Traced(value, Node(top, value, parents[0].device, parents, vjps), is_view=is_view)
+    node = Node(parents[0].trace, value, parents[0].device, parents, vjps)
+    return Traced(value, node, is_view=function in VIEWS and _is_part(value, raw[0]))
 
 
 def _vjp(function: Any, makers: Sequence[Maker], index: int, item: int | None) -> VJP:
@@ -292,7 +266,6 @@ def _vjp(function: Any, makers: Sequence[Maker], index: int, item: int | None) -
 
 def _is_part(value: Any, of: Any) -> bool:
     """Whether an array is a view of another."""
-    value, of = unwrap(value), unwrap(of)
     base = getattr(value, "base", None)
     return base is not None and (base is of or base is getattr(of, "base", None))
 
@@ -309,44 +282,10 @@ def _by_rule(function: Any, rule: Any, args: Sequence[Any], kwargs: dict[str, An
         raise
 
 
-def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Moves operands passed by name to their position in the rule's parameters."""
-    check_operand([*kwargs.values()])
-    if not any(holds_traceable(arg) for arg in kwargs.values()):
-        return args, kwargs
-    if function in CONSTANT:
-        return args, {name: unwrap(arg) for name, arg in kwargs.items()}
-    rule = COMPOSED.get(function) or RULES.get(function)
-    if rule is None:
-        raise no_rule(name_of(function))
-    try:
-        names = list(inspect.signature(function).parameters)
-    except ValueError:  # some functions in C have none
-        names = list(inspect.signature(rule).parameters)[0 if function in COMPOSED else 1 :]
-    placed, rest = list(args), dict(kwargs)
-    for name in names[len(args) :]:
-        if name not in rest:
-            break
-        placed.append(rest.pop(name))
-    if any(holds_traceable(arg) for arg in rest.values()):
-        raise no_rule(f"{name_of(function)} with {', '.join(rest)}= of traced values")
-    return placed, rest
-
-
-def unwrap(value: Any) -> Any:
-    """The plain array of an argument that needs no gradient."""
-    value = resolve(value)
-    while isinstance(value, Traced):
-        value = value.value
-    return value
-
-
 def resolve(value: Any) -> Any:
     """Reads the Variables of an argument, and unwraps values of losses that have ended."""
     if isinstance(value, Traced):
-        while isinstance(value, Traced) and value.node.trace.closed:
-            value = value.value
-        return value
+        return value.value if value.node.trace.closed else value
     if isinstance(value, Traceable):
         return value.read()  # type: ignore[attr-defined]  # a Variable
     if isinstance(value, list | tuple) and holds_traceable(value):
@@ -355,33 +294,18 @@ def resolve(value: Any) -> Any:
     return value
 
 
-def _highest(args: Sequence[Any]) -> Trace | None:
-    """The innermost trace of the operands."""
-    top: Trace | None = None
-    for arg in args:
-        for each in arg if isinstance(arg, list | tuple) else (arg,):
-            if isinstance(each, Traced) and (top is None or each.node.trace.level > top.level):
-                top = each.node.trace
-    return top
-
-
-def _plain(
-    value: Any, top: Trace, position: int, operands: list[tuple[int, int | None, Node]]
-) -> Any:
-    """Unwraps values of ``top`` in an argument, and appends their nodes to ``operands``."""
+def _plain(value: Any, position: int, operands: list[tuple[int, int | None, Node]]) -> Any:
+    """Unwraps the traced values of an argument, and appends their nodes to ``operands``."""
     if isinstance(value, Traced):
-        if value.node.trace is not top:
-            return value
         operands.append((position, None, value.node))
         return value.value
     check_operand(value)
-    if not isinstance(value, list | tuple) or not any(isinstance(each, Traced) for each in value):
+    if not isinstance(value, list | tuple) or not holds_traceable(value):
         return value
     within = []
     for item, each in enumerate(value):
-        if isinstance(each, Traced) and each.node.trace is top:
+        if isinstance(each, Traced):
             operands.append((position, item, each.node))
-            within.append(each.value)
-        else:
-            within.append(each)
+            each = each.value
+        within.append(each)
     return within

@@ -30,6 +30,9 @@ def no_rule(name: str) -> NotImplementedError:
 
 def name_of(function: Any) -> str:
     """The name of a function as users write it."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, np.ufunc):  # a method of it
+        return f"np.{owner.__name__}.{function.__name__}"
     module = getattr(function, "__module__", None) or ""
     prefix = "gr" if module.startswith("gradreduce") else "np" + module.removeprefix("numpy")
     return f"{prefix}.{getattr(function, '__name__', function)}"

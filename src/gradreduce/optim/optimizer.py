@@ -268,10 +268,9 @@ class Optimizer(NotCopied):
                 their gradients are combined like other terms. Values that another thread computes
                 are constants. Do not write to a Variable from another thread during the call. If
                 the loss overwrites a constant array, its last values count. ``h += y`` creates a
-                new value that other names of ``h`` do not see. A loss may compute gradients
-                itself, unless PyTorch or JAX differentiates either of them. To compute on a GPU
-                other than CuPy's current one, use ``with cupy.cuda.Device(...)`` in the loss; the
-                backward pass selects its GPUs itself.
+                new value that other names of ``h`` do not see. To compute on a GPU other than
+                CuPy's current one, use ``with cupy.cuda.Device(...)`` in the loss; the backward
+                pass selects its GPUs itself.
             var_list: Variables, or one. Default: the trainable ones that ``loss`` reads, in the
                 order of the first read.
             gate_gradients: ``GATE_NONE``, ``GATE_OP`` or ``GATE_GRAPH``; no effect.
@@ -282,7 +281,7 @@ class Optimizer(NotCopied):
                 generator, that of each term.
             engine: ``"jax"``: ``loss`` is a JAX function, for ``jax.value_and_grad``. It is called
                 twice, and reads Variables by ``variable.read("jax")`` and by operators with JAX
-                arrays. Read them outside ``jax.jit``: a read inside recompiles it in every call.
+                arrays. Read them outside ``jax.jit``, and pass them in.
             return_loss: whether to return the value of the loss too.
 
         Returns:
@@ -300,7 +299,10 @@ class Optimizer(NotCopied):
                 than the loss or not of real numbers, or no variable.
             InvalidVariableError: (a ``TypeError`` and a ``ValueError``) ``var_list`` holds
                 something else than Variables of floats, or the loss returned no float.
-            RuntimeError: ``loss`` is not callable.
+            RuntimeError: ``loss`` is not callable; or, with ``engine="jax"``, reads a Variable in a
+                function that JAX caches.
+            NotImplementedError: called inside a loss; or the loss contains an operation without a
+                derivative rule.
         """
         losses: list[Any] | None = [] if as_flag("return_loss", return_loss) else None
         gradients = ready_gradients(

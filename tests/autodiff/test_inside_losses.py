@@ -1,0 +1,162 @@
+"""What a loss may do, losses in micro-batches, and what a fault leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.arrays.trace_context import current_reader
+
+DESCENT = gr.GradientDescentOptimizer(1.0)
+ADD_N, TREE, ACCUMULATE_N = 0, 1, 2
+
+
+def gradients(loss, *args, **options):
+    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
+
+
+def test_a_gradient_inside_a_loss_is_refused(v, w):
+    """Also one that does not depend on the outer loss: it would be a constant unnoticed."""
+
+    def loss():
+        total = np.sum(v * v)
+        for inner in (
+            lambda: gradients(lambda: np.sum(v**3)),
+            lambda: gradients(lambda: np.sum(w), [w], return_loss=True),
+            lambda: DESCENT.minimize(lambda: np.sum(w)),
+        ):
+            with pytest.raises(NotImplementedError, match=r"inside a loss.*create_graph"):
+                inner()
+        return total
+
+    assert gradients(loss)[0].tolist() == [2.0, 4.0, 6.0]
+    assert w.numpy()[0, 0] == 1
+
+
+def test_a_value_of_an_earlier_loss_is_a_constant(v):
+    kept = []
+
+    def loss():
+        kept.append(v * 2)
+        return np.sum(kept[-1])
+
+    gradients(loss)
+    assert (kept[0] + 1).tolist() == [3.0, 5.0, 7.0], "plain arithmetic"
+    assert gradients(lambda: np.sum(kept[0] * v))[0].tolist() == [2.0, 4.0, 6.0]
+    assert gradients(lambda: np.sum(kept[0]), [v]) == [None]
+
+
+# -- writing inside a loss ------------------------------------------------------------------------
+
+
+def test_what_a_loss_has_read_is_not_written_inside_it(v, w):
+    """The tape holds the memory of the Variable: the gradient would be of another value."""
+    before = v.numpy()
+    for write in (
+        lambda: v.assign([7.0, 8.0, 9.0]),
+        lambda: v.assign_add([7.0, 8.0, 9.0]),
+        lambda: DESCENT.apply_gradients([(np.ones((3, 2), "float32"), w), (before, v)]),
+    ):
+
+        def loss(write=write):
+            total = np.sum(v * v)
+            with pytest.raises(RuntimeError, match=r"'v'.*inside a loss that has read it"):
+                write()
+            return total
+
+        for variables in (None, [w, v]):
+            assert gradients(loss, variables)[-1].tolist() == [2.0, 4.0, 6.0]
+        assert (v.numpy() == before).all()
+    assert w.numpy()[0, 0] == 1
+
+
+def test_what_a_loss_only_looks_at_may_be_written(v, w):
+    def loss():
+        w.assign_add(w.numpy())
+        v.assign(gr.autodiff.stop_gradient(w[:, 0] * 1))
+        return np.sum(v * w[:, 1])
+
+    first, second = gradients(loss, [v, w])
+    assert first.tolist() == [4.0, 8.0, 12.0]
+    assert second.tolist() == [[0.0, 2.0], [0.0, 6.0], [0.0, 10.0]]
+    assert gradients(lambda: np.sum(v.assign([1.0, 1.0, 1.0]) * 2))[0].tolist() == [2.0] * 3
+
+
+# -- micro-batches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [ADD_N, TREE, ACCUMULATE_N])
+def test_a_loss_may_yield_terms(v, w, method):
+    def loss():
+        shared = v * 2
+        for place in range(5):
+            yield np.sum(shared * place) + np.sum(gr.embedding_lookup(w, [place % 3]))
+
+    first, second = gradients(loss, aggregation_method=method)
+    assert first.tolist() == [20.0] * 3
+    assert second.indices.tolist() == [0, 1, 2, 0, 1]
+    assert gradients(loss, [v], aggregation_method=method, grad_loss=2.0)[0].tolist() == [40.0] * 3
+    assert gradients(lambda: iter([np.sum(v), np.float32(1), np.sum(v)]))[0].tolist() == [2.0] * 3
+    with pytest.raises(ValueError, match="No variables"):
+        DESCENT.compute_gradients(lambda: iter([]))
+
+
+def test_each_term_ends_before_the_next_is_made(v):
+    alive = []
+
+    def loss():
+        for _ in range(4):
+            assert not [each for each in alive if each() is not None]
+            hidden = np.tanh(v * 2)
+            alive.append(weakref.ref(hidden.value))
+            term = np.sum(hidden)
+            del hidden
+            yield term
+            del term
+
+    gc.disable()
+    try:
+        assert np.allclose(gradients(loss)[0], 8 * (1 - np.tanh(v.numpy() * 2) ** 2))
+    finally:
+        gc.enable()
+    assert len(alive) == 4
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+class Planted(RuntimeError):
+    """The failure that a test plants."""
+
+
+def test_an_exception_in_a_loss_leaves_nothing_behind(v):
+    alive = []
+
+    def loss():
+        hidden = v * 2
+        alive.append(weakref.ref(hidden.value))
+        raise Planted
+
+    def late():
+        yield np.sum(v * 2)
+        raise Planted
+
+    gc.disable()
+    try:
+        for faulty in (loss, late):
+            try:
+                gradients(faulty)
+            except Planted:
+                pass
+            else:
+                raise AssertionError("nothing was raised")
+            assert current_reader() is None
+            assert isinstance(v * 2, np.ndarray)
+        assert [each() for each in alive] == [None]
+    finally:
+        gc.enable()
+    assert gradients(lambda: np.sum(v * v))[0].tolist() == [2.0, 4.0, 6.0]
