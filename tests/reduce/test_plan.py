@@ -183,7 +183,7 @@ def test_reduction_groups_are_planned_too():
 
 
 @pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
-def test_planning_does_nothing_and_equal_plans_are_one(algorithm):
+def test_planning_does_nothing_and_equal_calls_have_equal_plans(algorithm):
     with MeshCase((0, 1, 1)).open() as mesh:
         ops = ops_of(algorithm, mesh)
         first, second = (dense(mesh, (3, 2), "float32") for _ in range(2))
@@ -191,15 +191,14 @@ def test_planning_does_nothing_and_equal_plans_are_one(algorithm):
         grown = meshes.num_grown(mesh)
         with mesh.journal() as journal:
             plan = ops.plan(MEAN, [(first, first)])
-            assert ops.plan(MEAN, [(second, mesh)]) is plan
-            assert ops_of(algorithm, None).plan(MEAN, [(second, mesh)]) is plan
+            assert ops.plan(MEAN, [(second, mesh)]) == plan
+            assert ops_of(algorithm, None).plan(MEAN, [(second, mesh)]) == plan
             for other in (
-                ops.plan(SUM, [(first, first)]),
                 ops.plan(MEAN, [(first, first), (second, second)]),
                 ops_of(algorithm, mesh, num_packs=2).plan(MEAN, [(first, first)]),
                 ops.plan(MEAN, [(first, "sim:1")]),
             ):
-                assert other is not plan
+                assert other != plan
         assert journal.records == []
         assert meshes.num_grown(mesh) == grown
         assert all(np.array_equal(*pair) for pair in zip(

@@ -120,7 +120,7 @@ def arrays_of(value):
 
 def test_gpus_and_links_work_side_by_side(bandwidths):
     """Dry runs of GPUs: the slowest of them is the floor, and of a collective a ring's links."""
-    mesh = DryRunMesh(((0, 0, 1, 2), "cuda", True, None)).mesh
+    mesh = DryRunMesh((0, 0, 1, 2), "cuda", True).mesh
     told = hierarchical(mesh, 1, "nccl").profile(SUM, pairs_of(mesh, 600))
     added = stages_of(told)["all-reduce"]
     sent = 2 * 2 * 2400 // 3
@@ -133,7 +133,7 @@ def test_gpus_and_links_work_side_by_side(bandwidths):
 
 
 def test_copies_cross_links(bandwidths):
-    mesh = DryRunMesh(((0, 1), "cuda", False, None)).mesh
+    mesh = DryRunMesh((0, 1), "cuda", False).mesh
     copied = stages_of(hierarchical(mesh, 0).profile(SUM, pairs_of(mesh, 6)))["copies"]
     assert copied.planned == copied.done == Counts(copies=2, bytes=48)
     assert copied.traffic.links == {(1, 0): 24, (0, 1): 24}
@@ -185,7 +185,7 @@ def test_rates_are_measured_once_for_a_mesh(monkeypatch):
 
 def test_each_link_of_gpus_is_measured(monkeypatch):
     monkeypatch.setattr("gradreduce.reduce.profile.GPU_BYTES", 64)
-    mesh = DryRunMesh(((0, 1, 1), "cuda", True, None)).mesh
+    mesh = DryRunMesh((0, 1, 1), "cuda", True).mesh
     found = copy_bandwidth(mesh)
     with mesh.journal() as journal:
         assert found.link(mesh.devices[1], mesh.devices[0]) > 0

@@ -7,10 +7,10 @@ Other processes are not asked either: they count as sending what this one sends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import cache
 from itertools import count, cycle
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -39,71 +39,57 @@ from gradreduce.errors import DeviceMismatchError
 
 _ADDRESS_BITS = 44  # bits: blocks of up to 16 TiB lie this far apart
 
-# Logical devices' physical ones, backend, peer access, and in one of several processes its rank and
-# the number of devices of each: all that a flow asks of a mesh.
-MeshSignature = tuple[
-    tuple[int, ...], str, bool | frozenset[tuple[int, int]], tuple[int, tuple[int, ...]] | None
-]
-# Of a Buffer: device, block, whether peers can access that, its bytes, the offset in it, how far
-# its address is behind a 16-byte boundary, shape, dtype.
-Signature = tuple[int, int, bool, int, int, int, tuple[int, ...], np.dtype]
-
-
-def mesh_signature(mesh: Mesh) -> MeshSignature:
-    """Returns what a plan depends on in a mesh."""
-    whole = mesh.devices[0].mesh
-    access = whole.mesh_state.peer_access
-    peers = access if isinstance(access, bool) else frozenset(access)
-    group = whole.mesh_state.process_group
-    processes = None if group is None else (group.rank, group.counts)
-    return tuple(device.physical for device in whole.devices), whole.backend, peers, processes
-
-
-def signature_of(buffer: Buffer, blocks: dict[int, int]) -> Signature:
-    """Returns what a plan depends on in a Buffer.
-
-    Args:
-        buffer: any.
-        blocks: the numbers that blocks were given so far; a new block gets the next.
-    """
-    block = buffer.block
-    number = blocks.setdefault(id(block), len(blocks))
-    start = block.address % ALIGNMENT
-    return (
-        buffer.device.index, number, block.peer_mapped, block.nbytes, buffer.offset, start,
-        buffer.shape, buffer.dtype,
-    )  # fmt: skip
-
 
 class DryRunMesh:
-    """A mesh of dry-run devices like another mesh, and Buffers like its Buffers.
+    """A mesh of dry-run devices, and Buffers like those of another mesh.
+
+    Args:
+        placement: the physical device of each logical one.
+        backend: its name.
+        peer_access: between which physical devices.
+        processes: of several processes the rank of this one, and the number of devices of each.
 
     Attributes:
         mesh: as many devices, on the same physical ones, with the same peer access.
     """
 
-    def __init__(self, signature: MeshSignature) -> None:
-        placement, backend, peers, processes = signature
-        mesh_state = MeshState(backend, peer_access=peers)
+    def __init__(
+        self,
+        placement: Sequence[int],
+        backend: str,
+        peer_access: bool | Set[tuple[int, int]],
+        processes: tuple[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        mesh_state = MeshState(backend, peer_access=peer_access)
         if processes is not None:
             mesh_state.process_group = DryRunGroup(*processes)
         starts = count(1)
-        made = [
+        self._devices = [
             DryRunDevice(mesh_state, index, physical, starts)
             for index, physical in enumerate(placement)
         ]
         collective = cache(lambda: DryRunCollective(mesh_state))
-        self.mesh = Mesh(made, mesh_state, collective, lambda: None)
+        self.mesh = Mesh(self._devices, mesh_state, collective, lambda: None)
         self._blocks: dict[int, Block] = {}
 
-    def buffer(self, signature: Signature) -> Buffer:
-        """Makes a Buffer with this signature; shares a block where the originals did."""
-        index, number, peer_mapped, nbytes, offset, start, shape, dtype = signature
-        if number not in self._blocks:
-            device = self.mesh.devices[index]
-            assert isinstance(device, DryRunDevice)
-            self._blocks[number] = device.block(nbytes, start=start, peer_mapped=peer_mapped)
-        return Buffer(self._blocks[number], offset, shape, dtype)
+    @classmethod
+    def like(cls, mesh: Mesh) -> Self:
+        """Makes one that a flow cannot distinguish from the whole of ``mesh``."""
+        whole = mesh.devices[0].mesh
+        group = whole.mesh_state.process_group
+        processes = None if group is None else (group.rank, group.counts)
+        physical = [device.physical for device in whole.devices]
+        return cls(physical, whole.backend, whole.mesh_state.peer_access, processes)
+
+    def buffer(self, original: Buffer) -> Buffer:
+        """Makes a Buffer like one that stays alive; shares a block where the originals do."""
+        block = original.block
+        made = self._blocks.get(id(block))
+        if made is None:
+            made = self._blocks[id(block)] = self._devices[original.device.index].block(
+                block.nbytes, start=block.address % ALIGNMENT, peer_mapped=block.peer_mapped
+            )
+        return Buffer(made, original.offset, original.shape, original.dtype)
 
 
 class _DryRunEvent:

@@ -375,7 +375,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """Returns what ``batch_reduce`` of the same arguments would do: print it.
 
         Nothing is launched, copied or compiled. Equal shapes, dtypes, settings and meshes give
-        the same plan, which is remembered; so does the same place of tensors in a flat buffer.
+        equal plans; so does the same place of tensors in a flat buffer.
 
         Args:
             reduce_op: see ``batch_reduce``.

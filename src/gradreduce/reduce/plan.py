@@ -6,20 +6,12 @@ depends on shapes, dtypes, settings and mesh, and on which tensors already lie i
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 
-from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
+from gradreduce.arrays.distributed import PerReplica, ReduceOp
 from gradreduce.arrays.indexed_slices import IndexedSlices
-from gradreduce.backends.dry_run import (
-    DryRunMesh,
-    MeshSignature,
-    Signature,
-    mesh_signature,
-    signature_of,
-)
+from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.device import Buffer, CommandList, DType, Journal, Mesh, PackInfo, Record
 from gradreduce.device.command_list import Operation
 
@@ -33,10 +25,6 @@ from .pipeline import (
     reduce_requests,
     with_all_reduced,
 )
-
-# The indices (int64, in bytes; only their number where no plan depends on more) and the dense shape
-# of IndexedSlices; None of a dense array.
-_Rows = tuple[bytes | int, tuple[int, ...] | None] | None
 
 
 @dataclass(frozen=True)
@@ -138,20 +126,6 @@ class DryRun:
         return [record for operation in self.operations for record in operation.records]
 
 
-@dataclass(frozen=True)
-class RequestSignature:
-    """Everything in a request that a plan depends on: its shapes, memory and devices.
-
-    Attributes:
-        parts: for each replica its Buffer's signature (for IndexedSlices, that of the rows) and,
-            for IndexedSlices, the indices and the dense shape.
-        devices: logical indices of the result's.
-    """
-
-    parts: tuple[tuple[Signature, _Rows], ...]
-    devices: tuple[int, ...]
-
-
 def dry_run_of(
     settings: Settings,
     reduce_op: ReduceOp,
@@ -159,7 +133,7 @@ def dry_run_of(
     *,
     coalesce: bool,
 ) -> DryRun:
-    """Runs a reduction of these requests on dry-run devices; of equal ones only the first.
+    """Runs a reduction of these requests on dry-run devices.
 
     Args:
         settings: how.
@@ -170,12 +144,28 @@ def dry_run_of(
     Raises:
         ValueError: there is none, or they are of several meshes.
     """
-    mesh = mesh_signature(_mesh_of(requests))
-    blocks: dict[int, int] = {}  # the memory that requests share
-    signatures = tuple([_signature_of(request, blocks, coalesce) for request in requests])
-    found = _dry_run(settings, reduce_op, mesh, signatures, coalesce)
-    names = names_of(requests, range(len(requests)))
-    return replace(found, plan=replace(found.plan, names=names)) if names else found
+    dry_run_mesh = DryRunMesh.like(_mesh_of(requests))
+    mesh, names = dry_run_mesh.mesh, names_of(requests, range(len(requests)))
+    requests = [_dry_run_request(dry_run_mesh, request) for request in requests]
+    commands = CommandList()
+    with mesh.mesh_state.recording_commands(commands):
+        reduce_requests(settings, reduce_op, requests, coalesce=coalesce)
+    operations = tuple([each for each in commands.operations if each.records])
+    log = Journal([record for each in operations for record in each.records])
+    requests = with_all_reduced(requests)
+    found, others = batches_of(requests, reduce_op)
+    packs = []
+    for indices, counts in found:
+        gradients, batch = plan_requests(settings, reduce_op, requests, indices, counts)
+        packs += _packs_of(batch, gradients, indices, settings.all_reduce_alg, log)
+    packs += [_pack_of_one(requests[index], index, log) for index in others]
+    ranks, exchanges = len(log.of("collective")), log.of("exchange")
+    plan = ReducePlan(
+        tuple(packs), log.launches, log.copies, ranks, log.bytes,
+        tuple([device.physical for device in mesh]), mesh.backend,
+        len(exchanges), sum([record.nbytes for record in exchanges]), names,
+    )  # fmt: skip
+    return DryRun(plan, operations)
 
 
 def _mesh_of(requests: Sequence[Request]) -> Mesh:
@@ -188,62 +178,15 @@ def _mesh_of(requests: Sequence[Request]) -> Mesh:
     return mesh
 
 
-@lru_cache(maxsize=16)
-def _dry_run(
-    settings: Settings,
-    reduce_op: ReduceOp,
-    mesh: MeshSignature,
-    signatures: tuple[RequestSignature, ...],
-    coalesce: bool,
-) -> DryRun:
-    dry_run_mesh = DryRunMesh(mesh)
-    requests = [_dry_run_request(dry_run_mesh, signature) for signature in signatures]
-    commands = CommandList()
-    with dry_run_mesh.mesh.mesh_state.recording_commands(commands):
-        reduce_requests(settings, reduce_op, requests, coalesce=coalesce)
-    operations = tuple([each for each in commands.operations if each.records])
-    log = Journal([record for each in operations for record in each.records])
-    requests = list(with_all_reduced(requests))
-    found, others = batches_of(requests, reduce_op)
-    packs = []
-    for indices, counts in found:
-        gradients, batch = plan_requests(settings, reduce_op, requests, indices, counts)
-        packs += _packs_of(batch, gradients, indices, settings.all_reduce_alg, log)
-    packs += [_pack_of_one(requests[index], index, log) for index in others]
-    ranks, exchanges = len(log.of("collective")), log.of("exchange")
-    plan = ReducePlan(
-        tuple(packs), log.launches, log.copies, ranks, log.bytes, mesh[0], mesh[1],
-        len(exchanges), sum([record.nbytes for record in exchanges]),
-    )  # fmt: skip
-    return DryRun(plan, operations)
-
-
-def _signature_of(request: Request, blocks: dict[int, int], coalesce: bool) -> RequestSignature:
-    parts: list[tuple[Signature, _Rows]] = []
-    for part in request.value.parts:
-        if isinstance(part, Buffer):
-            parts.append((signature_of(part, blocks), None))
-        else:
-            index_data = part.indices.tobytes() if coalesce else len(part.indices)
-            parts.append((signature_of(part.values, blocks), (index_data, part.dense_shape)))
-    return RequestSignature(tuple(parts), tuple([device.index for device in request.devices]))
-
-
-def _dry_run_request(dry_run_mesh: DryRunMesh, signature: RequestSignature) -> Request:
-    """Makes a request with this signature, on dry-run devices."""
-    parts: list[Part] = []
-    for values, rows in signature.parts:
-        buffer = dry_run_mesh.buffer(values)
-        if rows is None:
-            parts.append(buffer)
-            continue
-        index_data, dense_shape = rows
-        if isinstance(index_data, int):
-            indices = [0] * index_data
-        else:
-            indices = array("q", index_data).tolist()
-        parts.append(IndexedSlices(buffer, indices, dense_shape))
-    devices = tuple([dry_run_mesh.mesh.devices[index] for index in signature.devices])
+def _dry_run_request(dry_run_mesh: DryRunMesh, request: Request) -> Request:
+    """Makes a request like another one, on dry-run devices."""
+    parts = [
+        dry_run_mesh.buffer(part)
+        if isinstance(part, Buffer)
+        else IndexedSlices.of(dry_run_mesh.buffer(part.values), part.indices, part.dense_shape)
+        for part in request.value.parts
+    ]
+    devices = tuple([dry_run_mesh.mesh.devices[device.index] for device in request.devices])
     return Request(PerReplica.of(parts), devices)
 
 
