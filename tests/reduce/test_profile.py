@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from support import reduction_calls as scenes
 from support.exact_data import same
@@ -21,8 +19,11 @@ MEMORY, LINK = 1000.0, 10.0  # bytes per second
 @pytest.fixture
 def bandwidths(monkeypatch):
     """Rates of a slow machine, instead of this one's."""
-    told = SimpleNamespace(memory=lambda device: MEMORY, link=lambda device, source: LINK)
-    monkeypatch.setattr(explain, "copy_bandwidth", lambda mesh: told)
+
+    def told(device, source):
+        return MEMORY / 2 if device is source else LINK
+
+    monkeypatch.setattr(explain, "copy_bandwidth", told)
 
 
 def hierarchical(mesh, num_packs, algorithm="hierarchical_copy"):
@@ -172,26 +173,26 @@ def test_rates_are_measured_once_for_a_mesh(monkeypatch):
     with MeshCase((0, 1)).open() as mesh:
         first, second = mesh.devices
         with mesh.journal() as journal:
-            memory = copy_bandwidth(mesh).memory(first)
-        assert memory > 0
+            rate = copy_bandwidth(first, first)
+        assert rate > 0
         assert {(each.device, each.source, each.nbytes) for each in journal.of("copy")} == {
             (0, 0, 1 << 10)
         }
         with mesh.journal() as journal:
-            assert copy_bandwidth(mesh[1:]).memory(second) == memory  # the same host's memory
-            assert copy_bandwidth(mesh).link(first, second) == memory / 2
+            assert copy_bandwidth(second, second) == rate  # the same host's memory
+            assert copy_bandwidth(first, second) == rate
         assert journal.records == []
 
 
 def test_each_link_of_gpus_is_measured(monkeypatch):
     monkeypatch.setattr("gradreduce.reduce.profile.GPU_BYTES", 64)
     mesh = DryRunMesh((0, 1, 1), "cuda", True).mesh
-    found = copy_bandwidth(mesh)
+    first, second, third = mesh
     with mesh.journal() as journal:
-        assert found.link(mesh.devices[1], mesh.devices[0]) > 0
-        found.link(mesh.devices[2], mesh.devices[0])  # the same link
-        found.link(mesh.devices[0], mesh.devices[1])
-        found.memory(mesh.devices[1])
-        found.memory(mesh.devices[2])
+        assert copy_bandwidth(second, first) > 0
+        copy_bandwidth(third, first)  # the same link
+        copy_bandwidth(first, second)
+        copy_bandwidth(second, second)
+        copy_bandwidth(third, third)
     ways = [(each.device, each.source) for each in journal.of("copy")]
     assert list(dict.fromkeys(ways)) == [(1, 0), (0, 1), (1, 1)]

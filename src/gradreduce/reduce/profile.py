@@ -6,7 +6,6 @@ is measured on this mesh; what was done is counted by the journal.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,44 +24,24 @@ HOST_BYTES, GPU_BYTES = 64 << 20, 256 << 20
 ROUNDS = 5  # of which the fastest counts: the rates are for floors
 
 
-class CopyBandwidth:
-    """Copy bandwidth of a mesh in bytes per second, measured when first needed.
+def copy_bandwidth(device: Device, source: Device) -> float:
+    """Returns bytes per second of copies by ``device`` from a device's physical one.
 
-    Measuring may take a second, waits for the devices, and is in the journals that are open. On
-    simulated devices all memory is the host's: one rate, np.copyto's by one thread, is used for
-    all devices and links.
+    They are measured when first needed, which may take a second, waits for the devices, and is in
+    the journals that are open. On simulated devices all memory is the host's: one rate,
+    np.copyto's by one thread, is used for all.
     """
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, int], float] = {}  # physical devices: source, destination
-        self._lock = threading.RLock()
-
-    def memory(self, device: Device) -> float:
-        """Returns bytes per second, read plus written, of copies inside a physical device."""
-        return 2 * self.link(device, device)
-
-    def link(self, device: Device, source: Device) -> float:
-        """Returns bytes per second of copies by ``device`` from a physical device."""
-        is_sim = device.mesh_state.backend == "sim"
-        key = (0, 0) if is_sim else (source.physical, device.physical)
-        with self._lock:
-            if key not in self._found:
-                self._found[key] = _copied_bytes_per_second(device, device if is_sim else source)
-            return self._found[key]
-
-
-def copy_bandwidth(mesh: Mesh) -> CopyBandwidth:
-    """Returns the bandwidths of a mesh, shared by all its parts."""
-    found: CopyBandwidth = mesh.mesh_state.plans.setdefault("copy bandwidth", CopyBandwidth())
+    is_sim, plans = device.mesh_state.backend == "sim", device.mesh_state.plans
+    key = ("copy bandwidth", *((0, 0) if is_sim else (source.physical, device.physical)))
+    if key not in plans:
+        nbytes = HOST_BYTES if is_sim else GPU_BYTES
+        # Zeros, not empty: host memory that was never written is one page, and read from a cache.
+        src = (device if is_sim else source).zeros((nbytes,), "uint8")
+        dst = device.zeros((nbytes,), "uint8")
+        seconds = [_copy_seconds(device, dst, src) for _ in range(ROUNDS + 1)]
+        plans[key] = nbytes / min(seconds[1:])
+    found: float = plans[key]
     return found
-
-
-def _copied_bytes_per_second(device: Device, source: Device) -> float:
-    nbytes = HOST_BYTES if device.mesh_state.backend == "sim" else GPU_BYTES
-    # Zeros, not empty: host memory that was never written is one page, and read from a cache.
-    src, dst = source.zeros((nbytes,), "uint8"), device.zeros((nbytes,), "uint8")
-    seconds = [_copy_seconds(device, dst, src) for _ in range(ROUNDS + 1)]
-    return nbytes / min(seconds[1:])
 
 
 def _copy_seconds(device: Device, dst: Buffer, src: Buffer) -> float:
@@ -116,16 +95,6 @@ class Traffic:
     written: Counter[int] = field(default_factory=Counter)
     links: Counter[tuple[int, int]] = field(default_factory=Counter)
 
-    @classmethod
-    def sum(cls, parts: Iterable[Traffic]) -> Traffic:
-        """Adds the traffic of several parts."""
-        total = cls()
-        for part in parts:
-            total.read.update(part.read)
-            total.written.update(part.written)
-            total.links.update(part.links)
-        return total
-
     @property
     def memory(self) -> Counter[int]:
         """Bytes read and written in the memory of each physical device."""
@@ -160,6 +129,7 @@ class Profile:
     Attributes:
         plan: which tensors are reduced together.
         stages: in the order of ``STAGES``.
+        traffic: of all stages together.
         floor_seconds: of all stages together: those of different devices and links may overlap.
         seconds: from the call until all devices had finished.
         host_seconds: until the call returned.
@@ -171,6 +141,7 @@ class Profile:
 
     plan: ReducePlan
     stages: tuple[Stage, ...]
+    traffic: Traffic
     floor_seconds: float
     seconds: float
     host_seconds: float
@@ -200,7 +171,7 @@ class Profile:
 
     def _bandwidth_lines(self) -> Iterator[str]:
         """Yields a line for each device and link: its bytes and its copy bandwidth."""
-        total = Traffic.sum(stage.traffic for stage in self.stages)
+        total = self.traffic
         for physical, nbytes in sorted(total.memory.items()):
             bandwidth = self.memory_bandwidth[physical]
             yield (
@@ -238,7 +209,6 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
             first call compiles, connects or allocates is not measured.
     """
     whole = mesh.devices[0].mesh
-    bandwidth = copy_bandwidth(whole)
     reduce()
     whole.synchronize()
     with whole.journal() as journal:
@@ -249,49 +219,46 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
     ended = time.perf_counter()
     del results
     planned: dict[str, list[Record]] = {name: [] for name in STAGES}
-    traffic = {name: Traffic() for name in STAGES}
+    traffic, total = {name: Traffic() for name in STAGES}, Traffic()
     for operation in dry_run.operations:
         name = _stage_of(operation.records[0])
         planned[name] += operation.records
-        _add_traffic(traffic[name], operation, dry_run.plan.mesh)
+        for each in (traffic[name], total):
+            _add_traffic(each, operation, dry_run.plan.mesh)
     done = [record for record in journal.records if record.kind in _COUNTED]
     firsts = {device.physical: device for device in reversed(whole.devices)}
+    memory = {each: 2 * copy_bandwidth(firsts[each], firsts[each]) for each in total.memory}
+    links = {link: copy_bandwidth(firsts[link[1]], firsts[link[0]]) for link in total.links}
+
+    def floor(part: Traffic) -> float:
+        """Returns the lower bound of a time; devices and links overlap, except simulated ones."""
+        of_memory = [nbytes / memory[each] for each, nbytes in part.memory.items()]
+        if whole.backend == "sim":
+            return sum(of_memory)
+        of_links = [nbytes / links[each] for each, nbytes in part.links.items()]
+        return max([*of_memory, *of_links], default=0.0)
+
     stages = [
         Stage(
             name,
             Counts.of(planned[name]),
             Counts.of([each for each in done if _stage_of(each) == name]),
             traffic[name],
-            _floor(traffic[name], firsts, bandwidth),
+            floor(traffic[name]),
         )
         for name in STAGES
     ]
-    total = Traffic.sum(stage.traffic for stage in stages)
     return Profile(
         plan=dry_run.plan,
         stages=tuple(stages),
-        floor_seconds=_floor(total, firsts, bandwidth),
+        traffic=total,
+        floor_seconds=floor(total),
         seconds=ended - start,
         host_seconds=returned - start,
-        memory_bandwidth={each: bandwidth.memory(firsts[each]) for each in total.memory},
-        link_bandwidth={(of, to): bandwidth.link(firsts[to], firsts[of]) for of, to in total.links},
+        memory_bandwidth=memory,
+        link_bandwidth=links,
         differences=tuple(_differences(dry_run.records, journal.records)),
     )
-
-
-def _floor(traffic: Traffic, firsts: Mapping[int, Device], bandwidth: CopyBandwidth) -> float:
-    """Returns the lower bound of a time; devices and links overlap, except simulated ones."""
-    memory = [nbytes / bandwidth.memory(firsts[each]) for each, nbytes in traffic.memory.items()]
-    if next(iter(firsts.values())).mesh_state.backend == "sim":
-        return sum(memory)
-    links = [
-        nbytes / bandwidth.link(firsts[target], firsts[source])
-        for (source, target), nbytes in traffic.links.items()
-    ]
-    return max([*memory, *links], default=0.0)
-
-
-# -- stages ----------------------------------------------------------------------------------------
 
 
 def _stage_of(record: Record) -> str:
