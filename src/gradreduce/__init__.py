@@ -51,13 +51,9 @@ from gradreduce.optim import (
     clip_by_global_norm,
 )
 from gradreduce.reduce.aggregation import AggregationMethod, accumulate_n, add_n, aggregate
-from gradreduce.reduce.all_reduce_ops import (
-    AllReduceCrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    all_reduce,
-)
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
+from gradreduce.reduce.presets import HierarchicalCopyAllReduce, NcclAllReduce, all_reduce
 from gradreduce.step_scaling import DynamicLossScale
 from gradreduce.sync_step import SyncStep
 

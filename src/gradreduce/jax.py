@@ -17,10 +17,10 @@ from gradreduce.arrays.distributed import Mirrored, PerReplica, ReduceOp
 from gradreduce.backends import default_mesh
 from gradreduce.device import Mesh
 from gradreduce.errors import DeviceMismatchError, about, brief, listed
-from gradreduce.reduce.all_reduce_ops import shared_ops
 from gradreduce.reduce.arguments import check_op, checked_mesh
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.nests import key_of
+from gradreduce.reduce.presets import shared_ops
 
 __all__ = ["all_reduce"]
 

@@ -10,8 +10,9 @@ from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.device import Device, Mesh, ModuleLock, as_dtype
 from gradreduce.errors import brief, listed
-from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce, shared_ops
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+from gradreduce.reduce.presets import shared_ops
 
 from .state import AccumulatorState, Storage
 from .take_queue import cancel_waiting, discard_sums

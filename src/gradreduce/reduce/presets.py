@@ -1,0 +1,124 @@
+"""Presets of AllReduceCrossDeviceOps, and an all-reduce in one call.
+
+Sources: the presets of tf.distribute (NcclAllReduce, HierarchicalCopyAllReduce).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from gradreduce.arrays.distributed import PerReplica, ReduceOp
+from gradreduce.device import DType, FlatBuffer, Mesh
+from gradreduce.errors import brief
+
+from .all_reduce_ops import AllReduceCrossDeviceOps
+from .prepared import PreparedStep
+from .reduction_groups import Processes
+
+
+class NcclAllReduce(AllReduceCrossDeviceOps):
+    """``AllReduceCrossDeviceOps`` by NCCL, with ``num_packs`` packs (at least 0)."""
+
+    def __init__(
+        self,
+        num_packs: int = 1,
+        *,
+        mesh: Mesh | None = None,
+        wire_dtype: str | DType | None = None,
+    ) -> None:
+        super().__init__("nccl", num_packs, mesh=mesh, wire_dtype=wire_dtype)
+
+
+class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
+    """``AllReduceCrossDeviceOps`` by hierarchical copy, with ``num_packs`` packs (at least 0).
+
+    ``reduction_groups``, lists of replica numbers or ``"processes"``, replaces the default groups,
+    the first n // 2 replicas and the rest; see ``AllReduceCrossDeviceOps``.
+    """
+
+    def __init__(
+        self,
+        num_packs: int = 1,
+        *,
+        mesh: Mesh | None = None,
+        reduction_groups: Sequence[Sequence[int]] | Processes | None = None,
+        wire_dtype: str | DType | None = None,
+    ) -> None:
+        super().__init__(
+            "hierarchical_copy",
+            num_packs,
+            mesh=mesh,
+            reduction_groups=reduction_groups,
+            wire_dtype=wire_dtype,
+        )
+
+
+@cache
+def shared_ops() -> AllReduceCrossDeviceOps:
+    """Returns the shared default instance; gradients reduced by it can share packs."""
+    return AllReduceCrossDeviceOps()
+
+
+def all_reduce(  # noqa: PLR0913  # the options of a one-line call
+    grads: Sequence[Any],
+    op: ReduceOp = ReduceOp.MEAN,
+    *,
+    mesh: Mesh | None = None,
+    coalesce: bool = False,
+    output_type: str | None = None,
+    out: Sequence[Any] | None = None,
+    wire_dtype: str | DType | None = None,
+    deadline: float | None = None,
+) -> Any:
+    """Combines ``grads[device][tensor]`` over the devices of a mesh, in one call.
+
+    The same as ``AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)``.
+
+    Args:
+        grads: ``grads[device][tensor]``, lists, tuples or dicts of arrays or IndexedSlices, or of
+            more of these, or modules of PyTorch. A tensor that is None on every device stays None.
+        op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
+        mesh: whose devices. Default: ``gr.default_mesh()``.
+        coalesce: add rows of the same index of IndexedSlices.
+        output_type: kind of the results: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
+            ``"buffer"``. Default: the kind of each tensor's first array.
+        out: arrays that the results are written into, nested as ``grads``.
+        wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which floats are
+            transferred; see ``AllReduceCrossDeviceOps``.
+        deadline: seconds from now within which the devices must finish, else the mesh is marked as
+            failed.
+
+    Returns:
+        The combined arrays, nested as they came. New memory; or ``out``.
+
+    Raises:
+        ValueError, TypeError, BackendUnavailableError, CollectiveError: what
+            ``AllReduceCrossDeviceOps.all_reduce`` raises.
+    """
+    return AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire_dtype).all_reduce(
+        grads, op, coalesce=coalesce, output_type=output_type, out=out, deadline=deadline
+    )
+
+
+def _prepare_step(
+    flat: FlatBuffer, op: ReduceOp, cross_device_ops: Any, deadline: float | None
+) -> PreparedStep:
+    """Makes the step of ``FlatBuffer.prepare_all_reduce``."""
+    ops = shared_ops() if cross_device_ops is None else cross_device_ops
+    if not isinstance(ops, AllReduceCrossDeviceOps):
+        raise ValueError(
+            f"cross_device_ops={brief(ops)} cannot prepare a step: pass an AllReduceCrossDeviceOps"
+        )
+    columns = list(zip(*flat.views, strict=True))
+    names = flat.names or [""] * len(columns)
+    values = [PerReplica.of(column, name=name) for column, name in zip(columns, names, strict=True)]
+    flat.adopt()
+    step = ops.prepare(op, [(value, value) for value in values], out=columns, deadline=deadline)
+    step.flat = flat
+    flat.release(deadline=deadline)
+    return step
+
+
+FlatBuffer.prepare_step = staticmethod(_prepare_step)
