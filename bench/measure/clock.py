@@ -230,12 +230,8 @@ class GpuClock:
         return number, min(fills, self._most_fills)
 
     def _batch(self, call: Call, number: int, fills: int) -> Took:
-        """Measures one of ``number`` calls back to back.
-
-        The stream is the one that the device itself gives work to. ``device.stream()`` would mark
-        it as shown to a caller for good: no fence is left out then, and no memory is recycled.
-        """
-        stream = self._device._ready("compute")
+        """Measures one of ``number`` calls back to back."""
+        stream = self._device._stream("compute")
         with self._cuda.Device(self._device.physical), stream:
             begin, end = self._cuda.Event(), self._cuda.Event()
             for _ in range(fills):
@@ -246,7 +242,7 @@ class GpuClock:
                 call()
             host = time.perf_counter() - start
             waited = bool(begin.done)  # the copies were over before all was queued
-            end.record(self._device._ready("compute"))
+            end.record(stream)
             end.synchronize()
         self._device._submitted("compute")  # what other libraries were called for
         seconds = self._cuda.get_elapsed_time(begin, end) / 1e3

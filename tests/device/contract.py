@@ -62,8 +62,9 @@ def in_order(device: Device) -> Iterator[None]:
     if device.mesh_state.backend == "sim":
         yield
         return
-    with device.gpu, device.stream("compute"):
+    with device.gpu, device._stream("compute"):
         yield
+    device._submitted("compute")
 
 
 def adopted(device: Device, values: np.ndarray) -> Buffer:

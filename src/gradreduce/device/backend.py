@@ -195,24 +195,9 @@ class Backend(ABC):
         """Whether its queues must wait for each other; not where work is done when submitted."""
         return True
 
-    def _needs_wait(self, others: Iterable[Device]) -> list[Device]:
-        """The devices whose compute queues must wait for this one's now.
-
-        The rest wait by themselves for what it holds by then, once they are given anything.
-        """
-        return [other for other in others if other is not self]
-
-    def _unsynchronized(self, others: Iterable[Device]) -> list[Device]:
-        """The devices whose compute queues hold work that this one's does not wait for yet."""
-        return [other for other in others if other is not self]
-
-    @property
-    def _follows_lazily(self) -> bool:
-        """Whether its compute queue follows another one lazily."""
-        return False
-
-    def _catch_up(self) -> None:  # noqa: B027  # most follow nobody lazily
-        """Makes its compute queue wait now for those it follows lazily."""
+    def _others(self, devices: Iterable[Device]) -> list[Device]:
+        """The devices whose compute queue is another one than this one's."""
+        return [each for each in devices if each is not self]
 
     def _comes_behind(self, device: Device, queue: Queue) -> bool:
         """Whether later work of its compute queue runs after all that queue holds now.

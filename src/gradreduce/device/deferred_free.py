@@ -14,8 +14,6 @@ from .buffer import LEGACY, PER_THREAD, Block, FreedBlock, Queue, Stream, User, 
 if TYPE_CHECKING:
     from .device import Device
 
-# Blocks whose size nobody asks for again must not pile up.
-MAX_AWAITING_LEADER = 32
 _FreedUsers = tuple[FreedBlock, list[tuple["Device", User]]]
 
 
@@ -34,7 +32,6 @@ class DeferredFree:
         self.held: set[FreedBlock] = set()
         self.freed: deque[FreedBlock] = deque()
         self._deferred: deque[tuple[FreedBlock, list[Any]]] = deque()
-        self._awaiting_leader: deque[FreedBlock] = deque()
 
     def track(self, block: Block) -> Block:
         """Tracks a block, and holds its memory until it can be freed."""
@@ -52,19 +49,6 @@ class DeferredFree:
             home._recycle(freed.raw, freed.nbytes)
         self.held.discard(freed)
 
-    def take(self, nbytes: int) -> FreedBlock | None:
-        """Takes a freed block of this size that only queues behind the home queue used.
-
-        The pool could not have it: its order is that of the home queue, which knows nothing yet.
-        """
-        with suppress(IndexError):
-            for _ in range(len(self._awaiting_leader)):
-                freed = self._awaiting_leader.popleft()
-                if freed.nbytes == nbytes:
-                    return freed
-                self._awaiting_leader.append(freed)
-        return None
-
     def drain(self, home: Device) -> None:
         """Returns to the pool of ``home`` the memory that no queue uses any more.
 
@@ -73,10 +57,6 @@ class DeferredFree:
         So is what a caller's stream was shown, whose own order nobody else knows.
         """
         try:
-            if len(self._awaiting_leader) > MAX_AWAITING_LEADER:
-                home._catch_up()
-            for _ in range(len(self._awaiting_leader)):
-                self._free_or_defer(self._awaiting_leader.popleft(), home)
             for _ in range(len(self.freed)):  # one that must wait comes back
                 self._free_or_defer(self.freed.popleft(), home)
             for _ in range(len(self._deferred)):
@@ -139,10 +119,7 @@ class DeferredFree:
             if not isinstance(queue, str) or not home._comes_behind(device, cast("Queue", queue)):
                 self._defer(freed, users, home)
                 return
-        if users and home._follows_lazily:
-            self._awaiting_leader.append(freed)
-        else:
-            self.free(freed, home)
+        self.free(freed, home)
 
     def _defer(self, freed: FreedBlock, users: list[tuple[Device, User]], home: Device) -> None:
         """Defers a block until marks pass; for ever where no mark can be made."""

@@ -115,6 +115,7 @@ class Capture:
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(dict.fromkeys(devices))
         self._leader = self.devices[0]
+        self._others = self._leader._others(self.devices)
         self._mesh_state = self._leader.mesh_state
         self._check_alone()
         self._check_peers()
@@ -192,9 +193,9 @@ class Capture:
         leader, mesh_state = self._leader, self._mesh_state
         with mesh_state.launch_lock, mesh_state.pack_scope(self._record.label, self.devices):
             self._fence()
-            join_streams(leader, self.devices)
+            join_streams(leader, self._others)
             self._again()
-            fork_streams(leader, self.devices)
+            fork_streams(leader, self._others)
             for device, stream in self._streams:  # whose arrays were read
                 device.block_stream(stream)
             mesh_state.log.repeat(self._record, self.records)

@@ -7,8 +7,7 @@ theirs come behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .buffer import Buffer, Mark, Queue
@@ -33,62 +32,29 @@ def join_streams(leader: Device, others: Iterable[Device], queue: Queue = "compu
 
     Say it after the last allocation: memory comes in the order of its device's compute queue.
     """
-    distinct = others if isinstance(others, tuple) else tuple(dict.fromkeys(others))
-    if not _is_all(leader, distinct, queue):
-        _fenced(_join_streams, (leader,), distinct, queue)
+    join_streams_each((leader,), others, queue)
 
 
-def join_streams_each(leaders: Iterable[Device], others: Iterable[Device], queue: Queue) -> None:
+def join_streams_each(leaders: Sequence[Device], others: Iterable[Device], queue: Queue) -> None:
     """As ``join_streams`` for several leaders; marks each of the others once."""
-    joining = tuple(dict.fromkeys(leaders))
-    if joining:
-        _fenced(_join_streams, joining, tuple(dict.fromkeys(others)), queue)
-
-
-def fork_streams(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
-    """Makes the others' queues wait for what the leader's queue holds so far."""
-    distinct = others if isinstance(others, tuple) else tuple(dict.fromkeys(others))
-    if not _is_all(leader, distinct, queue):
-        _fenced(_fork_streams, (leader,), distinct, queue)
-
-
-def _is_all(leader: Device, others: Sequence[Device], queue: Queue) -> bool:
-    """Whether the leader is the only device, so that no wait is needed."""
-    return queue == "compute" and len(others) == 1 and leader in others
-
-
-def _fenced(
-    fence: Callable[[Sequence[Device], Sequence[Device], Queue], None],
-    leaders: Sequence[Device],
-    others: Sequence[Device],
-    queue: Queue,
-) -> None:
-    """Queues waits; a command list records them all, as a replay may skip others."""
-    if not leaders[0]._needs_order():
+    if not leaders or not leaders[0]._needs_order():
         return
-    mesh_state = leaders[0].mesh_state
-    command_list = mesh_state.thread.command_list
-    if command_list is None:
-        fence(leaders, others, queue)
-        return
-    with mesh_state.recording_commands(None):
-        fence(leaders, others, queue)
-    command_list.add(partial(fence, leaders, others, queue))
-
-
-def _join_streams(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:
+    joined = dict.fromkeys(others)
     marks: dict[Device, Mark] = {}
-    for leader in leaders:
-        for other in leader._unsynchronized(others) if queue == "compute" else others:
+    for leader in dict.fromkeys(leaders):
+        for other in leader._others(joined) if queue == "compute" else joined:
             mark = marks.get(other)
             if mark is None:
                 mark = marks[other] = other.mark()
             leader.wait(mark, queue=queue)
 
 
-def _fork_streams(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:
-    (leader,) = leaders
-    waiting = leader._needs_wait(others) if queue == "compute" else others
+def fork_streams(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
+    """Makes the others' queues wait for what the leader's queue holds so far."""
+    if not leader._needs_order():
+        return
+    forked = dict.fromkeys(others)
+    waiting = leader._others(forked) if queue == "compute" else forked
     if waiting:
         mark = leader.mark(queue)
         for other in waiting:

@@ -108,7 +108,6 @@ def gone(*args, **options):
 
 FENCES = {
     "nobody waits for the worker": (push, "join_streams", gone),
-    "an update waits for nobody": (update_plan, "join_streams", gone),
     "nobody waits for an update": (update_plan, "fork_streams", gone),
     "sums do not come to the center": (push, "copy_over", gone),
 }

@@ -40,7 +40,6 @@ def test_a_timed_call_recycles_its_results(gpus):
         took = clock.measure({"ours": call}, 64)
         assert set(took) == {"ours", "copy"}
         for device in mesh:
-            assert not any(line.exposed for line in device._stream_states.values())
             device.drain()
             assert not device._deferred_free._deferred
 

@@ -222,8 +222,7 @@ WAYS = {
 
 @pytest.mark.fake_cupy
 @pytest.mark.parametrize("way", WAYS)
-def test_who_follows_lazily_comes_behind_whatever_it_does_next(way, gpus):
-    """Two graphs with different leaders; the second device follows one, then the other."""
+def test_what_comes_next_is_behind_two_graphs_of_different_leaders(way, gpus):
     gpus(0 if way in ("copy", "upload") else 2)
     with gr.open_mesh([0, 0, 0], backend="cuda") as mesh:
         first, second, third = mesh.devices

@@ -43,7 +43,7 @@ def mesh(here):
 
 
 def stick(here: Machine, device: Device) -> None:
-    here.stuck.add(here.queues[device.stream("compute").ptr])
+    here.stuck.add(here.queues[device._stream("compute").ptr])
 
 
 def free(here: Machine) -> None:

@@ -91,7 +91,7 @@ def test_pytorchs_gradients_are_reduced_where_they_are(here, mesh, torch):
         with mesh.journal() as journal:
             flat.zero()
         assert [record.kind for record in journal.records] == ["fill", "fill"]
-        assert here.counts["record"] - before == 3  # in, and out of each device
+        assert here.counts["record"] - before == 2  # in, and out
         with torch.stream:
             for tensor, expected in zip(reduced[1], sums(2, turn), strict=True):
                 assert same(tensor.array.get(), expected)

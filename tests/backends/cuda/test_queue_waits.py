@@ -25,7 +25,7 @@ def counted(machine, call):
 
 @pytest.mark.parametrize("num_packs", [0, 1])
 def test_a_step_of_devices_on_one_gpu_is_its_launches(num_packs, gpus):
-    """Plain calls ask for memory, but get it from us but for what a launch's table needs."""
+    """Plain calls ask for memory, too."""
     machine = gpus(0)
     with gr.open_mesh([0] * 8, backend="cuda") as mesh:
         ops = gr.HierarchicalCopyAllReduce(num_packs, mesh=mesh)
@@ -40,19 +40,14 @@ def test_a_step_of_devices_on_one_gpu_is_its_launches(num_packs, gpus):
 
         launches = {"launch": 1 + num_packs}
         plain()
-        assert twice(plain) == {**launches, "malloc": 1}
+        assert twice(plain) == {**launches, "malloc": 8}
         assert twice(ops.prepare(SUM, pairs)) == launches
         assert twice(ops.capture(SUM, pairs)) == {"graph_launch": 1}
-        # Each was given something, which the leader has to wait for: no more than once.
-        for value, _ in pairs:
-            for buffer in value.buffers:
-                buffer.device.upload(np.zeros(5, np.float32), out=buffer)
         step = ops.prepare(SUM, pairs)
         step()
         for buffer in pairs[0][0].buffers:
             buffer.device.upload(np.zeros(5, np.float32), out=buffer)
-        found = counted(machine, step)
-        assert (found["record"], found["wait"]) == (7, 7)
+        assert counted(machine, step) == launches  # all of them are in one stream
 
 
 def test_results_in_gpu_memory_do_not_make_the_host_wait(gpus):
@@ -107,30 +102,26 @@ def test_a_queue_is_marked_again_when_it_was_given_something(way, gpus):
         assert device.mark().event is mark.event
         GIVING[way](device, near)
         assert device.mark().event is not mark.event
-        stream = device.stream()  # from now on nobody knows what it holds
-        assert counted(machine, device.mark) == {"record": 1}
-        assert counted(machine, device.mark) == {"record": 1}
-        assert stream is device.stream()
 
 
 @pytest.mark.parametrize("way", GIVING)
-def test_a_leader_waits_again_for_a_follower_that_was_given_something(way, gpus):
+def test_a_leader_waits_again_for_a_device_that_was_given_something(way, gpus):
     machine = gpus(0)
     with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
-        leader, follower, away = mesh.devices
-        near, sharing = operands_of(follower, leader, away), [leader, follower]
+        device, other, leader = mesh.devices
+        near, sharing = operands_of(device, other, leader), [leader, device]
         for _ in range(2):
             join_streams(leader, sharing)
-            fork_streams(leader, sharing)
         assert counted(machine, lambda: join_streams(leader, sharing)) == {}
-        GIVING[way](follower, near)
+        GIVING[way](device, near)
         assert "wait" in counted(machine, lambda: join_streams(leader, sharing))
 
 
+@pytest.mark.parametrize("placement", [[0, 0, 0], [0, 1, 2]])
 @pytest.mark.parametrize("seed", range(3))
-def test_who_was_scattered_to_comes_behind_every_leader(seed, gpus):
-    machine = gpus(seed)
-    with gr.open_mesh([0, 0, 0], backend="cuda") as mesh:
+def test_who_was_scattered_to_comes_behind_every_leader(seed, placement, gpus):
+    gpus(seed)
+    with gr.open_mesh(placement, backend="cuda") as mesh:
         first, second, third = mesh.devices
         ones = [device.upload(np.ones(400, np.float32)) for device in (first, second)]
         outs = [third.zeros((400,), "float32") for _ in ones]
@@ -147,30 +138,18 @@ def test_who_was_scattered_to_comes_behind_every_leader(seed, gpus):
         near = first.empty((400,), "float32")
         ops.add_n([near], [[out]], device=first)
         assert (near.numpy() == 5).all()
-        third.stream()  # was shown: it follows nobody any more
-        assert counted(machine, lambda: fork_streams(first, [third]))["wait"] == 1
 
 
-def test_freed_blocks_that_only_a_leader_knows_do_not_pile_up(gpus):
+def test_a_freed_block_that_another_device_of_the_gpu_used_is_free_at_once(gpus):
     gpus(0)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         leader, other = mesh.devices
         term = leader.upload(np.ones(400, np.float32))
-        for size in range(1, 300):
-            made = other.empty((size,), "float32")
-            join_streams(leader, mesh)
-            ops.add_n([made], [[term.view(0, (size,))]], device=leader)
-            fork_streams(leader, mesh)
-            del made
-        assert len(other._deferred_free._awaiting_leader) <= 34
-        for _ in range(3):  # the same size: the same memory
+        found = set()
+        for _ in range(3):
             made = other.empty((7,), "float32")
-            found = made.address
-            join_streams(leader, mesh)
+            found.add(made.address)
             ops.add_n([made], [[term.view(0, (7,))]], device=leader)
-            fork_streams(leader, mesh)
             del made
-            assert other.empty((7,), "float32").address == found
-        mesh.synchronize()
-        mesh.trim()
-        assert not other._deferred_free._awaiting_leader
+        assert len(found) == 1
+        assert not other._deferred_free._deferred

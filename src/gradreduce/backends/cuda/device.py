@@ -1,9 +1,10 @@
 """The CUDA device, through CuPy: two streams, a memory pool, copies and launches.
 
-The two non-blocking streams are made once. Memory comes from a CuPy pool of this device's own,
-always allocated on the compute stream, so that a freed block can be used again at once. A block
-that another queue has used is freed later by ``Device.drain``, when that queue has passed: CuPy's
-pool knows one stream for each block and has no ``record_stream``.
+The two non-blocking streams are made once; all devices of a mesh on one GPU share them. Memory
+comes from a CuPy pool of this device's own, always allocated on the compute stream, so that a freed
+block can be used again at once. A block that another queue has used is freed later by
+``Device.drain``, when that queue has passed: CuPy's pool knows one stream for each block and has no
+``record_stream``.
 """
 
 from __future__ import annotations
@@ -77,20 +78,31 @@ def _scalar_arguments(
 class CudaDevice(Device):
     """A logical device on the GPU ``physical``; several may share one GPU.
 
+    Args:
+        mesh_state: of its mesh.
+        index: see ``Device``.
+        physical: see ``Device``.
+        stream_states: of each GPU of the mesh that has a device; this one adds its GPU's.
+
     Attributes:
         gpu: makes its GPU the current one.
     """
 
     defers = True
 
-    def __init__(self, mesh_state: MeshState, index: int, physical: int) -> None:
+    def __init__(
+        self,
+        mesh_state: MeshState,
+        index: int,
+        physical: int,
+        stream_states: dict[int, dict[Queue, StreamState]],
+    ) -> None:
         super().__init__(mesh_state, index, physical)
         self.gpu = Gpu(self)
-        self._stream_states = {
-            queue: StreamState(self.gpu, mesh_state.order_lock) for queue in QUEUES
-        }
+        if physical not in stream_states:
+            stream_states[physical] = {queue: StreamState(self.gpu) for queue in QUEUES}
+        self._stream_states = stream_states[physical]
         self._streams = {queue: state.stream for queue, state in self._stream_states.items()}
-        self._compute = self._stream_states["compute"]
         # Pinned memory and the event behind the copy that reads it; pinned memory that is dropped
         # is handed out again at once.
         self._staging: deque[tuple[Any, Any]] = deque()
@@ -121,9 +133,7 @@ class CudaDevice(Device):
         _kept = _STREAMS.pop(id(self), None)  # until this returns
         with suppress(BackendUnavailableError):  # closed, failed, or from before a fork
             self.mesh_state.check_open()
-            if self.mesh_state.reason is None and (
-                self._follows_lazily or self._staging or self._deferred_free.held
-            ):
+            if self.mesh_state.reason is None and (self._staging or self._deferred_free.held):
                 self.mesh_state.check_usable(self)
                 self._synchronize(WaitPolicy(self))
             elif self.mesh_state.reason is not None and self._is_idle():
@@ -137,33 +147,21 @@ class CudaDevice(Device):
 
     # -- queues ---------------------------------------------------------------------------------
 
-    def stream(self, queue: Queue = "compute") -> Any:
-        """Returns the CuPy stream of a queue, for work that this device does not see.
-
-        Take it before each piece of such work, which is behind what came before. From the first
-        time on every fence of the queue is given to CUDA, also one that would change nothing.
-        """
-        return (
-            self._stream_states[queue].expose()
-            if self.mesh_state.capture is None
-            else self._ready(queue)
-        )
-
-    def _ready(self, queue: Queue) -> Any:
+    def _stream(self, queue: Queue) -> Any:
         """Returns the stream to submit to; inside a capture, the stream that records it."""
-        capture = self.mesh_state.capture
+        capture = self.mesh_state.current.capture
         if capture is None:
-            return self._stream_states[queue].ready()
-        return cast("GraphRecording", capture.backend).stream(self.index, queue)
+            return self._streams[queue]
+        return cast("GraphRecording", capture.backend).streams[self.physical, queue]
 
     def _submitted(self, queue: Queue) -> None:
-        """Notes that work was submitted to a queue, after ``_ready``."""
+        """Notes that work was submitted to a queue."""
         self._stream_states[queue].submitted()
 
     def _on_stream(self, queue: Queue, call: Callable[[int], None]) -> None:
         with self.gpu:
             try:
-                call(self._ready(queue).ptr)
+                call(self._stream(queue).ptr)
             finally:  # a part of it may have been submitted
                 self._submitted(queue)
 
@@ -181,7 +179,7 @@ class CudaDevice(Device):
         if state is None:  # a caller's stream
             return self.gpu.event(queue)
         return (
-            state.mark() if self.mesh_state.capture is None else self.gpu.event(self._ready(queue))
+            state.mark() if self.mesh_state.capture is None else self.gpu.event(self._stream(queue))
         )
 
     def _wait(self, mark: Mark, queue: User) -> None:
@@ -190,62 +188,21 @@ class CudaDevice(Device):
             other = cast("CudaDevice", mark.device)
             state.wait(other._stream_states.get(mark.queue), mark.event)
             return
-        stream = queue if state is None else self._ready(queue)  # a caller's, or one that records
+        stream = queue if state is None else self._stream(queue)  # a caller's, or one that records
         with self.gpu:
             runtime.streamWaitEvent(handle_of(stream), mark.event.ptr)
 
     def _recording(self, devices: Sequence[Device]) -> GraphRecording:
-        indices = [(each.index, each.gpu) for each in devices if isinstance(each, CudaDevice)]
-        return GraphRecording(indices, self._compute)
+        gpus = {each.physical: cast("CudaDevice", each).gpu for each in devices}
+        return GraphRecording(gpus, self._stream_states["compute"])
 
-    def _needs_wait(self, others: Iterable[Device]) -> list[Device]:
-        if self.mesh_state.capture is not None:
-            return super()._needs_wait(others)
-        own, physical = self._compute, self.physical
-        waiting: list[Device] = []
-        with self.mesh_state.order_lock:  # nobody is on the way behind an end that was earlier
-            if own.is_followed_by(others):
-                return waiting
-            for other in cast("Iterable[CudaDevice]", others):
-                behind = other._compute
-                if behind.leader is own or behind is own:
-                    continue
-                if other.physical != physical or not behind.follow_lazily(own):
-                    waiting.append(other)
-        return waiting
-
-    def _unsynchronized(self, others: Iterable[Device]) -> list[Device]:
-        if self.mesh_state.capture is not None:
-            return super()._unsynchronized(others)
-        own = self._compute
-        if own.is_followed_by(others):
-            return []
-        changed = own.changed  # before the followers are looked at
-        found: list[Device] = []
-        for other in cast("Iterable[CudaDevice]", others):
-            behind = other._compute
-            if behind is not own and not behind.follows_lazily(own):
-                found.append(other)
-        if not found:
-            own.all_follow(others, changed)
-        return found
+    def _others(self, devices: Iterable[Device]) -> list[Device]:
+        return [each for each in devices if each.physical != self.physical]
 
     def _comes_behind(self, device: Device, queue: Queue) -> bool:
         same_gpu = device.physical == self.physical  # and fails with it
-        other = cast("CudaDevice", device)
-        return same_gpu and self._compute.comes_behind(other._stream_states[queue])
-
-    def _all_streams(self) -> list[Any]:
-        """Its own streams, and those it follows lazily: they may use its memory."""
-        leader = self._compute.leader
-        return [*self._streams.values(), *([] if leader is None else [leader.stream])]
-
-    @property
-    def _follows_lazily(self) -> bool:
-        return self._compute.leader is not None
-
-    def _catch_up(self) -> None:
-        self._compute.ready()
+        states = self._stream_states
+        return same_gpu and states["compute"].comes_behind(states[queue])
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -297,21 +254,12 @@ class CudaDevice(Device):
 
     def _allocate(self, nbytes: int) -> Block:
         self.drain()
-        freed = self._deferred_free.take(nbytes)
-        if freed is not None:  # whoever used it is who its next user comes behind
-            block = self._block(freed.raw, nbytes)
-            block.remains.touched |= freed.touched
-            self._deferred_free.held.discard(freed)
-            return block
         try:
             with self.gpu, self._streams["compute"]:
                 pointer = self._pool.malloc(max(1, nbytes))
         except MemoryError as error:
             raise MemoryError(self._shortage(nbytes)) from error
         self._submitted("compute")  # memory in its order: whoever works for us must come behind it
-        return self._block(pointer, nbytes)
-
-    def _block(self, pointer: Any, nbytes: int) -> Block:
         block = Block(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
         return self._deferred_free.track(block)
 
@@ -332,7 +280,6 @@ class CudaDevice(Device):
         """Frees memory that queued work still uses, too: cudaFree waits for the GPU."""
         if id(self._pool) in _RETAINED:
             return
-        self._catch_up()
         self.drain()
         with self.gpu:
             self._deferred_free.join(self, self._streams["compute"].wait_event)
@@ -341,14 +288,14 @@ class CudaDevice(Device):
 
     def _fill_zero(self, buffer: Buffer) -> None:
         with self.gpu:
-            runtime.memsetAsync(buffer.address, 0, buffer.nbytes, self._ready("compute").ptr)
+            runtime.memsetAsync(buffer.address, 0, buffer.nbytes, self._stream("compute").ptr)
         self._submitted("compute")
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
         """Uploads through pinned memory, which is kept until the copy has finished."""
         if not dst.nbytes:
             return
-        stream = self._ready(queue)
+        stream = self._stream(queue)
         with self.gpu:
             pinned = cupy.cuda.alloc_pinned_memory(dst.nbytes)
             staged = np.frombuffer(pinned, np.uint8, dst.nbytes)
@@ -368,7 +315,7 @@ class CudaDevice(Device):
 
     def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
         nbytes, polls = buffer.nbytes, wait_policy.polls
-        stream = self._ready("compute")
+        stream = self._stream("compute")
         with self.gpu:
             if polls:  # a copy to pageable memory waits in the driver
                 pinned = cupy.cuda.alloc_pinned_memory(max(1, nbytes))
@@ -390,7 +337,7 @@ class CudaDevice(Device):
         return host.copy() if polls else host
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
-        stream = self._ready(queue).ptr
+        stream = self._stream(queue).ptr
         with self.gpu:
             if dst.device.physical == src.device.physical:
                 kind = runtime.memcpyDeviceToDevice
@@ -440,13 +387,12 @@ class CudaDevice(Device):
             cache_key = repr(scalars) if 0 in scalars else ""
             arguments = (table.argument, *_scalar_arguments(kernel, tuple(scalars), cache_key))
         block = geometry.block(total, table.num_chunks, itemsize)
-        grid, threads, state = (table.num_chunks,), (block,), self._stream_states[queue]
+        grid, threads = (table.num_chunks,), (block,)
 
         def command(_held: object = table.held) -> None:
             with self.gpu:
-                stream = state.ready() if self.mesh_state.capture is None else self._ready(queue)
-                function(grid, threads, arguments, stream=stream)
-            state.submitted()
+                function(grid, threads, arguments, stream=self._stream(queue))
+            self._submitted(queue)
 
         return command
 
@@ -465,7 +411,6 @@ class CudaDevice(Device):
         return status == 0
 
     def _synchronize(self, wait_policy: WaitPolicy, queues: Sequence[Queue] = QUEUES) -> bool:
-        self._catch_up()
         if not self._host_waits(wait_policy, [self._streams[queue] for queue in queues]):
             return False
         self._drop_staging()
@@ -484,7 +429,7 @@ class CudaDevice(Device):
 
     def _is_idle(self) -> bool:
         with self.gpu:
-            found = [runtime.streamQuery(stream.ptr) for stream in self._all_streams()]
+            found = [runtime.streamQuery(stream.ptr) for stream in self._streams.values()]
         return all([self._is_over(status) for status in found])
 
     def _abandon(self, seconds: float) -> bool:

@@ -6,7 +6,7 @@ into the graph, and lets nothing wait for it meanwhile. The devices' own streams
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -27,23 +27,22 @@ class GraphRecording(Recording):
     """Records the queues of devices on one or more GPUs into one graph.
 
     Args:
-        devices: a number for each device, and what makes its GPU current, the first one first.
+        gpus: of each number of a GPU what makes it current, the first device's first.
         home: the queue that a launch is given to, of the first device.
+
+    Attributes:
+        streams: those that record, by GPU and queue.
     """
 
-    def __init__(self, devices: Iterable[tuple[int, Gpu]], home: StreamState) -> None:
+    def __init__(self, gpus: Mapping[int, Gpu], home: StreamState) -> None:
         self._home = home
-        self._streams: dict[tuple[int, Queue], tuple[Gpu, Any]] = {}
-        for index, gpu in devices:
+        self.streams: dict[tuple[int, Queue], Any] = {}
+        for number, gpu in gpus.items():
             with gpu:
                 for queue in QUEUES:
-                    stream = cupy.cuda.Stream(non_blocking=True)
-                    self._streams[index, queue] = (gpu, stream)
-        (self._gpu, self._origin), *self._others = self._streams.values()
-
-    def stream(self, index: int, queue: Queue) -> Any:
-        """Returns the stream that records the queue of a device."""
-        return self._streams[index, queue][1]
+                    self.streams[number, queue] = cupy.cuda.Stream(non_blocking=True)
+        found = [(gpus[number], stream) for (number, _), stream in self.streams.items()]
+        (self._gpu, self._origin), *self._others = found
 
     def begin(self) -> None:
         """See ``Recording.begin``.
@@ -70,11 +69,11 @@ class GraphRecording(Recording):
                     self._origin.wait_event(ended)
             with self._gpu:
                 graph = self._origin.end_capture()
-                graph.upload(self._home.ready())
+                graph.upload(self._home.stream)
             self._home.submitted()
         except runtime.CUDARuntimeError as error:
             raise CaptureError(f"CUDA cannot make a graph of the captured work: {error}") from error
-        self._streams.clear()  # a graph needs none of them
+        self.streams.clear()  # a graph needs none of them
         self._others.clear()
         return partial(self._launch, graph)
 
@@ -85,5 +84,5 @@ class GraphRecording(Recording):
 
     def _launch(self, graph: Any) -> None:
         with self._gpu:
-            graph.launch(self._home.ready())
+            graph.launch(self._home.stream)
         self._home.submitted()

@@ -318,7 +318,7 @@ class NcclCollective(Collective):
         ):
             device = cast("CudaDevice", buffer.device)
             with device.gpu:
-                stream = device._ready(call.queue).ptr
+                stream = device._stream(call.queue).ptr
                 self._run(call.name, getattr(communicator, _METHODS[call.name]), *arguments, stream)
 
     def _run(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,14 +1,13 @@
 """GPUs, peer access and fatal errors; and the stream of each queue with its waits.
 
-To record an event and to wait for it cost the host a microsecond each, and devices that share a GPU
-have many of both. So the end of a queue is recorded once, nobody waits for the same event twice,
-and a device that another one on its GPU works for waits only when it is used again.
+Devices that share a GPU share its streams, so they never wait for each other. To record an event
+and to wait for it cost the host a microsecond each, so the end of a queue is recorded once, and
+nobody waits for the same event twice.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -171,126 +170,53 @@ class Gpu:
 
 
 class StreamState:
-    """The stream of one queue, and what it has to wait for.
+    """The stream of one queue of all devices on a GPU, and what it waits for already.
 
-    Whoever gives it something takes ``ready()`` for it, and says ``submitted()`` afterwards:
-    another thread that asks for its end in between must not later take this for its end.
+    Whoever gives it something says ``submitted()`` afterwards: another thread that asks for its
+    end in between must not later take this for its end.
 
     Args:
         gpu: makes its GPU the current one.
-        lock: of the whole mesh, re-entrant: held while somebody comes behind a leader.
 
     Attributes:
         stream: CuPy's.
-        leader: the queue on the same GPU behind which comes whatever this one is given from now
-            on; None where it waits already.
-        exposed: whether the stream was handed out. What it holds is not known here from then on:
-            nothing is left out.
-        changed: another object after each use of a queue that followed this one lazily.
     """
 
-    def __init__(self, gpu: Gpu, lock: threading.RLock) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         with gpu:
             self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.leader: StreamState | None = None
-        self.exposed = False
-        self._lock = lock
         self._end = object()  # another one after whatever was given
         self._marked: tuple[object, Any] = (None, None)  # an end, and the event there
         # Of others the last event that it waits for.
         self._behind: dict[StreamState, Any] = {}
-        self.changed = object()
-        self._followers: tuple[object, object] = (None, None)  # devices, and `changed` by then
-
-    def ready(self) -> Any:
-        """Returns the stream, after submitting all waits that it needs."""
-        if self.leader is not None:
-            self._catch_up()
-        return self.stream
 
     def submitted(self) -> None:
         """Notes that work was submitted: earlier marks are no longer the stream's end."""
         self._end = object()
-        leader = self.leader
-        if leader is not None:  # it catches up, or memory was allocated in its order
-            leader.changed = object()
-
-    def expose(self) -> Any:
-        """As ``ready``, for a caller whose work is not seen here."""
-        self.exposed = True
-        return self.ready()
 
     def mark(self) -> Any:
         """Returns an event at the end of the stream, reused if nothing followed it."""
-        stream = self.ready()
         end = self._end  # read first: work that another thread submits meanwhile changes it
         last, event = self._marked
-        if last is not end or self.exposed:
-            event = self._gpu.event(stream)
+        if last is not end:
+            event = self._gpu.event(self.stream)
             self._marked = (end, event)
         return event
 
     def wait(self, other: StreamState | None, event: Any) -> None:
         """Makes later work wait for an event of another queue; None: of a caller's stream."""
-        if other is not None and self._behind.get(other) is event:
+        if other is self or (other is not None and self._behind.get(other) is event):
             return
-        stream = self.ready()
         with self._gpu:
-            stream.wait_event(event)
+            self.stream.wait_event(event)
         if other is None:
             self._gpu.events.append(event)
         else:
             self._behind[other] = event
         self.submitted()
 
-    def follow_lazily(self, leader: StreamState) -> bool:
-        """Waits for the leader's work only when next used; False: wait now.
-
-        Which may be more than the leader's holds now: on one GPU that costs little, and as a rule
-        nothing is submitted to the follower. False: it must wait at once.
-        """
-        if self.exposed:
-            return False
-        with self._lock:  # nobody is on the way behind an end of the leader's that was earlier
-            if self.leader is not leader:
-                leader.ready()  # no chains of lazy followers
-                self.ready()
-                self.leader = leader
-        return True
-
-    def follows_lazily(self, leader: StreamState) -> bool:
-        """Whether it follows lazily, and its leader waits for all its work."""
-        return self.leader is leader and self._is_over_for(leader)
-
-    def all_follow(self, devices: object, changed: object) -> None:
-        """Notes that all ``devices`` followed it lazily while ``changed`` was the last change."""
-        self._followers = (devices, changed)
-
-    def is_followed_by(self, devices: object) -> bool:
-        """Whether all these devices are known to follow it lazily, which ``all_follow`` noted."""
-        followers, changed = self._followers
-        return changed is self.changed and followers == devices
-
     def comes_behind(self, other: StreamState) -> bool:
         """Whether its later work runs after all that the other queue holds now."""
-        with self._lock:
-            return not other.exposed and (self.leader is other or other._is_over_for(self))
-
-    def _is_over_for(self, other: StreamState) -> bool:
-        end, event = self._marked
-        return end is self._end and not self.exposed and other._behind.get(self) is event
-
-    def _catch_up(self) -> None:
-        with self._lock:  # who finds no leader any more finds the wait in the queue
-            leader = self.leader
-            if leader is None:
-                return
-            event = leader.mark()
-            if self._behind.get(leader) is not event:
-                with self._gpu:
-                    self.stream.wait_event(event)
-                self._behind[leader] = event
-                self.submitted()
-            self.leader = None
-            leader.changed = object()
+        end, event = other._marked
+        return other is self or (end is other._end and self._behind.get(other) is event)
