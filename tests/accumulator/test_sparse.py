@@ -312,7 +312,9 @@ def test_a_dtype_that_is_not_accumulated(device, dtype):
 def test_a_shared_name_is_of_one_kind(device, sparse):
     first = sparse("float32", (4, 2), shared_name="of rows")
     assert sparse("float32", (4, 2), shared_name="of rows").accumulator_ref is first.accumulator_ref
-    with pytest.raises(ValueError, match="has sparse True, not False"):
+    with pytest.raises(
+        ValueError, match="has format gradreduce sparse accumulator 1, not gradreduce dense"
+    ):
         gr.ConditionalAccumulator("float32", (4, 2), shared_name="of rows", device=device)
     assert sparse().name == "sparse_conditional_accumulator"
     assert isinstance(first, gr.ConditionalAccumulatorBase)

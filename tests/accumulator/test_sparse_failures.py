@@ -160,7 +160,7 @@ CASES = [
     Case(first, f"allocate {PLAN}launch"),
     Case(later, f"{PLAN}launch"),
     Case(grows, f"allocate launch {PLAN}launch"),
-    Case(casts, f"prepare {PLAN}launch"),
+    Case(casts, f"prepare prepare {PLAN}launch"),
     Case(several_first, f"allocate {PLAN}allocate launch launch"),
     Case(several_first, f"allocate {PLAN}{FAR}allocate launch launch", peers=False),
     Case(several_later, f"{PLAN}launch LAUNCH"),

@@ -169,7 +169,7 @@ def test_launches(sparse, mesh):
 
 
 def test_accumulators_taken_together_travel_together(sparse, mesh):
-    """As many copies for five as for one, and as few launches, but what packs the copies."""
+    """Rows of five are merged as those of one, packed where they are copied to the first device."""
     costs = []
     for num_accumulators in (1, 5):
         accumulators = [sparse() for _ in range(num_accumulators)]
@@ -194,7 +194,7 @@ def test_accumulators_taken_together_travel_together(sparse, mesh):
             check(each, mesh, by_device, "float32")
     (copies, all_sums, packs), many = costs
     far = copies - (len(mesh.by_physical) - 1)  # devices that the first one does not reach
-    assert many == (copies, all_sums, packs + far)
+    assert many == (far + 5 * (copies - far), 5 * all_sums, packs + far)
     assert packs == 1
 
 

@@ -18,7 +18,7 @@ from gradreduce.device import Device, as_index
 from gradreduce.errors import CollectiveError, about, brief
 
 from .state import AccumulatorState
-from .take_queue import complete_heads, complete_ready
+from .take_queue import complete_ready
 from .validate import as_shape, as_step
 
 KEYS = (
@@ -93,8 +93,8 @@ def ready_state(state: AccumulatorState, saved: Mapping[str, Any]) -> Callable[[
                     "the mesh failed while the state of an accumulator was loaded; load it again"
                 )
             state.update(**attributes, totals=totals)
-            complete_ready([state])
-        complete_heads([state])
+            complete_ready([state], held=True)
+        complete_ready([state])
 
     return load
 

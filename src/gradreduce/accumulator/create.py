@@ -48,7 +48,8 @@ def create_state(
         raise TypeError(f"cross_device_ops={brief(reducer)} must be a CrossDeviceOps")
     devices, over_mesh = _placed(device, shared_name or "", reducer.mesh)
     state = AccumulatorState(found, wanted, reduction_type, devices, over_mesh, reducer, storage)
-    storage.prepare(state)
+    storage.prepare(state, found)
+    storage.prepare_take(state)
     state.mesh_state.add_listener(state, cancel_waiting, discard_sums)
     return _registered(shared_name, state, cross_device_ops) if shared_name else state
 
@@ -88,7 +89,7 @@ def _registered(
     differing: list[tuple[str, Any, Any]] = [
         (name, had, wanted)
         for name, had, wanted in (
-            ("sparse", found.storage.sparse, state.storage.sparse),
+            ("format", found.storage.format, state.storage.format),
             ("dtype", found.dtype, state.dtype),
             ("shape", found.shape, state.shape),
             ("reduction_type", found.reduction_type, state.reduction_type),

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby, zip_longest
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
 
@@ -26,11 +25,8 @@ from gradreduce.device import (
     Device,
     DType,
     accumulate_dtype,
-    by_physical,
     compatible,
     flat_layout,
-    fork_streams,
-    join_streams,
     to_accessible,
 )
 from gradreduce.errors import InvalidArgumentError
@@ -38,51 +34,31 @@ from gradreduce.reduce.aggregation import known_shape
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.one_device import by_gpu
 
-from .state import AccumulatorState, Addend, Additions, PendingGradient, Storage
+from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device
 
-_Kernel = Callable[..., None]
 # Mesh accumulators that are reduced together: devices, divisor, cross_device_ops.
 _Batch = tuple[tuple[Device, ...], float, CrossDeviceOps]
 _Division = tuple[float, Buffer, Buffer]  # divisor, sum, output
 
 
-@dataclass(slots=True)
-class _Addition:
-    """Gradients to add to one partial sum.
-
-    Attributes:
-        state: the accumulator.
-        device_index: index of the device in ``state.devices``.
-        device: that device.
-        runs: gradients that are accessible to the device, in the order of addition; one launch
-            adds those of a run.
-        total: the partial sum; a new one is uninitialized until its first launch.
-    """
-
-    state: AccumulatorState
-    device_index: int
-    device: Device
-    runs: list[list[Buffer]]
-    total: Any
-
-
-# A partial sum, and the gradients that one launch adds to it.
-_Row = tuple[_Addition, list[Buffer]]
-
-
 class DenseStorage(Storage):
     """Stores each partial sum as one array, in the accumulate dtype."""
 
-    sparse = False
     format = "gradreduce dense accumulator 1"
+    overwrites = True
 
-    def prepare(self, state: AccumulatorState) -> None:
+    def prepare(self, state: AccumulatorState, dtype: DType) -> None:
         """See ``Storage``."""
         acc_dtype = accumulate_dtype(state.dtype)
         for device in state.devices:
-            ops.prepare_add_n(device, acc_dtype, state.dtype, 1)
-            ops.prepare_accumulate_n(device, acc_dtype, state.dtype)
+            ops.prepare_add_n(device, acc_dtype, dtype, 1)
+            ops.prepare_accumulate_n(device, acc_dtype, dtype)
+
+    def prepare_take(self, state: AccumulatorState) -> None:
+        """See ``Storage``."""
+        acc_dtype = accumulate_dtype(state.dtype)
+        for device in state.devices:
             ops.prepare_all_sum(device, state.dtype, acc_dtype)
         if state.over_mesh:
             state.cross_device_ops.compile_for(state.devices, acc_dtype, state.dtype)
@@ -107,63 +83,58 @@ class DenseStorage(Storage):
             )
         return grad
 
-    def converted(self, state: AccumulatorState, grad: Any, cast: bool) -> Addend:
+    def converted(self, state: AccumulatorState, checked: Any) -> Addend:
         """See ``Storage``; makes IndexedSlices dense."""
-        if not isinstance(grad, IndexedSlices) and kind_of(grad) not in ("native", "buffer"):
-            index, buffer = to_sum_device(state, grad)  # whose dtype is known at less cost
-            return index, self.checked(state, buffer, cast)
-        checked = self.checked(state, grad, cast)
         if not isinstance(checked, IndexedSlices):
-            return to_sum_device(state, checked)
-        index, rows = to_sum_device(state, checked.values)
-        (array,) = densified([IndexedSlices.of(rows, checked.indices, checked.dense_shape)])
-        return index, array
+            index, array = to_sum_device(state, checked)
+        else:
+            index, rows = to_sum_device(state, checked.values)
+            (array,) = densified([IndexedSlices.of(rows, checked.indices, checked.dense_shape)])
+        return Addend(index, array, array.shape)
 
-    def prepare_parts(self, state: AccumulatorState, parts: Sequence[Addend]) -> None:
-        """See ``Storage``."""
-        together = len({index for index, _ in parts}) < len(parts)
-        if together or any([part.dtype != state.dtype for _, part in parts]):
-            acc_dtype = accumulate_dtype(state.dtype)
-            for index, gradients in _by_device(parts).items():
-                device, first = state.devices[index], _runs(gradients, acc_dtype)[0]
-                ops.prepare_add_n(device, acc_dtype, first[0].dtype, len(first))
-                for dtype in dict.fromkeys([gradient.dtype for gradient in gradients]):
-                    ops.prepare_accumulate_n(device, acc_dtype, dtype)
-
-    def check_sum_shape(self, gradient: Any, wanted: tuple[int, ...]) -> None:
+    def check_sum_shape(self, gradient: Addend, wanted: tuple[int, ...]) -> None:
         """See ``Storage``."""
         if gradient.shape != wanted:
             raise InvalidArgumentError(
                 f"Shape mismatch: expected {list(wanted)}, got {list(gradient.shape)}"
             )
 
-    def additions(self, pending_gradients: Sequence[PendingGradient]) -> Additions:
-        """See ``Storage``.
+    def allocate(self, additions: Sequence[Addition]) -> None:
+        """See ``Storage``; a first gradient is copied with a cast, later ones are added.
 
-        First gradients are copied, later ones added; devices on one GPU share launches. Several
-        gradients for one sum are added in order, with the same bits as one call for each: in one
-        launch if they have one dtype and the sum its accumulate dtype, else one after the other.
+        Several gradients for one sum are added in order, in one launch if they have one dtype, with
+        the same bits as one call for each. New sums that a take may pack are allocated back to
+        back, so that it need not.
         """
-        fresh: list[_Addition] = []
-        later: list[_Addition] = []
-        for state, parts, _ in pending_gradients:
-            for index, gradients in _by_device(parts).items():
-                device, total = state.devices[index], state.totals[index]
-                gradients = [to_accessible(device, gradient) for gradient in gradients]
-                runs = _runs(gradients, accumulate_dtype(state.dtype) if total is None else None)
-                addition = _Addition(state, index, device, runs, total)
-                (fresh if total is None else later).append(addition)
-        if fresh:
-            _allocate_sums(fresh)
-        first = [(each, each.runs.pop(0)) for each in fresh]
-        sums = fresh + later
-        waves = zip_longest(*[[(each, run) for run in each.runs] for each in sums])
-        return Additions(
-            [partial(_add, ops.add_n, first)] if first else [],
-            [partial(_add, ops.accumulate_n, [row for row in wave if row]) for wave in waves],
-            [each.device for each in later],
-            [(each.state, each.device_index, each.total) for each in sums],
-        )
+        fresh = []
+        for each in additions:
+            gradients = [to_accessible(each.device, part.values) for part in each.gradients]
+            each.in_place = each.total is not None
+            if not each.in_place:
+                fresh.append(each)
+            each.steps = [gradients]
+            if len(gradients) > 1:
+                first = 0 if each.in_place else 1
+                runs = groupby(gradients[first:], attrgetter("dtype"))
+                each.steps = [gradients[:first]] * first + [list(run) for _, run in runs]
+        if len(fresh) == 1 and not fresh[0].state.over_mesh:
+            (one,) = fresh
+            one.total = one.device.empty(one.gradients[0].shape, accumulate_dtype(one.state.dtype))
+        elif fresh:
+            sums = [(each.device, each.state.dtype, each.gradients[0].shape) for each in fresh]
+            for each, total in zip(fresh, _allocate_flat(sums), strict=True):
+                each.total = total
+
+    def command(
+        self, steps: Sequence[tuple[Addition, Any]]
+    ) -> tuple[list[Device], Callable[[], None]]:
+        """See ``Storage``."""
+        totals, terms = [each.total for each, _ in steps], [step for _, step in steps]
+        first, step = steps[0]
+        is_copy = not first.in_place and step is first.steps[0]
+        kernel = ops.add_n if is_copy else ops.accumulate_n
+        involved = [buffer.device for buffer in (*totals, *chain.from_iterable(terms))]
+        return involved, partial(kernel, totals, terms, device=involved[0], checked=False)
 
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack
@@ -231,60 +202,6 @@ def _names_of(states: Sequence[AccumulatorState]) -> list[str]:
     names = [state.tensor or state.name for state in states]
     is_each_named = len({*names}) == len(names) or all([state.tensor for state in states])
     return names if is_each_named else []
-
-
-def _by_device(parts: Sequence[Addend]) -> dict[int, list[Buffer]]:
-    """The gradients for each partial sum, in the order of the replicas."""
-    found: dict[int, list[Buffer]] = {}
-    for index, gradient in parts:
-        assert isinstance(gradient, Buffer)
-        found.setdefault(index, []).append(gradient)
-    return found
-
-
-def _runs(gradients: list[Buffer], acc_dtype: DType | None) -> list[list[Buffer]]:
-    """Splits the gradients of a sum into runs of one dtype, each for one launch.
-
-    ``add_n`` starts a new sum, of dtype ``acc_dtype``, and accumulates in the accumulate dtype of
-    its inputs; if the sum has another dtype, the first gradient is cast alone.
-    """
-    if len(gradients) == 1:
-        return [gradients]
-    if acc_dtype is not None and accumulate_dtype(gradients[0].dtype) != acc_dtype:
-        return [gradients[:1], *_runs(gradients[1:], None)]
-    return [list(run) for _, run in groupby(gradients, attrgetter("dtype"))]
-
-
-def _add(kernel: _Kernel, rows: Sequence[_Row]) -> None:
-    """Adds with one launch for each GPU, dtype and number of gradients.
-
-    Args:
-        kernel: adds a list of gradients to each sum.
-        rows: the sums and their gradients, checked before.
-    """
-    for indices in by_physical([addition.device for addition, _ in rows]).values():
-        totals: list[Buffer] = []
-        terms: list[list[Buffer]] = []
-        for index in indices:
-            addition, gradients = rows[index]
-            totals.append(addition.total)
-            terms.append(gradients)
-        leader = totals[0].device
-        involved = [buffer.device for buffer in (*totals, *chain.from_iterable(terms))]
-        join_streams(leader, involved)
-        kernel(totals, terms, device=leader, checked=False)
-        fork_streams(leader, involved)
-
-
-def _allocate_sums(fresh: Sequence[_Addition]) -> None:
-    """Allocates new sums; those that a take may pack, so that it need not."""
-    if len(fresh) == 1 and not fresh[0].state.over_mesh:
-        (one,) = fresh
-        one.total = one.device.empty(one.runs[0][0].shape, accumulate_dtype(one.state.dtype))
-        return
-    sums = [(each.device, each.state.dtype, each.runs[0][0].shape) for each in fresh]
-    for each, total in zip(fresh, _allocate_flat(sums), strict=True):
-        each.total = total
 
 
 def _allocate_flat(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any, TypeVar
 
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
@@ -21,7 +22,7 @@ from gradreduce.errors import DeviceMismatchError, about, brief
 
 from .base import ConditionalAccumulatorBase
 from .state import AccumulatorState, PendingGradient, PendingTake, Storage, Taken, locked
-from .take_queue import await_take, complete_heads, complete_ready, join, take_locked, withdraw
+from .take_queue import await_take, complete_ready, join, take_locked, withdraw
 from .validate import (
     DEFAULT_STEP,
     as_required,
@@ -76,7 +77,7 @@ def apply_grads(
     if not dropped:
         with StreamScope():
             pending_gradients = _for_each(pending_gradient, calls, accumulators)
-            wait_for_inputs([buffer for each in pending_gradients for buffer in each.buffers])
+            wait_for_inputs([part.values for each in pending_gradients for part in each.parts])
             with DeferInterrupts():  # also completes the takes that now have enough
                 with locked(states):
                     counts = [len(each.parts) for each in pending_gradients]
@@ -84,8 +85,8 @@ def apply_grads(
                     if not dropped:
                         _for_each(_check_sum_shape, zip(pending_gradients), accumulators)
                         _add(pending_gradients)
-                        complete_ready(states)
-                complete_heads(states)
+                        complete_ready(states, held=True)
+                complete_ready(states)
                 release_inputs()
     if dropped and local_step is DEFAULT_STEP:
         _warn_of_default(accumulators, states)
@@ -141,9 +142,9 @@ def _check_sum_shape(pending: PendingGradient) -> None:
         InvalidArgumentError: a shape differs, or an index is too large.
     """
     state = pending.state
-    wanted = pending.shape if state.sum_shape is None else state.sum_shape
-    for _, gradient in pending.parts:
-        state.storage.check_sum_shape(gradient, wanted)
+    wanted = pending.parts[0].shape if state.sum_shape is None else state.sum_shape
+    for part in pending.parts:
+        state.storage.check_sum_shape(part, wanted)
 
 
 def _add(pending_gradients: Sequence[PendingGradient]) -> None:
@@ -156,17 +157,17 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
     for pending in pending_gradients:
         by_storage.setdefault(pending.state.storage, []).append(pending)
     additions = [storage.additions(group) for storage, group in by_storage.items()]
-    for each in additions:
-        each.launch_out_of_place()
-    kept = [device for each in additions for device in each.overwritten]
+    for group in additions:
+        group.launch_out_of_place()
+    kept = [each.device for group in additions for each in group.sums if each.in_place]
     with kept[0].mesh_state.fail_on_partial_write(kept) if kept else nullcontext():
+        for group in additions:
+            group.launch_in_place()
         totals = {pending.state: list(pending.state.totals) for pending in pending_gradients}
-        for each in additions:
-            each.launch_in_place()
-            for state, index, total in each.totals:
-                totals[state][index] = total
+        for each in chain.from_iterable([group.sums for group in additions]):
+            totals[each.state][each.device_index] = each.total
         for state, parts, kind in pending_gradients:
-            first = {} if state.count else {"kind": kind, "sum_shape": parts[0][1].shape}
+            first = {} if state.count else {"kind": kind, "sum_shape": parts[0].shape}
             state.update(totals=totals[state], count=state.count + len(parts), **first)
 
 

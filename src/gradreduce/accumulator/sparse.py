@@ -45,13 +45,13 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             it, not by the number of all gradients, or ``"SUM"``.
         device: see ``ConditionalAccumulator``. Over a mesh, each device keeps a partial
             sum, and a take merges their rows on the first device, in mesh order.
-        cross_device_ops: any ``CrossDeviceOps``; see ``ConditionalAccumulator``. An
-            ``AllReduceCrossDeviceOps`` merges rows on the first device, like the default;
-            ``ReductionToOneDevice`` on its own device. The result is sorted by index.
+        cross_device_ops: an ``AllReduceCrossDeviceOps``, whose mesh names devices. Rows are merged
+            without it, on the first device.
 
     Raises:
         TypeError: the dtype is not supported, ``device`` is neither a device nor a mesh, or
-            ``cross_device_ops`` is not a ``CrossDeviceOps``.
+            ``cross_device_ops`` is not a ``CrossDeviceOps``, or over a mesh not an
+            ``AllReduceCrossDeviceOps``.
         ValueError: ``reduction_type`` is unknown, an extent is negative, the mesh does not have
             the device, or ``shared_name`` exists with other arguments.
     """

@@ -4,41 +4,32 @@ A sum holds the rows that any gradient touched, in order of arrival (``ops/row_i
 launch adds to existing rows and appends new ones; when memory runs out, the rows are copied into
 twice as much. At a take, one launch merges the rows of all sums in the order of their indices, and
 divides each by the number of gradients that touched it. Over a mesh, the rows of all devices are
-first copied to the first one, in mesh order; the results are packed and copied once to each GPU. A
-``CrossDeviceOps`` other than an all-reduce of this package does this in its own way.
+first copied to the first one, in mesh order, and the result is copied once to each GPU.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from gradreduce import ops
 from gradreduce.arrays import snapshots
-from gradreduce.arrays.caller_streams import SuspendedScope
 from gradreduce.arrays.convert import host_array, is_array, shape_and_dtype
-from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp, buffer_of
+from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, coalesced
 from gradreduce.device import (
     Buffer,
     Device,
     DType,
     accumulate_dtype,
-    by_physical,
     compatible,
-    flat_layout,
-    fork_streams,
-    join_streams,
     to_accessible,
 )
 from gradreduce.errors import InvalidArgumentError, about, brief
 from gradreduce.ops import (
     Divisor,
-    Indices,
     RowIndex,
     Segments,
     expand_divisors,
@@ -48,66 +39,60 @@ from gradreduce.ops import (
 )
 from gradreduce.reduce.aggregation import concatenated_rows
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
-from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.one_device import by_gpu, copied_to
 
-from .state import (
-    AccumulatorState,
-    Addend,
-    Additions,
-    PendingGradient,
-    SparseGradient,
-    SparseSum,
-    Storage,
-)
+from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device
 
 _KEYS = ("indices", "num_touches", "values")  # of a partial sum in a checkpoint
 
 
-@dataclass(eq=False)
-class _GrowingSum:
-    """A partial sum, and the gradients that a call adds to it.
+@dataclass(frozen=True, eq=False)
+class SparseSum:
+    """The partial sum of sparse gradients on one device.
 
     Attributes:
-        state: the accumulator.
-        device_index: index of the device in ``state.devices``.
-        device: that device.
-        total: the sum before the call; None without.
-        slots: its row index after the call.
-        steps: for each gradient its rows, accessible to the device, which of them have the same
-            index, and the rows of the sum that they are added to.
-        values: the memory of the sum after the call.
+        slots: which row holds which index, and how many gradients touched it.
+        values: ``(capacity, …)``, in the accumulate dtype; rows from ``slots.num_rows`` on are not
+            initialized.
     """
 
-    state: AccumulatorState
-    device_index: int
-    device: Device
-    total: SparseSum | None
     slots: RowIndex
-    steps: list[tuple[Buffer, Segments, Indices]] = field(default_factory=list)
-    values: Any = None
+    values: Buffer
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether the memory of the previous sum is overwritten."""
-        return self.total is not None and self.values is self.total.values
+    def rows(self) -> Buffer:
+        """The rows of ``values`` that are in use."""
+        return self.values.view(0, (self.slots.num_rows, *self.values.shape[1:]))
 
 
 class SparseStorage(Storage):
     """Stores the rows that any gradient touched, in the accumulate dtype, in order of arrival."""
 
-    sparse = True
     format = "gradreduce sparse accumulator 1"
 
-    def prepare(self, state: AccumulatorState) -> None:
+    def prepare(self, state: AccumulatorState, dtype: DType) -> None:
         """See ``Storage``."""
         acc_dtype = accumulate_dtype(state.dtype)
-        prepare_gradient(state, state.dtype)
         for device in state.devices:
+            ops.prepare_segment_sum(device, acc_dtype, dtype)
             ops.prepare_pack(device, acc_dtype, acc_dtype)
+
+    def prepare_take(self, state: AccumulatorState) -> None:
+        """See ``Storage``.
+
+        Raises:
+            TypeError: over a mesh, ``cross_device_ops`` is not an all-reduce of this package.
+        """
+        if state.over_mesh and not is_all_reduce(state.cross_device_ops):
+            raise TypeError(
+                f"cross_device_ops={brief(state.cross_device_ops)} must be an "
+                "AllReduceCrossDeviceOps: a SparseConditionalAccumulator merges rows on its first "
+                "device"
+            )
+        for device in state.devices:
             ops.prepare_all_sum(device, state.dtype, state.dtype)
-            ops.prepare_segment_sum(device, state.dtype, acc_dtype)
+            ops.prepare_segment_sum(device, state.dtype, accumulate_dtype(state.dtype))
 
     def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> IndexedSlices:
         """See ``Storage``; only IndexedSlices, possibly with more dimensions."""
@@ -120,24 +105,17 @@ class SparseStorage(Storage):
             _check_shape(state.shape, grad)
         return grad
 
-    def converted(self, state: AccumulatorState, grad: Any, cast: bool) -> Addend:
+    def converted(self, state: AccumulatorState, checked: IndexedSlices) -> Addend:
         """See ``Storage``; the first extent is the accumulator's, if known."""
-        slices = self.checked(state, grad, cast)
-        index, rows = to_sum_device(state, slices.values)
-        first = UNKNOWN if slices.dense_shape is None else slices.dense_shape[0]
+        index, rows = to_sum_device(state, checked.values)
+        first = UNKNOWN if checked.dense_shape is None else checked.dense_shape[0]
         if state.shape and state.shape[0] is not None:
             first = state.shape[0]
-        segments = plan_segments(slices.indices)
-        return index, SparseGradient(rows, segments, (first, *rows.shape[1:]))
+        return Addend(index, rows, (first, *rows.shape[1:]), plan_segments(checked.indices))
 
-    def prepare_parts(self, state: AccumulatorState, parts: Sequence[Addend]) -> None:
-        """See ``Storage``."""
-        for dtype in dict.fromkeys([gradient.dtype for _, gradient in parts]):
-            if dtype != state.dtype:
-                prepare_gradient(state, dtype)
-
-    def check_sum_shape(self, gradient: Any, wanted: tuple[int, ...]) -> None:
+    def check_sum_shape(self, gradient: Addend, wanted: tuple[int, ...]) -> None:
         """See ``Storage``; also checks the indices."""
+        assert gradient.segments is not None
         shape, indices = gradient.shape, gradient.segments.indices  # unique and ascending
         known = (None if UNKNOWN in (shape[0], wanted[0]) else wanted[0], *wanted[1:])
         if not compatible(shape, known):
@@ -150,41 +128,65 @@ class SparseStorage(Storage):
                 "gradient in the sum"
             )
 
-    def additions(self, pending_gradients: Sequence[PendingGradient]) -> Additions:
-        """See ``Storage``; each GPU adds the n-th gradients of all sums in one launch."""
-        sums: dict[tuple[AccumulatorState, int], _GrowingSum] = {}
-        for state, parts, _ in pending_gradients:
-            for index, gradient in parts:
-                assert isinstance(gradient, SparseGradient)
-                device, total = state.devices[index], state.totals[index]
-                each = sums.get((state, index))
-                if each is None:
-                    # A gradient without rows launches nothing that would check it.
-                    device.mesh_state.check_usable(device)
-                    slots = RowIndex.none() if total is None else total.slots
-                    each = sums[state, index] = _GrowingSum(state, index, device, total, slots)
-                values = to_accessible(device, gradient.values)
-                each.slots, into = each.slots.touched(gradient.segments.indices)
-                each.steps.append((values, gradient.segments, into))
-        growing = list(sums.values())
-        _allocate_sums(growing)
-        fresh = [each for each in growing if not each.is_in_place]
-        later = [each for each in growing if each.is_in_place]
-        return Additions(
-            _launches(fresh),
-            _launches(later),
-            [each.device for each in later],
-            [(each.state, each.device_index, SparseSum(each.slots, each.values))
-             for each in growing],
-        )  # fmt: skip
+    def allocate(self, additions: Sequence[Addition]) -> None:
+        """See ``Storage``; copies the rows of sums that outgrow their memory."""
+        outs: list[Buffer] = []
+        moved: list[Buffer] = []
+        for each in additions:
+            # A gradient without rows launches nothing that would check it.
+            each.device.mesh_state.check_usable(each.device)
+            before, capacity, slots, steps = each.total, 0, RowIndex.none(), []
+            if before is not None:
+                capacity, slots = before.values.shape[0], before.slots
+            for part in each.gradients:
+                assert part.segments is not None
+                slots, into = slots.touched(part.segments.indices)
+                steps.append((to_accessible(each.device, part.values), part.segments, into))
+            each.steps = steps
+            each.in_place = before is not None and slots.num_rows <= capacity
+            if each.in_place:
+                each.total = SparseSum(slots, before.values)
+                continue
+            capacity = max(slots.num_rows, 2 * capacity)
+            if each.state.shape and each.state.shape[0] is not None:
+                capacity = min(capacity, each.state.shape[0])
+            shape = (capacity, *each.gradients[0].shape[1:])
+            values = each.device.empty(shape, accumulate_dtype(each.state.dtype))
+            each.total = SparseSum(slots, values)
+            if before is not None and before.slots.num_rows:
+                moved.append(before.rows)
+                outs.append(values.view(0, before.rows.shape))
+        for indices, leader in by_gpu(outs):
+            rows = [moved[index] for index in indices]
+            ops.pack([outs[index] for index in indices], rows, device=leader)
+
+    def command(
+        self, steps: Sequence[tuple[Addition, Any]]
+    ) -> tuple[list[Device], Callable[[], None]]:
+        """See ``Storage``."""
+        totals = [each.total.values for each, _ in steps]
+        rows, segments, into = zip(*[step for _, step in steps], strict=True)
+        devices = [buffer.device for buffer in (*totals, *rows)]
+        return devices, ops.segment_sum_command(
+            totals, rows, segments, into=into, device=devices[0]
+        )
 
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack
     ) -> dict[AccumulatorState, tuple[Part, ...]]:
-        """See ``Storage``; the sums are unchanged."""
-        taken = {state: _reduced(state) for state in states if _has_custom_ops(state)}
-        ours = [state for state in states if state not in taken]
-        return taken | (_merged(ours) if ours else {})
+        """See ``Storage``; the sums are unchanged. Each GPU merges all of them in one launch."""
+        plans, divisors = zip(*[_merged_plan(state) for state in states], strict=True)
+        values = _gathered_rows(states)
+        outs = [
+            rows.device.empty((plan.num_segments, *rows.shape[1:]), state.dtype)
+            for rows, plan, state in zip(values, plans, states, strict=True)
+        ]
+        coalesced(values, plans, outs=outs, divisors=expand_divisors(divisors, plans))
+        taken = {}
+        for state, plan, out in zip(states, plans, outs, strict=True):
+            slices = IndexedSlices.of(out, plan.indices, state.sum_shape)
+            taken[state] = copied_to(slices, state.devices, keep=True)
+        return taken
 
     def fits(self, shape: tuple[int, ...], wanted: tuple[int | None, ...] | None) -> bool:
         """See ``Storage``; the first extent may be unknown, and there may be more."""
@@ -232,12 +234,6 @@ class SparseStorage(Storage):
 SPARSE = SparseStorage()
 
 
-def prepare_gradient(state: AccumulatorState, gradient: DType) -> None:
-    """Compiles the kernels for gradients of one dtype, before any lock is held."""
-    for device in state.devices:
-        ops.prepare_segment_sum(device, accumulate_dtype(state.dtype), gradient)
-
-
 def _check_shape(wanted: tuple[int | None, ...], slices: IndexedSlices) -> None:
     """Checks slices against the accumulator's shape, which may have fewer dimensions."""
     if slices.dense_shape is not None:
@@ -265,131 +261,10 @@ def _check_extents(
             raise InvalidArgumentError(f"expected {what} dim {index} to be {known}, got {extent}")
 
 
-def _allocate_sums(growing: Sequence[_GrowingSum]) -> None:
-    """Allocates memory for new rows; copies the rows of a sum that outgrows its memory."""
-    outs: list[Buffer] = []
-    moved: list[Buffer] = []
-    for each in growing:
-        total, needed = each.total, each.slots.num_rows
-        existing = 0 if total is None else total.values.shape[0]
-        if total is not None and needed <= existing:
-            each.values = total.values
-            continue
-        capacity = max(needed, 2 * existing)
-        limit = each.state.shape[0] if each.state.shape else None
-        if limit is not None:
-            capacity = min(capacity, limit)
-        shape = (capacity, *each.steps[0][0].shape[1:])
-        each.values = each.device.empty(shape, accumulate_dtype(each.state.dtype))
-        if total is not None and total.slots.num_rows:
-            moved.append(total.rows)
-            outs.append(each.values.view(0, total.rows.shape))
-    for indices, leader in by_gpu(outs):
-        rows = [moved[index] for index in indices]
-        ops.pack([outs[index] for index in indices], rows, device=leader)
-
-
-def _launches(growing: Sequence[_GrowingSum]) -> list[Callable[[], None]]:
-    """Launches that add the n-th gradients of all sums: one for each n and GPU."""
-    launches: list[Callable[[], None]] = []
-    for wave in range(max([len(each.steps) for each in growing], default=0)):
-        present = [each for each in growing if wave < len(each.steps)]
-        for indices in by_physical([each.device for each in present]).values():
-            sharing = [present[index] for index in indices]
-            steps = [each.steps[wave] for each in sharing]
-            devices = [each.device for each in sharing] + [rows.device for rows, _, _ in steps]
-            add = ops.segment_sum_command(
-                [each.values for each in sharing],
-                [rows for rows, _, _ in steps],
-                [segments for _, segments, _ in steps],
-                into=[into for _, _, into in steps],
-                device=devices[0],
-            )
-            launches.append(partial(_launch, devices, add))
-    return launches
-
-
-def _launch(devices: Sequence[Device], add: Callable[[], None]) -> None:
-    join_streams(devices[0], devices)
-    add()
-    fork_streams(devices[0], devices)
-
-
-def _has_custom_ops(state: AccumulatorState) -> bool:
-    """Whether a ``CrossDeviceOps`` other than this package's all-reduce merges its sums."""
-    return state.over_mesh and not is_all_reduce(state.cross_device_ops)
-
-
 def _merged_plan(state: AccumulatorState) -> tuple[Segments, Divisor]:
     """Plans how the rows of a state's sums are merged, and by what they are divided."""
     slots = [total.slots for total in state.totals if total is not None]
     return merged_row_index(slots, mean=state.reduction_type == "MEAN")
-
-
-def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
-    """Merges sums by ``cross_device_ops``, then sorts and divides on each device."""
-    plan, divisor = _merged_plan(state)
-    rows = [_as_slices(state, index) for index in range(len(state.devices))]
-    value = PerReplica.of(rows, "native", name=state.tensor or state.name)
-    with SuspendedScope():  # it may run a user's class
-        (parts,) = state.cross_device_ops.reduce_batch(
-            ReduceOp.SUM, [Request(value, state.devices)], coalesce=True
-        )
-    slices = [part for part in parts if isinstance(part, IndexedSlices)]
-    plans = [plan_segments(part.indices) for part in slices]
-    wanted = [plan.indices.tolist()] * len(state.devices)
-    if [each.indices.tolist() for each in plans] != wanted:
-        raise ValueError(
-            f"cross_device_ops={brief(state.cross_device_ops)} returned other row indices than "
-            "the partial sums have"
-        )
-    outs = [
-        device.empty((plan.num_segments, *rows[0].values.shape[1:]), state.dtype)
-        for device in state.devices
-    ]
-    coalesced([part.values for part in slices], plans, outs=outs, divisors=[divisor] * len(outs))
-    return tuple([IndexedSlices.of(out, plan.indices, state.sum_shape) for out in outs])
-
-
-def _as_slices(state: AccumulatorState, device_index: int) -> IndexedSlices:
-    """The partial sum of a device as IndexedSlices, rows in storage order."""
-    total = state.totals[device_index]
-    if total is None:
-        shape = (0, *(state.sum_shape or ())[1:])
-        values = state.devices[device_index].empty(shape, accumulate_dtype(state.dtype))
-        total = SparseSum(RowIndex.none(), values)
-    return IndexedSlices.of(total.rows, total.slots.by_row, state.sum_shape)
-
-
-def _merged(states: Sequence[AccumulatorState]) -> dict[AccumulatorState, tuple[Part, ...]]:
-    """Merges the sums of each state by one launch on its first device."""
-    plans, divisors = zip(*[_merged_plan(state) for state in states], strict=True)
-    values = _gathered_rows(states)
-    shapes = [
-        (plan.num_segments, *rows.shape[1:]) for rows, plan in zip(values, plans, strict=True)
-    ]
-    groups: dict[tuple[tuple[Device, ...], DType], list[int]] = {}
-    for index, state in enumerate(states):
-        groups.setdefault((state.devices, state.dtype), []).append(index)
-    outs: dict[int, Buffer] = {}
-    flat_buffers = []
-    for (devices, dtype), indices in groups.items():
-        layout = flat_layout([math.prod(shapes[index]) for index in indices], dtype.itemsize)
-        flat = devices[0].empty((layout.size,), dtype)
-        offsets = list(zip(indices, layout.offsets, strict=True))
-        outs.update((index, flat.view(offset, shapes[index])) for index, offset in offsets)
-        flat_buffers.append((flat, devices, offsets))
-    merged = [outs[index] for index in range(len(states))]
-    coalesced(values, plans, outs=merged, divisors=expand_divisors(divisors, plans))
-    found: list[list[Buffer]] = [[] for _ in states]
-    for flat, devices, offsets in flat_buffers:
-        for copy in copied_to(flat, devices, keep=True):
-            for index, offset in offsets:
-                found[index].append(buffer_of(copy).view(offset, shapes[index]))
-    return {
-        state: tuple([IndexedSlices.of(rows, plan.indices, state.sum_shape) for rows in here])
-        for state, plan, here in zip(states, plans, found, strict=True)
-    }
 
 
 def _gathered_rows(states: Sequence[AccumulatorState]) -> list[Buffer]:

@@ -10,56 +10,27 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import Part
-from gradreduce.device import Buffer, DeferInterrupts, Device, Done, DType
+from gradreduce.device import (
+    Buffer,
+    DeferInterrupts,
+    Device,
+    Done,
+    DType,
+    fork_streams,
+    join_streams,
+)
 from gradreduce.errors import CancelledError
-from gradreduce.ops import RowIndex, Segments
+from gradreduce.ops import Segments
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True, eq=False)
-class SparseGradient:
-    """One sparse gradient to be added.
-
-    Attributes:
-        values: its rows, ``(num_rows, …)``.
-        segments: which of them have the same index.
-        shape: of the whole array; -1 as its first entry if that is unknown.
-    """
-
-    values: Buffer
-    segments: Segments
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype of the values."""
-        return self.values.dtype
-
-
-@dataclass(frozen=True, eq=False)
-class SparseSum:
-    """The partial sum of sparse gradients on one device.
-
-    Attributes:
-        slots: which row holds which index, and how many gradients touched it.
-        values: ``(capacity, …)``, in the accumulate dtype; rows from ``slots.num_rows`` on are not
-            initialized.
-    """
-
-    slots: RowIndex
-    values: Buffer
-
-    @property
-    def rows(self) -> Buffer:
-        """The rows of ``values`` that are in use."""
-        return self.values.view(0, (self.slots.num_rows, *self.values.shape[1:]))
 
 
 Taken = tuple[tuple[Part, ...], Kind]
@@ -193,8 +164,20 @@ class AccumulatorState:
         vars(self).update(attributes)
 
 
-# Index in ``AccumulatorState.devices``, and gradient.
-Addend = tuple[int, Buffer | SparseGradient]
+class Addend(NamedTuple):
+    """A validated gradient of one replica.
+
+    Attributes:
+        device_index: index in ``AccumulatorState.devices`` of the device whose sum it is added to.
+        values: its array, or its rows.
+        shape: of the gradient as a whole.
+        segments: of rows: which have the same index.
+    """
+
+    device_index: int
+    values: Buffer
+    shape: tuple[int, ...]
+    segments: Segments | None = None
 
 
 class PendingGradient(NamedTuple):
@@ -210,15 +193,29 @@ class PendingGradient(NamedTuple):
     parts: tuple[Addend, ...]
     kind: Kind
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the first gradient."""
-        return self.parts[0][1].shape
 
-    @property
-    def buffers(self) -> list[Buffer]:
-        """The arrays, or the rows of sparse ones."""
-        return [each if isinstance(each, Buffer) else each.values for _, each in self.parts]
+@dataclass(eq=False, slots=True)
+class Addition:
+    """A partial sum, and the gradients that one call adds to it.
+
+    Attributes:
+        state: the accumulator.
+        device_index: index of the device in ``state.devices``.
+        device: that device.
+        total: the sum before the call, None without; ``Storage.allocate`` sets it to the sum
+            after the call, whose new memory is uninitialized until the launches.
+        gradients: in the order of addition.
+        in_place: whether the launches write memory of the sum before the call.
+        steps: one launch adds each; ``Storage.allocate`` sets them.
+    """
+
+    state: AccumulatorState
+    device_index: int
+    device: Device
+    total: Any
+    gradients: list[Addend]
+    in_place: bool = False
+    steps: Sequence[Any] = ()
 
 
 @dataclass
@@ -226,17 +223,15 @@ class Additions:
     """Prepared additions of gradients to partial sums: memory is allocated.
 
     Attributes:
-        out_of_place: launches that write new sums; on error, the existing sums are unchanged.
+        sums: that change.
+        out_of_place: launches that write new memory; on error, the existing sums are unchanged.
         in_place: launches that add to sums; after an error, contents of existing ones are
             undefined.
-        overwritten: devices of the existing sums that ``in_place`` writes.
-        totals: each sum that changes, with its accumulator and device index.
     """
 
+    sums: list[Addition]
     out_of_place: list[Callable[[], None]]
     in_place: list[Callable[[], None]]
-    overwritten: list[Device]
-    totals: list[tuple[AccumulatorState, int, Buffer | SparseSum]]
 
     def launch_out_of_place(self) -> None:
         """Writes new sums."""
@@ -252,17 +247,24 @@ class Additions:
 class Storage(ABC):
     """How accumulators store their partial sums: as dense arrays, or as rows with indices.
 
+    What ``AccumulatorState.totals`` has for a device with gradients only its storage knows. All
+    accumulators of a kind share one storage, so that a call on several of them shares launches.
+
     Attributes:
-        sparse: whether sums are rows with indices.
         format: identifies the kind of accumulator and the version of a checkpoint's layout.
+        overwrites: whether ``take`` may overwrite sums; then it comes after those that do not.
     """
 
-    sparse: bool
     format: str
+    overwrites = False
 
     @abstractmethod
-    def prepare(self, state: AccumulatorState) -> None:
-        """Compiles the kernels for gradients of the accumulator's dtype, and for takes."""
+    def prepare(self, state: AccumulatorState, dtype: DType) -> None:
+        """Compiles the kernels that add gradients of this dtype."""
+
+    @abstractmethod
+    def prepare_take(self, state: AccumulatorState) -> None:
+        """Compiles the kernels of a take."""
 
     @abstractmethod
     def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> Any:
@@ -274,15 +276,11 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def converted(self, state: AccumulatorState, grad: Any, cast: bool) -> Addend:
-        """Checks and converts the gradient of a replica; see ``to_sum_device`` for where."""
+    def converted(self, state: AccumulatorState, checked: Any) -> Addend:
+        """Converts a checked gradient; see ``to_sum_device`` for where."""
 
     @abstractmethod
-    def prepare_parts(self, state: AccumulatorState, parts: Sequence[Addend]) -> None:
-        """Compiles the kernels for these gradients that ``prepare`` did not."""
-
-    @abstractmethod
-    def check_sum_shape(self, gradient: Any, wanted: tuple[int, ...]) -> None:
+    def check_sum_shape(self, gradient: Addend, wanted: tuple[int, ...]) -> None:
         """Checks a converted gradient against the shape of the sum.
 
         Raises:
@@ -290,8 +288,44 @@ class Storage(ABC):
         """
 
     @abstractmethod
+    def allocate(self, additions: Sequence[Addition]) -> None:
+        """Sets ``total``, ``in_place`` and ``steps`` of each; may write only new memory."""
+
+    @abstractmethod
+    def command(
+        self, steps: Sequence[tuple[Addition, Any]]
+    ) -> tuple[list[Device], Callable[[], None]]:
+        """Prepares a launch that adds one step to each of several sums of a GPU.
+
+        Returns:
+            The devices whose memory it accesses, first the one that launches; and the launch.
+        """
+
     def additions(self, pending_gradients: Sequence[PendingGradient]) -> Additions:
-        """Prepares additions; all locks are held. On error, nothing has changed."""
+        """Prepares additions; all locks are held. On error, nothing has changed.
+
+        Each GPU adds the n-th steps of all sums in one launch.
+        """
+        sums: dict[tuple[AccumulatorState, int], Addition] = {}
+        for state, parts, _ in pending_gradients:
+            for part in parts:
+                index = part.device_index
+                if (state, index) in sums:
+                    sums[state, index].gradients.append(part)
+                    continue
+                device, total = state.devices[index], state.totals[index]
+                sums[state, index] = Addition(state, index, device, total, [part])
+        found = list(sums.values())
+        self.allocate(found)
+        launches: dict[bool, list[Callable[[], None]]] = {False: [], True: []}
+        waves: dict[tuple[bool, int, int], list[tuple[Addition, Any]]] = {}
+        for each in found:
+            for number, step in enumerate(each.steps):
+                key = (each.in_place, number, each.device.physical)
+                waves.setdefault(key, []).append((each, step))
+        for (in_place, _, _), steps in sorted(waves.items(), key=itemgetter(0)):
+            launches[in_place].append(partial(_launch, *self.command(steps)))
+        return Additions(found, launches[False], launches[True])
 
     @abstractmethod
     def take(
@@ -315,7 +349,7 @@ class Storage(ABC):
     @abstractmethod
     def load(
         self, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
-    ) -> Callable[[Device], Buffer | SparseSum]:
+    ) -> Callable[[Device], Any]:
         """Validates a saved partial sum; the result uploads it into new memory.
 
         Args:
@@ -325,6 +359,12 @@ class Storage(ABC):
             shape: of the sum.
             count: gradients in the sum.
         """
+
+
+def _launch(devices: Sequence[Device], add: Callable[[], None]) -> None:
+    join_streams(devices[0], devices)
+    add()
+    fork_streams(devices[0], devices)
 
 
 def locked(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 
 from gradreduce.arrays.distributed import Part
 from gradreduce.device import DeferInterrupts, deadline_scope
@@ -32,8 +33,7 @@ def take_locked(states: Sequence[AccumulatorState]) -> list[Taken]:
         if state.count:
             by_storage.setdefault(state.storage, []).append(state)
     with ExitStack() as guard:
-        # Dense ones last, because only these write their sums.
-        for storage in sorted(by_storage, key=lambda storage: not storage.sparse):
+        for storage in sorted(by_storage, key=attrgetter("overwrites")):
             taken |= storage.take(by_storage[storage], guard)
         for state in states:
             state.reset(state.step + 1)
@@ -56,8 +56,8 @@ def join(pending_take: PendingTake) -> None:
             state.check_devices()  # else it would wait without end
         for state in pending_take.states:
             state.queue.append(pending_take)
-        complete_ready(pending_take.states)
-    complete_heads(pending_take.states)
+        complete_ready(pending_take.states, held=True)
+    complete_ready(pending_take.states)
 
 
 def await_take(pending_take: PendingTake, timeout: float | None) -> None:
@@ -86,8 +86,7 @@ def withdraw(pending_take: PendingTake, timeout: float | None = None) -> None:
     Takes behind it complete if they are ready.
     """
     with DeferInterrupts():
-        _cancel(pending_take, lambda: DeadlineExceededError(_missing(pending_take, timeout)))
-        complete_heads(pending_take.states)
+        _cancel([pending_take], lambda: DeadlineExceededError(_missing(pending_take, timeout)))
 
 
 def close(state: AccumulatorState) -> None:
@@ -125,46 +124,44 @@ def cancel_waiting(state: AccumulatorState) -> None:
     reason = state.mesh_state.reason
     text = "TakeGrad operation was cancelled"
     text += "" if reason is None else f": the mesh has failed: {reason}"
-    for pending_take in waiting:
-        _cancel(pending_take, lambda: CancelledError(text))
-    complete_heads([each for pending_take in waiting for each in pending_take.states])
+    _cancel(waiting, lambda: CancelledError(text))
 
 
-def _cancel(pending_take: PendingTake, make_error: Callable[[], Exception]) -> None:
-    """Removes an incomplete take from all queues; its call raises the error."""
-    with locked(pending_take.states):
-        if not pending_take.done.is_set():
-            pending_take.error = make_error()
-            pending_take.leave()
+def _cancel(pending_takes: Sequence[PendingTake], make_error: Callable[[], Exception]) -> None:
+    """Removes incomplete takes from all queues, so that their calls raise the error.
+
+    Takes behind them complete if they are ready.
+    """
+    for each in pending_takes:
+        with locked(each.states):
+            if not each.done.is_set():
+                each.error = make_error()
+                each.leave()
+    complete_ready([state for each in pending_takes for state in each.states])
 
 
-def complete_ready(states: Sequence[AccumulatorState]) -> None:
-    """Completes takes that are ready and take from no other state; all locks must be held.
+def complete_ready(states: Sequence[AccumulatorState], *, held: bool = False) -> None:
+    """Completes the takes that are ready.
 
-    So a take that waits gets just the gradients that it requires. Then the caller passes the
-    states to ``complete_heads``, when it holds no lock.
+    A call that adds gradients does so twice: with all locks held, so that a take that waits gets
+    just the gradients that it requires; and without, because of takes that also need other states.
+
+    Args:
+        states: whose first takes may be ready.
+        held: the caller holds their locks: takes that also need other states are left out. Else it
+            holds no lock.
     """
     waiting = [state for state in states if state.queue]  # mostly nobody waits
     while waiting:
         state = waiting.pop()
-        head = state.queue[0] if state.queue else None
-        if head is not None and set(states).issuperset(head.states) and head.is_ready():
-            _complete(head)
-            waiting += head.states
-
-
-def complete_heads(states: Sequence[AccumulatorState]) -> None:
-    """Completes takes that are ready, also of other states; the caller holds no lock."""
-    waiting = [state for state in states if state.queue]
-    while waiting:
-        state = waiting.pop()
         with state.lock:
             head = state.queue[0] if state.queue else None
-        if head is not None:
-            with locked(head.states):
-                if head.is_ready():
-                    _complete(head)
-                    waiting += head.states
+        if head is None or (held and not set(states).issuperset(head.states)):
+            continue
+        with locked(head.states):
+            if head.is_ready():
+                _complete(head)
+                waiting += head.states
 
 
 def _complete(pending_take: PendingTake) -> None:

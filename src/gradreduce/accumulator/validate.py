@@ -40,9 +40,10 @@ def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingG
         DeviceMismatchError: it is on another mesh.
     """
     grad, storage = as_slices(grad), state.storage
-    parts = tuple([storage.converted(state, each, cast) for each in _replicas_of(state, grad)])
-    if len(parts) > 1 or parts[0][1].dtype != state.dtype:
-        storage.prepare_parts(state, parts)
+    checked = [storage.checked(state, each, cast) for each in _replicas_of(state, grad)]
+    parts = tuple([storage.converted(state, each) for each in checked])
+    for dtype in {part.values.dtype for part in parts if part.values.dtype != state.dtype}:
+        storage.prepare(state, dtype)
     kind = grad.kind if isinstance(grad, IndexedSlices | PerReplica) else kind_of(grad)
     return PendingGradient(state, parts, kind)
 

@@ -99,11 +99,9 @@ class LocalStep:
         """Returns the sums on the first device that ``launch`` writes to other memory."""
         found: dict[Member, Sum] = {member: memory[0] for member, memory in self.dense.items()}
         if self.additions is not None:
-            totals = {state: total for state, _, total in self.additions.totals}
+            totals = {each.state: each.total for each in self.additions.sums}
             for member, gradient in self.sparse.items():
-                total = totals[gradient.state]
-                assert total is not None
-                found[member] = total
+                found[member] = totals[gradient.state]
         return found
 
     def launch(self, then: Callable[[], None]) -> None:
@@ -119,8 +117,8 @@ class LocalStep:
             if self.additions is not None:
                 self.additions.launch_out_of_place()
                 self.additions.launch_in_place()
-                for state, index, total in self.additions.totals:
-                    state.totals[index] = total
+                for each in self.additions.sums:
+                    each.state.totals[0] = each.total
             for member, memory in self.dense.items():
                 member.total.added(memory)
             for member, gradient in self.sparse.items():

@@ -15,7 +15,7 @@ from operator import is_
 from typing import NamedTuple
 
 from gradreduce import ops
-from gradreduce.accumulator.state import SparseSum
+from gradreduce.accumulator.sparse_storage import SparseSum
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable

@@ -12,13 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from gradreduce import ops
-from gradreduce.accumulator.sparse_storage import SPARSE, prepare_gradient
-from gradreduce.accumulator.state import (
-    AccumulatorState,
-    PendingGradient,
-    SparseGradient,
-    SparseSum,
-)
+from gradreduce.accumulator.sparse_storage import SPARSE, SparseSum
+from gradreduce.accumulator.state import AccumulatorState, Addend, PendingGradient
 from gradreduce.arrays.convert import numbers
 from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced, densified
 from gradreduce.arrays.variable import Variable, reused
@@ -180,10 +175,10 @@ class Accumulation(LazyVariable):
         state = self.rows or AccumulatorState(
             self._local.dtype, self.shape, "SUM", self.devices[:1], False, _NO_OPS, SPARSE
         )
-        prepare_gradient(state, gradient.dtype)
+        SPARSE.prepare(state, gradient.dtype)
         segments = ops.plan_segments(gradient.indices)
-        part = SparseGradient(gradient.values, segments, self.shape)
-        return PendingGradient(state, ((0, part),), "native")
+        part = Addend(0, gradient.values, self.shape, segments)
+        return PendingGradient(state, (part,), "native")
 
     def added_rows(self, state: AccumulatorState) -> None:
         """Records that a sparse gradient was added to these rows."""
@@ -204,9 +199,9 @@ class Accumulation(LazyVariable):
             pending_gradient = self.pending_gradient(rows)
             addition = SPARSE.additions([pending_gradient])
             addition.launch_out_of_place()
-            ((state, index, total),) = addition.totals
-            state.totals[index] = total
-            self.added_rows(state)
+            (each,) = addition.sums
+            each.state.totals[0] = each.total
+            self.added_rows(each.state)
 
     @property
     def _computed_buffers(self) -> tuple[Buffer, ...]:
