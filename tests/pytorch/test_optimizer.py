@@ -461,3 +461,6 @@ def test_what_it_cannot_use_is_refused(mesh):
     with pytest.raises(TypeError, match="cannot be pickled or copied; make a new one, and load"):
         copy.deepcopy(optimizer)
     optimizer.step()
+    optimizer.param_groups.pop()
+    with pytest.raises(RuntimeError, match="param_groups has 0 groups, and the optim"):
+        optimizer.step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -146,22 +146,24 @@ class _AttachedGradients:
     ) -> None:
         self._replica, self._names = replica, names
         self._spans = [(view.device, view.offset, view.shape, view.dtype) for view in views]
-        # The last view of each parameter, none yet; one of another memory, as ``model.double()``
-        # makes it of the same tensor, has another address.
-        self._rows: list[tuple[ref[Any], Callable[[], Any], int]] = [
-            (ref(parameter), lambda: None, view.address)
+        self._rows = [
+            (ref(parameter), view.address)
             for parameter, view in zip(parameters, views, strict=True)
         ]
 
     def replaced(self) -> list[tuple[int, Any, Any]]:
-        """Finds the parameters whose ``.grad`` is no longer their view; see ``Attached``."""
+        """Finds the parameters whose ``.grad`` is not in their view; see ``Attached``."""
         found = []
-        for tensor, (owner, view, address) in enumerate(self._rows):  # at each replay
+        for tensor, (owner, address) in enumerate(self._rows):  # at each replay
             parameter = owner()
             if parameter is not None:
                 grad = parameter.grad
-                if grad is None or grad is not view() or grad.data_ptr() != address:
-                    found.append((tensor, parameter, grad))
+                try:
+                    if grad.data_ptr() == address:
+                        continue
+                except (AttributeError, RuntimeError):  # None, or without memory of its own
+                    pass
+                found.append((tensor, parameter, grad))
         for tensor, parameter, grad in found:
             name = _name_of(self._replica, tensor, self._names)
             self._check(tensor, parameter, name)
@@ -178,7 +180,7 @@ class _AttachedGradients:
         if found != (shape, dtype):
             raise ValueError(
                 f"{name} is {found[1]}{list(found[0])}, but its view in the flat buffer is "
-                f"{dtype}{list(shape)}; make a new flat buffer for the new shapes and dtype"
+                f"{dtype}{list(shape)}; make a new flat buffer or DataParallel"
             )
         wanted = ("cuda", device.physical) if device.mesh_state.backend == "cuda" else ("cpu", None)
         if (grad.device.type, grad.device.index) != wanted:
@@ -199,6 +201,5 @@ class _AttachedGradients:
                 else:
                     view.copy_(grad.detach())
                 parameter.grad = view
-                self._rows[tensor] = (self._rows[tensor][0], ref(view), self._rows[tensor][2])
         if replaced and block.device.mesh_state.backend == "cuda":
             wait_for_current_stream([buffer], "torch")

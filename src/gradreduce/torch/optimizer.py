@@ -191,23 +191,31 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group, options, pairs in self._updates():
+            if pairs:
+                group.rule.apply_gradients(pairs)
+                options.update(
+                    zip(group.rule._slots.power_names, group.rule._slots.powers, strict=False)
+                )
+                self._show_state(group)
+        return loss
+
+    def _updates(self) -> list[tuple[_Group, dict[str, Any], list[tuple[Any, ParameterVariable]]]]:
+        """Returns the groups with their options and pairs; what can fail does so before a step."""
+        if len(self.param_groups) != len(self._groups):
+            raise RuntimeError(
+                f"param_groups has {len(self.param_groups)} groups, and the optimizer was made for "
+                f"{len(self._groups)}: add one by add_param_group, or make a new optimizer"
+            )
         updates = []
         for group, options in zip(self._groups, self.param_groups, strict=True):
             _set_options(group.rule, options, self._options)
-            updates.append((group.rule, self._pairs(group, options)))
-        if len(updates) > 1:  # what can fail does so before the first group is updated
-            for rule, pairs in updates:
-                rule._check_hyperparameters()
-                for _, variable in pairs:
-                    variable._check_memory()
-        for group, options, (rule, pairs) in zip(
-            self._groups, self.param_groups, updates, strict=True
-        ):
-            if pairs:
-                rule.apply_gradients(pairs)
-                options.update(zip(rule._slots.power_names, rule._slots.powers, strict=False))
-                self._show_state(group)
-        return loss
+            updates.append((group, options, self._pairs(group, options)))
+        for group, _, pairs in updates if len(updates) > 1 else ():
+            group.rule._check_hyperparameters()
+            for _, variable in pairs:
+                variable._check_memory()
+        return updates
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores a ``state_dict``; on error, state is unchanged.
