@@ -135,7 +135,6 @@ def add_on_owners(
         devices: of the replicas, in one process.
         groups: indices of replicas; each is added left to right, then their sums are. None empty.
     """
-    order = [replica for group in groups for replica in group]
     split = len(groups[0]) if len(groups) == 2 else 0
     by_gpu: dict[int, list[Job]] = {}
     for job in jobs:
@@ -151,11 +150,14 @@ def add_on_owners(
             {replica: ensure_accessible(leader, job.inputs[replica]) for replica in replicas}
             for job in here
         ]
-        terms.append([[each[replica] for replica in order] for each in found])
+        terms.append(found)
     join_streams_each(leaders, devices, "compute")
-    for leader, here, rows in zip(leaders, by_gpu.values(), terms, strict=True):
+    for leader, here, found in zip(leaders, by_gpu.values(), terms, strict=True):
+        rows = [[row[at] for each in groups for at in each] for row in found]
         if len(groups) > 2:
-            rows = [_group_sums(leader, row, groups) for row in rows]
+            rows = [
+                [group_sum(leader, [row[at] for at in each]) for each in groups] for row in found
+            ]
         by_divisor: dict[float, list[int]] = {}
         for index, job in enumerate(here):
             by_divisor.setdefault(job.divisor, []).append(index)
@@ -171,18 +173,16 @@ def add_on_owners(
         fork_streams(leader, devices)
 
 
-def _group_sums(
-    leader: Device, terms: Sequence[Buffer], groups: Sequence[Sequence[int]]
-) -> list[Buffer]:
-    """Adds each group left to right, in the accumulate dtype; ``terms`` are in their order."""
-    sums = []
-    start = 0
-    for group in groups:
-        total = leader.empty(terms[0].shape, accumulate_dtype(terms[0].dtype))
-        ops.add_n([total], [terms[start : start + len(group)]], device=leader)
-        sums.append(total)
-        start += len(group)
-    return sums
+def group_sum(device: Device, terms: Sequence[Buffer]) -> Buffer:
+    """Adds buffers that ``device`` can access left to right, in the accumulate type."""
+    acc_dtype = accumulate_dtype(terms[0].dtype)
+    if len(terms) == 1 and terms[0].dtype == acc_dtype:
+        return terms[0]
+    total = device.empty(terms[0].shape, acc_dtype)
+    join_streams(device, [buffer.device for buffer in terms])
+    ops.add_n([total], [terms], device=device)
+    # No fork_streams: every device is behind the result, which is behind this sum.
+    return total
 
 
 def copy_to_all(

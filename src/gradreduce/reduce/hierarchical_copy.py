@@ -29,7 +29,7 @@ from gradreduce.device import (
     join_streams_each,
 )
 
-from .algorithm import Algorithm, Job, Steps, add_on_owners
+from .algorithm import Algorithm, Job, Steps, add_on_owners, group_sum
 from .reduction_groups import ReductionGroups, reduction_groups_of
 
 # Packs of one stage of at least this many bytes are divided among the devices, so that every link
@@ -206,7 +206,7 @@ class _Staged:
         A single replica is exact as it is: it is copied in its own dtype.
         """
         for (device, _), terms in zip(self._groups, self._accessible, strict=True):
-            partial = terms[0] if len(terms) == 1 else _group_sum(device, terms)
+            partial = terms[0] if len(terms) == 1 else group_sum(device, terms)
             self._partials.append(ensure_accessible(self.leader, partial, queue))
         self._accessible.clear()
 
@@ -216,7 +216,7 @@ class _Staged:
         replicas = by_physical(self._devices)[leader.physical]
         partials = self._partials
         if len({partial.dtype for partial in partials}) > 1:  # one launch reads one dtype
-            partials = [_group_sum(leader, [partial]) for partial in partials]
+            partials = [group_sum(leader, [partial]) for partial in partials]
         sharing = [self._devices[replica] for replica in replicas]
         sharing += [partial.device for partial in partials]
         join_streams(leader, sharing)
@@ -267,15 +267,3 @@ def _wait_for_copies(devices: Sequence[Device], queue: Queue) -> None:
     """Makes the compute queues wait for the copies on ``queue``."""
     for device in dict.fromkeys(devices) if queue != "compute" else ():
         device.wait(device.mark(queue))
-
-
-def _group_sum(device: Device, terms: Sequence[Buffer]) -> Buffer:
-    """Adds buffers that ``device`` can access left to right, in the accumulate type."""
-    acc_dtype = accumulate_dtype(terms[0].dtype)
-    if len(terms) == 1 and terms[0].dtype == acc_dtype:
-        return terms[0]
-    total = device.empty(terms[0].shape, acc_dtype)
-    join_streams(device, [buffer.device for buffer in terms])
-    ops.add_n([total], [terms], device=device)
-    # No fork_streams: every device is behind the result, which is behind this sum.
-    return total

@@ -88,54 +88,44 @@ class Nests:
         return _like(container, parts)
 
     def _alike(
-        self, entries: Sequence[Any], names: Sequence[str], *, check_none: bool = True
+        self,
+        entries: Sequence[Any],
+        names: Sequence[str],
+        path: Path = (),
+        *,
+        check_none: bool = True,
     ) -> dict[Path, list[Any]]:
         """Returns the tensors of entries by path, in the first one's order.
 
         Args:
             entries: that must have the same tensors.
             names: of the entries, for errors.
+            path: that leads to the entries.
             check_none: whether a tensor must be None in all entries or in none.
         """
-        found: dict[Path, list[Any]] = {}
-        self._add(found, entries, names, (), check_none=check_none)
-        return found
-
-    def _add(
-        self,
-        found: dict[Path, list[Any]],
-        entries: Sequence[Any],
-        names: Sequence[str],
-        path: Path,
-        *,
-        check_none: bool,
-    ) -> None:
         where = f"[{key_of(path)!r}]" if path else ""
-        opened = [
-            self._opened(entry, f"{name}{where}", is_entry=not path)
-            for entry, name in zip(entries, names, strict=True)
-        ]
-        first = opened[0]
-        for index, entry in enumerate(opened):
-            name = f"{names[index]}{where}"
-            if entry is None:
-                raise ValueError(f"{name} {_MUST}, not {type(entries[index]).__name__}")
-            assert first is not None
-            _check_alike(name, entry, f"{names[0]}{where}", first)
-        assert first is not None
-        for key, part in _items_of(first):
-            column = [entry[key] for entry in opened]  # type: ignore[index]
+        opened: list[Container] = []
+        for entry, name in zip(entries, names, strict=True):
+            container = self._opened(entry, f"{name}{where}", is_entry=not path)
+            if container is None:
+                raise ValueError(f"{name}{where} {_MUST}, not {type(entry).__name__}")
+            opened.append(container)
+            _check_alike(f"{name}{where}", container, f"{names[0]}{where}", opened[0])
+        found: dict[Path, list[Any]] = {}
+        for key, part in _items_of(opened[0]):
+            column = [container[key] for container in opened]
             types = set(map(type, column))
             inner = (*path, part)
             if set(map(_form_of, types)) != _ARRAYS:
                 where = f"[{key_of(inner)!r}]"
                 pairs = zip(column, names, strict=True)
                 if any([self._opened(each, f"{name}{where}") is not None for each, name in pairs]):
-                    self._add(found, column, names, inner, check_none=check_none)
+                    found |= self._alike(column, names, inner, check_none=check_none)
                     continue
             if check_none and NoneType in types and len(types) > 1:
                 _raise_missing(column, names, inner)
             found[inner] = column
+        return found
 
     def _opened(self, value: Any, name: str, *, is_entry: bool = False) -> Container | None:
         """Returns a container; of modules and iterators a dict; None of what is an array.
