@@ -118,26 +118,16 @@ def test_what_is_wrong_is_named_and_changes_nothing():
         before = step.state_dict()
         whole = train([4], range(3))[1]
         for given, error, match in [
-            ([], TypeError, "state is a list; expected a dict"),
-            ({**whole, "more": 1}, KeyError, "'more' unknown"),
-            (changed(whole, "format", to="x"), ValueError, r"state\['format'\] is 'x'"),
-            (changed(whole, "num_required", to=0), ValueError, "num_required must .* was 0"),
-            (changed(whole, "num_replicas", to=3), ValueError, r"state\['num_replicas'\] is 3"),
-            (changed(whole, "variables", "w", to=np.ones(3, "f4")), ValueError,
-             r"state\['variables'\]\['w'\] is float32\(3,\); expected float32\(3, 2\)"),
-            (changed(whole, "optimizer", "slots", to=[]), TypeError,
-             r"state\['optimizer'\]: state\['slots'\] is a list"),
-            (changed(whole, "optimizer", "optimizer", to="Adagrad"), ValueError, "Adagrad"),
+            (changed(whole, "num_required", to=0), ValueError,
+             r"state\['num_required'\]=0 must be at least 1"),
+            (changed(whole, "num_replicas", to=3), ValueError,
+             r"state\['accumulators'\]\['w'\]\['partial_sums'\] has 4 entries; expected 3"),
+            (changed(whole, "optimizer", "optimizer", to="Adagrad"), ValueError,
+             r"state\['optimizer'\]\['optimizer'\] is 'Adagrad'; expected 'AdamOptimizer'"),
             (changed(whole, "accumulators", to={}), KeyError,
-             r"state\['accumulators'\] must .* 'b', 'w' missing"),
-            (changed(whole, "accumulators", "b", to={}), KeyError,
-             r"state\['accumulators'\]\['b'\] must have"),
-            (changed(whole, "accumulators", "b", "global_step", to=1.5), TypeError,
-             r"state\['accumulators'\]\['b'\]: state\['global_step'\]=1\.5 must be an integer"),
-            (changed(whole, "accumulators", "b", "partial_sums", to=[None]), ValueError,
-             r"has 1 entries; state\['num_replicas'\] is 4"),
+             r"state\['accumulators'\] has wrong keys: 'w', 'b' missing"),
             (state, ValueError,
-             r"\['w'\]: state\['num_accumulated'\]=4 gradients of 4 replicas wait"),
+             r"\['w'\]: 4 gradients of 4 replicas wait for an update, which 2 replicas cannot"),
         ]:  # fmt: skip
             with pytest.raises(error, match=match):
                 step.load_state_dict(given)

@@ -148,7 +148,7 @@ def test_another_number_of_replicas_loads_a_sharded_state():
     sharded = train([1, 1], OPTIMIZERS["adam"], True, range(6, 9), state)
     assert_equal(sharded, train([2], OPTIMIZERS["adam"], False, range(6, 9), state))
     broken = {**state, "optimizer": {**state["optimizer"], "slots": {"w": {}}}}
-    with pytest.raises(KeyError, match=r"state\['slots'\]\['w'\] must have exactly the keys"):
+    with pytest.raises(KeyError, match=r"state\['optimizer'\]\['slots'\]\['w'\] has wrong keys"):
         train([2], OPTIMIZERS["adam"], True, (), broken)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from gradreduce import autodiff, errors
+from gradreduce import autodiff, checkpoint, errors
 from gradreduce.accumulator import (
     ConditionalAccumulator,
     ConditionalAccumulatorBase,
@@ -104,6 +104,7 @@ __all__ = [
     "apply_grads",
     "assert_mirrored",
     "autodiff",
+    "checkpoint",
     "clip_by_global_norm",
     "default_mesh",
     "embedding_lookup",

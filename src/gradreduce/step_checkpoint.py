@@ -7,35 +7,25 @@ processes; only the partial sums of an unfinished update differ, and are gathere
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from gradreduce import step_scaling
+from gradreduce import checkpoint, step_scaling
 from gradreduce.accumulator import ConditionalAccumulator
 from gradreduce.accumulator import checkpoint as accumulator_checkpoint
-from gradreduce.accumulator.validate import as_required
-from gradreduce.arrays import snapshots
 from gradreduce.arrays.convert import host_array, is_array
 from gradreduce.arrays.variable import Variable
+from gradreduce.checkpoint import anything, equal, integer
 from gradreduce.device import Device
 from gradreduce.device.exchange import agreed, exchange_all, exchange_numbers
 from gradreduce.device.process_group import Description, digest_of
-from gradreduce.errors import about
 from gradreduce.optim import Optimizer
-from gradreduce.optim.agn.checkpoint import assign, checked_values, placed
-from gradreduce.optim.checkpoint import by_name
-from gradreduce.optim.checkpoint import ready_state as optimizer_state
+from gradreduce.optim.checkpoint import queued_slots
 from gradreduce.step_scaling import GradientScaling
 from gradreduce.step_shards import OptimizerShards
 
-_FORMAT = "gradreduce SyncStep 1"
-_KEYS = (
-    "format", "num_replicas", "num_required", "variables", "optimizer", "accumulators",
-    *step_scaling.KEYS,
-)  # fmt: skip
-# What an accumulator counts in its own process; each call adds one for each of its replicas.
-_COUNTS = ("num_accumulated", "num_dropped")
+_FORMAT = "gradreduce SyncStep 2"
 
 
 class StepParts(NamedTuple):
@@ -60,28 +50,33 @@ class StepParts(NamedTuple):
     scaling: GradientScaling
 
 
-def saved_state(step: StepParts, num_required: int) -> dict[str, Any]:
+def saved_state(step: StepParts, num_required: int, output_type: str) -> dict[str, Any]:
     """Returns a snapshot of the state; see ``SyncStep.state_dict``."""
-    owners = by_name(step.variables)
-    copies = {name: snapshots.copied(var.buffers[0]) for name, var in owners.items()}
+    download = checkpoint.downloader(None, output_type)
+    owners = checkpoint.by_name(step.variables)
+    copies = checkpoint.copies_of(owners)
     accumulators = {}
     for name, accumulator in zip(owners, step.accumulators, strict=True):
         saved = accumulators[name] = accumulator.state_dict()
-        for key in _COUNTS:
+        for key in ("num_accumulated", "num_dropped"):  # each call adds as many in every process
             saved[key] = saved[key] * step.num_replicas // len(step.devices)
     counts = [(each["global_step"], each["num_accumulated"]) for each in accumulators.values()]
     _check_alike(step, "SyncStep.state_dict", {"accumulators": counts})
     for saved in accumulators.values():
         saved["partial_sums"] = _of_all_replicas(step, saved["partial_sums"])
-    return {
-        "format": _FORMAT,
-        "num_replicas": step.num_replicas,
-        "num_required": num_required,
-        "variables": snapshots.downloaded(copies, None),
-        "optimizer": (step.shards or step.optimizer).state_dict(),
-        "accumulators": accumulators,
-        **step.scaling.state_dict(),
-    }
+    slots = step.shards.queued_slots() if step.shards else queued_slots(step.optimizer._slots)
+    state: dict[str, Any] = download(
+        {
+            "format": _FORMAT,
+            "num_replicas": step.num_replicas,
+            "num_required": num_required,
+            "variables": copies,
+            "optimizer": step.optimizer._queued_state(slots),
+            "accumulators": accumulators,
+            **step.scaling.state_dict(),
+        }
+    )
+    return state
 
 
 def _of_all_replicas(step: StepParts, sums: list[Any]) -> list[Any]:
@@ -110,73 +105,65 @@ def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
         ValueError: a value of another format, shape or dtype, another state than another process
             has, or gradients of an unfinished update of another number of replicas.
     """
-    snapshots.check_keys("state", state, _KEYS)
-    snapshots.check_entry(state, "format", _FORMAT)
-    _check_alike(step, "SyncStep.load_state_dict", {key: state[key] for key in _KEYS})
-    num_replicas = snapshots.plain(state["num_replicas"])
-    num_required = as_required(snapshots.plain(state["num_required"]))
-    owners = by_name(step.variables)
-    values = checked_values("state['variables']", state["variables"], owners)
-    snapshots.check_keys("state['accumulators']", state["accumulators"], list(owners))
-    for name, saved in state["accumulators"].items():
-        snapshots.check_keys(f"state['accumulators'][{name!r}]", saved, accumulator_checkpoint.KEYS)
-    slots, start = step.optimizer._slots, step.optimizer._slot_start
-    where = "state['optimizer']"
-    try:
-        if step.shards is not None:
-            loads = [step.shards.ready_state(state["optimizer"])]
-        else:
-            loads = [optimizer_state(slots, step.variables, state["optimizer"], start)]
-        for name, accumulator in zip(owners, step.accumulators, strict=True):
-            where = f"state['accumulators'][{name!r}]"
-            own = _of_own_replicas(step, state["accumulators"][name], num_replicas)
-            loads.append(accumulator_checkpoint.ready_state(accumulator.accumulator_ref, own))
-    except (TypeError, ValueError) as error:
-        raise about(where, error) from None
-    continues = any(each["num_accumulated"] for each in state["accumulators"].values())
-    loads.append(step.scaling.ready_state(state, continues=continues))
-    buffers = placed(values, owners)
+    owners = checkpoint.by_name(step.variables)
+    schema = {
+        "format": equal(_FORMAT),
+        "num_replicas": integer(1),
+        "num_required": integer(1),
+        "variables": checkpoint.arrays_of(owners),
+        "optimizer": anything,
+        "accumulators": dict.fromkeys(owners, anything),
+        **step_scaling.SCHEMA,
+    }
+    entries = state if isinstance(state, Mapping) else {}
+    _check_alike(step, "SyncStep.load_state_dict", {key: entries.get(key) for key in schema})
+    found = checkpoint.checked("state", state, schema)
+    divided = step.shards.divided if step.shards else None
+    optimizer = found["optimizer"], step.variables, "state['optimizer']", divided
+    loads = [step.optimizer._ready_state(*optimizer)]
+    num_replicas = found["num_replicas"]
+    replicas = num_replicas, partial(_of_own_replicas, step, num_replicas)
+    for accumulator, (name, saved) in zip(
+        step.accumulators, found["accumulators"].items(), strict=True
+    ):
+        ready = accumulator_checkpoint.ready_state(
+            accumulator.accumulator_ref, saved, f"state['accumulators'][{name!r}]", replicas
+        )
+        loads.append(ready)
+    continues = any(each["num_accumulated"] for each in found["accumulators"].values())
+    loads.append(step.scaling.ready_state(found, continues=continues))
+    buffers = checkpoint.uploaded(found["variables"], owners)
 
     def load() -> int:
-        assign(buffers, owners)
+        checkpoint.assign(buffers, owners)
         for load_one in loads:
             load_one()
-        return num_required
+        return int(found["num_required"])
 
     return load
 
 
-def _of_own_replicas(step: StepParts, saved: Mapping[str, Any], before: Any) -> dict[str, Any]:
+def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of an accumulator's state that this process loads.
 
     Args:
         step: to load.
-        saved: the state of all processes.
         before: the number of replicas when it was saved.
+        found: the validated state of all processes.
     """
-    here, everywhere = len(step.devices), step.num_replicas
-    count, dropped = (
-        accumulator_checkpoint.integer(key, snapshots.plain(saved[key]), least=0) for key in _COUNTS
-    )
-    sums = saved["partial_sums"]
-    if isinstance(sums, list | tuple):
-        if len(sums) != before:
-            raise ValueError(
-                f"state['partial_sums'] has {len(sums)} entries; state['num_replicas'] is {before}"
-            )
-        if count and (before != everywhere or count * here % everywhere):
-            raise ValueError(
-                f"state['num_accumulated']={count} gradients of {before} replicas wait for an "
-                f"update, which {everywhere} replicas cannot continue; save a state when the step "
-                "has returned True"
-            )
-        group = step.devices[0].mesh_state.process_group
-        first = 0 if group is None else sum(group.counts[: group.rank])
-        sums = sums[first : first + here] if before == everywhere else [None] * here
+    here, everywhere, count = len(step.devices), step.num_replicas, found["num_accumulated"]
+    if count and (before != everywhere or count * here % everywhere):
+        raise ValueError(
+            f"{count} gradients of {before} replicas wait for an update, which {everywhere} "
+            "replicas cannot continue; save a state when the step has returned True"
+        )
+    group = step.devices[0].mesh_state.process_group
+    first = 0 if group is None else sum(group.counts[: group.rank])
+    sums = found["partial_sums"][first : first + here] if count else [None] * here
     return {
-        **saved,
+        **found,
         "num_accumulated": count * here // everywhere,
-        "num_dropped": dropped // everywhere * here,  # whole calls, so that processes agree
+        "num_dropped": found["num_dropped"] // everywhere * here,  # whole calls
         "partial_sums": sums,
     }
 
@@ -187,8 +174,7 @@ def _check_alike(step: StepParts, call: str, values: Mapping[str, Any]) -> None:
     group = leader.mesh_state.process_group
     if group is None:
         return
-    texts = [json.dumps(value, default=_as_json) for value in values.values()]
-    digests = [int(digest_of(text.encode()), 16) for text in texts]
+    digests = list(map(_digest, values.values()))
     with agreed(leader, Description.of({"call": call, "tensors": []})):
         found = exchange_numbers(leader, digests, [len(digests)] * group.size)
     for rank, theirs in enumerate(found):
@@ -197,12 +183,15 @@ def _check_alike(step: StepParts, call: str, values: Mapping[str, Any]) -> None:
                 raise ValueError(f"{call}: state[{key!r}] differs between processes 0 and {rank}")
 
 
-def _as_json(value: Any) -> Any:
-    """Returns what stands for an array, or for another mapping than a dict, in JSON."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    value = snapshots.plain(value)
-    if not is_array(value):
-        return value if isinstance(value, str | int | float) else repr(value)
-    array = host_array(value)
-    return [str(array.dtype), array.shape, digest_of(array.tobytes())]
+def _digest(value: Any) -> int:
+    """Hashes an entry of a state to a number that fits in int64."""
+    texts = []
+
+    def add(path: str, leaf: Any) -> None:
+        if is_array(leaf):
+            array = host_array(leaf)
+            leaf = array.dtype, array.shape, digest_of(array.tobytes())
+        texts.append(f"{path}={leaf!r}")
+
+    checkpoint.mapped(add, value)
+    return int(digest_of("\n".join(texts).encode()), 16)

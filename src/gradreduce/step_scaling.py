@@ -15,14 +15,13 @@ from numbers import Real
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.arrays import snapshots
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.arrays.variable import Variable
+from gradreduce.checkpoint import integer, optional, plain
 from gradreduce.device import Buffer, as_dtype, as_flag
 from gradreduce.errors import brief
 from gradreduce.optim.hyperparameters import as_count
 
-KEYS = ("num_skipped", "loss_scale", "growth_tracker")
 # A dynamic scale stays in the range of float32, in which losses are multiplied by it.
 _LEAST, _MOST = 2.0**-126, 2.0**127
 
@@ -190,29 +189,26 @@ class GradientScaling:
     # -- checkpoint -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the entries ``KEYS`` of a state."""
-        tracker = None if self._rule is None else self._growth_tracker
-        return dict(zip(KEYS, (self.num_skipped, self.scale, tracker), strict=True))
+        """Returns entries of the step's state."""
+        return {
+            "num_skipped": self.num_skipped,
+            "loss_scale": self.scale,
+            "growth_tracker": None if self._rule is None else self._growth_tracker,
+        }
 
-    def ready_state(self, state: Mapping[str, Any], *, continues: bool) -> Callable[[], None]:
-        """Validates the entries ``KEYS`` of a state; what it returns loads them.
+    def ready_state(self, found: Mapping[str, Any], *, continues: bool) -> Callable[[], None]:
+        """Returns a function that loads these entries; the scale, if it is and was dynamic.
 
         Args:
-            state: the scale of which is loaded if it is dynamic here and was so before.
-            continues: whether gradients of that scale wait for an update.
+            found: the entries, which fit ``SCHEMA``.
+            continues: whether gradients of their scale wait for an update.
 
         Raises:
-            TypeError: an entry of another type.
-            ValueError: one outside its range, or gradients of another scale than the step's wait.
+            ValueError: gradients of another scale than the step's wait.
         """
-        saved = {key: snapshots.plain(state[key]) for key in KEYS}
-        num_skipped = as_count("state['num_skipped']", saved["num_skipped"], least=0)
-        before = above_zero("state['loss_scale']", saved["loss_scale"], finite=True)
-        scale, tracker = self.scale, self._growth_tracker
-        if saved["growth_tracker"] is not None:
-            found = as_count("state['growth_tracker']", saved["growth_tracker"], least=0)
-            if self._rule is not None:
-                scale, tracker = before, found
+        scale, tracker, before = self.scale, self._growth_tracker, found["loss_scale"]
+        if self._rule is not None and found["growth_tracker"] is not None:
+            scale, tracker = before, found["growth_tracker"]
         if continues and scale != before:
             raise ValueError(
                 f"gradients of loss_scale {before:g} wait for an update, and this step has "
@@ -221,8 +217,8 @@ class GradientScaling:
             )
 
         def load() -> None:
-            self.num_skipped, self.scale, self._growth_tracker = num_skipped, scale, tracker
-            self.norm = None
+            self.num_skipped, self.scale = found["num_skipped"], scale
+            self._growth_tracker, self.norm = tracker, None
 
         return load
 
@@ -266,3 +262,11 @@ def above_zero(name: str, value: Any, *, finite: bool = False) -> float:
     if not number > 0 or (finite and number == math.inf):
         raise ValueError(f"{name}={brief(value)} must be above 0{' and finite' * finite}")
     return number
+
+
+# Of what ``GradientScaling.state_dict`` returns.
+SCHEMA = {
+    "num_skipped": integer(0),
+    "loss_scale": lambda where, saved: above_zero(where, plain(saved), finite=True),
+    "growth_tracker": optional(integer(0)),
+}

@@ -13,7 +13,7 @@ Source: Rajbhandari et al., ZeRO (arXiv:1910.02054), its first stage.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 
 from gradreduce import ops
 from gradreduce.accumulator import ConditionalAccumulator, take_now
-from gradreduce.arrays import snapshots
 from gradreduce.arrays.distributed import Part, ReduceOp
 from gradreduce.arrays.variable import Variable, begin_writes
+from gradreduce.checkpoint import by_name, downloader
 from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype
 from gradreduce.device.exchange import agreed, exchange, telling_others
 from gradreduce.device.process_group import Description, Parcel
 from gradreduce.errors import brief
 from gradreduce.optim import Optimizer
-from gradreduce.optim.checkpoint import as_state, by_name, checked_state, ready_slots
+from gradreduce.optim.optimizer import SlotValues
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce
 from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
@@ -335,24 +335,22 @@ class OptimizerShards(CrossDeviceOps):
 
     # -- checkpoint -------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the optimizer for whole variables; see ``Optimizer.state_dict``.
+    def queued_slots(self) -> dict[str, Any]:
+        """Returns the slots of whole variables, see ``optim.checkpoint.queued_slots``.
 
         Joins the slots of one variable after the other on the first device, so that they need
         little memory there.
         """
         self._optimizer.prepare(self.variables)
-        slots = self._optimizer._slots
+        slots, download = self._optimizer._slots, downloader(None)
         saved: dict[str, dict[str, Any]] = {}
         for index, (name, variable) in enumerate(by_name(self._whole).items()):
             names = slots.names_for(variable)
             if names:
                 wholes = self._joined(index, names, slots.state_dtype(variable))
-                saved[name] = {
-                    slot: snapshots.downloaded(whole.view(0, variable.shape), None)
-                    for slot, whole in zip(names, wholes, strict=True)
-                }
-        return as_state(slots, saved)
+                shaped = [whole.view(0, variable.shape) for whole in wholes]
+                saved[name] = download(dict(zip(names, shaped, strict=True)))
+        return {"optimizer": slots.kind.__name__, "slots": saved}
 
     def _joined(self, index: int, names: Sequence[str], dtype: DType) -> list[Buffer]:
         """Returns the slots of a variable, flat, on the first device."""
@@ -377,21 +375,13 @@ class OptimizerShards(CrossDeviceOps):
                 exchange(leader, sends, receives, "compute")
         return wholes
 
-    def ready_state(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Validates a state of whole variables and allocates slots; what it returns loads them.
-
-        Raises:
-            KeyError, TypeError, ValueError: see ``Optimizer.load_state_dict``.
-        """
-        optimizer = self._optimizer
-        slots = optimizer._slots
-        values, powers = checked_state(slots, self._whole, state, optimizer._slot_start)
-        of_shards = {}
-        for shard, part in self._own.items():
-            found = values.get(self._whole[shard.variable])
-            if found is not None:
-                stop = shard.start + shard.size
-                of_shards[part] = {
-                    name: value.reshape(-1)[shard.start : stop] for name, value in found.items()
-                }
-        return ready_slots(slots, of_shards, powers)
+    def divided(self, values: SlotValues) -> SlotValues:
+        """Returns what the shards of this process have of slots of whole variables."""
+        return {
+            part: {
+                name: value.reshape(-1)[shard.start : shard.start + shard.size]
+                for name, value in values[self._whole[shard.variable]].items()
+            }
+            for shard, part in self._own.items()
+            if self._whole[shard.variable] in values
+        }

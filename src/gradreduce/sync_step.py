@@ -257,7 +257,9 @@ class SyncStep(NotCopied):
                 self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
                 return True
 
-    def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
+    def state_dict(
+        self, *, deadline: float | None = None, output_type: str = "numpy"
+    ) -> dict[str, Any]:
         """Returns all that the training needs to continue, as host data.
 
         Over several processes every process makes this call, and gets the same state. Waits for
@@ -265,6 +267,7 @@ class SyncStep(NotCopied):
 
         Args:
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
+            output_type: see ``ConditionalAccumulator.state_dict``.
 
         Returns:
             A dict of new objects, for pickle, or for JSON except for the arrays in it:
@@ -277,11 +280,12 @@ class SyncStep(NotCopied):
 
         Raises:
             ValueError: two variables have the same name, the processes have taken different
-                numbers of steps, or a ``deadline`` that is not above 0.
+                numbers of steps, a ``deadline`` that is not above 0, another ``output_type``, or
+                PyTorch is not imported.
             CollectiveError: the mesh has failed.
         """
         with deadline_scope("SyncStep.state_dict", as_deadline(deadline), self.devices):
-            return saved_state(self._parts, self.num_required)
+            return saved_state(self._parts, self.num_required, output_type)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where a ``state_dict`` was saved, also of another process or backend.
@@ -291,7 +295,9 @@ class SyncStep(NotCopied):
         one are continued by the same number of replicas only, in any number of processes.
         ``num_required`` becomes the saved one: half the replicas take two calls for an update. The
         number of dropped gradients is rounded down to whole calls. A dynamic loss scale continues
-        with the saved one; a fixed one is that of this step. On error, state is unchanged.
+        with the saved one; a fixed one is that of this step, and so are its other options. The
+        optimizer gets the saved hyperparameters, see ``Optimizer.load_state_dict``. On error, state
+        is unchanged.
 
         Args:
             state: of a step with variables of the same names; or as a checkpoint format returns

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -110,90 +108,6 @@ def test_over_a_mesh_with_any_number_of_devices_filled(mesh, dtype):
         assert frozen(fresh) == frozen(acc)
         arrivals = [gr.PerReplica(list(values[::-1]), mesh)]
         assert all(map(same, go_on(fresh, arrivals, 0), go_on(acc, arrivals, 0)))
-
-
-def arrays_of(total, function):
-    """The sum of a device with its arrays passed through a function: None, one, or a dict."""
-    if isinstance(total, dict):
-        return {key: function(array) for key, array in total.items()}
-    return None if total is None else function(total)
-
-
-def npz(state):
-    rest, arrays = dict(state), {}
-    for place, total in enumerate(rest.pop("partial_sums")):
-        named = total if isinstance(total, dict) else {"": total}
-        arrays |= {f"{place}/{key}": array for key, array in named.items() if array is not None}
-    file = io.BytesIO()
-    np.savez(file, rest=json.dumps(rest), **arrays)
-    file.seek(0)
-    sums = [{} for _ in state["partial_sums"]]
-    with np.load(file) as stored:
-        for name in arrays:
-            place, _, key = name.partition("/")
-            sums[int(place)][key] = stored[name]
-        found = json.loads(str(stored["rest"]))
-    return {**found, "partial_sums": [total.get("", total or None) for total in sums]}
-
-
-def arrays_of_all(state):
-    """As a store does that knows nothing but arrays; and whose arrays are read-only."""
-    sums = state.pop("partial_sums")
-    for total in sums:
-        arrays_of(total, lambda array: array.setflags(write=False))
-    made = {key: None if value is None else np.array(value) for key, value in state.items()}
-    return made | {"partial_sums": tuple(sums)}
-
-
-def torch_store(state):
-    torch = pytest.importorskip("torch")
-    sums = [arrays_of(total, torch.from_numpy) for total in state["partial_sums"]]
-    file = io.BytesIO()
-    torch.save({**state, "partial_sums": sums}, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def dense(mesh):
-    acc, fresh = (gr.ConditionalAccumulator("float16", (3, 2), device=mesh) for _ in range(2))
-    return acc, fresh, lambda: acc.apply_grad(random_data((3, 2), "float16"))
-
-
-def sparse(mesh):
-    """Rows with indices in no order, some of them twice."""
-    acc, fresh = (
-        gr.SparseConditionalAccumulator("float16", (None, 5), device=mesh) for _ in range(2)
-    )
-    rows = random_data((4, 5), "float16")
-    return acc, fresh, lambda: [acc.apply_grad(at, rows) for at in ([7, 1, 7, 0], [3, 3, 9, 1])]
-
-
-@pytest.mark.parametrize("kind", [dense, sparse])
-@pytest.mark.parametrize(
-    "store",
-    [
-        npz,
-        arrays_of_all,
-        lambda state: pickle.loads(pickle.dumps(state)),
-        pytest.param(torch_store, marks=pytest.mark.torch),
-    ],
-    ids=["npz", "arrays", "pickle", "torch"],
-)
-def test_it_survives_any_store(store, kind):
-    with gr.open_mesh([0, 1, 1], backend="sim", strict=True) as mesh:
-        acc, fresh, apply = kind(mesh)
-        fresh.load_state_dict(store(acc.state_dict()))
-        assert frozen(fresh) == frozen(acc)
-        with gr.replica(1):
-            apply()
-        wanted = frozen(acc)
-        fresh.load_state_dict(store(acc.state_dict()))
-        assert frozen(fresh) == wanted
-        taken, again = acc.take_grad(1), fresh.take_grad(1)
-        if kind is sparse:
-            assert same(taken[0], again[0])
-            taken, again = taken[1], again[1]
-        assert all(map(same, taken.values, again.values))
 
 
 # -- threads --------------------------------------------------------------------------------------

@@ -12,35 +12,21 @@ from gradreduce.errors import BackendUnavailableError, CancelledError
 
 TOTAL = np.array([[1.0, np.nan]], "float32")
 FILLED = {"num_accumulated": 2, "sum_shape": [1, 2], "kind": "native", "partial_sums": [TOTAL]}
+# What tests/test_checkpoint.py does not have for every class.
 WRONG = {
-    "format": ({"format": "2"}, ValueError, "is '2'; expected 'gradreduce dense accumulator 1'"),
-    "dtype": ({"dtype": "float32"}, ValueError, "is 'float32'; the accumulator has 'float16'"),
-    "no dtype": ({"dtype": 16}, TypeError, "['dtype']=16 must be a string"),
-    "reduction": ({"reduction_type": "MEAN"}, ValueError, "['reduction_type'] is 'MEAN'; the"),
-    "shape": ({"shape": [2, 2]}, ValueError, "['shape'] is (2, 2); the accumulator has (None, 2)"),
-    "any shape": ({"shape": None}, ValueError, "['shape'] is None; the accumulator has (None, 2)"),
-    "no shape": ({"shape": "12"}, TypeError, "['shape']='12' must be a list of extents or None"),
-    "less": ({"shape": [-1, 2]}, ValueError, "['shape']: shape=(-1, 2) has a negative extent"),
-    "step": ({"global_step": 1.0}, TypeError, "['global_step']=1.0 must be an integer"),
-    "no count": ({"num_accumulated": None}, TypeError, "['num_accumulated']=None must be an"),
-    "count": ({"num_accumulated": -1}, ValueError, "['num_accumulated']=-1 must not be negative"),
-    "dropped": ({"num_dropped": -2}, ValueError, "['num_dropped']=-2 must not be negative"),
-    "alien sum": ({"sum_shape": [1, 3]}, ValueError, "['sum_shape'] is (1, 3), which does not fit"),
-    "open sum": ({"sum_shape": [None, 2]}, ValueError, "['sum_shape'] is (None, 2), which does"),
-    "no sum": ({"sum_shape": None}, ValueError, "['sum_shape'] is missing, because"),
-    "no kind": ({"kind": None}, ValueError, "['kind'] is missing, because"),
-    "kind": ({"kind": "list"}, ValueError, "['kind']='list' is not one of"),
-    "empty": ({"num_accumulated": 0}, ValueError, "['sum_shape'] must be empty, because"),
-    "nothing": ({"partial_sums": [None]}, ValueError, "['partial_sums'] is missing, because"),
+    "any shape": ({"shape": None}, ValueError, "['shape'] is None; expected [None, 2]"),
+    "no shape": ({"shape": "12"}, ValueError, "['shape'] is '12'; expected [None, 2]"),
+    "alien sum": ({"sum_shape": [1, 3]}, ValueError, "['sum_shape'] is [1, 3], which does not fit"),
+    "open sum": ({"sum_shape": [-1, 2]}, ValueError, "['sum_shape'] is [-1, 2], which does"),
+    "unknown sum": ({"sum_shape": [1, None]}, TypeError, "['sum_shape'][1]=None must be an int"),
+    "no sum": ({"sum_shape": None}, TypeError, "['sum_shape'] is a NoneType; expected a list"),
+    "kind": ({"kind": "list"}, ValueError, "['kind']: output_type='list' is not one of"),
+    "kinds": ({"kind": []}, ValueError, "['kind']: output_type=[] is not one of"),
+    "empty": ({"num_accumulated": 0}, ValueError, "['sum_shape'] is [1, 2]; expected None"),
+    "nothing": ({"partial_sums": [None]}, ValueError, "has 0 sums, but state['num_accumulated']=2"),
     "an array": ({"partial_sums": TOTAL}, TypeError, "['partial_sums'] is a ndarray; expected a"),
-    "devices": ({"partial_sums": [TOTAL] * 3}, ValueError, "has 3 entries; the accumulator is"),
-    "a list": ({"partial_sums": [[[1.0, 2.0]]]}, TypeError, "['partial_sums'][0] is a list; expec"),
-    "rounded": ({"partial_sums": [TOTAL.astype("float16")]}, ValueError,
-                "['partial_sums'][0] is float16(1, 2); expected float32(1, 2)"),
-    "other": ({"partial_sums": [TOTAL[:, :1]]}, ValueError, "(1, 1); expected float32(1, 2)"),
-    "swapped": ({"partial_sums": [TOTAL.astype(">f4")]}, TypeError, "sums'][0]: dtype >f4"),
-    "unknown": ({"stale": 1}, KeyError, "from state_dict(): 'stale' unknown"),
-}  # fmt: skip
+    "devices": ({"partial_sums": [TOTAL] * 3}, ValueError, "has 3 entries; expected 1"),
+}
 
 
 @pytest.fixture
@@ -57,14 +43,9 @@ def test_what_is_refused_changes_nothing(filled, what):
     check_refused(filled, EMPTY | FILLED | change, error, text)
 
 
-def test_what_is_missing_is_named(filled):
-    for key in EMPTY:
-        state = EMPTY | FILLED
-        del state[key]
-        check_refused(filled, state, KeyError, f"from state_dict(): {key!r} missing")
-    check_refused(filled, [EMPTY], TypeError, "state is a list; expected a dict from state_dict()")
+def test_a_sum_may_have_nan(filled):
     filled.load_state_dict(EMPTY | FILLED)
-    assert same(filled.take_grad(2), TOTAL.astype("float16")), "a NaN is a sum as good as any"
+    assert same(filled.take_grad(2), TOTAL.astype("float16"))
 
 
 def test_sums_that_fit_neither_count_nor_shape(mesh):
@@ -72,8 +53,8 @@ def test_sums_that_fit_neither_count_nor_shape(mesh):
     acc.apply_grad(gr.PerReplica([[1.0]] * len(mesh), mesh), cast=True)
     state = acc.state_dict() | {"num_accumulated": len(mesh) - 1}
     check_refused(acc, state, ValueError, f"has {len(mesh)} sums, but state['num_acc")
-    state = acc.state_dict() | {"sum_shape": [None, 1]}
-    check_refused(acc, state, ValueError, "is (None, 1), which does not fit the")
+    state = acc.state_dict() | {"sum_shape": [-1, 1]}
+    check_refused(acc, state, ValueError, "is [-1, 1], which does not fit the")
 
 
 def fill_dense(source, acc, mesh):

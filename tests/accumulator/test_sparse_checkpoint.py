@@ -198,20 +198,17 @@ def with_sum(**changed):
 
 
 WRONG = {
-    "dense": ({"format": EMPTY["format"]}, ValueError,
-              f"['format'] is {EMPTY['format']!r}; expected {FORMAT!r}"),
     "shorter": ({"sum_shape": [9]} | with_sum(values=ROWS[:, 0]), ValueError,
-                "['sum_shape'] is (9,), which does not fit the accumulator's shape"),
-    "scalar": ({"sum_shape": []}, ValueError, "['sum_shape'] is (), which does not fit"),
-    "other rows": ({"sum_shape": [9, 3]}, ValueError, "['sum_shape'] is (9, 3), which does not"),
-    "open rows": ({"sum_shape": [9, None]}, ValueError, "['sum_shape'] is (9, None), which does"),
-    "unknown rows": ({"sum_shape": [9, -1]}, ValueError, "shape=(9, -1) has a negative extent"),
-    "negative": ({"sum_shape": [-2, 2]}, ValueError, "shape=(-2, 2) has a negative extent"),
+                "['sum_shape'] is [9], which does not fit the accumulator's shape"),
+    "scalar": ({"sum_shape": []}, ValueError, "['sum_shape'] is [], which does not fit"),
+    "other rows": ({"sum_shape": [9, 3]}, ValueError, "['sum_shape'] is [9, 3], which does not"),
+    "unknown rows": ({"sum_shape": [9, -1]}, ValueError, "['sum_shape'] is [9, -1], which does"),
+    "negative": ({"sum_shape": [-2, 2]}, ValueError, "['sum_shape'][0]=-2 must be at least -1"),
     "an array": ({"partial_sums": [ROWS]}, TypeError, f"{SUM} is a ndarray; expected a dict"),
     "missing": ({"partial_sums": [{"indices": [1], "values": ROWS}]}, KeyError,
-                f"{SUM} must have exactly the keys from state_dict(): 'num_touches' missing"),
+                f"{SUM} has wrong keys: 'num_touches' missing"),
     "unknown": (with_sum(more=1), KeyError,
-                f"{SUM} must have exactly the keys from state_dict(): 'more' unknown"),
+                f"{SUM} has wrong keys: 'more' unknown"),
     "falling": (with_sum(indices=np.array([4, 1])), ValueError, f"{SUM}['indices'] must be str"),
     "twice": (with_sum(indices=np.array([4, 4])), ValueError, f"{SUM}['indices'] must be str"),
     "less than 0": (with_sum(indices=np.array([-1, 4])), InvalidArgumentError,
@@ -240,7 +237,7 @@ WRONG = {
     "touched too often": (with_sum(num_touches=np.array([1, 3])), ValueError,
                           f"{SUM}['num_touches'] must be from 1 to 2, got [1 3]"),
     "no touches": (with_sum(num_touches=None), TypeError, f"{SUM}: NoneType is not an array"),
-    "devices": ({"partial_sums": [TOTAL, None]}, ValueError, "has 2 entries; the accumulator"),
+    "devices": ({"partial_sums": [TOTAL, None]}, ValueError, "has 2 entries; expected 1"),
 }  # fmt: skip
 
 
@@ -269,14 +266,14 @@ def test_what_is_right_is_loaded(filled):
 def test_an_accumulator_that_knows_its_extent_takes_no_other(sparse):
     acc = sparse("float16", (9, 2), reduction_type="SUM")
     state = FILLED | {"shape": [9, 2]}
-    for extent, shown in ((10, "(10, 2)"), (-1, "(None, 2)")):
-        text = f"state['sum_shape'] is {shown}, which does not fit the accumulator's shape (9, 2)"
+    for extent in (10, -1):
+        text = f"state['sum_shape'] is [{extent}, 2], which does not fit the accumulator's shape [9"
         check_refused(acc, state | {"sum_shape": [extent, 2]}, ValueError, text)
     acc.load_state_dict(state)
     assert acc.take_indexed_slices_grad(1).dense_shape == (9, 2)
     acc = sparse("float16", reduction_type="SUM")
-    for extents, shown in (([9, None], "(9, None)"), ([], "()")):
-        text = f"state['sum_shape'] is {shown}, which does not fit the accumulator's shape None"
+    for extents in ([9, -1], []):
+        text = f"state['sum_shape'] is {extents}, which does not fit the accumulator's shape None"
         check_refused(acc, state | {"shape": None, "sum_shape": extents}, ValueError, text)
 
 
@@ -291,5 +288,5 @@ def test_dense_and_sparse_states_are_no_states_of_each_other(sparse, accumulator
     check_refused(other, states[0], ValueError, text)
     # And where only the name of the format was changed.
     check_refused(acc, states[1] | {"format": FORMAT}, TypeError, f"{SUM} is a ndarray; expected a")
-    text = "state['sum_shape'] is (None, 1), which does not fit"
+    text = "state['sum_shape'] is [-1, 1], which does not fit"
     check_refused(other, states[0] | {"format": EMPTY["format"]}, ValueError, text)

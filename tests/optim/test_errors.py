@@ -138,8 +138,8 @@ def test_a_first_update_that_fails_leaves_no_slots(mesh):
         variable.assign([1.0])
         optimizer.fails, optimizer.learning_rate = False, 1.0
         optimizer.apply_gradients([([1.0], known)])
-        before = optimizer.state_dict()
         optimizer.fails, optimizer.learning_rate = True, failing
+        before = optimizer.state_dict()
         for pairs in ([([1.0], variable)], [([1.0], known), ([1.0], variable)]):
             for _ in range(2):
                 with pytest.raises(Planted):
@@ -159,16 +159,15 @@ def test_a_decay_that_is_none(mesh, name, wrong):
     with pytest.raises(ValueError, match=message):
         gr.AdamOptimizer(**{name: wrong})
     optimizer, variable = gr.AdamOptimizer(), gr.Variable([1.0], device=mesh)
-    before = optimizer.state_dict()
     for given in (wrong, lambda: wrong):
         setattr(optimizer, name, given)
         with pytest.raises(ValueError, match=message):
             optimizer.apply_gradients([([1.0], variable)])
-        assert optimizer.state_dict() == before
+        assert (optimizer.get_slot_names(), optimizer.state_dict()["powers"]) == ([], None)
     with pytest.raises(ValueError, match=message):
         setattr(optimizer, name, wrong)
         gr.SyncStep([variable], optimizer, gr.AllReduceCrossDeviceOps(mesh=mesh))
-    assert optimizer.state_dict() == before
+    assert (optimizer.get_slot_names(), optimizer.state_dict()["powers"]) == ([], None)
     assert variable.numpy().tolist() == [1.0]
 
 

@@ -1,4 +1,4 @@
-"""The files of tests/data that the code must match: its public names and its error messages.
+"""The files of tests/data that the code must match: public names, error messages, checkpoints.
 
 ``PYTHONPATH=src:tests python -m support.golden_files`` writes them from the code.
 """
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from support import checkpoint_cases
 
 import gradreduce as gr
 
@@ -128,7 +130,11 @@ def error_messages() -> list[str]:
     )
 
 
-FILES = {"public_api.txt": public_api, "error_messages.txt": error_messages}
+FILES = {
+    "public_api.txt": public_api,
+    "error_messages.txt": error_messages,
+    "checkpoints.txt": checkpoint_cases.schemas,
+}
 
 
 def text_of(name: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradreduce.arrays.variable import Variable
+from gradreduce.checkpoint import downloader
 from gradreduce.device import as_deadline
 from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import NotCopied, listed
@@ -113,7 +114,9 @@ class ConditionalAccumulatorBase(NotCopied):
         """
         close(self._state)
 
-    def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
+    def state_dict(
+        self, *, deadline: float | None = None, output_type: str = "numpy"
+    ) -> dict[str, Any]:
         """Returns a snapshot of the accumulator in host memory, for a checkpoint.
 
         Other threads may apply and take meanwhile: a copy of each partial sum is queued under the
@@ -122,6 +125,8 @@ class ConditionalAccumulatorBase(NotCopied):
 
         Args:
             deadline: seconds from now for the copies to reach the host; after that the mesh fails.
+            output_type: of the arrays, ``"numpy"``, or ``"torch"`` for tensors on the CPU, so that
+                ``torch.load`` needs no ``weights_only=False``.
 
         Returns:
             A dict of new objects, for pickle, or for JSON except for the arrays in it:
@@ -131,7 +136,7 @@ class ConditionalAccumulatorBase(NotCopied):
             ``"sum_shape"``, the shape of the gradients in the sum, as a list;
             ``"kind"``, the array type that the next take returns: that of the first gradient in
             the sum;
-            ``"partial_sums"``, a list with a NumPy array for each device, in mesh order, in the
+            ``"partial_sums"``, a list with an array for each device, in mesh order, in the
             accumulate dtype (float32 for float16 and bfloat16, so nothing is rounded), or None for
             a device without gradients. A sparse accumulator has a dict instead of each array:
             ``"indices"`` (int64, ascending), ``"num_touches"`` (int64, the number of gradients
@@ -142,9 +147,10 @@ class ConditionalAccumulatorBase(NotCopied):
             CancelledError: the accumulator was closed.
             BackendUnavailableError: its mesh was closed, or a device failed.
             CollectiveError: its mesh has failed, or failed meanwhile, possibly by the deadline.
-            ValueError: ``deadline`` is not a number above 0.
+            ValueError: ``deadline`` is not a number above 0, another ``output_type``, or PyTorch is
+                not imported.
         """
-        return saved_state(self._state, as_deadline(deadline))
+        return saved_state(self._state, downloader(as_deadline(deadline), output_type))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the contents of the accumulator with a saved ``state_dict``.

@@ -1,41 +1,30 @@
-"""Saves the state of an accumulator to host memory, and validates and loads it.
+"""Saves the state of an accumulator, and validates and loads it; see ``gradreduce.checkpoint``.
 
-The state consists of integers, strings, None, lists of integers or None, and arrays of float32 or
-float64: any checkpoint format can hold it and any backend can load it. Loading validates all keys
-before it changes anything.
+A state can be loaded by any backend, with the same number of devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any
 
-from gradreduce.arrays import snapshots
-from gradreduce.arrays.convert import as_result_kind, is_array
+from gradreduce import checkpoint
+from gradreduce.arrays.convert import as_result_kind
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import UNKNOWN
-from gradreduce.device import Device, as_index
-from gradreduce.errors import CollectiveError, about, brief
+from gradreduce.checkpoint import equal, integer, plain
+from gradreduce.device import Device
+from gradreduce.errors import CollectiveError, about
 
 from .state import AccumulatorState
 from .take_queue import complete_ready
-from .validate import as_shape, as_step
 
-KEYS = (
-    "format",
-    "dtype",
-    "reduction_type",
-    "shape",
-    "global_step",
-    "num_accumulated",
-    "num_dropped",
-    "sum_shape",
-    "kind",
-    "partial_sums",
-)
+# How many partial sums a state has; and a function that returns the part of a validated state that
+# is loaded here.
+Replicas = tuple[int, Callable[[dict[str, Any]], dict[str, Any]]]
 
 
-def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, Any]:
+def saved_state(state: AccumulatorState, download: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns a snapshot of the state; see ``ConditionalAccumulatorBase.state_dict``.
 
     Copies are queued under the lock, because later applies add in place; the host waits for them
@@ -43,26 +32,27 @@ def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, An
 
     Args:
         state: the accumulator.
-        deadline: seconds from ``as_deadline``, for all downloads together.
+        download: see ``checkpoint.downloader``.
     """
-    end = snapshots.end_of(deadline)
     with state.lock:
         state.check_open()
         state.check_devices()
         generation = state.mesh_state.generation
-        made: dict[str, Any] = {
+        copies = {
             "format": state.storage.format,
             "dtype": str(state.dtype),
             "reduction_type": state.reduction_type,
-            "shape": None if state.shape is None else list(state.shape),
+            "shape": _listed(state.shape),
             "global_step": state.step,
             "num_accumulated": state.count,
             "num_dropped": state.num_dropped,
-            "sum_shape": None if state.sum_shape is None else list(state.sum_shape),
+            "sum_shape": _listed(state.sum_shape),
             "kind": state.kind if state.count else None,
+            "partial_sums": [
+                None if total is None else state.storage.save(total) for total in state.totals
+            ],
         }
-        downloads = [None if total is None else state.storage.save(total) for total in state.totals]
-    made["partial_sums"] = [None if download is None else download(end) for download in downloads]
+    made: dict[str, Any] = download(copies)
     if state.mesh_state.has_failed(generation):  # and was reset before a download could fail
         raise CollectiveError(
             "the mesh failed while the state of an accumulator was saved; load an older checkpoint"
@@ -70,13 +60,24 @@ def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, An
     return made
 
 
-def ready_state(state: AccumulatorState, saved: Mapping[str, Any]) -> Callable[[], None]:
+def ready_state(
+    state: AccumulatorState,
+    saved: Mapping[str, Any],
+    where: str = "state",
+    replicas: Replicas | None = None,
+) -> Callable[[], None]:
     """Validates a state and uploads it; the returned function loads it.
 
     It replaces everything under the lock; see ``ConditionalAccumulatorBase.load_state_dict``.
+
+    Args:
+        state: the accumulator.
+        saved: its state.
+        where: the name of that, for errors.
+        replicas: None if the state has a partial sum for each of the devices.
     """
     generation = state.mesh_state.generation
-    attributes, uploads = _checked(state, saved)
+    attributes, uploads = _checked(state, saved, where, replicas)
     with state.lock:
         state.check_open()
     totals = [
@@ -100,145 +101,93 @@ def ready_state(state: AccumulatorState, saved: Mapping[str, Any]) -> Callable[[
 
 
 def _checked(
-    state: AccumulatorState, saved: Mapping[str, Any]
+    state: AccumulatorState, saved: Mapping[str, Any], where: str, replicas: Replicas | None
 ) -> tuple[dict[str, Any], list[Callable[[Device], Any] | None]]:
     """Validates a saved state.
 
     Returns:
         Attributes of ``AccumulatorState``; and for each device a function that uploads its partial
         sum, or None without one.
-
-    Raises:
-        KeyError: a key is missing or unknown.
-        TypeError: a value has a wrong type.
-        ValueError: a value is out of range, or contradicts the accumulator or another value.
     """
-    snapshots.check_keys("state", saved, KEYS)
-    snapshots.check_entry(saved, "format", state.storage.format)
-    values = {key: snapshots.plain(saved[key]) for key in KEYS}
-    definition = (
-        ("dtype", _text, str(state.dtype)),
-        ("reduction_type", _text, state.reduction_type),
-        ("shape", _shape, state.shape),
+    is_empty = isinstance(saved, Mapping) and plain(saved.get("num_accumulated")) == 0
+    num_sums, own = replicas or (len(state.devices), dict)
+    found = checkpoint.checked(
+        where,
+        saved,
+        {
+            "format": equal(state.storage.format),
+            "dtype": equal(str(state.dtype)),
+            "reduction_type": equal(state.reduction_type),
+            "shape": equal(_listed(state.shape)),
+            "global_step": integer(-(2**63)),
+            "num_accumulated": integer(0),
+            "num_dropped": integer(0),
+            "sum_shape": equal(None) if is_empty else _sum_shape_of(state),
+            "kind": equal(None) if is_empty else _kind_of(state.devices[0]),
+            "partial_sums": [equal(None) if is_empty else checkpoint.anything] * num_sums,
+        },
     )
-    for key, convert, wanted in definition:
-        found = convert(key, values[key])
-        if found != wanted:
-            raise ValueError(f"state[{key!r}] is {brief(found)}; the accumulator has {wanted!r}")
-    step = as_step("state['global_step']", integer("global_step", values["global_step"]))
-    count, num_dropped = (
-        integer(key, values[key], least=0) for key in ("num_accumulated", "num_dropped")
-    )
-    sum_shape = _sum_shape(state, values["sum_shape"], count)
-    attributes = {
-        "step": step,
-        "count": count,
-        "num_dropped": num_dropped,
-        "sum_shape": sum_shape,
-        "kind": _kind(state.devices[0], values["kind"], count),
-    }
-    return attributes, _uploads(state, saved["partial_sums"], count, sum_shape or ())
-
-
-def _sum_shape(state: AccumulatorState, value: Any, count: int) -> tuple[int, ...] | None:
-    """Validates the shape of the sums, whose first extent may be -1; None without any."""
-    if isinstance(value, list | tuple) or is_array(value):
-        value = [None if index == 0 and extent == UNKNOWN else extent
-                 for index, extent in enumerate(value)]  # fmt: skip
-    shape = _shape("sum_shape", value)
-    _check_presence("sum_shape", shape is not None, count)
-    if shape is None:
-        return None
-    known = tuple(UNKNOWN if extent is None else extent for extent in shape)
-    if not state.storage.fits(known, state.shape):
-        raise ValueError(
-            f"state['sum_shape'] is {shape}, which does not fit the accumulator's shape "
-            f"{state.shape}"
-        )
-    return known
-
-
-def _kind(device: Device, value: Any, count: int) -> Kind:
-    """Validates the array type that the next take returns."""
-    _check_presence("kind", value is not None, count)
-    if not count:
-        return "native"
-    kind = _text("kind", value)
-    if kind not in get_args(Kind):
-        raise ValueError(f"state['kind']={brief(kind)} is not one of {get_args(Kind)}")
-    if kind in ("cupy", "cuda") and device.mesh_state.backend == "sim":
-        return "native"  # simulated devices return NumPy arrays
-    if kind in ("torch", "jax", "coo"):
-        try:
-            as_result_kind("torch" if kind == "coo" else kind, "native")
-        except ValueError as error:
-            raise about("state['kind']", error) from None
-    return kind  # type: ignore[return-value]  # one of the literals, checked above
-
-
-def _uploads(
-    state: AccumulatorState, saved: Any, count: int, sum_shape: tuple[int, ...]
-) -> list[Callable[[Device], Any] | None]:
-    """Validates the partial sum of each device, and returns functions that upload them."""
-    if not isinstance(saved, list | tuple):
-        raise TypeError(
-            f"state['partial_sums'] is a {type(saved).__name__}; expected a list with an entry "
-            "for each device"
-        )
-    if len(saved) != len(state.devices):
-        raise ValueError(
-            f"state['partial_sums'] has {len(saved)} entries; the accumulator is on "
-            f"{len(state.devices)} devices"
-        )
-    filled = sum(each is not None for each in saved)
-    _check_presence("partial_sums", filled > 0, count)
-    if filled > count:
-        raise ValueError(
-            f"state['partial_sums'] has {filled} sums, but state['num_accumulated']={count}"
-        )
-    uploads: list[Callable[[Device], Any] | None] = []
-    for index, each in enumerate(saved):
-        name = f"state['partial_sums'][{index}]"
-        upload = None
-        if each is not None:
-            upload = state.storage.load(name, each, state.dtype, sum_shape, count)
-        uploads.append(upload)
-    return uploads
-
-
-def _check_presence(key: str, present: bool, count: int) -> None:
-    if present != (count > 0):
-        what = "must be empty" if present else "is missing"
-        raise ValueError(f"state[{key!r}] {what}, because state['num_accumulated']={count}")
-
-
-def _text(key: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"state[{key!r}]={brief(value)} must be a string")
-    return value
-
-
-def integer(key: str, value: Any, least: int | None = None) -> int:
-    """Validates an integer of a state."""
     try:
-        number = as_index(value)
-    except TypeError:
-        raise TypeError(f"state[{key!r}]={brief(value)} must be an integer") from None
-    if least is not None and number < least:
-        raise ValueError(f"state[{key!r}]={number} must not be negative")
-    return number
-
-
-def _shape(key: str, value: Any) -> tuple[int | None, ...] | None:
-    if value is None:
-        return None
-    try:
-        if not isinstance(value, list | tuple) and not is_array(value):
-            raise TypeError
-        return as_shape(tuple(value))
-    except TypeError:
-        raise TypeError(
-            f"state[{key!r}]={brief(value)} must be a list of extents or None"
-        ) from None
+        found = own(found)
     except ValueError as error:
-        raise about(f"state[{key!r}]", error) from None
+        raise about(where, error) from None
+    count, shape = found["num_accumulated"], found["sum_shape"]
+    uploads = [
+        None
+        if each is None
+        else state.storage.load(
+            f"{where}['partial_sums'][{index}]", each, state.dtype, shape, count
+        )
+        for index, each in enumerate(found["partial_sums"])
+    ]
+    filled = len(uploads) - uploads.count(None)
+    if not min(count, 1) <= filled <= count:
+        raise ValueError(
+            f"{where}['partial_sums'] has {filled} sums, but {where}['num_accumulated']={count}"
+        )
+    attributes = {
+        "step": found["global_step"],
+        "count": count,
+        "num_dropped": found["num_dropped"],
+        "sum_shape": shape,
+        "kind": found["kind"] or "native",
+    }
+    return attributes, uploads
+
+
+def _sum_shape_of(state: AccumulatorState) -> checkpoint.Check:
+    """Returns a check for the shape of the sums, whose first extent may be -1."""
+
+    def check(where: str, saved: Any) -> tuple[int, ...]:
+        found = plain(saved)
+        extents = [integer(UNKNOWN)] * (len(found) if isinstance(found, list) else 0)
+        shape = tuple(checkpoint.checked(where, found, extents))
+        if not state.storage.fits(shape, state.shape):
+            raise ValueError(
+                f"{where} is {list(shape)}, which does not fit the accumulator's shape "
+                f"{_listed(state.shape)}"
+            )
+        return shape
+
+    return check
+
+
+def _kind_of(device: Device) -> checkpoint.Check:
+    """Returns a check for the array type that the next take returns."""
+
+    def check(where: str, saved: Any) -> Kind:
+        kind = plain(saved)
+        if kind in ("cupy", "cuda") and device.mesh_state.backend == "sim":
+            return "native"  # simulated devices return NumPy arrays
+        named = {"native": None, "coo": "torch", "cuda": "cupy"}.get(str(kind), kind)
+        try:
+            as_result_kind(named, "native")
+        except ValueError as error:
+            raise about(where, error) from None
+        return kind  # type: ignore[no-any-return]  # one of the literals
+
+    return check
+
+
+def _listed(shape: tuple[int | None, ...] | None) -> list[int | None] | None:
+    return None if shape is None else list(shape)

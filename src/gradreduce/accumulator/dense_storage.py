@@ -15,8 +15,7 @@ from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
 
-from gradreduce import ops
-from gradreduce.arrays import snapshots
+from gradreduce import checkpoint, ops
 from gradreduce.arrays.convert import is_array, kind_of, numbers, shape_and_dtype
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, densified
@@ -182,15 +181,15 @@ class DenseStorage(Storage):
         """See ``Storage``."""
         return UNKNOWN not in shape and (wanted is None or compatible(shape, wanted))
 
-    def save(self, total: Any) -> Callable[[float | None], Any]:
+    def save(self, total: Any) -> Buffer:
         """See ``Storage``; an array."""
-        return partial(snapshots.downloaded, snapshots.copied(total))
+        return checkpoint.copied(total)
 
     def load(
         self, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
     ) -> Callable[[Device], Buffer]:
         """See ``Storage``."""
-        host = snapshots.checked_array(name, saved, shape, accumulate_dtype(dtype))
+        host = checkpoint.array(shape, dtype)(name, saved)
         return lambda device: device.upload(host)
 
 

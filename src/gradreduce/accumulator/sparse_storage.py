@@ -14,8 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from gradreduce import ops
-from gradreduce.arrays import snapshots
+from gradreduce import checkpoint, ops
 from gradreduce.arrays.convert import host_array, is_array, shape_and_dtype
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, coalesced
@@ -194,22 +193,20 @@ class SparseStorage(Storage):
         first = shape[: len(wanted)]
         return UNKNOWN not in shape[1:] and compatible(first, wanted)
 
-    def save(self, total: Any) -> Callable[[float | None], Any]:
+    def save(self, total: Any) -> dict[str, Any]:
         """See ``Storage``; a dict of arrays, in the order of the indices."""
-        slots, copy = total.slots, snapshots.copied(total.rows)
-
-        def download(end: float | None) -> dict[str, Any]:
-            rows = snapshots.downloaded(copy, end)[slots.rows]
-            found = (slots.indices.copy(), slots.num_touches(), rows)
-            return dict(zip(_KEYS, found, strict=True))
-
-        return download
+        slots, copy = total.slots, checkpoint.copied(total.rows)
+        return {
+            "indices": slots.indices.copy(),
+            "num_touches": slots.num_touches(),
+            "values": lambda download: download(copy)[slots.rows],
+        }
 
     def load(
         self, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
     ) -> Callable[[Device], SparseSum]:
         """See ``Storage``; the new memory has no spare capacity."""
-        snapshots.check_keys(name, saved, _KEYS)
+        checkpoint.checked(name, saved, dict.fromkeys(_KEYS, checkpoint.anything))
         values, acc_dtype = saved["values"], accumulate_dtype(dtype)
         try:
             slices = IndexedSlices(values, saved["indices"], shape)

@@ -343,8 +343,8 @@ class Storage(ABC):
         """Whether a sum of ``shape`` fits an accumulator whose shape is ``wanted``."""
 
     @abstractmethod
-    def save(self, total: Any) -> Callable[[float | None], Any]:
-        """Queues a copy of a partial sum; the result downloads it until a point in time."""
+    def save(self, total: Any) -> Any:
+        """Queues a copy of a partial sum; the result is part of what ``checkpoint`` downloads."""
 
     @abstractmethod
     def load(

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any, Self
 
 from gradreduce import ops
-from gradreduce.arrays import snapshots
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.autodiff.gradients import Engine
+from gradreduce.checkpoint import by_name, checked, downloader, equal, optional
 from gradreduce.device import (
     Buffer,
     DeferInterrupts,
@@ -30,7 +30,7 @@ from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .array_rules import run_python_rule
-from .checkpoint import queued_state, ready_state
+from .checkpoint import number_like, power, queued_slots, ready_slots, saved_number, slots_schema
 from .compute_gradients import Pairs, ready_gradients
 from .gradient_inputs import (
     check_global_step,
@@ -45,6 +45,8 @@ from .slots import Slots
 from .update_plan import Job, Plan, by_kernel
 
 Scalars = tuple[float, ...]
+SlotValues = dict[Variable, dict[str, Any]]  # host arrays, by the name of the slot
+_FORMAT = "gradreduce optimizer 2"
 
 
 class Optimizer(NotCopied):
@@ -53,7 +55,8 @@ class Optimizer(NotCopied):
     A subclass names its slots in ``_slot_names`` and overrides two methods: ``_apply`` changes one
     variable and its slots, given as arrays, and ``_slot_start`` returns the initial value of a
     slot. The base class handles the rest: gradients of every kind, sparse ones (``_apply`` gets
-    the rows that they touch, each once), mirrored variables, masters and errors.
+    the rows that they touch, each once), mirrored variables, masters and errors. Attributes that
+    it names in ``_hyperparameters`` must be numbers, and are in its ``state_dict``.
 
     Setting a public attribute that an optimizer of this library does not have, such as
     ``optimizer.lr``, raises ``AttributeError``; a subclass may have any.
@@ -357,26 +360,37 @@ class Optimizer(NotCopied):
         pairs = self.compute_gradients(loss, *options, grad_loss, engine=engine)
         return self.apply_gradients(pairs, global_step, name, deadline=deadline)
 
-    def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
-        """Returns the state of the optimizer as host data: slots, masters, and Adam's powers.
-
-        It contains neither hyperparameters nor the variables. Float16 and bfloat16 slots are
-        returned as float32. Waits for the devices.
+    def state_dict(
+        self, *, deadline: float | None = None, output_type: str = "numpy"
+    ) -> dict[str, Any]:
+        """Returns the state of the optimizer as host data, without the variables. Waits for them.
 
         Args:
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
+            output_type: see ``ConditionalAccumulator.state_dict``.
+
+        Returns:
+            A dict of new objects: ``"format"``; ``"optimizer"``, the name of the class;
+            ``"hyperparameters"``, the attributes that can be set (``"learning_rate"``), by name:
+            numbers, and None for callables and Variables, which belong to the program;
+            ``"powers"``, Adam's, or None before the first update; and ``"slots"``, arrays by the
+            names of the variable and of the slot, masters included (float32 of float16 and
+            bfloat16).
 
         Raises:
-            ValueError: two variables with slots have the same name.
+            ValueError: two variables with slots have the same name, another ``output_type``, or
+                PyTorch is not imported.
+            CollectiveError: the mesh has failed.
         """
-        end = snapshots.end_of(as_deadline(deadline))
-        state: dict[str, Any] = snapshots.downloaded(queued_state(self._slots), end)
+        download = downloader(as_deadline(deadline), output_type)
+        state: dict[str, Any] = download(self._queued_state(queued_slots(self._slots)))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
         """Restores a ``state_dict``, also of another process or backend.
 
-        Replaces all slots. On error, state is unchanged.
+        Replaces all slots, and all hyperparameters that are numbers both in the state and here, as
+        in PyTorch: to continue with another one, set it afterwards. On error, state is unchanged.
 
         Args:
             state: from an optimizer of the same class.
@@ -386,9 +400,55 @@ class Optimizer(NotCopied):
             KeyError: a key is missing or unknown, or there are slots of a variable not passed.
             TypeError: a value of another type.
             ValueError: another class or format, a slot of another shape or dtype, two variables
-                of the same name, or no powers (numbers from 0 to below 1) beside Adam's slots.
+                of the same name, or a decay or power that is not at least 0 and below 1.
         """
-        ready_state(self._slots, variables, state, self._slot_start)()
+        those = [variables] if isinstance(variables, Variable) else variables
+        self._ready_state(state, those)()
+
+    def _queued_state(self, slots: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a state with these slots, from ``queued_slots``; see ``state_dict``."""
+        names = (*self._hyperparameters, *self._settings)
+        numbers = {name: saved_number(getattr(self, name)) for name in names}
+        powers = dict(zip(self._slots.power_names, self._slots.powers, strict=False))
+        return {"format": _FORMAT, "hyperparameters": numbers, "powers": powers or None, **slots}
+
+    def _ready_state(
+        self,
+        state: Any,
+        variables: Sequence[Variable],
+        where: str = "state",
+        placed: Callable[[SlotValues], SlotValues] | None = None,
+    ) -> Callable[[], None]:
+        """Validates a state and allocates memory; the returned function loads it.
+
+        Args:
+            state: see ``load_state_dict``.
+            variables: see there.
+            where: the name of the state, for errors.
+            placed: converts the arrays of slots, ``[variable][slot]``, to those of this optimizer.
+        """
+        slots, owners = self._slots, by_name(variables)
+        numbers = {
+            name: number_like(getattr(self, name), is_decay=name in self._decays)
+            for name in (*self._hyperparameters, *self._settings)
+        }
+        schema = {
+            "format": equal(_FORMAT),
+            "hyperparameters": numbers,
+            "powers": optional(dict.fromkeys(slots.power_names, power)),
+            **slots_schema(slots, owners),
+        }
+        found = checked(where, state, schema)
+        values = {owners[name]: of_var for name, of_var in found["slots"].items()}
+        load_slots = ready_slots(slots, placed(values) if placed else values)
+
+        def load() -> None:
+            load_slots()
+            slots.powers = tuple((found["powers"] or {}).values())
+            for name, number in found["hyperparameters"].items():
+                setattr(self, name, number)
+
+        return load
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles the kernels for these variables and creates their slots.

@@ -14,9 +14,10 @@ from gradreduce import optim
 from gradreduce.arrays.convert import Form, axis_order, in_order, inverse
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
+from gradreduce.checkpoint import array, checked
 from gradreduce.device import Device
 from gradreduce.errors import NotCopied, brief, listed
-from gradreduce.optim.checkpoint import checked_arrays, ready_slots
+from gradreduce.optim.checkpoint import ready_slots
 from gradreduce.optim.hyperparameters import text_of, value_of
 
 from .variables import ParameterVariable, check_separate
@@ -253,15 +254,18 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
                     row = group.row_of(options, index)
                     values[row.variable] = _checked(group.rule, row.variable, each)
             slots = group.rule._slots
-            powers = [
-                value_of(name, options[name], is_decay=True)
-                for name in slots.power_names
-                if name in options
-            ]
-            ready.append((group, ready_slots(slots, values, tuple(powers))))
+            powers = tuple(
+                [
+                    value_of(name, options[name], is_decay=True)
+                    for name in slots.power_names
+                    if name in options
+                ]
+            )
+            ready.append((group, powers, ready_slots(slots, values)))
         super().__setstate__(state)
-        for group, load in ready:
+        for group, powers, load in ready:
             load()
+            group.rule._slots.powers = powers
             group.hidden = {
                 parameter: _Row(row.variable, {}, []) for parameter, row in group.rows.items()
             }
@@ -364,8 +368,11 @@ def _as_saved(value: Any, order: Form) -> Any:
 
 def _checked(rule: optim.Optimizer, variable: ParameterVariable, saved: Any) -> dict[str, Any]:
     """Returns the slots of a parameter in a ``state_dict`` as host arrays."""
-    wanted = (variable.shape, rule._slots.state_dtype(variable))
+    slot = array(variable.shape, rule._slots.state_dtype(variable))
     if isinstance(saved, Mapping):
         saved = {name: _as_saved(value, variable.order) for name, value in saved.items()}
     where = f"the state of the parameter {brief(variable.name)}"
-    return checked_arrays(where, saved, dict.fromkeys(rule._slots.names_for(variable), wanted))
+    found: dict[str, Any] = checked(
+        where, saved, dict.fromkeys(rule._slots.names_for(variable), slot)
+    )
+    return found

@@ -24,7 +24,6 @@ WAYS = {
     "lazy adam": (lambda: gr.AdamOptimizer(0.1, lazy=True), {}),
     "own": (Own, {"distance_scale": 0.5}),
 }
-SEVEN = {"format", "optimizer", "variables", "sums", "rows", "pulled", "local_step", "is_due"}
 
 
 def team_of(mesh, way):
@@ -80,7 +79,6 @@ def test_training_goes_on_with_the_same_bits(mesh, implementation, way, num_befo
     one = team_of(mesh, way)
     steps(one, range(num_before))
     states = saved(one)
-    assert set(states[1]) == SEVEN
     steps(one, range(num_before, 20))
     other = "numpy" if implementation == "compiled" else "compiled"
     with gr.open_mesh(3, backend="sim", kernels=other, strict=True, peer_access=False) as mesh:
@@ -126,10 +124,10 @@ def test_sums_of_rows_are_saved_as_rows(mesh):
     (worker,) = pair(mesh, 3, None, {"t": np.zeros((6, 2), "float16")}, 1)
     worker.step({"t": gr.IndexedSlices(np.ones((2, 2), "float16"), [4, 4])})
     state = worker.optimizer.state_dict()
-    rows = state["rows"]["t"]
+    rows = state["sums"]["t"]
     assert (rows["indices"].tolist(), rows["values"].tolist()) == ([4], [[2, 2]])
     assert rows["values"].dtype == np.dtype("float32")
-    assert state["sums"] == state["pulled"] == {}
+    assert state["pulled"] == {}
     worker.optimizer.load_state_dict(state)
     assert worker.optimizer._worker.members[0].total.rows is not None
     rows["values"][...] = rows["indices"][...] = 0
@@ -174,48 +172,18 @@ def changed(state, *path, to=None, drop=False):
 
 
 WRONG = np.ones((3, 3), "float32")
+# What tests/test_checkpoint.py does not have for every class.
 OF_A_WORKER = [
-    (((), None), TypeError, "state is a NoneType; expected a dict from state_dict()"),
-    ((("format",), "x"), ValueError, "state['format'] is 'x'; expected 'gradreduce AGN worker 1'"),
-    ((("sums",), ...), KeyError, "state_dict(): 'sums' missing"),
-    ((("more",), 1), KeyError, "more"),
-    ((("optimizer", "optimizer"), "AdamOptimizer"), ValueError, "'MomentumOptimizer'"),
     ((("optimizer", "slots", "table", "momentum"), WRONG), ValueError, "['momentum'] is float32"),
-    (
-        (("variables", "weights"), ...),
-        KeyError,
-        "state['variables'] must have exactly the keys from state_dict(): 'weights' missing",
-    ),
-    ((("variables", "weights"), WRONG), ValueError, "expected float32(5,)"),
-    ((("variables", "weights"), np.ones(5)), ValueError, "is float64(5,); expected float32(5,)"),
-    ((("sums",), []), TypeError, "state['sums'] is a list"),
-    (
-        (("sums", "weights"), [1.0]),
-        TypeError,
-        "state['sums']['weights'] is a list; expected an array",
-    ),
-    ((("sums", "nobody"), WRONG), KeyError, "state['sums']"),
-    ((("pulled", "weights"), WRONG), ValueError, "state['pulled']['weights'] is float32(3, 3)"),
-    ((("sums", "table"), np.ones((6, 2), "float32")), ValueError, "both have ['table']"),
-    ((("rows",), None), TypeError, "state['rows'] is a NoneType"),
-    ((("rows", "table", "indices"), ...), KeyError, "state['rows']['table'] must have"),
-    ((("rows", "table", "indices"), np.array([9, 1])), ValueError, "state['rows']['table']"),
-    ((("rows", "table", "values"), WRONG), ValueError, "state['rows']['table']"),
-    ((("local_step",), 1.5), TypeError, "state['local_step']=1.5 must be an integer"),
-    ((("local_step",), -1), ValueError, "state['local_step']=-1 must be at least 0"),
+    ((("sums", "nobody"), WRONG), KeyError, "state['sums'] has wrong keys: 'nobody' unknown"),
+    ((("sums", "table", "indices"), ...), KeyError, "state['sums']['table'] has wrong keys"),
+    ((("sums", "table", "indices"), np.array([9, 1])), ValueError, "state['sums']['table']"),
+    ((("sums", "table", "values"), WRONG), ValueError, "state['sums']['table']"),
+    ((("local_step",), 2**31), ValueError, "['local_step']=2147483648 must be at most 2147483647"),
+    ((("is_due",), 1), TypeError, "state['is_due']=1 must be True or False"),
 ]
 OF_A_CENTER = [
-    (((), []), TypeError, "state is a list; expected a dict from state_dict()"),
-    ((("format",), ...), KeyError, "state_dict(): 'format' missing"),
-    ((("format",), "x"), ValueError, "expected 'gradreduce AGN center 1'"),
-    (
-        (("variables", "weights"), ...),
-        KeyError,
-        "state['variables'] must have exactly the keys from state_dict(): 'weights' missing",
-    ),
-    ((("variables", "nobody"), WRONG), KeyError, "state_dict(): 'nobody' unknown"),
-    ((("variables", "weights"), WRONG), ValueError, "expected float32(5,)"),
-    ((("optimizer", "optimizer"), "AdamOptimizer"), ValueError, "'MomentumOptimizer'"),
+    ((("variables", "nobody"), WRONG), KeyError, "has wrong keys: 'nobody' unknown"),
     ((("optimizer", "slots"), 3), TypeError, "expected a dict"),
 ]
 

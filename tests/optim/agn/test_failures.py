@@ -177,12 +177,12 @@ def test_a_first_step_that_fails_leaves_no_slots_and_owes_nothing(mesh, monkeypa
     make = Own if what == "rule" else KINDS["adam"][1]
     starts, grads = {"v": np.ones(1, "float32")}, {"v": np.ones(1, "float32")}
     (calm,), (worker,) = (pair(mesh, 1, make, starts, 1) for _ in range(2))
-    before = worker.optimizer.state_dict()
     with monkeypatch.context() as patch:
         if what == "plan":
             patch.setattr("gradreduce.optim.agn.worker.LocalPlan", fail)
         else:
             patch.setattr(worker.inner, "_apply" if what == "rule" else "learning_rate", fail)
+        before = worker.optimizer.state_dict()
         for _ in range(2):
             with pytest.raises(Planted):
                 worker.step(grads)

@@ -244,17 +244,10 @@ def test_a_worker_starts_at_the_centers_masters(mesh):
         assert (optimizer.get_slot(each, "master").numpy() == 1 - 3 * 2.0**-13).all()
 
 
-def test_a_checkpoint_of_no_worker_is_refused(mesh):
+def test_a_push_that_is_due_needs_sums(mesh):
     _, var, optimizer = made(mesh, period=5)
-    state = optimizer.state_dict()
-    for key, value, error, text in (
-        ("is_due", "no", TypeError, "is 'no', must be True or False"),
-        ("is_due", True, ValueError, "there are no sums to push"),
-        ("local_step", 2**31, ValueError, "more than an int32 holds"),
-    ):
-        with pytest.raises(error, match=text):
-            optimizer.load_state_dict({**state, key: value})
-    assert optimizer.local_step.numpy() == 0
+    with pytest.raises(ValueError, match="there are no sums to push"):
+        optimizer.load_state_dict({**optimizer.state_dict(), "is_due": True})
     assert optimizer.apply_gradients([(ONE, var)]) is False
 
 

@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.arrays import snapshots
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
+from gradreduce.checkpoint import downloader
 from gradreduce.device import (
     Buffer,
     DeferInterrupts,
@@ -205,7 +205,9 @@ class AGNCenter(NotCopied):
         worker.start()
         return worker
 
-    def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
+    def state_dict(
+        self, *, deadline: float | None = None, output_type: str = "numpy"
+    ) -> dict[str, Any]:
         """Returns the state of center variables and slots as host data.
 
         Float16 and bfloat16 are returned as float32. If all workers lock, the state is consistent:
@@ -214,15 +216,20 @@ class AGNCenter(NotCopied):
 
         Args:
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
+            output_type: see ``ConditionalAccumulator.state_dict``.
+
+        Raises:
+            ValueError: another ``output_type``, or PyTorch is not imported.
+            CollectiveError: the mesh has failed, or a push failed part-way.
         """
-        seconds = as_deadline(deadline)
+        download = downloader(as_deadline(deadline), output_type)
         with (
             self._lock,
             self.devices[0].mesh_state.launch_lock,
         ):  # each push holds the second, at least
             self._check_usable()
             copies = queued_center(self._variables, self._slots)
-        state: dict[str, Any] = snapshots.downloaded(copies, snapshots.end_of(seconds))
+        state: dict[str, Any] = download(copies)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,29 +1,33 @@
-"""Saves and restores the state of an AGN center as host data.
-
-The format follows ``optim/checkpoint.py``: float16 and bfloat16 are saved as float32.
-"""
+"""Saves the state of an AGN center, and validates and loads it; see ``gradreduce.checkpoint``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gradreduce.arrays import snapshots
-from gradreduce.arrays.convert import converted
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer
-from gradreduce.optim.checkpoint import checked_arrays, queued_state, ready_state
+from gradreduce.checkpoint import (
+    arrays_of,
+    assign,
+    by_name,
+    checked,
+    copies_of,
+    equal,
+    optional,
+    uploaded,
+)
+from gradreduce.optim.checkpoint import queued_slots, ready_slots, slots_schema
 from gradreduce.optim.slots import Slots
 
-_CENTER = "gradreduce AGN center 1"
+_FORMAT = "gradreduce AGN center 2"
 
 
 def queued_center(variables: Mapping[str, Variable], slots: Slots | None) -> dict[str, Any]:
-    """Queues copies of a center; ``snapshots.downloaded`` downloads them."""
+    """Queues copies of a center; ``checkpoint.downloader`` downloads them."""
     return {
-        "format": _CENTER,
-        "variables": {name: snapshots.copied(var.buffers[0]) for name, var in variables.items()},
-        "optimizer": None if slots is None else queued_state(slots),
+        "format": _FORMAT,
+        "variables": copies_of(variables),
+        "optimizer": None if slots is None else queued_slots(slots),
     }
 
 
@@ -31,16 +35,20 @@ def ready_center(
     variables: Mapping[str, Variable], slots: Slots | None, state: Any
 ) -> Callable[[], None]:
     """Validates a center's state and allocates memory; the returned function loads it."""
-    snapshots.check_keys("state", state, ("format", "variables", "optimizer"))
-    snapshots.check_entry(state, "format", _CENTER)
-    values = checked_values("state['variables']", state["variables"], variables)
-    saved = snapshots.plain(state["optimizer"])
-    if saved is not None and slots is None:
+    if slots is None and isinstance(state, Mapping) and state.get("optimizer") is not None:
         raise ValueError("state['optimizer'] has slots; create the workers' AGNOptimizers first")
-    load_slots = None
-    if slots is not None:
-        load_slots = ready_state(slots, list(variables.values()), saved, lambda _: 0.0)
-    buffers = placed(values, variables)
+    owners = by_name(variables.values())
+    slots_or_none = equal(None) if slots is None else optional(slots_schema(slots, owners))
+    schema = {
+        "format": equal(_FORMAT),
+        "variables": arrays_of(variables),
+        "optimizer": slots_or_none,
+    }
+    found = checked("state", state, schema)
+    saved = (found["optimizer"] or {"slots": {}})["slots"]
+    values = {owners[name]: of_var for name, of_var in saved.items()}
+    load_slots = None if slots is None else ready_slots(slots, values)
+    buffers = uploaded(found["variables"], variables)
 
     def load() -> None:
         if load_slots is not None:
@@ -48,32 +56,3 @@ def ready_center(
         assign(buffers, variables)
 
     return load
-
-
-# -- values ---------------------------------------------------------------------------------------
-
-
-def present(saved: Any, variables: Mapping[str, Variable]) -> dict[str, Variable]:
-    """Returns the variables whose names a saved dictionary has."""
-    is_dict = isinstance(saved, Mapping)
-    return {name: var for name, var in variables.items() if not is_dict or name in saved}
-
-
-def checked_values(where: str, saved: Any, variables: Mapping[str, Variable]) -> dict[str, Any]:
-    """Validates a dictionary of arrays, one for each variable; returns host arrays by name."""
-    wanted = {name: (var.shape, var.dtype) for name, var in variables.items()}
-    return checked_arrays(where, saved, wanted)
-
-
-def placed(values: Mapping[str, Any], variables: Mapping[str, Variable]) -> dict[str, Buffer]:
-    """Uploads validated host arrays to the first device of each variable."""
-    return {
-        name: variables[name].devices[0].upload(converted(value, variables[name].dtype))
-        for name, value in values.items()
-    }
-
-
-def assign(buffers: Mapping[str, Buffer], variables: Mapping[str, Variable]) -> None:
-    """Assigns the result of ``placed`` to the variables."""
-    for name, value in buffers.items():
-        variables[name].assign(value)

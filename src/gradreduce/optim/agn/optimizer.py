@@ -14,10 +14,10 @@ from numbers import Real
 from typing import Any
 
 from gradreduce.accumulator.validate import as_timeout
-from gradreduce.arrays import snapshots
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.replica_context import current_replica
 from gradreduce.arrays.variable import Variable
+from gradreduce.checkpoint import downloader
 from gradreduce.device import as_deadline, as_flag
 from gradreduce.optim.compute_gradients import Pairs, gradients_of_replicas
 from gradreduce.optim.gradient_inputs import check_global_step, checked_pairs
@@ -244,7 +244,9 @@ class AGNOptimizer(Optimizer):
         task = as_count("task_index", task_index, least=0)
         return AGNHook(self._center, start, task, self._num_worker, limit)
 
-    def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
+    def state_dict(
+        self, *, deadline: float | None = None, output_type: str = "numpy"
+    ) -> dict[str, Any]:
         """Returns the state of the worker as host data.
 
         It has variables, sums, inner optimizer and ``local_step``. With the center's
@@ -253,9 +255,15 @@ class AGNOptimizer(Optimizer):
 
         Args:
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
+            output_type: see ``ConditionalAccumulator.state_dict``.
+
+        Raises:
+            ValueError: two variables have the same name, another ``output_type``, or PyTorch is not
+                imported.
+            CollectiveError: the mesh has failed.
         """
-        end = snapshots.end_of(as_deadline(deadline))
-        state: dict[str, Any] = snapshots.downloaded(queued_worker(self._worker), end)
+        download = downloader(as_deadline(deadline), output_type)
+        state: dict[str, Any] = download(queued_worker(self._worker))
         return state
 
     def load_state_dict(

@@ -170,11 +170,14 @@ class Accumulation(LazyVariable):
         self.is_dense, self.rows = is_dense, rows
         self.changes.count += 1
 
-    def pending_gradient(self, gradient: IndexedSlices) -> PendingGradient:
-        """Prepares a sparse gradient for addition; call ``added_rows`` after adding it."""
-        state = self.rows or AccumulatorState(
+    def _new_rows(self) -> AccumulatorState:
+        return AccumulatorState(
             self._local.dtype, self.shape, "SUM", self.devices[:1], False, _NO_OPS, SPARSE
         )
+
+    def pending_gradient(self, gradient: IndexedSlices) -> PendingGradient:
+        """Prepares a sparse gradient for addition; call ``added_rows`` after adding it."""
+        state = self.rows or self._new_rows()
         SPARSE.prepare(state, gradient.dtype)
         segments = ops.plan_segments(gradient.indices)
         part = Addend(0, gradient.values, self.shape, segments)
@@ -185,23 +188,15 @@ class Accumulation(LazyVariable):
         if self.rows is not state:
             self._update(rows=state)
 
-    def update(self, dense: Any | None, rows: IndexedSlices | None) -> None:
-        """Replaces the sum by that of a checkpoint.
-
-        Args:
-            dense: host array of a dense sum, or None.
-            rows: sparse sum on the first device, or None.
-        """
+    def update(self, total: tuple[Buffer, ...] | SparseSum | None) -> None:
+        """Replaces the sum: dense ones for each device, a sparse one on the first, or None."""
         self.cleared()
-        if dense is not None:
-            self.added(tuple(device.upload(dense) for device in self.devices))
-        elif rows is not None:
-            pending_gradient = self.pending_gradient(rows)
-            addition = SPARSE.additions([pending_gradient])
-            addition.launch_out_of_place()
-            (each,) = addition.sums
-            each.state.totals[0] = each.total
-            self.added_rows(each.state)
+        if isinstance(total, SparseSum):
+            rows = self._new_rows()
+            rows.totals[0] = total
+            self.added_rows(rows)
+        elif total is not None:
+            self.added(total)
 
     @property
     def _computed_buffers(self) -> tuple[Buffer, ...]:

@@ -1,46 +1,40 @@
-"""Saves and restores the state of an AGN worker as host data."""
+"""Saves the state of an AGN worker, and validates and loads it; see ``gradreduce.checkpoint``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradreduce.arrays import snapshots
-from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce import checkpoint
+from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import accumulate_dtype
-from gradreduce.errors import about, listed
-from gradreduce.optim.checkpoint import by_name, queued_state, ready_state
-from gradreduce.optim.hyperparameters import as_count
+from gradreduce.checkpoint import Check, anything, equal, integer, some_of
+from gradreduce.device import Device
+from gradreduce.errors import listed
+from gradreduce.optim.checkpoint import queued_slots
 
-from .checkpoint import assign, checked_values, placed, present
 from .worker import Worker
 
-_WORKER = "gradreduce AGN worker 1"
-_MOST_STEPS = 2**31 - 1
-_KEYS = ("format", "optimizer", "variables", "sums", "rows", "pulled", "local_step", "is_due")
+_FORMAT = "gradreduce AGN worker 2"
 
 
 def queued_worker(worker: Worker) -> dict[str, Any]:
-    """Queues copies of the state of a worker; ``snapshots.downloaded`` downloads them."""
-    members = worker.members
-    variables = by_name(member.local for member in members)
-    sums, rows = {}, {}
-    for member in members:
-        total, name = member.total, member.local.name
+    """Queues copies of the state of a worker; ``checkpoint.downloader`` downloads them."""
+    sums: dict[str, Any] = {}
+    for member in worker.members:
+        total = member.total
         if total.rows is not None:
-            merged = total.merged()
-            rows[name] = {"indices": merged.indices.copy(), "values": merged.values}
+            sums[member.local.name] = SPARSE.save(total.current)
         elif not total.is_empty:
-            sums[name] = snapshots.copied(total.allocated[0])
-    pulled = {var.name: snapshots.copied(kept.buffers[0]) for var, kept in worker.pulled.items()}
+            sums[member.local.name] = checkpoint.copied(total.allocated[0])
+    variables = checkpoint.by_name(member.local for member in worker.members)
+    pulled = {var.name: kept for var, kept in worker.pulled.items()}
     return {
-        "format": _WORKER,
-        "optimizer": queued_state(worker.inner._slots),
-        "variables": {name: snapshots.copied(var.buffers[0]) for name, var in variables.items()},
+        "format": _FORMAT,
+        "optimizer": worker.inner._queued_state(queued_slots(worker.inner._slots)),
+        "variables": checkpoint.copies_of(variables),
         "sums": sums,
-        "rows": rows,
-        "pulled": pulled,
+        "pulled": checkpoint.copies_of(pulled),
         "local_step": worker.step.value,
         "is_due": worker.is_due,
     }
@@ -48,73 +42,54 @@ def queued_worker(worker: Worker) -> dict[str, Any]:
 
 def load_worker(worker: Worker, state: Any) -> None:
     """Validates and restores a worker's state; see ``AGNOptimizer.load_state_dict``."""
-    snapshots.check_keys("state", state, _KEYS)
-    snapshots.check_entry(state, "format", _WORKER)
-    variables = by_name(member.local for member in worker.members)
-    values = checked_values("state['variables']", state["variables"], variables)
-    sums, pulled = (
-        checked_values(f"state[{key!r}]", state[key], present(state[key], variables))
-        for key in ("sums", "pulled")
-    )
-    rows = _checked_rows(state["rows"], variables)
-    both = sorted(set(sums) & set(rows))
-    if both:
-        raise ValueError(
-            f"state['sums'] and state['rows'] both have [{listed(map(repr, both))}]; a sum is "
-            "either dense or sparse"
-        )
-    unknown = sorted((set(sums) | set(rows)) - set(pulled)) if worker.by_distance else []
+    variables = checkpoint.by_name(member.local for member in worker.members)
+    schema = {
+        "format": equal(_FORMAT),
+        "optimizer": anything,
+        "variables": checkpoint.arrays_of(variables),
+        "sums": some_of({name: _sum_of(var) for name, var in variables.items()}),
+        "pulled": some_of(checkpoint.arrays_of(variables)),
+        "local_step": integer(0, 2**31 - 1),
+        "is_due": checkpoint.flag,
+    }
+    found = checkpoint.checked("state", state, schema)
+    sums, pulled = found["sums"], found["pulled"]
+    unknown = sorted(sums.keys() - pulled.keys()) if worker.by_distance else []
     if unknown:
         raise ValueError(
             f"state['pulled'] has no [{listed(map(repr, unknown))}], but state has sums of them; "
             "it was saved by a worker without distance_scale"
         )
-    step, is_due = _checked_counts(state)
-    if is_due and not sums and not rows:
+    if found["is_due"] and not sums:
         raise ValueError("state['is_due'] is true, but there are no sums to push")
-    inner = worker.inner
-    load_slots = ready_state(
-        inner._slots, list(variables.values()), state["optimizer"], inner._slot_start
+    load_optimizer = worker.inner._ready_state(
+        found["optimizer"], list(variables.values()), "state['optimizer']"
     )
-    buffers = placed(values, variables)
+    values = checkpoint.uploaded(found["variables"], variables)
+    totals = {name: _uploaded(total, variables[name].devices) for name, total in sums.items()}
     kept = {
         variables[name]: worker.new_pulled(variables[name], buffer)
-        for name, buffer in placed(pulled, variables).items()
+        for name, buffer in checkpoint.uploaded(pulled, variables).items()
     }
-    load_slots()
-    assign(buffers, variables)
+    load_optimizer()
+    checkpoint.assign(values, variables)
     for member in worker.members:
-        member.total.update(sums.get(member.local.name), rows.get(member.local.name))
-    worker.step.value, worker.is_due, worker.pulled = step, is_due, kept
+        member.total.update(totals.get(member.local.name))
+    worker.step.value, worker.is_due, worker.pulled = found["local_step"], found["is_due"], kept
 
 
-def _checked_counts(state: Mapping[str, Any]) -> tuple[int, bool]:
-    """Validates and returns the local step, and whether a push is due."""
-    step = as_count("state['local_step']", snapshots.plain(state["local_step"]), least=0)
-    if step > _MOST_STEPS:
-        raise ValueError(f"state['local_step'] is {step}, more than an int32 holds")
-    is_due = snapshots.plain(state["is_due"])
-    if not isinstance(is_due, bool):
-        raise TypeError(f"state['is_due'] is {is_due!r}, must be True or False")
-    return step, is_due
+def _sum_of(var: Variable) -> Check:
+    """Returns a check for a dense sum, an array, or a sparse one, a dict."""
+    dense = checkpoint.array(var.shape, var.dtype)
+
+    def check(where: str, saved: Any) -> Any:
+        if isinstance(saved, Mapping):  # pushes do not divide by its counts
+            return SPARSE.load(where, saved, var.dtype, var.shape, 2**63 - 1)
+        return dense(where, saved)
+
+    return check
 
 
-def _checked_rows(saved: Any, variables: Mapping[str, Variable]) -> dict[str, IndexedSlices]:
-    """Validates the sparse sums and returns them by variable name."""
-    wanted = present(saved, variables)
-    snapshots.check_keys("state['rows']", saved, list(wanted))
-    found = {}
-    for name, var in wanted.items():
-        here = f"state['rows'][{name!r}]"
-        snapshots.check_keys(here, saved[name], ("indices", "values"))
-        try:
-            rows = IndexedSlices(saved[name]["values"], saved[name]["indices"], var.shape)
-        except (TypeError, ValueError) as error:
-            raise about(here, error) from None
-        shape = (len(rows.indices), *var.shape[1:])
-        values = snapshots.checked_array(
-            f"{here}['values']", saved[name]["values"], shape, accumulate_dtype(var.dtype)
-        )
-        placed = var.devices[0].upload(values)
-        found[name] = IndexedSlices.of(placed, rows.indices, var.shape)
-    return found
+def _uploaded(total: Any, devices: Sequence[Device]) -> Any:
+    """Uploads what ``_sum_of`` has checked."""
+    return total(devices[0]) if callable(total) else tuple([each.upload(total) for each in devices])

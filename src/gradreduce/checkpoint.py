@@ -1,0 +1,317 @@
+"""Checkpoints: schemas of states, their one validator, and ``split`` and ``join`` for file formats.
+
+A state is a dict of numbers, strings, None, lists, dicts and arrays, in host memory. Arrays are
+float32 or float64 (float32 of float16 and bfloat16), and int64 for indices. Every class that has a
+``state_dict`` declares a schema of it:
+
+- a dict: the state has exactly these keys, and each entry fits the schema of its key;
+- a list: the state is a list of this length, and each entry fits its schema;
+- a function: validates an entry, given its name for errors, and returns its value.
+
+The entry ``"format"`` names the class and the version of the schema. A load validates everything by
+``checked`` and allocates memory before it changes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from gradreduce.arrays.convert import (
+    as_result_kind,
+    converted,
+    host_array,
+    is_array,
+    shape_and_dtype,
+)
+from gradreduce.arrays.convert_gpu import as_tensor
+from gradreduce.arrays.variable import Variable
+from gradreduce.device import Buffer, DType, accumulate_dtype, as_flag, as_index, copied_to
+from gradreduce.errors import about, brief, listed
+
+__all__ = ["join", "split"]
+
+Check = Callable[[str, Any], Any]
+_OUTPUT_TYPES = ("numpy", "torch")
+_METADATA = "gradreduce"  # the key of what is not an array
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Splits a state into its arrays and one string, as safetensors stores them.
+
+    Args:
+        state: from any ``state_dict``.
+
+    Returns:
+        The arrays, not copied, by names such as ``"variables.w"``; and metadata with all else.
+
+    Raises:
+        TypeError: the state has something else than ``state_dict`` returns.
+
+    Example::
+
+        tensors, metadata = gr.checkpoint.split(step.state_dict(output_type="torch"))
+        safetensors.torch.save_file(tensors, "step.safetensors", metadata)
+    """
+    tensors: dict[str, Any] = {}
+
+    def without_arrays(path: str, leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        while path in tensors:  # names of variables have dots too
+            path += "_"
+        tensors[path] = leaf
+        return {"tensor": path}
+
+    return tensors, {_METADATA: json.dumps(mapped(without_arrays, state))}
+
+
+def join(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """Returns the state that ``split`` has split, for ``load_state_dict``.
+
+    Args:
+        tensors: arrays of any library, by name.
+        metadata: may have other keys too.
+
+    Raises:
+        KeyError: an array is missing.
+        ValueError: the metadata is not from ``split``.
+
+    Example::
+
+        with safetensors.safe_open("step.safetensors", "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            step.load_state_dict(gr.checkpoint.join(tensors, file.metadata()))
+    """
+    if metadata is None or _METADATA not in metadata:
+        raise ValueError(f"metadata={brief(metadata)} has no {_METADATA!r}: pass that of split()")
+
+    def with_arrays(found: dict[str, Any]) -> Any:
+        name = found.get("tensor")
+        if len(found) != 1 or not isinstance(name, str):
+            return found
+        if name not in tensors:
+            raise KeyError(f"tensors has no {name!r}, which the metadata names")
+        return tensors[name]
+
+    state: dict[str, Any] = json.loads(metadata[_METADATA], object_hook=with_arrays)
+    return state
+
+
+def mapped(function: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:
+    """Applies a function to the leaves of dicts and lists in each other, and to their paths."""
+    inside = f"{path}." if path else ""
+    if isinstance(value, Mapping):
+        return {key: mapped(function, each, f"{inside}{key}") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(function, each, f"{inside}{index}") for index, each in enumerate(value)]
+    return function(path, value)
+
+
+# ---- save ----------------------------------------------------------------------------------------
+
+
+def copied(buffer: Buffer) -> Buffer:
+    """Queues a copy on the device, so that a state is from one moment."""
+    return copied_to(buffer.device, buffer)
+
+
+def copies_of(variables: Mapping[str, Variable]) -> dict[str, Buffer]:
+    """Queues a copy of each variable."""
+    return {name: copied(variable.buffers[0]) for name, variable in variables.items()}
+
+
+def downloader(deadline: float | None, output_type: str = "numpy") -> Callable[[Any], Any]:
+    """Returns a function that makes a state of one with Buffers in the place of arrays.
+
+    An entry may also be a function, which gets one that downloads a Buffer.
+
+    Args:
+        deadline: seconds from now for all downloads together; None: no limit.
+        output_type: of the arrays, ``"numpy"`` or ``"torch"`` (on the CPU).
+
+    Raises:
+        ValueError: another ``output_type``, or PyTorch is not imported.
+    """
+    if output_type not in _OUTPUT_TYPES:
+        raise ValueError(f"output_type={brief(output_type)} is not one of {_OUTPUT_TYPES}")
+    as_result_kind(output_type, "native")
+    end = None if deadline is None else time.monotonic() + deadline
+
+    def download(buffer: Buffer) -> Any:
+        seconds = None if end is None else max(end - time.monotonic(), 1e-6)
+        array, dtype = buffer.numpy(deadline=seconds), accumulate_dtype(buffer.dtype)
+        return array if array.dtype == dtype else converted(array, dtype)
+
+    def as_output(_: str, leaf: Any) -> Any:
+        if callable(leaf):
+            leaf = leaf(download)
+        elif isinstance(leaf, Buffer):
+            leaf = download(leaf)
+        if output_type == "torch" and is_array(leaf):
+            return as_tensor(leaf, sys.modules["torch"].from_numpy)
+        return leaf
+
+    return partial(mapped, as_output)
+
+
+def by_name(variables: Iterable[Variable]) -> dict[str, Variable]:
+    """Maps names to variables; ``ValueError`` if two have the same name."""
+    owners: dict[str, Variable] = {}
+    for var in variables:
+        if owners.setdefault(var.name, var) is not var:
+            raise ValueError(f"two variables have the name {var.name!r}; states need unique names")
+    return owners
+
+
+# ---- load ----------------------------------------------------------------------------------------
+
+
+def checked(where: str, saved: Any, schema: Any) -> Any:
+    """Validates a part of a state; returns its values, with arrays in host memory.
+
+    Args:
+        where: name of the part, for errors.
+        saved: the part; from ``state_dict``, or as a file format returns it: tuples or arrays for
+            lists, zero-dimensional arrays for numbers and strings, tensors for arrays.
+        schema: see the module.
+
+    Raises:
+        KeyError: a key is missing or unknown.
+        TypeError: a value of another type.
+        ValueError: a value of another format, shape or dtype, or out of range.
+    """
+    if isinstance(schema, Mapping):
+        if not isinstance(saved, Mapping):
+            raise TypeError(f"{where} is a {type(saved).__name__}; expected a dict")
+        if "format" in schema and "format" in saved:  # another version has other keys
+            schema["format"](f"{where}['format']", saved["format"])
+        _check_keys(where, saved, schema)
+        return {key: checked(f"{where}[{key!r}]", saved[key], each) for key, each in schema.items()}
+    if isinstance(schema, list):
+        if not isinstance(saved, list | tuple):
+            raise TypeError(f"{where} is a {type(saved).__name__}; expected a list")
+        if len(saved) != len(schema):
+            raise ValueError(f"{where} has {len(saved)} entries; expected {len(schema)}")
+        return [
+            checked(f"{where}[{index}]", each, schema[index]) for index, each in enumerate(saved)
+        ]
+    return schema(where, saved)
+
+
+def _check_keys(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    missing = [key for key in wanted if key not in saved]
+    unknown = [key for key in saved if key not in wanted]
+    wrong = {"missing": missing, "unknown": unknown}
+    texts = [f"{listed(map(repr, keys))} {kind}" for kind, keys in wrong.items() if keys]
+    if texts:
+        hint = ""
+        if any(str(key).startswith("Variable") for key in (*missing, *unknown)):
+            hint = "; Variables without a name are numbered as they are made: give each a name"
+        raise KeyError(f"{where} has wrong keys: {', '.join(texts)}{hint}")
+
+
+def plain(value: Any) -> Any:
+    """Returns the Python value of an array that stands for a number, string or list."""
+    if is_array(value) and len(value.shape) < 2:
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def anything(_: str, saved: Any) -> Any:
+    """Checks nothing."""
+    return saved
+
+
+def equal(wanted: Any) -> Check:
+    """Returns a check for one string, list or None."""
+
+    def check(where: str, saved: Any) -> Any:
+        found = plain(saved)
+        if type(found) is not type(wanted) or found != wanted:
+            raise ValueError(f"{where} is {brief(found)}; expected {brief(wanted)}")
+        return found
+
+    return check
+
+
+def integer(least: int, most: int = 2**63 - 1) -> Check:
+    """Returns a check for an integer of this range."""
+
+    def check(where: str, saved: Any) -> int:
+        found = plain(saved)
+        try:
+            number = as_index(found)
+        except TypeError:
+            raise TypeError(f"{where}={brief(found)} must be an integer") from None
+        if not least <= number <= most:
+            bound = f"at least {least}" if number < least else f"at most {most}"
+            raise ValueError(f"{where}={number} must be {bound}")
+        return number
+
+    return check
+
+
+def flag(where: str, saved: Any) -> bool:
+    """Checks a bool."""
+    return as_flag(where, plain(saved))
+
+
+def array(shape: tuple[int, ...], dtype: DType) -> Check:
+    """Returns a check for an array that has this shape and dtype on a device."""
+    wanted = shape, accumulate_dtype(dtype)
+
+    def check(where: str, saved: Any) -> Any:
+        if not is_array(saved):
+            raise TypeError(f"{where} is a {type(saved).__name__}; expected an array")
+        try:
+            found = shape_and_dtype(saved)
+        except TypeError as error:
+            raise about(where, error) from None
+        if found != wanted:
+            raise ValueError(f"{where} is {found[1]}{found[0]}; expected {wanted[1]}{wanted[0]}")
+        return host_array(saved)
+
+    return check
+
+
+def arrays_of(variables: Mapping[str, Variable]) -> dict[str, Check]:
+    """Returns the schema of a dict with an array for each variable."""
+    return {name: array(variable.shape, variable.dtype) for name, variable in variables.items()}
+
+
+def optional(schema: Any) -> Check:
+    """Returns a check for None, or what fits a schema."""
+    return lambda where, saved: None if saved is None else checked(where, saved, schema)
+
+
+def some_of(schemas: Mapping[str, Any]) -> Check:
+    """Returns a check for a dict with any of these keys."""
+
+    def check(where: str, saved: Any) -> Any:
+        is_known = isinstance(saved, Mapping) and saved.keys() <= schemas.keys()
+        wanted = {key: schemas[key] for key in saved} if is_known else schemas
+        return checked(where, saved, wanted)
+
+    return check
+
+
+def uploaded(values: Mapping[str, Any], variables: Mapping[str, Variable]) -> dict[str, Buffer]:
+    """Uploads validated host arrays to the first device of each variable."""
+    return {
+        name: variables[name].devices[0].upload(converted(value, variables[name].dtype))
+        for name, value in values.items()
+    }
+
+
+def assign(buffers: Mapping[str, Buffer], variables: Mapping[str, Variable]) -> None:
+    """Assigns the result of ``uploaded`` to the variables."""
+    for name, buffer in buffers.items():
+        variables[name].assign(buffer)

@@ -1,0 +1,290 @@
+"""Checkpoints of every class: what a file gives back continues with the same bits; errors."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import json
+import pickle
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from support import golden_files
+from support.checkpoint_cases import CASES, NUM_STEPS, bits, leaves, where
+
+import gradreduce as gr
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    """An object after some steps."""
+    with gr.open_mesh([0, 1], backend="sim", strict=True) as mesh:
+        made = CASES[request.param](mesh)
+        for seed in range(NUM_STEPS):
+            made.step(seed)
+        made.fresh = lambda: CASES[request.param](mesh)
+        yield made
+
+
+def test_states_have_the_entries_of_the_file():
+    golden_files.check("checkpoints.txt")
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def pickled(save):
+    return pickle.loads(pickle.dumps(save()))
+
+
+def as_npz(save):
+    tensors, metadata = gr.checkpoint.split(save())
+    np.savez(file := io.BytesIO(), **tensors, metadata=json.dumps(metadata))
+    file.seek(0)
+    with np.load(file) as stored:
+        tensors = {name: stored[name] for name in stored.files}
+    return gr.checkpoint.join(tensors, json.loads(str(tensors.pop("metadata"))))
+
+
+def as_arrays(save):
+    """As a store that has nothing but arrays, tuples and None; and whose arrays are read-only."""
+
+    def stored(value):
+        if isinstance(value, dict):
+            return {key: stored(each) for key, each in value.items()}
+        if isinstance(value, list) and any(isinstance(each, dict | np.ndarray) for each in value):
+            return tuple(map(stored, value))
+        found = None if value is None else np.array(value)
+        if found is not None:
+            found.setflags(write=False)
+        return found
+
+    return stored(save())
+
+
+def as_safetensors(save, path, library="numpy"):
+    tensors, metadata = gr.checkpoint.split(save(output_type=library))
+    getattr(safetensors, library).save_file(tensors, path, metadata)
+    with safetensors.safe_open(path, {"numpy": "np", "torch": "pt"}[library]) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+        return gr.checkpoint.join(tensors, file.metadata())
+
+
+def by_torch(save):
+    import torch
+
+    state = save(output_type="torch")
+    kinds = {type(leaf) for _, leaf in leaves(state)}
+    assert kinds <= {torch.Tensor, str, int, float, bool, type(None), list}
+    assert all(leaf.is_cpu for _, leaf in leaves(state) if isinstance(leaf, torch.Tensor))
+    torch.save(state, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file)  # with its default, weights_only=True
+
+
+def by_torch_safetensors(save, path):
+    importlib.import_module("safetensors.torch")
+    return as_safetensors(save, path, "torch")
+
+
+STORES = [
+    pickled,
+    as_npz,
+    as_arrays,
+    as_safetensors,
+    pytest.param(by_torch, marks=pytest.mark.torch),
+    pytest.param(by_torch_safetensors, marks=pytest.mark.torch),
+]
+
+
+@pytest.mark.whole_product
+@pytest.mark.parametrize("store", STORES)
+def test_what_a_file_gives_back_continues_with_the_same_bits(case, store, tmp_path):
+    path = [tmp_path / "state.safetensors"] if "safetensors" in store.__name__ else []
+    saved = store(case.save, *path)
+    kept = copy.deepcopy(saved)
+    wanted = bits(case.save())
+    fresh = case.fresh()
+    fresh.step(7)  # of another life
+    fresh.load(saved)
+    assert bits(fresh.save()) == wanted
+    variables = getattr(fresh, "variables", ()), getattr(case, "variables", ())
+    for mine, other in zip(*variables, strict=True):
+        mine.assign(other.numpy())  # which a state of an optimizer does not have
+    for seed in range(10, 13):
+        case.step(seed)
+        fresh.step(seed)
+    if "AGN" not in str(saved["format"]):  # where worker and center have a part each
+        assert bits(fresh.save()) == bits(case.save())
+    assert bits(saved) == bits(kept), "a load, or a step after it, wrote the caller's arrays"
+
+
+def test_a_state_is_of_one_moment(case):
+    state = case.save()
+    before = bits(state)
+    case.step(9)
+    assert bits(state) == before
+    assert bits(case.save()) != before
+
+
+@pytest.mark.parametrize("wrong", ["jax", "list", None])
+def test_other_output_types_are_refused(case, wrong):
+    text = f"output_type={wrong!r} is not one of ('numpy', 'torch')"
+    with pytest.raises(ValueError) as error:
+        case.save(output_type=wrong)
+    assert str(error.value) == text
+
+
+def test_arrays_and_all_else_are_split():
+    state = {"a.b": {"c": np.ones(2)}, "a": {"b.c": np.zeros(3)}, "tensor": {"tensor": "x", "y": 1}}
+    tensors, metadata = gr.checkpoint.split(state)
+    assert {name: each.tolist() for name, each in tensors.items()} == {
+        "a.b.c": [1, 1],
+        "a.b.c_": [0, 0, 0],
+    }
+    assert bits(gr.checkpoint.join(tensors, {**metadata, "other": "1"})) == bits(state)
+    with pytest.raises(KeyError, match=r"tensors has no 'a\.b\.c_', which the metadata names"):
+        gr.checkpoint.join({"a.b.c": 1}, metadata)
+    for none in (None, {}, {"format": "pt"}):
+        with pytest.raises(ValueError, match="has no 'gradreduce': pass that of split"):
+            gr.checkpoint.join(tensors, none)
+
+
+# -- what is wrong --------------------------------------------------------------------------------
+
+
+def changed(state, path, value=None):
+    """A state with another value at a path; without it if the value is ``...``."""
+    made = copy.deepcopy(state)
+    inner = made
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    if value is ...:
+        del inner[path[-1]]
+    return made
+
+
+ANY = {"kind", "shape"}  # have tests with their class
+IN_ROWS = {"indices", "num_touches", "values"}
+
+
+def of_leaf(path, leaf):
+    """The values that an entry must not have, each with its error."""
+    name = where(path)
+    if path[-1] in IN_ROWS or path[-1] == "sum_shape":
+        return
+    if isinstance(leaf, np.ndarray):
+        wanted = f"expected {leaf.dtype}{leaf.shape}"
+        yield [1.0], TypeError, f"{name} is a list; expected an array"
+        yield leaf.astype("float64"), ValueError, f"{name} is float64{leaf.shape}; {wanted}"
+        yield leaf[None], ValueError, f"{name} is {leaf.dtype}{leaf[None].shape}; {wanted}"
+        swapped = leaf.astype(leaf.dtype.newbyteorder())
+        yield swapped, TypeError, f"{name}: dtype {swapped.dtype.str} cannot be added"
+    elif isinstance(leaf, bool):
+        yield 1.5, TypeError, f"{name}=1.5 must be"
+    elif isinstance(leaf, int):
+        yield 1.5, TypeError, f"{name}=1.5 must be an integer"
+        least = -(2**63) if path[-1] == "global_step" else int(path[-1].startswith("num_re"))
+        yield least - 1, ValueError, f"{name}={least - 1} must be at least {least}"
+    elif isinstance(leaf, float):
+        yield "x", (TypeError, ValueError), f"{name}='x' must be a number"
+        if "beta" in path[-1]:
+            yield 1.0, ValueError, f"{name}=1.0 must be at least 0 and below 1"
+    elif leaf is not None and path[-1] not in ANY:
+        yield "x", ValueError, f"{name} is 'x'; expected {leaf!r}"
+
+
+def of_dicts(state, path=()):
+    """States with a key too few or too many, each with its error."""
+    inner = state
+    for key in path:
+        inner = inner[key]
+    if isinstance(inner, dict):
+        name = where(path)
+        yield changed(state, (*path, "more"), 1), KeyError, f"{name} has wrong keys: 'more' unknown"
+        if path[-1:] not in [("slots",), ("sums",), ("pulled",)]:  # may have fewer
+            for key in inner:
+                text = f"{name} has wrong keys: {key!r} missing"
+                yield changed(state, (*path, key), ...), KeyError, text
+        if path:
+            text = f"{name} is a int; expected a dict"
+            if "partial_sums" not in path and path[-2:-1] != ("sums",):
+                yield changed(state, path, 3), TypeError, text
+        for key in inner:
+            yield from of_dicts(state, (*path, key))
+
+
+def test_what_is_wrong_is_named_and_changes_nothing(case):
+    state = case.save()
+    before = bits(state)
+    damages = [([state], TypeError, "state is a list; expected a dict"), *of_dicts(state)]
+    for path, leaf in leaves(state):
+        damages += [(changed(state, path, value), *error) for value, *error in of_leaf(path, leaf)]
+    version = str(state["format"])[:-1] + "0"
+    text = f"state['format'] is {version!r}; expected {state['format']!r}"
+    damages.append(({"format": version}, ValueError, text))  # whose keys were others
+    for damaged, error, text in damages:
+        with pytest.raises(error) as raised:
+            case.load(damaged)
+        assert text in str(raised.value.args[0])
+    assert bits(case.save()) == before
+    assert len(damages) > 20
+
+
+def test_names_that_differ_are_named():
+    """Variables without a name are numbered as they are made."""
+    with gr.open_mesh(1, backend="sim") as mesh:
+        variables = [gr.Variable(np.ones(2), dtype="float32", device=mesh) for _ in range(4)]
+        names = [variable.name for variable in variables]
+        optimizers = [gr.MomentumOptimizer(0.1, 0.5) for _ in range(2)]
+        for made, own in zip(optimizers, (variables[:2], variables[2:]), strict=True):
+            made.apply_gradients([(np.ones(2, np.float32), each) for each in own])
+        with pytest.raises(KeyError) as error:
+            optimizers[1].load_state_dict(optimizers[0].state_dict(), variables[2:])
+    assert error.value.args[0] == (
+        f"state['slots'] has wrong keys: {names[2]!r}, {names[3]!r} missing, {names[0]!r}, "
+        f"{names[1]!r} unknown; Variables without a name are numbered as they are made: give each "
+        "a name"
+    )
+
+
+# -- hyperparameters ------------------------------------------------------------------------------
+
+
+class Scaled(gr.Optimizer):
+    """With a hyperparameter of its own."""
+
+    _hyperparameters = ("rate",)
+
+    def __init__(self, rate):
+        super().__init__("Scaled")
+        self.rate, self.note = rate, rate
+
+    def _apply(self, variable, slots, gradient):
+        variable -= self.rate * gradient
+
+
+def test_hyperparameters_that_are_numbers_are_restored():
+    with gr.open_mesh(1, backend="sim") as mesh:
+        w = gr.Variable(np.ones(2), "w", dtype="float32", device=mesh)
+        saved = gr.MomentumOptimizer(np.float32(0.25), lambda: 0.5, use_nesterov=True).state_dict()
+        assert saved["hyperparameters"] == {
+            "learning_rate": 0.25,
+            "momentum": None,
+            "use_nesterov": True,
+        }
+        assert type(saved["hyperparameters"]["learning_rate"]) is float
+        made = gr.MomentumOptimizer(0.1, 0.75)
+        made.load_state_dict(saved, w)
+        assert (made.learning_rate, made.momentum, made.use_nesterov) == (0.25, 0.75, True)
+        scheduled = gr.MomentumOptimizer(lambda: 0.5, 0.75)
+        scheduled.load_state_dict(saved, w)
+        assert scheduled.learning_rate() == 0.5, "what the program computes stays"
+        own, other = Scaled(2), Scaled(0.5)
+        assert own.state_dict()["hyperparameters"] == {"rate": 2}
+        other.load_state_dict(own.state_dict(), w)
+        assert (other.rate, other.note) == (2, 0.5)
