@@ -19,8 +19,6 @@ def test_ties(v):
     assert gradients(lambda: np.sum(np.maximum(v, v * 1)))[0].tolist() == [1.0] * 3
     assert gradients(lambda: np.sum(np.minimum(2.0, v)))[0].tolist() == [1.0, 0.0, 0.0]
     assert gradients(lambda: np.sum(np.clip(v, 1, 3)))[0].tolist() == [1.0] * 3, "the ends too"
-    unsigned = np.arange(3, dtype=np.uint8)  # the limits may be outside of its range
-    assert gradients(lambda: np.sum(np.clip(unsigned, -1, v - 2)))[0].tolist() == [1.0] * 3
     assert gradients(lambda: np.max(v * 0))[0].tolist() == [0.0] * 3
     assert gradients(lambda: np.max(np.minimum(v, 2)))[0].tolist() == [0.0, 0.5, 0.0]
     assert gradients(lambda: np.sum(gr.autodiff.relu(v - 2)))[0].tolist() == [0.0, 0.0, 1.0]

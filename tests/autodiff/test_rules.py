@@ -74,14 +74,14 @@ def differences(loss, operands):
 def rows_of_numpy(monkeypatch):
     """Rows added on the host, of an array like CuPy's too: the module that does it has tests."""
 
-    def added(values, rows, shape):
+    def added(values, rows, size):
         bare = values.array if isinstance(values, StrictArray) else values
-        whole = np.zeros(shape, bare.dtype)
+        whole = np.zeros(size, bare.dtype)
         np.add.at(whole, rows, bare)
         return StrictArray(whole) if isinstance(values, StrictArray) else whole
 
-    monkeypatch.setattr(rules_indexing, "_added_by_segments", added)
-    monkeypatch.setattr(rules_indexing, "_rows", added)
+    monkeypatch.setattr(rules_indexing, "_added_by_position", added)
+    monkeypatch.setattr(rules_indexing, "IndexedSlices", added)
 
 
 def every(check):
@@ -149,13 +149,14 @@ def test_an_array_like_cupys_gets_the_same_gradient(operation):
 def test_every_value_and_every_term_keeps_its_dtype(operation, dtype, monkeypatch):
     if operation.name == "float_power":
         return  # NumPy's own is float64
+    in_float32 = dtype == "float16" and operation.name.startswith(("logsumexp", "softmax"))
     terms = []
 
     def unchanged(term, node):
         terms.append(term)
-        if not WEAK_NUMBERS and getattr(term, "shape", None) == ():
+        if in_float32 or (not WEAK_NUMBERS and getattr(term, "shape", None) == ()):
             return as_operand(term, node)
-        assert term is None or term.dtype == node.dtype == dtype
+        assert term is None or term.dtype == dtype
         return term
 
     monkeypatch.setattr("gradreduce.autodiff.backward._as_operand", unchanged)
@@ -204,9 +205,9 @@ NEITHER = """
 negative|positive|add|subtract|sum over None|mean over 0|reshape|transpose|swapaxes|
 moveaxis|squeeze|expand_dims|broadcast_to|flip|roll|concatenate|stack|cumsum|an element|slices|
 where of a number|clip|fancy rows|take|embedding_lookup|astype|max over None|relu|maximum|
-einsum of a sum|tile|repeat
+einsum of a sum|tile|repeat|sigmoid
 """.replace("\n", "").split("|")
-ONLY_RESULT = "exp exp2 expm1 sqrt cbrt reciprocal tan tanh sigmoid".split()
+ONLY_RESULT = "exp exp2 expm1 sqrt cbrt reciprocal tan tanh".split()
 ONLY_OPERAND = "log log1p sin cos square arctan".split()
 
 

@@ -15,13 +15,12 @@ import numpy as np
 
 from gradreduce.arrays.convert import host_array
 from gradreduce.arrays.indexed_slices import IndexedSlices
-from gradreduce.arrays.trace_context import Traceable, traceable
+from gradreduce.arrays.trace_context import traceable
 from gradreduce.errors import InvalidArgumentError
 
 from .array_methods import index_into
-from .registry import COMPOSED, RULES, VIEWS, VJP, Maker
+from .registry import COMPOSED, RULES, VIEWS, VJP
 from .rules_broadcast import normalized, shape_of
-from .unsupported import no_rule
 
 _BASIC = (int, np.integer, slice, type(None), type(Ellipsis))
 Shape = tuple[int, ...]
@@ -48,7 +47,7 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
     if not getattr(params, "shape", ()):
         kind = type(params).__name__
         raise TypeError(f"params must be a Variable or an array (rows, …), got {kind}")
-    rows = np.asarray(_on_host(ids))
+    rows = _on_host(ids)
     if rows.dtype.kind not in "iu":
         raise TypeError(f"ids must be integers, got {rows.dtype}")
     num_rows = params.shape[0]
@@ -59,125 +58,74 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
     return params[rows]
 
 
-@traceable
-def rows_added(values: Any, rows: Any, shape: Shape) -> Any:
-    """Adds ``values[k]`` to row ``rows[k]`` of zeros of ``shape``."""
-    return _added_by_segments(values, rows, shape)
+def _embedding_lookup(out: Any, params: Any, ids: Any) -> VJP:
+    shape, rows = shape_of(params), _on_host(ids).ravel()
+    return lambda g: IndexedSlices(np.reshape(g, (rows.size, *shape[1:])), rows, shape)
 
 
-def _added_by_segments(values: Any, rows: Any, shape: Shape) -> Any:
-    return IndexedSlices(values, rows, shape).to_dense()
+def _index_into(out: Any, x: Any, index: Any) -> VJP:
+    shape = shape_of(x)
+    within = index if isinstance(index, tuple) else (index,)
+    if all(isinstance(each, _BASIC) for each in within):
+        return lambda g: _put_back(g, index, shape)
+
+    def vjp(g: Any) -> Any:
+        read = _positions(shape)[tuple(map(_on_host, within))].ravel()
+        whole = _added_by_position(np.reshape(g, (-1,)), read, math.prod(shape))
+        return np.reshape(whole, shape)
+
+    return vjp
 
 
-@traceable
-def put_back(values: Any, index: Any, shape: Shape) -> Any:
+def _put_back(values: Any, index: Any, shape: Shape) -> Any:
     """Writes ``values`` to a basic index of zeros of ``shape``."""
     whole = np.zeros_like(values, shape=shape)
     whole[index] = values
     return whole
 
 
-def _taken_back(out: Any, values: Any, index: Any, shape: Shape) -> tuple[Maker]:
-    return (lambda: lambda g: g[index],)
+def _added_by_position(values: Any, positions: Any, size: int) -> Any:
+    return IndexedSlices(values, positions, (size,)).to_dense()
 
 
-def _scattered(g: Any, flat: Any, shape: Shape) -> Any:
-    """Adds the elements of ``g`` at the flat positions of zeros of ``shape``."""
-    size = math.prod(shape)
-    return np.reshape(rows_added(np.reshape(g, (-1,)), flat, (size,)), shape)
-
-
-def _is_basic(index: Any) -> bool:
-    within = index if isinstance(index, tuple) else (index,)
-    return all(isinstance(each, _BASIC) for each in within)
+def _positions(shape: Shape) -> Any:
+    """The position of each element, in row-major order."""
+    return np.arange(math.prod(shape)).reshape(shape)
 
 
 def _on_host(index: Any) -> Any:
-    """Converts the arrays of an index to NumPy."""
-    if isinstance(index, tuple):
-        return tuple(_on_host(each) for each in index)
-    if isinstance(index, _BASIC):
+    """Converts an array of an index to NumPy."""
+    if isinstance(index, slice | type(None) | type(Ellipsis)):
         return index
     indices = np.asarray(host_array([*index] if isinstance(index, range) else index))
     return indices if indices.size or indices.dtype == bool else indices.astype(np.int64)
 
 
-def _index_into(out: Any, x: Any, index: Any) -> tuple[Maker]:
-    shape = shape_of(x)
-    if _is_basic(index):
-        return (lambda: lambda g: put_back(g, index, shape),)
+def _by_position(function: Any) -> None:
+    """Implements an operation that moves or copies elements, by the positions that it reads."""
 
-    def vjp(g: Any) -> Any:
-        indices = np.arange(math.prod(shape)).reshape(shape)[_on_host(index)]
-        return _scattered(g, indices.ravel(), shape)
+    def composed(a: Any, *args: Any, **kwargs: Any) -> Any:
+        return np.ravel(a)[function(_positions(a.shape), *args, **kwargs)]
 
-    return (lambda: vjp,)
+    COMPOSED[function] = composed
 
 
-def _gathered(shape: Shape, rows: Any) -> VJP:
-    """The VJP of gathering rows: IndexedSlices, unless the gradient is traced."""
-
-    def vjp(g: Any) -> Any:
-        if isinstance(g, Traceable):
-            size = math.prod(shape[1:])
-            flat = rows.reshape(-1, 1) * size + np.arange(size)
-            return _scattered(g, flat.ravel(), shape)
-        return _rows(np.reshape(g, (rows.size, *shape[1:])), rows.ravel(), shape)
-
-    return vjp
-
-
-def _rows(values: Any, rows: Any, shape: Shape) -> Any:
-    return IndexedSlices(values, rows, shape)
-
-
-def _embedding_lookup(out: Any, params: Any, ids: Any) -> tuple[Maker]:
-    shape = shape_of(params)
-    return (lambda: _gathered(shape, np.asarray(_on_host(ids))),)
-
-
-def _take(
-    out: Any, a: Any, indices: Any, axis: Any = None, _out: Any = None, mode: str = "raise"
-) -> tuple[Maker]:
-    """The rule of ``np.take``; along the first axis it gathers rows."""
-    shape = shape_of(a)
-    flat = axis is None
-    along = 0 if flat else normalized(axis, len(shape))
-    extent = math.prod(shape) if flat else shape[along]
-
-    def make() -> VJP:
-        positions = _on_host(indices)
-        positions = np.asarray(positions)
-        positions = np.clip(positions, 0, extent - 1) if mode == "clip" else positions % extent
-        if along == 0 and not flat:
-            return _gathered(shape, positions)
-        if flat:
-            return lambda g: _scattered(g, positions.ravel(), shape)
-        index = (slice(None),) * along + (positions,)
-        return lambda g: _scattered(
-            g, np.arange(math.prod(shape)).reshape(shape)[index].ravel(), shape
-        )
-
-    return (make,)
+def _take(a: Any, indices: Any, axis: Any = None, _out: Any = None, mode: Any = "raise") -> Any:
+    """``np.take``; along the first axis it gathers rows."""
+    read = _on_host(indices)
+    if axis is not None and not normalized(axis, a.ndim):
+        return embedding_lookup(a, np.take(np.arange(len(a)), read, mode=mode))
+    return np.ravel(a)[np.take(_positions(a.shape), read, axis, mode=mode)]
 
 
 def _take_along_axis(arr: Any, indices: Any, axis: int | None = -1) -> Any:
-    if axis is None:
-        raise no_rule("np.take_along_axis(..., axis=None)")
-    along = normalized(axis, arr.ndim)
-    positions = np.asarray(host_array(indices))
-    if positions.ndim != arr.ndim:
-        raise ValueError("`indices` and `arr` must have the same number of dimensions")
-    if positions.dtype.kind not in "iu":
-        raise IndexError("`indices` must be an integer array")
-    grid = list(np.ogrid[tuple(slice(extent) for extent in arr.shape)])  # either is broadcast
-    grid[along] = positions
-    return arr[tuple(grid)]
+    return np.ravel(arr)[np.take_along_axis(_positions(arr.shape), _on_host(indices), axis)]
 
 
 RULES[index_into] = _index_into
-RULES[put_back] = RULES[rows_added] = _taken_back
 RULES[embedding_lookup] = _embedding_lookup
-RULES[np.take] = _take
+COMPOSED[np.take] = _take
 COMPOSED[np.take_along_axis] = _take_along_axis
+for _function in (np.tile, np.repeat, np.roll, np.diagonal):
+    _by_position(_function)
 VIEWS.add(index_into)

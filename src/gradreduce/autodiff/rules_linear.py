@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .registry import COMPOSED, RULES, Maker
-from .rules_broadcast import like, normalized, shape_of
+from .registry import COMPOSED, RULES, VJP, Maker
+from .rules_broadcast import like, shape_of
 from .unsupported import no_rule
-
-
-def _matmul(out: Any, x1: Any, x2: Any, **kwargs: Any) -> tuple[Maker, Maker]:
-    """The rule of ``np.matmul``; treats vectors as matrices of one row or column."""
-    x1, x2 = _array(x1), _array(x2)
-    left, right = x1.shape, x2.shape
-
-    def whole(g: Any) -> Any:
-        g = np.expand_dims(g, -1) if len(right) == 1 else g
-        return np.expand_dims(g, -2) if len(left) == 1 else g
-
-    def to_left() -> Any:
-        other = x2[:, None] if len(right) == 1 else x2
-        matrix = left if len(left) > 1 else (1, *left)
-        return lambda g: np.reshape(like(whole(g) @ np.swapaxes(other, -1, -2), matrix), left)
-
-    def to_right() -> Any:
-        other = x1[None, :] if len(left) == 1 else x1
-        matrix = right if len(right) > 1 else (*right, 1)
-        return lambda g: np.reshape(like(np.swapaxes(other, -1, -2) @ whole(g), matrix), right)
-
-    return to_left, to_right
 
 
 def _array(x: Any) -> Any:
@@ -40,115 +17,83 @@ def _array(x: Any) -> Any:
     return x if hasattr(x, "ndim") else np.asarray(x)
 
 
+def _matmul(out: Any, x1: Any, x2: Any) -> tuple[Maker, Maker]:
+    """The rule of ``np.matmul``; treats vectors as matrices of one row or column."""
+    x1, x2 = _array(x1), _array(x2)
+    row = x1.shape if x1.ndim > 1 else (1, *x1.shape)
+    column = x2.shape if x2.ndim > 1 else (*x2.shape, 1)
+    whole = (*np.broadcast_shapes(row[:-2], column[:-2]), row[-2], column[-1])
+
+    def to_left() -> VJP:
+        right = np.swapaxes(np.reshape(x2, column), -1, -2)
+        shape = x1.shape
+        return lambda g: np.reshape(like(np.reshape(g, whole) @ right, row), shape)
+
+    def to_right() -> VJP:
+        left = np.swapaxes(np.reshape(x1, row), -1, -2)
+        shape = x2.shape
+        return lambda g: np.reshape(like(left @ np.reshape(g, whole), column), shape)
+
+    return to_left, to_right
+
+
+def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
+    a, b = _array(a), _array(b)
+    if not isinstance(axes, Sequence | np.ndarray):
+        axes = range(a.ndim - axes, a.ndim), range(axes)
+    left = [chr(ord("A") + index) for index in range(a.ndim)]
+    right = [chr(ord("a") + index) for index in range(b.ndim)]
+    for of_left, of_right in zip(np.ravel(axes[0]), np.ravel(axes[1]), strict=True):
+        if a.shape[of_left] != b.shape[of_right]:
+            raise ValueError("shape-mismatch for sum")
+        right[of_right] = left[of_left]
+    kept = [letter for letter in (*left, *right) if (letter in left) != (letter in right)]
+    subscripts = f"{''.join(left)},{''.join(right)}->{''.join(kept)}"
+    return np.einsum(subscripts, a, b, optimize=True)
+
+
 def _dot(a: Any, b: Any) -> Any:
     a, b = _array(a), _array(b)
-    if _scalar(a, b):
+    if not a.shape or not b.shape:
         return np.multiply(a, b)
     if b.ndim <= 2 and a.ndim <= 2:
         return np.matmul(a, b)
     return np.tensordot(a, b, axes=(-1, -2 if b.ndim > 1 else 0))
 
 
-def _scalar(a: Any, b: Any) -> bool:
-    """Whether one of the operands is zero-dimensional."""
-    return not shape_of(a) or not shape_of(b)
-
-
 def _inner(a: Any, b: Any) -> Any:
     a, b = _array(a), _array(b)
-    if _scalar(a, b):
+    if not a.shape or not b.shape:
         return np.multiply(a, b)
     return np.tensordot(a, b, axes=(-1, -1))
 
 
-def _outer(a: Any, b: Any) -> Any:
-    return np.reshape(a, (-1, 1)) * np.reshape(b, (1, -1))
-
-
-def _vdot(a: Any, b: Any) -> Any:
-    return np.matmul(np.ravel(a), np.ravel(b))
-
-
-def _axes(axes: Any, left: int, right: int) -> tuple[list[int], list[int]]:
-    """The axes of each operand over which ``tensordot`` sums, nonnegative."""
-    if isinstance(axes, Sequence | np.ndarray):
-        first, second = axes
-        return [normalized(int(x), left) for x in np.ravel(first)], [
-            normalized(int(x), right) for x in np.ravel(second)
-        ]
-    return list(range(left - axes, left)), list(range(axes))
-
-
-def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
-    """``np.tensordot`` as the product of two matrices, as NumPy computes it."""
-    a, b = _array(a), _array(b)
-    summed, summed_too = _axes(axes, a.ndim, b.ndim)
-    free = [index for index in range(a.ndim) if index not in summed]
-    free_too = [index for index in range(b.ndim) if index not in summed_too]
-    left, right = np.transpose(a, free + summed), np.transpose(b, summed_too + free_too)
-    shape, shape_too = left.shape[: len(free)], right.shape[len(summed) :]
-    if left.shape[len(free) :] != right.shape[: len(summed)]:
-        raise ValueError("shape-mismatch for sum")
-    count = math.prod(left.shape[len(free) :])
-    left = np.reshape(left, (math.prod(shape), count))
-    return np.reshape(left @ np.reshape(right, (count, math.prod(shape_too))), shape + shape_too)
-
-
-def _labels(subscripts: str, operands: Sequence[Any]) -> tuple[list[str], str]:
-    """The letters of each operand and of the result, with the ellipsis expanded.
-
-    Raises:
-        NotImplementedError: a letter occurs twice in one operand.
-    """
+def _einsum(out: Any, subscripts: Any, *operands: Any, optimize: bool = False) -> tuple[Maker, ...]:
+    """The rule of ``np.einsum``: a term is an einsum of the gradient and the other operands."""
+    if not isinstance(subscripts, str):
+        raise no_rule("np.einsum without a string of subscripts")
     inputs, arrow, result = subscripts.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    unused = [chr(code) for code in range(ord("A"), ord("z")) if chr(code).isalpha()]
-    unused = [letter for letter in unused if letter not in subscripts]
-    ranks = [
-        len(shape_of(operand)) - len(term.replace("...", ""))
-        for operand, term in zip(operands, terms, strict=True)
-    ]
-    widest = max([rank for rank, term in zip(ranks, terms, strict=True) if "..." in term] or [0])
-    extra = "".join(unused[:widest])
+    labels = inputs.split(",")
+    if any(len(set(label.replace(".", ""))) != len(label.replace(".", "")) for label in labels):
+        raise no_rule(f"np.einsum({subscripts!r}), with a letter twice in one operand,")
+    if any("..." in label[1:] for label in labels):
+        raise no_rule(f"np.einsum({subscripts!r}), with an ellipsis that is not in front,")
     if not arrow:
         once = sorted(x for x in set(inputs) if x.isalpha() and inputs.count(x) == 1)
         result = ("..." if "..." in inputs else "") + "".join(once)
-    spelled = [
-        term.replace("...", extra[widest - rank :] if "..." in term else "")
-        for rank, term in zip(ranks, terms, strict=True)
-    ]
-    if any(len(set(term)) != len(term) for term in spelled):
-        raise no_rule(f"np.einsum({subscripts!r}), with a letter twice in one operand,")
-    return spelled, result.replace("...", extra)
 
-
-def _einsum(out: Any, subscripts: Any, *operands: Any, **kwargs: Any) -> tuple[Maker, ...]:
-    if not isinstance(subscripts, str):
-        raise no_rule("np.einsum without a string of subscripts")
-    labels, result = _labels(subscripts, operands)
+    dots = "..." if "..." in inputs else ""
 
     def maker(index: int) -> Maker:
-        mine, shape = labels[index], shape_of(operands[index])
-        rest = [operand for other, operand in enumerate(operands) if other != index]
-        of_rest = [label for other, label in enumerate(labels) if other != index]
-        known = set(result).union(*of_rest)
-        there = "".join(letter for letter in mine if letter in known)
-        formula = f"{','.join([result, *of_rest])}->{there}"
-        kept = [index for index, letter in enumerate(mine) if letter in known]
-
-        def vjp(g: Any) -> Any:
-            found = np.einsum(formula, g, *rest)
-            if len(kept) < len(mine):  # a letter of this operand only, which was summed over
-                extents = iter(shape_of(found))
-                open_shape = [next(extents) if x in kept else 1 for x in range(len(mine))]
-                found = np.reshape(found, open_shape)
-            narrow = tuple(
-                1 if extent == 1 else now
-                for extent, now in zip(shape, shape_of(found), strict=True)
-            )
-            return np.broadcast_to(like(found, narrow), shape)
-
-        return lambda: vjp
+        shape = shape_of(operands[index])
+        factors, of_factors = [*operands], [*labels]
+        del factors[index], of_factors[index]
+        mine = labels[index].replace(".", "")
+        if not set(mine) <= set("".join([result, *of_factors])):  # it was summed over alone
+            factors.append(np.ones_like(operands[index]))
+            of_factors.append(labels[index])
+        formula = f"{','.join([result, *of_factors])}->{dots}{mine}"
+        return lambda: lambda g: like(np.einsum(formula, g, *factors, optimize=optimize), shape)
 
     return (lambda: None, *(maker(index) for index in range(len(operands))))  # type: ignore[return-value,arg-type]
 
@@ -158,5 +103,5 @@ RULES[np.einsum] = _einsum
 COMPOSED[np.tensordot] = _tensordot
 COMPOSED[np.dot] = _dot
 COMPOSED[np.inner] = _inner
-COMPOSED[np.outer] = _outer
-COMPOSED[np.vdot] = _vdot
+COMPOSED[np.outer] = lambda a, b: np.reshape(a, (-1, 1)) * np.reshape(b, (1, -1))
+COMPOSED[np.vdot] = lambda a, b: np.matmul(np.ravel(a), np.ravel(b))

@@ -215,30 +215,47 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     Raises:
         NotImplementedError: ``function`` has no rule, writes to ``out=``, or its result is complex.
     """
-    out = named_arguments(function, args, kwargs).get("out")
-    if holds_traceable(out):
-        raise would_write(name_of(function))
     args = [resolve(arg) for arg in args]
-    kwargs = {name: resolve(arg) for name, arg in kwargs.items()}
-    if not any(map(holds_traceable, (*args, *kwargs.values()))):
-        return function(*args, **kwargs)
-    if out is not None:
-        raise would_write(name_of(function))
-    kwargs.pop("out", None)
-    check_operand([*kwargs.values()])
-    if function in COMPOSED:
-        return _by_rule(function, COMPOSED[function], args, kwargs)
-    if isinstance(function, np.ufunc):
-        check_keywords(function, kwargs)
-    return _recorded(function, *positioned(function, args, kwargs))
-
-
-def _recorded(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Calls ``function`` with the plain values of its operands, and creates the node."""
+    if kwargs:
+        args, kwargs = _positioned(function, args, kwargs)
     operands: list[tuple[int, int | None, Node]] = []
     raw = [_plain(arg, index, operands) for index, arg in enumerate(args)]
-    if any(map(holds_traceable, kwargs.values())):
+    is_named = any(map(holds_traceable, kwargs.values()))
+    if not operands and not is_named:
+        return function(*raw, **kwargs)
+    is_ufunc = isinstance(function, np.ufunc)
+    named = kwargs if is_ufunc else named_arguments(function, args, kwargs)
+    if named.get("out") is not None:
+        raise would_write(name_of(function))
+    check_operand([*raw, *kwargs.values()])
+    if function in COMPOSED:
+        return _by_rule(function, COMPOSED[function], args, kwargs)
+    if is_named:
         raise no_rule(f"{name_of(function)} with {', '.join(kwargs)}= of traced values")
+    if is_ufunc:
+        check_keywords(function, kwargs)
+    return _recorded(function, raw, kwargs, operands)
+
+
+def _positioned(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Resolves arguments passed by name, and moves them to their position if one is traced."""
+    if holds_traceable(kwargs.get("out")):
+        raise would_write(name_of(function))
+    kwargs = {name: resolve(arg) for name, arg in kwargs.items()}
+    if kwargs.get("out", True) is None:
+        del kwargs["out"]
+    if function not in COMPOSED and any(map(holds_traceable, kwargs.values())):
+        return positioned(function, args, kwargs)
+    return args, kwargs
+
+
+def _recorded(
+    function: Any,
+    raw: Sequence[Any],
+    kwargs: dict[str, Any],
+    operands: Sequence[tuple[int, int | None, Node]],
+) -> Any:
+    """Calls ``function`` with the plain values of its operands, and creates the node."""
     parents = [node for _, _, node in operands]
     with on_gpu_of(parents[0].device):
         if function in CONSTANT:
@@ -249,7 +266,9 @@ def _recorded(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         value = function(*raw, **kwargs)
         if not is_float(function, value):
             return value
-        makers = _by_rule(function, rule, [value, *raw], kwargs)
+        named = {} if isinstance(function, np.ufunc) else kwargs
+        made = _by_rule(function, rule, [value, *raw], named)
+        makers = (lambda: made,) if callable(made) else made
         vjps = [_vjp(function, makers, index, item) for index, item, _ in operands]
     node = Node(parents[0].trace, value, parents[0].device, parents, vjps)
     return Traced(value, node, is_view=function in VIEWS and _is_part(value, raw[0]))
@@ -299,7 +318,6 @@ def _plain(value: Any, position: int, operands: list[tuple[int, int | None, Node
     if isinstance(value, Traced):
         operands.append((position, None, value.node))
         return value.value
-    check_operand(value)
     if not isinstance(value, list | tuple) or not holds_traceable(value):
         return value
     within = []
