@@ -10,8 +10,6 @@ import pickle
 
 import numpy as np
 import pytest
-import safetensors
-import safetensors.numpy
 from support import golden_files
 from support.checkpoint_cases import CASES, NUM_STEPS, bits, leaves, where
 
@@ -66,8 +64,10 @@ def as_arrays(save):
 
 
 def as_safetensors(save, path, library="numpy"):
+    import safetensors
+
     tensors, metadata = gr.checkpoint.split(save(output_type=library))
-    getattr(safetensors, library).save_file(tensors, path, metadata)
+    importlib.import_module(f"safetensors.{library}").save_file(tensors, path, metadata)
     with safetensors.safe_open(path, {"numpy": "np", "torch": "pt"}[library]) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
         return gr.checkpoint.join(tensors, file.metadata())
@@ -86,7 +86,6 @@ def by_torch(save):
 
 
 def by_torch_safetensors(save, path):
-    importlib.import_module("safetensors.torch")
     return as_safetensors(save, path, "torch")
 
 
@@ -94,9 +93,9 @@ STORES = [
     pickled,
     as_npz,
     as_arrays,
-    as_safetensors,
+    pytest.param(as_safetensors, marks=pytest.mark.safetensors),
     pytest.param(by_torch, marks=pytest.mark.torch),
-    pytest.param(by_torch_safetensors, marks=pytest.mark.torch),
+    pytest.param(by_torch_safetensors, marks=[pytest.mark.torch, pytest.mark.safetensors]),
 ]
 
 

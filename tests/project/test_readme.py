@@ -19,7 +19,7 @@ def blocks_of(path: Path) -> list[str]:
 
 
 def libraries_of(block: str) -> list[pytest.MarkDecorator]:
-    found = re.findall(r"^import (torch|jax)\b", block, re.MULTILINE)
+    found = re.findall(r"^import (torch|jax|safetensors)\b", block, re.MULTILINE)
     return [getattr(pytest.mark, library) for library in found]
 
 
