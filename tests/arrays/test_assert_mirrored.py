@@ -106,8 +106,9 @@ def test_processes_with_other_tensors_are_told():
             gr.assert_mirrored(variables)
             return str(fewer.value), str(other.value)
 
-    fewer = "process 0 has 4 tensors, process 1 3"
-    other = "'rows' (float32[2, 3]) in process 0 is 'rows' (float32[3, 3]) in process 1"
+    where = ["replica 0 (process 0)", "replica 1 (process 1)"]
+    fewer = f"{where[0]} has 4 tensors, {where[1]} 3"
+    other = f"'rows' (float32[2, 3]) in {where[0]} is 'rows' (float32[3, 3]) in {where[1]}"
     assert run_processes(3, work) == [(fewer, other)] * 3
 
 

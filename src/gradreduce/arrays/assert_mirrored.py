@@ -6,6 +6,7 @@ first tensor that differs, and of the parts of the first such part, down to one 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradreduce.device import Device, Mesh
-from gradreduce.device.exchange import agreed, exchange_numbers
+from gradreduce.device.exchange import agreed, exchange_all, exchange_numbers
 from gradreduce.device.process_group import Description, digest_of
 from gradreduce.errors import brief
 
@@ -52,17 +53,13 @@ def assert_mirrored(values: Any, mesh: Mesh | None = None) -> None:
         gr.assert_mirrored(net, mesh)  # one module in each process
     """
     copies, leader = _copies_of(values, mesh)
-    problem = _unlike(copies)
-    digests: list[list[int]] = []
-    if problem is None:
-        tensors = range(len(copies[0].names))
-        digests = [[_digest(copy.array(index)) for index in tensors] for copy in copies]
-    if leader is None or leader.mesh_state.process_group is None:
-        problem = problem or _difference(copies, digests, None)
+    group = None if leader is None else leader.mesh_state.process_group
+    if leader is None or group is None:
+        problem = _difference(copies, [_Row.of(copy) for copy in copies], None)
     else:
+        rows = [_Row.of(copy, f" (process {group.rank})") for copy in copies]
         with agreed(leader, Description.of({"call": "assert_mirrored", "tensors": []})):
-            found = _difference(copies, digests, leader)
-        problem = problem or found
+            problem = _difference(copies, rows, leader)
     if problem is not None:
         raise AssertionError(problem)
 
@@ -86,6 +83,29 @@ class _Copy(NamedTuple):
             if is_nan.any():
                 found = np.where(is_nan, np.array(np.nan).astype(found.dtype), found)
         return found
+
+
+class _Row(NamedTuple):
+    """What is compared of a replica.
+
+    Attributes:
+        process: which has it, for errors; empty: there is one.
+        tensors: the name, dtype and shape of each.
+        digests: of each.
+    """
+
+    process: str
+    tensors: list[str]
+    digests: list[int]
+
+    @classmethod
+    def of(cls, copy: _Copy, process: str = "") -> _Row:
+        """Describes and hashes the tensors of a replica."""
+        described = [
+            f"{name!r} ({str(each.dtype).removeprefix('torch.')}{list(each.shape)})"
+            for name, each in zip(copy.names, copy.tensors, strict=True)
+        ]
+        return cls(process, described, [_digest(copy.array(i)) for i in range(len(described))])
 
 
 def _copies_of(values: Any, mesh: Mesh | None) -> tuple[list[_Copy], Device | None]:
@@ -140,45 +160,27 @@ def _buffers_of(index: int, value: Any) -> tuple[str, Sequence[Any]]:
     return value._name or f"values[{index}]", value.parts
 
 
-def _unlike(copies: Sequence[_Copy]) -> str | None:
-    """Says how names, shapes or dtypes of the replicas differ; None if they do not."""
-    first = _described(copies[0])
-    for replica, copy in enumerate(copies):
-        for mine, theirs in zip(first, _described(copy), strict=False):
-            if mine != theirs:
-                return f"{mine} in replica 0 is {theirs} in replica {replica}"
-        if len(first) != len(copy.names):
-            return f"replica 0 has {len(first)} parameters, replica {replica} {len(copy.names)}"
-    return None
-
-
-def _described(copy: _Copy) -> list[str]:
-    return [
-        f"{name!r} ({str(each.dtype).removeprefix('torch.')}{list(each.shape)})"
-        for name, each in zip(copy.names, copy.tensors, strict=True)
-    ]
-
-
 def _digest(array: np.ndarray) -> int:
     return int(digest_of(array.view(np.uint8).data), 16)
 
 
-def _difference(
-    copies: Sequence[_Copy], digests: list[list[int]], leader: Device | None
-) -> str | None:
-    """Describes the first difference between the copies of all processes; None without any."""
-    texts = [each.encode() for each in _described(copies[0])]
-    text = _digest(np.frombuffer(b"".join(texts), np.uint8)) if digests else -1
-    heads = _of_all([len(copies), len(texts), text], leader, [3])
-    counts = [count for count, *_ in heads]
-    for process, (*_, digest) in enumerate(heads):
-        if digest == -1:
-            return f"the replicas of process {process} have other names, shapes or dtypes"
-        if digest != heads[0][2]:
-            return _unlike_processes(texts, process, leader, [count for _, count, _ in heads])
-    index = -1
-    if copies[0].names:
-        index, other = _first_unequal(_rows(digests, leader, counts))
+def _difference(copies: Sequence[_Copy], own: list[_Row], leader: Device | None) -> str | None:
+    """Describes the first difference between the copies of all processes; None without any.
+
+    Args:
+        copies: of this process.
+        own: what is compared of them.
+        leader: exchanges with the other processes; None: there are none.
+    """
+    rows = [_Row(*row) for row in _of_all(own, leader)]
+    names = [f"replica {replica}{row.process}" for replica, row in enumerate(rows)]
+    for row, name in zip(rows, names, strict=True):
+        for mine, theirs in zip(rows[0].tensors, row.tensors, strict=False):
+            if mine != theirs:
+                return f"{mine} in {names[0]} is {theirs} in {name}"
+        if len(row.tensors) != len(rows[0].tensors):
+            return f"{names[0]} has {len(rows[0].tensors)} tensors, {name} {len(row.tensors)}"
+    index, other = _first_unequal([row.digests for row in rows])
     if index < 0:
         return None
     arrays = [copy.array(index) for copy in copies]
@@ -187,72 +189,26 @@ def _difference(
         step = -(-size // _PARTS)
         starts = range(start, start + size, step)
         parts = [[_digest(array[at : at + step]) for at in starts] for array in arrays]
-        rows = _rows(parts, leader, counts)
-        part, _ = _first_unequal([rows[0], rows[other]])
+        digests = _of_all(parts, leader)
+        part, _ = _first_unequal([digests[0], digests[other]])
         start, size = starts[part], min(step, start + size - starts[part])
-    return _described_element(copies[0], index, start, other, arrays, leader, counts)
+    found = _of_all([str(array[start]) for array in arrays], leader)
+    shape = tuple(copies[0].tensors[index].shape)
+    at = [int(each) for each in np.unravel_index(start, shape)] if shape else ""
+    values = f"{found[0]} in {names[0]}, {found[other]} in {names[other]}"
+    return f"{copies[0].names[index]!r}{at} differs: {values}"
 
 
-def _unlike_processes(
-    texts: Sequence[bytes], process: int, leader: Device | None, counts: Sequence[int]
-) -> str:
-    """Says how the names, shapes or dtypes of a process differ from those of process 0.
-
-    Args:
-        texts: the descriptions of the tensors of this process.
-        process: which differs.
-        leader: see ``_difference``.
-        counts: of the tensors of each process.
-    """
-    digests = [_digest(np.frombuffer(each, np.uint8)) for each in texts]
-    found = _of_all(digests, leader, counts)
-    fewer = min(counts[0], counts[process])
-    index, other = _first_unequal([found[each][:fewer] for each in (0, process)])
-    if other < 0:
-        return f"process 0 has {counts[0]} tensors, process {process} {counts[process]}"
-    own = texts[index] if index < len(texts) else b""
-    sent = np.frombuffer(own[:256].ljust(256), np.int64).tolist()
-    rows = [np.array(row, np.int64).tobytes() for row in _of_all(sent, leader, [32])]
-    first, second = [rows[each].decode(errors="replace").rstrip() for each in (0, process)]
-    return f"{first} in process 0 is {second} in process {process}"
-
-
-def _described_element(
-    copy: _Copy, index: int, place: int, other: int, arrays: Sequence[np.ndarray],
-    leader: Device | None, counts: Sequence[int],
-) -> str:  # fmt: skip
-    """Says which element differs, and its values in replica 0 and the other."""
-    own = [array[place : place + 1].tobytes().ljust(16, b"\0") for array in arrays]
-    rows = _rows([np.frombuffer(each, np.int64).tolist() for each in own], leader, counts)
-    texts = []
-    for replica in (0, other):
-        dtype = arrays[0].dtype
-        value = np.array(rows[replica], np.int64).view(np.uint8)[: dtype.itemsize].view(dtype)[0]
-        process = sum(replica >= sum(counts[: n + 1]) for n in range(len(counts)))
-        where = f" (process {process})" if leader is not None else ""
-        texts.append(f"{value} in replica {replica}{where}")
-    shape = tuple(copy.tensors[index].shape)
-    at = [int(each) for each in np.unravel_index(place, shape)] if shape else ""
-    return f"{copy.names[index]!r}{at} differs: {texts[0]}, {texts[1]}"
-
-
-def _of_all(numbers: list[int], leader: Device | None, counts: Sequence[int]) -> list[list[int]]:
-    """Returns the numbers of each process; ``counts`` of one entry is that of all."""
+def _of_all(own: list[Any], leader: Device | None) -> list[Any]:
+    """Returns the entries of the lists of all processes, which JSON can write."""
     if leader is None:
-        return [numbers]
+        return own
     group = leader.mesh_state.process_group
     assert group is not None
-    return exchange_numbers(leader, numbers, list(counts) * (group.size // len(counts)))
-
-
-def _rows(
-    own: Sequence[Sequence[int]], leader: Device | None, counts: Sequence[int]
-) -> list[list[int]]:
-    """Returns the numbers of each replica of all processes."""
-    width = len(own[0])
-    found = _of_all([each for row in own for each in row], leader, [n * width for n in counts])
-    flat = [each for of_process in found for each in of_process]
-    return [flat[start : start + width] for start in range(0, sum(counts) * width, width)]
+    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
+    sizes = exchange_numbers(leader, [text.size], [1] * group.size)
+    found = exchange_all(leader, [leader.upload(text)], [[(size,)] for (size,) in sizes])
+    return [row for each in found for row in json.loads(leader.download(each).tobytes())]
 
 
 def _first_unequal(rows: Sequence[Sequence[int]]) -> tuple[int, int]:
