@@ -301,11 +301,14 @@ class AcrossProcesses(Algorithm):
             self._temporaries[index : index + 1] = [ref(block)]
         return Buffer(block, 0, shape, dtype)
 
-    def _sum(self, terms: Sequence[Buffer]) -> Buffer:
-        """Adds terms left to right in the accumulate dtype; a single one stays as it is."""
-        if len(terms) == 1:
-            return terms[0]
+    def _sum(self, terms: Sequence[Buffer], *, cast: bool = False) -> Buffer:
+        """Adds terms left to right in the accumulate dtype, to which ``cast`` casts a single one.
+
+        Else that stays as it is.
+        """
         acc_dtype = accumulate_dtype(terms[0].dtype)
+        if len(terms) == 1 and (not cast or terms[0].dtype == acc_dtype):
+            return terms[0]
         total = self._temporary(terms[0].shape, acc_dtype)
         ops.add_n([total], [self._as_one_dtype(terms)], device=self._leader, checked=False)
         return total
@@ -317,17 +320,8 @@ class AcrossProcesses(Algorithm):
 
     def _as_one_dtype(self, terms: Sequence[Buffer]) -> list[Buffer]:
         """Returns terms that one launch can read: casts them where some are sums and some not."""
-        if len({term.dtype for term in terms}) == 1:
-            return list(terms)
-        acc_dtype = accumulate_dtype(terms[0].dtype)
-        cast = [
-            term if term.dtype == acc_dtype else self._temporary(term.shape, acc_dtype)
-            for term in terms
-        ]
-        for made, term in zip(cast, terms, strict=True):
-            if made is not term:
-                ops.add_n([made], [[term]], device=self._leader, checked=False)
-        return cast
+        is_mixed = len({term.dtype for term in terms}) > 1
+        return [self._sum([term], cast=is_mixed) for term in terms]
 
 
 def _part(buffer: Buffer, start: int, stop: int) -> Buffer:

@@ -227,10 +227,6 @@ def aggregate_buffers(
         One Buffer for each gradient, on its first term's device: a new one, or the term itself
         where there is only one.
     """
-    if len(gradients) == 1 and not tree:
-        terms = gradients[0]
-        if not [term for term in terms if term.device is not device]:
-            return [terms[0] if len(terms) == 1 else ops.add_unchecked(terms, terms[0].dtype)]
     made = [terms[0] for terms in gradients]
     direct, folded = [], []
     for index, terms in enumerate(gradients):

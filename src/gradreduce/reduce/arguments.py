@@ -75,6 +75,15 @@ def batches_of(
     return [(indices, counts) for (_, counts), indices in batches.items()], others
 
 
+def check_one_mesh(requests: Sequence[Request], what: str) -> None:
+    """Raises ``ValueError`` if there is no request, or their values are of several meshes."""
+    num_meshes = len({request.value.mesh.mesh_state for request in requests})
+    if not num_meshes:
+        raise ValueError("there is no tensor to reduce; pass at least one")
+    if num_meshes > 1:
+        raise ValueError(f"the values of {what} must be on one mesh: these are on {num_meshes}")
+
+
 def checked_requests(
     pairs: Any,
     reduce_op: ReduceOp,
@@ -253,23 +262,19 @@ def _alone(value: Any, what: str, mesh: Mesh | None) -> PerReplica:
             f"{what} is {type(value).__name__}; pass a PerReplica, an array or IndexedSlices"
         )
     try:
-        return _placed_alone(value, mesh)
+        value = as_slices(value)
+        if isinstance(value, IndexedSlices):
+            rows = value.values
+            if not isinstance(rows, Buffer):
+                rows = to_buffer(rows, current_device(mesh))
+            part = IndexedSlices.of(rows, value.indices, value.dense_shape)
+            return PerReplica.of([part], value.kind)
+        home = current_device(mesh)
+        form = axis_order(value) if home.mesh_state.process_group is None else None
+        lying = value if form is None else in_order(value, form)
+        return PerReplica.of([to_buffer(lying, home)], kind_of(value), form)
     except (TypeError, ValueError) as error:
         raise about(what, error) from None
-
-
-def _placed_alone(value: Any, mesh: Mesh | None) -> PerReplica:
-    value = as_slices(value)
-    if isinstance(value, IndexedSlices):
-        rows = value.values
-        if not isinstance(rows, Buffer):
-            rows = to_buffer(rows, current_device(mesh))
-        part = IndexedSlices.of(rows, value.indices, value.dense_shape)
-        return PerReplica.of([part], value.kind)
-    home = current_device(mesh)
-    form = axis_order(value) if home.mesh_state.process_group is None else None
-    lying = value if form is None else in_order(value, form)
-    return PerReplica.of([to_buffer(lying, home)], kind_of(value), form)
 
 
 def _check_replicas(value: DistributedValues, index: int) -> None:

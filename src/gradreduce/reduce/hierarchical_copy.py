@@ -17,7 +17,6 @@ from typing import NamedTuple
 from gradreduce import ops
 from gradreduce.device import (
     ALIGNMENT,
-    Buffer,
     Device,
     DType,
     Queue,
@@ -137,8 +136,7 @@ class HierarchicalCopy(Algorithm):
                 work.append((main, job if whole else job.part(start, stop)))
             if self.in_place:
                 return self._direct(work, queue)
-            staged = [_Staged(*each, self.devices, self._groups) for each in work]
-            return _staged(staged, self.devices, queue)
+            return _staged(work, self.devices, self._groups, queue)
 
         return steps_of
 
@@ -169,101 +167,73 @@ class HierarchicalCopy(Algorithm):
             fork_streams(leader, devices, queue)
 
 
-class _Staged:
-    """Reduces one slice where a launch cannot do it all: copies memory that is not accessible.
-
-    The main device adds the group of its own replica, the k-th of that group; another group is
-    added on the device of *its* k-th replica (k modulo its size).
-    """
-
-    def __init__(
-        self,
-        main: int,
-        job: Job,
-        devices: Sequence[Device],
-        groups: Sequence[Sequence[int]],
-    ) -> None:
-        self._job, self._main, self._devices = job, main, devices
-        self.leader = devices[main]
-        at = next(group.index(main) for group in groups if main in group)
-        self._groups = [
-            (self.leader if main in group else devices[group[at % len(group)]], group)
-            for group in groups
-        ]
-        self._accessible: list[list[Buffer]] = []
-        self._partials: list[Buffer] = []
-
-    def copy_inputs(self, queue: Queue) -> None:
-        """Copies the replicas of each group to the device that adds them, if not accessible."""
-        for device, group in self._groups:
-            self._accessible.append(
-                [ensure_accessible(device, self._job.inputs[index], queue) for index in group]
-            )
-
-    def add_groups(self, queue: Queue) -> None:
-        """Adds each group, and copies the sums to the main device, if not accessible.
-
-        A single replica is exact as it is: it is copied in its own dtype.
-        """
-        for (device, _), terms in zip(self._groups, self._accessible, strict=True):
-            partial = terms[0] if len(terms) == 1 else group_sum(device, terms)
-            self._partials.append(ensure_accessible(self.leader, partial, queue))
-        self._accessible.clear()
-
-    def add_sums(self, queue: Queue) -> None:
-        """Adds the sums left to right, and copies the result to each other GPU."""
-        job, leader = self._job, self.leader
-        replicas = by_physical(self._devices)[leader.physical]
-        partials = self._partials
-        if len({partial.dtype for partial in partials}) > 1:  # one launch reads one dtype
-            partials = [group_sum(leader, [partial]) for partial in partials]
-        sharing = [self._devices[replica] for replica in replicas]
-        sharing += [partial.device for partial in partials]
-        join_streams(leader, sharing)
-        ops.all_sum(
-            [[job.outs[replica] for replica in replicas]],
-            [partials],
-            divisor=job.divisor,
-            device=leader,
-        )
-        fork_streams(leader, sharing)
-        self._partials.clear()
-        for physical, indices in by_physical(self._devices).items():
-            if physical != leader.physical:
-                first = job.outs[indices[0]]
-                first.device.copy(first, job.outs[self._main], queue=queue)
-
-    def fan_out(self) -> None:
-        """Copies the result on each other GPU to the logical devices that share it."""
-        for physical, indices in by_physical(self._devices).items():
-            if physical != self.leader.physical:
-                for index in indices[1:]:
-                    first = self._job.outs[indices[0]]
-                    self._devices[index].copy(self._job.outs[index], first)
-
-
-def _staged(work: Sequence[_Staged], devices: Sequence[Device], queue: Queue) -> Steps:
-    """Runs all slices together, a step at a time.
+def _staged(
+    work: Sequence[tuple[int, Job]],
+    devices: Sequence[Device],
+    groups: Sequence[Sequence[int]],
+    queue: Queue,
+) -> Steps:
+    """Reduces slices where a launch cannot do it all, together: one step of all at a time.
 
     Done one after the other, each would wait for the last copies of the one before it.
     """
-    for part in work:
-        part.copy_inputs(queue)
-    yield
-    _wait_for_copies(devices, queue)
-    for part in work:
-        part.add_groups(queue)
-    yield
-    _wait_for_copies([part.leader for part in work], queue)
-    for part in work:
-        part.add_sums(queue)
-    yield
-    _wait_for_copies(devices, queue)
-    for part in work:
-        part.fan_out()
+    slices = [_steps_of_slice(*each, devices, groups, queue) for each in work]
+    leaders = [devices[main] for main, _ in work]
+    for behind_copies in (devices, leaders, devices):
+        for each in slices:
+            next(each)
+        yield
+        _wait_for_copies(behind_copies, queue)
+    for each in slices:
+        next(each, None)
 
 
 def _wait_for_copies(devices: Sequence[Device], queue: Queue) -> None:
     """Makes the compute queues wait for the copies on ``queue``."""
     for device in dict.fromkeys(devices) if queue != "compute" else ():
         device.wait(device.mark(queue))
+
+
+def _steps_of_slice(
+    main: int,
+    job: Job,
+    devices: Sequence[Device],
+    groups: Sequence[Sequence[int]],
+    queue: Queue,
+) -> Steps:
+    """Reduces one slice; copies memory that is not accessible.
+
+    The main device adds the group of its own replica, the k-th of that group; another group is
+    added on the device of *its* k-th replica (k modulo its size).
+    """
+    leader, on_gpus = devices[main], by_physical(devices)
+    at = next(group.index(main) for group in groups if main in group)
+    adders = [leader if main in group else devices[group[at % len(group)]] for group in groups]
+    accessible = [
+        [ensure_accessible(device, job.inputs[index], queue) for index in group]
+        for device, group in zip(adders, groups, strict=True)
+    ]
+    yield
+    # A single replica is exact as it is: it is copied in its own dtype.
+    partials = [
+        ensure_accessible(leader, terms[0] if len(terms) == 1 else group_sum(device, terms), queue)
+        for device, terms in zip(adders, accessible, strict=True)
+    ]
+    accessible.clear()
+    yield
+    if len({partial.dtype for partial in partials}) > 1:  # one launch reads one dtype
+        partials = [group_sum(leader, [partial]) for partial in partials]
+    here = on_gpus.pop(leader.physical)
+    sharing = [*[devices[index] for index in here], *[partial.device for partial in partials]]
+    join_streams(leader, sharing)
+    ops.all_sum(
+        [[job.outs[index] for index in here]], [partials], divisor=job.divisor, device=leader
+    )
+    fork_streams(leader, sharing)
+    partials.clear()
+    for first, *_ in on_gpus.values():
+        devices[first].copy(job.outs[first], job.outs[main], queue=queue)
+    yield
+    for first, *others in on_gpus.values():  # the logical devices that share a GPU
+        for index in others:
+            devices[index].copy(job.outs[index], job.outs[first])

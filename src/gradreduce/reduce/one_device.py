@@ -12,7 +12,7 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.arrays.convert import from_buffer, kind_of, to_buffer
 from gradreduce.arrays.convert_gpu import Kind
-from gradreduce.arrays.distributed import Part
+from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced
 from gradreduce.device import (
     Buffer,
@@ -61,8 +61,7 @@ def added_on(
     divisor = len(parts) if mean else 1
     counts = mean and parts[0].dtype.kind in "iu"  # whose mean is of another dtype
     if len(sparse) == len(parts):
-        rows = _rows_on(device, sparse, 1 if counts else divisor, coalesce=coalesce)
-        return _quotient_of_rows(rows, divisor) if counts else rows
+        return _rows_on(device, sparse, divisor, coalesce=coalesce, counts=counts)
     dense = with_dense(parts)
     if accumulate is None:
         buffers = [to_accessible(device, buffer) for buffer in dense]
@@ -111,35 +110,25 @@ def copied_to(
     *,
     keep: bool = False,
 ) -> tuple[Part, ...]:
-    """Copies ``part`` to each of ``devices``: into ``out``, else into new memory.
+    """Copies ``part`` to each of ``devices``, once to each other GPU: into ``out``, or new memory.
 
     ``out`` is for a Buffer alone, and may hold it. With ``keep`` the result on its own device is
     the part itself.
     """
-    if isinstance(part, Buffer):
-        return _copies(part, devices, keep=keep, out=out)
-    copies = _copies(part.values, devices, keep=keep)  # with the same read-only indices
-    return tuple([IndexedSlices.of(rows, part.indices, part.dense_shape) for rows in copies])
-
-
-def _copies(
-    source: Buffer,
-    devices: Sequence[Device],
-    *,
-    keep: bool,
-    out: Sequence[Buffer] | None = None,
-) -> tuple[Buffer, ...]:
-    """Copies a Buffer once to each other GPU, then to its logical devices."""
+    if isinstance(part, IndexedSlices):
+        copies = copied_to(part.values, devices, keep=keep)  # with the same read-only indices
+        of = (part.indices, part.dense_shape)
+        return tuple([IndexedSlices.of(buffer_of(rows), *of) for rows in copies])
     outs = out or [
-        source if keep and device is source.device else device.empty(source.shape, source.dtype)
+        part if keep and device is part.device else device.empty(part.shape, part.dtype)
         for device in devices
     ]
     for physical, indices in by_physical(devices).items():
-        rest = [outs[index] for index in indices if outs[index] is not source]
-        local = source
-        if rest and physical != source.device.physical:
+        rest = [outs[index] for index in indices if outs[index] is not part]
+        local = part
+        if rest and physical != part.device.physical:
             local = rest.pop(0)
-            copy_over(local.device, local, source)
+            copy_over(local.device, local, part)
         if rest:
             _write(rest, [local], 1, local.device)
     return tuple(outs)
@@ -156,21 +145,18 @@ def _write(
 
 
 def _rows_on(
-    device: Device, parts: Sequence[IndexedSlices], divisor: float, *, coalesce: bool
+    device: Device, parts: Sequence[IndexedSlices], divisor: float, *, coalesce: bool, counts: bool
 ) -> IndexedSlices:
     rows = joined(parts, device)
+    values, indices, first = rows.values, rows.indices, 1 if counts else divisor
     if coalesce:
-        segments = plan_segments(rows.indices)
-        (made,) = coalesced([rows.values], [segments], divisors=[divisor])
-        return IndexedSlices.of(made, segments.indices, rows.dense_shape)
-    if divisor != 1:
-        _write([rows.values], [rows.values], divisor, device)
-    return rows
-
-
-def _quotient_of_rows(rows: IndexedSlices, divisor: float) -> IndexedSlices:
-    (made,) = quotients([rows.values], divisor)
-    return IndexedSlices.of(made, rows.indices, rows.dense_shape)
+        segments = plan_segments(indices)
+        (values,), indices = coalesced([values], [segments], divisors=[first]), segments.indices
+    elif first != 1:
+        _write([values], [values], first, device)
+    if counts:
+        (values,) = quotients([values], divisor)
+    return IndexedSlices.of(values, indices, rows.dense_shape)
 
 
 def _accumulated(

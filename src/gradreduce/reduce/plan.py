@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from gradreduce.arrays.distributed import PerReplica, ReduceOp
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.backends.dry_run import DryRunMesh
-from gradreduce.device import Buffer, CommandList, DType, Journal, Mesh, PackInfo, Record
+from gradreduce.device import Buffer, CommandList, DType, Journal, PackInfo, Record
 from gradreduce.device.command_list import Operation
 
-from .arguments import Request, batches_of
+from .arguments import Request, batches_of, check_one_mesh
 from .pack_buffers import lay_out
 from .pipeline import (
     BatchPlan,
@@ -144,7 +144,8 @@ def dry_run_of(
     Raises:
         ValueError: there is none, or they are of several meshes.
     """
-    dry_run_mesh = DryRunMesh.like(_mesh_of(requests))
+    check_one_mesh(requests, "a plan")
+    dry_run_mesh = DryRunMesh.like(requests[0].value.mesh)
     mesh, names = dry_run_mesh.mesh, names_of(requests, range(len(requests)))
     requests = [_dry_run_request(dry_run_mesh, request) for request in requests]
     commands = CommandList()
@@ -166,16 +167,6 @@ def dry_run_of(
         len(exchanges), sum([record.nbytes for record in exchanges]), names,
     )  # fmt: skip
     return DryRun(plan, operations)
-
-
-def _mesh_of(requests: Sequence[Request]) -> Mesh:
-    meshes = {request.value.mesh.mesh_state: request.value.mesh for request in requests}
-    if not meshes:
-        raise ValueError("there is no tensor to reduce; pass at least one")
-    if len(meshes) > 1:
-        raise ValueError(f"the values of a plan must be on one mesh: these are on {len(meshes)}")
-    (mesh,) = meshes.values()
-    return mesh
 
 
 def _dry_run_request(dry_run_mesh: DryRunMesh, request: Request) -> Request:

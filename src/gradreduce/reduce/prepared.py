@@ -29,7 +29,7 @@ from gradreduce.device import (
 )
 from gradreduce.errors import NotCopied, listed
 
-from .arguments import Request
+from .arguments import Request, check_one_mesh
 from .cross_device_ops import Call
 from .pipeline import copy_to_out
 
@@ -286,13 +286,7 @@ def check_preparable(call: Call) -> None:
     Those are arrays that had to be copied, and values of several meshes.
     """
     _check_written(call)
-    mesh_states = {request.value.mesh.mesh_state for request in call.requests}
-    if not mesh_states:
-        raise ValueError("there is no tensor to reduce; at least one is needed")
-    if len(mesh_states) > 1:
-        raise ValueError(
-            f"the values of a step must be on one mesh: these are on {len(mesh_states)}"
-        )
+    check_one_mesh(call.requests, "a step")
     for index, (request, kind) in enumerate(zip(call.requests, call.kinds, strict=True)):
         if request.value.is_sparse:
             raise ValueError(
