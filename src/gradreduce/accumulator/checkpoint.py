@@ -6,14 +6,13 @@ A state can be loaded by any backend, with the same number of devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from gradreduce import checkpoint
 from gradreduce.arrays.convert import as_result_kind
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import UNKNOWN
-from gradreduce.checkpoint import equal, integer, plain
-from gradreduce.device import Device
+from gradreduce.checkpoint import anything, checked, equal, integer, optional, plain
 from gradreduce.errors import CollectiveError, about
 
 from .state import AccumulatorState
@@ -61,10 +60,7 @@ def saved_state(state: AccumulatorState, download: Callable[[Any], Any]) -> dict
 
 
 def ready_state(
-    state: AccumulatorState,
-    saved: Mapping[str, Any],
-    where: str = "state",
-    replicas: Replicas | None = None,
+    state: AccumulatorState, saved: Any, where: str = "state", replicas: Replicas | None = None
 ) -> Callable[[], None]:
     """Validates a state and uploads it; the returned function loads it.
 
@@ -77,13 +73,33 @@ def ready_state(
         replicas: None if the state has a partial sum for each of the devices.
     """
     generation = state.mesh_state.generation
-    attributes, uploads = _checked(state, saved, where, replicas)
+    num_sums, own = replicas or (len(state.devices), dict)
+    is_empty = isinstance(saved, Mapping) and plain(saved.get("num_accumulated")) == 0
+    found = checked(where, saved, _schema(state, is_empty, num_sums))
+    try:
+        found = own(found)
+    except ValueError as error:
+        raise about(where, error) from None
+    count, shape = found["num_accumulated"], found["sum_shape"]
+    load_sum = partial(state.storage.load, dtype=state.dtype, shape=shape, count=count)
+    sums = [optional(load_sum)] * len(state.devices)
+    uploads = checked(f"{where}['partial_sums']", found["partial_sums"], sums)
+    filled = len(uploads) - uploads.count(None)
+    if not min(count, 1) <= filled <= count:
+        raise ValueError(
+            f"{where}['partial_sums'] has {filled} sums, but {where}['num_accumulated']={count}"
+        )
     with state.lock:
         state.check_open()
-    totals = [
-        None if upload is None else upload(device)
-        for upload, device in zip(uploads, state.devices, strict=True)
-    ]
+    totals = [each and each(device) for each, device in zip(uploads, state.devices, strict=True)]
+    attributes = {
+        "step": found["global_step"],
+        "count": count,
+        "num_dropped": found["num_dropped"],
+        "sum_shape": shape,
+        "kind": found["kind"] or "native",
+        "totals": totals,
+    }
 
     def load() -> None:
         with state.lock:
@@ -93,100 +109,53 @@ def ready_state(
                 raise CollectiveError(
                     "the mesh failed while the state of an accumulator was loaded; load it again"
                 )
-            state.update(**attributes, totals=totals)
+            state.update(**attributes)
             complete_ready([state], held=True)
         complete_ready([state])
 
     return load
 
 
-def _checked(
-    state: AccumulatorState, saved: Mapping[str, Any], where: str, replicas: Replicas | None
-) -> tuple[dict[str, Any], list[Callable[[Device], Any] | None]]:
-    """Validates a saved state.
+def _schema(state: AccumulatorState, is_empty: bool, num_sums: int) -> dict[str, Any]:
+    """Returns the schema of a state with this number of partial sums."""
+    return {
+        "format": equal(state.storage.format),
+        "dtype": equal(str(state.dtype)),
+        "reduction_type": equal(state.reduction_type),
+        "shape": equal(_listed(state.shape)),
+        "global_step": integer(-(2**63)),
+        "num_accumulated": integer(0),
+        "num_dropped": integer(0),
+        "sum_shape": equal(None) if is_empty else partial(_sum_shape, state),
+        "kind": equal(None) if is_empty else partial(_kind, state.mesh_state.backend),
+        "partial_sums": [equal(None) if is_empty else anything] * num_sums,
+    }
 
-    Returns:
-        Attributes of ``AccumulatorState``; and for each device a function that uploads its partial
-        sum, or None without one.
-    """
-    is_empty = isinstance(saved, Mapping) and plain(saved.get("num_accumulated")) == 0
-    num_sums, own = replicas or (len(state.devices), dict)
-    found = checkpoint.checked(
-        where,
-        saved,
-        {
-            "format": equal(state.storage.format),
-            "dtype": equal(str(state.dtype)),
-            "reduction_type": equal(state.reduction_type),
-            "shape": equal(_listed(state.shape)),
-            "global_step": integer(-(2**63)),
-            "num_accumulated": integer(0),
-            "num_dropped": integer(0),
-            "sum_shape": equal(None) if is_empty else _sum_shape_of(state),
-            "kind": equal(None) if is_empty else _kind_of(state.devices[0]),
-            "partial_sums": [equal(None) if is_empty else checkpoint.anything] * num_sums,
-        },
-    )
+
+def _sum_shape(state: AccumulatorState, where: str, saved: Any) -> tuple[int, ...]:
+    """Checks the shape of the sums, whose first extent may be -1."""
+    found = plain(saved)
+    extents = [integer(UNKNOWN)] * (len(found) if isinstance(found, list) else 0)
+    shape = tuple(checked(where, found, extents))
+    if not state.storage.fits(shape, state.shape):
+        wanted = _listed(state.shape)
+        raise ValueError(
+            f"{where} is {list(shape)}, which does not fit the accumulator's shape {wanted}"
+        )
+    return shape
+
+
+def _kind(backend: str, where: str, saved: Any) -> Kind:
+    """Checks the array type that the next take returns."""
+    kind = plain(saved)
+    if kind in ("cupy", "cuda") and backend == "sim":
+        return "native"  # simulated devices return NumPy arrays
+    named = {"native": None, "coo": "torch", "cuda": "cupy"}.get(str(kind), kind)
     try:
-        found = own(found)
+        as_result_kind(named, "native")
     except ValueError as error:
         raise about(where, error) from None
-    count, shape = found["num_accumulated"], found["sum_shape"]
-    uploads = [
-        None
-        if each is None
-        else state.storage.load(
-            f"{where}['partial_sums'][{index}]", each, state.dtype, shape, count
-        )
-        for index, each in enumerate(found["partial_sums"])
-    ]
-    filled = len(uploads) - uploads.count(None)
-    if not min(count, 1) <= filled <= count:
-        raise ValueError(
-            f"{where}['partial_sums'] has {filled} sums, but {where}['num_accumulated']={count}"
-        )
-    attributes = {
-        "step": found["global_step"],
-        "count": count,
-        "num_dropped": found["num_dropped"],
-        "sum_shape": shape,
-        "kind": found["kind"] or "native",
-    }
-    return attributes, uploads
-
-
-def _sum_shape_of(state: AccumulatorState) -> checkpoint.Check:
-    """Returns a check for the shape of the sums, whose first extent may be -1."""
-
-    def check(where: str, saved: Any) -> tuple[int, ...]:
-        found = plain(saved)
-        extents = [integer(UNKNOWN)] * (len(found) if isinstance(found, list) else 0)
-        shape = tuple(checkpoint.checked(where, found, extents))
-        if not state.storage.fits(shape, state.shape):
-            raise ValueError(
-                f"{where} is {list(shape)}, which does not fit the accumulator's shape "
-                f"{_listed(state.shape)}"
-            )
-        return shape
-
-    return check
-
-
-def _kind_of(device: Device) -> checkpoint.Check:
-    """Returns a check for the array type that the next take returns."""
-
-    def check(where: str, saved: Any) -> Kind:
-        kind = plain(saved)
-        if kind in ("cupy", "cuda") and device.mesh_state.backend == "sim":
-            return "native"  # simulated devices return NumPy arrays
-        named = {"native": None, "coo": "torch", "cuda": "cupy"}.get(str(kind), kind)
-        try:
-            as_result_kind(named, "native")
-        except ValueError as error:
-            raise about(where, error) from None
-        return kind  # type: ignore[no-any-return]  # one of the literals
-
-    return check
+    return kind  # type: ignore[no-any-return]  # one of the literals
 
 
 def _listed(shape: tuple[int | None, ...] | None) -> list[int | None] | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import as_index
+from gradreduce.checkpoint import integer
 from gradreduce.errors import brief
 
 Number = float | Variable | Callable[[], float]
@@ -64,13 +64,8 @@ def as_count(name: str, value: Any, *, least: int) -> int:
         TypeError: it is not an integer.
         ValueError: it is smaller.
     """
-    try:
-        number = as_index(value)
-    except TypeError:
-        raise TypeError(f"{name}={brief(value)} must be an integer") from None
-    if number < least:
-        raise ValueError(f"{name}={brief(value)} must be at least {least}")
-    return number
+    count: int = integer(least)(name, value)
+    return count
 
 
 def no_attribute(owner: str, name: str, known: Sequence[str], holder: str = "") -> AttributeError:
