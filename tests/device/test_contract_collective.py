@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from device.contract import BACKENDS_APART, FLOAT, SIZE, data, on_gpus, uploaded
+from device.contract import BACKENDS_APART, FLOAT, SIZE, data, uploaded
 from support.exact_data import DTYPES, FLOATS, exact_data, random_data, same
 from support.meshes import refused
 
@@ -330,33 +330,3 @@ def test_buffers_of_two_meshes_change_nothing(reopen_apart):
             with refused(mesh, DeviceMismatchError, "buffer 1"):
                 call()
         assert contents(buffers) == before
-
-
-def test_what_is_not_there_yet_says_so(mesh):
-    buffers = on_each(mesh, terms_of(FLOAT))
-    with pytest.raises((NotImplementedError, CollectiveError), match="op='median'"):
-        mesh.collective.all_reduce(buffers, "median")
-    if mesh.backend == "sim":
-        with pytest.raises(NotImplementedError, match="op='max'"):
-            mesh.collective.all_reduce(buffers, "max")
-
-
-@pytest.mark.multi_gpu(3)
-@pytest.mark.nccl
-@pytest.mark.parametrize("dtype", ["int32", "float16", "uint8", "complex64", "int16"])
-def test_nccl_multiplies_and_compares_what_it_can(dtype):
-    terms = [np.array(values, dtype) for values in ([1, 2], [3, 1], [2, 2])]
-    with on_gpus(3) as mesh:
-        for op, wanted in {"prod": [6, 4], "max": [3, 2], "min": [1, 1]}.items():
-            buffers = on_each(mesh, terms)
-            if dtype in ("complex64", "int16"):
-                with refused(mesh, CollectiveError, f"not support {op} of {dtype}"):
-                    mesh.collective.all_reduce(buffers, op)
-                continue
-            mesh.collective.all_reduce(buffers, op)
-            for buffer in buffers:
-                assert same(buffer.numpy(), np.array(wanted, dtype))
-        if dtype == "int32":
-            buffers = on_each(mesh, [np.array([-1], dtype)] * 3)
-            mesh.collective.all_reduce(buffers, "max")
-            assert buffers[0].numpy() == -1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradreduce.errors import CollectiveError, DeviceMismatchError, listed
 
@@ -46,14 +46,14 @@ class CollectiveCall(NamedTuple):
         inputs: of each rank what is read, on its device.
         outputs: of each rank what is written; of a broadcast, and of the ranks of a reduce that are
             not the root, the inputs.
-        argument: what an all-reduce does, or the root of a reduce or broadcast.
+        root: of a reduce or broadcast.
         queue: of each device.
     """
 
     name: str
     inputs: Sequence[Buffer]
     outputs: Sequence[Buffer]
-    argument: Any
+    root: int | None
     queue: Queue
 
 
@@ -74,7 +74,6 @@ class Collective(ABC):
     def all_reduce(
         self,
         buffers: Sequence[Buffer],
-        op: str = "sum",
         *,
         sources: Sequence[Buffer] | None = None,
         queue: Queue = "compute",
@@ -83,7 +82,6 @@ class Collective(ABC):
 
         Args:
             buffers: one on each physical device; overwritten.
-            op: what is done to them.
             sources: of each buffer one that lies where it does, alike; itself or apart from all
                 buffers. Only read.
             queue: of each device.
@@ -103,7 +101,7 @@ class Collective(ABC):
                 f"all_reduce: sources [{listed(sources)}] must have the devices, sizes and dtype "
                 f"of the buffers [{listed(buffers)}]"
             )
-        self._call(CollectiveCall("all_reduce", sources, buffers, op, queue))
+        self._call(CollectiveCall("all_reduce", sources, buffers, None, queue))
 
     def reduce(
         self, output: Buffer, sources: Sequence[Buffer], root: int, *, queue: Queue = "compute"

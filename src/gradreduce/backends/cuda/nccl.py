@@ -35,7 +35,6 @@ _TYPES = {
     "uint32": "NCCL_UINT32",
     "uint64": "NCCL_UINT64",
 }
-_OPS = {"sum": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 # collective -> method of a communicator
 _METHODS = {
     "all_reduce": "allReduce",
@@ -142,22 +141,14 @@ class NcclCollective(Collective):
         """See ``Collective._call``.
 
         Raises:
-            CollectiveError: NCCL has no such operation, or not for this dtype. Sums are the only
-                complex reductions.
+            CollectiveError: NCCL does not sum this dtype.
         """
         first = call.inputs[0]
         count, kind = first.nbytes, self._nccl.NCCL_UINT8  # any dtype, as bytes
-        last = [] if call.argument is None else [call.argument]
-        if call.name == "all_reduce":
-            if call.argument not in _OPS:
-                raise CollectiveError(
-                    f"all_reduce: op={call.argument!r} is not one of {list(_OPS)}"
-                )
-            count, kind = self._typed(first, call.argument)
-            last = [getattr(self._nccl, _OPS[call.argument])]
-        elif call.name == "reduce":
-            count, kind = self._typed(first, "sum")
-            last = [self._nccl.NCCL_SUM, call.argument]
+        last = [] if call.root is None else [call.root]
+        if call.name in ("all_reduce", "reduce"):
+            count, kind = self._typed(first)
+            last.insert(0, self._nccl.NCCL_SUM)
         ready = _Ready(
             call,
             tuple(
@@ -440,21 +431,13 @@ class NcclCollective(Collective):
                 with suppress(self._nccl.NcclError):  # the others must be ended all the same
                     communicator.abort()
 
-    def _typed(self, buffer: Buffer, op: str) -> tuple[int, int]:
-        """Returns count and NCCL type of a buffer, by its elements.
-
-        Both are right for a sum alone.
-        """
+    def _typed(self, buffer: Buffer) -> tuple[int, int]:
+        """Returns count and NCCL type of a buffer's elements, for a sum."""
         element = element_of(buffer.dtype)
         name = _TYPES.get(element.name)
-        if op != "sum" and element.viewed is not None:
-            signed = buffer.dtype.kind == "i" and op != "prod"
-            name = None if element.lanes > 1 else name
-            if signed and name is not None:
-                name = name.replace("UINT", "INT")
         if name is None:
             raise CollectiveError(
-                f"NCCL does not support {op} of {buffer.dtype}; use 'hierarchical_copy'"
+                f"NCCL does not support sum of {buffer.dtype}; use 'hierarchical_copy'"
             )
         return buffer.size * element.lanes, getattr(self._nccl, name)
 
