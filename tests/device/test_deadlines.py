@@ -120,9 +120,9 @@ def test_who_has_joined_but_not_finished_is_told_apart(mesh, clock, monkeypatch)
     ops = gr.NcclAllReduce(1, mesh=mesh)
     add = type(mesh.collective).all_reduce
 
-    def hang(collective, buffers, op="sum", **options):
+    def hang(collective, buffers, **options):
         mesh.synchronize()
-        add(collective, buffers, op, **options)
+        add(collective, buffers, **options)
         stall(mesh.devices[3])
 
     monkeypatch.setattr(type(mesh.collective), "all_reduce", hang)
@@ -207,7 +207,9 @@ def test_a_captured_step_names_its_packs_and_works_again_after_a_reset(mesh, clo
     values = [gr.PerReplica(list(column), mesh) for column in zip(*gradients(mesh), strict=True)]
     pairs = [(values[0], values[0]), (values[1], mesh.devices[0]), (values[2], values[2])]
     step = gr.HierarchicalCopyAllReduce(3, mesh=mesh).capture(gr.ReduceOp.SUM, pairs)
-    tensors = "packs 1 to 3 of 3 (tensors 0, 2), tensor 1"
+    packs = [f"pack {pack} of 3 ({what})" for pack, what in
+             ((1, "tensor 0"), (2, "tensor 0"), (3, "tensors 0, 2"))]  # fmt: skip
+    tensors = ", ".join([*packs, "tensor 1"])
     step()
     entry = mesh.flight_record()[-1]
     assert (entry.kind, entry.name, entry.tensors) == ("launch", "captured step", tensors)

@@ -15,7 +15,6 @@ from support.hanging_devices import TEST_TIMEOUT, resume, stall
 import gradreduce as gr
 from gradreduce.backends import open_mesh
 from gradreduce.device import FlightEntry, PackInfo, op_log
-from gradreduce.device.pending_calls import merged_pack_infos
 from gradreduce.errors import CollectiveError
 
 from .contract import BACKENDS, FLOAT, SIZE, add, data, uploaded
@@ -158,27 +157,6 @@ def test_it_can_be_read_when_the_mesh_is_closed():
 )
 def test_what_travels_is_said_in_short(travel, text):
     assert str(travel) == text
-
-
-@pytest.mark.parametrize(
-    ("travels", "text"),
-    [
-        (
-            [PackInfo((0, 3), (1,), 2), PackInfo((3, 4), (2,), 2)],
-            "packs 1 to 2 of 2 (tensors 0, 3, 4)",
-        ),
-        (
-            [PackInfo((0,), (1,), 1), PackInfo((1,), (1,), 1)],
-            "pack 1 of 1 (tensor 0), pack 1 of 1 (tensor 1)",
-        ),
-        (
-            [PackInfo((each,)) for each in range(6)],
-            "tensor 0, tensor 1, tensor 2, tensor 3, tensor 4 and 1 more",
-        ),
-    ],
-)
-def test_what_travels_in_turn_has_one_name(travels, text):
-    assert str(merged_pack_infos(travels)) == text
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from itertools import product
 from typing import TYPE_CHECKING
 
-from gradreduce.errors import CaptureError
+from gradreduce.errors import CaptureError, listed
 
 from .buffer import Buffer, Mark, Stream, overlap
 from .command_list import Command, CommandList, WrittenSpans
 from .forks import after_fork
 from .op_log import CROSSING, Record, current
-from .pending_calls import merged_pack_infos, names_of
+from .pending_calls import names_of
 from .stream_sync import fork_streams, join_streams
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ class Capture:
                     current.capture = None
                 self._again = self.backend.end()
                 self._spans = WrittenSpans(self._written)
+                labels = [each.label for each in self.records if each.label is not None]
                 # One for all of them: what a call costs is not to depend on what is in it.
                 self._record = Record(
                     "launch",
@@ -163,7 +164,7 @@ class Capture:
                     self._leader.index,
                     nbytes=sum(each.nbytes for each in self.records if each.kind in CROSSING),
                     num_rows=len(self.records),
-                    label=merged_pack_infos(each.label for each in self.records),
+                    label=listed(dict.fromkeys(map(str, labels))) or None,
                 )
             except BaseException:
                 self.backend.abandon()

@@ -74,36 +74,6 @@ class PackInfo:
 Label = PackInfo | str  # in errors and in the log only its text is used
 
 
-def merged_pack_infos(labels: Iterable[Label | None]) -> Label | None:
-    """Merges the labels of what is reduced together: the stages of one batch become one.
-
-    Returns:
-        ``"pack 1 of 1 (tensors 0 to 1), tensor 2"``, 5 at most; None of no label.
-    """
-    made: list[PackInfo] = []
-    distinct = {id(label): label for label in labels if isinstance(label, PackInfo)}
-    for each in distinct.values():
-        for index, had in enumerate(made):
-            if _of_one_batch(had, each):
-                tensors = tuple(sorted({*had.tensors, *each.tensors}))
-                packs = sorted({*had.packs, *each.packs})
-                pairs = [*zip(had.tensors, had.names), *zip(each.tensors, each.names)]  # noqa: B905
-                names = list(dict(sorted(pairs)).values())
-                made[index] = PackInfo(tensors, packs, had.num_packs, names)
-                break
-        else:
-            made.append(each)
-    return listed(made) or None
-
-
-def _of_one_batch(had: PackInfo, other: PackInfo) -> bool:
-    """Whether two stages belong to one batch, whose packs have distinct tensors."""
-    if bool(had.names) != bool(other.names):
-        return False
-    alike = set(had.packs).isdisjoint(other.packs) or not set(had.tensors).isdisjoint(other.tensors)
-    return alike and 0 < had.num_packs == other.num_packs
-
-
 def _numbered(noun: str, numbers: Sequence[int]) -> str:
     """Names numbers: ``"tensor 3"``, ``"tensors 3 to 7"`` or ``"tensors 3, 5, 7"``."""
     if len(numbers) == 1:
