@@ -205,7 +205,7 @@ def _release_inputs(scope: _Scope, reads: bool) -> None:
     for stream, devices in sharing.values():
         # A device that has failed or hangs cannot make its readers wait.
         try:
-            devices[0].block_stream(stream, sharing=devices)
+            devices[0].block_stream(stream)
         except (BackendUnavailableError, CollectiveError):
             waiting = False
     for freed in scope.read if waiting else ():

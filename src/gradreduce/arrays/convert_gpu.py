@@ -114,7 +114,7 @@ def wait_for_inputs(buffers: Iterable[Buffer]) -> None:
             each for each in devices if unsynchronized(each, stream, leaving=False) is not None
         ]
         if waiting:  # once for each GPU
-            waiting[0].wait_for_stream(stream, sharing=waiting)
+            waiting[0].wait_for_stream(stream)
         for device in devices:
             record_input(device, stream)
     for buffer in external:
@@ -282,7 +282,7 @@ def wait_for_current_stream(buffers: Iterable[Buffer], kind: Kind) -> None:
     for device in dict.fromkeys(buffer.device for buffer in buffers):
         sharing.setdefault((device.mesh_state, device.physical), []).append(device)
     for devices in sharing.values():
-        devices[0].wait_for_stream(current_of(devices[0], kind), sharing=devices)
+        devices[0].wait_for_stream(current_of(devices[0], kind))
 
 
 def current_of(device: Device, kind: str) -> Stream:

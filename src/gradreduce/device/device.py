@@ -25,7 +25,6 @@ from .op_log import QUEUES, Record
 from .peer_access import check_accessible, check_all_accessible, check_writable
 from .pending_calls import WaitPolicy, as_deadline
 from .process_group import GpuMove, Move, Parcel, bytes_of
-from .stream_sync import fork_streams, join_streams
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -181,14 +180,13 @@ class Device(NotCopied, Backend):
                 "outside other captures"
             )
 
-    def wait_for_stream(
-        self, stream: Stream, *, sharing: Sequence[Device] = (), checked: bool = False
-    ) -> None:
+    def wait_for_stream(self, stream: Stream, *, checked: bool = False) -> None:
         """Makes the compute queue wait for a caller's stream.
+
+        All devices of a GPU share that queue's stream, so it is enough to say it to one.
 
         Args:
             stream: of the caller.
-            sharing: devices of the same GPU, this one among them, which follow it.
             checked: whether the caller has said ``check_stream``.
 
         Raises:
@@ -197,31 +195,22 @@ class Device(NotCopied, Backend):
         self.mesh_state.check_usable(self)
         capture = self.mesh_state.current.capture
         if capture is not None:  # each call waits for it
-            for each in sharing or (self,):
-                capture.enters(each, stream)
+            capture.enters(self, stream)
             return
         if not checked:
             self.check_stream(stream)
-        devices = sharing or (self,)
-        freed = [(each, each._deferred_free.used_by(stream)) for each in devices if each.freed]
+        sharing = [each for each in self.mesh.devices if each.physical == self.physical]
+        freed = [(each, each._deferred_free.used_by(stream)) for each in sharing if each.freed]
         self._wait(Mark(self, stream, self._mark(stream)), "compute")
-        if sharing:
-            fork_streams(self, sharing)
         for each, users in freed:
             each._deferred_free.passed(users)
 
-    def block_stream(self, stream: Stream | None, *, sharing: Sequence[Device] = ()) -> None:
+    def block_stream(self, stream: Stream | None) -> None:
         """Makes a caller's stream (None: the host) wait for the compute queue.
 
         Say ``check_stream`` before the work for which it waits.
-
-        Args:
-            stream: of the caller.
-            sharing: devices of the same GPU, this one among them, for which it waits too.
         """
         self.mesh_state.check_usable(self)
-        if sharing:
-            join_streams(self, sharing)
         if stream is not None:
             self._wait(Mark(self, "compute", self._mark("compute")), stream)
         elif self.defers and not self._synchronize(self._endless, ("compute",)):

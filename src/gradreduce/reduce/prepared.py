@@ -44,8 +44,7 @@ _ON_GPU = ("native", "torch", "cupy", "cuda")
 class StreamBoundary:
     """Orders repeated work with the streams of the libraries whose arrays it reads and writes.
 
-    Once for each GPU and library: the first device of a GPU waits for the stream and the others
-    follow it; the work ends with each of its devices waiting for all of it, so one is enough.
+    Once for each GPU and library: the devices of a GPU share its compute stream.
 
     Args:
         devices: that work, in order.
@@ -60,8 +59,8 @@ class StreamBoundary:
         producers: Sequence[tuple[str | None, Device]],
         consumers: Sequence[tuple[str, Device]],
     ) -> None:
-        # On GPUs: a kind, the first device, and if arrays are read all that follow it.
-        self._boundaries: list[tuple[str, Device, tuple[Device, ...]]] = []
+        # On GPUs: a kind, the first device, and whether arrays are read.
+        self._boundaries: list[tuple[str, Device, bool]] = []
         self._host_consumers: list[Device] = []  # in host memory
         self._consumers: dict[tuple[str, Device], object] = {}  # the stream of the last call
         if not devices or devices[0].mesh_state.backend != "cuda":
@@ -75,8 +74,8 @@ class StreamBoundary:
             if kind in _ON_GPU:
                 found.setdefault((kind == "torch", device.physical), kind)
         for index, kind in found.items():
-            here = tuple([device for device in devices if device.physical == index[1]])
-            self._boundaries.append((kind, here[0], here if index in read else ()))
+            first = next(device for device in devices if device.physical == index[1])
+            self._boundaries.append((kind, first, index in read))
 
     def enter(self) -> None:
         """Makes our compute queues wait for the callers' current streams.
@@ -86,13 +85,13 @@ class StreamBoundary:
                 graph. Nothing was changed.
         """
         waits = []
-        for kind, device, others in self._boundaries:
+        for kind, device, is_read in self._boundaries:
             stream = current_of(device, kind)
             device.check_stream(stream)
-            if others:
-                waits.append((device, stream, others))
-        for device, stream, others in waits:
-            device.wait_for_stream(stream, sharing=others, checked=True)
+            if is_read:
+                waits.append((device, stream))
+        for device, stream in waits:
+            device.wait_for_stream(stream, checked=True)
 
     def leave(self, results: Iterable[Buffer] = ()) -> None:
         """Makes those streams wait for our compute queues; for host arrays the host waits.

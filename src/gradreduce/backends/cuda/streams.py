@@ -118,21 +118,16 @@ class Gpu:
 
     Attributes:
         device: CuPy's.
-        events: of this GPU, which nobody needs any more: they are recorded again.
     """
 
     def __init__(self, owner: Device) -> None:
         self._owner = owner
         self.device = cupy.cuda.Device(owner.physical)
-        self.events: list[Any] = []
 
     def event(self, stream: Stream) -> Any:
         """Records an event at the end of a stream of this GPU."""
         with self:  # which the event belongs to, and whose default stream a handle may name
-            try:
-                event = self.events.pop()
-            except IndexError:
-                event = cupy.cuda.Event(disable_timing=True)
+            event = cupy.cuda.Event(disable_timing=True)
             runtime.eventRecord(event.ptr, handle_of(stream))
         return event
 
@@ -210,9 +205,7 @@ class StreamState:
             return
         with self._gpu:
             self.stream.wait_event(event)
-        if other is None:
-            self._gpu.events.append(event)
-        else:
+        if other is not None:
             self._behind[other] = event
         self.submitted()
 
