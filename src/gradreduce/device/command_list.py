@@ -121,6 +121,11 @@ class CommandList:
         ]
         self._marks.clear()
 
+    def run(self) -> None:
+        """Submits all operations again, in order, without logging them."""
+        for operation in self.operations:
+            operation.command()
+
     def replay(self, log: OpLog) -> None:
         """Submits and logs all operations again, in order."""
         for command, records, _, _ in self.operations:

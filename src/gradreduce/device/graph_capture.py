@@ -1,7 +1,7 @@
 """Captures the work of one thread, and runs it again as one piece.
 
-On GPUs it is a CUDA graph, in the simulation a list that is replayed; the rules are the same, and
-are here. The queues that record are nobody else's, so other threads may use the devices meanwhile,
+On GPUs it is a CUDA graph, in the simulation a list of commands; the rules are the same, and are
+here. The queues that record are nobody else's, so other threads may use the devices meanwhile,
 and a capture that fails leaves nothing behind.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -28,18 +27,16 @@ if TYPE_CHECKING:
     from .device import Device
 
 
-class Recording(ABC):
-    """The backend's part of a capture: records the queues of some devices."""
+class Recording:
+    """The backend's part of a capture; this one runs the recorded commands one by one."""
 
-    @abstractmethod
     def begin(self) -> None:
         """Starts recording; every queue starts after the first device's compute queue."""
 
-    @abstractmethod
-    def end(self) -> Command:
-        """Ends recording; returns a command that runs all of it on the first device."""
+    def end(self, command_list: CommandList) -> Command:
+        """Ends recording; returns a command that runs all of it, which the list has too."""
+        return command_list.run
 
-    @abstractmethod
     def abandon(self) -> None:
         """Discards the recording; none of it has run. Does not raise."""
 
@@ -120,7 +117,7 @@ class Capture:
         self._check_alone()
         self._check_peers()
         self.backend = self._leader._recording(self.devices)
-        self._command_list = CommandList()  # keeps the memory
+        self._command_list = CommandList()  # keeps the memory, too
         self._marks: dict[int, Mark] = {}
         self.records: list[Record] = []
         self._earlier: list[Mark] = []
@@ -154,7 +151,8 @@ class Capture:
                         yield self
                 finally:
                     current.capture = None
-                self._again = self.backend.end()
+                self._command_list.close()
+                self._again = self.backend.end(self._command_list)
                 self._spans = WrittenSpans(self._written)
                 labels = [each.label for each in self.records if each.label is not None]
                 # One for all of them: what a call costs is not to depend on what is in it.
@@ -171,8 +169,10 @@ class Capture:
                 raise
 
     def capture_commands(self, command_list: CommandList) -> None:
-        """Captures the commands of a list, which must outlive this capture with its memory."""
-        command_list.replay(self._mesh_state.log)
+        """Captures the commands of a list, inside ``recorded``."""
+        with self._mesh_state.recording_commands(None):
+            command_list.replay(self._mesh_state.log)
+        self._command_list.operations += command_list.operations
 
     def __call__(self) -> None:
         """Runs the captured work; the host does not wait.

@@ -15,7 +15,7 @@ import cupy
 from cupy.cuda import runtime
 
 from gradreduce.device import Queue
-from gradreduce.device.command_list import Command
+from gradreduce.device.command_list import Command, CommandList
 from gradreduce.device.graph_capture import Recording
 from gradreduce.device.op_log import QUEUES
 from gradreduce.errors import CaptureError
@@ -56,7 +56,7 @@ class GraphRecording(Recording):
             with gpu:
                 stream.wait_event(begun)
 
-    def end(self) -> Command:
+    def end(self, command_list: CommandList) -> Command:
         """See ``Recording.end``.
 
         Raises:

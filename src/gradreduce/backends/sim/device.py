@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from gradreduce.device import (
 from gradreduce.device.buffer import Row
 from gradreduce.device.command_list import Command
 from gradreduce.device.dtypes import BFLOAT16
+from gradreduce.device.graph_capture import Recording
 from gradreduce.device.launch_table import CHUNK_SIZE, Tables
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
@@ -38,7 +39,7 @@ from gradreduce.errors import DeviceMismatchError
 from .fp_warnings import without_warnings
 from .host_compile import host_kernel, is_loaded
 from .pool import SimPool
-from .scheduler import Event, Replay, Scheduler
+from .scheduler import PASSED, Event, Scheduler
 from .workers import BLOCK_SIZE, Workers
 
 # What NumPy's calls for a block cost beside its elements, in elements added meanwhile.
@@ -203,13 +204,9 @@ class SimDevice(Device):
         return partial(self.submit, queue, work)
 
     def submit(self, queue: Queue, work: Callable[[], None]) -> None:
-        """Submits work to a queue; inside a capture, to the capture."""
-        self._recorder().submit((self, queue), work)
-
-    def _recorder(self) -> Scheduler | Replay:
-        """Returns what takes the work of queues: the scheduler, or the open capture."""
-        capture = self.mesh_state.current.capture
-        return self.scheduler if capture is None else cast("Replay", capture.backend)
+        """Submits work to a queue; inside a capture, whose calls do it, nothing."""
+        if self.mesh_state.current.capture is None:
+            self.scheduler.submit((self, queue), work)
 
     def _reference_work(
         self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[int | float]
@@ -283,14 +280,17 @@ class SimDevice(Device):
         self._submit(command, Record("launch", kernel.name, self.index, num_rows=1), (), 0)
         return True
 
-    def _recording(self, devices: Sequence[Device]) -> Replay:
-        return Replay(self.scheduler, (self, "compute"))
+    def _recording(self, devices: Sequence[Device]) -> Recording:
+        return Recording()
 
     def _mark(self, queue: Queue) -> Event:
-        return self._recorder().record((self, queue))
+        if self.mesh_state.current.capture is not None:
+            return PASSED
+        return self.scheduler.record((self, queue))
 
     def _wait(self, mark: Mark, queue: Queue) -> None:
-        self._recorder().wait((self, queue), mark.event)
+        if self.mesh_state.current.capture is None:
+            self.scheduler.wait((self, queue), mark.event)
 
     def _synchronize(self, wait_policy: WaitPolicy, queues: Sequence[Queue] = QUEUES) -> bool:
         return all(self.scheduler.finish((self, queue), wait_policy) for queue in queues)

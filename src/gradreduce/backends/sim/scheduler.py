@@ -1,9 +1,8 @@
-"""Schedulers of the queues of simulated devices, and the replay of captures.
+"""Schedulers of the queues of simulated devices.
 
 ``Scheduler`` runs work in the call that submits it. ``RandomScheduler`` runs it later, in a
 seeded random order among all that the waits allow: a missing wait gives a wrong result under some
-seed. ``Replay`` stands for a CUDA graph: it keeps a list of what queues were given, and runs it in
-order.
+seed.
 """
 
 from __future__ import annotations
@@ -15,11 +14,8 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from gradreduce.device import DeferInterrupts, Waiters
-from gradreduce.device.command_list import Command
-from gradreduce.device.graph_capture import Recording
 from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.device.waiting import acquired_in_time
-from gradreduce.errors import CaptureError
 
 Work = Callable[[], None]
 # How long the watchdog waits for the lock.
@@ -39,7 +35,7 @@ class Event:
         self.done = done
 
 
-_PASSED = Event(done=True)
+PASSED = Event(done=True)
 # What a queue was given: ("work", what to call), ("record", an event), or ("wait", an event).
 _Entry = tuple[str, Any]
 
@@ -66,7 +62,7 @@ class Scheduler:
 
     def record(self, queue: Hashable) -> Event:
         """Marks the end of a queue."""
-        return _PASSED
+        return PASSED
 
     def wait(self, queue: Hashable, event: Event) -> None:
         """Makes later work of the queue run after ``event``."""
@@ -254,72 +250,3 @@ class RandomScheduler(Scheduler):
             return False
         kind, item = pending[0]
         return kind != "wait" or bool(item.done)
-
-
-class Replay(Recording):
-    """Recorded work of simulated devices, which stands for a CUDA graph.
-
-    Args:
-        scheduler: that plays it.
-        origin: the queue that a replay is submitted to.
-    """
-
-    def __init__(self, scheduler: Scheduler, origin: Hashable) -> None:
-        self._scheduler = scheduler
-        self._origin = origin
-        self._entries: list[tuple[Hashable, _Entry]] = []
-        self._recorded: set[Event] = set()
-        self._own: dict[Hashable, None] = {}  # the queues that it plays in
-
-    def begin(self) -> None:
-        """See ``Recording.begin``."""
-
-    def abandon(self) -> None:
-        """See ``Recording.abandon``; there is nothing to release."""
-
-    def end(self) -> Command:
-        """See ``Recording.end``."""
-        return self._replay
-
-    def submit(self, queue: Hashable, work: Work) -> None:
-        """Records work at the end of a queue."""
-        self._append(queue, ("work", work))
-
-    def record(self, queue: Hashable) -> Event:
-        """Records a mark at the end of a queue."""
-        event = Event()
-        self._recorded.add(event)
-        self._append(queue, ("record", event))
-        return event
-
-    def wait(self, queue: Hashable, event: Event) -> None:
-        """Records a wait.
-
-        Raises:
-            CaptureError: for an event that was not made inside; CUDA refuses it too.
-        """
-        if event not in self._recorded:
-            raise CaptureError(f"{queue} waits for an event that the capture did not record")
-        self._append(queue, ("wait", event))
-
-    def _append(self, queue: Hashable, entry: _Entry) -> None:
-        # A graph runs beside its devices' queues. Where work runs at once a queue is only a lock.
-        own = ("captured", queue) if self._scheduler.defers else queue
-        self._own[own] = None
-        self._entries.append((own, entry))
-
-    def _replay(self) -> None:
-        scheduler, origin = self._scheduler, self._origin
-        begun = scheduler.record(origin)
-        for queue in self._own:
-            scheduler.wait(queue, begun)
-        passed: dict[Event, Event] = {}
-        for queue, (kind, item) in self._entries:
-            if kind == "work":
-                scheduler.submit(queue, item)
-            elif kind == "record":
-                passed[item] = scheduler.record(queue)
-            else:
-                scheduler.wait(queue, passed[item])
-        for queue in self._own:
-            scheduler.wait(origin, scheduler.record(queue))
