@@ -13,7 +13,6 @@ from support.meshes import MeshCase, collective_sum, launches_of, placement_of
 
 import gradreduce as gr
 from gradreduce.device import Collective, Device, as_dtype
-from gradreduce.reduce.nccl_all_reduce import SHARED_GROUP_BYTES, plan_groups
 
 nccl = partial(reduce_jobs, "nccl")
 
@@ -118,47 +117,9 @@ def test_one_group_for_small_packs_and_one_rank_for_each_physical_device(numpy_m
     assert all(record.nbytes == 0 for record in journal.of("launch"))
 
 
-SMALL, LARGE = SHARED_GROUP_BYTES - 1, SHARED_GROUP_BYTES
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "groups"),
-    [
-        ([], []),
-        ([SMALL], [[0]]),
-        ([LARGE], [[0]]),
-        ([0, SMALL, 16], [[0, 1, 2]]),
-        ([LARGE, LARGE], [[0], [1]]),
-        ([LARGE, 16, LARGE, SMALL, 10 * LARGE, 1], [[0], [1, 3, 5], [2], [4]]),
-        ([16, LARGE, 16], [[0, 2], [1]]),
-    ],
-    ids=str,
-)
-def test_small_packs_share_the_group_of_the_first_of_them(nbytes, groups):
-    assert SHARED_GROUP_BYTES == 2**20
-    assert plan_groups(nbytes) == groups
-
-
-@pytest.mark.parametrize("placement", [(0, 1), (0, 0, 1, 1), (0, 1, 1, 2, 0)], ids=str)
-def test_the_bytes_of_a_rank_decide_and_not_the_elements(make_jobs, placement):
-    # 2**19 elements: 1 MiB of float16, which is large; one element less is small, and so are as
-    # many bytes of uint8 as there are halves; float32 is large from half as many on.
-    sizes = [("float16", 2**19), ("float16", 2**19 - 1), ("uint8", 2**19), ("float32", 2**18)]
-    with MeshCase(placement).open() as mesh:
-        packs = [[np.ones(size, dtype)] * len(mesh) for dtype, size in sizes]
-        jobs = make_jobs(mesh, packs)
-        journal, groups = run(mesh, jobs)
-        for job in jobs:
-            assert all((out.numpy() == len(mesh)).all() for out in job.outs)
-    found = [[(str(call[0].dtype), call[0].size) for call in group] for group in groups]
-    assert found == [[sizes[0]], [sizes[1], sizes[2]], [sizes[3]]]
-    num_ranks = len(set(placement))
-    assert len(journal.of("collective")) == 4 * num_ranks
-
-
 @pytest.mark.parametrize("num_packs", [0, 1, 3, 7])
 def test_the_packs_of_a_batch_share_their_group(numpy_mesh, num_packs):
-    """All of them, of whatever dtype, as long as they are small."""
+    """All of them, of whatever dtype."""
     ops = gr.NcclAllReduce(num_packs, mesh=numpy_mesh)
     grads = [
         [np.ones(size, dtype) for dtype in ("float32", "bfloat16") for size in (300, 5, 40)]

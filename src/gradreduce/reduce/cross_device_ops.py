@@ -93,13 +93,15 @@ class Call:
             yield
 
     def results(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
-        """Returns the arrays of ``out``, or ``reduced`` as arrays of ``kinds``."""
-        if self.outs:
-            return [_as_result(*each) for each in zip(self.requests, self.outs, strict=True)]
-        return [
+        """Returns arrays of ``kinds``: those of ``out``, or of ``reduced``, which may be these."""
+        made = [
             Mirrored.of(parts, kind, request.form, request.devices)
             for request, parts, kind in zip(self.requests, reduced, self.kinds, strict=True)
         ]
+        for result, row in zip(made, self.outs, strict=bool(self.outs)):
+            if row[0].kind == "buffer" or not isinstance(row[0].array, Buffer):
+                result._keep_arrays([each.array for each in row])
+        return made
 
     def finish(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
         """Returns the results, whose users wait for all that was launched."""
@@ -261,7 +263,7 @@ class CrossDeviceOps(ABC):
                 with SuspendedScope():  # may be a subclass of the caller's
                     reduced = self.reduce_batch(reduce_op, call.requests, coalesce=coalesce)
                 if call.outs:
-                    copy_to_out(call.requests, reduced)
+                    reduced = copy_to_out(call.requests, reduced)
             return call.finish(reduced)
 
     def _checked(
@@ -324,8 +326,11 @@ class CrossDeviceOps(ABC):
         wait_for_inputs([buffer_of(request.value.parts[0]) for request in requests])
         rank = as_count("process", process)
         with call.running("broadcast", deadline):
-            found = _from_process(rank, call.requests)
-            copied = [_copied(found, index) for index in range(len(found))]
+            copied = []
+            for index, part in enumerate(_from_process(rank, call.requests)):
+                request = call.requests[index]
+                with buffer_of(part).device.mesh_state.pack_scope(label_of(call.requests, [index])):
+                    copied.append(copied_to(part, request.devices, request.out))
         made = call.finish(copied)
         return made if many else made[0]
 
@@ -469,35 +474,13 @@ class ReductionToOneDevice(CrossDeviceOps):
         return destination_devices(home, index, request.value.mesh)[0]
 
 
-def _as_result(request: Request, outs: Sequence[Out]) -> Mirrored:
-    made = Mirrored.of(request.out or (), outs[0].kind, request.form, request.devices)
-    if outs[0].kind == "buffer" or not isinstance(outs[0].array, Buffer):
-        made._keep_arrays([each.array for each in outs])
-    return made
-
-
-def _from_process(rank: int, requests: list[Request]) -> list[Request]:
-    """Returns the requests with the values of the process of that rank."""
+def _from_process(rank: int, requests: Sequence[Request]) -> list[Part]:
+    """Returns the values of the process of that rank."""
+    parts = [request.value.parts[0] for request in requests]
     group = requests[0].devices[0].mesh_state.process_group if requests else None
     size = 1 if group is None else group.size
     if rank >= size:
         raise ValueError(f"process={rank} must be less than {size}, the number of processes")
     if group is None:
-        return requests
-    values = broadcast_from(
-        rank,
-        [request.value.parts[0] for request in requests],
-        names_of(requests, range(len(requests))),
-    )
-    return [
-        request._replace(value=PerReplica.of([value], request.value.kind, name=request.value._name))
-        for request, value in zip(requests, values, strict=True)
-    ]
-
-
-def _copied(requests: Sequence[Request], index: int) -> tuple[Part, ...]:
-    """Copies the only replica of a value to each of the request's devices."""
-    request = requests[index]
-    (part,) = request.value.parts
-    with buffer_of(part).device.mesh_state.pack_scope(label_of(requests, [index])):
-        return copied_to(part, request.devices, request.out)
+        return parts
+    return broadcast_from(rank, parts, names_of(requests, range(len(requests))))

@@ -30,34 +30,6 @@ from gradreduce.device import (
 from .algorithm import Algorithm, Job, Steps, copy_on_gpus
 from .reduction_groups import ReductionGroups
 
-# Packs of less than this, in the bytes of one rank's buffer, share a group call: a call costs a
-# launch on every GPU and a round of messages, whatever it carries, and with packs as short as this
-# that is most of what they cost. A larger one fills the links by itself and gains nothing by
-# company. From the design, to be measured on links.
-SHARED_GROUP_BYTES = 1024 * 1024
-
-
-def plan_groups(nbytes: Sequence[int]) -> list[list[int]]:
-    """Plans which packs share a group call.
-
-    Args:
-        nbytes: of each pack, one rank's buffer.
-
-    Returns:
-        The places of the packs of each group: each large one alone, in order; all small ones
-        together, where the first of them stands.
-    """
-    groups: list[list[int]] = []
-    small: list[int] = []
-    for job, size in enumerate(nbytes):
-        if size >= SHARED_GROUP_BYTES:
-            groups.append([job])
-            continue
-        if not small:
-            groups.append(small)
-        small.append(job)
-    return groups
-
 
 @dataclass(frozen=True)
 class _Part:
@@ -85,7 +57,7 @@ class _Part:
 
 
 class Nccl(Algorithm):
-    """All-reduce by the mesh's collective library, in the calls of ``plan_groups``.
+    """All-reduce by the mesh's collective library; the packs of a stage share a group call.
 
     All memory is asked for, and the library looked for, before the first launch: where that
     fails nothing was changed.
@@ -214,10 +186,9 @@ def _over_gpus(
         _fold(jobs, [part.folded for part in gpu_parts], indices)
     for leader in leaders:
         join_streams(leader, [leader], queue)
-    for group in plan_groups([part.folded.nbytes for part in parts[0]]):
-        with collective.group():
-            for index in group:
-                _cross(collective, [gpu_parts[index] for gpu_parts in parts], queue)
+    with collective.group():  # a call costs a launch on every GPU and a round of messages
+        for of_job in zip(*parts, strict=True):
+            _cross(collective, of_job, queue)
     yield
     for leader in leaders:
         fork_streams(leader, [leader], queue)

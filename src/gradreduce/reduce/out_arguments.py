@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -118,24 +117,24 @@ def _check_overlap(
         ValueError: an out shares memory with another one, or otherwise with an input.
     """
     arrays = list(chain.from_iterable(outs))
-    parts = list(chain.from_iterable([request.value.buffers for request in requests]))
-    among_outs, with_inputs = overlaps(arrays, parts)
+    inputs = [request.value.buffers for request in requests]
+    among_outs, with_inputs = overlaps(arrays, list(chain.from_iterable(inputs)))
     if not (among_outs or with_inputs):
         return
-    owners = [index for index, row in enumerate(outs) for _ in row]
-    values = [index for index, request in enumerate(requests) for _ in request.value.devices]
+    places = [(index, each) for index, row in enumerate(outs) for each in range(len(row))]
+    sources = [(index, each) for index, row in enumerate(inputs) for each in range(len(row))]
 
     def name_of(place: int) -> str:
-        index = owners[place]
-        return requests[index].value._name_of(index, place - bisect_left(owners, index), "out")
+        index, replica = places[place]
+        return requests[index].value._name_of(index, replica, "out")
 
     for pair in among_outs:
         names = [name_of(place) for place in pair]
         raise ValueError(f"{names[0]} and {names[1]} overlap; each must have its own memory")
     for at, place in with_inputs:
-        index, owner, part, out = values[at], owners[place], parts[at], arrays[place]
+        (index, replica), (owner, number), out = sources[at], places[place], arrays[place]
+        part = inputs[index][replica]
         if (owner, out.address, out.buffer.nbytes) != (index, part.address, part.nbytes):
-            replica = at - bisect_left(values, index)
             what = f"{name_of(place)} overlaps {requests[index].value._name_of(index, replica)}"
             if not in_place:
                 raise ValueError(f"{what}; it must not share memory with an input")
@@ -145,4 +144,4 @@ def _check_overlap(
             )
         same = part.device is out.buffer.device and part.dtype == out.buffer.dtype
         if same and out.copied is None and part.block.writable:
-            outs[owner][place - bisect_left(owners, owner)] = out._replace(buffer=part)
+            outs[owner][number] = out._replace(buffer=part)

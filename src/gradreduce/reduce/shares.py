@@ -53,21 +53,13 @@ def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple
     values, plan = plan_requests(
         settings, ReduceOp.SUM, requests, positions, False, call="all-gather"
     )
-    devices, num_replicas = requests[0].devices, num_replicas_of(values[0])
-    first = first_replica(devices[0])
+    num_replicas, first = num_replicas_of(values[0]), first_replica(requests[0].devices[0])
     results = [
-        request.out
-        or tuple(
-            [
-                device.empty((num_replicas * part.shape[0], *part.shape[1:]), part.dtype)
-                for device, part in zip(devices, parts, strict=True)
-            ]
-        )
+        request.out or tuple([_empty_whole(part, num_replicas) for part in parts])
         for request, parts in zip(requests, values, strict=True)
     ]
-    own = range(first, first + len(devices))
     tensors = [
-        [parts[owner - first]] if owner in own else []
+        parts[owner - first : owner - first + 1] if owner >= first else ()
         for owner in range(num_replicas)
         for parts in values
     ]
@@ -78,6 +70,11 @@ def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple
     ]
     reduce_batch(plan, tensors, out=out, positions=positions)
     return results
+
+
+def _empty_whole(part: Buffer, num_replicas: int) -> Buffer:
+    """Allocates memory for the rows of all replicas."""
+    return part.device.empty((num_replicas * part.shape[0], *part.shape[1:]), part.dtype)
 
 
 def _rows_of(whole: Buffer, owner: int, num_replicas: int) -> Buffer:
