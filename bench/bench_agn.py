@@ -115,10 +115,9 @@ class Worker:
     def push(self) -> None:
         """Pushes the accumulated sums, without a local step."""
         worker = self.optimizer._worker
-        powers = worker.inner._slots.powers
-        worker._ready_push(worker._current_sums(), None, powers)
-        assert worker._push is not None
-        worker._push.run(worker.inner._next_update(powers)[0], lambda: None)
+        sums = worker.variables.sums
+        worker._ready_push(worker.inner._slots.powers, (), None)()
+        worker.variables.sums = sums
 
 
 class Bench:

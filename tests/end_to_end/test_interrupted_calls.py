@@ -117,7 +117,12 @@ def agn(mesh, warm=1, make=gr.AdamOptimizer, call=None):
 
 def agn_push_made_up(mesh):
     """One that has failed before it changed anything."""
-    return agn(mesh, call=lambda made, step: made._worker._retry_push(step))
+
+    def push(made, step):
+        worker = made._worker
+        worker._ready_push(worker.inner._slots.powers, (), step)()
+
+    return agn(mesh, call=push)
 
 
 def agn_start(mesh):

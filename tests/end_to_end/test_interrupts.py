@@ -136,11 +136,12 @@ def right_calls() -> dict[str, Callable[[], bool]]:
 def test_an_interruption_leaves_no_lock_of_a_center_behind(first):
     """In the main thread, where Ctrl-C is deferred while a center is loaded."""
     center = gr.AGNCenter(gr.open_mesh(1, backend="sim"))
+    registry = center._shared.registry
 
     def call() -> bool:
-        center._begin(0)
+        registry.begin(0)
         with suppress(DeadlineExceededError):
-            center._wait_for(2, 1e-4)
+            registry.wait_for(2, 1e-4)
         center.load_state_dict(center.state_dict())
         return True
 

@@ -102,7 +102,6 @@ ALLOWED = {
     "root": "root",  # of a broadcast, and of a graph
     "serve": "_serve",  # takes in a queue
     "watch": "_watch",  # of a watchdog
-    "wide": "process_wide",
 }
 # The same in messages and first docstring lines, as patterns.
 ALLOWED_TEXT = {

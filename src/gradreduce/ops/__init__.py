@@ -22,7 +22,7 @@ from .square_sum import (
     square_sum,
 )
 from .take_rows import TAKE_ROWS, prepare_take_rows, take_rows_command
-from .update import RULE_KERNELS, RuleKernel, Update, update_rows
+from .update import RULE_KERNELS, RuleKernel, Update, Variant, update_rows
 from .update_rules import RULES, UpdateRule
 from .validate import Ranges
 

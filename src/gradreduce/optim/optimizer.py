@@ -456,12 +456,20 @@ class Optimizer(NotCopied):
         ``apply_gradients`` does it too; call this first where a later failure must be excluded.
         """
         self._check_hyperparameters()
-        if (rule := self._rule) is not None:
-            for var in variables:
-                template = (var.dtype.name, self._slots.state_dtype(var).name)
-                for device in var.devices:
-                    device.prepare(ops.RULE_KERNELS[rule, "plain"], template)
+        self._compile(variables, "plain")
         self._slots.make(variables, self._slot_start)
+
+    def _compile(self, variables: Sequence[Variable], *variants: ops.Variant) -> None:
+        """Compiles variants of the rule for variables, unless it is in Python."""
+        if (rule := self._rule) is not None:
+            kinds = {
+                (device, var.dtype, self._slots.state_dtype(var))
+                for var in variables
+                for device in var.devices
+            }
+            for device, dtype, state in kinds:
+                for variant in variants:
+                    device.prepare(ops.RULE_KERNELS[rule, variant], (dtype.name, state.name))
 
     def _without_slots(self) -> Self:
         """Returns a new optimizer with the same rule and hyperparameters, and no slots."""
@@ -531,9 +539,13 @@ class Optimizer(NotCopied):
             release_inputs()
 
     def _ready(
-        self, job: Job, scalars: tuple[float, ...], writer: LaunchBatch | None
+        self,
+        job: Job,
+        scalars: tuple[float, ...],
+        writer: LaunchBatch | None,
+        variant: ops.Variant = "plain",
     ) -> Callable[[], None]:
         """Returns a function that launches a job; computes a Python rule right away."""
         if (rule := self._rule) is not None:
-            return partial(job.run, by_kernel(ops.RULE_KERNELS[rule, "plain"], scalars, writer))
+            return partial(job.run, by_kernel(ops.RULE_KERNELS[rule, variant], scalars, writer))
         return partial(job.end, run_python_rule(self._apply, self._slot_names, job))

@@ -15,6 +15,7 @@ import pytest
 from optim.agn.team import Own, pair, whole
 
 import gradreduce as gr
+from gradreduce.accumulator.sparse_storage import SparseSum
 
 SHAPES = {"table": (6, 2), "weights": (5,)}
 WAYS = {
@@ -129,9 +130,19 @@ def test_sums_of_rows_are_saved_as_rows(mesh):
     assert rows["values"].dtype == np.dtype("float32")
     assert state["pulled"] == {}
     worker.optimizer.load_state_dict(state)
-    assert worker.optimizer._worker.members[0].total.rows is not None
+    assert isinstance(worker.getter._shared.sums[worker.variables["t"]], SparseSum)
     rows["values"][...] = rows["indices"][...] = 0
     assert worker.sums["t"][4].tolist() == [2, 2]
+
+
+def test_a_loaded_sum_is_added_to(mesh):
+    """Not the memory that the steps before the load have added to."""
+    (worker,) = pair(mesh, 4, num=1)
+    for _ in range(2):
+        worker.step({"v": np.ones(3, "float32")})
+    worker.optimizer.load_state_dict(worker.optimizer.state_dict())
+    worker.step({"v": np.ones(3, "float32")})
+    assert (worker.sums["v"] == 3).all()
 
 
 def test_a_checkpoint_of_before_the_first_push_has_no_slots(mesh):

@@ -12,7 +12,6 @@ import pytest
 
 import gradreduce as gr
 from gradreduce.optim.agn import checkpoint
-from gradreduce.optim.agn import worker as worker_module
 
 LIMIT_S = 30.0
 ONE = np.ones(2, "float32")
@@ -85,7 +84,7 @@ def test_a_refused_dense_gradient_leaves_rows_rows(mesh):
     "num_loads", [80, pytest.param(4000, marks=(pytest.mark.exhaustive, pytest.mark.slow))]
 )
 def test_a_center_is_loaded_while_workers_step(mesh, num_loads):
-    """No worker is refused its own gradient, and no plan of this version knows other slots."""
+    """No worker is refused its own gradient."""
     center, ended, stepped = gr.AGNCenter(mesh), threading.Event(), threading.Semaphore(0)
     team = [
         worker(mesh, center, period=1 + place % 2, use_locking=place < 3)[1:] for place in range(6)
@@ -108,11 +107,6 @@ def test_a_center_is_loaded_while_workers_step(mesh, num_loads):
         for turn in range(num_loads):
             assert stepped.acquire(timeout=LIMIT_S)
             center.load_state_dict(states[turn % 2])
-            for _, optimizer in team:
-                plan = optimizer._worker._local
-                if plan is not None and plan.version == center._version:
-                    slots = [slot.buffers[0] for slot in center._slot_variables()]
-                    assert all(plan.ranges.shared_by([slot]) == 0 for slot in slots)
     finally:
         ended.set()
         sys.setswitchinterval(interval)
@@ -121,58 +115,22 @@ def test_a_center_is_loaded_while_workers_step(mesh, num_loads):
     assert center.failed_workers == ()
 
 
-def loaded_once(center, state, method) -> None:
-    """``method`` of the center loads it behind its next call."""
-    called = getattr(center, method)
-
-    def loading(*given):
-        found = called(*given)
-        setattr(center, method, called)
-        center.load_state_dict(state)
-        return found
-
-    setattr(center, method, loading)
-
-
-def test_a_plan_that_was_made_while_the_center_was_loaded_is_made_again(mesh, monkeypatch):
-    center = gr.AGNCenter(mesh.devices[0])
-    getter, var, optimizer = worker(mesh, center, period=100)
-    optimizer.prepare([var])
-    state, planned = center.state_dict(), worker_module.local_step
-    monkeypatch.setattr(worker_module, "local_step", lambda *given: (
-        loaded_once(center, state, "_slots_of"), planned(*given))[1])  # fmt: skip
-    optimizer.apply_gradients([(ONE, var)])
-    monkeypatch.undo()
-    optimizer.apply_gradients([(ONE, var)])
-    slot = optimizer.get_slot(getter.center_variable(var), "momentum")
-    with pytest.raises(ValueError, match="shares memory with a variable or slot"):
-        optimizer.apply_gradients([(slot.buffers[0], var)])
-
-
-def test_no_gradient_lies_where_slots_lay_that_are_loaded_meanwhile(mesh, monkeypatch):
-    center, device = gr.AGNCenter(mesh.devices[0]), mesh.devices[0]
-    _, var, optimizer = worker(mesh, center, period=100)
-    optimizer.apply_gradients([(ONE, var)])
-    state, arrived = center.state_dict(), optimizer._inner._colocated_gradients
-
-    def loading(gradients, *more):
-        lay = center._slot_variables()[0].buffers[0].address
-        center.load_state_dict(state)
-        made = [device.zeros((2,), "float32") for _ in range(8)]
-        return arrived([min(made, key=lambda each: each.address != lay)], *more)
-
-    monkeypatch.setattr(optimizer._inner, "_colocated_gradients", loading)
-    optimizer.apply_gradients([(ONE, var)])
-    assert optimizer.local_step.numpy() == 2
-
-
 def test_a_center_is_loaded_without_slots_while_a_push_is_planned(mesh):
     center = gr.AGNCenter(mesh)
     getter, var, optimizer = worker(mesh, center)
     state = center.state_dict()
     optimizer.apply_gradients([(ONE, var)])
     optimizer._worker._push = None
-    loaded_once(center, state, "_prepare")
+    shared, loads = center._shared, []
+    prepare = shared.prepare
+
+    def loading(*given):
+        found = prepare(*given)
+        if not loads:
+            loads.append(center.load_state_dict(state))
+        return found
+
+    shared.prepare = loading
     assert optimizer.apply_gradients([(ONE, var)]) is True
     assert (getter.center_variable(var).numpy() == -1).all()
 
@@ -183,14 +141,14 @@ def test_a_push_that_was_planned_before_the_center_was_loaded_goes_to_the_loaded
     optimizer.apply_gradients([(ONE, var)])
     state, loaded = center.state_dict(), []
     optimizer.apply_gradients([(ONE, var)])
-    entered = center._pushing
+    entered = center._shared.pushing
 
     def pushing(**how):
         if not loaded:
             loaded.append(center.load_state_dict(state))
         return entered(**how)
 
-    center._pushing = pushing
+    center._shared.pushing = pushing
     assert optimizer.apply_gradients([(ONE, var)]) is True
     assert loaded == [None]
     # The loaded momentum is 1, and this push is the second after it.
@@ -316,24 +274,25 @@ def test_a_getter_and_an_inner_optimizer_have_one_owner(mesh):
 
 def test_a_second_round_waits_again_and_a_lost_worker_ends_its_own(mesh):
     center = gr.AGNCenter(mesh)
+    registry = center._shared.registry
     for task in range(2):
-        center._begin(task)
-    center._wait_for(2, 0.0)
-    center._end(0)
-    center._wait_for(2, 0.0)  # one of them goes on: its round is not over
-    center._end(1)
-    center._begin(0)
+        registry.begin(task)
+    registry.wait_for(2, 0.0)
+    registry.end(0)
+    registry.wait_for(2, 0.0)  # one of them goes on: its round is not over
+    registry.end(1)
+    registry.begin(0)
     with pytest.raises(
         gr.errors.DeadlineExceededError, match=r"1 of 2 workers have started, \[0\]"
     ):
-        center._wait_for(2, 0.0)
-    center._begin(1)
-    center._mark_failed(1, ValueError("gone"))
-    center._wait_for(2, 0.0)  # it had begun
-    center._end(0)
-    center._begin(0)
+        registry.wait_for(2, 0.0)
+    registry.begin(1)
+    registry.mark_failed(1, ValueError("gone"))
+    registry.wait_for(2, 0.0)  # it had begun
+    registry.end(0)
+    registry.begin(0)
     with pytest.raises(gr.errors.DeadlineExceededError, match=r"1 of \[1\] are missing"):
-        center._wait_for(2, 0.0)
+        registry.wait_for(2, 0.0)
     assert center.failed_workers == (1,)
     center.start_worker(1, lambda: None).join(LIMIT_S)
     assert center.failed_workers == ()

@@ -12,7 +12,6 @@ import pytest
 import gradreduce as gr
 from gradreduce.arrays import variable
 from gradreduce.errors import BackendUnavailableError, CollectiveError
-from gradreduce.optim.agn.variables import Accumulation
 
 LIMIT_S = 30.0
 ONE = np.ones(2, "float32")
@@ -53,7 +52,7 @@ def stop(*_):
 
 def test_a_push_that_is_stopped_before_it_counts_is_not_made_again(own, monkeypatch):
     getter, var, optimizer = made(own)
-    monkeypatch.setattr(Accumulation, "cleared", stop)
+    monkeypatch.setattr("gradreduce.optim.agn.worker.ready_count", lambda _: stop)
     with pytest.raises(KeyboardInterrupt):
         optimizer.apply_gradients([(ONE, var)])
     monkeypatch.undo()
@@ -78,7 +77,6 @@ def test_a_step_that_is_stopped_before_it_counts_fails_the_device(own, monkeypat
 
 def test_the_slots_of_a_first_step_that_was_made_stay(own, monkeypatch):
     _, var, optimizer = made(own, gr.MomentumOptimizer(1.0, 0.5), period=9)
-    monkeypatch.setattr("gradreduce.optim.agn.worker.LocalPlan", lambda *_: stop)
     counted = optimizer._inner._slots.commit
     monkeypatch.setattr(optimizer._inner._slots, "commit", lambda powers: (counted(powers), stop()))
     with pytest.raises(KeyboardInterrupt):
@@ -120,13 +118,13 @@ def test_what_counts_a_push_is_compiled_before_anything_is_changed(own, monkeypa
 
 
 def test_a_push_without_locking_is_made_again_if_a_load_comes_between_its_gpus(own):
-    center, load_at = gr.AGNCenter(own), 3  # the second GPU: the first check is before both
+    center, load_at = gr.AGNCenter(own), 2  # the second GPU
     getter = gr.AGNCustomGetter(own.devices[0], center=center)
     ours = [gr.get_variable(name, np.zeros(2), custom_getter=getter) for name in ("a", "b")]
     optimizer = gr.AGNOptimizer(gr.MomentumOptimizer(1.0, 0.5), 1, getter, 1, use_locking=False)
     pairs = [(np.ones(2), var) for var in ours]
     optimizer.apply_gradients(pairs)
-    state, check, versions = center.state_dict(), center._check_version, []
+    state, check, versions = center.state_dict(), center._shared.check_version, []
 
     def checked(version):
         versions.append(version)
@@ -134,9 +132,9 @@ def test_a_push_without_locking_is_made_again_if_a_load_comes_between_its_gpus(o
             center.load_state_dict(state)
         check(version)
 
-    center._check_version = checked
+    center._shared.check_version = checked
     assert optimizer.apply_gradients(pairs) is True
-    assert versions == [0, 0, 0, 1, 1, 1]
+    assert versions == [0, 0, 1, 1]
     for var in ours:  # one push after the loaded one, whose momentum is 1
         theirs = getter.center_variable(var)
         assert (theirs.numpy() == -2.5).all()
@@ -259,21 +257,21 @@ def test_a_scale_that_a_float32_cannot_hold_is_refused(mesh):
 
 def test_who_waits_does_not_miss_a_worker_that_is_lost_at_once(mesh):
     center = gr.AGNCenter(mesh)
-    center._begin(1)
-    waiting = center.start_worker(1, lambda: center._wait_for(2, LIMIT_S))
-    with center._lock:
-        center._begin(0)
-        center._mark_failed(0, ValueError("gone"))
+    center._shared.registry.begin(1)
+    waiting = center.start_worker(1, lambda: center._shared.registry.wait_for(2, LIMIT_S))
+    with center._shared.registry.lock:
+        center._shared.registry.begin(0)
+        center._shared.registry.mark_failed(0, ValueError("gone"))
     waiting.join(LIMIT_S)
     assert center.failed_workers == (0,)
 
 
 def test_who_waits_does_not_miss_a_round_that_is_over_at_once(mesh):
     center = gr.AGNCenter(mesh)
-    waiting = center.start_worker(2, lambda: center._wait_for(2, LIMIT_S))
-    reached(lambda: center._waiters._waiters)
-    with center._lock:
-        for call in (center._begin, center._end):
+    waiting = center.start_worker(2, lambda: center._shared.registry.wait_for(2, LIMIT_S))
+    reached(lambda: center._shared.registry._waiters._waiters)
+    with center._shared.registry.lock:
+        for call in (center._shared.registry.begin, center._shared.registry.end):
             call(0)
             call(1)
     waiting.join(LIMIT_S)
@@ -286,6 +284,6 @@ def test_hooks_in_the_style_of_tensorflow_end_their_round(mesh):
     for _ in range(2):
         hook.begin()
         hook.after_create_session()
-        assert getter.center._begun == {0}
+        assert getter.center._shared.registry._begun == {0}
         hook.end()
-        assert getter.center._begun == set()
+        assert getter.center._shared.registry._begun == set()

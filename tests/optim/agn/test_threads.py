@@ -44,7 +44,7 @@ class Run:
         homes = {var.devices for var in center.variables()}
         assert len(homes) == 2
         self.order, self.pulled = [], [[] for _ in self.team]
-        self._thread_state, pushing = threading.local(), center._pushing
+        self._thread_state, pushing = threading.local(), center._shared.pushing
 
         @contextmanager
         def noted(**how):
@@ -52,7 +52,7 @@ class Run:
                 self.order.append(self._thread_state.place)
                 yield
 
-        center._pushing = noted
+        center._shared.pushing = noted
         self._meet = threading.Barrier(NUM_WORKERS)
         threads = [center.start_worker(place, lambda place=place: self.work(place))
                    for place in range(NUM_WORKERS)]  # fmt: skip

@@ -97,7 +97,7 @@ def test_the_second_worker_finds_what_the_first_has_made(mesh):
         third = gr.AGNCustomGetter(mesh.devices[0], center=center)
         with pytest.raises(ValueError, match=text):
             made(third, value=wrong)
-        assert (list(third._members), len(center.variables())) == ([], 1)
+        assert (list(third._shared.centers), len(center.variables())) == ([], 1)
         assert made(third, value=[3.0]).numpy() == [3]
 
 
@@ -107,7 +107,7 @@ def test_a_worker_has_one_variable_of_a_name(mesh):
     made(getter)
     with pytest.raises(ValueError, match="this getter has already created a variable named 'v'"):
         made(getter, value=[1.0, 2.0])
-    assert len(getter._members) == len(getter.center.variables()) == 1
+    assert len(getter._shared.centers) == len(getter.center.variables()) == 1
 
 
 def test_whole_variables_go_where_the_fewest_bytes_are(mesh):

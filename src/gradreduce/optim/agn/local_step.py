@@ -1,31 +1,47 @@
-"""Local steps of a worker: update variables and accumulate gradients in one launch.
+"""Local steps of a worker: update variables, and add the gradients to the sums of the period.
 
-This extends the updates of ``Optimizer`` by the sum of each variable. A sparse gradient updates its
-rows by the plain rule, and its rows are added to those of the sum.
+With a compiled rule, dense gradients need one launch for both. For sparse gradients and Python
+rules, the update is that of ``Optimizer``, and the addition is apart.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from operator import is_
+from typing import NamedTuple
 
 from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SPARSE
-from gradreduce.accumulator.state import Additions, PendingGradient
+from gradreduce.accumulator.state import PendingGradient
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device
+from gradreduce.device import Buffer, Device, PackInfo, by_physical
 from gradreduce.optim.gradient_inputs import Colocated, made_dense
 from gradreduce.optim.optimizer import Optimizer, Scalars
-from gradreduce.optim.slots import Slots
-from gradreduce.optim.update_plan import Job, Plan, by_kernel
+from gradreduce.optim.update_plan import Job, Plan
 
-from .push import Sum
-from .variables import Member
+from .sums import Sum, Sums, dense_sum, pending_rows
+
+
+class LocalStep(NamedTuple):
+    """A local step, with all memory and plans.
+
+    Attributes:
+        launches: in this order.
+        sums: of the period afterwards.
+        plan: of the dense gradients; None without any, and for a Python rule.
+        devices: that the launches write.
+        label: names the variables in the log.
+    """
+
+    launches: Sequence[Callable[[], None]]
+    sums: Sums
+    plan: LocalPlan | None
+    devices: Sequence[Device]
+    label: PackInfo
 
 
 class LocalPlan(Plan):
@@ -33,201 +49,130 @@ class LocalPlan(Plan):
 
     Args:
         optimizer: its rule is a kernel; its slots of the variables exist.
-        dense: the variables, and the memory of their sums.
-        others: other memory that gradients must not overlap. The plan keeps it alive, so that no
-            gradient can be allocated there while the plan is in use.
-        version: of the center when ``others`` was collected.
-
-    Attributes:
-        members: the variables.
-        dense: the memory of their sums.
-        version: of the center.
+        sums: for each variable the memory of its sum, on each device.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        dense: Mapping[Member, tuple[Buffer, ...]],
-        others: Sequence[Buffer],
-        version: int,
-    ) -> None:
-        variables = [member.local for member in dense]
-        super().__init__(variables, optimizer._slots, optimizer._rule, list(dense.values()))
-        self.members, self.dense = list(dense), dense
-        self.version, self._others = version, others
-        self._changes, self._seen = self.members[0].total.changes, -1
-        self._first: bool | None = None
-        self.ranges = ops.Ranges([*(each for row in self.written for each in row), *others])
+    def __init__(self, optimizer: Optimizer, sums: Mapping[Variable, tuple[Buffer, ...]]) -> None:
+        super().__init__(list(sums), optimizer._slots, optimizer._rule, list(sums.values()))
+        self._optimizer, self._sums = optimizer, sums
 
-    def is_valid_for(
-        self, variables: Sequence[Variable], slots: Slots, rule: ops.UpdateRule | None
-    ) -> bool:
-        """Whether it is of these variables, slots and rule, and can run with dense gradients."""
-        return super().is_valid_for(variables, slots, rule) and self.first is not None
+    def fits(self, variables: Sequence[Variable], optimizer: Optimizer, sums: Sums) -> bool:
+        """Whether it is of these variables, in this order, and adds to these sums."""
+        is_valid = self.is_valid_for(variables, optimizer._slots, optimizer._rule)
+        return is_valid and self.writes_first(sums) is not None
 
-    @property
-    def first(self) -> bool | None:
-        """Whether gradients are written to the sums, not added; None if neither works."""
-        if self._seen != self._changes.count:
-            # Gradients may have been allocated in memory that was freed.
-            fits = all([member.total.is_in(memory) for member, memory in self.dense.items()])
-            firsts = {member.total.is_empty for member in self.members}
-            self._first = firsts.pop() if fits and len(firsts) == 1 else None
-            self._seen = self._changes.count
-        return self._first
-
-
-@dataclass(frozen=True)
-class LocalStep:
-    """A local step, with all memory and plans; ``launch`` runs it.
-
-    Attributes:
-        devices: of the variables.
-        updates: launches.
-        dense: sums that are dense afterwards: memory on each device. Those that were may be absent.
-        sparse: gradients that are added to sums of rows.
-        additions: of those; or None.
-    """
-
-    devices: Sequence[Device]
-    updates: Sequence[Callable[[], None]]
-    dense: Mapping[Member, tuple[Buffer, ...]]
-    sparse: Mapping[Member, PendingGradient] = field(default_factory=dict)
-    additions: Additions | None = None
-
-    def sums(self) -> dict[Member, Sum]:
-        """Returns the sums on the first device that ``launch`` writes to other memory."""
-        found: dict[Member, Sum] = {member: memory[0] for member, memory in self.dense.items()}
-        if self.additions is not None:
-            totals = {each.state: each.total for each in self.additions.sums}
-            for member, gradient in self.sparse.items():
-                found[member] = totals[gradient.state]
-        return found
-
-    def launch(self, then: Callable[[], None]) -> None:
-        """Updates all variables and counts the step; if it fails part-way, the devices fail.
+    def writes_first(self, sums: Sums) -> bool | None:
+        """Whether gradients are written to the sums, not added; None if the sums are elsewhere.
 
         Args:
-            then: called after the launches to count the step.
+            sums: of the period so far.
         """
-        mesh_state = self.devices[0].mesh_state
-        with mesh_state.launch_lock, mesh_state.fail_on_partial_write(self.devices):
-            for update in self.updates:
-                update()
-            if self.additions is not None:
-                self.additions.launch_out_of_place()
-                self.additions.launch_in_place()
-                for each in self.additions.sums:
-                    each.state.totals[0] = each.total
-            for member, memory in self.dense.items():
-                member.total.added(memory)
-            for member, gradient in self.sparse.items():
-                member.total.added_rows(gradient.state)
-            then()
+        if sums is self._sums:  # as after a step of this plan and no other
+            return False
+        known = [sums[var] for var in self.variables if var in sums]
+        if not known:
+            return True
+        fits = len(known) == len(self._sums) and all(map(is_, known, self._sums.values()))
+        return False if fits else None
 
+    def step(self, gradients: Sequence[Part], scalars: Scalars, sums: Sums) -> LocalStep:
+        """Returns a step: one launch for each physical device.
 
-def planned_step(plan: LocalPlan, gradients: Sequence[Part], scalars: Scalars) -> LocalStep:
-    """Returns a step of a valid plan.
-
-    Args:
-        plan: of its variables.
-        gradients: dense, for each copy of each variable.
-        scalars: of the rule.
-    """
-    assert plan.rule is not None
-    kernel, scalars = ops.RULE_KERNELS[plan.rule, "local"], (int(bool(plan.first)), *scalars)
-    updates = []
-    for job, writer in plan.jobs(gradients):
-        updates.append(partial(job.run, by_kernel(kernel, scalars, writer)))
-    return LocalStep(plan.devices, updates, plan.dense if plan.first else {})
+        Args:
+            gradients: dense, for each copy of each variable.
+            scalars: of the rule.
+            sums: of the period so far; ``writes_first`` is not None.
+        """
+        first = bool(self.writes_first(sums))
+        if first:
+            sums = {**sums, **self._sums} if sums else self._sums
+        launches = [
+            self._optimizer._ready(job, (int(first), *scalars), writer, "local")
+            for job, writer in self.jobs(gradients)
+        ]
+        return LocalStep(launches, sums, self, self.devices, self.label)
 
 
 def local_step(
     optimizer: Optimizer,
-    members: Sequence[Member],
+    variables: Sequence[Variable],
     parts: Sequence[Part],
     scalars: Scalars,
+    sums: Sums,
+    last: LocalPlan | None,
 ) -> LocalStep:
-    """Returns a step with gradients of any kind.
+    """Plans a step with gradients of any kind.
 
     Args:
         optimizer: of the rule; its slots of the variables exist.
-        members: the variables.
+        variables: each once.
         parts: for each copy of each variable, a colocated gradient.
         scalars: of the rule.
+        sums: of the period so far.
+        last: plan of an earlier step, which is reused if it fits.
     """
     left = iter(parts)
-    gradients = [tuple(islice(left, len(member.local.devices))) for member in members]
-    rule, additions = optimizer._rule, _dense_additions(members, gradients)
-    dense: dict[Member, tuple[Buffer, ...]] = {}
-    sparse: dict[Member, PendingGradient] = {}
-    updates: _Groups = defaultdict(lambda: ([], []))
-    sums: _Groups = defaultdict(lambda: ([], []))
-    for member, colocated in zip(members, gradients, strict=True):
-        rows, added = optimizer._slots.rows(member.local), additions.get(member, colocated)
-        first = member.total.is_empty
-        if isinstance(added[0], IndexedSlices):
-            sparse[member] = member.total.pending_gradient(added[0])
-            _group(updates, None, rows, colocated)
-            continue
-        memory = dense[member] = member.total.as_arrays()
-        if rule is not None and added is colocated:  # one launch for both
-            rows = [[*row, total] for row, total in zip(rows, memory, strict=True)]
-            _group(updates, first, rows, colocated)
+    dense: dict[Variable, Colocated] = {}
+    apart: dict[Variable, Colocated] = {}
+    for var in variables:
+        colocated = tuple(islice(left, len(var.devices)))
+        is_fused = optimizer._rule is not None and isinstance(colocated[0], Buffer)
+        (dense if is_fused else apart)[var] = colocated
+    launches: Sequence[Callable[[], None]] = ()
+    plan = last if dense else None
+    if dense and (last is None or not last.fits(list(dense), optimizer, sums)):
+        first = not any(var in sums for var in dense)
+        memory = {var: dense_sum(var, sums.get(var), fill=not first) for var in dense}
+        plan = LocalPlan(optimizer, memory)
+        sums = sums if first else {**sums, **memory}
+    if plan is not None:
+        gradients = [part for colocated in dense.values() for part in colocated]
+        launches, sums, *_ = plan.step(gradients, scalars, sums)
+    if apart:
+        updates = _updates(optimizer, apart, scalars)
+        additions, added = _additions(apart, sums)
+        launches, sums = [*launches, *updates, *additions], {**sums, **added}
+    devices = [device for var in variables for device in var.devices]
+    label = PackInfo(range(len(variables)), names=[var.name for var in variables])
+    return LocalStep(launches, sums, plan, devices, label)
+
+
+def _updates(
+    optimizer: Optimizer, gradients: Mapping[Variable, Colocated], scalars: Scalars
+) -> list[Callable[[], None]]:
+    """Returns launches that update variables, without their sums."""
+    plan = Plan(list(gradients), optimizer._slots, optimizer._rule)
+    jobs = plan.jobs([part for colocated in gradients.values() for part in colocated])
+    return [optimizer._ready(job, scalars, writer) for job, writer in jobs]
+
+
+def _additions(
+    gradients: Mapping[Variable, Colocated], sums: Sums
+) -> tuple[list[Callable[[], None]], dict[Variable, Sum]]:
+    """Returns launches that add gradients to the sums of variables, and these sums."""
+    added: dict[Variable, Sum] = {}
+    pending: dict[Variable, PendingGradient] = {}
+    totals: list[Buffer] = []
+    terms: list[Part] = []
+    for var, colocated in gradients.items():
+        total, gradient = sums.get(var), colocated[0]
+        if isinstance(gradient, IndexedSlices) and not isinstance(total, tuple):
+            pending[var] = pending_rows(var, total, gradient)
         else:
-            _group(updates, None, rows, colocated)
-            _group(sums, first, [[total] for total in memory], added)
-    launches = []
-    for (_, kind), (written, parts) in updates.items():
-        job = Job(written, parts)
-        if rule is None or kind is None:
-            launches.append(optimizer._ready(job, scalars, None))
-        else:
-            kernel = ops.RULE_KERNELS[rule, "local"]
-            launches.append(partial(job.run, by_kernel(kernel, (int(kind), *scalars))))
-    launches += [_sum(Job(*group), first=bool(kind)) for (_, kind), group in sums.items()]
-    devices = [copy.device for member in members for copy in member.local.buffers]
-    return LocalStep(devices, launches, dense, sparse, SPARSE.additions(list(sparse.values())))
+            added[var] = memory = dense_sum(var, total)
+            totals += memory
+            terms += made_dense([colocated], [var])[0]
+    launches: list[Callable[[], None]] = []
+    for indices in by_physical([total.device for total in totals]).values():
+        job = Job([[totals[index]] for index in indices], [terms[index] for index in indices])
+        for out, term in job.updates:
+            ops.prepare_accumulate_n(job.leader, out.dtype, term.dtype)
+        launches.append(partial(job.run, _add))
+    rows = SPARSE.additions(list(pending.values()))
+    added |= {var: each.total for var, each in zip(pending, rows.sums, strict=True)}
+    return [*launches, *rows.out_of_place, *rows.in_place], added
 
 
-# By physical device, and whether gradients are written to the sums, not added (None: the launch
-# does not write sums): what is written, and the gradients.
-_Groups = defaultdict[tuple[int, bool | None], tuple[list[list[Buffer]], list[Part]]]
-
-
-def _group(
-    groups: _Groups, kind: bool | None, rows: Sequence[list[Buffer]], parts: Sequence[Part]
-) -> None:
-    for row, part in zip(rows, parts, strict=True):
-        written, gradients = groups[row[0].device.physical, kind]
-        written.append(row)
-        gradients.append(part)
-
-
-def _dense_additions(
-    members: Sequence[Member], gradients: Sequence[Colocated]
-) -> dict[Member, Colocated]:
-    """Converts sparse gradients of dense sums to dense ones."""
-    pairs = [
-        (member, colocated)
-        for member, colocated in zip(members, gradients, strict=True)
-        if isinstance(colocated[0], IndexedSlices) and member.total.is_dense
-    ]
-    dense = made_dense([each for _, each in pairs], [member.local for member, _ in pairs])
-    return {member: each for (member, _), each in zip(pairs, dense, strict=True)}
-
-
-def _sum(job: Job, *, first: bool) -> Callable[[], None]:
-    """Returns a launch that adds gradients to their sums, or writes them there."""
-
-    def add(rows: Sequence[ops.Update], device: Device) -> None:
-        totals, gradients = [row[0] for row in rows], [row[1] for row in rows]
-        if first:
-            ops.pack(totals, gradients, device=device)
-        else:
-            ops.accumulate_n(totals, [[gradient] for gradient in gradients], device=device)
-
-    for total, gradient in job.updates:
-        ops.prepare_pack(job.leader, total.dtype, gradient.dtype)
-        ops.prepare_accumulate_n(job.leader, total.dtype, gradient.dtype)
-    return partial(job.run, add)
+def _add(rows: Sequence[ops.Update], device: Device) -> None:
+    """Adds gradients to dense sums."""
+    ops.accumulate_n([total for total, _ in rows], [[term] for _, term in rows], device=device)

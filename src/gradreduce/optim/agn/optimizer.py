@@ -27,7 +27,7 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .push import PushConfig
 from .session_hook import AGNHook
-from .variables import AGNCustomGetter, LazyVariable
+from .variables import AGNCustomGetter, HostCounter, LazyVariable
 from .worker import Worker
 from .worker_checkpoint import load_worker, queued_worker
 
@@ -94,17 +94,22 @@ class AGNOptimizer(Optimizer):
         if not isinstance(custom_getter, AGNCustomGetter):
             raise TypeError(f"custom_getter={custom_getter!r} is not an AGNCustomGetter")
         self._inner, self._getter = optimizer, custom_getter
-        self._center = custom_getter.center
+        self._center = custom_getter.center._shared
         self._num_worker = as_count("num_worker", num_worker, least=1)
         period = as_count("communication_period", communication_period, least=1)
         config = PushConfig(
             period, as_flag("use_locking", use_locking), _as_scale(distance_scale), name
         )
         self._worker = Worker(
-            optimizer, custom_getter, config, resets=as_flag("reset_momentum", reset_momentum)
+            optimizer,
+            custom_getter._shared,
+            self._center,
+            HostCounter("local_step", custom_getter.devices[0]),
+            config,
+            resets=as_flag("reset_momentum", reset_momentum),
         )
         _check_free(custom_getter, optimizer)
-        self._center._join(optimizer)
+        self._center.join(optimizer)
         for owned in (custom_getter, optimizer):
             _owners[owned] = weakref.ref(self)
 
@@ -116,7 +121,7 @@ class AGNOptimizer(Optimizer):
     def __repr__(self) -> str:
         return (
             f"<AGNOptimizer {self._name!r} of {self._inner!r}, communication_period "
-            f"{self._worker._config.period}, local_step {self._worker.step.value}>"
+            f"{self._worker.config.period}, local_step {self._worker.step.value}>"
         )
 
     # -- members ----------------------------------------------------------------------------------
@@ -146,7 +151,7 @@ class AGNOptimizer(Optimizer):
 
     def variables(self) -> list[Variable]:
         """Returns the slots of worker and center variables, sorted by name."""
-        found = [*self._inner.variables(), *self._center._slot_variables()]
+        found = [*self._inner.variables(), *self._center.slot_variables()]
         return sorted(found, key=lambda each: each.name)
 
     def _differentiated(self, gradients: Callable[[], Pairs]) -> Pairs:
@@ -203,7 +208,7 @@ class AGNOptimizer(Optimizer):
         Raises:
             KeyError: a variable that the getter did not create.
         """
-        self._worker.prepare([self._getter._member(var) for var in variables])
+        self._worker.prepare(variables)
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
         """Returns a function that copies the center to this worker.
@@ -220,7 +225,7 @@ class AGNOptimizer(Optimizer):
             TypeError: a ``task_index`` that is not an integer.
         """
         as_count("task_index", task_index, least=0)
-        if not self._worker.members:
+        if not self._worker.variables.centers:
             raise ValueError("the list of local variables should not be empty: create them with "
                              "gr.get_variable(..., custom_getter=getter)")  # fmt: skip
         return self._worker.start
@@ -242,7 +247,7 @@ class AGNOptimizer(Optimizer):
         """
         start, limit = self.get_init_op(task_index), as_timeout(wait_timeout, "wait_timeout")
         task = as_count("task_index", task_index, least=0)
-        return AGNHook(self._center, start, task, self._num_worker, limit)
+        return AGNHook(self._center.registry, start, task, self._num_worker, limit)
 
     def state_dict(
         self, *, deadline: float | None = None, output_type: str = "numpy"

@@ -1,12 +1,164 @@
-"""Session hook of AGN: registers a worker, and starts it from the center."""
+"""Threads of AGN workers: registers them, waits for all of them, and keeps who has failed."""
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from .center import AGNCenter
+from gradreduce.device import Waiters
+from gradreduce.device.mesh_state import MeshState
+from gradreduce.errors import DeadlineExceededError, listed
+
+_log = logging.getLogger("gradreduce.agn")
+
+
+class Registry:
+    """The workers of a center that have begun, ended and failed.
+
+    Args:
+        mesh_state: of the center's devices.
+
+    Attributes:
+        failed: task indices of the workers that an exception ended, in that order.
+    """
+
+    def __init__(self, mesh_state: MeshState) -> None:
+        self.failed: list[int] = []
+        self._mesh_state = mesh_state
+        self._mutex = threading.RLock()
+        self._begun: set[int] = set()
+        self._ended: set[int] = set()
+        self._waiters = Waiters(self._mutex)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The lock; raises ``BackendUnavailableError`` in a forked child."""
+        self._mesh_state.check_process()
+        return self._mutex
+
+    def begin(self, task_index: int) -> None:
+        """Registers a worker, which is no longer among those that failed."""
+        with self.lock:
+            self._begun.add(task_index)
+            self._ended.discard(task_index)
+            self.clear_failure(task_index)
+            self._waiters.notify()
+
+    def end(self, task_index: int) -> None:
+        """Unregisters a worker. After all have ended, workers that begin form a new round."""
+        with self.lock:
+            self._ended.add(task_index)
+            if self._ended >= self._begun:  # waiters still hold the old sets
+                self._begun, self._ended = set(), set()
+
+    def clear_failure(self, task_index: int) -> None:
+        """Removes a worker from those that failed."""
+        with self.lock:
+            if task_index in self.failed:
+                self.failed.remove(task_index)
+
+    def mark_failed(self, task_index: int, error: BaseException) -> None:
+        """Records that an exception ended a worker, and logs one warning."""
+        with self.lock:
+            if task_index in self.failed:
+                return
+            self.failed.append(task_index)
+            self.end(task_index)
+        _log.warning(
+            "worker %d failed, the other workers continue: %s: %s",
+            task_index, type(error).__name__, str(error),  # as text: a handler may store the record
+        )  # fmt: skip
+
+    def wait_for(self, num_worker: int, timeout: float) -> None:
+        """Blocks until ``num_worker`` workers have begun, including those that failed since.
+
+        Raises:
+            DeadlineExceededError: some are missing; the message lists them.
+        """
+        with self.lock:
+            here = self._begun
+        end = time.monotonic() + timeout
+
+        def over() -> bool:
+            return len(here) >= num_worker or time.monotonic() >= end
+
+        self._waiters.until(over, lambda: max(0.0, end - time.monotonic()))
+        with self.lock:
+            begun = sorted(here)
+        if len(begun) < num_worker:
+            missing = [task for task in range(num_worker) if task not in begun]
+            raise DeadlineExceededError(
+                f"after {timeout} s {len(begun)} of {num_worker} workers have started, "
+                f"[{listed(begun)}]; {num_worker - len(begun)} of [{listed(missing)}] are missing"
+            )
+
+
+class WorkerThread(threading.Thread):
+    """A thread whose ``join`` raises the exception that ended it.
+
+    After it has ended it holds no reference to objects of the training.
+
+    Args:
+        task_index: of the worker.
+        work: function to run.
+        registry: learns of the exception if ``work`` raises.
+    """
+
+    def __init__(self, task_index: int, work: Callable[[], object], registry: Registry) -> None:
+        super().__init__(target=work, name=f"agn-worker-{task_index}", daemon=True)
+        self._task, self._registry = task_index, registry
+        self._error: BaseException | None = None
+        self._said = ""  # text of the error that join() has raised
+
+    def run(self) -> None:
+        """Runs the worker's function."""
+        try:
+            super().run()
+        except BaseException as error:  # raised by join()
+            self._error = error
+            self._registry.mark_failed(self._task, error)
+            _clear_frames(error)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until the worker has ended, and raises the exception that ended it.
+
+        The first call raises that exception and drops it, because its traceback refers to frames of
+        the caller. Later calls raise a ``RuntimeError`` with its text.
+
+        Args:
+            timeout: seconds; afterwards ``is_alive()`` says whether it has ended.
+        """
+        super().join(timeout)
+        if self.is_alive():
+            return
+        error, self._error = self._error, None
+        if error is not None:
+            self._said = f"{type(error).__name__}: {error}"
+            try:
+                raise error
+            finally:
+                del error
+        if self._said:
+            raise RuntimeError(
+                f"{self.name} failed with {self._said}; an earlier join() raised that exception"
+            )
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clears the frames in the tracebacks of an error, its causes and contexts."""
+    left: list[BaseException | None] = [error]
+    known = set()
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in known:
+            known.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            left += [each.__cause__, each.__context__]
 
 
 @dataclass(frozen=True)
@@ -16,11 +168,12 @@ class AGNHook:
     Entering calls ``begin`` and ``after_create_session``, leaving calls ``end``. Exceptions
     propagate, and the center adds the worker to its ``failed_workers``.
 
-    Its fields are the center, the function that copies the center to the worker, the worker's
-    task index, the number of workers to wait for, and for how many seconds (None: do not wait).
+    Its fields are the registry of the center, the function that copies the center to the worker,
+    the worker's task index, the number of workers to wait for, and for how many seconds (None: do
+    not wait).
     """
 
-    _center: AGNCenter
+    _registry: Registry
     _start: Callable[[], None]
     _task: int
     _num_worker: int
@@ -28,7 +181,7 @@ class AGNHook:
 
     def begin(self) -> None:
         """Registers the worker with the center."""
-        self._center._begin(self._task)
+        self._registry.begin(self._task)
 
     def after_create_session(self, session: Any = None, coord: Any = None) -> None:
         """Waits for the other workers if a timeout was set, and copies the center.
@@ -42,7 +195,7 @@ class AGNHook:
                 message lists the missing ones.
         """
         if self._timeout is not None:
-            self._center._wait_for(self._num_worker, self._timeout)
+            self._registry.wait_for(self._num_worker, self._timeout)
         self._start()
 
     def end(self, session: Any = None) -> None:
@@ -51,18 +204,18 @@ class AGNHook:
         Args:
             session: ignored; TensorFlow's.
         """
-        self._center._end(self._task)
+        self._registry.end(self._task)
 
     def __enter__(self) -> Self:
         self.begin()
         try:
             self.after_create_session()
         except BaseException as error:
-            self._center._mark_failed(self._task, error)
+            self._registry.mark_failed(self._task, error)
             raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._center._mark_failed(self._task, error)
+            self._registry.mark_failed(self._task, error)
         self.end()

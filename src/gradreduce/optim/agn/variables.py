@@ -6,23 +6,46 @@ are written when they are read, which saves a launch in each step.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from gradreduce import ops
-from gradreduce.accumulator.sparse_storage import SPARSE, SparseSum
-from gradreduce.accumulator.state import AccumulatorState, Addend, PendingGradient
 from gradreduce.arrays.convert import numbers
-from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced, densified
 from gradreduce.arrays.variable import Variable, reused
 from gradreduce.backends.device_names import DeviceLike, as_devices
-from gradreduce.device import Buffer, Device, DType, Mesh, accumulate_dtype, as_dtype, copied_to
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    Mesh,
+    ModuleLock,
+    accumulate_dtype,
+    as_dtype,
+)
 from gradreduce.errors import DeviceMismatchError, NotCopied, listed
-from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
-from .center import AGNCenter, process_wide
+from .center import AGNCenter
+from .sums import Sums, dense_sum
+
+
+class WorkerVariables:
+    """The trainable variables of a worker, as its getter and its optimizer share them.
+
+    Attributes:
+        centers: the center's copy of each, in the order of creation.
+        sums: of their gradients since the last push; replaced, never changed.
+    """
+
+    def __init__(self) -> None:
+        self.centers: dict[Variable, Variable] = {}
+        self.sums: Sums = {}
+
+    def center_of(self, var: Any) -> Variable:
+        """Returns the center's copy of a variable; ``KeyError`` for one of another getter."""
+        found = self.centers.get(var) if isinstance(var, Variable) else None
+        if found is None:
+            raise KeyError(f"{var!r} was not created by this AGNCustomGetter")
+        return found
 
 
 class LazyVariable(Variable):
@@ -36,22 +59,13 @@ class LazyVariable(Variable):
         self.name = name
         self.trainable = False
 
-    @property
-    @abstractmethod
-    def _computed_buffers(self) -> tuple[Buffer, ...]:
-        """Buffers with the current value."""
-
     def assign(self, value: Any) -> NoReturn:
         """Raises ``TypeError``: the Variable is read-only."""
         raise TypeError(f"{self.name!r} is read-only: only its optimizer writes it")
 
     def assign_add(self, delta: Any) -> NoReturn:
         """Raises ``TypeError``: the Variable is read-only."""
-        raise TypeError(f"{self.name!r} is read-only: only its optimizer writes it")
-
-    @property
-    def _buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]  # which a plain one keeps
-        return self._computed_buffers
+        self.assign(delta)
 
 
 class HostCounter(LazyVariable):
@@ -71,42 +85,25 @@ class HostCounter(LazyVariable):
         self._device = device
 
     @property
-    def _computed_buffers(self) -> tuple[Buffer, ...]:
+    def _buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]  # which a plain one keeps
         return (self._device.upload(numbers(self.value, as_dtype("int32"))),)
-
-
-class Revision:
-    """Counts the changes of a worker's sums other than adding one more gradient."""
-
-    count = 0
 
 
 class Accumulation(LazyVariable):
     """The sum of the gradients of a worker's variable since its last push.
 
-    Its dtype is the accumulate dtype: float32 for float16 and bfloat16. It is dense, on each device
-    of the variable, or, as long as every gradient was sparse, sparse rows on the first device.
-    Reading a sparse sum returns a dense array but does not make the sum dense, because an update of
-    rows differs from one by an array that is zero elsewhere.
+    Its dtype is the accumulate dtype: float32 for float16 and bfloat16. Reading a sparse sum
+    returns a dense array but does not make the sum dense, because an update of rows differs from
+    one by an array that is zero elsewhere.
 
     Args:
         local: the worker's variable.
-        name: of this Variable.
-        changes: revision of the worker's sums.
-
-    Attributes:
-        allocated: memory of a dense sum on each device, if it was allocated.
-        is_dense: whether that holds the sum.
-        rows: the sparse sum; None if the sum is dense or empty.
-        changes: revision of the worker's sums.
+        worker: has the sum.
     """
 
-    def __init__(self, local: Variable, name: str, changes: Revision) -> None:
-        super().__init__(name)
-        self._local, self.changes = local, changes
-        self.allocated: tuple[Buffer, ...] = ()
-        self.is_dense = False
-        self.rows: AccumulatorState | None = None
+    def __init__(self, local: Variable, worker: WorkerVariables) -> None:
+        super().__init__(f"grad_variable/{local.name}")
+        self._local, self._worker = local, worker
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -124,103 +121,8 @@ class Accumulation(LazyVariable):
         return accumulate_dtype(self._local.dtype)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no gradient was added since the last push."""
-        return self.rows is None and not self.is_dense
-
-    @property
-    def current(self) -> Buffer | SparseSum:
-        """The dense or sparse sum on the first device; there must be one."""
-        total = self.allocated[0] if self.rows is None else self.rows.totals[0]
-        assert total is not None
-        return total
-
-    def is_in(self, memory: tuple[Buffer, ...]) -> bool:
-        """Whether the sum is in this memory, or will be if it is empty."""
-        return self.allocated is memory and self.rows is None
-
-    def as_arrays(self) -> tuple[Buffer, ...]:
-        """Returns the sum as dense arrays on every device: of an empty sum memory for it."""
-        if self.rows is not None:
-            (whole,) = densified([self.merged()])
-            return (whole, *(copied_to(device, whole) for device in self.devices[1:]))
-        if not self.allocated:
-            self.allocated = tuple(device.empty(self.shape, self.dtype) for device in self.devices)
-        return self.allocated
-
-    def merged(self) -> IndexedSlices:
-        """Returns the sparse sum in index order, in new memory."""
-        total = self.current
-        assert isinstance(total, SparseSum)
-        plan, _ = ops.merged_row_index([total.slots], mean=False)
-        (rows,) = coalesced([total.rows], [plan])
-        return IndexedSlices.of(rows, plan.indices, self.shape)
-
-    def added(self, memory: tuple[Buffer, ...]) -> None:
-        """Records that this memory, from ``as_arrays``, holds the sum with a dense gradient."""
-        if not self.is_dense:
-            self.allocated = memory
-            self._update(is_dense=True)
-
-    def cleared(self) -> None:
-        """Resets the sum to zero, without a launch."""
-        self._update()
-
-    def _update(self, *, is_dense: bool = False, rows: AccumulatorState | None = None) -> None:
-        self.is_dense, self.rows = is_dense, rows
-        self.changes.count += 1
-
-    def _new_rows(self) -> AccumulatorState:
-        return AccumulatorState(
-            self._local.dtype, self.shape, "SUM", self.devices[:1], False, _NO_OPS, SPARSE
-        )
-
-    def pending_gradient(self, gradient: IndexedSlices) -> PendingGradient:
-        """Prepares a sparse gradient for addition; call ``added_rows`` after adding it."""
-        state = self.rows or self._new_rows()
-        SPARSE.prepare(state, gradient.dtype)
-        segments = ops.plan_segments(gradient.indices)
-        part = Addend(0, gradient.values, self.shape, segments)
-        return PendingGradient(state, (part,), "native")
-
-    def added_rows(self, state: AccumulatorState) -> None:
-        """Records that a sparse gradient was added to these rows."""
-        if self.rows is not state:
-            self._update(rows=state)
-
-    def update(self, total: tuple[Buffer, ...] | SparseSum | None) -> None:
-        """Replaces the sum: dense ones for each device, a sparse one on the first, or None."""
-        self.cleared()
-        if isinstance(total, SparseSum):
-            rows = self._new_rows()
-            rows.totals[0] = total
-            self.added_rows(rows)
-        elif total is not None:
-            self.added(total)
-
-    @property
-    def _computed_buffers(self) -> tuple[Buffer, ...]:
-        if self.is_empty:  # a concurrent step of the worker may be writing to the memory
-            return tuple(device.zeros(self.shape, self.dtype) for device in self.devices)
-        return self.as_arrays()
-
-
-_NO_OPS = AllReduceCrossDeviceOps()  # unused: a sum on one device is not reduced
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """The local copy, center copy and sum of gradients of a worker's variable.
-
-    Attributes:
-        local: the worker's copy.
-        center: the center's copy.
-        total: the sum of its gradients since the last push.
-    """
-
-    local: Variable
-    center: Variable
-    total: Accumulation
+    def _buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]  # which a plain one keeps
+        return dense_sum(self._local, self._worker.sums.get(self._local))
 
 
 class AGNCustomGetter(NotCopied):
@@ -258,7 +160,12 @@ class AGNCustomGetter(NotCopied):
         self.worker_device = worker_device if isinstance(worker_device, Mesh) else self.devices[0]
         for device in self.devices:
             device.mesh_state.check_usable(device)
-        self.center = process_wide(self.devices[0], self) if center is None else center
+        if center is None:
+            with _sharing_lock.lock:
+                self.center = _default_center(self.devices[0])
+                _sharing.add(self)
+        else:
+            self.center = center
         home = self.center.devices[0]
         for device in self.devices:
             if device.mesh_state is not home.mesh_state:
@@ -266,13 +173,13 @@ class AGNCustomGetter(NotCopied):
                     f"{device.name} of the worker and {home.name} of the center belong "
                     "to different meshes; pass center=gr.AGNCenter(mesh) with the worker's mesh"
                 )
-        self._members: dict[Variable, Member] = {}  # of trainable variables, as created
+        self._shared = WorkerVariables()
+        self._accumulations: dict[Variable, Accumulation] = {}
         self._made: dict[str, Variable] = {}
-        self._changes = Revision()
 
     def __repr__(self) -> str:
         names = listed(device.name for device in self.devices)
-        return f"<AGNCustomGetter of {len(self._members)} variables on {names}>"
+        return f"<AGNCustomGetter of {len(self._shared.centers)} variables on {names}>"
 
     def __call__(
         self,
@@ -305,8 +212,8 @@ class AGNCustomGetter(NotCopied):
         options["device"] = self.worker_device
         local = getter(name, initial_value, trainable=trainable, **options)
         if local.trainable:
-            total = Accumulation(local, f"grad_variable/{name}", self._changes)
-            self._members[local] = Member(local, self.center._variable_for(name, local), total)
+            self._shared.centers[local] = self.center._shared.variable_for(name, local)
+            self._accumulations[local] = Accumulation(local, self._shared)
         self._made[name] = local
         return local
 
@@ -321,7 +228,7 @@ class AGNCustomGetter(NotCopied):
         Raises:
             KeyError: another variable.
         """
-        return self._member(var).center
+        return self._shared.center_of(var)
 
     def accumulation(self, var: Variable) -> Variable:
         """Returns the read-only sum of gradients of a variable since the last push.
@@ -335,11 +242,19 @@ class AGNCustomGetter(NotCopied):
         Raises:
             KeyError: another variable.
         """
-        return self._member(var).total
+        self._shared.center_of(var)
+        return self._accumulations[var]
 
-    def _member(self, var: Variable) -> Member:
-        """Returns all copies of a worker's variable; ``KeyError`` for another one."""
-        found = self._members.get(var) if isinstance(var, Variable) else None
-        if found is None:
-            raise KeyError(f"{var!r} was not created by this AGNCustomGetter")
-        return found
+
+# Getters of the process-wide center, which exists as long as one of them.
+_sharing: weakref.WeakSet[AGNCustomGetter] = weakref.WeakSet()
+_sharing_lock = ModuleLock()
+
+
+def _default_center(device: Device) -> AGNCenter:
+    """Returns the process-wide center; a new one over the device's mesh if there is none."""
+    for getter in _sharing:
+        mesh_state = getter.center.devices[0].mesh_state
+        if not (mesh_state.is_closed or mesh_state.is_inherited):
+            return getter.center
+    return AGNCenter(device.mesh)

@@ -1,15 +1,16 @@
 """Runs the local steps of an AGN worker, and its pushes when they are due.
 
-All memory, kernels and plans of a call exist before its first launch. A step with dense gradients
-of the same variables is planned once, and so is a push that needs no staging memory.
+All that can fail in a local step is done before its first launch. A step with dense gradients of
+the same variables is planned once, and so is a push that needs no temporary memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any, TypeGuard
 
+from gradreduce import ops
 from gradreduce.arrays.caller_streams import release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
@@ -19,10 +20,10 @@ from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
-from .center import StalePushError
-from .local_step import LocalPlan, local_step, planned_step
-from .push import PushConfig, PushPlan, Sum
-from .variables import AGNCustomGetter, HostCounter, Member
+from .center import CenterState, StalePushError
+from .local_step import LocalPlan, local_step
+from .push import PushConfig, PushPlan
+from .variables import HostCounter, WorkerVariables
 
 
 class Worker:
@@ -30,27 +31,37 @@ class Worker:
 
     Args:
         inner: its optimizer, for worker and center.
-        getter: created its variables.
+        variables: of its getter.
+        center: receives its pushes.
+        step: counts its local steps.
         config: of its pushes.
         resets: whether a pull sets its momentum to zero.
 
     Attributes:
         inner: the optimizer.
+        variables: the same.
         step: number of local steps.
-        is_due: whether a push failed before it changed anything, and must be made.
+        config: of its pushes.
+        is_due: whether a push must be made, because it failed before it changed the center.
         pulled: for its variables, the center at the last pull; used by the distance scaling.
     """
 
     def __init__(
-        self, inner: Optimizer, getter: AGNCustomGetter, config: PushConfig, *, resets: bool
+        self,
+        inner: Optimizer,
+        variables: WorkerVariables,
+        center: CenterState,
+        step: HostCounter,
+        config: PushConfig,
+        *,
+        resets: bool,
     ) -> None:
-        self.inner, self._getter, self._center = inner, getter, getter.center
-        self._config, self._resets = config, resets
-        self.step = HostCounter("local_step", getter.devices[0])
+        self.inner, self.variables, self.step, self.config = inner, variables, step, config
+        self._center, self._resets = center, resets
         self.is_due = False
         self.pulled: dict[Variable, Variable] = {}
-        self._local: LocalPlan | None = None  # of the last dense step
-        self._push: PushPlan | None = None  # the next one, or the last, if that may be run again
+        self._local: LocalPlan | None = None  # of the last step, if it was dense
+        self._push: PushPlan | None = None  # the last one, if it can run again
 
     def apply(
         self,
@@ -68,144 +79,141 @@ class Worker:
             seconds: until the deadline, from ``as_deadline``.
         """
         inner, plan = self.inner, self._local
-        if plan and (
-            plan.version != self._center._version
-            or not plan.is_valid_for(variables, inner._slots, inner._rule)
-        ):
+        if plan is not None and not plan.is_valid_for(variables, inner._slots, inner._rule):
             plan = None
-        members = plan.members if plan else [self._getter._member(var) for var in variables]
+        if plan is None:
+            for var in variables:
+                self.variables.center_of(var)
         devices = [device for var in variables for device in var.devices] if seconds else []
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
-            others = () if plan else self._written_besides(members)
+            sums = [total for total in self.variables.sums.values() if isinstance(total, tuple)]
+            others = [] if plan else [memory for total in sums for memory in total]
             parts = inner._colocated_gradients(gradients, variables, plan, others)
             makes_up = self.is_due
             if makes_up:
-                self._retry_push(global_step)
+                self._ready_push(inner._slots.powers, variables, global_step)()
             with inner._slots.rollback_on_error() if plan is None else nullcontext():
-                self._local = self._step_by(members, parts, plan, global_step) or self._local
-        return makes_up or not self.step.value % self._config.period
-
-    @property
-    def by_distance(self) -> bool:
-        """Whether gradients are scaled by the distance that the center has moved."""
-        return self._config.gamma is not None
-
-    @property
-    def members(self) -> list[Member]:
-        """All trainable variables with their copies, in the order of creation."""
-        return list(self._getter._members.values())
-
-    def new_pulled(self, var: Variable, value: Buffer) -> Variable:
-        """Returns a copy of the center at a pull, to be kept in ``pulled``."""
-        return Variable(value, f"pulled/{var.name}", trainable=False)
+                self._local = self._step(variables, parts, plan, global_step)
+        return makes_up or not self.step.value % self.config.period
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def _written_besides(self, members: Sequence[Member]) -> list[Buffer]:
-        """Returns what a call writes besides the worker's variables and their slots."""
-        written = [member.center for member in members] + list(self.pulled.values())
-        written += [slot for member in members for slot in self._center._slots_of(member.center)]
-        copies = [copy for each in written for copy in each.buffers]
-        return copies + [copy for member in members for copy in member.total.allocated]
-
-    def _step_by(
+    def _step(
         self,
-        members: Sequence[Member],
+        variables: Sequence[Variable],
         parts: Sequence[Part],
         plan: LocalPlan | None,
         global_step: Variable | None,
     ) -> LocalPlan | None:
-        """Runs a local step and a push if due, after all that can fail.
+        """Runs a local step, and a push if due.
 
         Returns:
-            A plan for later steps like this one, if there was none.
+            A plan for later steps like this one; None if a gradient is sparse or the rule in
+            Python.
         """
-        inner, planned = self.inner, None
+        inner, shared = self.inner, self.variables
         # A callable may raise; nothing has been created yet.
         scalars, powers = inner._next_update(inner._slots.powers)
-        if plan is not None and _are_dense(parts):
-            step = planned_step(plan, parts, scalars)
-        else:
-            self.prepare(members)
-            step = local_step(inner, members, parts, scalars)
-        is_due = not (self.step.value + 1) % self._config.period
+        is_due = not (self.step.value + 1) % self.config.period
         if is_due:
-            push = self._ready_push(self._current_sums() | step.sums(), global_step, powers)
-        if plan is None and inner._rule is not None and _are_dense(parts):
-            version = self._center._version  # read before the slots: a load may come between
-            others = self._written_besides(members)
-            planned = LocalPlan(inner, step.dense, others, version)
+            push = self._ready_push(powers, variables, global_step)
+        if plan is not None and plan.writes_first(shared.sums) is not None and _are_dense(parts):
+            step = plan.step(parts, scalars, shared.sums)
+        else:
+            self.prepare(variables)
+            step = local_step(inner, variables, parts, scalars, shared.sums, self._local)
 
         def count() -> None:
             inner._slots.commit(powers)
             self.step.value += 1
             self.is_due = is_due
+            shared.sums = step.sums
 
+        mesh_state = step.devices[0].mesh_state
         with DeferInterrupts():
-            step.launch(count)
+            with (
+                mesh_state.launch_lock,
+                mesh_state.fail_on_partial_write(step.devices),
+                mesh_state.label_scope(step.label),
+            ):
+                for launch in step.launches:
+                    launch()
+                count()
             release_inputs()
             if is_due:
                 push()
-        return planned
+        return step.plan
 
-    def prepare(self, members: Sequence[Member]) -> None:
-        """Compiles the kernels of a step, and creates slots of worker and center."""
-        self.inner.prepare([member.local for member in members])
-        self._center._prepare(self.inner, [member.center for member in members])
-        for local in [member.local for member in members] if self.by_distance else ():
-            # Without a start, the worker's initial values count as pulled.
-            if local not in self.pulled:
-                self.pulled[local] = self.new_pulled(local, local.buffers[0])
+    def prepare(self, variables: Sequence[Variable]) -> None:
+        """Compiles the kernels of a step and a push, and creates slots of worker and center.
+
+        Raises:
+            KeyError: a variable that the getter did not create.
+        """
+        inner = self.inner
+        centers = [self.variables.center_of(var) for var in variables]
+        inner.prepare(variables)
+        inner._compile(variables, "local")
+        inner._compile(centers, "plain", "global")
+        self._center.prepare(inner, centers)
+        for var, center in zip(variables, centers, strict=True):
+            if self.config.gamma is not None:
+                ops.prepare_distance_scale(center.devices[0], var.dtype)
+                # Without a start, the worker's initial values count as pulled.
+                if var not in self.pulled:
+                    self.pulled[var] = self.new_pulled(var, var.buffers[0])
+
+    def new_pulled(self, var: Variable, value: Buffer) -> Variable:
+        """Returns a copy of the center at a pull, to be kept in ``pulled``."""
+        return Variable(value, f"pulled/{var.name}", trainable=False)
 
     # -- a communication --------------------------------------------------------------------------
 
-    def _current_sums(self) -> dict[Member, Sum]:
-        """Returns the sums of the current period."""
-        return {
-            member: member.total.current for member in self.members if not member.total.is_empty
-        }
-
     def _ready_push(
-        self, sums: Mapping[Member, Sum], global_step: Variable | None, powers: Scalars
+        self, powers: Scalars, variables: Sequence[Variable], global_step: Variable | None
     ) -> Callable[[], None]:
-        """Plans a push; the returned function runs it.
+        """Returns a function that pushes the sums; what it asks of the caller is done here.
 
         Args:
-            sums: of the period.
-            global_step: counts the pushes; or None.
             powers: of the inner optimizer at the push.
+            variables: of the step before the push.
+            global_step: counts the pushes; or None.
         """
-        check_unread([var for member in sums for var in (member.local, member.center)])
-        if self._push is None or not self._push.is_valid_for(sums):
-            self._push = PushPlan(self._center, self.inner, sums, self.pulled, self._config)
-        push, count = self._push, ready_count(global_step)
-        scalars, powers = self.inner._next_update(powers)
+        inner, shared, center = self.inner, self.variables, self._center
+        pairs = [(var, shared.centers[var]) for var in {*shared.sums, *variables}]
+        check_unread([each for pair in pairs for each in pair])
+        count = ready_count(global_step)
+        scalars, powers_after = inner._next_update(powers)
 
         def pushed() -> None:
             self.is_due = False
-            self.inner._slots.powers = powers
-            for member in push.members:
-                member.total.cleared()
+            inner._slots.powers = powers_after
             if self._resets:
-                self._reset([member.local for member in push.members])
+                self._reset(shared.sums)
+            shared.sums = {}
             count()
 
+        def push() -> bool:
+            # A Python rule reads the center and writes it later.
+            sums, locks = shared.sums, self.config.use_locking or inner._rule is None
+            with suppress(StalePushError), center.pushing(use_locking=locks):
+                center.check_usable()
+                plan, self._push = self._push, None
+                if plan is None or plan.sums is not sums or plan.version != center.version:
+                    plan = PushPlan(center, inner, sums, shared.centers, self.pulled, self.config)
+                plan.run(scalars, pushed)
+                self._push = plan if plan.is_reusable else None
+                return True
+            return False
+
         def communicate() -> None:
-            if not push.is_reusable:
-                self._push = None
-            try:
-                with DeferInterrupts():
-                    push.run(scalars, pushed)
-            except StalePushError:  # the center was loaded meanwhile: push the same sums again
-                self._retry_push(global_step)
+            with DeferInterrupts():
+                while not push():  # the center was loaded meanwhile: push the same sums again
+                    pass
 
         return communicate
 
-    def _retry_push(self, global_step: Variable | None) -> None:
-        """Plans and runs a push that has failed before."""
-        self._ready_push(self._current_sums(), global_step, self.inner._slots.powers)()
-
-    def _reset(self, variables: Sequence[Variable]) -> None:
+    def _reset(self, variables: Iterable[Variable]) -> None:
         """Sets the momentum of variables to zero."""
         for name in _MOMENTUM & set(self.inner._slots.names):
             for var in variables:
@@ -214,23 +222,19 @@ class Worker:
 
     def start(self) -> None:
         """Copies the center to the worker and clears its sums."""
-        members = self.members
-        check_unread([member.local for member in members])
-        center = self._center
-        with DeferInterrupts(), center._lock:
-            center._check_usable()
-            with center.devices[0].mesh_state.launch_lock:  # each push holds it, at least
-                for member in members:
-                    _copy_everywhere(member.center, member.local)
-                    self.inner._slots.update_master(member.local)
-                    theirs = center.slot(member.center, MASTER)
-                    mine = self.inner.get_slot(member.local, MASTER)
-                    if theirs is not None and mine is not None:
-                        _copy_everywhere(theirs, mine)
-            for member in members:
-                member.total.cleared()
-                if member.local in self.pulled:
-                    self.pulled[member.local].assign(member.local.buffers[0])
+        slots, centers = self.inner._slots, self.variables.centers
+        check_unread(centers)
+        with DeferInterrupts(), self._center.between_pushes():
+            self._center.check_usable()
+            for local, center in centers.items():
+                _copy_everywhere(center, local)
+                slots.update_master(local)
+                theirs, mine = self._center.slot(center, MASTER), self.inner.get_slot(local, MASTER)
+                if theirs is not None and mine is not None:
+                    _copy_everywhere(theirs, mine)
+            for local, kept in self.pulled.items():
+                kept.assign(local.buffers[0])
+            self.variables.sums = {}
             self.is_due = False
 
 

@@ -21,13 +21,12 @@ _FORMAT = "gradreduce AGN worker 2"
 def queued_worker(worker: Worker) -> dict[str, Any]:
     """Queues copies of the state of a worker; ``checkpoint.downloader`` downloads them."""
     sums: dict[str, Any] = {}
-    for member in worker.members:
-        total = member.total
-        if total.rows is not None:
-            sums[member.local.name] = SPARSE.save(total.current)
-        elif not total.is_empty:
-            sums[member.local.name] = checkpoint.copied(total.allocated[0])
-    variables = checkpoint.by_name(member.local for member in worker.members)
+    for var, total in worker.variables.sums.items():
+        if isinstance(total, tuple):
+            sums[var.name] = checkpoint.copied(total[0])
+        else:
+            sums[var.name] = SPARSE.save(total)
+    variables = checkpoint.by_name(worker.variables.centers)
     pulled = {var.name: kept for var, kept in worker.pulled.items()}
     return {
         "format": _FORMAT,
@@ -42,7 +41,7 @@ def queued_worker(worker: Worker) -> dict[str, Any]:
 
 def load_worker(worker: Worker, state: Any) -> None:
     """Validates and restores a worker's state; see ``AGNOptimizer.load_state_dict``."""
-    variables = checkpoint.by_name(member.local for member in worker.members)
+    variables = checkpoint.by_name(worker.variables.centers)
     schema = {
         "format": equal(_FORMAT),
         "optimizer": anything,
@@ -54,8 +53,8 @@ def load_worker(worker: Worker, state: Any) -> None:
     }
     found = checkpoint.checked("state", state, schema)
     sums, pulled = found["sums"], found["pulled"]
-    unknown = sorted(sums.keys() - pulled.keys()) if worker.by_distance else []
-    if unknown:
+    unknown = sorted(sums.keys() - pulled.keys())
+    if unknown and worker.config.gamma is not None:
         raise ValueError(
             f"state['pulled'] has no [{listed(map(repr, unknown))}], but state has sums of them; "
             "it was saved by a worker without distance_scale"
@@ -73,8 +72,7 @@ def load_worker(worker: Worker, state: Any) -> None:
     }
     load_optimizer()
     checkpoint.assign(values, variables)
-    for member in worker.members:
-        member.total.update(totals.get(member.local.name))
+    worker.variables.sums = {variables[name]: total for name, total in totals.items()}
     worker.step.value, worker.is_due, worker.pulled = found["local_step"], found["is_due"], kept
 
 

@@ -1,0 +1,57 @@
+"""Sums of the gradients of a period: dense arrays, or rows as long as every gradient is sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gradreduce import ops
+from gradreduce.accumulator.sparse_storage import SPARSE, SparseSum
+from gradreduce.accumulator.state import AccumulatorState, Addend, PendingGradient
+from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced, densified
+from gradreduce.arrays.variable import Variable
+from gradreduce.device import Buffer, accumulate_dtype, copied_to
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
+
+# In the accumulate dtype: an array on each device of the variable, or rows on the first one.
+Sum = tuple[Buffer, ...] | SparseSum
+Sums = Mapping[Variable, Sum]
+
+
+def dense_sum(var: Variable, total: Sum | None, *, fill: bool = True) -> tuple[Buffer, ...]:
+    """Returns a sum as arrays, in new memory unless it has that form.
+
+    Args:
+        var: the variable.
+        total: its sum; None: it is zero.
+        fill: whether the memory of a zero is filled, not left uninitialized.
+    """
+    if isinstance(total, tuple):
+        return total
+    if total is None:
+        dtype = accumulate_dtype(var.dtype)
+        return tuple(
+            (device.zeros if fill else device.empty)(var.shape, dtype) for device in var.devices
+        )
+    (whole,) = densified([merged_rows(var, total)])
+    return (whole, *(copied_to(device, whole) for device in var.devices[1:]))
+
+
+def merged_rows(var: Variable, total: SparseSum) -> IndexedSlices:
+    """Returns a sum of rows in the order of their indices, in new memory."""
+    plan, _ = ops.merged_row_index([total.slots], mean=False)
+    (rows,) = coalesced([total.rows], [plan])
+    return IndexedSlices.of(rows, plan.indices, var.shape)
+
+
+def pending_rows(
+    var: Variable, total: SparseSum | None, gradient: IndexedSlices
+) -> PendingGradient:
+    """Prepares a sparse gradient, on the first device, for addition to a sum of rows."""
+    state = AccumulatorState(var.dtype, var.shape, "SUM", var.devices[:1], False, _NO_OPS, SPARSE)
+    state.totals = [total]
+    SPARSE.prepare(state, gradient.dtype)
+    segments = ops.plan_segments(gradient.indices)
+    return PendingGradient(state, (Addend(0, gradient.values, var.shape, segments),), "native")
+
+
+_NO_OPS = AllReduceCrossDeviceOps()  # unused: a sum on one device is not reduced
