@@ -11,6 +11,10 @@ import gradreduce as gr
 from gradreduce.errors import InvalidVariableError
 
 DESCENT = gr.GradientDescentOptimizer(1.0)
+OPERATORS = [
+    getattr(operator, name)
+    for name in "add sub mul truediv floordiv mod pow matmul lt le gt ge".split()
+]
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +123,15 @@ class TestTorch:
         )
         assert rows.tolist() == [[2.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
 
+    def test_every_operator_beside_a_tensor(self, v):
+        import torch
+
+        x, other = torch.tensor(v.numpy()), torch.tensor([3.0, 2.0, 1.0])
+        for do in OPERATORS:
+            for made, wanted in [(do(v, other), do(x, other)), (do(other, v), do(other, x))]:
+                assert isinstance(made, torch.Tensor), do
+                assert made.tolist() == wanted.tolist(), do
+
     def test_halves(self, mesh):
         import torch
 
@@ -211,6 +224,16 @@ class TestJax:
             gradients(lambda: jnp.sum(v.read("jax")))
         count = gr.Variable(3, trainable=False, device=mesh)
         assert gradients(lambda: jnp.sum(v * int(count)), engine="jax")[0].tolist() == [3.0] * 3
+
+    def test_every_operator_beside_an_array_of_jax(self, v):
+        import jax
+        import jax.numpy as jnp
+
+        x, other = jnp.array(v.numpy()), jnp.array([3.0, 2.0, 1.0])
+        for do in OPERATORS:
+            for made, wanted in [(do(v, other), do(x, other)), (do(other, v), do(other, x))]:
+                assert isinstance(made, jax.Array), do
+                assert made.tolist() == wanted.tolist(), do
 
     def test_terms_replicas_and_other_dtypes(self, mesh, v):
         import jax.numpy as jnp

@@ -1,20 +1,13 @@
-"""The loss that a thread is computing, and how it reads Variables.
-
-NumPy's functions find a traced value by NumPy's own protocols. Our functions that accept one
-(``gr.add_n``) are ``traceable``: they dispatch a call in the same way. NumPy also dispatches
-``np.asarray(x, like=variable)``: ``make_like``.
-"""
+"""The loss that a thread is computing, and the arguments of functions that NumPy dispatches."""
 
 from __future__ import annotations
 
 import inspect
-import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache, wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from functools import lru_cache
+from typing import Any, Protocol
 
 from gradreduce.device import Buffer, Device
 
@@ -25,9 +18,6 @@ _CREATING = {
 
 # Of functions of which NumPy before 2.4 shows no signature.
 _POSITIONAL = {"concatenate": ("arrays", "axis", "out"), "dot": ("a", "b", "out")}
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 class Reader(Protocol):
@@ -77,51 +67,6 @@ def reading_by(reader: Reader | None) -> Iterator[None]:
         _reader.set(before)
 
 
-class Traceable:
-    """Base of arrays that handle ``traceable`` functions themselves: see NumPy's NEP 18."""
-
-    __slots__ = ()
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the value."""
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of unsized object")
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
-
-    @abstractmethod
-    def __getitem__(self, index: Any) -> Any:
-        """As of an array."""
-
-    def __array_function__(
-        self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
-    ) -> Any:
-        """Runs ``function`` on arguments that contain this value."""
-        raise NotImplementedError
-
-
-def holds_traceable(value: Any) -> bool:
-    """Whether an argument is ``Traceable``, or a list or tuple with a ``Traceable`` element."""
-    within = value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(each, Traceable) for each in within)
-
-
 def named_arguments(
     function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
@@ -169,21 +114,3 @@ def make_like(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], a
     if hasattr(array, "__array_function__"):
         kwargs = {**kwargs, "like": array}
     return function(*args, **kwargs)  # beside one of NumPy's numbers an array is NumPy's anyway
-
-
-def traceable(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates ``function`` so that traced values and Variables handle the call.
-
-    They are found among the arguments and in lists and tuples of them.
-    """
-
-    @wraps(function)
-    def dispatched(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        for arg in (*args, *kwargs.values()):
-            for each in arg if isinstance(arg, list | tuple) else (arg,):
-                if isinstance(each, Traceable):
-                    made: _R = each.__array_function__(dispatched, (), args, kwargs)
-                    return made
-        return function(*args, **kwargs)
-
-    return dispatched

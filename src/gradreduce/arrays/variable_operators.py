@@ -1,60 +1,26 @@
-"""Operators of a Variable: it is read first, then its value computes.
+"""Arithmetic of a Variable: it is read first, then its value computes.
 
 Inside a loss the value is a traced one, elsewhere a plain array.
 """
 
 from __future__ import annotations
 
-import operator
+import sys
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from .array_methods import Traceable, holds_traceable
 from .convert import kind_of
-from .trace_context import Traceable, holds_traceable, named_arguments
+from .trace_context import named_arguments
 
-# NumPy's functions that write their first argument, and how they call it.
-_WRITING = {
-    "copyto": "dst", "fill_diagonal": "a", "place": "arr", "put": "a", "put_along_axis": "arr",
-    "putmask": "a", "nan_to_num": "x",
-}  # fmt: skip
-
-
-def _before(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: operation(self.read(_library(other)), other)
+# NumPy's functions that write their first argument.
+_WRITING = {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
+# Where a library has the functions of NumPy's names.
+_FUNCTIONS = {"torch": "torch", "jax": "jax.numpy"}
 
 
-def _after(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: operation(other, self.read(_library(other)))
-
-
-def _library(other: Any) -> str | None:
-    """Returns the library whose array is read to compute with ``other``; None: NumPy or CuPy."""
-    try:
-        kind = kind_of(other)
-    except TypeError:  # a traced value, say
-        return None
-    return kind if kind in ("torch", "jax") else None
-
-
-def _alone(operation: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda self: operation(self.read())
-
-
-def _swapped(x: Any) -> Any:
-    return x.swapaxes(-1, -2)  # arrays of NumPy 1 have no mT
-
-
-def _method(name: str) -> Callable[..., Any]:
-    def call(self: Readable, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.read(), name)(*args, **kwargs)
-
-    call.__name__ = name
-    call.__doc__ = "See the method of NumPy's arrays; called on the value that ``read`` returns."
-    return call
-
-
-def _reject_in_place(self: Any, other: Any) -> NoReturn:
+def _reject_in_place() -> NoReturn:
     raise TypeError("a Variable cannot be changed in place: use assign or assign_add")
 
 
@@ -64,7 +30,7 @@ class Readable(Traceable):
     ``==`` compares identity, since Variables are keys of dictionaries.
     """
 
-    __array_priority__ = 1000  # above CuPy's 100
+    __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
 
     @abstractmethod
     def read(self, output_type: str | None = None) -> Any:
@@ -74,37 +40,6 @@ class Readable(Traceable):
     def _make_like(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs NumPy's creating ``function`` on the value's device, without reading the value."""
 
-    __add__, __radd__ = _before(operator.add), _after(operator.add)
-    __sub__, __rsub__ = _before(operator.sub), _after(operator.sub)
-    __mul__, __rmul__ = _before(operator.mul), _after(operator.mul)
-    __truediv__, __rtruediv__ = _before(operator.truediv), _after(operator.truediv)
-    __floordiv__, __rfloordiv__ = _before(operator.floordiv), _after(operator.floordiv)
-    __mod__, __rmod__ = _before(operator.mod), _after(operator.mod)
-    __divmod__, __rdivmod__ = _before(divmod), _after(divmod)
-    __pow__, __rpow__ = _before(operator.pow), _after(operator.pow)
-    __matmul__, __rmatmul__ = _before(operator.matmul), _after(operator.matmul)
-    __lt__, __le__ = _before(operator.lt), _before(operator.le)
-    __gt__, __ge__ = _before(operator.gt), _before(operator.ge)
-    __getitem__ = _before(operator.getitem)
-    __neg__, __pos__, __abs__ = _alone(operator.neg), _alone(operator.pos), _alone(abs)
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = _reject_in_place
-    __ifloordiv__ = __imod__ = _reject_in_place
-
-    T = property(_alone(operator.attrgetter("T")), doc="The transposed value.")
-    mT = property(_alone(_swapped), doc="The value with its last two axes swapped.")
-    # Those of ``autodiff.array_methods``; a test compares the two.
-    all, any, argmax = _method("all"), _method("any"), _method("argmax")
-    argmin, argsort, astype = _method("argmin"), _method("argsort"), _method("astype")
-    clip, copy, cumsum = _method("clip"), _method("copy"), _method("cumsum")
-    diagonal, dot, flatten = _method("diagonal"), _method("dot"), _method("flatten")
-    item, max, mean = _method("item"), _method("max"), _method("mean")
-    min, nonzero, prod = _method("min"), _method("nonzero"), _method("prod")
-    ravel, repeat, reshape = _method("ravel"), _method("repeat"), _method("reshape")
-    round, squeeze, std = _method("round"), _method("squeeze"), _method("std")
-    sum, swapaxes, take = _method("sum"), _method("swapaxes"), _method("take")
-    tolist, trace, transpose = _method("tolist"), _method("trace"), _method("transpose")
-    var = _method("var")
-
     if not TYPE_CHECKING:  # which would believe that it has whatever is asked for
 
         def __getattr__(self, name: str) -> NoReturn:
@@ -112,7 +47,7 @@ class Readable(Traceable):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        _reject_in_place(self, value)
+        _reject_in_place()
 
     def __bool__(self) -> bool:
         """True, whatever the value, as for any object without a truth value of its own."""
@@ -120,22 +55,25 @@ class Readable(Traceable):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if _is_readable(kwargs.get("out")) or (method == "at" and _is_readable(inputs[0])):
-            _reject_in_place(self, None)
-        return _call(getattr(ufunc, method), inputs, kwargs)
+            _reject_in_place()
+        function = ufunc if method == "__call__" else getattr(ufunc, method)
+        return _call(function, inputs, kwargs)
 
     def __array_function__(
         self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
     ) -> Any:
         if not any(holds_traceable(each) for each in (*args, *kwargs.values())):
             return self._make_like(function, args, kwargs)
-        if _writes_readable(function, args, kwargs):
-            _reject_in_place(self, None)
+        named = named_arguments(function, args, kwargs)
+        in_place = function.__name__ in _WRITING or named.get("copy") is False  # of nan_to_num
+        if _is_readable(next(iter(named.values())) if in_place else named.get("out")):
+            _reject_in_place()
         return _call(function, args, kwargs)
 
     def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs CuPy's own kernels, which do not use NumPy's protocols, on the value."""
         if any(map(_is_readable, (kwargs.get("out"), *args[getattr(kernel, "nin", len(args)) :]))):
-            _reject_in_place(self, None)
+            _reject_in_place()
         return _call(kernel, args, kwargs)
 
     @classmethod
@@ -145,26 +83,48 @@ class Readable(Traceable):
         """Runs PyTorch functions on the value as a tensor."""
         kwargs = kwargs or {}
         if _writes_tensor(function, args, kwargs):
-            _reject_in_place(cls, None)
-        return _call(function, args, kwargs, "torch")
+            _reject_in_place()
+        named = {name: _read(each, "torch") for name, each in kwargs.items()}
+        return function(*[_read(each, "torch") for each in args], **named)
 
     def __jax_array__(self) -> Any:
         return self.read("jax")
 
 
-def _call(
-    function: Callable[..., Any], args: Any, kwargs: dict[str, Any], output_type: str | None = None
-) -> Any:
-    """Calls a function with the values of Variables."""
-    named = {name: _read(each, output_type) for name, each in kwargs.items()}
-    return function(*[_read(each, output_type) for each in args], **named)
+def _call(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls a NumPy function with the values of Variables.
+
+    Beside an array of PyTorch or JAX, and for a loss of JAX, it is their function of that name.
+    """
+    library = _library(args)
+    named = {name: _read(each, library) for name, each in kwargs.items()}
+    values = [_read(each, library) for each in args]
+    library = library or _library(values)
+    if library is not None:
+        name = "pow" if function.__name__ == "power" else function.__name__
+        function = getattr(sys.modules[_FUNCTIONS[library]], name, function)
+    return function(*values, **named)
 
 
-def _read(value: Any, output_type: str | None = None) -> Any:
+def _library(values: Any) -> str | None:
+    """Returns the library of an array of PyTorch or JAX among values; None: there is none."""
+    for value in values:
+        if isinstance(value, Traceable):
+            continue
+        try:
+            kind = kind_of(value)
+        except TypeError:  # a slice, say
+            continue
+        if kind in _FUNCTIONS:
+            return kind
+    return None
+
+
+def _read(value: Any, output_type: str | None) -> Any:
     """Replaces Variables in an argument, list or tuple by their values."""
     if isinstance(value, Readable):
         return value.read(output_type)
-    if isinstance(value, list | tuple) and any(isinstance(each, Readable) for each in value):
+    if isinstance(value, list | tuple) and _is_readable(value):
         within = [_read(each, output_type) for each in value]
         return tuple(within) if isinstance(value, tuple) else within
     return value
@@ -174,17 +134,6 @@ def _is_readable(value: Any) -> bool:
     """Whether an argument, or an element of a list or tuple, is ``Readable``."""
     within = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(each, Readable) for each in within)
-
-
-def _writes_readable(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a NumPy function would write to a copy of a Variable's value."""
-    named = named_arguments(function, args, kwargs)
-    if _is_readable(named.get("out")):
-        return True
-    name = function.__name__
-    if name not in _WRITING or (name == "nan_to_num" and named.get("copy", True)):
-        return False
-    return _is_readable(args[0] if args else kwargs.get(_WRITING[name]))
 
 
 def _writes_tensor(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:

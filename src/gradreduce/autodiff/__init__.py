@@ -11,7 +11,7 @@ from . import (  # noqa: F401  # they fill the registry
     rules_reductions,
     rules_shapes,
 )
-from .array_methods import stop_gradient
+from .frameworks import stop_gradient
 from .rules_indexing import embedding_lookup
 from .rules_losses import logsumexp, relu, sigmoid, softmax_cross_entropy
 

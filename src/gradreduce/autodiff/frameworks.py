@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
+from gradreduce.arrays.array_methods import traceable
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer
 from gradreduce.device import Buffer, DType
@@ -29,14 +30,26 @@ def is_iterator(loss: Any) -> bool:
     return hasattr(loss, "__next__")
 
 
-def detached(value: Any) -> Any:
-    """Detaches a PyTorch tensor or JAX array; returns anything else unchanged."""
-    if is_tensor(value):
-        return value.detach()
+@traceable
+def stop_gradient(x: Any) -> Any:
+    """Returns the plain value of ``x``, as a constant (tf.stop_gradient).
+
+    Args:
+        x: a traced value, a Variable, an array, a PyTorch tensor or a JAX array, or a list of them.
+            In a PyTorch loss, pass ``variable.read("torch")`` of a Variable.
+
+    Returns:
+        The array itself, possibly in the memory of a Variable. Do not write to it.
+    """
+    if isinstance(x, list | tuple):
+        within = [stop_gradient(each) for each in x]
+        return tuple(within) if isinstance(x, tuple) else within
+    if is_tensor(x):
+        return x.detach()
     jax = sys.modules.get("jax")
-    if jax is not None and isinstance(value, jax.Array):
-        return jax.lax.stop_gradient(value)
-    return value
+    if jax is not None and isinstance(x, jax.Array):
+        return jax.lax.stop_gradient(x)
+    return x
 
 
 def check_seed_shape(seed: Any, loss: Any) -> None:

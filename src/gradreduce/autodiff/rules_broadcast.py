@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .array_methods import astype
+from gradreduce.arrays.array_methods import astype
 
 Shape = tuple[int, ...]
 

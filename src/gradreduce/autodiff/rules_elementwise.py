@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .array_methods import astype, stop_gradient
+from gradreduce.arrays.array_methods import astype
+
+from .frameworks import stop_gradient
 from .registry import COMPOSED, CONSTANT, RULES, VJP, Maker
 from .rules_broadcast import scaled
 

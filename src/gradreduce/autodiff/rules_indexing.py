@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from gradreduce.arrays.array_methods import index_into, traceable
 from gradreduce.arrays.convert import host_array
 from gradreduce.arrays.indexed_slices import IndexedSlices
-from gradreduce.arrays.trace_context import traceable
 from gradreduce.errors import InvalidArgumentError
 
-from .array_methods import index_into
 from .registry import COMPOSED, RULES, VIEWS, VJP
 from .rules_broadcast import normalized, shape_of
 

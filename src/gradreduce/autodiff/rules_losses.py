@@ -6,14 +6,16 @@ compute 16-bit floats in float32 and round once.
 
 from __future__ import annotations
 
+from inspect import unwrap
 from typing import Any
 
 import numpy as np
 
-from gradreduce.arrays.trace_context import holds_traceable
+from gradreduce.arrays.array_methods import astype, holds_traceable, traceable
 from gradreduce.errors import InvalidArgumentError
 
-from .array_methods import astype, stop_gradient
+from .frameworks import stop_gradient
+from .registry import COMPOSED
 from .rules_broadcast import is_half, shape_of, widened
 
 
@@ -27,6 +29,7 @@ def sigmoid(x: Any) -> Any:
     return np.tanh(x * 0.5) * 0.5 + 0.5
 
 
+@traceable
 def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
     """``log(sum(exp(x)))`` over ``axis``, without overflow.
 
@@ -44,6 +47,7 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
     return found + (top if keepdims else np.squeeze(top, axis))
 
 
+@traceable
 def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
     """Cross entropy of ``softmax(logits)`` and ``labels``, for each example.
 
@@ -96,3 +100,7 @@ def _as_probabilities(logits: Any, labels: Any) -> Any:
         )
     classes = np.arange(shape[-1], like=labels)
     return (labels[..., None] == classes).astype(logits.dtype)
+
+
+COMPOSED[logsumexp] = unwrap(logsumexp)  # on the GPU of the operand
+COMPOSED[softmax_cross_entropy] = unwrap(softmax_cross_entropy)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .array_methods import astype
+from gradreduce.arrays.array_methods import astype
+
 from .registry import COMPOSED, CONSTANT, RULES, VJP
 from .rules_broadcast import gradient_of_sum, is_half, kept_shape, reduced_axes, shape_of, widened
 from .unsupported import no_rule

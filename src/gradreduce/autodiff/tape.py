@@ -23,25 +23,21 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from gradreduce.arrays.array_methods import Traceable, holds_traceable
+from gradreduce.arrays.convert import host_array
 from gradreduce.arrays.convert_gpu import on_gpu_of
-from gradreduce.arrays.trace_context import (
-    Traceable,
-    holds_traceable,
-    make_like,
-    named_arguments,
-    positioned,
-)
+from gradreduce.arrays.trace_context import make_like, named_arguments, positioned
 from gradreduce.device import Device
 
 from .accumulate_terms import TermAccumulator
-from .array_methods import ArrayMethods
 from .registry import COMPOSED, CONSTANT, JOINS, RULES, VIEWS, VJP, Maker
 from .unsupported import (
+    NoMethodError,
     beside_tensor,
     check_keywords,
     check_operand,
@@ -107,7 +103,7 @@ class Node:
         self.terms: TermAccumulator | None = None
 
 
-class Traced(ArrayMethods):
+class Traced(Traceable):
     """A traced array: operations on it are recorded and return new traced arrays.
 
     Attributes:
@@ -119,7 +115,7 @@ class Traced(ArrayMethods):
 
     __slots__ = ("dtype", "is_view", "node", "value")
     _hint = ": gr.autodiff.stop_gradient(x) is the plain value of what a loss computes with"
-    __array_priority__ = 1000  # above CuPy's 100
+    __hash__ = None  # type: ignore[assignment]  # as of an array: == compares elements
 
     def __init__(self, value: Any, node: Node, *, is_view: bool = False) -> None:
         self.value = value
@@ -132,11 +128,17 @@ class Traced(ArrayMethods):
         """As the member of a NumPy array."""
         return self.node.shape  # type: ignore[no-any-return]
 
-    def copy(self, order: str = "C") -> Traced:
-        """As of an array; shares the memory, because traced values are immutable."""
-        return Traced(self.value, self.node)
+    def numpy(self) -> Any:
+        """A copy of the value in host memory, as a constant."""
+        return host_array(self.value).copy()
 
     def _replaced(self, made: Any) -> Any:
+        """Returns the value that ``self += x`` binds to the name; ``made`` is ``self + x``.
+
+        Raises:
+            NotImplementedError: NumPy would also change another value.
+            ValueError: ``made`` has another shape.
+        """
         if not self.shape:
             return made  # as for a NumPy scalar, whose += creates a new one
         if self.is_view and not self.node.trace.closed:
@@ -174,6 +176,26 @@ class Traced(ArrayMethods):
     ) -> Any:
         raise beside_tensor()
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError(
+            "cannot write into a traced value: build the whole array with np.where, np.concatenate "
+            "or np.stack"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(np.ndarray, name):
+            raise NoMethodError(
+                f"ndarray.{name} has no derivative rule; use NumPy's functions, or return a "
+                "PyTorch tensor from the loss, which PyTorch differentiates"
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec) if spec else str(self)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         made = np.asarray(_after_loss(self, "a plain array"), dtype)
         return made.copy() if copy else made
@@ -192,6 +214,18 @@ class Traced(ArrayMethods):
 
     def __repr__(self) -> str:
         return f"Traced({self.value!r})"
+
+
+def _replacing(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Makes an operator such as ``+=`` that binds the name to a new value."""
+    return lambda self, other: self._replaced(operation(self, other))
+
+
+for _name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor",
+    "lshift", "rshift",
+):  # fmt: skip
+    setattr(Traced, f"__i{_name}__", _replacing(getattr(operator, f"__{_name}__")))
 
 
 def _after_loss(value: Traced, what: str) -> Any:
@@ -229,7 +263,8 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise would_write(name_of(function))
     check_operand([*raw, *kwargs.values()])
     if function in COMPOSED:
-        return _by_rule(function, COMPOSED[function], args, kwargs)
+        with on_gpu_of(operands[0][2].device if operands else None):
+            return _by_rule(function, COMPOSED[function], args, kwargs)
     if is_named:
         raise no_rule(f"{name_of(function)} with {', '.join(kwargs)}= of traced values")
     if is_ufunc:
@@ -244,7 +279,7 @@ def _positioned(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     kwargs = {name: resolve(arg) for name, arg in kwargs.items()}
     if kwargs.get("out", True) is None:
         del kwargs["out"]
-    if function not in COMPOSED and any(map(holds_traceable, kwargs.values())):
+    if any(map(holds_traceable, kwargs.values())):
         return positioned(function, args, kwargs)
     return args, kwargs
 

@@ -19,6 +19,10 @@ class WriteError(NotImplementedError, TypeError):
     """A loss writes a traced value into an array."""
 
 
+class NoMethodError(NotImplementedError, AttributeError):
+    """A method without a derivative rule; an AttributeError too, for ``hasattr``."""
+
+
 def no_rule(name: str) -> NotImplementedError:
     """The error of an operation without a derivative rule."""
     return NotImplementedError(

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 from gradreduce import ops
+from gradreduce.arrays.array_methods import traceable
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.convert import as_result_kind, from_buffer, is_array, kind_of
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import DistributedValues
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
 from gradreduce.arrays.replica_context import current_device, on_current_devices
-from gradreduce.arrays.trace_context import current_reader, traceable
+from gradreduce.arrays.trace_context import current_reader
 from gradreduce.device import (
     Buffer,
     Device,

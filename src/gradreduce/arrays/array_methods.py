@@ -1,0 +1,157 @@
+"""The methods and operators of NumPy arrays, for Variables and traced values.
+
+Each ends in ``__array_ufunc__`` or ``__array_function__`` of its class. NumPy's functions find such
+a value by the same two protocols. Our functions that accept one (``gr.add_n``) are ``traceable``:
+they dispatch a call in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def holds_traceable(value: Any) -> bool:
+    """Whether an argument is ``Traceable``, or a list or tuple with a ``Traceable`` element."""
+    if isinstance(value, list | tuple):
+        return any(isinstance(each, Traceable) for each in value)
+    return isinstance(value, Traceable)
+
+
+def traceable(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates ``function`` so that traced values and Variables handle the call.
+
+    They are found among the arguments and in lists and tuples of them.
+    """
+
+    @wraps(function)
+    def dispatched(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for arg in (*args, *kwargs.values()):
+            for each in arg if isinstance(arg, list | tuple) else (arg,):
+                if isinstance(each, Traceable):
+                    made: _R = each.__array_function__(dispatched, (), args, kwargs)
+                    return made
+        return function(*args, **kwargs)
+
+    return dispatched
+
+
+@traceable
+def astype(x: Any, dtype: Any) -> Any:
+    """Converts ``x`` to another dtype."""
+    return x.astype(dtype)
+
+
+@traceable
+def index_into(x: Any, index: Any) -> Any:
+    """``x[index]``, with basic or advanced indexing as in NumPy."""
+    return x[index]
+
+
+def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a method that calls a NumPy function with the same arguments."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    method.__name__ = function.__name__
+    method.__doc__ = f"As of an array: ``np.{function.__name__}``."
+    return method
+
+
+class Traceable(NDArrayOperatorsMixin):
+    """Base class with the operators, methods and attributes of a NumPy array."""
+
+    __slots__ = ()
+    __array_priority__ = 1000  # above CuPy's 100
+
+    dtype: Any
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+
+    @abstractmethod
+    def numpy(self) -> Any:
+        """A copy of the value in host memory, as a constant."""
+
+    @abstractmethod
+    def __array_function__(
+        self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Runs ``function`` on arguments that contain this value: see NumPy's NEP 18."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def T(self: Any) -> Any:  # NumPy's name
+        """The transposed value."""
+        return np.transpose(self)
+
+    @property
+    def mT(self: Any) -> Any:  # NumPy's name
+        """The value with its last two axes swapped."""
+        return np.swapaxes(self, -1, -2)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        return index_into(self, index)
+
+    def item(self, *index: Any) -> Any:
+        """The number, as a constant."""
+        return self.numpy().item(*index)
+
+    def tolist(self) -> Any:
+        """The numbers, as constants."""
+        return self.numpy().tolist()
+
+    def astype(self, dtype: Any, *, copy: bool = True) -> Any:
+        """As of an array; always a copy."""
+        return astype(self, dtype)
+
+    def reshape(self: Any, *shape: Any, order: Any = "C") -> Any:
+        """As of an array."""
+        return np.reshape(self, shape[0] if len(shape) == 1 else shape, order)
+
+    def flatten(self: Any, order: Any = "C") -> Any:
+        """As of an array."""
+        return np.copy(np.ravel(self, order))
+
+    def transpose(self: Any, *axes: Any) -> Any:
+        """As of an array."""
+        if len(axes) == 1:
+            axes = axes[0]
+        return np.transpose(self, axes or None)
+
+
+for _name in (
+    "all", "any", "argmax", "argmin", "argsort", "clip", "copy", "cumsum", "diagonal", "dot", "max",
+    "mean", "min", "nonzero", "prod", "ravel", "repeat", "round", "squeeze", "std", "sum",
+    "swapaxes", "take", "trace", "var",
+):  # fmt: skip
+    setattr(Traceable, _name, _forwarded(getattr(np, _name)))
