@@ -30,14 +30,42 @@ template <typename Acc> struct Nesterov {
     }
 };
 
+template <typename Acc>
+DEVICE Acc adam_step(Acc* moments, Acc grad, Acc lr, Acc one_minus_beta1, Acc one_minus_beta2, Acc epsilon) {
+    moments[0] = moments[0] + one_minus_beta1 * (grad - moments[0]);
+    moments[1] = moments[1] + one_minus_beta2 * (grad * grad - moments[1]);
+    return lr * moments[0] / (square_root(moments[1]) + epsilon);
+}
+
 template <typename Acc> struct Adam {
     static constexpr int SLOTS = 2;
     Acc lr, one_minus_beta1, one_minus_beta2, epsilon;
 
     DEVICE void step(Acc& var, Acc* moments, Acc grad) const {
-        moments[0] = moments[0] + one_minus_beta1 * (grad - moments[0]);
-        moments[1] = moments[1] + one_minus_beta2 * (grad * grad - moments[1]);
-        var = var - lr * moments[0] / (square_root(moments[1]) + epsilon);
+        var = var - adam_step(moments, grad, lr, one_minus_beta1, one_minus_beta2, epsilon);
+    }
+};
+
+// scale is 1 - lr * weight_decay.
+template <typename Acc> struct Adamw {
+    static constexpr int SLOTS = 2;
+    Acc lr, one_minus_beta1, one_minus_beta2, epsilon, scale;
+
+    DEVICE void step(Acc& var, Acc* moments, Acc grad) const {
+        var = scale * var - adam_step(moments, grad, lr, one_minus_beta1, one_minus_beta2, epsilon);
+    }
+};
+
+// scale is 1 - lr * weight_decay.
+template <typename Acc> struct Lion {
+    static constexpr int SLOTS = 1;
+    Acc lr, beta1, one_minus_beta1, beta2, one_minus_beta2, scale;
+
+    DEVICE void step(Acc& var, Acc* moment, Acc grad) const {
+        const Acc mean = beta1 * moment[0] + one_minus_beta1 * grad;
+        const Acc sign = mean > 0 ? (Acc)1 : mean < 0 ? (Acc)-1 : mean == 0 ? (Acc)0 : mean;
+        var = scale * var - lr * sign;
+        moment[0] = beta2 * moment[0] + one_minus_beta2 * grad;
     }
 };
 
@@ -51,26 +79,29 @@ template <typename Acc> struct Adagrad {
     }
 };
 
+// TensorFlow has an epsilon inside of the root, PyTorch outside; the other one is 0.
 template <typename Acc> struct Rmsprop {
     static constexpr int SLOTS = 2;
-    Acc lr, one_minus_decay, decay, epsilon;
+    Acc lr, one_minus_decay, decay, epsilon_inside, epsilon_outside;
 
     DEVICE void step(Acc& var, Acc* slots, Acc grad) const {
         slots[0] = slots[0] + one_minus_decay * (grad * grad - slots[0]);
-        slots[1] = decay * slots[1] + lr * grad / square_root(slots[0] + epsilon);
+        const Acc divisor = square_root(slots[0] + epsilon_inside) + epsilon_outside;
+        slots[1] = decay * slots[1] + lr * grad / divisor;
         var = var - slots[1];
     }
 };
 
 template <typename Acc> struct RmspropCentered {
     static constexpr int SLOTS = 3;
-    Acc lr, one_minus_decay, decay, epsilon;
+    Acc lr, one_minus_decay, decay, epsilon_inside, epsilon_outside;
 
     DEVICE void step(Acc& var, Acc* slots, Acc grad) const {
         slots[0] = slots[0] + one_minus_decay * (grad * grad - slots[0]);
         slots[1] = slots[1] + one_minus_decay * (grad - slots[1]);
         const Acc variance = slots[0] - slots[1] * slots[1];
-        slots[2] = decay * slots[2] + lr * grad / square_root(variance + epsilon);
+        const Acc divisor = square_root(variance + epsilon_inside) + epsilon_outside;
+        slots[2] = decay * slots[2] + lr * grad / divisor;
         var = var - slots[2];
     }
 };

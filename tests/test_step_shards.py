@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from optim.test_update_rules import RULES
 from support.thread_group import run_processes
 
 import gradreduce as gr
@@ -39,13 +40,10 @@ def decaying():
 
 
 OPTIMIZERS = {
+    **{name: make for name, (_, make, _) in RULES.items()},
     "sgd": lambda: gr.GradientDescentOptimizer(decaying()),
     "momentum": lambda: gr.MomentumOptimizer(0.1, 0.9, master_dtype="float32"),
-    "nesterov": lambda: gr.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
     "adam": lambda: gr.AdamOptimizer(decaying(), master_dtype="float32"),
-    "adagrad": lambda: gr.AdagradOptimizer(0.1),
-    "rmsprop": lambda: gr.RMSPropOptimizer(0.1, momentum=0.5),
-    "centered": lambda: gr.RMSPropOptimizer(0.1, centered=True),
     "python": SignOptimizer,
 }
 STALE = 2  # the call whose gradients are

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from optim.test_update_rules import RULES
 from support.exact_data import random_data, same
 
 import gradreduce as gr
@@ -12,15 +13,7 @@ from gradreduce.ops import KERNELS, divide
 
 SHAPES = [(33, 7), (5,), (), (300,)]
 PLACEMENT = [0, 0, 1]
-OPTIMIZERS = [
-    lambda: gr.GradientDescentOptimizer(0.5),
-    lambda: gr.MomentumOptimizer(0.1, 0.9),
-    lambda: gr.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
-    lambda: gr.AdamOptimizer(0.1),
-    lambda: gr.AdagradOptimizer(0.1),
-    lambda: gr.RMSPropOptimizer(0.1, momentum=0.5),
-    lambda: gr.RMSPropOptimizer(0.1, momentum=0.5, centered=True),
-]
+OPTIMIZERS = [make for _, make, _ in RULES.values()]
 IMPLEMENTATIONS = {"numpy": "reference", "compiled": "text"}
 
 

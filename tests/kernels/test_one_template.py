@@ -49,6 +49,14 @@ def masters(*dtypes):
     return row
 
 
+def moved(dtypes):
+    """Variable, moment and gradient; gradients are against the moment, and cancel every fourth."""
+    var, moment, grad = positive(*dtypes)
+    grad[::2] *= -1
+    grad[::4] = -3 * moment[::4]
+    return [var, moment, grad]
+
+
 def segments(width):
     """Rows of which a third is added to what is there; 7 columns end inside of a vector."""
     plan = plan_segments(np.random.default_rng(0).integers(0, 60, 200))
@@ -69,8 +77,8 @@ def clipped(norm):
 
 TERMS = [random_data((SIZE,), SINGLE, seed=place) for place in range(4)]
 SUMS = positive("float64", size=2 * 32) + positive(SINGLE)
-ADAM, ADAGRAD, RMSPROP = (
-    RULE_KERNELS[RULES[name], "plain"] for name in ("adam", "adagrad", "rmsprop")
+ADAM, ADAMW, LION, ADAGRAD, RMSPROP = (
+    RULE_KERNELS[RULES[name], "plain"] for name in ("adam", "adamw", "lion", "adagrad", "rmsprop")
 )
 LOCAL, GLOBAL = (RULE_KERNELS[RULES["momentum"], variant] for variant in ("local", "global"))
 # case -> kernel, template, the operands of each row, scalars
@@ -82,8 +90,11 @@ CASES = {
     "segment_sum": (SEGMENT_SUM, (SINGLE, SINGLE), [segments(7), segments(8)], (1, 1, 1.0)),
     "adam": (ADAM, (HALF, SINGLE), [masters(HALF, SINGLE, SINGLE, SINGLE, HALF)],
              (4, 0.1, 0.2, 0.3, 0.01)),
+    "adamw": (ADAMW, (SINGLE, SINGLE), [positive(*[SINGLE] * 4)], (3, 0.1, 0.2, 0.3, 0.01, 0.9)),
+    "lion": (LION, (SINGLE, SINGLE), [moved([SINGLE] * 3)], (2, 0.1, 0.75, 0.25, 0.5, 0.5, 0.9)),
     "adagrad": (ADAGRAD, (SINGLE, SINGLE), [positive(*[SINGLE] * 3)], (2, 0.1)),
-    "rmsprop": (RMSPROP, (SINGLE, SINGLE), [positive(*[SINGLE] * 4)], (3, 0.1, 0.2, 0.3, 0.01)),
+    "rmsprop": (RMSPROP, (SINGLE, SINGLE), [positive(*[SINGLE] * 4)],
+                (3, 0.1, 0.2, 0.3, 0.01, 0.02)),
     "local_momentum": (LOCAL, (HALF, SINGLE), [masters(HALF, SINGLE, SINGLE, SINGLE, HALF)],
                        (4, 0, 0.1, 0.2)),
     "global_momentum": (

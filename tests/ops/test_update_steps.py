@@ -51,7 +51,7 @@ def adam_scalars(step):
     [
         ("adam", adam_scalars, (0, 0), adam_steps),
         ("adagrad", lambda step: (0.01,), (0.1,), adagrad_steps),
-        ("rmsprop", lambda step: (0.01, 0.1, 0.5, 1e-10), (1, 0), rmsprop_steps),
+        ("rmsprop", lambda step: (0.01, 0.1, 0.5, 1e-10, 0), (1, 0), rmsprop_steps),
     ],
 )
 def test_many_steps_are_those_of_the_textbook(device, name, scalars, starts, model):

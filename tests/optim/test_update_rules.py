@@ -41,6 +41,25 @@ def adam(w, step, grad, var, mom, square):
     return [var - w(rate) * mom / (np.sqrt(square) + w(0.01)), mom, square]
 
 
+def torch_adam(w, step, grad, var, mom, square, scale=1.0):
+    power1 = power2 = 1.0
+    for _ in range(step):
+        power1, power2 = power1 * DECAY, power2 * 0.99
+    rate, epsilon = RATE * math.sqrt(1 - power2) / (1 - power1), 0.01 * math.sqrt(1 - power2)
+    mom = mom + w(1 - DECAY) * (grad - mom)
+    square = square + w(1 - 0.99) * (grad * grad - square)
+    return [w(scale) * var - w(rate) * mom / (np.sqrt(square) + w(epsilon)), mom, square]
+
+
+def adamw(w, step, grad, var, mom, square):
+    return torch_adam(w, step, grad, var, mom, square, 1 - RATE * 0.3)
+
+
+def lion(w, step, grad, var, mom):
+    sign = np.sign(w(DECAY) * mom + w(1 - DECAY) * grad)
+    return [w(1 - RATE * 0.3) * var - w(RATE) * sign, w(0.99) * mom + w(1 - 0.99) * grad]
+
+
 def adagrad(w, step, grad, var, total):
     total = total + grad * grad
     return [var - w(RATE) * grad / np.sqrt(total), total]
@@ -61,6 +80,12 @@ def rmsprop_centered(  # operands
     return [var - mom, square, mean, mom]
 
 
+def torch_rmsprop(w, step, grad, var, square, mom):
+    square = square + w(1 - 0.8) * (grad * grad - square)
+    mom = w(DECAY) * mom + w(RATE) * grad / (np.sqrt(square) + w(0.001))
+    return [var - mom, square, mom]
+
+
 # name -> the rule, an optimizer of it, its slots and what is in them at first
 RULES = {
     "sgd": (sgd, lambda **more: gr.GradientDescentOptimizer(RATE, **more), {}),
@@ -73,10 +98,21 @@ RULES = {
     ),
     "adam": (adam, lambda **more: gr.AdamOptimizer(RATE, DECAY, 0.99, 0.01, **more),
              {"m": 0, "v": 0}),
+    "adam of torch": (
+        torch_adam,
+        lambda **more: gr.AdamOptimizer(RATE, DECAY, 0.99, 0.01, eps_mode="torch", **more),
+        {"m": 0, "v": 0}),
+    "adamw": (adamw, lambda **more: gr.AdamWOptimizer(RATE, DECAY, 0.99, 0.01, 0.3, **more),
+              {"m": 0, "v": 0}),
+    "lion": (lion, lambda **more: gr.LionOptimizer(RATE, DECAY, 0.99, 0.3, **more), {"m": 0}),
     "adagrad": (adagrad, lambda **more: gr.AdagradOptimizer(RATE, 0.2, **more),
                 {"accumulator": 0.2}),
     "rmsprop": (rmsprop, lambda **more: gr.RMSPropOptimizer(RATE, 0.8, DECAY, 0.001, **more),
                 {"rms": 1, "momentum": 0}),
+    "rmsprop of torch": (
+        torch_rmsprop,
+        lambda **more: gr.RMSPropOptimizer(RATE, 0.8, DECAY, 0.001, eps_mode="torch", **more),
+        {"rms": 0, "momentum": 0}),
     "rmsprop centered": (
         rmsprop_centered,
         lambda **more: gr.RMSPropOptimizer(RATE, 0.8, DECAY, 0.001, centered=True, **more),
@@ -245,6 +281,44 @@ def test_names_of_slots_are_those_of_tensorflow(mesh):
         assert {name: optimizer.get_slot(variable, name).name for name in wanted} == wanted
 
 
+@pytest.mark.jax
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-12), ("float32", 1e-6)])
+def test_lion_is_that_of_optax(dtype, bound):
+    import jax
+    import optax
+
+    with jax.enable_x64(True), gr.open_mesh(1, backend="sim") as mesh:
+        rng = np.random.default_rng(0)
+        values = rng.normal(size=40).astype(dtype)
+        variable, theirs = gr.Variable(values, device=mesh), jax.numpy.asarray(values)
+        ours = gr.LionOptimizer(0.05, 0.8, 0.95, 0.3)
+        rule = optax.lion(0.05, 0.8, 0.95, weight_decay=0.3)
+        state = rule.init(theirs)
+        for _ in range(8):
+            grad = (rng.normal(size=40) * rng.choice([0, 1], 40)).astype(dtype)
+            ours.apply_gradients([(grad, variable)])
+            updates, state = rule.update(jax.numpy.asarray(grad), state, theirs)
+            theirs = optax.apply_updates(theirs, updates)
+        assert theirs.dtype == dtype
+        assert np.abs(variable.numpy() - np.asarray(theirs)).max() <= bound
+
+
+@pytest.mark.parametrize("make", [gr.AdamWOptimizer, gr.LionOptimizer])
+def test_weights_decay_in_all_rows_unless_it_is_lazy(mesh, make):
+    for lazy, wanted in [(False, [0.75, 0.75, 0.75]), (True, [1.0, 0.75, 1.0])]:
+        variable = gr.Variable([1.0, 1.0, 1.0], dtype="float64", device=mesh)
+        optimizer = make(0.5, weight_decay=0.5, lazy=lazy)
+        optimizer.apply_gradients([(gr.IndexedSlices(np.zeros(1), [1]), variable)])
+        assert variable.numpy().tolist() == wanted
+
+
+@pytest.mark.parametrize("make", [gr.AdamOptimizer, lambda **o: gr.RMSPropOptimizer(0.1, **o)])
+def test_epsilon_is_where_tensorflow_or_pytorch_has_it(make):
+    assert (make().eps_mode, make(eps_mode="torch").eps_mode) == ("tensorflow", "torch")
+    with pytest.raises(ValueError, match="eps_mode='keras' must be 'tensorflow' or 'torch'"):
+        make(eps_mode="keras")
+
+
 @pytest.mark.parametrize("value", [0, -0.5, float("nan")])
 def test_adagrad_starts_above_zero(value):
     with pytest.raises(ValueError, match="initial_accumulator_value must be positive"):
@@ -257,6 +331,8 @@ def test_defaults_are_those_of_tensorflow():
     assert adam.lazy is False
     assert (rms.decay, rms.momentum, rms.epsilon) == (0.9, 0.0, 1e-10)
     assert gr.AdagradOptimizer(0.1).initial_accumulator_value == 0.1
+    lion = gr.LionOptimizer()  # of the paper's own code
+    assert (lion.learning_rate, lion.beta1, lion.beta2, lion.weight_decay) == (1e-4, 0.9, 0.99, 0)
     assert [each.get_name() for each in (adam, rms)] == ["Adam", "RMSProp"]
 
 

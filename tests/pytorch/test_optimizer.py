@@ -33,6 +33,8 @@ RULES = {
     "nesterov": lambda lr=0.1, **options: gr.MomentumOptimizer(lr, 0.9, use_nesterov=True,
                                                                **options),
     "adam": lambda lr=0.1, **options: gr.AdamOptimizer(lr, **options),
+    "adamw": lambda lr=0.1, **options: gr.AdamWOptimizer(lr, **options),
+    "lion": lambda lr=0.1, **options: gr.LionOptimizer(lr, weight_decay=0.1, **options),
     "adagrad": lambda lr=0.1, **options: gr.AdagradOptimizer(lr, **options),
     "rmsprop": lambda lr=0.1, **options: gr.RMSPropOptimizer(lr, centered=True, **options),
     "python": lambda lr=0.1, **options: Signs(lr),

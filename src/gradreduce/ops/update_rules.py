@@ -3,7 +3,8 @@
 A step is called ``step(var, *slots, grad, *scratch, *scalars)``, on blocks of the accumulate dtype,
 and changes ``var`` and the slots in place. It writes each of them once: a signal handler that saves
 them finds old elements or new ones. Its CUDA struct in ``kernels/rules.cuh`` has the same order of
-operations. Source: the formulas of TensorFlow's Apply operations.
+operations. Source: the formulas of TensorFlow's Apply operations, of torch.optim.AdamW, and of Lion
+(https://arxiv.org/abs/2302.06675).
 """
 
 from __future__ import annotations
@@ -96,15 +97,37 @@ def adam(  # noqa: PLR0913  # operands, scratch and scalars
     lr: float, one_minus_beta1: float, one_minus_beta2: float, epsilon: float,
 ) -> None:  # fmt: skip
     """``m += one_minus_beta1 (grad - m)``, v likewise; ``var -= lr m / (√v + epsilon)``."""
-    np.subtract(grad, m, out=step)
-    np.multiply(step, one_minus_beta1, out=step)
-    np.add(m, step, out=m)
-    _decayed_square(v, grad, step, one_minus_beta2)
-    np.sqrt(v, out=by)
-    np.add(by, epsilon, out=by)
-    np.multiply(m, lr, out=step)
-    np.true_divide(step, by, out=step)
+    _adam_step(m, v, grad, step, by, lr, one_minus_beta1, one_minus_beta2, epsilon)
     np.subtract(var, step, out=var)
+
+
+@_rule(num_scratch=2)
+def adamw(  # noqa: PLR0913  # operands, scratch and scalars
+    var: _Array, m: _Array, v: _Array, grad: _Array, step: _Array, by: _Array,
+    lr: float, one_minus_beta1: float, one_minus_beta2: float, epsilon: float, scale: float,
+) -> None:  # fmt: skip
+    """As Adam, with ``var = scale var - …``; scale is ``1 - lr weight_decay``."""
+    _adam_step(m, v, grad, step, by, lr, one_minus_beta1, one_minus_beta2, epsilon)
+    np.multiply(var, scale, out=by)
+    np.subtract(by, step, out=var)
+
+
+@_rule(num_scratch=2)
+def lion(  # noqa: PLR0913  # operands, scratch and scalars
+    var: _Array, m: _Array, grad: _Array, step: _Array, by: _Array, lr: float,
+    beta1: float, one_minus_beta1: float, beta2: float, one_minus_beta2: float, scale: float,
+) -> None:  # fmt: skip
+    """``var = scale var - lr sign(beta1 m + one_minus_beta1 grad)``; then m, likewise by beta2."""
+    np.multiply(m, beta1, out=step)
+    np.multiply(grad, one_minus_beta1, out=by)
+    np.add(step, by, out=step)
+    np.sign(step, out=step)
+    np.multiply(step, lr, out=step)
+    np.multiply(var, scale, out=by)
+    np.subtract(by, step, out=var)
+    np.multiply(m, beta2, out=step)
+    np.multiply(grad, one_minus_beta2, out=by)
+    np.add(step, by, out=m)
 
 
 @_rule(num_scratch=2)
@@ -123,28 +146,28 @@ def adagrad(
 @_rule(num_scratch=2)
 def rmsprop(  # noqa: PLR0913  # operands, scratch and scalars
     var: _Array, rms: _Array, momentum: _Array, grad: _Array, step: _Array, by: _Array,
-    lr: float, one_minus_decay: float, decay: float, epsilon: float,
+    lr: float, one_minus_decay: float, decay: float, epsilon_inside: float, epsilon_outside: float,
 ) -> None:  # fmt: skip
-    """``rms += one_minus_decay (grad² - rms)``, and a step by ``√(rms + epsilon)``."""
+    """``rms += one_minus_decay (grad² - rms)``, and a step by ``√(rms + inside) + outside``."""
     _decayed_square(rms, grad, step, one_minus_decay)
-    np.add(rms, epsilon, out=by)
-    _divide_by_sqrt(var, momentum, grad, step, by, lr, decay)
+    np.add(rms, epsilon_inside, out=by)
+    _divide_by_sqrt(var, momentum, grad, step, by, lr, decay, epsilon_outside)
 
 
 @_rule(num_scratch=2)
 def rmsprop_centered(  # noqa: PLR0913  # operands, scratch and scalars
-    var: _Array, rms: _Array, mg: _Array, momentum: _Array, grad: _Array,
-    step: _Array, by: _Array, lr: float, one_minus_decay: float, decay: float, epsilon: float,
+    var: _Array, rms: _Array, mg: _Array, momentum: _Array, grad: _Array, step: _Array, by: _Array,
+    lr: float, one_minus_decay: float, decay: float, epsilon_inside: float, epsilon_outside: float,
 ) -> None:  # fmt: skip
-    """As RMSProp, with the mean ``mg`` of gradients; a step by ``√(rms - mg² + epsilon)``."""
+    """As RMSProp, with the mean ``mg`` of gradients, and ``rms - mg²`` under the root."""
     _decayed_square(rms, grad, step, one_minus_decay)
     np.subtract(grad, mg, out=step)
     np.multiply(step, one_minus_decay, out=step)
     np.add(mg, step, out=mg)
     np.multiply(mg, mg, out=by)
     np.subtract(rms, by, out=by)
-    np.add(by, epsilon, out=by)
-    _divide_by_sqrt(var, momentum, grad, step, by, lr, decay)
+    np.add(by, epsilon_inside, out=by)
+    _divide_by_sqrt(var, momentum, grad, step, by, lr, decay, epsilon_outside)
 
 
 def _decayed_square(square: _Array, grad: _Array, step: _Array, one_minus_decay: float) -> None:
@@ -155,11 +178,29 @@ def _decayed_square(square: _Array, grad: _Array, step: _Array, one_minus_decay:
     np.add(square, step, out=square)
 
 
-def _divide_by_sqrt(
-    var: _Array, mom: _Array, grad: _Array, step: _Array, by: _Array, lr: float, decay: float
-) -> None:
-    """``mom = decay mom + lr grad / sqrt(by); var -= mom``."""
+def _adam_step(  # noqa: PLR0913  # operands, scratch and scalars
+    m: _Array, v: _Array, grad: _Array, step: _Array, by: _Array,
+    lr: float, one_minus_beta1: float, one_minus_beta2: float, epsilon: float,
+) -> None:  # fmt: skip
+    """``m += one_minus_beta1 (grad - m)``, v likewise; ``step = lr m / (√v + epsilon)``."""
+    np.subtract(grad, m, out=step)
+    np.multiply(step, one_minus_beta1, out=step)
+    np.add(m, step, out=m)
+    _decayed_square(v, grad, step, one_minus_beta2)
+    np.sqrt(v, out=by)
+    np.add(by, epsilon, out=by)
+    np.multiply(m, lr, out=step)
+    np.true_divide(step, by, out=step)
+
+
+def _divide_by_sqrt(  # noqa: PLR0913  # operands, scratch and scalars
+    var: _Array, mom: _Array, grad: _Array, step: _Array, by: _Array,
+    lr: float, decay: float, epsilon: float,
+) -> None:  # fmt: skip
+    """``mom = decay mom + lr grad / (√by + epsilon); var -= mom``."""
     np.sqrt(by, out=by)
+    if epsilon != 0:  # as in TensorFlow: adding 0 would change nothing
+        np.add(by, epsilon, out=by)
     np.multiply(grad, lr, out=step)
     np.true_divide(step, by, out=step)
     np.multiply(mom, decay, out=by)

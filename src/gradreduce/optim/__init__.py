@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from .adaptive import AdagradOptimizer, AdamOptimizer, RMSPropOptimizer
+from .adaptive import (
+    AdagradOptimizer,
+    AdamOptimizer,
+    AdamWOptimizer,
+    LionOptimizer,
+    RMSPropOptimizer,
+)
 from .agn import AGNCenter, AGNCustomGetter, AGNOptimizer
 from .clip import clip_by_global_norm
 from .optimizer import Optimizer
@@ -14,7 +20,9 @@ __all__ = [
     "AGNOptimizer",
     "AdagradOptimizer",
     "AdamOptimizer",
+    "AdamWOptimizer",
     "GradientDescentOptimizer",
+    "LionOptimizer",
     "MomentumOptimizer",
     "Optimizer",
     "RMSPropOptimizer",

@@ -1,4 +1,4 @@
-"""Adam, Adagrad and RMSProp."""
+"""Adam, AdamW, Lion, Adagrad and RMSProp."""
 
 from __future__ import annotations
 
@@ -7,13 +7,33 @@ from typing import Any
 
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import as_flag
+from gradreduce.errors import brief
 from gradreduce.ops import update_rules
 
-from .hyperparameters import Number, as_number
+from .hyperparameters import Number
 from .optimizer import Optimizer, Scalars
 
 
-class AdamOptimizer(Optimizer):
+def _as_eps_mode(eps_mode: str) -> str:
+    if eps_mode not in ("tensorflow", "torch"):
+        raise ValueError(f"eps_mode={brief(eps_mode)} must be 'tensorflow' or 'torch'")
+    return eps_mode
+
+
+class _DecayingOptimizer(Optimizer):
+    """Base of rules by which a gradient of zero changes a variable, for its moments decay."""
+
+    def __init__(self, name: str, *, lazy: bool, master_dtype: Any) -> None:
+        super().__init__(name, master_dtype=master_dtype)
+        self._densifies = not as_flag("lazy", lazy)
+
+    @property
+    def lazy(self) -> bool:
+        """Whether a sparse gradient updates only its rows."""
+        return not self._densifies
+
+
+class AdamOptimizer(_DecayingOptimizer):
     """Adam optimizer (tf.train.AdamOptimizer).
 
     ``m += (1 - beta1) * (gradient - m)``, ``v += (1 - beta2) * (gradient ** 2 - v)``, then
@@ -27,19 +47,21 @@ class AdamOptimizer(Optimizer):
             set later.
         beta1: decay of the first moment, at least 0 and below 1; likewise.
         beta2: decay of the second moment, at least 0 and below 1; likewise.
-        epsilon: added to the square root of the second moment; likewise.
+        epsilon: added to a square root; likewise.
         use_locking: no effect; for compatibility with TensorFlow.
         name: of the optimizer.
         lazy: whether a sparse gradient updates only its rows. If not, as in TensorFlow, it counts
             as zero in all other rows, whose moments decay and which change too.
         master_dtype: see ``Optimizer``.
+        eps_mode: ``"tensorflow"`` adds epsilon to ``sqrt(v)``, as above. ``"torch"`` adds it to
+            ``sqrt(v / (1 - p2))``, as torch.optim.Adam does.
 
     Raises:
-        ValueError: ``beta1`` or ``beta2`` is out of range, here or at an update.
+        ValueError: ``beta1`` or ``beta2`` is out of range, here or at an update, or another
+            ``eps_mode``.
     """
 
     _rule = update_rules.adam
-    _hyperparameters = ("learning_rate", "beta1", "beta2", "epsilon")
     _decays = ("beta1", "beta2")
     _power_names = ("beta1_power", "beta2_power")
 
@@ -54,18 +76,16 @@ class AdamOptimizer(Optimizer):
         *,
         lazy: bool = False,
         master_dtype: Any = None,
+        eps_mode: str = "tensorflow",
     ) -> None:
-        super().__init__(name, master_dtype=master_dtype)
-        self.learning_rate = as_number("learning_rate", learning_rate)
-        self.beta1 = as_number("beta1", beta1, is_decay=True)
-        self.beta2 = as_number("beta2", beta2, is_decay=True)
-        self.epsilon = as_number("epsilon", epsilon)
-        self._densifies = not as_flag("lazy", lazy)
+        super().__init__(name, lazy=lazy, master_dtype=master_dtype)
+        self._set_numbers(learning_rate=learning_rate, beta1=beta1, beta2=beta2, epsilon=epsilon)
+        self._eps_mode = _as_eps_mode(eps_mode)
 
     @property
-    def lazy(self) -> bool:
-        """Whether a sparse gradient updates only its rows."""
-        return not self._densifies
+    def eps_mode(self) -> str:
+        """Where epsilon is added."""
+        return self._eps_mode
 
     def variables(self) -> list[Variable]:
         """Returns the slots, ``beta1_power`` and ``beta2_power``, sorted by name.
@@ -82,10 +102,102 @@ class AdamOptimizer(Optimizer):
         return sorted([*powers, *slots], key=lambda each: each.name)
 
     def _next_update(self, powers: Scalars) -> tuple[Scalars, Scalars]:
-        (lr, beta1, beta2, epsilon), _ = super()._next_update(powers)
+        (lr, beta1, beta2, epsilon, *weight_decay), _ = super()._next_update(powers)
         power1, power2 = powers or (beta1, beta2)
-        corrected = lr * math.sqrt(1 - power2) / (1 - power1)
-        return (corrected, 1 - beta1, 1 - beta2, epsilon), (power1 * beta1, power2 * beta2)
+        correction = math.sqrt(1 - power2)
+        epsilon *= correction if self._eps_mode == "torch" else 1
+        scale = [1 - lr * each for each in weight_decay]  # AdamW has one
+        scalars = (lr * correction / (1 - power1), 1 - beta1, 1 - beta2, epsilon, *scale)
+        return scalars, (power1 * beta1, power2 * beta2)
+
+
+class AdamWOptimizer(AdamOptimizer):
+    """Adam with decoupled weight decay (torch.optim.AdamW).
+
+    ``variable *= 1 - learning_rate * weight_decay``, then the step of ``AdamOptimizer`` with
+    PyTorch's epsilon: ``variable -= learning_rate / (1 - p1) * m / (sqrt(v / (1 - p2)) +
+    epsilon)``.
+
+    Args:
+        learning_rate: a number, or a callable or Variable that is read at each update; can be
+            set later.
+        beta1: decay of the first moment, at least 0 and below 1; likewise.
+        beta2: decay of the second moment, at least 0 and below 1; likewise.
+        epsilon: added to the square root of the corrected second moment; likewise.
+        weight_decay: fraction of a variable, times the learning rate, that an update subtracts;
+            likewise.
+        name: of the optimizer.
+        lazy: whether a sparse gradient updates only its rows, and only they decay. If not, all
+            rows decay, as with a dense gradient that is zero there.
+        master_dtype: see ``Optimizer``.
+
+    Raises:
+        ValueError: ``beta1`` or ``beta2`` is out of range, here or at an update.
+    """
+
+    _rule = update_rules.adamw
+
+    def __init__(  # noqa: PLR0913  # the arguments of PyTorch
+        self,
+        learning_rate: Number = 0.001,
+        beta1: Number = 0.9,
+        beta2: Number = 0.999,
+        epsilon: Number = 1e-8,
+        weight_decay: Number = 0.01,
+        name: str = "AdamW",
+        *,
+        lazy: bool = False,
+        master_dtype: Any = None,
+    ) -> None:
+        options: dict[str, Any] = {"lazy": lazy, "master_dtype": master_dtype, "eps_mode": "torch"}
+        super().__init__(learning_rate, beta1, beta2, epsilon, name=name, **options)
+        self._set_numbers(weight_decay=weight_decay)
+
+
+class LionOptimizer(_DecayingOptimizer):
+    """Lion: the sign of a moving mean, with decoupled weight decay (arXiv:2302.06675).
+
+    ``variable *= 1 - learning_rate * weight_decay``, ``variable -= learning_rate * sign(beta1 * m +
+    (1 - beta1) * gradient)``, then ``m = beta2 * m + (1 - beta2) * gradient``. The slot ``"m"``
+    starts at zero; Adam has two. Each update moves an element by the learning rate: the paper
+    recommends a third to a tenth of AdamW's, and a weight decay that is larger by as much.
+
+    Args:
+        learning_rate: a number, or a callable or Variable that is read at each update; can be
+            set later.
+        beta1: of the mean whose sign counts, at least 0 and below 1; likewise.
+        beta2: of the mean that is kept, at least 0 and below 1; likewise.
+        weight_decay: fraction of a variable, times the learning rate, that an update subtracts;
+            likewise.
+        name: of the optimizer.
+        lazy: see ``AdamWOptimizer``.
+        master_dtype: see ``Optimizer``.
+
+    Raises:
+        ValueError: ``beta1`` or ``beta2`` is out of range, here or at an update.
+    """
+
+    _rule = update_rules.lion
+    _decays = ("beta1", "beta2")
+
+    def __init__(  # the hyperparameters
+        self,
+        learning_rate: Number = 1e-4,
+        beta1: Number = 0.9,
+        beta2: Number = 0.99,
+        weight_decay: Number = 0.0,
+        name: str = "Lion",
+        *,
+        lazy: bool = False,
+        master_dtype: Any = None,
+    ) -> None:
+        super().__init__(name, lazy=lazy, master_dtype=master_dtype)
+        numbers = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
+        self._set_numbers(**numbers, weight_decay=weight_decay)
+
+    def _next_update(self, powers: Scalars) -> tuple[Scalars, Scalars]:
+        (lr, beta1, beta2, weight_decay), powers = super()._next_update(powers)
+        return (lr, beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * weight_decay), powers
 
 
 class AdagradOptimizer(Optimizer):
@@ -107,7 +219,6 @@ class AdagradOptimizer(Optimizer):
     """
 
     _rule = update_rules.adagrad
-    _hyperparameters = ("learning_rate",)
     _settings = ("initial_accumulator_value",)
 
     def __init__(
@@ -124,7 +235,7 @@ class AdagradOptimizer(Optimizer):
             raise ValueError(
                 f"initial_accumulator_value must be positive: {initial_accumulator_value}"
             )
-        self.learning_rate = as_number("learning_rate", learning_rate)
+        self._set_numbers(learning_rate=learning_rate)
         self.initial_accumulator_value = float(initial_accumulator_value)
 
     def _slot_start(self, name: str) -> float:
@@ -151,10 +262,16 @@ class RMSPropOptimizer(Optimizer):
         centered: whether to divide by the standard deviation.
         name: of the optimizer.
         master_dtype: see ``Optimizer``.
+        eps_mode: ``"tensorflow"`` adds epsilon under the root, as above. ``"torch"`` adds it to the
+            root, and ``"rms"`` starts at zero: then a step is that of torch.optim.RMSprop with
+            ``alpha=decay``, as long as the learning rate is constant. (PyTorch multiplies the
+            momentum by the current learning rate; here each gradient keeps its own.)
+
+    Raises:
+        ValueError: another ``eps_mode``.
     """
 
     _rule = update_rules.rmsprop
-    _hyperparameters = ("learning_rate", "decay", "momentum", "epsilon")
 
     def __init__(  # noqa: PLR0913  # the signature of TensorFlow
         self,
@@ -167,14 +284,19 @@ class RMSPropOptimizer(Optimizer):
         name: str = "RMSProp",
         *,
         master_dtype: Any = None,
+        eps_mode: str = "tensorflow",
     ) -> None:
         if as_flag("centered", centered):
             self._rule = update_rules.rmsprop_centered
         super().__init__(name, master_dtype=master_dtype)
-        self.learning_rate = as_number("learning_rate", learning_rate)
-        self.decay = as_number("decay", decay)
-        self.momentum = as_number("momentum", momentum)
-        self.epsilon = as_number("epsilon", epsilon)
+        numbers = {"learning_rate": learning_rate, "decay": decay, "momentum": momentum}
+        self._set_numbers(**numbers, epsilon=epsilon)
+        self._eps_mode = _as_eps_mode(eps_mode)
+
+    @property
+    def eps_mode(self) -> str:
+        """Where epsilon is added, and where ``"rms"`` starts."""
+        return self._eps_mode
 
     @property
     def centered(self) -> bool:
@@ -182,8 +304,9 @@ class RMSPropOptimizer(Optimizer):
         return self._rule is update_rules.rmsprop_centered
 
     def _slot_start(self, name: str) -> float:
-        return 1.0 if name == "rms" else 0.0
+        return 1.0 if name == "rms" and self._eps_mode == "tensorflow" else 0.0
 
     def _next_update(self, powers: Scalars) -> tuple[Scalars, Scalars]:
         (lr, decay, momentum, epsilon), powers = super()._next_update(powers)
-        return (lr, 1 - decay, momentum, epsilon), powers
+        epsilons = (0.0, epsilon) if self._eps_mode == "torch" else (epsilon, 0.0)
+        return (lr, 1 - decay, momentum, *epsilons), powers

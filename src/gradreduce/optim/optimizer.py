@@ -40,7 +40,7 @@ from .gradient_inputs import (
     ready_count,
     to_variables,
 )
-from .hyperparameters import as_number, no_attribute, text_of, value_of
+from .hyperparameters import Number, as_number, no_attribute, text_of, value_of
 from .slots import Slots
 from .update_plan import Job, Plan, by_kernel
 
@@ -97,6 +97,12 @@ class Optimizer(NotCopied):
         self._slots = Slots(type(self), name, names, master_dtype, self._power_names)
         self._cross_device_ops: CrossDeviceOps | None = None
         self._plan: Plan | None = None
+
+    def _set_numbers(self, **numbers: Number) -> None:
+        """Adds hyperparameters, which become attributes that can be set."""
+        self._hyperparameters += tuple(numbers)
+        for name, value in numbers.items():
+            setattr(self, name, as_number(name, value, is_decay=name in self._decays))
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_known = name.startswith("_") or hasattr(type(self), name)

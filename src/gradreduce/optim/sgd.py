@@ -7,7 +7,7 @@ from typing import Any
 from gradreduce.device import as_flag
 from gradreduce.ops import UpdateRule, update_rules
 
-from .hyperparameters import Number, as_number
+from .hyperparameters import Number
 from .optimizer import Optimizer
 
 
@@ -25,7 +25,6 @@ class GradientDescentOptimizer(Optimizer):
     """
 
     _rule = update_rules.sgd
-    _hyperparameters = ("learning_rate",)
 
     def __init__(
         self,
@@ -36,7 +35,7 @@ class GradientDescentOptimizer(Optimizer):
         master_dtype: Any = None,
     ) -> None:
         super().__init__(name, master_dtype=master_dtype)
-        self.learning_rate = as_number("learning_rate", learning_rate)
+        self._set_numbers(learning_rate=learning_rate)
 
 
 class MomentumOptimizer(Optimizer):
@@ -57,7 +56,6 @@ class MomentumOptimizer(Optimizer):
         master_dtype: see ``Optimizer``.
     """
 
-    _hyperparameters = ("learning_rate", "momentum")
     _settings = ("use_nesterov",)
 
     def __init__(
@@ -72,8 +70,7 @@ class MomentumOptimizer(Optimizer):
     ) -> None:
         self.use_nesterov = as_flag("use_nesterov", use_nesterov)
         super().__init__(name, master_dtype=master_dtype)
-        self.learning_rate = as_number("learning_rate", learning_rate)
-        self.momentum = as_number("momentum", momentum)
+        self._set_numbers(learning_rate=learning_rate, momentum=momentum)
 
     @property
     def _rule(self) -> UpdateRule:  # type: ignore[override]  # use_nesterov can be set

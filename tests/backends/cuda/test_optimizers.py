@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from optim.test_update_rules import RULES as UPDATE_RULES
 from support.exact_data import same, unflushed_data
 
 import gradreduce as gr
@@ -33,14 +34,9 @@ class Clipped(gr.Optimizer):
 
 
 RULES = {
-    "sgd": lambda **more: gr.GradientDescentOptimizer(0.1, **more),
-    "momentum": lambda **more: gr.MomentumOptimizer(0.1, 0.9, **more),
-    "adam": lambda **more: gr.AdamOptimizer(0.1, epsilon=0.01, **more),
+    **{name: make for name, (_, make, _) in UPDATE_RULES.items()},
     "lazy adam": lambda **more: gr.AdamOptimizer(0.1, epsilon=0.01, lazy=True, **more),
-    "adagrad": lambda **more: gr.AdagradOptimizer(0.1, **more),
     "own": lambda **more: Clipped(0.25, **more),
-    "nesterov": lambda **more: gr.MomentumOptimizer(0.1, 0.9, use_nesterov=True, **more),
-    "rmsprop": lambda **more: gr.RMSPropOptimizer(0.1, momentum=0.5, epsilon=0.01, **more),
 }
 PLACED = [
     pytest.param([0, 0], marks=pytest.mark.gpu, id="00"),

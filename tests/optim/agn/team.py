@@ -31,7 +31,7 @@ def own(w, step, grad, var, direction):
 
 # As RULES: formula, what makes an optimizer, its slots and what they hold at first.
 KINDS = {
-    **{name: RULES[name] for name in ("sgd", "momentum", "nesterov", "adam")},
+    **{name: RULES[name] for name in ("sgd", "momentum", "nesterov", "adam", "adamw", "lion")},
     "lazy adam": (RULES["adam"][0], lambda **more: RULES["adam"][1](lazy=True, **more),
                   {"m": 0, "v": 0}),
     "own": (own, Own, {"direction": 0}),
@@ -162,8 +162,9 @@ class ModelWorker:
         center.move(self.turn, (total / center.wide.type(self.period))[rows], rows)
         local.state[0] = center.state[0].copy()
         self.pulled[name], self.sums[name] = center.value, None
-        if self.resets and self.kind in ("momentum", "nesterov", "adam", "lazy adam"):
-            local.state[1][...] = 0
+        for name, state in zip(KINDS[self.kind][2], local.state[1:], strict=True):
+            if self.resets and name in ("momentum", "m"):
+                state[...] = 0
 
     def check(self, worker: Worker):
         """All of it, bit by bit, on every device of the worker."""

@@ -26,7 +26,7 @@ def names(journal):
     return Counter(record.name or record.kind for record in journal.records)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "nesterov", "adam"])
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "nesterov", "adam", "adamw", "lion"])
 def test_a_local_step_is_one_launch_for_each_dtype(mesh, kind):
     (worker,) = pair(mesh, 100, KINDS[kind][1], STARTS, num=1)
     grads = on_device(worker)

@@ -80,7 +80,7 @@ class Run:
         if all(given is None for given, _ in found.values()):
             return
         whole_rows = {
-            name: (dense, ... if self.kind == "adam" else rows)
+            name: (dense, ... if self.kind in ("adam", "adamw", "lion") else rows)
             for name, (given, pair) in found.items() if given is not None
             for dense, rows in [pair]
         }  # fmt: skip

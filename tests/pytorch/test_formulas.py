@@ -1,0 +1,91 @@
+"""Rules with PyTorch's formulas against torch.optim, over several steps of all parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+
+pytestmark = pytest.mark.torch
+
+NUM_STEPS, EPSILON = 8, 1e-3
+# case -> the rule, by where it adds epsilon; PyTorch's, and its options
+CASES = {
+    "AdamW": (
+        lambda _: gr.AdamWOptimizer(0.05, 0.8, 0.95, EPSILON, 0.3),
+        ("AdamW", {"betas": (0.8, 0.95), "weight_decay": 0.3}),
+    ),
+    "Adam": (
+        lambda mode: gr.AdamOptimizer(0.05, 0.8, 0.95, EPSILON, eps_mode=mode),
+        ("Adam", {"betas": (0.8, 0.95)}),
+    ),
+    **{
+        f"RMSprop {' '.join(more)}": (
+            lambda mode, more=more: gr.RMSPropOptimizer(
+                0.05, 0.9, epsilon=EPSILON, eps_mode=mode, **more
+            ),
+            ("RMSprop", {"alpha": 0.9, **more}),
+        )
+        for more in ({}, {"momentum": 0.5}, {"momentum": 0.5, "centered": True})
+    },
+}
+
+
+def trained(make, dtype):
+    """The parameters after steps by given gradients, among them small ones and zeros."""
+    import torch
+
+    rng = np.random.default_rng(0)
+    parameters = [torch.tensor(rng.normal(size=shape), dtype=getattr(torch, dtype))
+                  for shape in ((5, 4), (7,), ())]  # fmt: skip
+    optimizer = make(parameters)
+    for _ in range(NUM_STEPS):
+        for each in parameters:
+            grad = rng.normal(size=each.shape) * rng.choice([0, 1e-3, 1], each.shape)
+            each.grad = torch.tensor(grad, dtype=each.dtype)
+        optimizer.step()
+    return np.concatenate([each.numpy().ravel() for each in parameters]).astype(np.float64)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-12), ("float32", 1e-6)])
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_pytorch(case, dtype, bound):
+    import torch
+
+    rule, (name, options) = CASES[case]
+    kind = getattr(torch.optim, name)
+    found = trained(lambda each: gr.torch.Optimizer(rule("torch"), each), dtype)
+    wanted = trained(lambda each: kind(each, 0.05, eps=EPSILON, **options), dtype)
+    assert np.abs(found - wanted).max() <= bound
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "AdamW"])
+def test_tensorflow_adds_epsilon_elsewhere(case):
+    rule, _ = CASES[case]
+    one, other = (
+        trained(lambda each, mode=mode: gr.torch.Optimizer(rule(mode), each), "float64")
+        for mode in ("torch", "tensorflow")
+    )
+    assert np.abs(one - other).max() > 1e-3
+
+
+def test_defaults_are_those_of_pytorch():
+    import torch
+
+    ours, theirs = gr.AdamWOptimizer(), torch.optim.AdamW([torch.zeros(1)]).defaults
+    found = (ours.learning_rate, (ours.beta1, ours.beta2), ours.epsilon, ours.weight_decay)
+    assert found == tuple(theirs[name] for name in ("lr", "betas", "eps", "weight_decay"))
+    assert (ours.eps_mode, ours.lazy) == ("torch", False)
+
+
+def test_weight_decay_is_an_option_of_a_parameter_group():
+    import torch
+
+    decayed, kept = torch.ones(2), torch.ones(2)
+    groups = [{"params": [decayed]}, {"params": [kept], "weight_decay": 0.0}]
+    optimizer = gr.torch.Optimizer(gr.AdamWOptimizer(0.5, weight_decay=0.5), groups)
+    for each in (decayed, kept):
+        each.grad = torch.zeros(2)
+    optimizer.step()
+    assert (decayed.tolist(), kept.tolist()) == ([0.75, 0.75], [1.0, 1.0])
