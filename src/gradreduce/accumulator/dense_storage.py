@@ -8,6 +8,7 @@ mesh, and divides those of one device, in place where it can.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -38,7 +39,7 @@ from .validate import check_dtype, to_sum_device
 
 # Mesh accumulators that are reduced together: devices, divisor, cross_device_ops.
 _Batch = tuple[tuple[Device, ...], float, CrossDeviceOps]
-_Division = tuple[float, Buffer, Buffer]  # divisor, sum, output
+_Divisions = dict[float, list[tuple[Buffer, Buffer]]]  # divisor -> sums and outputs
 
 
 class DenseStorage(Storage):
@@ -141,8 +142,8 @@ class DenseStorage(Storage):
         """See ``Storage``; sums may be reduced or divided in place."""
         taken: dict[AccumulatorState, tuple[Part, ...]] = {}
         batches: dict[_Batch, list[AccumulatorState]] = {}
-        apart: list[_Division] = []
-        in_place: list[_Division] = []
+        apart: _Divisions = defaultdict(list)
+        in_place: _Divisions = defaultdict(list)
         for state in states:
             divisor = float(state.count if state.reduction_type == "MEAN" else 1)
             if state.over_mesh:
@@ -152,9 +153,9 @@ class DenseStorage(Storage):
             (out,) = (total,) = state.totals
             if total.dtype != state.dtype:
                 out = total.device.empty(total.shape, state.dtype)
-                apart.append((divisor, total, out))
+                apart[divisor].append((total, out))
             elif divisor != 1:
-                in_place.append((divisor, total, out))
+                in_place[divisor].append((total, out))
             taken[state] = (out,)
         alone = bool(taken)
         for index, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
@@ -172,7 +173,7 @@ class DenseStorage(Storage):
             taken.update(zip(together, reduced, strict=True))
         _divide(apart)
         if in_place:
-            kept = [total.device for _, total, _ in in_place]
+            kept = [out.device for pairs in in_place.values() for _, out in pairs]
             guard.enter_context(kept[0].mesh_state.fail_on_partial_write(kept))
             _divide(in_place)
         return taken
@@ -244,13 +245,10 @@ def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
     ]
 
 
-def _divide(divisions: Sequence[_Division]) -> None:
+def _divide(divisions: _Divisions) -> None:
     """Divides sums with one launch for each GPU, divisor and dtype."""
-    by_divisor: dict[float, list[_Division]] = {}
-    for division in divisions:
-        by_divisor.setdefault(division[0], []).append(division)
-    for divisor, sharing in by_divisor.items():
-        for indices, leader in by_gpu([total for _, total, _ in sharing]):
-            outs = [[sharing[index][2]] for index in indices]
-            totals = [[sharing[index][1]] for index in indices]
-            ops.all_sum(outs, totals, divisor=divisor, device=leader)
+    for divisor, pairs in divisions.items():
+        for indices, leader in by_gpu([total for total, _ in pairs]):
+            totals, outs = zip(*[pairs[index] for index in indices], strict=True)
+            ops.all_sum([[out] for out in outs], [[total] for total in totals],
+                        divisor=divisor, device=leader)  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from typing import Any, TypeVar
 
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
@@ -21,7 +20,7 @@ from gradreduce.device import Buffer, DeferInterrupts, as_deadline, as_flag
 from gradreduce.errors import DeviceMismatchError, about, brief
 
 from .base import ConditionalAccumulatorBase
-from .state import AccumulatorState, PendingGradient, PendingTake, Storage, Taken, locked
+from .state import AccumulatorState, PendingGradient, PendingTake, Taken, additions_of, locked
 from .take_queue import await_take, complete_ready, join, take_locked, withdraw
 from .validate import (
     DEFAULT_STEP,
@@ -62,7 +61,7 @@ def apply_grads(
             twice, or as in ``apply_grad``. Nothing was added.
     """
     step, cast = as_step("local_step", local_step), as_flag("cast", cast)
-    (accumulators, states), grads = _checked(accumulators), tuple(grads)
+    states, grads = _checked(accumulators), tuple(grads)
     if len(states) != len(grads):
         raise ValueError(
             f"grads has {len(grads)} entries, accumulators has {len(states)}; pass one gradient "
@@ -71,25 +70,25 @@ def apply_grads(
     calls = [(state, grad, cast) for state, grad in zip(states, grads, strict=True)]
     dropped = is_stale(states, step)
     if dropped:  # gradients that will be dropped are not converted
-        counts = _for_each(num_gradients, calls, accumulators)
+        counts = _for_each(num_gradients, calls, states)
         with locked(states):
             dropped = _dropped(states, counts, step)
     if not dropped:
         with StreamScope():
-            pending_gradients = _for_each(pending_gradient, calls, accumulators)
+            pending_gradients = _for_each(pending_gradient, calls, states)
             wait_for_inputs([part.values for each in pending_gradients for part in each.parts])
             with DeferInterrupts():  # also completes the takes that now have enough
                 with locked(states):
                     counts = [len(each.parts) for each in pending_gradients]
                     dropped = _dropped(states, counts, step)
                     if not dropped:
-                        _for_each(_check_sum_shape, zip(pending_gradients), accumulators)
+                        _for_each(_check_sum_shape, zip(pending_gradients), states)
                         _add(pending_gradients)
                         complete_ready(states, held=True)
                 complete_ready(states)
                 release_inputs()
     if dropped and local_step is DEFAULT_STEP:
-        _warn_of_default(accumulators, states)
+        _warn_of_default(states)
     return not dropped
 
 
@@ -120,16 +119,16 @@ def _dropped(states: Sequence[AccumulatorState], counts: Sequence[int], local_st
 def _for_each(
     function: Callable[..., T],
     arguments: Iterable[tuple[Any, ...]],
-    accumulators: Sequence[ConditionalAccumulatorBase],
+    states: Sequence[AccumulatorState],
 ) -> list[T]:
-    """Calls the function for each accumulator; errors begin with its name."""
+    """Calls the function for each state; errors begin with its name."""
     made = []
     for index, each in enumerate(arguments):
         try:
             made.append(function(*each))
         except (TypeError, ValueError) as error:
-            name = f"accumulator {accumulators[index].name!r}"
-            if len(accumulators) > 1:
+            name = f"accumulator {states[index].name!r}"
+            if len(states) > 1:
                 name = f"grads[{index}], for {name}"
             raise about(name, error) from None
     return made
@@ -153,49 +152,35 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
     A failure between the first launch in place and the update of the counts leaves sums with
     undefined contents: then their devices are marked as failed.
     """
-    by_storage: dict[Storage, list[PendingGradient]] = {}
-    for pending in pending_gradients:
-        by_storage.setdefault(pending.state.storage, []).append(pending)
-    additions = [storage.additions(group) for storage, group in by_storage.items()]
-    for group in additions:
-        group.launch_out_of_place()
-    kept = [each.device for group in additions for each in group.sums if each.in_place]
+    additions = additions_of(pending_gradients)
+    additions.launch_out_of_place()
+    kept = [each.device for each in additions.sums if each.in_place]
     with kept[0].mesh_state.fail_on_partial_write(kept) if kept else nullcontext():
-        for group in additions:
-            group.launch_in_place()
+        additions.launch_in_place()
         totals = {pending.state: list(pending.state.totals) for pending in pending_gradients}
-        for each in chain.from_iterable([group.sums for group in additions]):
+        for each in additions.sums:
             totals[each.state][each.device_index] = each.total
         for state, parts, kind in pending_gradients:
             first = {} if state.count else {"kind": kind, "sum_shape": parts[0].shape}
             state.update(totals=totals[state], count=state.count + len(parts), **first)
 
 
-def _warn_of_default(
-    accumulators: Sequence[ConditionalAccumulatorBase], states: Sequence[AccumulatorState]
-) -> None:
+def _warn_of_default(states: Sequence[AccumulatorState]) -> None:
     """Warns once for each accumulator that a gradient came without ``local_step``."""
-    with locked(states):
-        untold = [
-            (each.name, state.step, state)
-            for each, state in zip(accumulators, states, strict=True)
-            if state.step > DEFAULT_STEP and not state.has_warned
-        ]
-        for _, _, state in untold:
-            state.has_warned = True
+    untold = [state for state in states if state.step > DEFAULT_STEP and not state.has_warned]
+    for state in untold:
+        state.has_warned = True
     if untold:  # a handler may do anything: no lock is held
         _log.warning(
             "accumulator %r is at step %d and dropped a gradient without local_step, which "
             "defaults to 0: pass local_step=accumulator.global_step, read before the gradient was "
             "computed",
-            *untold[0][:2],
+            untold[0].name, untold[0].step,
         )  # fmt: skip
 
 
-def _checked(
-    accumulators: Any,
-) -> tuple[tuple[ConditionalAccumulatorBase, ...], list[AccumulatorState]]:
-    """Checks that one call can use all the accumulators; returns them with their states.
+def _checked(accumulators: Any) -> tuple[AccumulatorState, ...]:
+    """Checks that one call can use all the accumulators; returns their states.
 
     Raises:
         TypeError: ``accumulators`` is not a list of accumulators.
@@ -206,7 +191,6 @@ def _checked(
         raise TypeError(
             f"accumulators={brief(accumulators)} must be a list of accumulators: pass [accumulator]"
         )
-    accumulators = tuple(accumulators)
     seen: dict[AccumulatorState, int] = {}
     mesh_state = None
     for index, each in enumerate(accumulators):
@@ -227,7 +211,7 @@ def _checked(
         seen[state] = index
     if not seen:
         raise ValueError("accumulators is empty; pass at least one")
-    return accumulators, list(seen)
+    return tuple(seen)
 
 
 def take_grads(
@@ -265,8 +249,8 @@ def take_grads(
     """
     required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
     as_result_kind(output_type, "native")  # checked before anything is taken
-    _, states = _checked(accumulators)
-    pending_take = PendingTake(tuple(states), required, seconds)
+    states = _checked(accumulators)
+    pending_take = PendingTake(states, required, seconds)
     try:
         join(pending_take)
         await_take(pending_take, limit)

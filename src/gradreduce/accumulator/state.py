@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from gradreduce.arrays.convert_gpu import Kind
@@ -301,32 +300,6 @@ class Storage(ABC):
             The devices whose memory it accesses, first the one that launches; and the launch.
         """
 
-    def additions(self, pending_gradients: Sequence[PendingGradient]) -> Additions:
-        """Prepares additions; all locks are held. On error, nothing has changed.
-
-        Each GPU adds the n-th steps of all sums in one launch.
-        """
-        sums: dict[tuple[AccumulatorState, int], Addition] = {}
-        for state, parts, _ in pending_gradients:
-            for part in parts:
-                index = part.device_index
-                if (state, index) in sums:
-                    sums[state, index].gradients.append(part)
-                    continue
-                device, total = state.devices[index], state.totals[index]
-                sums[state, index] = Addition(state, index, device, total, [part])
-        found = list(sums.values())
-        self.allocate(found)
-        launches: dict[bool, list[Callable[[], None]]] = {False: [], True: []}
-        waves: dict[tuple[bool, int, int], list[tuple[Addition, Any]]] = {}
-        for each in found:
-            for number, step in enumerate(each.steps):
-                key = (each.in_place, number, each.device.physical)
-                waves.setdefault(key, []).append((each, step))
-        for (in_place, _, _), steps in sorted(waves.items(), key=itemgetter(0)):
-            launches[in_place].append(partial(_launch, *self.command(steps)))
-        return Additions(found, launches[False], launches[True])
-
     @abstractmethod
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack
@@ -359,6 +332,35 @@ class Storage(ABC):
             shape: of the sum.
             count: gradients in the sum.
         """
+
+
+def additions_of(pending_gradients: Sequence[PendingGradient]) -> Additions:
+    """Prepares additions; all locks are held. On error, nothing has changed.
+
+    Each GPU adds the n-th steps of all sums of a storage in one launch.
+    """
+    sums: dict[tuple[AccumulatorState, int], Addition] = {}
+    by_storage: dict[Storage, list[Addition]] = {}
+    for state, parts, _ in pending_gradients:
+        for part in parts:
+            index = part.device_index
+            if (state, index) in sums:
+                sums[state, index].gradients.append(part)
+                continue
+            device, total = state.devices[index], state.totals[index]
+            made = sums[state, index] = Addition(state, index, device, total, [part])
+            by_storage.setdefault(state.storage, []).append(made)
+    launches: dict[bool, list[Callable[[], None]]] = {False: [], True: []}
+    for storage, additions in by_storage.items():
+        storage.allocate(additions)
+        waves: dict[tuple[bool, int, int], list[tuple[Addition, Any]]] = {}
+        for each in additions:
+            for number, step in enumerate(each.steps):
+                key = (each.in_place, number, each.device.physical)
+                waves.setdefault(key, []).append((each, step))
+        for key in sorted(waves):
+            launches[key[0]].append(partial(_launch, *storage.command(waves[key])))
+    return Additions(list(sums.values()), launches[False], launches[True])
 
 
 def _launch(devices: Sequence[Device], add: Callable[[], None]) -> None:

@@ -13,8 +13,7 @@ from operator import is_
 from typing import NamedTuple
 
 from gradreduce import ops
-from gradreduce.accumulator.sparse_storage import SPARSE
-from gradreduce.accumulator.state import PendingGradient
+from gradreduce.accumulator.state import PendingGradient, additions_of
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
@@ -168,7 +167,7 @@ def _additions(
         for out, term in job.updates:
             ops.prepare_accumulate_n(job.leader, out.dtype, term.dtype)
         launches.append(partial(job.run, _add))
-    rows = SPARSE.additions(list(pending.values()))
+    rows = additions_of(list(pending.values()))
     added |= {var: each.total for var, each in zip(pending, rows.sums, strict=True)}
     return [*launches, *rows.out_of_place, *rows.in_place], added
 
