@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradreduce.ops import RowIndex, expand_divisors, merged_row_index, plan_segments
+from gradreduce.ops import RowIndex, merged_row_index
 from gradreduce.ops.row_index import MAX_TOUCHES
 
 ROWS = st.lists(st.integers(0, 12), unique=True, max_size=8).map(sorted)
@@ -90,12 +90,3 @@ def test_equal_counts_are_one_number():
     slots, _ = grown([[1, 4], [1, 4], [1, 4]])
     assert merged_row_index([slots], mean=True)[1] == 3.0
     assert merged_row_index([slots], mean=False)[1] == 1.0
-
-
-def test_divisors_are_numbers_only_if_they_are_one():
-    plans = [plan_segments(np.arange(size)) for size in (2, 3)]
-    assert expand_divisors([3.0, 3.0], plans) == [3.0, 3.0]
-    for both in ([3.0, 2.0], [3.0, np.array([3.0, 3.0, 3.0])]):
-        made = expand_divisors(both, plans)
-        assert [by.tolist() for by in made] == [[3.0, 3.0], np.broadcast_to(both[1], 3).tolist()]
-        assert {by.dtype for by in made} == {np.dtype("float64")}

@@ -95,7 +95,7 @@ ALLOWED = {
     "due": "is_due",  # the time of an AGN push
     "gather": "all_gather _all_gather",  # the collective, and by index
     "scatter": "reduce_scatter ReduceScatter",  # the collective
-    "gathered": "_gathered_rows _is_gathered gathered",
+    "gathered": "_is_gathered gathered",
     "pull": "pull",  # of AGN
     "push": "optim/agn/* _push push",  # of AGN, and of a term onto a sum
     "rate": "learning_rate",

@@ -224,11 +224,11 @@ def take_grads(
 ) -> list[Any]:
     """Blocks until each accumulator has ``num_required`` gradients, then takes from all.
 
-    The call joins all queues at once, so that two such calls do not deadlock. Accumulators over a
-    mesh are reduced in one batch if they have the same ``cross_device_ops`` and divisor; all sparse
-    ones in one batch. Results that were added or taken together may share one block of memory,
-    which is freed with the last of them. Ctrl-C while this waits takes nothing; Ctrl-C in the
-    moment in which the take completes discards the result.
+    The call joins all queues at once, so that two such calls do not deadlock. Dense accumulators
+    over a mesh are reduced in one batch if they have the same ``cross_device_ops`` and divisor.
+    Results that were added or taken together may share one block of memory, which is freed with the
+    last of them. Ctrl-C while this waits takes nothing; Ctrl-C in the moment in which the take
+    completes discards the result.
 
     Args:
         accumulators: each at most once.

@@ -2,7 +2,7 @@
 
 A sum holds the rows that any gradient touched, in order of arrival (``ops/row_index.py``). One
 launch adds to existing rows and appends new ones; when memory runs out, the rows are copied into
-twice as much. At a take, one launch merges the rows of all sums in the order of their indices, and
+twice as much. At a take, one launch merges the rows of a sum in the order of their indices, and
 divides each by the number of gradients that touched it. Over a mesh, the rows of all devices are
 first copied to the first one, in mesh order, and the result is copied once to each GPU.
 """
@@ -18,24 +18,9 @@ from gradreduce import checkpoint, ops
 from gradreduce.arrays.convert import host_array, is_array, shape_and_dtype
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, coalesced
-from gradreduce.device import (
-    Buffer,
-    Device,
-    DType,
-    accumulate_dtype,
-    compatible,
-    to_accessible,
-)
+from gradreduce.device import Buffer, Device, DType, accumulate_dtype, compatible, to_accessible
 from gradreduce.errors import InvalidArgumentError, about, brief
-from gradreduce.ops import (
-    Divisor,
-    RowIndex,
-    Segments,
-    expand_divisors,
-    joined_indices,
-    merged_row_index,
-    plan_segments,
-)
+from gradreduce.ops import RowIndex, joined_indices, merged_row_index, plan_segments
 from gradreduce.reduce.aggregation import concatenated_rows
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.one_device import by_gpu, copied_to
@@ -173,19 +158,8 @@ class SparseStorage(Storage):
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack
     ) -> dict[AccumulatorState, tuple[Part, ...]]:
-        """See ``Storage``; the sums are unchanged. Each GPU merges all of them in one launch."""
-        plans, divisors = zip(*[_merged_plan(state) for state in states], strict=True)
-        values = _gathered_rows(states)
-        outs = [
-            rows.device.empty((plan.num_segments, *rows.shape[1:]), state.dtype)
-            for rows, plan, state in zip(values, plans, states, strict=True)
-        ]
-        coalesced(values, plans, outs=outs, divisors=expand_divisors(divisors, plans))
-        taken = {}
-        for state, plan, out in zip(states, plans, outs, strict=True):
-            slices = IndexedSlices.of(out, plan.indices, state.sum_shape)
-            taken[state] = copied_to(slices, state.devices, keep=True)
-        return taken
+        """See ``Storage``; the sums are unchanged."""
+        return {state: _merged(state) for state in states}
 
     def fits(self, shape: tuple[int, ...], wanted: tuple[int | None, ...] | None) -> bool:
         """See ``Storage``; the first extent may be unknown, and there may be more."""
@@ -258,22 +232,15 @@ def _check_extents(
             raise InvalidArgumentError(f"expected {what} dim {index} to be {known}, got {extent}")
 
 
-def _merged_plan(state: AccumulatorState) -> tuple[Segments, Divisor]:
-    """Plans how the rows of a state's sums are merged, and by what they are divided."""
-    slots = [total.slots for total in state.totals if total is not None]
-    return merged_row_index(slots, mean=state.reduction_type == "MEAN")
-
-
-def _gathered_rows(states: Sequence[AccumulatorState]) -> list[Buffer]:
-    """The rows of each state's sums back to back on its first device; copied if not there."""
-    rows = [[total.rows for total in state.totals if total is not None] for state in states]
-    found = [parts[0] for parts in rows]
-    scattered = [
-        index
-        for index, parts in enumerate(rows)
-        if len(parts) > 1 or parts[0].device is not states[index].devices[0]
-    ]
-    groups = [(states[index].devices[0], rows[index]) for index in scattered]
-    for index, whole in zip(scattered, concatenated_rows(groups), strict=True):
-        found[index] = whole
-    return found
+def _merged(state: AccumulatorState) -> tuple[Part, ...]:
+    """Merges the rows of all devices on the first one, and copies the result to the others."""
+    totals, home = [total for total in state.totals if total is not None], state.devices[0]
+    slots = [total.slots for total in totals]
+    plan, divisor = merged_row_index(slots, mean=state.reduction_type == "MEAN")
+    rows = totals[0].rows
+    if len(totals) > 1 or rows.device is not home:
+        rows = concatenated_rows(home, [total.rows for total in totals])
+    out = home.empty((plan.num_segments, *rows.shape[1:]), state.dtype)
+    coalesced([rows], [plan], outs=[out], divisors=[divisor])
+    slices = IndexedSlices.of(out, plan.indices, state.sum_shape)
+    return copied_to(slices, state.devices, keep=True)

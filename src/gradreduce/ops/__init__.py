@@ -9,7 +9,7 @@ from .clip import CLIP, clip, prepare_clip
 from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
 from .divide import DIVIDE, divide, prepare_divide
 from .pack import PACK, pack, pack_unchecked, prepare_pack
-from .row_index import RowIndex, expand_divisors, merged_row_index
+from .row_index import RowIndex, merged_row_index
 from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum_command
 from .segments import Indices, Segments, joined_indices, plan_segments, single_row_segments
 from .square_sum import (

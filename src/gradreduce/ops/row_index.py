@@ -124,14 +124,3 @@ def merged_row_index(sums: Sequence[RowIndex], *, mean: bool) -> tuple[Segments,
     counts = np.concatenate([each.num_touches() for each in sums])[plan.order]
     by = np.add.reduceat(counts, plan.bounds[:-1]).astype(np.float64)
     return segments, float(by[0]) if (by == by[0]).all() else by
-
-
-def expand_divisors(divisors: Sequence[Divisor], segments: Sequence[Segments]) -> list[Divisor]:
-    """Expands divisors to arrays if they differ, so that one launch takes all."""
-    numbers = {by for by in divisors if isinstance(by, float)}
-    if len(numbers) < 2 and all(isinstance(by, float) for by in divisors):
-        return list(divisors)
-    return [
-        np.full(plan.num_segments, by) if isinstance(by, float) else by
-        for by, plan in zip(divisors, segments, strict=True)
-    ]

@@ -24,7 +24,6 @@ from gradreduce.arrays.trace_context import current_reader
 from gradreduce.device import (
     Buffer,
     Device,
-    DType,
     as_dtype,
     as_index,
     can_access,
@@ -119,42 +118,33 @@ def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
             )
     indices = ops.joined_indices([term.indices for term in placed])
     check_indices(indices, placed[0].dense_shape)
-    (whole,) = concatenated_rows([(home, parts)])
+    whole = concatenated_rows(home, parts)
     return IndexedSlices.of(whole, indices, placed[0].dense_shape)
 
 
-def concatenated_rows(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buffer]:
-    """Concatenates the rows of each group of Buffers, in new memory on its device.
+def concatenated_rows(home: Device, parts: Sequence[Buffer]) -> Buffer:
+    """Concatenates rows of one shape and dtype, at least one Buffer, in new memory on ``home``.
 
-    One launch on each device copies all that it can access. Other rows come in one copy
-    of each dtype from each other device, packed there if it is several.
-
-    Args:
-        groups: where to, and Buffers with rows of one shape and dtype, at least one.
+    One launch copies all that ``home`` can access. Other rows come in one copy from each other
+    device, packed there if it is several.
     """
-    wholes: list[Buffer] = []
-    local: dict[Device, list[_Move]] = {}
-    remote: dict[tuple[Device, Device, DType], list[_Move]] = {}
-    for home, parts in groups:
-        num_rows = sum(part.shape[0] for part in parts)
-        whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
-        wholes.append(whole)
-        start = 0
-        for part in parts:
-            move = (whole.view(start, part.shape), part)
-            start += part.size
-            if can_access(home, part):
-                local.setdefault(home, []).append(move)
-            else:
-                remote.setdefault((home, part.device, part.dtype), []).append(move)
-    for (home, _, _), moves in remote.items():
+    num_rows = sum(part.shape[0] for part in parts)
+    whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
+    local: list[_Move] = []
+    remote: dict[Device, list[_Move]] = {}
+    start = 0
+    for part in parts:
+        moves = local if can_access(home, part) else remote.setdefault(part.device, [])
+        moves.append((whole.view(start, part.shape), part))
+        start += part.size
+    for moves in remote.values():
         if len(moves) == 1:
             copy_over(home, *moves[0])
         else:
-            local.setdefault(home, []).extend(_copied_packed(home, moves))
-    for home, moves in local.items():
-        _pack(home, moves)
-    return wholes
+            local += _copied_packed(home, moves)
+    if local:
+        _pack(home, local)
+    return whole
 
 
 def _copied_packed(home: Device, moves: Sequence[_Move]) -> list[_Move]:
