@@ -153,10 +153,12 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
     undefined contents: then their devices are marked as failed.
     """
     additions = additions_of(pending_gradients)
-    additions.launch_out_of_place()
+    for launch in additions.out_of_place:
+        launch()
     kept = [each.device for each in additions.sums if each.in_place]
     with kept[0].mesh_state.fail_on_partial_write(kept) if kept else nullcontext():
-        additions.launch_in_place()
+        for launch in additions.in_place:
+            launch()
         totals = {pending.state: list(pending.state.totals) for pending in pending_gradients}
         for each in additions.sums:
             totals[each.state][each.device_index] = each.total

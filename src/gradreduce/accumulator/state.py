@@ -232,16 +232,6 @@ class Additions:
     out_of_place: list[Callable[[], None]]
     in_place: list[Callable[[], None]]
 
-    def launch_out_of_place(self) -> None:
-        """Writes new sums."""
-        for launch in self.out_of_place:
-            launch()
-
-    def launch_in_place(self) -> None:
-        """Adds to sums, after ``launch_out_of_place``."""
-        for launch in self.in_place:
-            launch()
-
 
 class Storage(ABC):
     """How accumulators store their partial sums: as dense arrays, or as rows with indices.
