@@ -303,15 +303,19 @@ def some_of(schemas: Mapping[str, Any]) -> Check:
     return check
 
 
-def uploaded(values: Mapping[str, Any], variables: Mapping[str, Variable]) -> dict[str, Buffer]:
-    """Uploads validated host arrays to the first device of each variable."""
-    return {
-        name: variables[name].devices[0].upload(converted(value, variables[name].dtype))
-        for name, value in values.items()
-    }
+def uploaded(value: Any, variable: Variable) -> Buffer:
+    """Uploads a validated host array to the first device of a variable, in its dtype."""
+    return variable.devices[0].upload(converted(value, variable.dtype))
 
 
-def assign(buffers: Mapping[str, Buffer], variables: Mapping[str, Variable]) -> None:
-    """Assigns the result of ``uploaded`` to the variables."""
-    for name, buffer in buffers.items():
-        variables[name].assign(buffer)
+def ready_values(
+    values: Mapping[str, Any], variables: Mapping[str, Variable]
+) -> Callable[[], None]:
+    """Uploads validated host arrays; the returned function assigns them to the variables."""
+    buffers = {variables[name]: uploaded(value, variables[name]) for name, value in values.items()}
+
+    def load() -> None:
+        for variable, buffer in buffers.items():
+            variable.assign(buffer)
+
+    return load

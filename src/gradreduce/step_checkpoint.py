@@ -132,10 +132,9 @@ def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
         loads.append(ready)
     continues = any(each["num_accumulated"] for each in found["accumulators"].values())
     loads.append(step.scaling.ready_state(found, continues=continues))
-    buffers = checkpoint.uploaded(found["variables"], owners)
+    loads.append(checkpoint.ready_values(found["variables"], owners))
 
     def load() -> int:
-        checkpoint.assign(buffers, owners)
         for load_one in loads:
             load_one()
         return int(found["num_required"])

@@ -147,7 +147,7 @@ def _bits(leaf: Any) -> Any:
 
 
 def schemas() -> list[str]:
-    """A line for every entry of the state of each class."""
+    """A line for every entry of the state of each class, sorted."""
     lines = []
     for name in [name for name in CASES if name != "sharded_sync_step"]:  # as sync_step
         make = CASES[name]
@@ -162,4 +162,4 @@ def schemas() -> list[str]:
                 elif path[-1] == "format":
                     kind = repr(leaf)
                 lines.append(f"{name}: {where(path)}: {kind}")
-    return lines
+    return sorted(lines)

@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gradreduce import checkpoint
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import (
-    arrays_of,
-    assign,
-    by_name,
-    checked,
-    copies_of,
-    equal,
-    optional,
-    uploaded,
-)
 from gradreduce.optim.checkpoint import queued_slots, ready_slots, slots_schema
 from gradreduce.optim.slots import Slots
 
@@ -26,7 +17,7 @@ def queued_center(variables: Mapping[str, Variable], slots: Slots | None) -> dic
     """Queues copies of a center; ``checkpoint.downloader`` downloads them."""
     return {
         "format": _FORMAT,
-        "variables": copies_of(variables),
+        "variables": checkpoint.copies_of(variables),
         "optimizer": None if slots is None else queued_slots(slots),
     }
 
@@ -37,22 +28,21 @@ def ready_center(
     """Validates a center's state and allocates memory; the returned function loads it."""
     if slots is None and isinstance(state, Mapping) and state.get("optimizer") is not None:
         raise ValueError("state['optimizer'] has slots; create the workers' AGNOptimizers first")
-    owners = by_name(variables.values())
-    slots_or_none = equal(None) if slots is None else optional(slots_schema(slots, owners))
+    owners = checkpoint.by_name(variables.values())
     schema = {
-        "format": equal(_FORMAT),
-        "variables": arrays_of(variables),
-        "optimizer": slots_or_none,
+        "format": checkpoint.equal(_FORMAT),
+        "variables": checkpoint.arrays_of(variables),
+        "optimizer": checkpoint.optional(slots and slots_schema(slots, owners)),
     }
-    found = checked("state", state, schema)
-    saved = (found["optimizer"] or {"slots": {}})["slots"]
-    values = {owners[name]: of_var for name, of_var in saved.items()}
-    load_slots = None if slots is None else ready_slots(slots, values)
-    buffers = uploaded(found["variables"], variables)
+    found = checkpoint.checked("state", state, schema)
+    load_values = checkpoint.ready_values(found["variables"], variables)
+    if slots is None:
+        return load_values
+    saved = found["optimizer"]["slots"] if found["optimizer"] else {}
+    load_slots = ready_slots(slots, {owners[name]: each for name, each in saved.items()})
 
     def load() -> None:
-        if load_slots is not None:
-            load_slots()
-        assign(buffers, variables)
+        load_slots()
+        load_values()
 
     return load

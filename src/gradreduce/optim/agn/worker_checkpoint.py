@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from gradreduce import checkpoint
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import Check, anything, equal, integer, some_of
-from gradreduce.device import Device
 from gradreduce.errors import listed
 from gradreduce.optim.checkpoint import queued_slots
 
@@ -20,20 +19,17 @@ _FORMAT = "gradreduce AGN worker 2"
 
 def queued_worker(worker: Worker) -> dict[str, Any]:
     """Queues copies of the state of a worker; ``checkpoint.downloader`` downloads them."""
-    sums: dict[str, Any] = {}
-    for var, total in worker.variables.sums.items():
-        if isinstance(total, tuple):
-            sums[var.name] = checkpoint.copied(total[0])
-        else:
-            sums[var.name] = SPARSE.save(total)
+    sums = {
+        var.name: checkpoint.copied(total[0]) if isinstance(total, tuple) else SPARSE.save(total)
+        for var, total in worker.variables.sums.items()
+    }
     variables = checkpoint.by_name(worker.variables.centers)
-    pulled = {var.name: kept for var, kept in worker.pulled.items()}
     return {
         "format": _FORMAT,
         "optimizer": worker.inner._queued_state(queued_slots(worker.inner._slots)),
         "variables": checkpoint.copies_of(variables),
         "sums": sums,
-        "pulled": checkpoint.copies_of(pulled),
+        "pulled": checkpoint.copies_of({var.name: each for var, each in worker.pulled.items()}),
         "local_step": worker.step.value,
         "is_due": worker.is_due,
     }
@@ -64,15 +60,16 @@ def load_worker(worker: Worker, state: Any) -> None:
     load_optimizer = worker.inner._ready_state(
         found["optimizer"], list(variables.values()), "state['optimizer']"
     )
-    values = checkpoint.uploaded(found["variables"], variables)
-    totals = {name: _uploaded(total, variables[name].devices) for name, total in sums.items()}
+    load_values = checkpoint.ready_values(found["variables"], variables)
+    totals = {variables[name]: _uploaded(each, variables[name]) for name, each in sums.items()}
     kept = {
-        variables[name]: worker.new_pulled(variables[name], buffer)
-        for name, buffer in checkpoint.uploaded(pulled, variables).items()
+        var: worker.new_pulled(var, checkpoint.uploaded(pulled[name], var))
+        for name, var in variables.items()
+        if name in pulled
     }
     load_optimizer()
-    checkpoint.assign(values, variables)
-    worker.variables.sums = {variables[name]: total for name, total in totals.items()}
+    load_values()
+    worker.variables.sums = totals
     worker.step.value, worker.is_due, worker.pulled = found["local_step"], found["is_due"], kept
 
 
@@ -88,6 +85,8 @@ def _sum_of(var: Variable) -> Check:
     return check
 
 
-def _uploaded(total: Any, devices: Sequence[Device]) -> Any:
+def _uploaded(total: Any, var: Variable) -> Any:
     """Uploads what ``_sum_of`` has checked."""
-    return total(devices[0]) if callable(total) else tuple([each.upload(total) for each in devices])
+    if callable(total):
+        return total(var.devices[0])
+    return tuple([device.upload(total) for device in var.devices])
