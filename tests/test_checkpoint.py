@@ -278,6 +278,8 @@ def test_hyperparameters_that_are_numbers_are_restored():
         }
         assert type(saved["hyperparameters"]["learning_rate"]) is float
         made = gr.MomentumOptimizer(0.1, 0.75)
+        made.learning_rate = np.array(0.125)
+        assert made.state_dict()["hyperparameters"]["learning_rate"] == 0.125
         made.load_state_dict(saved, w)
         assert (made.learning_rate, made.momentum, made.use_nesterov) == (0.25, 0.75, True)
         scheduled = gr.MomentumOptimizer(lambda: 0.5, 0.75)

@@ -21,7 +21,6 @@ from gradreduce.device import Device
 from gradreduce.device.exchange import agreed, exchange_all, exchange_numbers
 from gradreduce.device.process_group import Description, digest_of
 from gradreduce.optim import Optimizer
-from gradreduce.optim.checkpoint import queued_slots
 from gradreduce.step_scaling import GradientScaling
 from gradreduce.step_shards import OptimizerShards
 
@@ -64,7 +63,7 @@ def saved_state(step: StepParts, num_required: int, output_type: str) -> dict[st
     _check_alike(step, "SyncStep.state_dict", {"accumulators": counts})
     for saved in accumulators.values():
         saved["partial_sums"] = _of_all_replicas(step, saved["partial_sums"])
-    slots = step.shards.queued_slots() if step.shards else queued_slots(step.optimizer._slots)
+    slots = step.shards.queued_slots() if step.shards else None
     state: dict[str, Any] = download(
         {
             "format": _FORMAT,

@@ -7,7 +7,6 @@ belong to the program: they are saved as None, and a load leaves those of the op
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import Any
 
 from gradreduce import checkpoint
@@ -55,7 +54,11 @@ def ready_slots(slots: Slots, values: Mapping[Variable, Mapping[str, Any]]) -> C
 
 def saved_number(value: Any) -> Any:
     """Returns a hyperparameter as a state has it: None for a callable or Variable."""
-    return plain(value) if isinstance(value, Real | str) else None
+    return None if _is_computed(value) else plain(value)
+
+
+def _is_computed(value: Any) -> bool:
+    return callable(value) or isinstance(value, Variable)
 
 
 def power(where: str, saved: Any) -> float:
@@ -73,7 +76,7 @@ def number_like(own: Any, *, is_decay: bool) -> Check:
 
     def check(where: str, saved: Any) -> Any:
         found = plain(saved)
-        if found is None or not isinstance(own, Real | str):
+        if found is None or _is_computed(own):
             return own
         if isinstance(own, bool | str):
             if type(found) is not type(own):

@@ -389,7 +389,7 @@ class Optimizer(NotCopied):
             CollectiveError: the mesh has failed.
         """
         download = downloader(as_deadline(deadline), output_type)
-        state: dict[str, Any] = download(self._queued_state(queued_slots(self._slots)))
+        state: dict[str, Any] = download(self._queued_state())
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
@@ -411,12 +411,15 @@ class Optimizer(NotCopied):
         those = [variables] if isinstance(variables, Variable) else variables
         self._ready_state(state, those)()
 
-    def _queued_state(self, slots: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a state with these slots, from ``queued_slots``; see ``state_dict``."""
+    def _queued_state(self, slots: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Queues copies of the state, see ``state_dict``; ``slots`` replaces ``queued_slots``."""
         names = (*self._hyperparameters, *self._settings)
-        numbers = {name: saved_number(getattr(self, name)) for name in names}
-        powers = dict(zip(self._slots.power_names, self._slots.powers, strict=False))
-        return {"format": _FORMAT, "hyperparameters": numbers, "powers": powers or None, **slots}
+        return {
+            "format": _FORMAT,
+            "hyperparameters": {name: saved_number(getattr(self, name)) for name in names},
+            "powers": dict(zip(self._slots.power_names, self._slots.powers, strict=False)) or None,
+            **(slots or queued_slots(self._slots)),
+        }
 
     def _ready_state(
         self,

@@ -10,7 +10,6 @@ from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import Check, anything, equal, integer, some_of
 from gradreduce.errors import listed
-from gradreduce.optim.checkpoint import queued_slots
 
 from .worker import Worker
 
@@ -26,7 +25,7 @@ def queued_worker(worker: Worker) -> dict[str, Any]:
     variables = checkpoint.by_name(worker.variables.centers)
     return {
         "format": _FORMAT,
-        "optimizer": worker.inner._queued_state(queued_slots(worker.inner._slots)),
+        "optimizer": worker.inner._queued_state(),
         "variables": checkpoint.copies_of(variables),
         "sums": sums,
         "pulled": checkpoint.copies_of({var.name: each for var, each in worker.pulled.items()}),
