@@ -131,9 +131,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             )
         self.settings = Settings(
             all_reduce_alg,
-            as_count("num_packs", num_packs),
-            as_count("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
-            as_count("agg_small_grads_max_group", agg_small_grads_max_group),
+            as_count("num_packs=", num_packs),
+            as_count("agg_small_grads_max_bytes=", agg_small_grads_max_bytes),
+            as_count("agg_small_grads_max_group=", agg_small_grads_max_group),
             None if reduction_groups is None else as_reduction_groups(reduction_groups),
             _as_wire(wire_dtype),
         )

@@ -112,8 +112,9 @@ def checked_requests(
         if value._form is not None:
             checked, form = as_reduced(value, index, out, elementwise=elementwise)
         _check_replicas(checked, index)
-        if own != usable:
-            usable = _check_usable(own)
+        for device in own if own != usable else ():
+            device.mesh_state.check_usable(device)
+        usable = own
         if destination is value:
             devices = own
         elif destination is not last[0] or own != last[1]:
@@ -202,12 +203,12 @@ def check_op(name: str, op: Any) -> None:
         raise ValueError(f"{name}={brief(op)} must be ReduceOp.SUM or ReduceOp.MEAN{hint}")
 
 
-def as_count(name: str, number: Any) -> int:
+def as_count(where: str, number: Any) -> int:
     """Returns a non-negative integer of any library; raises ``ValueError`` otherwise."""
     with suppress(TypeError):
         if as_index(number) >= 0:
             return as_index(number)
-    raise ValueError(f"{name}={brief(number)} must be a non-negative integer")
+    raise ValueError(f"{where}{brief(number)} must be a non-negative integer")
 
 
 def checked_mesh(mesh: Any) -> Mesh | None:
@@ -311,13 +312,6 @@ def _described(part: Part, value: DistributedValues) -> str:
         return f"{part.dtype}{list(part.values.shape[1:])} rows"
     shape = part.dense_shape if part.is_known else None
     return f"{part.dtype}[?] rows of an array" if shape is None else f"{part.dtype}{list(shape)}"
-
-
-def _check_usable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """Returns ``devices``; raises ``BackendUnavailableError`` if one has failed."""
-    for device in devices:
-        device.mesh_state.check_usable(device)
-    return devices
 
 
 def destination_devices(destination: Any, index: int, mesh: Mesh) -> tuple[Device, ...]:

@@ -324,7 +324,7 @@ class CrossDeviceOps(ABC):
         requests = self._to_copy(tensor if many else [tensor], destinations, out, many=many)
         call = checked_call(requests, ReduceOp.SUM, output_type, out)
         wait_for_inputs([buffer_of(request.value.parts[0]) for request in requests])
-        rank = as_count("process", process)
+        rank = as_count("process=", process)
         with call.running("broadcast", deadline):
             copied = []
             for index, part in enumerate(_from_process(rank, call.requests)):

@@ -136,14 +136,17 @@ def is_half(dtype: DType) -> bool:
     return dtype.itemsize == 2 and is_real_float(dtype)
 
 
-def plan_packing(
+def plan_packing(  # noqa: PLR0913  # all that decides the layout
     sizes: Sequence[int],
     dtypes: Sequence[tuple[DType, DType]],
     num_packs: int,
     small_max_bytes: int,
     small_max_group: int,
     wire: DType | None = None,
+    *,
     divisor: float = 1,
+    share: Share = EVERYONE,
+    num_before: int = 0,
 ) -> tuple[FlatPlan, ...]:
     """Plans which tensors of a batch share a flat buffer, and its packs.
 
@@ -161,6 +164,8 @@ def plan_packing(
         small_max_group: see above.
         wire: dtype in which real floats are transferred; default each in its own dtype.
         divisor: of the sums. On a 16-bit wire, where a sum may overflow, the terms are divided.
+        share: who sends and receives the tensors.
+        num_before: how many tensors of other shares stand before these in the batch.
 
     Returns:
         The plans; every tensor of the batch is in exactly one.
@@ -185,8 +190,9 @@ def plan_packing(
                 layout = FlatLayout((0,), (size,), (size,), size)
                 cuts = ((0, layout.size),) if layout.size else ()
             early = divisor if wire is not None and carried == wire and is_half(wire) else 1
+            places = tuple([num_before + tensor for tensor in group])
             plans.append(
-                FlatPlan(tuple(group), pair[0], carried, pair[1], layout, cuts, together, early)
+                FlatPlan(places, pair[0], carried, pair[1], layout, cuts, together, early, share)
             )
     return tuple(plans)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, cast
@@ -195,25 +195,19 @@ def plan_shares(  # noqa: PLR0913  # all that decides what is done
         compile_for(settings, devices, *pair)
     algorithm = algorithm_of(settings, devices)
     flat: list[FlatPlan] = []
-    num_before = 0
+    first, num_before = first_replica(devices[0]), 0
     for owner, share in enumerate(shares):
+        here = slice(owner - first, owner - first + 1) if owner >= first else slice(0)
+        of_call = {
+            "all-reduce": Share(),
+            "reduce-scatter": Share(owner, receivers=here),
+            "all-gather": Share(owner, senders=here),
+        }
         sizes, pairs = [size for size, *_ in share], [(dtype, out) for _, dtype, out in share]
-        plans = plan_packing(sizes, pairs, *settings[1:4], settings.wire_dtype, divisor)
-        if call != "all-reduce":
-            place = owner - first_replica(devices[0])
-            here, everyone = slice(place, place + 1) if place >= 0 else slice(0), slice(None)
-            both = (everyone, here) if call == "reduce-scatter" else (here, everyone)
-            plans = tuple(
-                [
-                    replace(
-                        plan,
-                        tensors=tuple([num_before + tensor for tensor in plan.tensors]),
-                        share=Share(owner, *both),
-                    )
-                    for plan in plans
-                ]
-            )
-        flat += plans
+        flat += plan_packing(
+            sizes, pairs, *settings[1:4], settings.wire_dtype,
+            divisor=divisor, share=of_call[call], num_before=num_before,
+        )  # fmt: skip
         num_before += len(share)
     packs = [(index, *pack) for index, each in enumerate(flat) for pack in each.packs]
     return BatchPlan(
@@ -240,7 +234,7 @@ def reduce_requests(
         found_alike = reduce_requests(settings, reduce_op, alike, coalesce=coalesce)
         return _copied_to_devices(requests, found_alike)
     batches = [plan_requests(settings, reduce_op, requests, *each) for each in found]
-    results: list[tuple[Part, ...]] = [()] * len(requests)
+    results: dict[int, tuple[Part, ...]] = {}
     for index in others:
         _compile_alone(requests[index], reduce_op)
     for (indices, counts), (gradients, plan) in zip(found, batches, strict=True):
@@ -248,13 +242,12 @@ def reduce_requests(
         if not counts and requests[indices[0]].out is not None:
             out = [requests[index].out or () for index in indices]
         reduced = reduce_batch(plan, gradients, out=out, positions=indices)
-        for index, buffers in zip(indices, reduced, strict=True):
-            results[index] = buffers
+        results |= zip(indices, reduced, strict=True)
     for index in others:
         home = requests[index].devices[0]
         with home.mesh_state.pack_scope(label_of(requests, [index])):
             results[index] = reduce_to_one(reduce_op, requests[index], home, coalesce=coalesce)
-    return results
+    return [results[index] for index in range(len(requests))]
 
 
 def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
@@ -311,7 +304,7 @@ def plan_requests(
         gradients,
         divisor=num_replicas_of(gradients[0]) if reduce_op is ReduceOp.MEAN else 1,
         counts=counts,
-        names=names_of(requests, indices) if any(map(_name_of, requests)) else (),
+        names=names_of(requests, indices),
         compared=requests[indices[0]].value._key is not None,  # keys are, names alone are not
         call=call,
     )

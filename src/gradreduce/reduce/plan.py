@@ -214,10 +214,7 @@ def _crossing(log: Journal, tensor: int, pack: int | None = None) -> str:
         and tensor in label.tensors
         and (pack is None or pack in label.packs)
     }
-    for way, crossing in _CROSSINGS.items():
-        if way in ways:
-            return crossing
-    return "none"
+    return next((crossing for way, crossing in _CROSSINGS.items() if way in ways), "none")
 
 
 # Whether results were distributed, and the kind of records: the first that was found decides.

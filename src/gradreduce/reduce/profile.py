@@ -159,9 +159,10 @@ class Profile:
         for stage in self.stages:
             planned, done = stage.planned, stage.done
             cells = [
-                _cell(f"{planned.launches}", f"{done.launches}"),
-                _cell(f"{planned.copies}", f"{done.copies}"),
-                _cell(f"{planned.collectives}", f"{done.collectives}"),
+                *[
+                    _cell(str(getattr(planned, each)), str(getattr(done, each)))
+                    for each in ("launches", "copies", "collectives")
+                ],
                 _cell(_megabytes(planned.bytes), _megabytes(done.bytes)),
                 _megabytes(stage.traffic.read.total()),
                 _megabytes(stage.traffic.written.total()),

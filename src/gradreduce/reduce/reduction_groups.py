@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Literal
 
-from gradreduce.device import as_index
 from gradreduce.errors import brief, listed
+
+from .arguments import as_count
 
 # Replica numbers of each group, in the order of its additions; the groups in that of theirs.
 ReductionGroups = tuple[tuple[int, ...], ...]
@@ -31,20 +31,15 @@ def as_reduction_groups(reduction_groups: Any) -> ReductionGroups | Processes:
             "numbers, or 'processes'"
         )
     groups = tuple([_as_group(reduction_groups, group) for group in reduction_groups])
+    names = f"reduction_groups={brief(reduction_groups)} names"
     named = sorted([number for group in groups for number in group])
-    if named and named[-1] >= 2 * len(named) + 8:  # a list of the missing ones would be too long
-        raise ValueError(
-            f"reduction_groups={brief(reduction_groups)} names replica {named[-1]} and leaves out "
-            "most replicas below it"
-        )
     if not named:
-        raise ValueError(f"reduction_groups={brief(reduction_groups)} names no replica")
+        raise ValueError(f"{names} no replica")
+    if named[-1] >= 2 * len(named) + 8:  # a list of the missing ones would be too long
+        raise ValueError(f"{names} replica {named[-1]} and leaves out most replicas below it")
     twice = [number for number, after in pairwise(named) if number == after]
     if twice:
-        raise ValueError(
-            f"reduction_groups={brief(reduction_groups)} names "
-            f"{_replicas(dict.fromkeys(twice))} twice"
-        )
+        raise ValueError(f"{names} {_replicas(dict.fromkeys(twice))} twice")
     missing = sorted(set(range(named[-1])) - set(named))
     if missing:
         raise ValueError(
@@ -65,16 +60,12 @@ def reduction_groups_of(
         split = num_replicas // 2
         return tuple(range(split)), tuple(range(split, num_replicas))
     num_named = sum(map(len, reduction_groups))
-    if num_named < num_replicas:
-        missing = _replicas(range(num_named, num_replicas))
+    if num_named != num_replicas:
+        ends = sorted([num_named, num_replicas])
+        verb = "leaves out" if num_named < num_replicas else "names"
         raise ValueError(
-            f"reduction_groups={brief(reduction_groups)} leaves out {missing} of {num_replicas} "
-            "replicas"
-        )
-    if num_named > num_replicas:
-        beyond = _replicas(range(num_replicas, num_named))
-        raise ValueError(
-            f"reduction_groups={brief(reduction_groups)} names {beyond} of {num_replicas} replicas"
+            f"reduction_groups={brief(reduction_groups)} {verb} {_replicas(range(*ends))} of "
+            f"{num_replicas} replicas"
         )
     return reduction_groups
 
@@ -85,17 +76,8 @@ def _as_group(reduction_groups: Any, group: Any) -> tuple[int, ...]:
             f"reduction_groups={brief(reduction_groups)}: {brief(group)} must be a list of replica "
             "numbers"
         )
-    return tuple(_as_number(reduction_groups, number) for number in group)
-
-
-def _as_number(reduction_groups: Any, number: Any) -> int:
-    with suppress(TypeError):
-        if as_index(number) >= 0:
-            return as_index(number)
-    raise ValueError(
-        f"reduction_groups={brief(reduction_groups)}: {brief(number)} must be a non-negative "
-        "integer"
-    )
+    where = f"reduction_groups={brief(reduction_groups)}: "
+    return tuple([as_count(where, number) for number in group])
 
 
 def _replicas(numbers: Collection[int]) -> str:
