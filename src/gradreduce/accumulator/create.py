@@ -10,7 +10,6 @@ from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.device import Device, Mesh, ModuleLock, as_dtype
 from gradreduce.errors import brief, listed
-from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.presets import shared_ops
 
@@ -117,6 +116,5 @@ def _registered(
 
 def _settings_of(cross_device_ops: CrossDeviceOps) -> object:
     """A key that is equal for CrossDeviceOps that reduce in the same way."""
-    if isinstance(cross_device_ops, AllReduceCrossDeviceOps) and is_all_reduce(cross_device_ops):
-        return cross_device_ops.settings
-    return cross_device_ops
+    settings = getattr(cross_device_ops, "settings", cross_device_ops)
+    return type(cross_device_ops).reduce_batch, settings

@@ -157,17 +157,15 @@ class DenseStorage(Storage):
             elif divisor != 1:
                 in_place[divisor].append((total, out))
             taken[state] = (out,)
-        alone = bool(taken)
-        for index, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
-            # A batch allocates its memory before its first launch; but a later batch may fail to,
-            # and then the sums of those before it must be intact. So only the last one may
-            # overwrite its sums, and only if no division follows.
-            last = index == len(batches) and not alone
+        # A batch allocates its memory before its first launch; but what follows may fail to do so,
+        # and then the sums of the batch must be intact.
+        consume = guard if len(batches) == 1 and not taken else None
+        for (_, divisor, reducer), together in batches.items():
             reduced = reducer.reduce_buffers(
                 _partials(together),
                 divisor=divisor,
                 out_dtypes=[state.dtype for state in together],
-                consume=guard if last else None,
+                consume=consume,
                 names=_names_of(together),
             )
             taken.update(zip(together, reduced, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from operator import attrgetter
 
 from gradreduce.arrays.distributed import Part
@@ -154,11 +154,13 @@ def complete_ready(states: Sequence[AccumulatorState], *, held: bool = False) ->
     waiting = [state for state in states if state.queue]  # mostly nobody waits
     while waiting:
         state = waiting.pop()
+        if not state.queue:
+            continue
         with state.lock:
             head = state.queue[0] if state.queue else None
         if head is None or (held and not set(states).issuperset(head.states)):
             continue
-        with locked(head.states):
+        with nullcontext() if held else locked(head.states):
             if head.is_ready():
                 _complete(head)
                 waiting += head.states
