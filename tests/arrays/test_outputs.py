@@ -153,10 +153,6 @@ def test_numbers_and_buffers_that_cannot_be_written_are_refused(plain):
         as_out(np.float32(1), device, (), FLOAT)
     with refused(plain, ValueError, "read-only"):
         as_out(device.put(fixed()), device, SHAPE, FLOAT)
-    numba = array_of("numba")
-    type(numba).__cuda_array_interface__ = {"shape": SHAPE, "typestr": "<f4"}
-    with refused(plain, TypeError, "has no current stream that can be queried: wrap it"):
-        as_out(numba, device, SHAPE, FLOAT)
     cupys = array_of("cupy")
     cupys.device, cupys.flags = SimpleNamespace(id=3), SimpleNamespace(c_contiguous=True)
     cupys.data = SimpleNamespace(ptr=0)

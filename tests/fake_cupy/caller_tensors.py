@@ -36,18 +36,6 @@ SUM = gr.ReduceOp.SUM
 Check = Callable[[], Any]
 
 
-class Shown:
-    """An array of a library that has only ``__cuda_array_interface__``."""
-
-    __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012  # of the class, as libraries do
-
-    def __init__(self, array, stream: int) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3, "shape": array.shape, "typestr": array.dtype.str, "stream": stream,
-            "data": (array.data.ptr, False), "strides": array.strides,
-        }  # fmt: skip
-
-
 def values(seed: int = 0) -> np.ndarray:
     """Integers as floats, whose sums are exact."""
     return np.arange(210, dtype=np.float32).reshape(SHAPE) * (seed + 1)
@@ -180,12 +168,6 @@ def added(mesh, tensors, value) -> Check:
     return made.numpy
 
 
-def added_of_another_library(mesh, tensors, value) -> Check:
-    theirs = sys.modules["torch"].stream_of
-    shown = [Shown(each.array, theirs(each.array.device).ptr) for each in tensors]
-    return gr.add_n(shown, output_type="buffer").numpy
-
-
 def accumulated_n(mesh, tensors, value) -> Check:
     made = gr.accumulate_n(list(value.buffers), tensor_dtype="float32")
     return made.numpy
@@ -313,7 +295,7 @@ READ_VALUE = [
 ]  # fmt: skip
 CASES = [
     reduced_to_one, added_by_the_callers_own, all_reduced, given_in_place, prepared, captured,
-    broadcast, broadcast_into_tensors, added, added_of_another_library, accumulated_n,
+    broadcast, broadcast_into_tensors, added, accumulated_n,
     aggregated_one_by_one, aggregated_at_the_end, copied_alone,
     accumulated, accumulated_by_replicas, accumulated_rows, accumulated_rows_by_replicas,
     stepped, optimized, optimized_by_replicas, assigned,

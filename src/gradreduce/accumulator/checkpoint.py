@@ -148,9 +148,9 @@ def _sum_shape(state: AccumulatorState, where: str, saved: Any) -> tuple[int, ..
 def _kind(backend: str, where: str, saved: Any) -> Kind:
     """Checks the array type that the next take returns."""
     kind = plain(saved)
-    if kind in ("cupy", "cuda") and backend == "sim":
+    if kind == "cupy" and backend == "sim":
         return "native"  # simulated devices return NumPy arrays
-    named = {"native": None, "coo": "torch", "cuda": "cupy"}.get(str(kind), kind)
+    named = {"native": None, "coo": "torch"}.get(str(kind), kind)
     try:
         as_result_kind(named, "native")
     except ValueError as error:

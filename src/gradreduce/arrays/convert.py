@@ -22,11 +22,10 @@ from gradreduce.errors import DeviceMismatchError, brief
 from .convert_gpu import (
     Kind,
     adopt_cupy,
-    adopt_foreign,
+    adopt_jax,
     adopt_torch,
     as_tensor,
     current_of,
-    download_foreign,
     from_gpu,
     not_readable,
     release_to,
@@ -65,8 +64,8 @@ def _kind_of_class(cls: type) -> Kind:
         kind = _MODULES.get(ancestor.__module__.partition(".")[0])
         if kind is not None and hasattr(cls, _ONLY_OF_ARRAYS[kind]):
             return kind
-    if hasattr(cls, "__cuda_array_interface__"):  # Numba, RMM, ...: what CuPy would make of it
-        return "cuda"
+    if hasattr(cls, "__cuda_array_interface__"):  # Numba, RMM, ...
+        raise TypeError(f"{cls.__name__} is of another library: pass cupy.asarray of it")
     hint = getattr(cls, "_hint", "")  # of traced values of ``autodiff``
     raise TypeError(f"{cls.__name__} is not an array, a list of numbers or a Buffer{hint}")
 
@@ -192,9 +191,6 @@ def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
     if type(array) is np.ndarray:
         return array.shape, as_dtype(array.dtype)
     kind = kind_of(array)
-    if kind == "cuda":
-        interface = array.__cuda_array_interface__
-        return tuple(interface["shape"]), as_dtype(interface["typestr"])
     if kind == "torch":
         check_tensor(array)
         return tuple(array.shape), as_dtype(str(array.dtype).removeprefix("torch."))
@@ -213,8 +209,8 @@ def host_array(value: Any) -> np.ndarray:
     kind = kind_of(value)
     if kind == "buffer":
         value = value.numpy()
-    elif kind in ("cupy", "cuda"):
-        value = download_foreign(value)
+    elif kind == "cupy":
+        value = value.get()
     elif kind == "jax":
         check_traced(value)
     elif kind == "torch":
@@ -282,7 +278,7 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
     device = buffer.device
     if device.mesh_state.backend != "sim":
         return from_gpu(buffer, kind)
-    if kind in ("cupy", "cuda"):
+    if kind == "cupy":
         raise ValueError(f"{buffer} is in host memory and cannot be converted to a CuPy array")
     array = device.release(buffer)
     if kind == "torch":  # tensors cannot be read-only
@@ -412,7 +408,7 @@ def _from_jax(array: Any, device: Device) -> Buffer:
         return device.put(np.asarray(array))
     if index.platform not in ("gpu", "cuda"):
         raise DeviceMismatchError(f"the JAX array is on {index}; pass one on cpu or gpu")
-    return adopt_foreign(array, device, writable=False)  # JAX shows no stream
+    return adopt_jax(array, device)
 
 
 def _to_jax(array: Any) -> Any:
@@ -428,5 +424,4 @@ _CONVERTERS: dict[Kind, Callable[[Any, Device], Buffer]] = {
     "torch": _from_torch,
     "jax": _from_jax,
     "cupy": adopt_cupy,
-    "cuda": adopt_foreign,
 }

@@ -1,4 +1,4 @@
-"""Shares GPU arrays of CuPy, PyTorch, JAX and others with Buffers, in stream order.
+"""Shares GPU arrays of CuPy, PyTorch and JAX with Buffers, in stream order.
 
 The only module that queries streams of other libraries. Imports no array library: a GPU array
 exists only if its library is in ``sys.modules``, and CuPy is there on every CUDA mesh.
@@ -10,22 +10,21 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Stream, as_dtype, handle_of
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.errors import CaptureError, DeviceMismatchError
+from gradreduce.errors import DeviceMismatchError
 
 from .caller_streams import keep_alive, record_input, unchecked, unsynchronized
 
 # "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
-# "cuda": arrays of any other library that shows __cuda_array_interface__; results are CuPy's.
-OWNED_BY_CALLER = ("torch", "cupy", "cuda")  # JAX's arrays never change
+OWNED_BY_CALLER = ("torch", "cupy")  # JAX's arrays never change
 # "coo": rows that came as tensors of torch.sparse_coo, and go out so; dense results are PyTorch's.
-Kind = Literal["native", "numpy", "cupy", "cuda", "torch", "jax", "buffer", "coo"]
+Kind = Literal["native", "numpy", "cupy", "torch", "jax", "buffer", "coo"]
 _INT16 = np.dtype("int16")
 _NOWHERE = nullcontext()
 
@@ -49,15 +48,19 @@ def adopt_torch(tensor: Any, device: Device) -> Buffer:
         TypeError: it has no memory of its own (in ``torch.func``), or a dtype that cannot be added.
     """
     _check_on_gpu(device)
-    dtype, strides = as_dtype(tensor.dtype), None
-    if not tensor.is_contiguous():
-        strides = tuple(step * dtype.itemsize for step in tensor.stride())
     owner = tensor.detach()  # of the memory, also when the tensor gets another one
     try:
         address = owner.data_ptr()
     except RuntimeError as error:
         raise not_readable(error) from None
-    array = _array_at(address, tuple(tensor.shape), dtype, strides, (owner, tensor.device.index))
+    cuda, dtype, strides = sys.modules["cupy"].cuda, as_dtype(tensor.dtype), None
+    nbytes = math.prod(tensor.shape) * dtype.itemsize
+    if nbytes and not tensor.is_contiguous():
+        strides = tuple(step * dtype.itemsize for step in tensor.stride())
+        steps = zip(tensor.shape, strides, strict=True)
+        nbytes = dtype.itemsize + sum((extent - 1) * step for extent, step in steps)
+    pointer = cuda.MemoryPointer(cuda.UnownedMemory(address, nbytes, owner, tensor.device.index), 0)
+    array = sys.modules["cupy"].ndarray(tuple(tensor.shape), dtype, pointer, strides)
     stream = int(sys.modules["torch"].cuda.current_stream(tensor.device).cuda_stream)
     return _adopt(array, device, stream)
 
@@ -68,28 +71,21 @@ def not_readable(error: Exception) -> TypeError:
     return TypeError(f"the tensor cannot be read as an array: PyTorch says {why!r}")
 
 
-def adopt_foreign(array: Any, device: Device, *, writable: bool = True) -> Buffer:
-    """Wraps another library's GPU array as a Buffer on its GPU.
+def adopt_jax(array: Any, device: Device) -> Buffer:
+    """Wraps a JAX array, which nobody writes, as a Buffer on its GPU.
 
-    Shared by DLPack where the library supports it, which makes CuPy's current stream wait, and ours
-    waits for that one; else by ``__cuda_array_interface__``, which names its stream itself.
-
-    Args:
-        array: of JAX, or whatever shows one of the two.
-        device: preferred among the logical devices of that GPU.
-        writable: False where its library promises that it never changes.
+    JAX shows no stream: DLPack makes CuPy's current stream wait for the array, and ours waits for
+    that one.
 
     Raises:
-        CaptureError: a stream that would have to wait is capturing a CUDA graph.
+        CaptureError: CuPy's current stream is capturing a CUDA graph.
         DeviceMismatchError: it is on a GPU outside the mesh, or the mesh is simulated.
-        TypeError: it is shared in neither way.
     """
     _check_on_gpu(device)
-    if unchecked(device, None):  # DLPack makes CuPy's stream wait
-        _check_streams(device, None)
-    shared = _by_dlpack(array) or _by_interface(array)
-    writable = writable and not shared.read_only
-    return _adopt(shared.array, device, shared.stream, once=shared.once, writable=writable)
+    if unchecked(device, None):
+        _check_streams(device)
+    shared = sys.modules["cupy"].from_dlpack(array)
+    return _adopt(shared, device, _current(int(shared.device.id)), writable=False)
 
 
 def _check_on_gpu(device: Device) -> None:
@@ -122,102 +118,11 @@ def wait_for_inputs(buffers: Iterable[Buffer]) -> None:
             keep_alive(buffer.block)
 
 
-def download_foreign(array: Any) -> np.ndarray:
-    """Copies a GPU array of any library to the host, and waits for it.
-
-    Needs no mesh.
-
-    Raises:
-        TypeError: it has neither DLPack nor ``__cuda_array_interface__``.
-    """
-    cupy = sys.modules["cupy"]
-    if isinstance(array, cupy.ndarray):
-        return np.asarray(array.get())
-    shared = _by_dlpack(array) or _by_interface(array)
-    gpu = int(shared.array.device.id)
-    current = cupy.cuda.get_current_stream(gpu)
-    if shared.stream is not None and shared.stream is not current:
-        _wait(current, shared.stream, gpu)
-    return np.asarray(shared.array.get())
-
-
-class _Shared(NamedTuple):
-    """A foreign array as CuPy sees it.
-
-    Attributes:
-        array: a CuPy array on the same memory.
-        stream: to wait for before it is read; None if it is ready.
-        once: whether one wait for that stream serves all arrays of a call. Not after DLPack,
-            which made the stream wait for this very array only now.
-        read_only: whether its library says so.
-    """
-
-    array: Any
-    stream: Stream | None
-    once: bool
-    read_only: bool
-
-
-def _by_dlpack(array: Any) -> _Shared | None:
-    """Shares an array by DLPack; None if it does not support that."""
-    if not hasattr(array, "__dlpack__"):
-        return None
-    try:
-        shared = sys.modules["cupy"].from_dlpack(array)
-    except (BufferError, RuntimeError):  # a read-only array, say, before DLPack 1.0
-        return None
-    return _Shared(shared, _current(int(shared.device.id)), once=False, read_only=False)
-
-
-def _by_interface(array: Any) -> _Shared:
-    """Shares an array by ``__cuda_array_interface__`` version 3, which names its stream, if any.
-
-    CuPy's own conversion would make the *host* wait for that stream.
-    """
-    interface = getattr(array, "__cuda_array_interface__", None)
-    if interface is None:
-        raise TypeError(
-            f"the GPU memory of {type(array).__name__} cannot be shared by DLPack or by "
-            "__cuda_array_interface__"
-        )
-    if interface.get("mask") is not None:
-        raise TypeError("a masked array would lose its mask: pass an array without one")
-    cupy = sys.modules["cupy"]
-    dtype, shape, strides = (
-        np.dtype(interface["typestr"]),
-        interface["shape"],
-        interface.get("strides"),
-    )
-    address, read_only = interface["data"]
-    gpu = int(cupy.cuda.runtime.pointerGetAttributes(address).device) if address else 0
-    made = _array_at(address, shape, dtype, strides, (array, gpu))
-    return _Shared(made, interface.get("stream"), once=True, read_only=bool(read_only))
-
-
-def _array_at(
-    address: int,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    strides: tuple[int, ...] | None,
-    place: tuple[Any, int],
-) -> Any:
-    """Returns a CuPy array at an address; ``place``: who owns the memory, and the GPU it is on."""
-    owner, gpu = place
-    cupy = sys.modules["cupy"]
-    nbytes = math.prod(shape) * dtype.itemsize
-    if strides is not None and nbytes:  # the last byte that a step of each extent can reach
-        steps = ((extent - 1) * max(0, step) for extent, step in zip(shape, strides, strict=True))
-        nbytes = sum(steps) + dtype.itemsize
-    memory = cupy.cuda.UnownedMemory(address, nbytes, owner, gpu)
-    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
-
-
-def _adopt(
-    array: Any, device: Device, stream: Stream | None, *, once: bool = True, writable: bool = True
-) -> Buffer:
+def _adopt(array: Any, device: Device, stream: Stream, *, writable: bool = True) -> Buffer:
     """Wraps a CuPy array as a Buffer of the mesh, whose queue waits for ``stream``.
 
-    And ``stream`` for ours when the call ends, unless the array is immutable (JAX's).
+    And ``stream`` for ours when the call ends, unless the array is immutable (JAX's): then
+    ``stream`` waits for this very array only now, so no earlier wait serves.
     """
     gpu = int(array.device.id)
     if device.mesh_state.backend != "cuda":
@@ -229,11 +134,11 @@ def _adopt(
             f"the array is on GPU {gpu}, which is not in the mesh {device.mesh}"
         )
     if array.flags.c_contiguous:
-        fenced = unsynchronized(home, stream, leaving=False) if once else stream
+        fenced = unsynchronized(home, stream, leaving=False) if writable else stream
         buffer = home.adopt(array, writable=writable)
         if fenced is not None:
             home.wait_for_stream(fenced, checked=not unchecked(home, fenced))
-        if stream is not None and (writable or once):
+        if writable:
             record_input(home, stream)
             keep_alive(buffer.block)
         return buffer
@@ -241,8 +146,10 @@ def _adopt(
     home.mesh_state.check_free(home, "a copy of an array that is not contiguous")
     _check_streams(home, stream)
     with array.device:  # CuPy copies to the current GPU, in the order of its current stream
-        if stream is not None and stream is not current:
-            _wait(current, stream, gpu)
+        if stream is not current:
+            event = sys.modules["cupy"].cuda.Event(disable_timing=True)
+            sys.modules["cupy"].cuda.runtime.eventRecord(event.ptr, handle_of(stream))
+            current.wait_event(event)
             record_input(home, stream, read=True)  # by CuPy's stream, which ours waits for
         array = array.copy()
     # Always wait: the copy is newer than any earlier wait.
@@ -251,21 +158,10 @@ def _adopt(
     return buffer
 
 
-def _check_streams(device: Device, stream: Stream | None) -> None:
-    """Raises ``CaptureError`` if ``stream`` or CuPy's current one is capturing a CUDA graph."""
-    for each in {_current(device.physical), stream} - {None}:
+def _check_streams(device: Device, *streams: Stream) -> None:
+    """Raises ``CaptureError`` if CuPy's current stream, or one of these, captures a CUDA graph."""
+    for each in {_current(device.physical), *streams}:
         device.check_stream(each)
-
-
-def _wait(stream: Any, other: Stream, gpu: int) -> None:
-    """Makes a CuPy stream wait for the work queued on another stream of its GPU."""
-    cuda = sys.modules["cupy"].cuda
-    with cuda.Device(gpu):  # the event's, and whose default streams the two handles may name
-        handle, event = handle_of(other), cuda.Event(disable_timing=True)
-        if cuda.runtime.streamIsCapturing(handle):
-            raise CaptureError(f"the array's stream {handle:#x} is capturing a CUDA graph")
-        cuda.runtime.eventRecord(event.ptr, handle)
-        stream.wait_event(event)
 
 
 def _current(gpu: int) -> Stream:

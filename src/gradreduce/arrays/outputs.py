@@ -28,11 +28,6 @@ from .convert import (
 )
 from .convert_gpu import Kind
 
-_NO_OUT = {
-    "jax": "is immutable",
-    "cuda": "has no current stream that can be queried: wrap it with cupy.asarray",
-}
-
 
 class Out(NamedTuple):
     """A caller's array that a call writes.
@@ -83,9 +78,9 @@ def as_out(
         DeviceMismatchError: it lies elsewhere, or in the flat buffer of another device.
     """
     kind = kind_of(array)
-    if kind in _NO_OUT or (kind == "native" and not isinstance(array, np.ndarray)):
+    if kind == "jax" or (kind == "native" and not isinstance(array, np.ndarray)):
         number = "is a number, not an array" if isinstance(array, np.generic) else "is not an array"
-        reason = _NO_OUT.get(kind, number)
+        reason = "is immutable" if kind == "jax" else number
         raise TypeError(f"{type(array).__name__} {reason}; it cannot be used as out")
     found = shape_and_dtype(array)
     wanted = shape if order is None else tuple([shape[axis] for axis in inverse(order)])

@@ -38,7 +38,7 @@ Reduce = Callable[[list[Request]], list[tuple[Part, ...]]]
 # JAX's arrays never change: those that came in are ready for good.
 _SHARED_KINDS = ("torch", "cupy")
 _ON_HOST = ("native", "numpy", "torch")
-_ON_GPU = ("native", "torch", "cupy", "cuda")
+_ON_GPU = ("native", "torch", "cupy")
 
 
 class StreamBoundary:
@@ -293,9 +293,13 @@ def check_preparable(call: Call) -> None:
                 "with each call: only dense values can be prepared"
             )
         for replica, buffer in enumerate(request.value.buffers):
-            why = _UNREADABLE.get(buffer.array_owner)
-            if why is not None:
-                raise ValueError(f"{request.value._name_of(index, replica)} {why}")
+            if buffer.array_owner == "copy":
+                raise ValueError(
+                    f"{request.value._name_of(index, replica)} could not be shared and was copied, "
+                    "so later calls would read the copy. Pass arrays on their device that are "
+                    "contiguous, or dense with the same strides; on GPUs arrays in GPU memory, on "
+                    "simulated devices with schedule_seed= Buffers"
+                )
         on_gpu = request.devices[0].mesh_state.backend == "cuda"
         if not call.outs and (kind == "jax" or (kind == "numpy" and on_gpu)):
             raise ValueError(
@@ -317,12 +321,3 @@ def _check_written(call: Call) -> None:
                 )
                 name = call.requests[index].value._name_of(index, replica, "out")
                 raise ValueError(f"{name} {why}")
-
-
-_UNREADABLE: dict[str | None, str] = {
-    "copy": "could not be shared and was copied, so later calls would read the copy. Pass arrays "
-    "on their device that are contiguous, or dense with the same strides; on GPUs arrays in GPU "
-    "memory, on simulated devices with schedule_seed= Buffers",
-    "cuda": "is of a library whose current stream cannot be queried, so later calls could not wait "
-    "for it: pass cupy.asarray of it",
-}

@@ -12,7 +12,6 @@ from support.exact_data import same
 
 import gradreduce as gr
 from gradreduce import ops as arithmetic
-from gradreduce.arrays.convert import host_array
 from gradreduce.device import Capture
 from gradreduce.errors import CaptureError
 
@@ -278,36 +277,6 @@ def test_a_tensor_is_shared_while_cupys_stream_captures(torch):
         value = gr.PerReplica(tensors, mesh)
         assert counts["is_capturing"] - before == 1  # not for each queue that waits
         assert (value.buffers[0].numpy() == 1).all()
-
-
-class StreamArray:
-    """An array of a library that names its stream by ``__cuda_array_interface__``."""
-
-    def __init__(self, array, stream):
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "shape": array.shape,
-            "typestr": array.dtype.str,
-            "data": (array.data.ptr, False),
-            "stream": stream.ptr,
-        }
-
-    __cuda_array_interface__ = None
-
-
-@pytest.mark.gpu
-def test_no_array_of_a_stream_that_captures_comes_to_the_host(gpus):
-    import cupy
-
-    gpus(1)
-    with cupy.cuda.Device(0):
-        theirs = cupy.cuda.Stream(non_blocking=True)
-        with theirs:
-            array = cupy.asarray(np.ones(6, np.float32))
-        other = cupy.cuda.Stream(non_blocking=True)
-        with captured_by_caller(theirs, THREAD_LOCAL), other, pytest.raises(CaptureError):
-            host_array(StreamArray(array, theirs))
-        assert (host_array(StreamArray(array, theirs)) == 1).all()
 
 
 @pytest.mark.gpu

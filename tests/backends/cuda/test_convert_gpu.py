@@ -1,7 +1,7 @@
 """GPU arrays of other libraries come in and go out on their own memory, in the right order.
 
 PyTorch and JAX cannot be had on a machine without a GPU; what stands for them shows what the
-validation looks at: a current stream, DLPack, ``__cuda_array_interface__``.
+validation looks at: a current stream, DLPack.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import gradreduce as gr
 from gradreduce import ops
 from gradreduce.arrays import convert_gpu
 from gradreduce.arrays.caller_streams import StreamScope
-from gradreduce.arrays.convert import from_buffer, host_array, kind_of, to_buffer
+from gradreduce.arrays.convert import from_buffer, kind_of, to_buffer
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import open_mesh
-from gradreduce.device import Mesh, as_dtype
+from gradreduce.device import Mesh, as_dtype, copied_to
 from gradreduce.errors import CaptureError, DeviceMismatchError
 
 pytestmark = pytest.mark.fake_cupy
@@ -46,24 +46,14 @@ def mesh(here) -> Iterator[Mesh]:
         yield made
 
 
-class StreamArray:
-    """An array of a library that shows nothing but ``__cuda_array_interface__``."""
+class JaxArray(Tensor):
+    """Shows no stream, but waits for its own in DLPack."""
 
-    def __init__(self, array, **changed) -> None:
-        self.array = array
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "shape": array.shape,
-            "typestr": array.dtype.str,
-            "data": (array.data.ptr, False),
-            "strides": array.strides,
-            **changed,
-        }
+    def devices(self):
+        return (SimpleNamespace(platform="gpu"),)
 
-    def __dlpack_device__(self):
-        return 2, self.array.device.id
 
-    __cuda_array_interface__ = None
+JaxArray.__module__ = "jaxlib"
 
 
 def test_a_tensor_is_shared_in_the_order_of_pytorchs_stream(mesh, torch):
@@ -80,8 +70,8 @@ def test_a_tensor_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
     refused = pytest.raises(machine.Fault, match="unordered: ")
     with refused, open_mesh(1, backend="cuda") as mesh:  # whose close meets a stopped machine
         stream = cupy.cuda.Stream(non_blocking=True)
-        array = made_on(stream, data(SHAPE))
-        to_buffer(StreamArray(array, stream=stream.ptr), mesh.devices[0]).numpy()
+        with stream:
+            to_buffer(made_on(stream, data(SHAPE)), mesh.devices[0]).numpy()
     assert "unordered: " in here.faults[0]
     new_machine()  # whose faults are not those
 
@@ -176,6 +166,15 @@ def test_one_call_fences_a_stream_once_in_and_once_out(mesh, here):
             assert same(array.get(), data(SHAPE))
 
 
+def test_an_input_may_be_overwritten_when_the_call_has_returned(mesh, torch):
+    array, device = made_on(torch.stream, data(SHAPE)), mesh.devices[0]
+    with StreamScope():
+        copy = copied_to(device, to_buffer(Tensor(array), device))
+    with torch.stream:
+        array[...] = -1
+    assert same(copy.numpy(), data(SHAPE))
+
+
 def test_calls_nest_and_a_later_one_fences_anew(mesh, here):
     arrays = [cupy.asarray(data(SHAPE)) for _ in range(3)]
     device = mesh.devices[0]
@@ -190,49 +189,15 @@ def test_calls_nest_and_a_later_one_fences_anew(mesh, here):
     assert records(here, lambda: [to_buffer(array, device) for array in arrays]) == 3
 
 
-def test_the_interface_is_the_second_way(mesh):
-    theirs = cupy.cuda.Stream(non_blocking=True)
-    array = made_on(theirs, data(SHAPE))
-    shown = StreamArray(array, stream=theirs.ptr)
-    assert kind_of(shown) == "cuda"
-    buffer = to_buffer(shown, mesh.devices[0])
-    assert buffer.address == array.data.ptr
-    assert same(buffer.numpy(), data(SHAPE))
-    assert from_buffer(buffer, "cuda").data.ptr == array.data.ptr
-
-
-def test_the_interface_is_taken_where_dlpack_refuses(mesh, torch):
-    class Array(StreamArray):
-        def __dlpack__(self, stream):
-            raise BufferError("Cannot export readonly array")
-
-    array = made_on(torch.stream, data(SHAPE))
-    shown = Array(array, data=(array.data.ptr, True), stream=torch.stream.ptr)
-    buffer = to_buffer(shown, mesh.devices[0])
-    assert buffer.address == array.data.ptr
-    assert not buffer.block.writable
-    assert same(buffer.numpy(), data(SHAPE))
-
-
-@pytest.mark.parametrize("handle", ["non_blocking", "null", "ptds"])
-def test_a_host_copy_waits_for_a_stream_on_the_arrays_gpu(here, handle):
-    """Default streams are those of the current GPU; the array's is another."""
-    with cupy.cuda.Device(1):
-        theirs = cupy.cuda.Stream(**{handle: True})
-        shown = StreamArray(made_on(theirs, data(SHAPE)), stream=theirs.ptr or 1)
-        with cupy.cuda.Stream(non_blocking=True), cupy.cuda.Device(0):
-            assert same(host_array(shown), data(SHAPE))
-
-
 def test_dlpack_is_asked_as_cupy_asks(mesh, torch):
     asked = []
 
-    class Recent(StreamArray):
+    class Recent(JaxArray):
         def __dlpack__(self, **said):
             asked.append(sorted(said))
             return Tensor(self.array).__dlpack__(**said)
 
-    class Old(StreamArray):  # of a library from before DLPack 1.0
+    class Old(JaxArray):  # of a library from before DLPack 1.0
         def __dlpack__(self, stream):
             asked.append("stream alone")
             return Tensor(self.array).__dlpack__(stream=stream)
@@ -245,12 +210,7 @@ def test_dlpack_is_asked_as_cupy_asks(mesh, torch):
 
 def test_dlpack_is_not_asked_where_cupys_stream_captures(mesh, torch):
     """It would make that stream wait for the array's."""
-
-    class Array(StreamArray):
-        def __dlpack__(self, stream):
-            return Tensor(self.array).__dlpack__(stream=stream)
-
-    shown = Array(made_on(torch.stream, data(SHAPE)))
+    shown = JaxArray(made_on(torch.stream, data(SHAPE)))
     theirs = cupy.cuda.Stream(non_blocking=True)
     with theirs:
         theirs.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
@@ -285,45 +245,16 @@ def test_a_threads_default_stream_is_its_own(new_machine):
     new_machine()  # whose faults are not those
 
 
-def test_strides_are_taken_and_nothing_at_all_too(mesh):
-    stream = cupy.cuda.Stream(non_blocking=True)
-    array = made_on(stream, data(SHAPE))[:, 1::3]
-    buffer = to_buffer(StreamArray(array, stream=stream.ptr), mesh.devices[0])
-    assert same(buffer.numpy(), np.ascontiguousarray(data(SHAPE)[:, 1::3]))
-    nothing = StreamArray(cupy.ndarray((0, 3), "float32"), data=(0, False))
-    assert to_buffer(nothing, mesh.devices[0]).shape == (0, 3)
-
-
-def test_a_read_only_array_is_an_input_and_never_an_output(mesh):
-    array = cupy.asarray(data(SHAPE))
-    buffer = to_buffer(StreamArray(array, data=(array.data.ptr, True), stream=1), mesh.devices[0])
-    with pytest.raises(ValueError, match="read-only"):
-        mesh.devices[0].copy(buffer, mesh.devices[0].upload(data(SHAPE)))
-
-
-def test_what_is_shared_in_no_way_is_refused(mesh):
-    array = cupy.asarray(data(SHAPE))
-    with pytest.raises(TypeError, match="mask"):
-        to_buffer(StreamArray(array, mask=array), mesh.devices[0])
-    nothing = type("Nothing", (), {"__cuda_array_interface__": None})()
-    with pytest.raises(TypeError, match="the GPU memory of Nothing cannot be shared"):
-        to_buffer(nothing, mesh.devices[0])
-    with (
-        open_mesh(1, backend="sim") as sim,
-        pytest.raises(DeviceMismatchError, match="sim:0 is simulated"),
-    ):
-        to_buffer(StreamArray(array), sim.devices[0])
+def test_what_is_of_another_library_is_refused():
+    shown = type("Shown", (), {"__cuda_array_interface__": None})()
+    with pytest.raises(TypeError, match=r"^Shown is of another library: pass cupy.asarray of it"):
+        kind_of(shown)
 
 
 def test_a_jax_array_is_shared_behind_cupys_stream_and_stays_as_it_is(mesh, torch):
-    class Array(Tensor):  # which shows no stream, but waits for its own in DLPack
-        def devices(self):
-            return (SimpleNamespace(platform="gpu"),)
-
-    Array.__module__ = "jaxlib"
     with cupy.cuda.Stream(non_blocking=True):
         array = made_on(torch.stream, data(SHAPE))
-        buffer = to_buffer(Array(array), mesh.devices[0])
+        buffer = to_buffer(JaxArray(array), mesh.devices[0])
         assert buffer.address == array.data.ptr
         assert not buffer.block.writable
         assert same(buffer.numpy(), data(SHAPE))
@@ -332,13 +263,10 @@ def test_a_jax_array_is_shared_behind_cupys_stream_and_stays_as_it_is(mesh, torc
 def test_each_jax_array_of_a_call_is_waited_for(mesh, torch):
     """CuPy's current stream begins to wait for an array when it comes in: no fence serves two."""
 
-    class Array(Tensor):
+    class Array(JaxArray):
         def __init__(self, stream) -> None:
             super().__init__(made_on(stream, data(SHAPE)))
             self.stream = stream
-
-        def devices(self):
-            return (SimpleNamespace(platform="gpu"),)
 
         def __dlpack__(self, stream):
             event = cupy.cuda.Event()
@@ -346,7 +274,6 @@ def test_each_jax_array_of_a_call_is_waited_for(mesh, torch):
             cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
             return self.array
 
-    Array.__module__ = "jaxlib"
     with cupy.cuda.Stream(non_blocking=True):
         arrays = [Array(cupy.cuda.Stream(non_blocking=True)) for _ in range(3)]
         total = gr.PerReplica([arrays[0], arrays[1]], mesh[0:2])
