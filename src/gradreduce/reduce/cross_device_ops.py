@@ -41,9 +41,9 @@ from .arguments import (
     destination_devices,
     named_mesh,
     single_value,
+    with_outs,
 )
-from .one_device import Accumulate, copied_to, divided
-from .out_arguments import with_outs
+from .one_device import Accumulate, copied_to, quotients
 from .pipeline import copy_to_out, label_of, names_of, reduce_to_one
 from .process_values import broadcast_from
 
@@ -384,9 +384,9 @@ class CrossDeviceOps(ABC):
         with SuspendedScope():  # may be a subclass of the caller's
             reduced = self.reduce_batch(ReduceOp.SUM, requests, coalesce=False)
         dtypes = out_dtypes or [row[0].dtype for row in gradients]
-        sums = [(buffer_of(part), dtype) for parts, dtype in zip(reduced, dtypes, strict=True)
-                for part in parts]  # fmt: skip
-        made = iter(divided([total for total, _ in sums], divisor, [dtype for _, dtype in sums]))
+        sums = [buffer_of(part) for parts in reduced for part in parts]
+        wanted = [dtype for dtype, parts in zip(dtypes, reduced, strict=True) for _ in parts]
+        made = iter(quotients(sums, divisor, wanted))
         return [tuple([next(made) for _ in parts]) for parts in reduced]
 
     def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:

@@ -73,23 +73,28 @@ def added_on(
     return quotients([total], divisor)[0] if counts else total
 
 
-def quotients(sums: Sequence[Buffer], divisor: float) -> list[Buffer]:
-    """Divides integers to floats in new memory; buffers on one GPU share a launch."""
-    outs = [total.device.empty(total.shape, mean_dtype(total.dtype)) for total in sums]
-    for indices, leader in by_gpu(outs):
-        here = [outs[index] for index in indices]
-        ops.divide(here, [sums[index] for index in indices], divisor, device=leader)
-    return outs
+def quotients(
+    sums: Sequence[Buffer], divisor: float, dtypes: Sequence[DType] | None = None
+) -> list[Buffer]:
+    """Divides sums in new memory; buffers on one GPU share a launch.
 
-
-def divided(sums: Sequence[Buffer], divisor: float, dtypes: Sequence[DType]) -> list[Buffer]:
-    """Divides sums of floats and rounds to ``dtypes``, in new memory; shares launches."""
+    Args:
+        sums: all of integers, or all of floats.
+        divisor: of each.
+        dtypes: to which they are rounded; default those of means.
+    """
+    dtypes = dtypes or [mean_dtype(total.dtype) for total in sums]
     outs = [
         total.device.empty(total.shape, dtype) for total, dtype in zip(sums, dtypes, strict=True)
     ]
     for indices, leader in by_gpu(outs):
-        here = [[outs[index]] for index in indices]
-        ops.all_sum(here, [[sums[index]] for index in indices], divisor=divisor, device=leader)
+        here, terms = [outs[index] for index in indices], [sums[index] for index in indices]
+        if terms[0].dtype.kind in "iu":
+            ops.divide(here, terms, divisor, device=leader)
+        else:
+            ops.all_sum(
+                [[out] for out in here], [[term] for term in terms], divisor=divisor, device=leader
+            )
     return outs
 
 

@@ -268,14 +268,11 @@ def _boundary_of(call: Call) -> StreamBoundary:
         for request in call.requests
         for buffer in request.value.buffers
     ]
+    pairs = zip(call.requests, call.kinds, strict=True)
+    consumers = [(kind, device) for request, kind in pairs for device in request.devices]
     if call.outs:  # whose owners may still read or write them
-        written = [(each.kind, each.buffer.device) for row in call.outs for each in row]
-        return StreamBoundary(call.devices, [*producers, *written], written)
-    consumers = [
-        (kind, device)
-        for request, kind in zip(call.requests, call.kinds, strict=True)
-        for device in request.devices
-    ]
+        consumers = [(each.kind, each.buffer.device) for row in call.outs for each in row]
+        producers += consumers
     return StreamBoundary(call.devices, producers, consumers)
 
 
