@@ -317,6 +317,16 @@ def test_epsilon_is_where_tensorflow_or_pytorch_has_it(make):
     assert (make().eps_mode, make(eps_mode="torch").eps_mode) == ("tensorflow", "torch")
     with pytest.raises(ValueError, match="eps_mode='keras' must be 'tensorflow' or 'torch'"):
         make(eps_mode="keras")
+    optimizer, variable = make(), gr.Variable([1.0])
+    optimizer.apply_gradients([([1.0], variable)])
+    optimizer.eps_mode = "keras"
+    before = variable.numpy()
+    with pytest.raises(ValueError, match="eps_mode='keras' must be"):
+        optimizer.apply_gradients([([1.0], variable)])
+    assert same(variable.numpy(), before)
+    saved, loaded = make(eps_mode="torch").state_dict(), make()
+    loaded.load_state_dict(saved, [])
+    assert loaded.eps_mode == "torch"
 
 
 @pytest.mark.parametrize("value", [0, -0.5, float("nan")])

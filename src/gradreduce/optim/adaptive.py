@@ -14,10 +14,11 @@ from .hyperparameters import Number
 from .optimizer import Optimizer, Scalars
 
 
-def _as_eps_mode(eps_mode: str) -> str:
+def _is_torch(eps_mode: str) -> bool:
+    """Whether epsilon is added where PyTorch adds it."""
     if eps_mode not in ("tensorflow", "torch"):
         raise ValueError(f"eps_mode={brief(eps_mode)} must be 'tensorflow' or 'torch'")
-    return eps_mode
+    return eps_mode == "torch"
 
 
 class _DecayingOptimizer(Optimizer):
@@ -54,14 +55,15 @@ class AdamOptimizer(_DecayingOptimizer):
             as zero in all other rows, whose moments decay and which change too.
         master_dtype: see ``Optimizer``.
         eps_mode: ``"tensorflow"`` adds epsilon to ``sqrt(v)``, as above. ``"torch"`` adds it to
-            ``sqrt(v / (1 - p2))``, as torch.optim.Adam does.
+            ``sqrt(v / (1 - p2))``, as torch.optim.Adam does. Can be set later.
 
     Raises:
-        ValueError: ``beta1`` or ``beta2`` is out of range, here or at an update, or another
-            ``eps_mode``.
+        ValueError: ``beta1`` or ``beta2`` is out of range, or another ``eps_mode``, here or at an
+            update.
     """
 
     _rule = update_rules.adam
+    _settings = ("eps_mode",)
     _decays = ("beta1", "beta2")
     _power_names = ("beta1_power", "beta2_power")
 
@@ -80,12 +82,8 @@ class AdamOptimizer(_DecayingOptimizer):
     ) -> None:
         super().__init__(name, lazy=lazy, master_dtype=master_dtype)
         self._set_numbers(learning_rate=learning_rate, beta1=beta1, beta2=beta2, epsilon=epsilon)
-        self._eps_mode = _as_eps_mode(eps_mode)
-
-    @property
-    def eps_mode(self) -> str:
-        """Where epsilon is added."""
-        return self._eps_mode
+        _is_torch(eps_mode)
+        self.eps_mode = eps_mode
 
     def variables(self) -> list[Variable]:
         """Returns the slots, ``beta1_power`` and ``beta2_power``, sorted by name.
@@ -105,7 +103,7 @@ class AdamOptimizer(_DecayingOptimizer):
         (lr, beta1, beta2, epsilon, *weight_decay), _ = super()._next_update(powers)
         power1, power2 = powers or (beta1, beta2)
         correction = math.sqrt(1 - power2)
-        epsilon *= correction if self._eps_mode == "torch" else 1
+        epsilon *= correction if _is_torch(self.eps_mode) else 1
         scale = [1 - lr * each for each in weight_decay]  # AdamW has one
         scalars = (lr * correction / (1 - power1), 1 - beta1, 1 - beta2, epsilon, *scale)
         return scalars, (power1 * beta1, power2 * beta2)
@@ -265,13 +263,15 @@ class RMSPropOptimizer(Optimizer):
         eps_mode: ``"tensorflow"`` adds epsilon under the root, as above. ``"torch"`` adds it to the
             root, and ``"rms"`` starts at zero: then a step is that of torch.optim.RMSprop with
             ``alpha=decay``, as long as the learning rate is constant. (PyTorch multiplies the
-            momentum by the current learning rate; here each gradient keeps its own.)
+            momentum by the current learning rate; here each gradient keeps its own.) Can be set
+            later; slots that exist stay as they are.
 
     Raises:
-        ValueError: another ``eps_mode``.
+        ValueError: another ``eps_mode``, here or at an update.
     """
 
     _rule = update_rules.rmsprop
+    _settings = ("eps_mode",)
 
     def __init__(  # noqa: PLR0913  # the signature of TensorFlow
         self,
@@ -291,12 +291,8 @@ class RMSPropOptimizer(Optimizer):
         super().__init__(name, master_dtype=master_dtype)
         numbers = {"learning_rate": learning_rate, "decay": decay, "momentum": momentum}
         self._set_numbers(**numbers, epsilon=epsilon)
-        self._eps_mode = _as_eps_mode(eps_mode)
-
-    @property
-    def eps_mode(self) -> str:
-        """Where epsilon is added, and where ``"rms"`` starts."""
-        return self._eps_mode
+        _is_torch(eps_mode)
+        self.eps_mode = eps_mode
 
     @property
     def centered(self) -> bool:
@@ -304,9 +300,9 @@ class RMSPropOptimizer(Optimizer):
         return self._rule is update_rules.rmsprop_centered
 
     def _slot_start(self, name: str) -> float:
-        return 1.0 if name == "rms" and self._eps_mode == "tensorflow" else 0.0
+        return 1.0 if name == "rms" and not _is_torch(self.eps_mode) else 0.0
 
     def _next_update(self, powers: Scalars) -> tuple[Scalars, Scalars]:
         (lr, decay, momentum, epsilon), powers = super()._next_update(powers)
-        epsilons = (0.0, epsilon) if self._eps_mode == "torch" else (epsilon, 0.0)
+        epsilons = (0.0, epsilon) if _is_torch(self.eps_mode) else (epsilon, 0.0)
         return (lr, 1 - decay, momentum, *epsilons), powers
