@@ -113,7 +113,7 @@ def shown_objects(mesh) -> dict[str, str]:
         "<Variable 'rate' float32[] on sim:0>, momentum=0.9, use_nesterov=False>",
         repr(Rule("mine")): "<Rule 'mine'>",
         repr(inner): "<AdamOptimizer 'Adam' learning_rate=decay_rate, beta1=0.9, beta2=0.999, "
-        "epsilon=1e-08>",
+        "epsilon=1e-08, eps_mode='tensorflow'>",
         repr(getter): "<AGNCustomGetter of 1 variables on sim:4, sim:5>",
         repr(getter.center): f"<AGNCenter of 1 variables on {names}>",
         repr(gr.AGNOptimizer(gr.GradientDescentOptimizer(0.5), 2, getter)): "<AGNOptimizer "
