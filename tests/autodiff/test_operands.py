@@ -52,12 +52,12 @@ def test_a_result_of_objects_is_no_constant(v, loss):
     ],
 )
 def test_a_masked_array_and_a_matrix_are_no_operands(v, loss):
-    with pytest.raises(TypeError, match=r"masked arrays are not|np\.matrix is not"):
+    with pytest.raises(TypeError, match=r"np\.(MaskedArray|MaskedConstant|matrix) is not"):
         gradients(lambda: np.sum(loss(v * 1)))
 
 
 def test_a_masked_seed_is_refused(v):
-    with pytest.raises(TypeError, match="mask"):
+    with pytest.raises(TypeError, match="Masked"):
         gradients(lambda: v * 1, grad_loss=MASKED)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ def gradients(loss, *args, **options):
     return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
 
 
-@pytest.mark.parametrize("number", [float, int, complex, math.exp, operator.index, range])
+@pytest.mark.parametrize("number", [float, int, complex, math.exp])
 def test_inside_its_loss_a_value_is_no_number(v, number):
     with pytest.raises(TypeError, match="stop_gradient"):
         gradients(lambda: number(v[0] * 2))

@@ -5,12 +5,8 @@ Start reading with ``tape.py``.
 
 from __future__ import annotations
 
-from . import (  # noqa: F401  # they fill the registry
-    rules_elementwise,
-    rules_linear,
-    rules_reductions,
-    rules_shapes,
-)
+# These fill the registry of rules.
+from . import rules_elementwise, rules_linear, rules_reductions, rules_shapes  # noqa: F401
 from .frameworks import stop_gradient
 from .rules_indexing import embedding_lookup
 from .rules_losses import logsumexp, relu, sigmoid, softmax_cross_entropy

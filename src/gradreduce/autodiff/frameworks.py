@@ -107,63 +107,62 @@ class JaxLoss:
         self._loss = loss
         self.values: list[Any] = []
         self.has_terms = False
-        self._reads: dict[Buffer, tuple[Any, Any]] = {}  # the array and the Variable of each copy
-        self._tracers: dict[Buffer, Any] | None = None  # of copies, while the loss is traced
+        self._arrays: dict[Buffer, Any] = {}  # of the copies that it reads
+        self._variables: dict[Buffer, Any] = {}  # of those that get a gradient
+        self._tracers: dict[Buffer, Any] | None = None  # of these, in the second call
         self._top: Any = None  # the trace of the loss itself, if any
 
-    def add(self, copy: Buffer, array: Any, variable: Any) -> None:
-        """Adds a copy of a Variable that the loss reads and that gets a gradient.
-
-        Raises:
-            RuntimeError: the loss did not read it in its first call.
-        """
-        if self._tracers is not None:
-            raise RuntimeError(
-                f'engine="jax" calls a loss twice, and it read {variable!r} only once: read the '
-                "same Variables with variable.read in every call"
-            )
-        self._reads[copy] = array, variable
-
-    def value(self, copy: Buffer, array: Any) -> Any:
-        """Returns what the loss gets for a copy: ``array``, or its tracer.
+    def read(self, variable: Any, copy: Buffer, *, is_wanted: bool) -> Any:
+        """Returns the array of a copy, or its tracer if it gets a gradient.
 
         In the first call these are zeros made by JAX while it traces, so that its caches do not
         hold the array.
 
         Raises:
-            RuntimeError: the Variable is read in a function that JAX caches.
+            RuntimeError: the Variable is read in a function that JAX caches, or in the second call
+                only.
         """
         if _tracing_to_keep() not in (None, self._top):
             raise RuntimeError(
                 "a Variable was read inside jax.jit, jax.lax.scan, jax.lax.cond or jax.checkpoint, "
                 "which would cache its value: read it outside and pass it as an argument"
             )
-        if self._tracers is not None:
-            return self._tracers.get(copy, array)
-        return sys.modules["jax"].lax.full_like(array, 0) if copy in self._reads else array
+        if copy not in self._arrays:
+            self._arrays[copy] = _as_jax(copy)
+        if not is_wanted:
+            return self._arrays[copy]
+        if self._tracers is None:
+            self._variables[copy] = variable
+            return sys.modules["jax"].lax.full_like(self._arrays[copy], 0)
+        if copy not in self._tracers:
+            raise RuntimeError(
+                f'engine="jax" calls a loss twice, and it read {variable!r} only once: read the '
+                "same Variables with variable.read in every call"
+            )
+        return self._tracers[copy]
 
-    def gradients(self, grad_loss: Any) -> list[tuple[Buffer, Any]]:
-        """Returns the gradient of each copy that the loss reads.
+    def gradients(self, grad_loss: Any) -> list[tuple[Any, Buffer, Any]]:
+        """Returns the Variable, the copy and the gradient of each copy that gets one.
 
         A gradient has the Variable's dtype, even if JAX without x64 computed in float32.
         """
         jax = sys.modules["jax"]
 
         def total(arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
-            self._tracers = dict(zip(self._reads, arrays, strict=True))
+            self._tracers = dict(zip(self._variables, arrays, strict=True))
             return self._total(grad_loss)
 
         with _own_caches()("a loss of gradreduce's"):
             jax.eval_shape(self._total, grad_loss)
-            arrays = [array for array, _ in self._reads.values()]
+            arrays = [self._arrays[copy] for copy in self._variables]
             if not arrays:
                 _, self.values = self._total(grad_loss)
                 return []
             (_, self.values), found = jax.value_and_grad(total, has_aux=True)(arrays)
         jax.block_until_ready(found)  # JAX still reads the Variables, which may be written now
         return [
-            (copy, _in_dtype(gradient, variable.dtype))
-            for (copy, (_, variable)), gradient in zip(self._reads.items(), found, strict=True)
+            (variable, copy, _in_dtype(gradient, variable.dtype))
+            for (copy, variable), gradient in zip(self._variables.items(), found, strict=True)
         ]
 
     def _total(self, grad_loss: Any) -> tuple[Any, list[Any]]:
@@ -214,7 +213,7 @@ def _own_caches() -> Callable[[Any], Any]:
     return nullcontext if make is None else make()
 
 
-def as_jax(copy: Buffer) -> Any:
+def _as_jax(copy: Buffer) -> Any:
     """A JAX array that shares the memory of a copy, also while JAX traces."""
     with StreamScope(), sys.modules["jax"].ensure_compile_time_eval():
         return from_buffer(copy, "jax")

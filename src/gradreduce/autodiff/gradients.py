@@ -26,7 +26,6 @@ from .accumulate_terms import TermAccumulator
 from .backward import backward
 from .frameworks import (
     JaxLoss,
-    as_jax,
     check_seed_shape,
     is_iterator,
     is_tensor,
@@ -35,6 +34,7 @@ from .frameworks import (
 from .tape import Trace, Traced, resolve
 from .unsupported import check_operand
 
+Pairs = list[tuple[Any, Variable]]
 Engine = Literal["jax"]
 ENGINES = ("jax",)
 _ALLOWED = ("float16", "bfloat16", "float32", "float64")
@@ -46,8 +46,7 @@ def gradients_of(
     method: AggregationMethod,
     grad_loss: Any = None,
     engine: Engine | None = None,
-    losses: list[Any] | None = None,
-) -> list[tuple[Any, Variable]]:
+) -> tuple[Any, Pairs]:
     """Computes the gradient of ``loss`` with respect to each variable.
 
     Args:
@@ -57,10 +56,10 @@ def gradients_of(
         method: how the terms of a gradient are combined.
         grad_loss: the gradient of the result of ``loss``, of its shape; default: ones.
         engine: see ``Optimizer.compute_gradients``.
-        losses: not None: the value of the loss is appended, of an iterator the list of its terms.
 
     Returns:
-        Pairs of gradient and variable. A gradient is a new array, IndexedSlices, or None.
+        The value of the loss, a copy, of an iterator the list of its terms; and pairs of gradient
+        and variable. A gradient is a new array, IndexedSlices, or None.
 
     Raises:
         InvalidVariableError: the loss did not return a number or an array of floats.
@@ -73,7 +72,7 @@ def gradients_of(
             "torch.autograd.grad(..., create_graph=True) or jax.grad"
         )
     grad_loss = _checked_seed(grad_loss)
-    reading = _Reading(variables, method, keeps_values=losses is not None)
+    reading = _Reading(variables, method)
     with reading_by(reading):
         try:
             if engine == "jax":
@@ -84,9 +83,7 @@ def gradients_of(
                 for term in _terms_of(held) if has_terms else [held]:
                     reading.differentiate(term, grad_loss)
             pairs = reading.pairs(variables)
-            if losses is not None:
-                losses.append(reading.values if has_terms else reading.values[0])
-            return pairs
+            return (reading.values if has_terms else reading.values[0]), pairs
         finally:
             reading.close()
 
@@ -108,20 +105,13 @@ class _Reading:
     Attributes:
         home: see ``Reader``.
         trace: the trace of this call.
-        values: of the loss, or of its terms, if they are kept.
+        values: of the loss, or of its terms.
     """
 
-    def __init__(
-        self,
-        wanted: Sequence[Variable] | None,
-        method: AggregationMethod,
-        *,
-        keeps_values: bool,
-    ) -> None:
+    def __init__(self, wanted: Sequence[Variable] | None, method: AggregationMethod) -> None:
         self.home: Device | None = None
         self.trace = Trace()
         self.values: list[Any] = []
-        self._keeps_values = keeps_values
         self._wanted = None if wanted is None else frozenset(wanted)
         self._method = method
         self._seen: set[Variable] = set()
@@ -161,18 +151,15 @@ class _Reading:
         value = resolve(values.pop())
         if is_tensor(value):
             self._differentiate_tensor(value, grad_loss)
-            if self._keeps_values:
-                self.values.append(value.detach().clone())
+            self.values.append(value.detach().clone())
             return
         _check_loss(value)
         if not isinstance(value, Traced):
-            if self._keeps_values:
-                self.values.append(value.copy() if is_array(value) else value)
+            self.values.append(value.copy() if is_array(value) else value)
             return
         with on_gpu_of(value.node.device):
             seed = _seed(value.value, grad_loss)
-            if self._keeps_values:
-                self.values.append(value.value.copy())
+            self.values.append(value.value.copy())
         roots = [value.node]
         del value
         backward(roots, seed, lambda: TermAccumulator(self._method))
@@ -180,13 +167,12 @@ class _Reading:
     def differentiate_jax(self, loss: Callable[[], Any], grad_loss: Any) -> bool:
         """Differentiates the loss by JAX; returns whether it is an iterator of terms."""
         self._jax = JaxLoss(loss)
-        for index, (copy, gradient) in enumerate(self._jax.gradients(grad_loss)):
-            variable, _ = self._tensors[copy]
-            self._terms_of(variable).push(gradient, (index, 0), copy.device)
+        for variable, copy, gradient in self._jax.gradients(grad_loss):
+            self._terms_of(variable).push(gradient, (0, 0), copy.device)
         self.values = self._jax.values
         return self._jax.has_terms
 
-    def pairs(self, variables: Sequence[Variable] | None) -> list[tuple[Any, Variable]]:
+    def pairs(self, variables: Sequence[Variable] | None) -> Pairs:
         """Each variable with its gradient, in memory that the caller owns."""
         if variables is None:
             variables = [variable for variable in self._terms if variable.trainable]
@@ -234,21 +220,18 @@ class _Reading:
     def _differentiate_tensor(self, value: Any, grad_loss: Any) -> None:
         copies = [copy for copy, (_, tensor) in self._tensors.items() if tensor.requires_grad]
         leaves = [self._tensors[copy][1] for copy in copies]
-        for index, gradient in enumerate(tensor_gradients(value, leaves, grad_loss)):
-            variable, _ = self._tensors[copies[index]]
-            self._terms_of(variable).push(gradient, (index, 0), copies[index].device)
+        for copy, gradient in zip(copies, tensor_gradients(value, leaves, grad_loss), strict=True):
+            self._terms_of(self._tensors[copy][0]).push(gradient, (0, 0), copy.device)
 
     def _read_jax(self, variable: Variable, copy: Buffer) -> Any:
         if self._jax is None:
             raise ValueError(
                 'a Variable is read as a JAX array: pass engine="jax" to compute_gradients'
             )
-        if copy not in self._tensors:
-            self._tensors[copy] = (variable, as_jax(copy))
-            if self._is_wanted(variable):
-                self._terms_of(variable)
-                self._jax.add(copy, self._tensors[copy][1], variable)
-        return self._jax.value(copy, self._tensors[copy][1])
+        is_wanted = self._is_wanted(variable)
+        if is_wanted:
+            self._terms_of(variable)
+        return self._jax.read(variable, copy, is_wanted=is_wanted)
 
 
 def _wait_for_current_streams(copies: Iterable[Buffer], kind: Kind) -> None:

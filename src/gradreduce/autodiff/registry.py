@@ -12,8 +12,6 @@ Maker = Callable[..., VJP]  # creates a VJP; called only if its operand is trace
 #: Returns the VJP of the first argument, or one ``Maker`` for each positional argument; that of a
 #: list of arrays is called with the index in the list.
 RULES: dict[Any, Callable[..., VJP | Sequence[Maker]]] = {}
-#: Operations whose result may be a view of their first operand.
-VIEWS: set[Any] = set()
 #: Operations of a list of arrays.
 JOINS: set[Any] = set()
 #: Operations whose result is constant or piecewise constant.

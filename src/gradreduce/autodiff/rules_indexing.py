@@ -18,7 +18,7 @@ from gradreduce.arrays.convert import host_array
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.errors import InvalidArgumentError
 
-from .registry import COMPOSED, RULES, VIEWS, VJP
+from .registry import COMPOSED, RULES, VJP
 from .rules_broadcast import normalized, shape_of
 
 _BASIC = (int, np.integer, slice, type(None), type(Ellipsis))
@@ -127,4 +127,3 @@ COMPOSED[np.take] = _take
 COMPOSED[np.take_along_axis] = _take_along_axis
 for _function in (np.tile, np.repeat, np.roll, np.diagonal):
     _by_position(_function)
-VIEWS.add(index_into)

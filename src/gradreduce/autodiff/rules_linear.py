@@ -62,10 +62,8 @@ def _dot(a: Any, b: Any) -> Any:
 
 
 def _inner(a: Any, b: Any) -> Any:
-    a, b = _array(a), _array(b)
-    if not a.shape or not b.shape:
-        return np.multiply(a, b)
-    return np.tensordot(a, b, axes=(-1, -1))
+    b = _array(b)
+    return np.dot(a, np.swapaxes(b, -1, -2) if b.ndim > 1 else b)
 
 
 def _einsum(out: Any, subscripts: Any, *operands: Any, optimize: bool = False) -> tuple[Maker, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradreduce.reduce.aggregation import accumulate_n, add_n, aggregate
 
-from .registry import COMPOSED, JOINS, RULES, VIEWS, VJP, Maker
+from .registry import COMPOSED, JOINS, RULES, VJP, Maker
 from .rules_broadcast import like, normalized, shape_of
 from .unsupported import no_rule
 
@@ -92,10 +92,6 @@ _moved(np.broadcast_to, lambda g, of_operand, shape, subok=False: like(g, of_ope
 RULES[np.concatenate] = _concatenate
 RULES[add_n] = RULES[accumulate_n] = RULES[aggregate] = _sum_of
 JOINS |= {np.concatenate, add_n, accumulate_n, aggregate}
-VIEWS |= {
-    np.reshape, np.ravel, np.expand_dims, np.squeeze, np.transpose, np.swapaxes, np.moveaxis,
-    np.flip,
-}  # fmt: skip
 COMPOSED.update(
     {
         np.stack: lambda arrays, axis=0: np.concatenate(

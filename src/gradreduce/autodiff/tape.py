@@ -35,7 +35,7 @@ from gradreduce.arrays.trace_context import make_like, named_arguments, position
 from gradreduce.device import Device
 
 from .accumulate_terms import TermAccumulator
-from .registry import COMPOSED, CONSTANT, JOINS, RULES, VIEWS, VJP, Maker
+from .registry import COMPOSED, CONSTANT, JOINS, RULES, VJP, Maker
 from .unsupported import (
     NoMethodError,
     beside_tensor,
@@ -197,20 +197,13 @@ class Traced(Traceable):
         return format(self.value, spec) if spec else str(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        made = np.asarray(_after_loss(self, "a plain array"), dtype)
-        return made.copy() if copy else made
+        return np.array(_after_loss(self, "a plain array"), dtype, copy=copy)
 
     def __float__(self) -> float:
         return float(_after_loss(self, "a number"))
 
     def __int__(self) -> int:
         return int(_after_loss(self, "a number"))
-
-    def __complex__(self) -> complex:
-        return complex(_after_loss(self, "a number"))
-
-    def __index__(self) -> int:
-        return operator.index(_after_loss(self, "an index"))
 
     def __repr__(self) -> str:
         return f"Traced({self.value!r})"
@@ -273,15 +266,12 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _positioned(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Resolves arguments passed by name, and moves them to their position if one is traced."""
-    if holds_traceable(kwargs.get("out")):
+    """Resolves arguments passed by name, and moves them to their position."""
+    out = kwargs.get("out")
+    if holds_traceable(out):
         raise would_write(name_of(function))
-    kwargs = {name: resolve(arg) for name, arg in kwargs.items()}
-    if kwargs.get("out", True) is None:
-        del kwargs["out"]
-    if any(map(holds_traceable, kwargs.values())):
-        return positioned(function, args, kwargs)
-    return args, kwargs
+    named = {name: resolve(arg) for name, arg in kwargs.items() if name != "out" or out is not None}
+    return (args, named) if isinstance(function, np.ufunc) else positioned(function, args, named)
 
 
 def _recorded(
@@ -306,7 +296,7 @@ def _recorded(
         makers = (lambda: made,) if callable(made) else made
         vjps = [_vjp(function, makers, index, item) for index, item, _ in operands]
     node = Node(parents[0].trace, value, parents[0].device, parents, vjps)
-    return Traced(value, node, is_view=function in VIEWS and _is_part(value, raw[0]))
+    return Traced(value, node, is_view=_is_part(value, raw[0]))
 
 
 def _vjp(function: Any, makers: Sequence[Maker], index: int, item: int | None) -> VJP:

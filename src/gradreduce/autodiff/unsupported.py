@@ -10,9 +10,6 @@ from .frameworks import is_tensor
 
 #: Keywords of ufuncs that change only the dtype and the layout of the result.
 _HARMLESS = frozenset({"dtype", "casting", "order", "subok"})
-_PLAIN = frozenset(
-    {np.ndarray, np.float16, np.float32, np.float64, np.int64, float, int, bool, slice, type(None)}
-)
 
 
 class WriteError(NotImplementedError, TypeError):
@@ -60,9 +57,8 @@ def view_written() -> WriteError:
 
 def check_keywords(ufunc: Any, kwargs: dict[str, Any]) -> None:
     """Raises for keywords of a ufunc that its rule does not support."""
-    for key, value in kwargs.items():
-        if key not in _HARMLESS and not (key == "where" and value is True):
-            raise no_rule(f"{name_of(ufunc)}(..., {key}=)")
+    for key in kwargs.keys() - _HARMLESS:
+        raise no_rule(f"{name_of(ufunc)}(..., {key}=)")
 
 
 def check_operand(value: Any) -> None:
@@ -71,27 +67,23 @@ def check_operand(value: Any) -> None:
     Raises:
         TypeError: a PyTorch tensor, a masked array or an np.matrix, also in a list.
     """
-    if type(value) in _PLAIN:
-        return
     if isinstance(value, list | tuple):
         for each in value:
             check_operand(each)
-    elif isinstance(value, np.ndarray):
-        if isinstance(value, np.matrix):
-            raise TypeError("np.matrix is not supported: pass np.asarray(matrix)")
-        if hasattr(value, "mask"):
-            raise TypeError("masked arrays are not supported: pass .filled(0)")
+    elif isinstance(value, np.matrix | np.ma.MaskedArray):
+        raise TypeError(
+            f"np.{type(value).__name__} is not supported: pass a plain array, np.asarray(matrix) "
+            "or masked.filled(0)"
+        )
     elif is_tensor(value):
         raise beside_tensor()
 
 
 def is_float(function: Any, value: Any) -> bool:
     """Whether a result is differentiable (a float); raises if its dtype has no rules."""
-    if not hasattr(value, "dtype") or is_tensor(value):
+    if not hasattr(value, "dtype"):
         raise no_rule(f"{name_of(function)} with {type(value).__name__} as its result")
-    if value.dtype.kind == "c":
-        raise no_rule(f"{name_of(function)} with complex numbers")
-    if value.dtype.kind in "OmM":
+    if value.dtype.kind in "cOmM":
         raise no_rule(f"{name_of(function)} with {value.dtype} as the dtype of its result")
     return value.dtype.kind in "fV"  # bfloat16 is of kind V in ml_dtypes
 

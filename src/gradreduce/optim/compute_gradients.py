@@ -11,17 +11,15 @@ from gradreduce.arrays.convert_gpu import on_gpu_of
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.arrays.replica_context import replica_on
 from gradreduce.arrays.variable import Variable
-from gradreduce.autodiff.gradients import ENGINES, Engine, gradients_of
+from gradreduce.autodiff.gradients import ENGINES, Engine, Pairs, gradients_of
 from gradreduce.device import Device, as_index
 from gradreduce.errors import InvalidVariableError, brief
 from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_method
 
 from .gradient_inputs import check_float
 
-Pairs = list[tuple[Any, Variable]]
 
-
-def ready_gradients(  # noqa: PLR0913  # those of compute_gradients
+def ready_gradients(  # those of compute_gradients
     loss: Callable[[], Any],
     var_list: Any,
     gate_gradients: int,
@@ -29,9 +27,12 @@ def ready_gradients(  # noqa: PLR0913  # those of compute_gradients
     colocate: bool,
     grad_loss: Any,
     engine: Engine | None,
-    losses: list[Any] | None,
-) -> Callable[[], Pairs]:
-    """Validates the arguments of ``compute_gradients``; the result, when called, differentiates."""
+) -> Callable[[], tuple[Any, Pairs]]:
+    """Validates the arguments of ``compute_gradients``.
+
+    Returns:
+        A function that differentiates, and returns the value of the loss and the pairs.
+    """
     gate = -1
     with suppress(TypeError):
         gate = as_index(gate_gradients)
@@ -51,10 +52,12 @@ def ready_gradients(  # noqa: PLR0913  # those of compute_gradients
             f"execution is enabled: it is a {type(loss).__name__}"
         )
     variables = _checked_variables(var_list)
-    return partial(gradients_of, loss, variables, method, grad_loss, engine, losses)
+    return partial(gradients_of, loss, variables, method, grad_loss, engine)
 
 
-def gradients_of_replicas(gradients: Callable[[], Pairs], devices: Sequence[Device]) -> Pairs:
+def gradients_of_replicas(
+    gradients: Callable[[], tuple[Any, Pairs]], devices: Sequence[Device]
+) -> tuple[list[Any], Pairs]:
     """Computes the gradients of each replica of a worker, one after the other.
 
     Args:
@@ -62,17 +65,21 @@ def gradients_of_replicas(gradients: Callable[[], Pairs], devices: Sequence[Devi
         devices: of the replicas.
 
     Returns:
-        For each variable a ``PerReplica`` of its gradients, or None if no replica has one.
+        The value of the loss of each replica; and for each variable a ``PerReplica`` of its
+        gradients, or None if no replica has one.
 
     Raises:
         ValueError: only some replicas have a gradient of a variable.
     """
+    values: list[Any] = []
     found: list[dict[Variable, Any]] = []
     for index, device in enumerate(devices):
         with replica_on(device, index), on_gpu_of(device):
-            found.append({variable: gradient for gradient, variable in gradients()})
+            value, pairs = gradients()
+        values.append(value)
+        found.append({variable: gradient for gradient, variable in pairs})
     variables = dict.fromkeys(variable for each in found for variable in each)
-    return [
+    return values, [
         (_of_replicas([each.get(variable) for each in found], variable, devices), variable)
         for variable in variables
     ]

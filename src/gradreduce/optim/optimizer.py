@@ -14,7 +14,7 @@ from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.variable import Variable, begin_writes
-from gradreduce.autodiff.gradients import Engine
+from gradreduce.autodiff.gradients import Engine, Pairs
 from gradreduce.checkpoint import by_name, checked, downloader, equal, optional
 from gradreduce.device import (
     Buffer,
@@ -31,7 +31,7 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .array_rules import run_python_rule
 from .checkpoint import number_like, power, queued_slots, ready_slots, saved_number, slots_schema
-from .compute_gradients import Pairs, ready_gradients
+from .compute_gradients import ready_gradients
 from .gradient_inputs import (
     check_global_step,
     check_no_overlap,
@@ -313,17 +313,15 @@ class Optimizer(NotCopied):
             NotImplementedError: called inside a loss; or the loss contains an operation without a
                 derivative rule.
         """
-        losses: list[Any] | None = [] if as_flag("return_loss", return_loss) else None
+        return_loss = as_flag("return_loss", return_loss)
         gradients = ready_gradients(
             loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
-            grad_loss, engine, losses,
+            grad_loss, engine,
         )  # fmt: skip
-        pairs = self._differentiated(gradients)
-        if losses is None:
-            return pairs
-        return (losses[0] if len(losses) == 1 else losses), pairs
+        value, pairs = self._differentiated(gradients)
+        return (value, pairs) if return_loss else pairs
 
-    def _differentiated(self, gradients: Callable[[], Pairs]) -> Pairs:
+    def _differentiated(self, gradients: Callable[[], tuple[Any, Pairs]]) -> tuple[Any, Pairs]:
         """Differentiates; AGN overrides it to do so for each replica."""
         return gradients()
 

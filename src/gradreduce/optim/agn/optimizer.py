@@ -17,9 +17,10 @@ from gradreduce.accumulator.validate import as_timeout
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.replica_context import current_replica
 from gradreduce.arrays.variable import Variable
+from gradreduce.autodiff.gradients import Pairs
 from gradreduce.checkpoint import downloader
 from gradreduce.device import as_deadline, as_flag
-from gradreduce.optim.compute_gradients import Pairs, gradients_of_replicas
+from gradreduce.optim.compute_gradients import gradients_of_replicas
 from gradreduce.optim.gradient_inputs import check_global_step, checked_pairs
 from gradreduce.optim.hyperparameters import as_count, no_attribute
 from gradreduce.optim.optimizer import Optimizer
@@ -154,7 +155,7 @@ class AGNOptimizer(Optimizer):
         found = [*self._inner.variables(), *self._center.slot_variables()]
         return sorted(found, key=lambda each: each.name)
 
-    def _differentiated(self, gradients: Callable[[], Pairs]) -> Pairs:
+    def _differentiated(self, gradients: Callable[[], tuple[Any, Pairs]]) -> tuple[Any, Pairs]:
         devices = self._getter.devices
         if len(devices) == 1 or current_replica() is not None:
             return gradients()
