@@ -251,6 +251,24 @@ def test_names_that_differ_are_named():
     )
 
 
+def test_variables_without_a_name_that_were_made_in_another_order():
+    def step_of(first, second):
+        return gr.SyncStep(
+            [first, second], gr.GradientDescentOptimizer(0.1), gr.AllReduceCrossDeviceOps(mesh=mesh)
+        )
+
+    with gr.open_mesh(1, backend="sim") as mesh:
+        one, two = (gr.Variable(np.ones(2), dtype="float32", device=mesh) for _ in range(2))
+        state = step_of(one, two).state_dict()
+        step_of(one, two).load_state_dict(state)
+        with pytest.raises(KeyError) as error:
+            step_of(two, one).load_state_dict(state)
+    assert error.value.args[0] == (
+        f"state['variables'] has {one.name}, {two.name} in this order; expected {two.name}, "
+        f"{one.name}; Variables without a name are numbered as they are made: give each a name"
+    )
+
+
 # -- hyperparameters ------------------------------------------------------------------------------
 
 

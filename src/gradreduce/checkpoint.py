@@ -15,6 +15,7 @@ The entry ``"format"`` names the class and the version of the schema. A load val
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -38,6 +39,7 @@ __all__ = ["join", "split"]
 Check = Callable[[str, Any], Any]
 _OUTPUT_TYPES = ("numpy", "torch")
 _METADATA = "gradreduce"  # the key of what is not an array
+_NUMBERED = "; Variables without a name are numbered as they are made: give each a name"
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -212,10 +214,22 @@ def _check_keys(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any])
     wrong = {"missing": missing, "unknown": unknown}
     texts = [f"{listed(map(repr, keys))} {kind}" for kind, keys in wrong.items() if keys]
     if texts:
-        hint = ""
-        if any(str(key).startswith("Variable") for key in (*missing, *unknown)):
-            hint = "; Variables without a name are numbered as they are made: give each a name"
+        hint = _NUMBERED if numbered([*missing, *unknown]) else ""
         raise KeyError(f"{where} has wrong keys: {', '.join(texts)}{hint}")
+
+
+def numbered(names: Iterable[Any]) -> list[str]:
+    """Returns the names that Variables have got because they were made without one."""
+    return [name for name in names if re.fullmatch(r"Variable(_\d+)?", str(name))]
+
+
+def check_order(where: str, saved: Iterable[str], names: Iterable[str]) -> None:
+    """Raises ``KeyError`` if Variables without a name have the names of each other."""
+    found, wanted = numbered(saved), numbered(names)
+    if found != wanted:
+        raise KeyError(
+            f"{where} has {listed(found)} in this order; expected {listed(wanted)}{_NUMBERED}"
+        )
 
 
 def plain(value: Any) -> Any:

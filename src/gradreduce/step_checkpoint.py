@@ -117,6 +117,7 @@ def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
     entries = state if isinstance(state, Mapping) else {}
     _check_alike(step, "SyncStep.load_state_dict", {key: entries.get(key) for key in schema})
     found = checkpoint.checked("state", state, schema)
+    checkpoint.check_order("state['variables']", state["variables"], owners)
     divided = step.shards.divided if step.shards else None
     optimizer = found["optimizer"], step.variables, "state['optimizer']", divided
     loads = [step.optimizer._ready_state(*optimizer)]
