@@ -12,8 +12,7 @@ from typing import Any
 from gradreduce import checkpoint
 from gradreduce.arrays.convert import converted
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import Check, array, equal, plain, some_of
-from gradreduce.errors import brief
+from gradreduce.checkpoint import Check, array, equal, flag, plain, some_of
 
 from .hyperparameters import value_of
 from .slots import Slots
@@ -78,10 +77,10 @@ def number_like(own: Any, *, is_decay: bool) -> Check:
         found = plain(saved)
         if found is None or _is_computed(own):
             return own
-        if isinstance(own, bool | str):
-            if type(found) is not type(own):
-                raise TypeError(f"{where}={brief(found)} must be a {type(own).__name__}")
-            return found
+        if isinstance(own, str):  # a mode is a part of the rule
+            return equal(own)(where, found)
+        if isinstance(own, bool):
+            return flag(where, found)
         return value_of(where, found, is_decay=is_decay)
 
     return check

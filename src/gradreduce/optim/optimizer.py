@@ -403,8 +403,8 @@ class Optimizer(NotCopied):
         Raises:
             KeyError: a key is missing or unknown, or there are slots of a variable not passed.
             TypeError: a value of another type.
-            ValueError: another class or format, a slot of another shape or dtype, two variables
-                of the same name, or a decay or power that is not at least 0 and below 1.
+            ValueError: another class, format or ``eps_mode``, a slot of another shape or dtype, two
+                variables of the same name, or a decay or power that is not at least 0 and below 1.
         """
         those = [variables] if isinstance(variables, Variable) else variables
         self._ready_state(state, those)()
