@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 from types import FrameType
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 from gradreduce.device import Block, Device, FreedBlock, Stream, handle_of
 from gradreduce.device.mesh_state import MeshState
@@ -18,28 +18,28 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_Place = tuple[Device, int]  # whose compute queue, and the handle of a caller's stream
+Step = Literal["check", "enter", "leave"]  # see ``is_first``
+_Place = tuple[MeshState, int, int]  # a GPU of a mesh, and the handle of a caller's stream there
 
 
 class _Scope:
     """State of the outermost ``StreamScope`` of a thread.
 
     Attributes:
-        checked: GPUs, and streams there that are not capturing a CUDA graph.
-        fenced: with which streams, and whether they wait for us (True) or we for them.
-        inputs: the current streams of the libraries whose arrays were passed in: each stream, which
-            must not end before it has been told to wait, and whether an array was read already.
+        done: what was done with which streams; see ``is_first``.
+        inputs: the current streams of the libraries whose arrays were passed in: a device of the
+            GPU, the stream, which must not end before it has been told to wait, and whether an
+            array was read already.
         frame: in which it was opened.
         read: callers' arrays that were passed in to be read, or were read.
     """
 
-    __slots__ = ("checked", "fenced", "frame", "inputs", "read")
+    __slots__ = ("done", "frame", "inputs", "read")
 
     def __init__(self, frame: FrameType) -> None:
         self.frame = frame
-        self.checked: set[tuple[int, Stream | None]] = set()
-        self.fenced: set[tuple[bool, Device, int]] = set()
-        self.inputs: dict[_Place, tuple[Stream, bool]] = {}
+        self.done: set[tuple[Step, _Place]] = set()
+        self.inputs: dict[_Place, tuple[Device, Stream, bool]] = {}
         self.read: set[FreedBlock] = set()
 
 
@@ -124,32 +124,26 @@ class SuspendedScope:
 
     def __exit__(self, *error: object) -> None:
         if self._scope is not None:
-            self._scope.fenced.clear()
-            self._scope.checked.clear()
+            self._scope.done.clear()
             _thread.suspended, _thread.scope = self._outer, self._scope
 
 
-def unsynchronized(device: Device, stream: Stream | None, *, leaving: bool) -> Stream | None:
-    """Returns ``stream``, or None if this call has synchronized with it already."""
-    scope = _thread.scope
-    if scope is None or stream is None:
-        return stream
-    index = (leaving, device, handle_of(stream))
-    if index in scope.fenced:
-        return None
-    scope.fenced.add(index)
-    return stream
+def is_first(step: Step, device: Device, stream: Stream) -> bool:
+    """Whether this call has not done a step with ``stream`` on the GPU yet; then it should.
 
-
-def unchecked(device: Device, stream: Stream | None) -> bool:
-    """Whether this call has not checked ``stream`` for graph capture yet; then it should."""
+    Args:
+        step: ``"check"`` it for graph capture, ``"enter"``: our queue waits for it, or ``"leave"``:
+            it waits for our queue.
+        device: any of that GPU.
+        stream: of the caller.
+    """
     scope = _thread.scope
     if scope is None:
         return True
-    index = (device.physical, stream)
-    if index in scope.checked:
+    key = (step, _place(device, stream))
+    if key in scope.done:
         return False
-    scope.checked.add(index)
+    scope.done.add(key)
     return True
 
 
@@ -157,9 +151,13 @@ def record_input(device: Device, stream: Stream, *, read: bool = False) -> None:
     """Notes that this call reads an array of ``stream``, or has ``read`` it (copied) already."""
     scope = _thread.scope or _thread.suspended
     if scope is not None:
-        index = (device, handle_of(stream))
-        first, was_read = scope.inputs.get(index, (stream, False))
-        scope.inputs[index] = (first, read or was_read)
+        place = _place(device, stream)
+        *first, was_read = scope.inputs.get(place, (device, stream, False))
+        scope.inputs[place] = (*first, read or was_read)
+
+
+def _place(device: Device, stream: Stream) -> _Place:
+    return device.mesh_state, device.physical, handle_of(stream)
 
 
 def keep_alive(block: Block) -> None:
@@ -195,18 +193,14 @@ def _release_inputs(scope: _Scope, reads: bool) -> None:
     memory until the next call.
     """
     waiting = reads
-    sharing: dict[tuple[MeshState, int, int], tuple[Stream, list[Device]]] = {}
-    for (device, handle), (stream, read) in scope.inputs.items():
-        if not (reads or read) or (True, device, handle) in scope.fenced:
+    for place, (device, stream, read) in scope.inputs.items():
+        if not (reads or read) or ("leave", place) in scope.done:
             continue
         if device.mesh_state.capture is None:  # else each call of what is captured does it
-            gpu = (device.mesh_state, device.physical, handle)
-            sharing.setdefault(gpu, (stream, []))[1].append(device)
-    for stream, devices in sharing.values():
-        # A device that has failed or hangs cannot make its readers wait.
-        try:
-            devices[0].block_stream(stream)
-        except (BackendUnavailableError, CollectiveError):
-            waiting = False
+            # A device that has failed or hangs cannot make its readers wait.
+            try:
+                device.block_stream(stream)
+            except (BackendUnavailableError, CollectiveError):
+                waiting = False
     for freed in scope.read if waiting else ():
         freed.raw = None

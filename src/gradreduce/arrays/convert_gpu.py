@@ -16,10 +16,9 @@ import numpy as np
 
 from gradreduce.device import Buffer, Device, Stream, as_dtype, handle_of
 from gradreduce.device.dtypes import BFLOAT16
-from gradreduce.device.mesh_state import MeshState
 from gradreduce.errors import DeviceMismatchError
 
-from .caller_streams import keep_alive, record_input, unchecked, unsynchronized
+from .caller_streams import is_first, keep_alive, record_input
 
 # "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
 OWNED_BY_CALLER = ("torch", "cupy")  # JAX's arrays never change
@@ -82,7 +81,7 @@ def adopt_jax(array: Any, device: Device) -> Buffer:
         DeviceMismatchError: it is on a GPU outside the mesh, or the mesh is simulated.
     """
     _check_on_gpu(device)
-    if unchecked(device, None):
+    if is_first("check", device, _current(device.physical)):
         _check_streams(device)
     shared = sys.modules["cupy"].from_dlpack(array)
     return _adopt(shared, device, _current(int(shared.device.id)), writable=False)
@@ -99,23 +98,18 @@ def wait_for_inputs(buffers: Iterable[Buffer]) -> None:
     Those are the current streams of their libraries, as if the arrays (of a ``PerReplica``, say)
     were passed in this call.
     """
-    external = [buffer for buffer in buffers if buffer.array_owner in OWNED_BY_CALLER]
-    sharing: dict[tuple[str | None, MeshState, int], list[Device]] = {}
+    external = [
+        buffer
+        for buffer in buffers
+        if buffer.array_owner in OWNED_BY_CALLER and buffer.device.mesh_state.backend == "cuda"
+    ]
     for kind, device in dict.fromkeys((buffer.array_owner, buffer.device) for buffer in external):
-        if device.mesh_state.backend == "cuda":
-            sharing.setdefault((kind, device.mesh_state, device.physical), []).append(device)
-    for (kind, _, _), devices in sharing.items():
-        stream = current_of(devices[0], str(kind))
-        waiting = [
-            each for each in devices if unsynchronized(each, stream, leaving=False) is not None
-        ]
-        if waiting:  # once for each GPU
-            waiting[0].wait_for_stream(stream)
-        for device in devices:
-            record_input(device, stream)
+        stream = current_of(device, str(kind))
+        if is_first("enter", device, stream):
+            device.wait_for_stream(stream)
+        record_input(device, stream)
     for buffer in external:
-        if buffer.device.mesh_state.backend == "cuda":
-            keep_alive(buffer.block)
+        keep_alive(buffer.block)
 
 
 def _adopt(array: Any, device: Device, stream: Stream, *, writable: bool = True) -> Buffer:
@@ -134,10 +128,10 @@ def _adopt(array: Any, device: Device, stream: Stream, *, writable: bool = True)
             f"the array is on GPU {gpu}, which is not in the mesh {device.mesh}"
         )
     if array.flags.c_contiguous:
-        fenced = unsynchronized(home, stream, leaving=False) if writable else stream
+        waits = not writable or is_first("enter", home, stream)
         buffer = home.adopt(array, writable=writable)
-        if fenced is not None:
-            home.wait_for_stream(fenced, checked=not unchecked(home, fenced))
+        if waits:
+            home.wait_for_stream(stream, checked=not is_first("check", home, stream))
         if writable:
             record_input(home, stream)
             keep_alive(buffer.block)
@@ -174,11 +168,9 @@ def _current(gpu: int) -> Stream:
 
 def wait_for_current_stream(buffers: Iterable[Buffer], kind: Kind) -> None:
     """Makes our queues wait for the current streams of the library of ``kind``, once per GPU."""
-    sharing: dict[tuple[MeshState, int], list[Device]] = {}
-    for device in dict.fromkeys(buffer.device for buffer in buffers):
-        sharing.setdefault((device.mesh_state, device.physical), []).append(device)
-    for devices in sharing.values():
-        devices[0].wait_for_stream(current_of(devices[0], kind))
+    devices = {(each.device.mesh_state, each.device.physical): each.device for each in buffers}
+    for device in devices.values():
+        device.wait_for_stream(current_of(device, kind))
 
 
 def current_of(device: Device, kind: str) -> Stream:
@@ -223,5 +215,5 @@ def as_tensor(array: Any, share: Callable[[Any], Any]) -> Any:
 def release_to(consumer: Stream, buffer: Buffer) -> Any:
     """Makes a caller's stream wait for our queue; returns a CuPy array of the Buffer's memory."""
     buffer.block.record_stream(consumer)
-    waited = unsynchronized(buffer.device, consumer, leaving=True) is None
+    waited = not is_first("leave", buffer.device, consumer)
     return buffer.device.release(buffer, consumer, waited=waited)

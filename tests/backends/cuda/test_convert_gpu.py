@@ -66,7 +66,7 @@ def test_a_tensor_is_shared_in_the_order_of_pytorchs_stream(mesh, torch):
 
 def test_a_tensor_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
     here = new_machine(2)
-    monkeypatch.setattr(convert_gpu, "unsynchronized", lambda device, stream, leaving: None)
+    monkeypatch.setattr(convert_gpu, "is_first", lambda step, device, stream: False)
     refused = pytest.raises(machine.Fault, match="unordered: ")
     with refused, open_mesh(1, backend="cuda") as mesh:  # whose close meets a stopped machine
         stream = cupy.cuda.Stream(non_blocking=True)

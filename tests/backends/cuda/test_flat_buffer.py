@@ -185,7 +185,7 @@ def test_a_flat_buffer_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
     refused = pytest.raises(machine.Fault, match="unordered: ")
     with refused, open_mesh(1, backend="cuda") as mesh, theirs:  # closing meets a stopped machine
         (array,) = mesh.flat_buffer([(70,)], "float32").arrays()[0]
-        monkeypatch.setattr(convert_gpu, "unsynchronized", lambda device, stream, leaving: None)
+        monkeypatch.setattr(convert_gpu, "is_first", lambda step, device, stream: False)
         array[...] = data((70,))
         to_buffer(array, mesh.devices[0]).numpy()
         theirs.synchronize()  # by then the two have met
