@@ -19,7 +19,7 @@ from measure.report import keep, options_of
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Buffer, Capture, Device
+from gradreduce.device import Buffer, Capture, CommandList, Device
 
 backend: Any = importlib.import_module("gradreduce.backends.cuda.device")
 SIZE = 1000  # elements: the GPU is done before the next call comes
@@ -65,7 +65,7 @@ def launches(device: Any, buffers: Sequence[Buffer]) -> dict[str, Call]:
     """Returns a launch with its table as struct, as an argument made before, and in a graph."""
     entry, (grid, block, arguments) = launch_of(device, buffers)
     struct = next(reversed(device._tables._made.values())).struct  # of this launch
-    stream = device._ready("compute")
+    stream = device._stream("compute")
     forms = (struct, *arguments[1:])
     calls: dict[str, Call] = {
         "launch": partial(entry, grid, block, arguments, stream=stream),
@@ -81,15 +81,15 @@ def launches(device: Any, buffers: Sequence[Buffer]) -> dict[str, Call]:
 
 def graph_of(device: Device, buffers: Sequence[Buffer]) -> Capture:
     """Captures one ``add_n`` as a graph."""
-    capture = Capture([device])
-    with capture.recorded():
+    commands = CommandList()
+    with device.mesh_state.recording_commands(commands):
         ops.add_n(buffers[:1], [buffers[1:]], device=device)
-    return capture
+    return Capture([device], commands)
 
 
 def events(device: Any) -> dict[str, Call]:
     """Returns the event calls of a fence."""
-    stream = device._ready("compute")
+    stream = device._stream("compute")
     event = cupy.cuda.Event(disable_timing=True)
     event.record(stream)
 
@@ -125,7 +125,7 @@ def measured(*, quick: bool) -> dict[str, float]:
         with cupy.cuda.Device(mesh.devices[0].physical):
             calls: dict[str, Call] = {
                 **launches(device, buffers),
-                "graph launch, our call": graph,
+                "graph launch, our call": graph.submit,
                 **events(device),
                 "add_n of 3 Buffers, our call": partial(gr.add_n, buffers[1:]),
             }

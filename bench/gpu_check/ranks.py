@@ -333,7 +333,7 @@ def cost(ranks: Ranks) -> int:
         communicators = collective._cliques.made[(0,) * ranks.count]
         given = [
             (each.address, each.address, each.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM,
-             each.device._ready("compute").ptr)  # type: ignore[attr-defined]  # a CudaDevice
+             each.device._stream("compute").ptr)  # type: ignore[attr-defined]  # a CudaDevice
             for each in buffers
         ]  # fmt: skip
 

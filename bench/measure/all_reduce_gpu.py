@@ -231,7 +231,7 @@ class RawNccl:
         made = []
         for buffer in value.buffers:
             device: Any = buffer.device  # a CudaDevice
-            stream = device._ready("compute").ptr
+            stream = device._stream("compute").ptr
             ends = (buffer.address, buffer.address)
             made.append((device.gpu, (*ends, buffer.size, number, add, stream)))
         return made

@@ -7,9 +7,8 @@ from device.contract import FLOAT, SIZE, adopted, data, unmapped, uploaded
 from support.exact_data import same
 from support.meshes import refused
 
-from gradreduce.device import Capture, LaunchBatch, Record
+from gradreduce.device import LaunchBatch, Record
 from gradreduce.errors import DeviceMismatchError
-from gradreduce.ops import prepare_accumulate_n
 from gradreduce.ops.accumulate_n import ACCUMULATE_N
 
 TEMPLATE = ("float32", "float32")
@@ -62,31 +61,6 @@ def test_what_a_launch_refuses_it_refuses(apart):
     with refused(apart, DeviceMismatchError, "only memory of cudaMalloc|no peer access"):
         writer.launch(ACCUMULATE_N, TEMPLATE, [[out, theirs]], (1,))
     assert same(out.numpy(), data((SIZE,), seed=1))
-
-
-def test_inside_a_capture_it_is_kept_for_each_call(near):
-    device = near.devices[0]
-    out, term = device.zeros((SIZE,), FLOAT), uploaded(device, 1)
-    prepare_accumulate_n(device, out.dtype, out.dtype)
-    writer, capture = LaunchBatch(device, [[out]]), Capture(near.devices)
-    with capture.recorded():
-        writer.launch(ACCUMULATE_N, TEMPLATE, [[out, term]], (1,))
-    assert not out.numpy().any()
-    capture()
-    capture()
-    assert same(out.numpy(), 2 * data((SIZE,), seed=1))
-
-
-def test_inside_a_capture_it_waits_for_what_is_read_there(apart, waits):
-    near, beside, _ = apart.devices
-    out, term, away = near.zeros((SIZE,), FLOAT), uploaded(near, 1), beside.empty((SIZE,), FLOAT)
-    prepare_accumulate_n(near, out.dtype, out.dtype)
-    writer, capture = LaunchBatch(near, [[out]]), Capture([near, beside])
-    with capture.recorded():
-        beside.copy(away, out)
-        waits.clear()
-        writer.launch(ACCUMULATE_N, TEMPLATE, [[out, term]], (1,))
-        assert waits == [(near.index, "compute", beside.index, "compute")]
 
 
 @pytest.mark.parametrize("closed", [False, True])

@@ -11,14 +11,15 @@ import random
 from collections.abc import Callable
 
 import numpy as np
+from support.captures import captured
 
 import gradreduce as gr
 from gradreduce import ops
 from gradreduce.device import (
     Buffer,
-    Capture,
     Device,
     Mesh,
+    WrittenSpans,
     fork_streams,
     join_streams,
     launch_table,
@@ -312,16 +313,19 @@ class Program:
         copied = Value(near.empty((size,), FLOAT), source.holds)
         out = Value(near.empty((size,), FLOAT), source.holds)
         ops.prepare_add_n(near, FLOAT, FLOAT, 2)
-        queue, earlier, captured = self.queue(), far.mark("transfer"), Capture(devices)
-        with captured.recorded():
-            near.wait(earlier)
+        queue = self.queue()
+
+        def work() -> None:
             near.copy(copied.buffer, source.buffer, queue=queue)
             near.wait(near.mark(queue))
             ops.add_n([out.buffer], [[copied.buffer, copied.buffer]], device=near)
+
+        step, written = captured(devices, work), WrittenSpans([copied.buffer, out.buffer])
         for _ in range(2):
             source.holds = self.data(size)
             far.upload(source.holds, out=source.buffer)
-            captured()
+            written.wait_for_readers(self.mesh.mesh_state)
+            step.submit()
             out.holds = source.holds * 2
             self.values.append(Value(self.device().empty((size,), FLOAT), out.holds))
             near.copy(self.values[-1].buffer, out.buffer, queue="transfer")

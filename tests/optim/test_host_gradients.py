@@ -10,7 +10,6 @@ from support.exact_data import FLOATS, exact_data, same
 
 import gradreduce as gr
 from gradreduce.arrays.staging import SMALL_BYTES, Staging
-from gradreduce.device import Capture
 
 SHAPES = [(3, 7), (), (0, 2), (257,), (SMALL_BYTES // 2 + 1,), (SMALL_BYTES // 8, 2)]
 TURNS = 4
@@ -151,21 +150,6 @@ def test_a_rule_on_arrays_is_shown_the_array_that_was_given(mesh):
     for turn in range(3):
         optimizer.apply_gradients([(np.full(3, turn, "float32"), variable)])
     assert [array[0] for array in kept] == [0, 1, 2]
-
-
-def test_a_captured_step_reads_the_arrays_at_each_call(mesh):
-    device = mesh.devices[0]
-    variable = gr.Variable(np.zeros(3, "float32"), device=device)
-    optimizer, grad = gr.GradientDescentOptimizer(1.0), np.ones(3, "float32")
-    for _ in range(2):
-        optimizer.apply_gradients([(grad, variable)])
-    capture = Capture([device])
-    with capture.recorded():
-        optimizer.apply_gradients([(grad, variable)])
-    for value in (10, 20):
-        grad[...] = value
-        capture()
-    assert variable.numpy().tolist() == [-32.0] * 3
 
 
 def test_each_thread_has_memory_of_its_own(mesh):

@@ -196,11 +196,10 @@ def _release_inputs(scope: _Scope, reads: bool) -> None:
     for place, (device, stream, read) in scope.inputs.items():
         if not (reads or read) or ("leave", place) in scope.done:
             continue
-        if device.mesh_state.capture is None:  # else each call of what is captured does it
-            # A device that has failed or hangs cannot make its readers wait.
-            try:
-                device.block_stream(stream)
-            except (BackendUnavailableError, CollectiveError):
-                waiting = False
+        # A device that has failed or hangs cannot make its readers wait.
+        try:
+            device.block_stream(stream)
+        except (BackendUnavailableError, CollectiveError):
+            waiting = False
     for freed in scope.read if waiting else ():
         freed.raw = None

@@ -137,7 +137,7 @@ def _adopt(array: Any, device: Device, stream: Stream, *, writable: bool = True)
             keep_alive(buffer.block)
         return buffer
     current = sys.modules["cupy"].cuda.get_current_stream(gpu)
-    home.mesh_state.check_free(home, "a copy of an array that is not contiguous")
+    home.mesh_state.check_usable(home)
     _check_streams(home, stream)
     with array.device:  # CuPy copies to the current GPU, in the order of its current stream
         if stream is not current:

@@ -30,7 +30,6 @@ from gradreduce.device.backend import Event
 from gradreduce.device.buffer import Row, User
 from gradreduce.device.collective import CollectiveCall
 from gradreduce.device.command_list import Command
-from gradreduce.device.graph_capture import Recording
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
 from gradreduce.device.pending_calls import WaitPolicy
@@ -138,14 +137,10 @@ class DryRunDevice(Device):
     def _mark(self, queue: User) -> Event:
         return _DryRunEvent()
 
-    def _prepare(self, kernel: Kernel, template: Template, may_compile: bool = True) -> bool:
-        return True
-
-    def _recording(self, devices: Sequence[Device]) -> Recording:
-        raise DeviceMismatchError(f"{self.name} of a plan cannot record a capture")
-
     def _trim(self) -> None:
         """Does nothing, as do the methods below that would write or wait."""
+
+    def _prepare(self, kernel: Kernel, template: Template) -> None: ...
 
     def _fill_zero(self, buffer: Buffer) -> None: ...
 

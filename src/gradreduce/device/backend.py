@@ -16,13 +16,12 @@ import numpy as np
 from gradreduce.errors import DeviceMismatchError
 
 from .buffer import Block, Buffer, Mark, Queue, Row, Stream, User, handle_of
-from .command_list import Command
+from .command_list import Command, CommandList
 from .kernel import Kernel, Template
 from .op_log import QUEUES
 
 if TYPE_CHECKING:
     from .device import Device
-    from .graph_capture import Recording
     from .pending_calls import WaitPolicy
 
 
@@ -90,12 +89,8 @@ class Backend(ABC):
         """Queues a copy; one end is this device's."""
 
     @abstractmethod
-    def _prepare(self, kernel: Kernel, template: Template, may_compile: bool = True) -> bool:
-        """Compiles, under a lock, what is not compiled yet, if it may.
-
-        Returns:
-            Whether a launch would compile nothing.
-        """
+    def _prepare(self, kernel: Kernel, template: Template) -> None:
+        """Compiles, under a lock, what is not compiled yet."""
 
     @abstractmethod
     def _resolved(
@@ -129,9 +124,12 @@ class Backend(ABC):
         """
         return False
 
-    @abstractmethod
-    def _recording(self, devices: Sequence[Device]) -> Recording:
-        """Returns a new recording of the work of these devices, this one first."""
+    def _captured(self, devices: Sequence[Device], command_list: CommandList) -> Command:
+        """Returns a command that does what the list does, on these devices, this one first.
+
+        Default: it submits each command of the list.
+        """
+        return command_list.run
 
     # -- queues -----------------------------------------------------------------------------------
 

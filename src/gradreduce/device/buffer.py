@@ -266,12 +266,6 @@ class Mark(NamedTuple):
         return self.device._reached(self.event)
 
 
-class CapturedMark(Mark):
-    """A mark made inside a capture; nothing outside can wait for it."""
-
-    __slots__ = ()
-
-
 Row = Sequence[Buffer]
 
 

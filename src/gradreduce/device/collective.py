@@ -201,8 +201,6 @@ class Collective(ABC):
             for buffer in used:
                 buffer.device._touch([buffer.block], queue)
         mesh_state = self._mesh_state
-        if mesh_state.capture is not None and len({buffer.device.physical for buffer in used}) > 1:
-            raise CollectiveError(NOT_CAPTURED)
         read = [(call.queue, out) for call in calls for out in call.outputs if out.block.readers]
         for queue, buffer in read:
             buffer.device._before_write(buffer, queue)

@@ -122,7 +122,7 @@ class CommandList:
         self._marks.clear()
 
     def run(self) -> None:
-        """Submits all operations again, in order, without logging them."""
+        """Submits all operations again, in order; logs nothing."""
         for operation in self.operations:
             operation.command()
 

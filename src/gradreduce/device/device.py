@@ -15,7 +15,7 @@ import numpy as np
 from gradreduce.errors import CaptureError, DeviceMismatchError, NotCopied
 
 from .backend import Backend
-from .buffer import Block, Buffer, CapturedMark, Mark, Queue, Row, Stream, handle_of
+from .buffer import Block, Buffer, Mark, Queue, Row, Stream, handle_of
 from .command_list import Command
 from .deferred_free import DeferredFree
 from .dtypes import as_dtype
@@ -78,15 +78,12 @@ class Device(NotCopied, Backend):
             MemoryError: there is no more, though the pools of the whole mesh were trimmed first.
         """
         if min(shape, default=0) < 0:
-            self.mesh_state.check_free(self, "empty")
             raise ValueError(f"shape={shape} has a negative extent")
         return self.allocate(tuple(shape), as_dtype(dtype))
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> Buffer:
         """As ``empty``, of a shape and dtype that are checked."""
         self.mesh_state.check_usable(self)
-        if self.mesh_state.current.capture is not None:
-            self.mesh_state.check_outside("empty")
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             block = self._allocate(nbytes)
@@ -129,7 +126,7 @@ class Device(NotCopied, Backend):
             ValueError: the array is not contiguous.
         """
         self.mesh_state.check_usable(self)
-        if stream is not None and self.mesh_state.current.capture is None:
+        if stream is not None:
             self.check_stream(stream)
         buffer = self._adopt(array, writable)
         if stream is not None:
@@ -151,7 +148,7 @@ class Device(NotCopied, Backend):
             CaptureError: ``stream`` is capturing a CUDA graph.
             DeviceMismatchError: the buffer is another device's.
         """
-        self.mesh_state.check_free(self, "release")
+        self.mesh_state.check_usable(self)
         if stream is not None and not waited:
             self.check_stream(stream)
         if buffer.device is not self:
@@ -193,10 +190,6 @@ class Device(NotCopied, Backend):
             CaptureError: ``stream`` is capturing a CUDA graph.
         """
         self.mesh_state.check_usable(self)
-        capture = self.mesh_state.current.capture
-        if capture is not None:  # each call waits for it
-            capture.enters(self, stream)
-            return
         if not checked:
             self.check_stream(stream)
         sharing = [each for each in self.mesh.devices if each.physical == self.physical]
@@ -231,7 +224,7 @@ class Device(NotCopied, Backend):
             DeviceMismatchError: ``out`` is another device's.
             ValueError: ``out`` has another shape or dtype, or is read-only.
         """
-        self.mesh_state.check_free(self, "upload")
+        self.mesh_state.check_usable(self)
         buffer = self.empty(array.shape, array.dtype) if out is None else out
         if buffer.device is not self:
             raise DeviceMismatchError(
@@ -263,7 +256,7 @@ class Device(NotCopied, Backend):
             BackendUnavailableError: the device failed meanwhile.
         """
         wait_policy = self._wait_policy(deadline)
-        self.mesh_state.check_free(self, "download")
+        self.mesh_state.check_usable(self)
         check_accessible(self, buffer)
         log = self.mesh_state.log
         number = log.append(Record("download", "", self.index, -1, buffer.nbytes))
@@ -342,7 +335,7 @@ class Device(NotCopied, Backend):
         record = Record("copy", "", self.index, src.device.index, dst.nbytes, queue)
         self._submit(partial(self._copy, dst, src, queue), record, [(dst, src)], 1)
         if src.device is not self or queue != "compute":
-            (self.mesh_state.current.capture or src.block).record_reader(self.mark(queue), src)
+            src.block.record_reader(self.mark(queue), src)
             self.mesh_state.last_read = object()  # after it: who sees this one sees the reader too
 
     def launch(
@@ -376,10 +369,8 @@ class Device(NotCopied, Backend):
         homes = {block.device for block in blocks}
         is_here = len(homes) == 1 and self in homes
         crossing = 0 if is_here else check_all_accessible(self, homes, rows)
-        self._check_compiled(kernel, template)
-        may_wait = self.mesh_state.current.capture is not None
         written: list[Buffer] = []
-        if may_wait or [1 for block in blocks if block.readers or not block.writable]:
+        if [1 for block in blocks if block.readers or not block.writable]:
             num_written = kernel.num_written(scalars)
             written = [operand for row in rows for operand in row[:num_written]]
         for operand in written:
@@ -408,47 +399,23 @@ class Device(NotCopied, Backend):
             BackendUnavailableError: the compiler is missing.
         """
         self.mesh_state.check_usable(self)
-        self._check_compiled(kernel, template)
         self._prepare(kernel, template)
-
-    def _check_compiled(self, kernel: Kernel, template: Template) -> None:
-        """Raises ``CaptureError`` inside a capture for a kernel that must be compiled."""
-        capture = self.mesh_state.current.capture
-        if capture is not None and not self._prepare(kernel, template, may_compile=False):
-            self.mesh_state.check_outside(f"compiling {kernel.name}")
 
     def mark(self, queue: Queue = "compute") -> Mark:
         """Marks the current end of ``queue``."""
         self.mesh_state.check_usable(self)
-        capture = self.mesh_state.current.capture
-        if capture is None:
-            mark = Mark(self, queue, self._mark(queue))
-            self.mesh_state.log.marked(mark)
-        else:
-            mark = CapturedMark(self, queue, self._mark(queue))
-            capture.made(mark)
+        mark = Mark(self, queue, self._mark(queue))
+        self.mesh_state.log.marked(mark)
         command_list = self.mesh_state.thread.command_list
         if command_list is not None:
             command_list.marked(mark)
         return mark
 
     def wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
-        """Makes ``queue`` wait for ``mark``; the host does not wait.
-
-        Raises:
-            CaptureError: it was made inside a capture, and this is outside.
-        """
+        """Makes ``queue`` wait for ``mark``; the host does not wait."""
         self.mesh_state.check_usable(self)
         if mark.device is self and mark.queue == queue:
             return
-        capture = self.mesh_state.current.capture
-        if capture is not None and not capture.waits_for(mark):
-            return
-        if capture is None and type(mark) is CapturedMark:
-            raise CaptureError(
-                f"a mark made inside a capture of {mark.device.name} cannot be waited for outside: "
-                "make another mark outside"
-            )
         self._wait(mark, queue)
         command_list = self.mesh_state.thread.command_list
         if command_list is not None:
@@ -465,7 +432,7 @@ class Device(NotCopied, Backend):
             BackendUnavailableError: the device failed meanwhile.
         """
         wait_policy = self._wait_policy(deadline)
-        self.mesh_state.check_free(self, "synchronize")
+        self.mesh_state.check_usable(self)
         log = self.mesh_state.log
         number = log.append(Record("sync", "", self.index))
         generation = self.mesh_state.generation
@@ -483,7 +450,7 @@ class Device(NotCopied, Backend):
 
     def trim(self) -> None:
         """Returns the pool's free memory to the system."""
-        self.mesh_state.check_free(self, "trim")
+        self.mesh_state.check_usable(self)
         self.drop_free_memory()
 
     def drop_free_memory(self) -> None:
@@ -494,8 +461,7 @@ class Device(NotCopied, Backend):
 
     def drain(self) -> None:
         """Returns the memory of freed blocks to the pool; ``empty`` calls it first."""
-        if self.mesh_state.current.capture is None:  # it marks the queues
-            self._deferred_free.drain(self)
+        self._deferred_free.drain(self)
 
     # -- fences and records -----------------------------------------------------------------------
 
@@ -510,9 +476,8 @@ class Device(NotCopied, Backend):
                 block.last_user = user
 
     def _before_write(self, operand: Buffer, queue: Queue) -> None:
-        kept = self.mesh_state.current.capture or operand.block
-        if kept.readers:
-            for mark in kept.readers_of(operand):
+        if operand.block.readers:
+            for mark in operand.block.readers_of(operand):
                 self.wait(mark, queue=queue)
 
     def _launch(

@@ -55,7 +55,7 @@ class LaunchBatch:
         """
         device = self._device
         mesh_state = device.mesh_state
-        if mesh_state.capture is not None or not self._is_full:  # which has fences of its own
+        if not self._is_full:
             device.launch(kernel, template, rows, scalars)
             return
         mesh_state.check_usable(device)

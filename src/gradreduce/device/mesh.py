@@ -139,13 +139,9 @@ class Mesh(NotCopied):
 
         Always kept. Which of them are done is worked out now: ``done`` is False for what is not
         known to be over. Waits for no device, and works on a failed or closed mesh.
-
-        Raises:
-            CaptureError: inside a capture, where no device can be asked.
         """
         mesh_state = self.mesh_state
         mesh_state.check_process()
-        mesh_state.check_outside("flight_record")
         alive = mesh_state.reason is None and not mesh_state.is_closed
         return mesh_state.log.entries(self.devices[0].mesh.devices, fresh=alive)
 
@@ -169,10 +165,8 @@ class Mesh(NotCopied):
                 mesh cannot be used yet, and may be reset later. A failed mesh over several
                 processes cannot be reset: they do not know how far each has come.
             BackendUnavailableError: the mesh is closed.
-            CaptureError: inside a capture.
             ValueError: ``timeout`` is no number above 0.
         """
-        self.mesh_state.check_outside("reset")
         reset(self.devices[0].mesh.devices, timeout)
 
     def trim(self) -> None:
@@ -185,14 +179,12 @@ class Mesh(NotCopied):
 
         Raises:
             BackendUnavailableError: the mesh is from before a fork: it is the parent's to close.
-            CaptureError: inside a capture.
             CollectiveError: another process has not closed its mesh in time; this one is closed.
 
         Over several processes the host waits until the others close theirs too, at most for the
         ``timeout`` of ``open_mesh``. A mesh that has failed waits for nobody.
         """
         self.mesh_state.check_process()
-        self.mesh_state.check_outside("closing a mesh")
         self._finish_exchanges()
         if self.mesh_state.reason is not None:  # memory of queues that are stuck is kept by then
             self.mesh_state.failure_reported.wait(_REPORT_SECONDS)

@@ -12,13 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from gradreduce.errors import BackendUnavailableError, CaptureError, CollectiveError
+from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 from .command_list import CommandList
 from .external_buffers import ExternalBuffers
 from .forks import forks
 from .interrupts import DeferInterrupts
-from .op_log import OpLog, PackScope, current, write_flight
+from .op_log import OpLog, PackScope, write_flight
 from .pending_calls import Label, PendingCall, WaitPolicy, names_of
 from .process_group import ProcessGroup
 from .waiting import Done, run_in_thread
@@ -26,7 +26,6 @@ from .watchdog import Watchdog
 
 if TYPE_CHECKING:
     from .device import Device
-    from .graph_capture import Capture
 
 # What is called when a mesh is closed, and when it is reset.
 _Listener = tuple[Callable[[Any], None], Callable[[Any], None]]
@@ -47,7 +46,6 @@ class MeshState:
         external_buffers: flat buffers, whose memory comes back as arrays of other libraries.
         log: what the devices were given.
         thread: the log's, of the calling thread.
-        current: its ``capture`` is what the property gives, without a Python call.
         on_wake: what to call, in a thread of its own, so that who waits in a queue looks again.
         on_failure: what to call when the mesh fails, in that thread; it must not wait.
         library_error: what the collective library says is wrong, for the watchdog, which asks it.
@@ -70,8 +68,6 @@ class MeshState:
     flight_path = ""
 
     def __init__(self, backend: str, *, peer_access: bool | Set[tuple[int, int]]) -> None:
-        self.current = current
-        self.check_outside("opening a mesh")
         self.backend = backend
         self.external_buffers = ExternalBuffers()
         self.log = OpLog()
@@ -148,11 +144,6 @@ class MeshState:
         self._notify(partial(self._wake, physical))
 
     # -- what a thread does -----------------------------------------------------------------------
-
-    @property
-    def capture(self) -> Capture | None:
-        """The capture that records this thread's work; None outside of one."""
-        return self.current.capture
 
     @contextmanager
     def recording_commands(self, command_list: CommandList | None) -> Iterator[None]:
@@ -250,7 +241,7 @@ class MeshState:
     def watched(self, pending_call: PendingCall) -> Iterator[None]:
         """Context manager: as ``deadline_scope``, of a call that was made for it."""
         for device in pending_call.devices:
-            self.check_free(device, f"{pending_call.call} with a deadline")
+            self.check_usable(device)
         before, self.thread.pending_call = self.thread.pending_call, pending_call
         try:
             self.guard().take(pending_call)  # first: to mark a queue that is full may never end
@@ -373,22 +364,6 @@ class MeshState:
         if self.failed and device.physical in self.failed:
             raise BackendUnavailableError(
                 f"device {device.name} failed: {self.failed[device.physical]}"
-            )
-        capture = self.current.capture
-        if capture is not None:
-            capture.check(device)
-
-    def check_free(self, device: Device, what: str) -> None:
-        """Raises as ``check_usable`` does, and ``CaptureError`` inside a capture."""
-        self.check_usable(device)
-        self.check_outside(what)
-
-    def check_outside(self, what: str) -> None:
-        """Raises ``CaptureError`` inside a capture of any mesh."""
-        if self.current.capture is not None:
-            raise CaptureError(
-                f"{what} is not allowed inside a capture, which records only launches, copies, "
-                "marks and waits: do it before the capture"
             )
 
     def check_open(self) -> None:

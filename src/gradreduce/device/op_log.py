@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from .command_list import Command, CommandList
     from .device import Device
-    from .graph_capture import Capture
     from .pending_calls import Label, PendingCall
     from .process_group import ProcessGroup
 
@@ -130,7 +129,7 @@ class FlightEntry:
         device: logical index of the device whose queue it is in.
         source: logical index of the device a copy reads from.
         nbytes: bytes that leave a device.
-        num_rows: tensors that a launch serves, or operations in a capture.
+        num_rows: tensors that a launch serves, or operations of a captured step.
         tensors: what it is for: ``"pack 3 of 8 (tensors 5 to 9)"``; empty if unknown.
         queue: ``compute`` or ``transfer``.
         done: whether it is known to be over. What was not when the mesh was reset never is: the
@@ -147,15 +146,6 @@ class FlightEntry:
     tensors: str
     queue: str
     done: bool
-
-
-class _Current(threading.local):
-    """The capture that the current thread is in, of any mesh."""
-
-    capture: Capture | None = None
-
-
-current = _Current()
 
 
 class ThreadState(threading.local):
@@ -227,7 +217,7 @@ class OpLog:
             num_written: how many operands of each row it writes.
 
         Returns:
-            Its number; 0 inside a capture.
+            Its number.
         """
         thread = self.thread
         record.label, record.phase = thread.label, thread.phase
@@ -242,9 +232,6 @@ class OpLog:
             record: as it was logged the first time.
             parts: for journals: what a captured step did.
         """
-        if current.capture is not None:  # each call of it logs it
-            current.capture.records.append(record)
-            return 0
         number = next(self._numbers)
         self.ring.append((number, record))
         for journal in self._journals:
@@ -378,7 +365,7 @@ class PackScope:
     def _mark_queues(self, *, leaves: bool) -> None:
         """Marks the queues for a call with a deadline, now and in each replay."""
         thread = self._log.thread
-        if thread.pending_call is not None and current.capture is None:
+        if thread.pending_call is not None:
             thread.pending_call.mark_queues(self._pack_info, leaves=leaves, devices=self._devices)
         if thread.command_list is not None:
             thread.command_list.add(partial(self._mark_queues, leaves=leaves))

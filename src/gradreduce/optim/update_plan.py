@@ -114,10 +114,8 @@ class Plan:
         is_external = False
         for grad, (device, dtype, shape) in zip(gradients, self._wanted, strict=True):
             if type(grad) is not Buffer:
-                # A Python rule may keep its arguments; a capture would record the current values.
-                capture = self.devices[0].mesh_state.capture
-                stages = self.rule is not None and capture is None
-                return self._staging.staged(gradients) if stages else None
+                # A Python rule may keep its arguments.
+                return self._staging.staged(gradients) if self.rule is not None else None
             if grad.device is not device or grad.dtype is not dtype or grad.shape != shape:
                 return None
             is_external = is_external or grad.array_owner is not None

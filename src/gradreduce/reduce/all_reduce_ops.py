@@ -494,7 +494,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ValueError, DeviceMismatchError, TypeError: what ``prepare`` raises.
             CollectiveError: ``"nccl"`` over several physical devices of this process; not launched.
             RuntimeError: the mesh spans several processes, whose exchanges the host waits for.
-            CaptureError: inside a capture, or two physical devices are not peers: nothing was
+            CaptureError: two physical devices are not peers: nothing was
                 launched; or CUDA cannot make the graph.
         """
         call = self._checked(reduce_op, value_destination_pairs, output_type, out)

@@ -23,6 +23,7 @@ from gradreduce.device import (
     WrittenSpans,
     as_deadline,
     attach_again,
+    check_peers,
     deadline_scope,
     fork_streams,
     join_streams,
@@ -200,10 +201,9 @@ class PreparedStep(NotCopied):
             CollectiveError: the mesh has failed; after ``mesh.reset()`` the step works again.
             ValueError: ``deadline`` is not a number above 0, or the ``.grad`` of an attached
                 parameter has another shape or dtype. Nothing was changed.
-            CaptureError: inside a capture.
         """
         seconds = as_deadline(deadline)
-        self._mesh_state.check_free(self._devices[0], self._called)
+        self._mesh_state.check_usable(self._devices[0])
         for device in self._devices if self._mesh_state.failed else ():
             self._mesh_state.check_usable(device)
         if self._pack_buffers and self.attaches:
@@ -245,17 +245,16 @@ class CapturedStep(PreparedStep):
     """A ``PreparedStep`` that each call submits as one CUDA graph.
 
     Made by ``AllReduceCrossDeviceOps.capture``: on GPUs a CUDA graph, whose launch costs the host
-    the same however much is in it; in the simulation a list that is replayed under the same rules
-    (``gradreduce.device.Capture``). It is bound to the arrays that it was made with.
+    the same however much is in it; in the simulation the commands of the prepared step. It is bound
+    to the arrays that it was made with.
     """
 
     _called = "a captured step"
 
     def __init__(self, call: Call, reduce: Reduce) -> None:
-        self._capture = Capture(call.devices)  # raises before anything is launched
+        check_peers(call.devices)  # before anything is launched
         super().__init__(call, reduce)
-        with self._capture.recorded():
-            self._capture.capture_commands(self._command_list)
+        self._capture = Capture(call.devices, self._command_list)
 
     def _replay(self) -> None:
         self._capture.submit()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 from backends.cuda.test_prepared import MANY, PLACEMENTS, SHAPES
+from support.captures import captured
 from support.exact_data import same, unflushed_data
 from support.reduction_calls import dense
 
 import gradreduce as gr
-from gradreduce.device import Capture
 from gradreduce.errors import CaptureError, CollectiveError
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
@@ -53,30 +54,6 @@ def test_steps_are_those_of_the_simulation(placement, shapes, gpus):
 
 
 @pytest.mark.gpu
-def test_what_is_refused_inside_leaves_the_device_usable(gpus):
-    gpus(1)
-    with gr.open_mesh([0, 0], backend="cuda") as mesh:
-        first, second = mesh.devices
-        source, target = first.upload(np.arange(6.0)), second.zeros((6,), "float64")
-        for refused in (
-            lambda: first.empty((3,), "float32"),
-            lambda: first.upload(np.ones(3), out=target),
-            lambda: first.download(source),
-            first.synchronize,
-        ):
-            with pytest.raises(CaptureError), Capture(mesh.devices).recorded():
-                second.copy(target, source)
-                refused()
-        assert not target.numpy().any()
-        capture = Capture(mesh.devices)
-        with capture.recorded():
-            second.copy(target, source, queue="transfer")
-        assert not target.numpy().any()
-        capture()
-        assert same(target.numpy(), np.arange(6.0))
-
-
-@pytest.mark.gpu
 def test_other_threads_use_the_devices_meanwhile(gpus):
     gpus(1)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
@@ -89,16 +66,18 @@ def test_other_threads_use_the_devices_meanwhile(gpus):
             mesh.synchronize()
             found.append(near.numpy())
 
-        capture = Capture(mesh.devices)
-        with capture.recorded():
-            mesh.devices[1].copy(target, source)
+        def meanwhile():
             thread = threading.Thread(target=work)
             thread.start()
             thread.join(60)
+
+        copy = partial(mesh.devices[1].copy, target, source)
+        step = captured(mesh.devices, copy, meanwhile)
         assert same(found[0], np.ones(5))
-        assert not target.numpy().any()
-        capture()
+        mesh.devices[0].upload(np.full(5, 2.0), out=source)
         assert same(target.numpy(), np.ones(5))
+        step.submit()
+        assert same(target.numpy(), np.full(5, 2.0))
 
 
 @pytest.fixture
@@ -117,35 +96,13 @@ def test_a_mesh_that_fails_meanwhile_spoils_nothing(gpus, late_collection):
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         source, target = mesh.devices[0].upload(np.ones(5)), mesh.devices[1].zeros((5,), "float64")
         gr.open_mesh([0], backend="cuda").devices[0].upload(np.ones(5))  # garbage from here on
-        capture = Capture(mesh.devices)
-        with capture.recorded():
-            mesh.devices[1].copy(target, source)
+
+        def meanwhile():
             gc.set_threshold(1)
             assert [[] for _ in range(1000)]
-        capture()
-        assert same(target.numpy(), np.ones(5))
 
-
-@pytest.mark.gpu
-def test_another_mesh_is_refused_and_spoils_nothing(gpus):
-    gpus(0)
-    with gr.open_mesh([0], backend="cuda") as mesh, gr.open_mesh([0], backend="cuda") as other:
-        first, theirs = mesh.devices[0], other.devices[0]
-        source, target = first.upload(np.ones(5)), first.zeros((5,), "float64")
-        capture = Capture([first])
-        with capture.recorded():
-            first.copy(target, source)
-            for refused in (
-                lambda: theirs.empty((1 << 20,), "float32"),
-                theirs.synchronize,
-                other.flight_record,
-                other.close,
-            ):
-                with pytest.raises(CaptureError):
-                    refused()
-        capture()
+        captured(mesh.devices, partial(mesh.devices[1].copy, target, source), meanwhile).submit()
         assert same(target.numpy(), np.ones(5))
-        assert same(theirs.upload(np.ones(3)).numpy(), np.ones(3))
 
 
 @pytest.mark.fake_cupy
@@ -227,12 +184,13 @@ def test_what_comes_next_is_behind_two_graphs_of_different_leaders(way, gpus):
     with gr.open_mesh([0, 0, 0], backend="cuda") as mesh:
         first, second, third = mesh.devices
         source, out, other = (device.zeros((300,), "float32") for device in mesh)
-        one, two = Capture([first, second, third]), Capture([third, second])
-        with one.recorded():
+
+        def work():
             second.copy(out, source)
             third.wait(second.mark())
-        with two.recorded():
-            third.copy(other, out)
+
+        one = captured([first, second, third], work).submit
+        two = captured([third, second], partial(third.copy, other, out)).submit
         for turn in range(1, 4):
             first.upload(np.full(300, turn, np.float32), out=source)
             one()

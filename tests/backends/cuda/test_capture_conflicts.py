@@ -8,11 +8,11 @@ from contextlib import contextmanager, nullcontext, suppress
 
 import numpy as np
 import pytest
+from support.captures import captured
 from support.exact_data import same
 
 import gradreduce as gr
 from gradreduce import ops as arithmetic
-from gradreduce.device import Capture
 from gradreduce.errors import CaptureError
 
 SUM = gr.ReduceOp.SUM
@@ -44,10 +44,6 @@ def calls_with(stream, array, mesh):
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     flat = mesh.flat_buffer([(6,)], "float32")
     flat.arrays("cupy")
-    own = Capture([first])
-    near = first.upload(np.ones(6, np.float32))
-    with own.recorded():
-        first.copy(near, first.adopt(array, stream.ptr))
     calls = {
         "put": lambda: first.put(array),
         "put in pieces": lambda: first.put(array[::2]),
@@ -59,7 +55,6 @@ def calls_with(stream, array, mesh):
         "prepared": ops.prepare(SUM, pairs),
         "only taken": ops.prepare(SUM, [(ours, ours)], output_type="cupy"),
         "captured": ops.capture(SUM, pairs),
-        "own capture": own,
         "flat": flat.adopt,
     }
     for call in calls.values():  # which compiles and allocates what it needs
@@ -279,30 +274,6 @@ def test_a_tensor_is_shared_while_cupys_stream_captures(torch):
         assert (value.buffers[0].numpy() == 1).all()
 
 
-@pytest.mark.gpu
-def test_arrays_inside_our_own_capture_are_shared_or_refused(gpus):
-    import cupy
-
-    gpus(0)
-    with gr.open_mesh([0], backend="cuda") as mesh, cupy.cuda.Device(0):
-        (device,) = mesh.devices
-        target = device.zeros((6,), "float32")
-        flat = mesh.flat_buffer([(6,)], "float32")
-        ((array,),) = flat.arrays("cupy")
-        capture = Capture([device])
-        with capture.recorded():
-            for refused in (
-                lambda: device.put(array[::2]),
-                lambda: gr.PerReplica([array[::2]], mesh),
-            ):
-                with pytest.raises(CaptureError, match="not contiguous"):
-                    refused()
-            flat.adopt()
-            device.copy(target, flat.buffers[0].view(0, (6,)))
-        for number in range(1, 4):
-            array[...] = number
-            capture()
-            assert (target.numpy() == number).all()
 
 
 def trimmed(mesh):
@@ -369,23 +340,19 @@ def test_another_threads_wait_for_the_gpu_leaves_a_right_graph_or_none(what, gpu
         near = first.zeros((6,), "float64")
         arithmetic.add_n([near], [[source, source]])  # compiled from here on
 
-        def captured(meanwhile):
-            capture = Capture(mesh.devices)
-            with capture.recorded():
-                arithmetic.add_n([near], [[source, source]])
-                meanwhile()
-                arithmetic.add_n([near], [[near, source]])
-                second.copy(target, near)
-            return capture
+        def work():
+            arithmetic.add_n([near], [[source, source]])
+            arithmetic.add_n([near], [[near, source]])
+            second.copy(target, near)
 
         try:
-            capture = captured(lambda: beside(DISTURBANCES[what], other))
+            capture = captured(mesh.devices, work, lambda: beside(DISTURBANCES[what], other))
         except CaptureError as error:
             assert "synchronize" in str(error)
             capture = None
         if FAKE:  # which does as others report of CUDA (check_synchronize); not tried on a GPU
             assert (capture is None) == ("synchronize" in what)
-        assert not target.numpy().any()
-        (capture or captured(lambda: None))()
-        assert same(target.numpy(), np.full(6, 3.0))
+        first.upload(np.full(6, 2.0), out=source)
+        (capture or captured(mesh.devices, work)).submit()
+        assert same(target.numpy(), np.full(6, 6.0))
         assert same(other.devices[0].upload(np.ones(3)).numpy(), np.ones(3))

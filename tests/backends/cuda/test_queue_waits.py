@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import cupy
 import numpy as np
 import pytest
+from support.captures import captured
 from support.reduction_calls import dense
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Capture, fork_streams, join_streams
+from gradreduce.device import fork_streams, join_streams
 
 SUM = gr.ReduceOp.SUM
 pytestmark = pytest.mark.fake_cupy
@@ -84,10 +87,8 @@ def operands_of(device, other, away):
     near = {name: device.upload(np.ones(3, np.float32)) for name in "ab"}
     near |= {"other": other, "far": away.upload(np.ones(3, np.float32))}
     near["foreign"] = device.release(near["b"], 0)
-    capture = near["graph"] = Capture([device])
-    ops.add_n([near["b"]], [[near["a"]]], device=device)
-    with capture.recorded():
-        ops.add_n([near["b"]], [[near["a"]]], device=device)
+    work = partial(ops.add_n, [near["b"]], [[near["a"]]], device=device)
+    near["graph"] = captured([device], work).submit
     return near
 
 

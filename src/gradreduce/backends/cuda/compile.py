@@ -50,11 +50,6 @@ def load_kernel(kernel: Kernel, template: Template, ordinal: int, threads: int) 
     return found
 
 
-def is_compiled(kernel: Kernel, template: Template, ordinal: int) -> bool:
-    """Whether ``load_kernel`` has compiled and loaded it."""
-    return (kernel, template, ordinal) in _functions
-
-
 def _compile(kernel: Kernel, template: Template) -> Any:
     expression = kernel.expression(template)
     text = kernel_text(kernel.source)

@@ -37,16 +37,16 @@ from gradreduce.device import (
     handle_of,
 )
 from gradreduce.device.buffer import Row, User
-from gradreduce.device.command_list import Command
+from gradreduce.device.command_list import Command, CommandList
 from gradreduce.device.launch_table import Tables
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
 from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
-from .compile import is_compiled, load_kernel
+from .compile import load_kernel
 from .geometry import Geometry
-from .graph import GraphRecording
+from .graph import captured_graph, recording
 from .libcuda import is_of_cuda_malloc
 from .streams import FATAL, Gpu, StreamState
 
@@ -149,10 +149,7 @@ class CudaDevice(Device):
 
     def _stream(self, queue: Queue) -> Any:
         """Returns the stream to submit to; inside a capture, the stream that records it."""
-        capture = self.mesh_state.current.capture
-        if capture is None:
-            return self._streams[queue]
-        return cast("GraphRecording", capture.backend).streams[self.physical, queue]
+        return recording.stream_of(self._stream_states[queue])
 
     def _submitted(self, queue: Queue) -> None:
         """Notes that work was submitted to a queue."""
@@ -178,23 +175,28 @@ class CudaDevice(Device):
         state = self._stream_states.get(queue)
         if state is None:  # a caller's stream
             return self.gpu.event(queue)
-        return (
-            state.mark() if self.mesh_state.capture is None else self.gpu.event(self._stream(queue))
-        )
+        if recording.streams is None:
+            return state.mark()
+        return self.gpu.event(self._stream(cast("Queue", queue)))
 
     def _wait(self, mark: Mark, queue: User) -> None:
         state = self._stream_states.get(queue)
-        if state is not None and self.mesh_state.capture is None:
+        if state is not None and recording.streams is None:
             other = cast("CudaDevice", mark.device)
             state.wait(other._stream_states.get(mark.queue), mark.event)
             return
-        stream = queue if state is None else self._stream(queue)  # a caller's, or one that records
+        # A caller's, or one that records.
+        stream = queue if state is None else recording.stream_of(state)
         with self.gpu:
             runtime.streamWaitEvent(handle_of(stream), mark.event.ptr)
 
-    def _recording(self, devices: Sequence[Device]) -> GraphRecording:
-        gpus = {each.physical: cast("CudaDevice", each).gpu for each in devices}
-        return GraphRecording(gpus, self._stream_states["compute"])
+    def _captured(self, devices: Sequence[Device], command_list: CommandList) -> Command:
+        states = {
+            state: each.gpu
+            for each in cast("Sequence[CudaDevice]", devices)
+            for state in each._stream_states.values()
+        }
+        return captured_graph(command_list, states)
 
     def _others(self, devices: Iterable[Device]) -> list[Device]:
         return [each for each in devices if each.physical != self.physical]
@@ -246,7 +248,7 @@ class CudaDevice(Device):
             return self.upload(np.asarray(array))
         stream = cupy.cuda.get_current_stream(array.device.id)
         if array.device.id == self.physical and not array.flags.c_contiguous:
-            self.mesh_state.check_free(self, "a copy of an array that is not contiguous")
+            self.mesh_state.check_usable(self)
             self.check_stream(stream)
             with self.gpu:
                 array = cupy.ascontiguousarray(array)
@@ -342,7 +344,7 @@ class CudaDevice(Device):
             if dst.device.physical == src.device.physical:
                 kind = runtime.memcpyDeviceToDevice
                 runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
-            elif self.mesh_state.capture is not None:  # which takes no memcpyPeerAsync
+            elif recording.streams is not None:  # a graph takes no memcpyPeerAsync
                 kind = runtime.memcpyDefault
                 runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
             else:
@@ -354,11 +356,9 @@ class CudaDevice(Device):
 
     # -- work -----------------------------------------------------------------------------------
 
-    def _prepare(self, kernel: Kernel, template: Template, may_compile: bool = True) -> bool:
-        if may_compile:
-            with self.gpu:
-                load_kernel(kernel, template, self.physical, self._geometry.threads)
-        return is_compiled(kernel, template, self.physical)
+    def _prepare(self, kernel: Kernel, template: Template) -> None:
+        with self.gpu:
+            load_kernel(kernel, template, self.physical, self._geometry.threads)
 
     def _resolved(
         self,

@@ -1,4 +1,4 @@
-"""Captures the queues of some devices as a CUDA graph.
+"""Captures recorded commands as a CUDA graph.
 
 The streams that record are made for it: CUDA puts whatever any thread gives to a recording stream
 into the graph, and lets nothing wait for it meanwhile. The devices' own streams stay usable.
@@ -6,83 +6,94 @@ into the graph, and lets nothing wait for it meanwhile. The devices' own streams
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import cupy
 from cupy.cuda import runtime
 
-from gradreduce.device import Queue
-from gradreduce.device.command_list import Command, CommandList
-from gradreduce.device.graph_capture import Recording
-from gradreduce.device.op_log import QUEUES
+from gradreduce.device import CommandList
+from gradreduce.device.command_list import Command
 from gradreduce.errors import CaptureError
 
 from .streams import Gpu, StreamState
 
 
-class GraphRecording(Recording):
-    """Records the queues of devices on one or more GPUs into one graph.
-
-    Args:
-        gpus: of each number of a GPU what makes it current, the first device's first.
-        home: the queue that a launch is given to, of the first device.
+class _Recording(threading.local):
+    """The streams that record what this thread submits.
 
     Attributes:
-        streams: those that record, by GPU and queue.
+        streams: of each queue that records; None: this thread captures nothing.
     """
 
-    def __init__(self, gpus: Mapping[int, Gpu], home: StreamState) -> None:
-        self._home = home
-        self.streams: dict[tuple[int, Queue], Any] = {}
-        for number, gpu in gpus.items():
-            with gpu:
-                for queue in QUEUES:
-                    self.streams[number, queue] = cupy.cuda.Stream(non_blocking=True)
-        found = [(gpus[number], stream) for (number, _), stream in self.streams.items()]
-        (self._gpu, self._origin), *self._others = found
+    streams: Mapping[StreamState, Any] | None = None
 
-    def begin(self) -> None:
-        """See ``Recording.begin``.
+    def stream_of(self, state: StreamState) -> Any:
+        """Returns the stream that takes the work of a queue."""
+        return state.stream if self.streams is None else self.streams.get(state, state.stream)
 
-        In CUDA's thread-local mode: what other threads do, allocations too, is their own affair.
-        """
-        with self._gpu:
-            self._origin.begin_capture(runtime.streamCaptureModeThreadLocal)
-        begun = self._gpu.event(self._origin)
-        for gpu, stream in self._others:
-            with gpu:
-                stream.wait_event(begun)
 
-    def end(self, command_list: CommandList) -> Command:
-        """See ``Recording.end``.
+recording = _Recording()
 
-        Raises:
-            CaptureError: CUDA cannot make a graph of it.
-        """
+
+def captured_graph(command_list: CommandList, states: Mapping[StreamState, Gpu]) -> Command:
+    """Captures commands as a graph; returns a command that launches it.
+
+    In CUDA's thread-local mode: what other threads do, allocations too, is their own affair.
+
+    Args:
+        command_list: of which nothing is run now.
+        states: all queues that the commands use, each with what makes its GPU current; the one
+            that the graph is launched to first.
+
+    Raises:
+        CaptureError: CUDA cannot make a graph of it.
+    """
+    streams = {}
+    for state, gpu in states.items():
+        with gpu:
+            streams[state] = cupy.cuda.Stream(non_blocking=True)
+    (home, gpu), *others = states.items()
+    origin = streams[home]
+    try:
+        with gpu:
+            origin.begin_capture(runtime.streamCaptureModeThreadLocal)
+        begun = gpu.event(origin)
+        for state, other in others:
+            with other:
+                streams[state].wait_event(begun)
+        recording.streams = streams
         try:
-            for gpu, stream in self._others:
-                ended = gpu.event(stream)
-                with self._gpu:
-                    self._origin.wait_event(ended)
-            with self._gpu:
-                graph = self._origin.end_capture()
-                graph.upload(self._home.stream)
-            self._home.submitted()
-        except runtime.CUDARuntimeError as error:
-            raise CaptureError(f"CUDA cannot make a graph of the captured work: {error}") from error
-        self.streams.clear()  # a graph needs none of them
-        self._others.clear()
-        return partial(self._launch, graph)
+            command_list.run()
+        finally:
+            recording.streams = None
+        graph = _ended(home, gpu, origin, [(streams[state], other) for state, other in others])
+    except BaseException:
+        with suppress(RuntimeError), gpu:
+            origin.end_capture()
+        raise
 
-    def abandon(self) -> None:
-        """See ``Recording.abandon``."""
-        with suppress(RuntimeError), self._gpu:
-            self._origin.end_capture()
+    def launch() -> None:
+        with gpu:
+            graph.launch(home.stream)
+        home.submitted()
 
-    def _launch(self, graph: Any) -> None:
-        with self._gpu:
-            graph.launch(self._home.stream)
-        self._home.submitted()
+    return launch
+
+
+def _ended(home: StreamState, gpu: Gpu, origin: Any, others: list[tuple[Any, Gpu]]) -> Any:
+    """Ends the capture of ``origin``, behind the other streams; returns the graph."""
+    try:
+        for stream, other in others:
+            ended = other.event(stream)
+            with gpu:
+                origin.wait_event(ended)
+        with gpu:
+            graph = origin.end_capture()
+            graph.upload(home.stream)
+        home.submitted()
+    except runtime.CUDARuntimeError as error:
+        raise CaptureError(f"CUDA cannot make a graph of the captured work: {error}") from error
+    return graph

@@ -28,7 +28,6 @@ from gradreduce.device import (
 from gradreduce.device.buffer import Row
 from gradreduce.device.command_list import Command
 from gradreduce.device.dtypes import BFLOAT16
-from gradreduce.device.graph_capture import Recording
 from gradreduce.device.launch_table import CHUNK_SIZE, Tables
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
@@ -37,9 +36,9 @@ from gradreduce.device.process_group import Move, Parcel, bytes_of
 from gradreduce.errors import DeviceMismatchError
 
 from .fp_warnings import without_warnings
-from .host_compile import host_kernel, is_loaded
+from .host_compile import host_kernel
 from .pool import SimPool
-from .scheduler import PASSED, Event, Scheduler
+from .scheduler import Event, Scheduler
 from .workers import BLOCK_SIZE, Workers
 
 # What NumPy's calls for a block cost beside its elements, in elements added meanwhile.
@@ -182,11 +181,10 @@ class SimDevice(Device):
         if self.defers:  # or this process waits for one that waits for what it has not sent
             self.scheduler.finish((self, queue))
 
-    def _prepare(self, kernel: Kernel, template: Template, may_compile: bool = True) -> bool:
+    def _prepare(self, kernel: Kernel, template: Template) -> None:
         build = self.options.build
-        if build is not None and may_compile:
+        if build is not None:
             host_kernel(kernel, build)
-        return build is None or is_loaded(kernel, build)
 
     def _resolved(
         self,
@@ -204,9 +202,8 @@ class SimDevice(Device):
         return partial(self.submit, queue, work)
 
     def submit(self, queue: Queue, work: Callable[[], None]) -> None:
-        """Submits work to a queue; inside a capture, whose calls do it, nothing."""
-        if self.mesh_state.current.capture is None:
-            self.scheduler.submit((self, queue), work)
+        """Submits work to a queue."""
+        self.scheduler.submit((self, queue), work)
 
     def _reference_work(
         self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[int | float]
@@ -270,9 +267,9 @@ class SimDevice(Device):
     def run_on_host(
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
     ) -> bool:
-        """See ``Backend.run_on_host``: by the NumPy reference, not inside captures."""
+        """See ``Backend.run_on_host``: by the NumPy reference."""
         plain = not (self.defers or self.options.strict or self.options.build)
-        if not plain or self.mesh_state.capture is not None:
+        if not plain:
             return False
         self.mesh_state.check_usable(self)
         work = partial(without_warnings, kernel.reference, [row], *scalars)
@@ -280,23 +277,17 @@ class SimDevice(Device):
         self._submit(command, Record("launch", kernel.name, self.index, num_rows=1), (), 0)
         return True
 
-    def _recording(self, devices: Sequence[Device]) -> Recording:
-        return Recording()
-
     def _mark(self, queue: Queue) -> Event:
-        if self.mesh_state.current.capture is not None:
-            return PASSED
         return self.scheduler.record((self, queue))
 
     def _wait(self, mark: Mark, queue: Queue) -> None:
-        if self.mesh_state.current.capture is None:
-            self.scheduler.wait((self, queue), mark.event)
+        self.scheduler.wait((self, queue), mark.event)
 
     def _synchronize(self, wait_policy: WaitPolicy, queues: Sequence[Queue] = QUEUES) -> bool:
         return all(self.scheduler.finish((self, queue), wait_policy) for queue in queues)
 
     def _needs_order(self) -> bool:
-        return self.defers or self.mesh_state.current.capture is not None
+        return self.defers
 
     def _progress(self) -> None:
         self.scheduler.progress()

@@ -73,14 +73,6 @@ def _entries(kernel: Kernel, library: ctypes.CDLL) -> HostKernel:
     return entries
 
 
-_loaded: set[tuple[Kernel, str]] = set()
-
-
-def is_loaded(kernel: Kernel, build: str) -> bool:
-    """Whether ``host_kernel`` has already built and loaded it."""
-    return (kernel, build) in _loaded
-
-
 @cache
 def host_kernel(kernel: Kernel, build: str) -> HostKernel:
     """Builds and loads ``kernel``, or loads it from the cache; may block for seconds.
@@ -103,9 +95,7 @@ def host_kernel(kernel: Kernel, build: str) -> HostKernel:
             raise BackendUnavailableError(
                 f"the {build} build of {kernel.name} cannot be loaded: {error}"
             ) from error
-        found = _entries(kernel, library)
-        _loaded.add((kernel, build))
-        return found
+        return _entries(kernel, library)
 
 
 def _host_text(kernel: Kernel) -> str:

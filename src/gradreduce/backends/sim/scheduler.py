@@ -35,7 +35,7 @@ class Event:
         self.done = done
 
 
-PASSED = Event(done=True)
+_PASSED = Event(done=True)
 # What a queue was given: ("work", what to call), ("record", an event), or ("wait", an event).
 _Entry = tuple[str, Any]
 
@@ -62,7 +62,7 @@ class Scheduler:
 
     def record(self, queue: Hashable) -> Event:
         """Marks the end of a queue."""
-        return PASSED
+        return _PASSED
 
     def wait(self, queue: Hashable, event: Event) -> None:
         """Makes later work of the queue run after ``event``."""
