@@ -274,8 +274,6 @@ def test_a_tensor_is_shared_while_cupys_stream_captures(torch):
         assert (value.buffers[0].numpy() == 1).all()
 
 
-
-
 def trimmed(mesh):
     mesh.devices[0].empty((1 << 18,), "float32")
     mesh.trim()

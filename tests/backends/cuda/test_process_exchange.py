@@ -345,13 +345,13 @@ def test_an_exchange_is_fenced_as_a_copy_is(here):
             sent = device.upload(np.full(20_000, 1.0 + turn))
             out = device.upload(np.full(20_000, -1.0))
             copied = other.empty(out.shape, out.dtype)
-            other.copy(copied, out)  # which reads what is overwritten next
+            other.copy(copied, out, queue="transfer")  # which reads what is overwritten next
             device.mark()
             parcels = [[(1 - group.rank, each)] for each in (sent, out)]
             exchange(device, *parcels, "compute")
             device.copy(sent, out, queue="transfer")  # waits for the end of the compute queue
+            other.wait(other.mark("transfer"))
             assert (copied.numpy() == -1).all()
-            device.wait(device.mark("transfer"))
             assert (sent.numpy() == 1 + turn).all()
         parcels = [[(1 - group.rank, device.zeros((20_000,), "float64"))] for _ in range(2)]
         device.wait(device.mark(), queue="transfer")
