@@ -19,7 +19,9 @@ from gradreduce.checkpoint import by_name, checked, downloader, equal, optional
 from gradreduce.device import (
     Buffer,
     DeferInterrupts,
+    Device,
     LaunchBatch,
+    PackInfo,
     as_deadline,
     as_flag,
     deadline_scope,
@@ -528,16 +530,32 @@ class Optimizer(NotCopied):
             begin_writes(plan.shared)
         scalars, powers = self._next_update(self._slots.powers)
         ready = [self._ready(job, scalars, writer) for job, writer in plan.jobs(parts)]
-        mesh_state = plan.devices[0].mesh_state
+        self._launch(ready, plan.devices, plan.label, powers, count)
+
+    def _launch(
+        self,
+        launches: Sequence[Callable[[], None]],
+        devices: Sequence[Device],
+        label: PackInfo,
+        powers: Scalars,
+        count: Callable[[], None],
+    ) -> None:
+        """Launches an update and counts it; if it fails part-way, the devices fail.
+
+        Args:
+            launches: in this order.
+            devices: that they write.
+            label: names the variables in the log.
+            powers: of the rule after the update.
+            count: called after the launches.
+        """
+        mesh_state = devices[0].mesh_state
         with DeferInterrupts():
-            with (
-                mesh_state.launch_lock,
-                mesh_state.fail_on_partial_write(plan.devices),
-            ):
+            with mesh_state.launch_lock, mesh_state.fail_on_partial_write(devices):
                 thread = mesh_state.thread
-                before, thread.label = thread.label, plan.label  # a scope would take a microsecond
+                before, thread.label = thread.label, label  # a scope would take a microsecond
                 try:
-                    for launch in ready:
+                    for launch in launches:
                         launch()
                 finally:
                     thread.label = before

@@ -17,7 +17,6 @@ WAYS = {
     "momentum": (KINDS["momentum"][1], {}),
     "adam": (KINDS["adam"][1], {"reset_momentum": True}),
     "distance": (KINDS["sgd"][1], {"distance_scale": 0.5}),
-    "no locking": (KINDS["momentum"][1], {"use_locking": False}),
     "rows": (KINDS["momentum"][1], {"distance_scale": 0.5}),
     "own": (Own, {}),
 }

@@ -75,6 +75,19 @@ def test_a_step_that_is_stopped_before_it_counts_fails_the_device(own, monkeypat
         var.numpy()
 
 
+def test_ctrl_c_after_a_step_does_not_separate_its_plan_and_its_sums(own, monkeypatch):
+    getter, var, optimizer = made(own, period=9)
+    optimizer.apply_gradients([(ONE, var)])
+    optimizer.get_init_op(0)()
+    launch = optimizer._inner._launch
+    monkeypatch.setattr(optimizer._inner, "_launch", lambda *given: (launch(*given), stop()))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.apply_gradients([(gr.IndexedSlices(ONE[:1], [0], (2,)), var)])
+    monkeypatch.undo()
+    optimizer.apply_gradients([(ONE, var)])
+    assert getter.accumulation(var).numpy().tolist() == [2, 1]
+
+
 def test_the_slots_of_a_first_step_that_was_made_stay(own, monkeypatch):
     _, var, optimizer = made(own, gr.MomentumOptimizer(1.0, 0.5), period=9)
     counted = optimizer._inner._slots.commit
@@ -115,31 +128,6 @@ def test_what_counts_a_push_is_compiled_before_anything_is_changed(own, monkeypa
     assert optimizer.local_step.numpy() == step.numpy() == 0
     assert optimizer.apply_gradients([(ONE, var)], step) is True
     assert step.numpy() == 1
-
-
-def test_a_push_without_locking_is_made_again_if_a_load_comes_between_its_gpus(own):
-    center, load_at = gr.AGNCenter(own), 2  # the second GPU
-    getter = gr.AGNCustomGetter(own.devices[0], center=center)
-    ours = [gr.get_variable(name, np.zeros(2), custom_getter=getter) for name in ("a", "b")]
-    optimizer = gr.AGNOptimizer(gr.MomentumOptimizer(1.0, 0.5), 1, getter, 1, use_locking=False)
-    pairs = [(np.ones(2), var) for var in ours]
-    optimizer.apply_gradients(pairs)
-    state, check, versions = center.state_dict(), center._shared.check_version, []
-
-    def checked(version):
-        versions.append(version)
-        if len(versions) == load_at:
-            center.load_state_dict(state)
-        check(version)
-
-    center._shared.check_version = checked
-    assert optimizer.apply_gradients(pairs) is True
-    assert versions == [0, 0, 1, 1]
-    for var in ours:  # one push after the loaded one, whose momentum is 1
-        theirs = getter.center_variable(var)
-        assert (theirs.numpy() == -2.5).all()
-        assert (var.numpy() == -2.5).all()
-        assert (optimizer.get_slot(theirs, "momentum").numpy() == 1.5).all()
 
 
 def test_an_optimizer_that_is_refused_leaves_the_center_free(mesh):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from optim.agn.team import pair
 
 import gradreduce as gr
+from gradreduce.optim.agn.push import PushPlan
 
 NUM_WORKERS, NUM_PUSHES, LIMIT_S = 16, 5, 60.0
 WIDTHS = {"one": 3, "two": 40, "three": 1, "four": 700}
@@ -26,6 +25,20 @@ def restless():
     sys.setswitchinterval(before)
 
 
+@pytest.fixture
+def noted(monkeypatch):
+    """Functions to call in each push, in the thread of its worker."""
+    functions, run = [], PushPlan.run
+
+    def running(plan, *given):
+        for function in functions:
+            function()
+        return run(plan, *given)
+
+    monkeypatch.setattr(PushPlan, "run", running)
+    return functions
+
+
 class Run:
     """Every push adds one to the pushing worker's row, of every variable.
 
@@ -34,25 +47,18 @@ class Run:
         pulled: of each worker, for each of its pushes, the variables by name.
     """
 
-    def __init__(self, mesh, *, by_rows=False, **options):
+    def __init__(self, mesh, noted, *, by_rows=False):
         self.by_rows = by_rows
         self.start = {name: np.full((NUM_WORKERS, width), place, "float32")
                       for place, (name, width) in enumerate(WIDTHS.items())}  # fmt: skip
         center = gr.AGNCenter(mesh[[0, len(mesh) - 1]])
         self.team = pair(mesh, 2, lambda: gr.GradientDescentOptimizer(0.5), self.start,
-                         NUM_WORKERS, center=center, **options)  # fmt: skip
+                         NUM_WORKERS, center=center)  # fmt: skip
         homes = {var.devices for var in center.variables()}
         assert len(homes) == 2
         self.order, self.pulled = [], [[] for _ in self.team]
-        self._thread_state, pushing = threading.local(), center._shared.pushing
-
-        @contextmanager
-        def noted(**how):
-            with pushing(**how):
-                self.order.append(self._thread_state.place)
-                yield
-
-        center._shared.pushing = noted
+        self._thread_state = threading.local()
+        noted.append(lambda: self.order.append(self._thread_state.place))
         self._meet = threading.Barrier(NUM_WORKERS)
         threads = [center.start_worker(place, lambda place=place: self.work(place))
                    for place in range(NUM_WORKERS)]  # fmt: skip
@@ -80,8 +86,9 @@ class Run:
         return found[:, 0].astype(int).tolist()
 
 
-def test_with_locking_every_pull_is_the_start_plus_a_prefix_of_the_pushes(mesh):
-    run = Run(mesh)
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_every_pull_is_the_start_plus_a_prefix_of_the_pushes(mesh, noted, by_rows):
+    run = Run(mesh, noted, by_rows=by_rows)
     assert sorted(run.order) == sorted(list(range(NUM_WORKERS)) * NUM_PUSHES)
     held, turn = [0] * NUM_WORKERS, [0] * NUM_WORKERS
     for place in run.order:
@@ -91,19 +98,3 @@ def test_with_locking_every_pull_is_the_start_plus_a_prefix_of_the_pushes(mesh):
         turn[place] += 1
     for name, value in run.team[0].center.items():
         assert run.counts(name, value) == [NUM_PUSHES] * NUM_WORKERS
-
-
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_without_locking_no_element_is_torn_and_no_push_lost(mesh, by_rows):
-    run = Run(mesh, use_locking=False, by_rows=by_rows)
-    for name, value in run.team[0].center.items():
-        assert run.counts(name, value) == [NUM_PUSHES] * NUM_WORKERS
-        seen = []
-        for place, pulls in enumerate(run.pulled):
-            for turn, pull in enumerate(pulls):
-                seen.append(run.counts(name, pull[name]))
-                assert seen[-1][place] == turn + 1
-        seen.sort(key=sum)  # of one variable: each pull is behind some pushes, in one order
-        assert [sum(each) for each in seen] == list(range(1, len(seen) + 1))
-        for one, two in itertools.pairwise(seen):
-            assert all(before <= after for before, after in zip(one, two, strict=True))

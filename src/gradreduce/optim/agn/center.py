@@ -1,14 +1,13 @@
 """The AGN center: variables and slots that the workers of one training share.
 
-Its lock is held while a push is launched and while variables and slots are created, but not while
-the host waits for a device.
+Its lock is held while a push is planned and launched and while variables and slots are created, but
+not while the host waits for a device.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradreduce.arrays.variable import Variable
@@ -24,10 +23,6 @@ from gradreduce.optim.slots import Slots
 
 from .checkpoint import queued_center, ready_center
 from .session_hook import Registry, WorkerThread
-
-
-class StalePushError(Exception):
-    """A push was planned for slots that a checkpoint has replaced; state is unchanged."""
 
 
 class CenterState:
@@ -129,27 +124,6 @@ class CenterState:
         with self.lock:
             return self.slots.all() if self.slots else []
 
-    def pushing(self, *, use_locking: bool) -> AbstractContextManager[object]:
-        """Context manager around a push: with locking, no other push and no load meanwhile.
-
-        Without, a load may come between the launches of a push, which is then made again.
-        """
-        return self.lock if use_locking else nullcontext()
-
-    @contextmanager
-    def between_pushes(self) -> Iterator[None]:
-        """Context manager that excludes the launches of all pushes, also of those that do not lock.
-
-        Without locking, it may come between the launches of a push on different GPUs.
-        """
-        with self.lock, self.devices[0].mesh_state.launch_lock:
-            yield
-
-    def check_version(self, version: int) -> None:
-        """Raises ``StalePushError`` if the center was loaded after a push was planned."""
-        if version != self.version:
-            raise StalePushError("the center was loaded after the push was planned")
-
     def check_usable(self) -> None:
         """Raises ``CollectiveError`` if a push failed part-way."""
         if self.fault is not None:
@@ -159,8 +133,6 @@ class CenterState:
 
     def mark_push_failed(self, task: str, error: BaseException) -> None:
         """Records that a push failed part-way; later pushes raise."""
-        if isinstance(error, StalePushError):  # the load has replaced what it wrote
-            return
         self.fault = f"a push failed part-way: {task}: {error!r}"
         error.add_note(
             "A push failed part-way: the center rejects pushes until load_state_dict restores it."
@@ -248,9 +220,8 @@ class AGNCenter(NotCopied):
     ) -> dict[str, Any]:
         """Returns the state of center variables and slots as host data.
 
-        Float16 and bfloat16 are returned as float32. If all workers lock, the state is consistent:
-        it contains each push completely or not at all. Without locking, a variable and its slots
-        are consistent, and another variable may be one push behind. Waits for the devices.
+        Float16 and bfloat16 are returned as float32. The state is consistent: it contains each push
+        completely or not at all. Waits for the devices.
 
         Args:
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
@@ -261,7 +232,7 @@ class AGNCenter(NotCopied):
             CollectiveError: the mesh has failed, or a push failed part-way.
         """
         download, shared = downloader(as_deadline(deadline), output_type), self._shared
-        with shared.between_pushes():
+        with shared.lock:
             shared.check_usable()
             copies = queued_center(shared.variables, shared.slots)
         state: dict[str, Any] = download(copies)
@@ -288,8 +259,7 @@ class AGNCenter(NotCopied):
         shared = self._shared
         with DeferInterrupts(), shared.lock:
             load = ready_center(shared.variables, shared.slots, state)
-            with shared.between_pushes():
-                shared.version += 1
-                shared.fault = "a load_state_dict failed part-way"
-                load()
-                shared.fault = None
+            shared.version += 1
+            shared.fault = "a load_state_dict failed part-way"
+            load()
+            shared.fault = None

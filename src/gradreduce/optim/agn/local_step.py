@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from operator import is_
 from typing import NamedTuple
 
 from gradreduce import ops
@@ -44,7 +43,9 @@ class LocalStep(NamedTuple):
 
 
 class LocalPlan(Plan):
-    """Reusable plan for local steps of the same variables with dense gradients.
+    """Plan for local steps of the same variables with dense gradients.
+
+    It can be used in each step that follows one of its own.
 
     Args:
         optimizer: its rule is a kernel; its slots of the variables exist.
@@ -55,35 +56,16 @@ class LocalPlan(Plan):
         super().__init__(list(sums), optimizer._slots, optimizer._rule, list(sums.values()))
         self._optimizer, self._sums = optimizer, sums
 
-    def fits(self, variables: Sequence[Variable], optimizer: Optimizer, sums: Sums) -> bool:
-        """Whether it is of these variables, in this order, and adds to these sums."""
-        is_valid = self.is_valid_for(variables, optimizer._slots, optimizer._rule)
-        return is_valid and self.writes_first(sums) is not None
-
-    def writes_first(self, sums: Sums) -> bool | None:
-        """Whether gradients are written to the sums, not added; None if the sums are elsewhere.
-
-        Args:
-            sums: of the period so far.
-        """
-        if sums is self._sums:  # as after a step of this plan and no other
-            return False
-        known = [sums[var] for var in self.variables if var in sums]
-        if not known:
-            return True
-        fits = len(known) == len(self._sums) and all(map(is_, known, self._sums.values()))
-        return False if fits else None
-
     def step(self, gradients: Sequence[Part], scalars: Scalars, sums: Sums) -> LocalStep:
         """Returns a step: one launch for each physical device.
 
         Args:
             gradients: dense, for each copy of each variable.
             scalars: of the rule.
-            sums: of the period so far; ``writes_first`` is not None.
+            sums: of the period so far: those of the plan, or none of its variables.
         """
-        first = bool(self.writes_first(sums))
-        if first:
+        first = self.variables[0] not in sums
+        if first:  # gradients are written there, not added
             sums = {**sums, **self._sums} if sums else self._sums
         launches = [
             self._optimizer._ready(job, (int(first), *scalars), writer, "local")
@@ -108,7 +90,7 @@ def local_step(
         parts: for each copy of each variable, a colocated gradient.
         scalars: of the rule.
         sums: of the period so far.
-        last: plan of an earlier step, which is reused if it fits.
+        last: plan of the last step, which is used again if it fits.
     """
     left = iter(parts)
     dense: dict[Variable, Colocated] = {}
@@ -119,7 +101,7 @@ def local_step(
         (dense if is_fused else apart)[var] = colocated
     launches: Sequence[Callable[[], None]] = ()
     plan = last if dense else None
-    if dense and (last is None or not last.fits(list(dense), optimizer, sums)):
+    if dense and not (last and last.is_valid_for(list(dense), optimizer._slots, optimizer._rule)):
         first = not any(var in sums for var in dense)
         memory = {var: dense_sum(var, sums.get(var), fill=not first) for var in dense}
         plan = LocalPlan(optimizer, memory)

@@ -28,7 +28,7 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .push import PushConfig
 from .session_hook import AGNHook
-from .variables import AGNCustomGetter, HostCounter, LazyVariable
+from .variables import AGNCustomGetter, HostCounter
 from .worker import Worker
 from .worker_checkpoint import load_worker, queued_worker
 
@@ -42,8 +42,8 @@ class AGNOptimizer(Optimizer):
     center variables by the same rule, with slots that all workers share. Then the center variables
     are copied to the worker's variables and replace its local progress; the slots of the worker's
     variables are not changed by this pull. Adam's powers belong to the worker and advance with both
-    updates. While a Python rule (a subclass's ``_apply``) updates the center, no other worker
-    pushes. In a step that communicates, hyperparameters are read twice, once for each update.
+    updates. Pushes of different workers do not interleave. In a step that communicates,
+    hyperparameters are read twice, once for each update.
 
     If the worker has several replicas, ``compute_gradients`` and ``minimize`` call the loss once
     for each, inside ``gr.replica(i)``, with i its index among the worker's devices: there a
@@ -59,8 +59,7 @@ class AGNOptimizer(Optimizer):
         num_worker: number of workers; the hook can wait for them.
         custom_getter: the worker's ``AGNCustomGetter``, which created the variables.
         communication_period: local steps between two pushes, at least 1.
-        use_locking: whether push, center update and pull are atomic for the workers that lock.
-            If not, updates of workers may interleave between variables, never within one.
+        use_locking: no effect: push, center update and pull are always atomic.
         name: of the optimizer.
         distance_scale: each element of a mean is divided by ``d**2 / distance_scale + 1``, with d
             the distance that the center has moved since this worker's last pull; about 1e-4 lets
@@ -98,9 +97,8 @@ class AGNOptimizer(Optimizer):
         self._center = custom_getter.center._shared
         self._num_worker = as_count("num_worker", num_worker, least=1)
         period = as_count("communication_period", communication_period, least=1)
-        config = PushConfig(
-            period, as_flag("use_locking", use_locking), _as_scale(distance_scale), name
-        )
+        as_flag("use_locking", use_locking)
+        config = PushConfig(period, _as_scale(distance_scale), name)
         self._worker = Worker(
             optimizer,
             custom_getter._shared,
@@ -199,8 +197,6 @@ class AGNOptimizer(Optimizer):
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
-        if global_step is not None:
-            _check_counts(global_step)
         return self._worker.apply(gradients, variables, global_step, seconds)
 
     def prepare(self, variables: Sequence[Variable]) -> None:
@@ -303,14 +299,6 @@ def _check_free(*owned: Any) -> None:
                 f"{each!r} is used by another AGNOptimizer; create a getter, an inner optimizer "
                 "and an AGNOptimizer for each worker"
             )
-
-
-def _check_counts(global_step: Variable) -> None:
-    """Raises if ``global_step`` cannot be incremented after a communication."""
-    if isinstance(global_step, LazyVariable):
-        raise ValueError(f"global_step={global_step!r} is read-only; pass a Variable of your own")
-    for device in global_step.devices:
-        device.mesh_state.check_usable(device)
 
 
 _LEAST = 2.0**-126  # the smallest normal float32, which the kernel divides by

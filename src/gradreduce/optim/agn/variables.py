@@ -59,13 +59,8 @@ class LazyVariable(Variable):
         self.name = name
         self.trainable = False
 
-    def assign(self, value: Any) -> NoReturn:
-        """Raises ``TypeError``: the Variable is read-only."""
+    def _sources(self, value: Any) -> NoReturn:  # of ``assign`` and ``assign_add``
         raise TypeError(f"{self.name!r} is read-only: only its optimizer writes it")
-
-    def assign_add(self, delta: Any) -> NoReturn:
-        """Raises ``TypeError``: the Variable is read-only."""
-        self.assign(delta)
 
 
 class HostCounter(LazyVariable):

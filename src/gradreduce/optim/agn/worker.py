@@ -7,20 +7,19 @@ the same variables is planned once, and so is a push that needs no temporary mem
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, TypeGuard
 
 from gradreduce import ops
-from gradreduce.arrays.caller_streams import release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, DeferInterrupts, copy_over, deadline_scope
+from gradreduce.device import Buffer, DeferInterrupts, copied_to, copy_over, deadline_scope
 from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
-from .center import CenterState, StalePushError
+from .center import CenterState
 from .local_step import LocalPlan, local_step
 from .push import PushConfig, PushPlan
 from .variables import HostCounter, WorkerVariables
@@ -43,7 +42,8 @@ class Worker:
         step: number of local steps.
         config: of its pushes.
         is_due: whether a push must be made, because it failed before it changed the center.
-        pulled: for its variables, the center at the last pull; used by the distance scaling.
+        pulled: the center's value of each variable at the last pull, on the first device; used by
+            the distance scaling.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Worker:
         self.inner, self.variables, self.step, self.config = inner, variables, step, config
         self._center, self._resets = center, resets
         self.is_due = False
-        self.pulled: dict[Variable, Variable] = {}
+        self.pulled: dict[Variable, Buffer] = {}
         self._local: LocalPlan | None = None  # of the last step, if it was dense
         self._push: PushPlan | None = None  # the last one, if it can run again
 
@@ -86,14 +86,14 @@ class Worker:
                 self.variables.center_of(var)
         devices = [device for var in variables for device in var.devices] if seconds else []
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
-            sums = [total for total in self.variables.sums.values() if isinstance(total, tuple)]
-            others = [] if plan else [memory for total in sums for memory in total]
+            sums = self.variables.sums.values() if plan is None else ()
+            others = [copy for total in sums if isinstance(total, tuple) for copy in total]
             parts = inner._colocated_gradients(gradients, variables, plan, others)
             makes_up = self.is_due
             if makes_up:
                 self._ready_push(inner._slots.powers, variables, global_step)()
             with inner._slots.rollback_on_error() if plan is None else nullcontext():
-                self._local = self._step(variables, parts, plan, global_step)
+                self._step(variables, parts, plan, global_step)
         return makes_up or not self.step.value % self.config.period
 
     # -- a step -----------------------------------------------------------------------------------
@@ -104,45 +104,29 @@ class Worker:
         parts: Sequence[Part],
         plan: LocalPlan | None,
         global_step: Variable | None,
-    ) -> LocalPlan | None:
-        """Runs a local step, and a push if due.
-
-        Returns:
-            A plan for later steps like this one; None if a gradient is sparse or the rule in
-            Python.
-        """
+    ) -> None:
+        """Runs a local step, and a push if due."""
         inner, shared = self.inner, self.variables
         # A callable may raise; nothing has been created yet.
         scalars, powers = inner._next_update(inner._slots.powers)
         is_due = not (self.step.value + 1) % self.config.period
         if is_due:
             push = self._ready_push(powers, variables, global_step)
-        if plan is not None and plan.writes_first(shared.sums) is not None and _are_dense(parts):
+        if plan is not None and _are_dense(parts):
             step = plan.step(parts, scalars, shared.sums)
         else:
             self.prepare(variables)
             step = local_step(inner, variables, parts, scalars, shared.sums, self._local)
 
         def count() -> None:
-            inner._slots.commit(powers)
             self.step.value += 1
             self.is_due = is_due
-            shared.sums = step.sums
+            shared.sums, self._local = step.sums, step.plan
 
-        mesh_state = step.devices[0].mesh_state
         with DeferInterrupts():
-            with (
-                mesh_state.launch_lock,
-                mesh_state.fail_on_partial_write(step.devices),
-                mesh_state.label_scope(step.label),
-            ):
-                for launch in step.launches:
-                    launch()
-                count()
-            release_inputs()
+            inner._launch(step.launches, step.devices, step.label, powers, count)
             if is_due:
                 push()
-        return step.plan
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles the kernels of a step and a push, and creates slots of worker and center.
@@ -161,11 +145,7 @@ class Worker:
                 ops.prepare_distance_scale(center.devices[0], var.dtype)
                 # Without a start, the worker's initial values count as pulled.
                 if var not in self.pulled:
-                    self.pulled[var] = self.new_pulled(var, var.buffers[0])
-
-    def new_pulled(self, var: Variable, value: Buffer) -> Variable:
-        """Returns a copy of the center at a pull, to be kept in ``pulled``."""
-        return Variable(value, f"pulled/{var.name}", trainable=False)
+                    self.pulled[var] = copied_to(var.devices[0], var.buffers[0])
 
     # -- a communication --------------------------------------------------------------------------
 
@@ -193,25 +173,17 @@ class Worker:
             shared.sums = {}
             count()
 
-        def push() -> bool:
-            # A Python rule reads the center and writes it later.
-            sums, locks = shared.sums, self.config.use_locking or inner._rule is None
-            with suppress(StalePushError), center.pushing(use_locking=locks):
+        def push() -> None:
+            sums = shared.sums
+            with DeferInterrupts(), center.lock:
                 center.check_usable()
                 plan, self._push = self._push, None
                 if plan is None or plan.sums is not sums or plan.version != center.version:
                     plan = PushPlan(center, inner, sums, shared.centers, self.pulled, self.config)
                 plan.run(scalars, pushed)
                 self._push = plan if plan.is_reusable else None
-                return True
-            return False
 
-        def communicate() -> None:
-            with DeferInterrupts():
-                while not push():  # the center was loaded meanwhile: push the same sums again
-                    pass
-
-        return communicate
+        return push
 
     def _reset(self, variables: Iterable[Variable]) -> None:
         """Sets the momentum of variables to zero."""
@@ -224,25 +196,18 @@ class Worker:
         """Copies the center to the worker and clears its sums."""
         slots, centers = self.inner._slots, self.variables.centers
         check_unread(centers)
-        with DeferInterrupts(), self._center.between_pushes():
+        with DeferInterrupts(), self._center.lock:
             self._center.check_usable()
             for local, center in centers.items():
-                _copy_everywhere(center, local)
+                local.assign(center)
                 slots.update_master(local)
                 theirs, mine = self._center.slot(center, MASTER), self.inner.get_slot(local, MASTER)
                 if theirs is not None and mine is not None:
-                    _copy_everywhere(theirs, mine)
+                    mine.assign(theirs)
             for local, kept in self.pulled.items():
-                kept.assign(local.buffers[0])
+                copy_over(kept.device, kept, local.buffers[0])
             self.variables.sums = {}
             self.is_due = False
-
-
-def _copy_everywhere(center: Variable, local: Variable) -> None:
-    """Copies a center variable to each copy of a worker's variable."""
-    (source,) = center.buffers
-    for copy in local.buffers:
-        copy_over(copy.device, copy, source)
 
 
 def _are_dense(parts: Sequence[Part]) -> TypeGuard[Sequence[Buffer]]:

@@ -28,7 +28,7 @@ def queued_worker(worker: Worker) -> dict[str, Any]:
         "optimizer": worker.inner._queued_state(),
         "variables": checkpoint.copies_of(variables),
         "sums": sums,
-        "pulled": checkpoint.copies_of({var.name: each for var, each in worker.pulled.items()}),
+        "pulled": {var.name: checkpoint.copied(kept) for var, kept in worker.pulled.items()},
         "local_step": worker.step.value,
         "is_due": worker.is_due,
     }
@@ -62,7 +62,7 @@ def load_worker(worker: Worker, state: Any) -> None:
     load_values = checkpoint.ready_values(found["variables"], variables)
     totals = {variables[name]: _uploaded(each, variables[name]) for name, each in sums.items()}
     kept = {
-        var: worker.new_pulled(var, checkpoint.uploaded(pulled[name], var))
+        var: checkpoint.uploaded(pulled[name], var)
         for name, var in variables.items()
         if name in pulled
     }
