@@ -11,7 +11,7 @@ import numpy as np
 from gradreduce.arrays.array_methods import astype
 
 from .frameworks import stop_gradient
-from .registry import COMPOSED, CONSTANT, RULES, VJP, Maker
+from .registry import COMPOSED, CONSTANT, RULES, VJP
 from .rules_broadcast import scaled
 
 LN2, LN10 = math.log(2.0), math.log(10.0)
@@ -22,14 +22,14 @@ def itself(g: Any) -> Any:
     return g
 
 
-def select(mask: Any, x: Any, y: Any) -> tuple[Maker, Maker]:
-    """The makers of two operands: the result is ``x`` where ``mask`` is true, else ``y``.
+def select(mask: Any, x: Any, y: Any) -> tuple[VJP, VJP]:
+    """The VJPs of two operands: the result is ``x`` where ``mask`` is true, else ``y``.
 
     Unlike ``g * mask`` also for an infinite gradient.
     """
     return (
-        lambda: scaled(x, lambda g: np.where(mask, g, np.zeros_like(g))),
-        lambda: scaled(y, lambda g: np.where(mask, np.zeros_like(g), g)),
+        scaled(x, lambda g: np.where(mask, g, np.zeros_like(g))),
+        scaled(y, lambda g: np.where(mask, np.zeros_like(g), g)),
     )
 
 
@@ -46,12 +46,11 @@ def _power_left(out: Any, x: Any, y: Any) -> VJP:
 
 def _power_right(out: Any, x: Any, y: Any) -> VJP:
     x = _array(x)
+    # 0**y is 0 wherever it has a slope; of a negative x it has none: 0, as in TensorFlow.
     if hasattr(x, "dtype"):
-        # 0**y is 0 wherever it has a slope; of a negative x it has none: 0, as in TensorFlow.
-        safe = np.where(x > 0, x, np.ones_like(x))
-        return lambda g: g * (out * np.log(safe))
-    base = math.log(x) if x > 0 else 0.0
-    return lambda g: g * (out * base)
+        return lambda g: g * (out * np.log(np.where(x > 0, x, np.ones_like(x))))
+    log = math.log(x) if x > 0 else 0.0
+    return lambda g: g * (out * log)
 
 
 # Each VJP holds only what it uses: exp the result, log the operand.
@@ -114,8 +113,8 @@ _OF_TWO: dict[Any, tuple[Callable[[Any, Any, Any], VJP], Callable[[Any, Any, Any
 
 def _register(function: Any, left: Callable[..., VJP], right: Callable[..., VJP]) -> None:
     RULES[function] = lambda out, x, y: (
-        lambda: scaled(x, left(out, x, y)),
-        lambda: scaled(y, right(out, x, y)),
+        scaled(x, left(out, x, y)),
+        scaled(y, right(out, x, y)),
     )
 
 
@@ -127,7 +126,7 @@ RULES[np.maximum] = lambda out, x, y: select(np.greater_equal(x, y), x, y)
 RULES[np.minimum] = lambda out, x, y: select(np.less_equal(x, y), x, y)
 RULES[np.fmax] = lambda out, x, y: select(np.greater_equal(x, y) | np.isnan(y), x, y)
 RULES[np.fmin] = lambda out, x, y: select(np.less_equal(x, y) | np.isnan(y), x, y)
-RULES[np.where] = lambda out, mask, x, y: (lambda: lambda g: None, *select(mask, x, y))
+RULES[np.where] = lambda out, mask, x, y: (lambda g: None, *select(mask, x, y))
 RULES[np.copy] = lambda out, x: itself
 RULES[astype] = lambda out, x, dtype: itself  # the tape gives a term the dtype of its tensor
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .registry import COMPOSED, RULES, VJP, Maker
+from .registry import COMPOSED, RULES, VJP
 from .rules_broadcast import like, shape_of
 from .unsupported import no_rule
 
@@ -17,24 +17,19 @@ def _array(x: Any) -> Any:
     return x if hasattr(x, "ndim") else np.asarray(x)
 
 
-def _matmul(out: Any, x1: Any, x2: Any) -> tuple[Maker, Maker]:
+def _matmul(out: Any, x1: Any, x2: Any) -> tuple[VJP, VJP]:
     """The rule of ``np.matmul``; treats vectors as matrices of one row or column."""
     x1, x2 = _array(x1), _array(x2)
     row = x1.shape if x1.ndim > 1 else (1, *x1.shape)
     column = x2.shape if x2.ndim > 1 else (*x2.shape, 1)
     whole = (*np.broadcast_shapes(row[:-2], column[:-2]), row[-2], column[-1])
-
-    def to_left() -> VJP:
-        right = np.swapaxes(np.reshape(x2, column), -1, -2)
-        shape = x1.shape
-        return lambda g: np.reshape(like(np.reshape(g, whole) @ right, row), shape)
-
-    def to_right() -> VJP:
-        left = np.swapaxes(np.reshape(x1, row), -1, -2)
-        shape = x2.shape
-        return lambda g: np.reshape(like(left @ np.reshape(g, whole), column), shape)
-
-    return to_left, to_right
+    shapes = x1.shape, x2.shape
+    left = np.swapaxes(np.reshape(x1, row), -1, -2)
+    right = np.swapaxes(np.reshape(x2, column), -1, -2)
+    return (
+        lambda g: np.reshape(like(np.reshape(g, whole) @ right, row), shapes[0]),
+        lambda g: np.reshape(like(left @ np.reshape(g, whole), column), shapes[1]),
+    )
 
 
 def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
@@ -66,7 +61,7 @@ def _inner(a: Any, b: Any) -> Any:
     return np.dot(a, np.swapaxes(b, -1, -2) if b.ndim > 1 else b)
 
 
-def _einsum(out: Any, subscripts: Any, *operands: Any, optimize: bool = False) -> tuple[Maker, ...]:
+def _einsum(out: Any, subscripts: Any, *operands: Any, optimize: bool = False) -> Sequence[VJP]:
     """The rule of ``np.einsum``: a term is an einsum of the gradient and the other operands."""
     if not isinstance(subscripts, str):
         raise no_rule("np.einsum without a string of subscripts")
@@ -82,7 +77,7 @@ def _einsum(out: Any, subscripts: Any, *operands: Any, optimize: bool = False) -
 
     dots = "..." if "..." in inputs else ""
 
-    def maker(index: int) -> Maker:
+    def vjp(index: int) -> VJP:
         shape = shape_of(operands[index])
         factors, of_factors = [*operands], [*labels]
         del factors[index], of_factors[index]
@@ -91,9 +86,9 @@ def _einsum(out: Any, subscripts: Any, *operands: Any, optimize: bool = False) -
             factors.append(np.ones_like(operands[index]))
             of_factors.append(labels[index])
         formula = f"{','.join([result, *of_factors])}->{dots}{mine}"
-        return lambda: lambda g: like(np.einsum(formula, g, *factors, optimize=optimize), shape)
+        return lambda g: like(np.einsum(formula, g, *factors, optimize=optimize), shape)
 
-    return (lambda: None, *(maker(index) for index in range(len(operands))))  # type: ignore[return-value,arg-type]
+    return [lambda g: None, *map(vjp, range(len(operands)))]
 
 
 RULES[np.matmul] = _matmul

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradreduce.reduce.aggregation import accumulate_n, add_n, aggregate
 
-from .registry import COMPOSED, JOINS, RULES, VJP, Maker
+from .registry import COMPOSED, RULES, VJP
 from .rules_broadcast import like, normalized, shape_of
 from .unsupported import no_rule
 
@@ -40,13 +40,10 @@ def _transposed_back(g: Any, shape: Any, axes: Any = None) -> Any:
 
 def _concatenate(
     out: Any, arrays: Sequence[Any], axis: Any = 0, _out: Any = None, **kwargs: Any
-) -> tuple[Maker]:
+) -> tuple[list[VJP]]:
     shapes = [shape_of(array) for array in arrays]
 
-    def maker(item: int | None = None) -> VJP:
-        if item is None:  # an array, whose rows were joined
-            vjps = [maker(row) for row in range(len(shapes))]
-            return lambda g: np.stack([vjp(g) for vjp in vjps])
+    def vjp(item: int) -> VJP:
         shape = shapes[item]
         along = normalized(axis or 0, len(shape))
         extents = [math.prod(each) if axis is None else each[along] for each in shapes]
@@ -54,16 +51,16 @@ def _concatenate(
         part = (slice(None),) * along + (slice(start, start + extents[item]),)
         return lambda g: np.reshape(g[part], shape)
 
-    return (maker,)
+    return ([vjp(item) for item in range(len(shapes))],)
 
 
 def _sum_of(
     out: Any, inputs: Sequence[Any], *args: Any, output_type: str | None = None, **kwargs: Any
-) -> tuple[Maker]:
+) -> tuple[list[VJP]]:
     """The rule of ``add_n`` and the like: each term gets the whole gradient."""
     if output_type not in (None, "numpy", "cupy"):
         raise no_rule(f"a sum with output_type={output_type!r}")
-    return (lambda item: lambda g: g,)
+    return ([lambda g: g] * len(inputs),)
 
 
 def _at_least_2d(x: Any, *, column: bool = False) -> Any:
@@ -91,7 +88,6 @@ _moved(np.flip, lambda g, shape, axis=None: np.flip(g, axis))
 _moved(np.broadcast_to, lambda g, of_operand, shape, subok=False: like(g, of_operand))
 RULES[np.concatenate] = _concatenate
 RULES[add_n] = RULES[accumulate_n] = RULES[aggregate] = _sum_of
-JOINS |= {np.concatenate, add_n, accumulate_n, aggregate}
 COMPOSED.update(
     {
         np.stack: lambda arrays, axis=0: np.concatenate(

@@ -35,7 +35,7 @@ from gradreduce.arrays.trace_context import make_like, named_arguments, position
 from gradreduce.device import Device
 
 from .accumulate_terms import TermAccumulator
-from .registry import COMPOSED, CONSTANT, JOINS, RULES, VJP, Maker
+from .registry import COMPOSED, CONSTANT, RULES, VJP
 from .unsupported import (
     NoMethodError,
     beside_tensor,
@@ -293,19 +293,22 @@ def _recorded(
             return value
         named = {} if isinstance(function, np.ufunc) else kwargs
         made = _by_rule(function, rule, [value, *raw], named)
-        makers = (lambda: made,) if callable(made) else made
-        vjps = [_vjp(function, makers, index, item) for index, item, _ in operands]
+        of_args = (made,) if callable(made) else made
+        vjps = [_vjp(function, of_args, index, item) for index, item, _ in operands]
     node = Node(parents[0].trace, value, parents[0].device, parents, vjps)
     return Traced(value, node, is_view=_is_part(value, raw[0]))
 
 
-def _vjp(function: Any, makers: Sequence[Maker], index: int, item: int | None) -> VJP:
+def _vjp(function: Any, of_args: Sequence[Any], index: int, item: int | None) -> VJP:
     """The VJP of one operand: an argument, or an element of a list of arrays."""
-    if index >= len(makers):
+    if index >= len(of_args):
         raise no_rule(f"{name_of(function)} with a traced argument {index}")
-    if item is not None and function not in JOINS:
+    vjp = of_args[index]
+    if item is not None and callable(vjp):
         raise no_rule(f"{name_of(function)} of a list of traced values, unless np.stack joins it,")
-    return makers[index]() if item is None else makers[index](item)
+    if item is None and not callable(vjp):  # an array, whose rows were joined
+        return lambda g: np.stack([of_row(g) for of_row in vjp])
+    return vjp if item is None else vjp[item]  # type: ignore[no-any-return]
 
 
 def _is_part(value: Any, of: Any) -> bool:
