@@ -60,9 +60,9 @@ class TermAccumulator:
             self._add(term, device)
             return
         self._held.append((order, term, device))
-        holds_rows = all(isinstance(held, IndexedSlices) for _, held, _ in self._held)
-        is_held = self._method is AggregationMethod.ADD_N or holds_rows
-        if len(self._held) > 1 and not is_held:
+        if len(self._held) < 2 or self._method is AggregationMethod.ADD_N:
+            return
+        if not all(isinstance(held, IndexedSlices) for _, held, _ in self._held):
             self._add_held()
 
     def result(self) -> Any:

@@ -1,4 +1,4 @@
-"""Functions for losses that NumPy does not have, composed of NumPy's.
+"""Functions for losses that NumPy does not have.
 
 All take NumPy and CuPy arrays, Variables and traced values, and keep the dtype; those that sum
 compute 16-bit floats in float32 and round once.
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from gradreduce.arrays.array_methods import astype, holds_traceable, traceable
+from gradreduce.arrays.array_methods import astype, traceable
 from gradreduce.errors import InvalidArgumentError
 
 from .frameworks import stop_gradient
-from .registry import COMPOSED
+from .registry import COMPOSED, RULES, VJP
 from .rules_broadcast import is_half, shape_of, widened
 
 
@@ -64,17 +64,34 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
         InvalidArgumentError: (a ``ValueError``) a class is negative or not below the number of
             classes. Labels on a GPU are not checked, and their loss is 0.
     """
-    if not hasattr(labels, "dtype"):  # a list
-        labels = np.asarray(np.asarray(labels), like=logits)
+    labels = _array(labels, logits)
     _check_classes(labels, logits.shape[-1])
     if is_half(logits):
         return astype(softmax_cross_entropy(widened(logits), labels), logits.dtype)
     wanted = _as_probabilities(logits, labels)
-    scores = logits
-    if not holds_traceable(labels):  # 0 * inf would be nan, where a class has no probability
-        scores = np.where(wanted != 0, logits, np.zeros_like(logits))
+    # 0 * inf would be nan, where a class has no probability.
+    scores = np.where(wanted != 0, logits, np.zeros_like(logits))
     log_sum = logsumexp(logits, axis=-1)
     return log_sum * np.sum(wanted, axis=-1) - np.sum(scores * wanted, axis=-1)
+
+
+def _softmax_cross_entropy(out: Any, logits: Any, labels: Any) -> tuple[VJP, VJP]:
+    def to_logits(g: Any) -> Any:
+        x32 = widened(logits)
+        wanted = _as_probabilities(x32, _array(labels, logits))
+        share = np.exp(x32 - logsumexp(x32, axis=-1, keepdims=True))
+        return g[..., None] * (share * np.sum(wanted, axis=-1, keepdims=True) - wanted)
+
+    def to_labels(g: Any) -> Any:
+        x32 = widened(logits)
+        return g[..., None] * (logsumexp(x32, axis=-1, keepdims=True) - x32)
+
+    return to_logits, to_labels
+
+
+def _array(labels: Any, logits: Any) -> Any:
+    """Converts a list of labels to an array of the library of ``logits``."""
+    return labels if hasattr(labels, "dtype") else np.asarray(np.asarray(labels), like=logits)
 
 
 def _check_classes(labels: Any, num_classes: int) -> None:
@@ -103,4 +120,4 @@ def _as_probabilities(logits: Any, labels: Any) -> Any:
 
 
 COMPOSED[logsumexp] = unwrap(logsumexp)  # on the GPU of the operand
-COMPOSED[softmax_cross_entropy] = unwrap(softmax_cross_entropy)
+RULES[softmax_cross_entropy] = _softmax_cross_entropy

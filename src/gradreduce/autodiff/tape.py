@@ -254,7 +254,8 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     named = kwargs if is_ufunc else named_arguments(function, args, kwargs)
     if named.get("out") is not None:
         raise would_write(name_of(function))
-    check_operand([*raw, *kwargs.values()])
+    for value in (*raw, *kwargs.values()):
+        check_operand(value)
     if function in COMPOSED:
         with on_gpu_of(operands[0][2].device if operands else None):
             return _by_rule(function, COMPOSED[function], args, kwargs)

@@ -67,6 +67,8 @@ def check_operand(value: Any) -> None:
     Raises:
         TypeError: a PyTorch tensor, a masked array or an np.matrix, also in a list.
     """
+    if type(value) is np.ndarray:
+        return
     if isinstance(value, list | tuple):
         for each in value:
             check_operand(each)
