@@ -229,18 +229,14 @@ def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
     The zeros of a device are allocated like sums that were added together: so the packing does not
     depend on which devices have gradients.
     """
-    missing = [
-        (state, index)
+    sums = [
+        (device, state.dtype, state.sum_shape or ())
         for state in states
-        for index, total in enumerate(state.totals)
+        for device, total in zip(state.devices, state.totals, strict=True)
         if total is None
     ]
-    sums = [(state.devices[index], state.dtype, state.sum_shape or ()) for state, index in missing]
-    zeros = dict(zip(missing, _allocate_flat(sums, zeros=True), strict=True))
-    return [
-        [zeros.get((state, index), total) for index, total in enumerate(state.totals)]
-        for state in states
-    ]
+    zeros = iter(_allocate_flat(sums, zeros=True))
+    return [[next(zeros) if total is None else total for total in state.totals] for state in states]
 
 
 def _divide(divisions: _Divisions) -> None:
