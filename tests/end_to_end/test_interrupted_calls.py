@@ -63,7 +63,7 @@ def counter(mesh):
     return gr.Variable(0, "step", trainable=False, device=mesh)
 
 
-def optimizer(mesh, make=gr.AdamOptimizer, warm=True, sparse=False):
+def optimizer(mesh, make=gr.AdamOptimizer, warm=True, sparse=False, loads=False):
     shape = (5, 3) if sparse else (5,)
     var, step = gr.Variable(np.ones(shape, "float32"), "w", device=mesh), counter(mesh)
     made = make()
@@ -74,13 +74,15 @@ def optimizer(mesh, make=gr.AdamOptimizer, warm=True, sparse=False):
     def call():
         made.apply_gradients([(gradient, var)], step)
 
+    before = made.state_dict()
+    before["hyperparameters"]["learning_rate"] = 0.5
     if warm:
         call()
 
     def shown():
         return bits((copies(var, step), made.state_dict()))
 
-    return World(call, shown, call)
+    return World((lambda: made.load_state_dict(before, var)) if loads else call, shown, call)
 
 
 class Own(gr.Optimizer):
@@ -103,6 +105,7 @@ def agn(mesh, warm=1, make=gr.AdamOptimizer, call=None):
     def apply():
         made.apply_gradients([(start, var), (start + 1, other)], step)
 
+    before = made.state_dict()
     made.prepare([var, other])  # zeros, which a first step that is not made leaves at the center
     for _ in range(warm):
         apply()
@@ -112,13 +115,13 @@ def agn(mesh, warm=1, make=gr.AdamOptimizer, call=None):
         kept = copies(var, other, step), made.state_dict(), getter.center.state_dict()
         return bits((kept, copies(made.local_step)))
 
-    return World(partial(call, made, step) if call else apply, shown, apply)
+    return World(partial(call, made, step, before) if call else apply, shown, apply)
 
 
 def agn_push_made_up(mesh):
     """One that has failed before it changed anything."""
 
-    def push(made, step):
+    def push(made, step, _):
         worker = made._worker
         worker._ready_push(worker.inner._slots.powers, (), step)()
 
@@ -126,7 +129,11 @@ def agn_push_made_up(mesh):
 
 
 def agn_start(mesh):
-    return agn(mesh, 2, call=lambda made, step: made.get_init_op(0)())
+    return agn(mesh, 2, call=lambda made, *_: made.get_init_op(0)())
+
+
+def agn_load(mesh):
+    return agn(mesh, 3, call=lambda made, _, before: made.load_state_dict(before))
 
 
 def accumulators(mesh, kinds, device=None):
@@ -202,7 +209,14 @@ def take(mesh, kinds=(False,), on_one=False):
     return World(take, shown, lambda: (bring(3.0, 1), take()))
 
 
-def sync_step(mesh, **options):
+def load(mesh, kinds=(False,)):
+    (acc,), bring, _, shown = accumulators(mesh, kinds)
+    before = acc.state_dict()
+    bring(1.0)
+    return World(lambda: acc.load_state_dict(before), shown, lambda: bring(2.0))
+
+
+def sync_step(mesh, loads=False, **options):
     starts = [np.ones(5, "float32"), np.ones((2, 2), "float32")]
     variables = [gr.Variable(start, f"v{start.size}", device=mesh) for start in starts]
     made = gr.AdamOptimizer()
@@ -214,7 +228,11 @@ def sync_step(mesh, **options):
         rest = (step.global_step, step.loss_scale)
         return bits((copies(*variables), made.state_dict(), kept, rest))
 
-    return World(lambda: step(terms), shown, lambda: step(terms))
+    before = step.state_dict()
+    if loads:
+        step(terms)
+    call = (lambda: step.load_state_dict(before)) if loads else (lambda: step(terms))
+    return World(call, shown, lambda: step(terms))
 
 
 def assign(mesh):
@@ -254,6 +272,11 @@ SCENES = {
         mesh, clip_norm=1.0, loss_scale=gr.DynamicLossScale(8.0, growth_interval=1)
     ),
     "assign": assign,
+    "load of an optimizer": lambda mesh: optimizer(mesh, loads=True),
+    "load of agn": agn_load,
+    "load of an accumulator": load,
+    "load of a sparse accumulator": lambda mesh: load(mesh, (True,)),
+    "load of a SyncStep": lambda mesh: sync_step(mesh, loads=True),
 }
 
 

@@ -409,7 +409,9 @@ class Optimizer(NotCopied):
                 variables of the same name, or a decay or power that is not at least 0 and below 1.
         """
         those = [variables] if isinstance(variables, Variable) else variables
-        self._ready_state(state, those)()
+        load = self._ready_state(state, those)
+        with DeferInterrupts():
+            load()
 
     def _queued_state(self, slots: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Queues copies of the state, see ``state_dict``; ``slots`` replaces ``queued_slots``."""

@@ -9,6 +9,7 @@ from gradreduce import checkpoint
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import Check, anything, equal, integer, some_of
+from gradreduce.device import DeferInterrupts
 from gradreduce.errors import listed
 
 from .worker import Worker
@@ -66,10 +67,11 @@ def load_worker(worker: Worker, state: Any) -> None:
         for name, var in variables.items()
         if name in pulled
     }
-    load_optimizer()
-    load_values()
-    worker.variables.sums = totals
-    worker.step.value, worker.is_due, worker.pulled = found["local_step"], found["is_due"], kept
+    with DeferInterrupts():
+        load_optimizer()
+        load_values()
+        worker.variables.sums = totals
+        worker.step.value, worker.is_due, worker.pulled = found["local_step"], found["is_due"], kept
 
 
 def _sum_of(var: Variable) -> Check:
