@@ -61,39 +61,6 @@ class AddN(Aggregator):
         return ops.add_unchecked(self._terms, dtype)
 
 
-class OneBuffer(Aggregator):
-    """Sums into a single buffer; at most three buffers are alive at a time."""
-
-    dtype_error = MixedDtypesError
-
-    def __init__(self) -> None:
-        self._first: Buffer | None = None
-        self._total: Buffer | None = None
-
-    def push(self, term: Buffer) -> None:
-        """See ``Aggregator.push``; the first is held until the second comes."""
-        if self._total is not None:
-            ops.accumulate_n([self._total], [[term]])
-        elif self._first is None:
-            self._first = term
-        else:
-            first, self._first = self._first, None
-            self._total = _empty_like(first, accumulate_dtype(first.dtype))
-            ops.add_n([self._total], [[first, term]])
-
-    def total(self, dtype: DType) -> Buffer:
-        """See ``Aggregator.total``."""
-        total = self._first if self._total is None else self._total
-        assert total is not None
-        return _rounded(total, dtype)
-
-    def as_tree(self) -> Tree:
-        """Returns a ``Tree`` that continues this sum, which counts as one pair."""
-        tree = Tree()
-        tree._sums[:] = [self._first, self._total]
-        return tree
-
-
 class Tree(Aggregator):
     """Sums in pairs, and pairs of pairs: error and memory grow with log n.
 
@@ -112,15 +79,13 @@ class Tree(Aggregator):
             sums[0] = term
             return
         left, sums[0] = sums[0], None
-        acc_dtype = accumulate_dtype(term.dtype)
         carried = sums[1]
-        if carried is not None and term.dtype == acc_dtype:
+        if carried is not None and term.dtype == carried.dtype:
             ops.all_sum([[carried]], [[carried, left, term]], split=1)
             sums[1] = None
             level = 2
         else:
-            carried = _empty_like(term, acc_dtype)
-            ops.add_n([carried], [[left, term]])
+            carried = _sum_of_pair(left, term)
             level = 1
         while level < len(sums) and (older := sums[level]) is not None:
             ops.accumulate_n([older], [[carried]])
@@ -138,6 +103,28 @@ class Tree(Aggregator):
             ops.accumulate_n([older], [[total]])
             total = older
         return _rounded(total, dtype)
+
+
+class OneBuffer(Tree):
+    """Sums into a single buffer; at most three buffers are alive at a time."""
+
+    dtype_error = MixedDtypesError
+
+    def push(self, term: Buffer) -> None:
+        """See ``Aggregator.push``; the first is held until the second comes."""
+        first, total = self._sums
+        if total is not None:
+            ops.accumulate_n([total], [[term]])
+        elif first is None:
+            self._sums[0] = term
+        else:
+            self._sums[:] = None, _sum_of_pair(first, term)
+
+    def as_tree(self) -> Tree:
+        """Returns a ``Tree`` that continues this sum, which counts as one pair."""
+        tree = Tree()
+        tree._sums = self._sums
+        return tree
 
 
 class MultiDeviceSum:
@@ -278,6 +265,13 @@ def _sum_tree(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buf
             for level in levels
         ]
     return [level[0] for level in levels]
+
+
+def _sum_of_pair(left: Buffer, right: Buffer) -> Buffer:
+    """Adds two terms in new memory, in the accumulate type."""
+    total = _empty_like(left, accumulate_dtype(left.dtype))
+    ops.add_n([total], [[left, right]])
+    return total
 
 
 def _rounded(total: Buffer, dtype: DType) -> Buffer:
