@@ -31,7 +31,7 @@ from gradreduce.device.exchange import exchange
 from gradreduce.device.process_group import Parcel
 
 from .algorithm import Algorithm, Job, Steps, copy_to_all
-from .hierarchical_copy import SLICE_BYTES, plan_slices
+from .hierarchical_copy import SLICE_BYTES, extents, plan_slices
 from .reduction_groups import ReductionGroups, reduction_groups_of
 
 
@@ -201,13 +201,7 @@ class AcrossProcesses(Algorithm):
     def _steps(self, jobs: Sequence[Job], queue: Queue) -> Steps:
         leader = self._leader
         self._num_used = 0
-        slices = plan_process_slices(
-            [
-                (job.inputs[0].size, min(job.inputs[0].dtype.itemsize, job.outs[0].dtype.itemsize))
-                for job in jobs
-            ],
-            self._group.size,
-        )
+        slices = plan_process_slices(extents(jobs), self._group.size)
         join_streams(leader, self.devices)
         terms = self._exchange_terms(jobs, slices, queue)
         yield

@@ -86,6 +86,14 @@ def plan_slices(
     return slices
 
 
+def extents(jobs: Sequence[Job]) -> list[tuple[int, int]]:
+    """Returns ``packs`` of ``plan_slices`` for the inputs and outs of jobs."""
+    return [
+        (job.inputs[0].size, min(job.inputs[0].dtype.itemsize, job.outs[0].dtype.itemsize))
+        for job in jobs
+    ]
+
+
 class HierarchicalCopy(Algorithm):
     """Reduces every job, with the same bits for every placement, packs and slices.
 
@@ -125,14 +133,10 @@ class HierarchicalCopy(Algorithm):
 
         def steps_of(indices: Sequence[int], queue: Queue) -> Steps:
             together = [jobs[index] for index in indices]
-            packs = [
-                (job.inputs[0].size, min(job.inputs[0].dtype.itemsize, job.outs[0].dtype.itemsize))
-                for job in together
-            ]
             work = []
-            for at, main, start, stop in plan_slices(packs, self._mains):
+            for at, main, start, stop in plan_slices(extents(together), self._mains):
                 job = together[at]
-                whole = stop - start == packs[at][0]
+                whole = stop - start == job.inputs[0].size
                 work.append((main, job if whole else job.part(start, stop)))
             if self.in_place:
                 return self._direct(work, queue)

@@ -63,8 +63,8 @@ class PackBuffers:
     def job(self, start: int, stop: int, divisor: float) -> Job:
         """Returns the reduction of a range; ``divisor`` of the sums, if it was not applied yet."""
         owner, senders, receivers = self.plan.share
-        inputs, outs = self.inputs[senders], self.outs[receivers]
-        made = Job(inputs, outs, divisor if self.plan.divisor == 1 else 1, owner)
+        divisor = divisor if self.plan.divisor == 1 else 1
+        made = Job(self.inputs[senders], self.outs[receivers], divisor, owner)
         return made if stop - start == self.plan.layout.size else made.part(start, stop)
 
 
