@@ -35,12 +35,10 @@ class _Row(NamedTuple):
 
     Attributes:
         variable: on its memory.
-        state: its entry of ``Optimizer.state``.
-        views: the tensors in ``state``, on the memory of its slots.
+        views: the tensors in ``Optimizer.state``, on the memory of its slots; none yet at first.
     """
 
     variable: ParameterVariable
-    state: dict[str, Any]
     views: list[Any]
 
 
@@ -56,11 +54,10 @@ class _Group:
         self.number = number
         self.rule = rule
         self.rows: dict[Any, _Row] = {}
-        self.hidden: dict[Any, _Row] = {}  # whose slots are not in ``Optimizer.state`` yet
 
     def add(self, parameter: Any, variable: ParameterVariable) -> _Row:
         """Adds a parameter, and the Variable on its memory."""
-        row = self.rows[parameter] = self.hidden[parameter] = _Row(variable, {}, [])
+        row = self.rows[parameter] = _Row(variable, [])
         return row
 
     def row_of(self, options: Mapping[str, Any], index: int) -> _Row:
@@ -266,10 +263,8 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         for group, powers, load in ready:
             load()
             group.rule._slots.powers = powers
-            group.hidden = {
-                parameter: _Row(row.variable, {}, []) for parameter, row in group.rows.items()
-            }
-            group.rows = dict(group.hidden)
+            for row in group.rows.values():
+                row.views.clear()
             self._show_state(group)
 
     def _pairs(
@@ -282,13 +277,11 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             if grad is None:
                 continue
             row = group.row_of(options, index)
-            if row.views:
-                state = self.state.get(parameter)
-                if state is not row.state or not _are_same(state.values(), row.views):
-                    raise RuntimeError(
-                        f"the state of the parameter {brief(row.variable.name)} was replaced: "
-                        "change its tensors in place, or call load_state_dict"
-                    )
+            if row.views and not _are_same(self.state.get(parameter, {}).values(), row.views):
+                raise RuntimeError(
+                    f"the state of the parameter {brief(row.variable.name)} was replaced: change "
+                    "its tensors in place, or call load_state_dict"
+                )
             grad = grad.detach() if grad.requires_grad else grad
             order = row.variable.order
             found.append((grad if order is None else in_order(grad, order), row.variable))
@@ -296,18 +289,20 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
 
     def _show_state(self, group: _Group) -> None:
         """Adds the slots of parameters that have got theirs to ``state``."""
-        slots = group.rule._slots
-        for parameter, row in list(group.hidden.items()):
-            found = {name: slots.by_name[name].get(row.variable) for name in slots.by_name}
-            made = {name: slot.array("torch") for name, slot in found.items() if slot is not None}
+        slots = group.rule._slots.by_name
+        for parameter, row in group.rows.items() if slots else ():
+            if row.views:
+                continue
+            made = {
+                name: of_name[row.variable].array("torch")
+                for name, of_name in slots.items()
+                if row.variable in of_name
+            }
             if (order := row.variable.order) is not None:
                 made = {name: in_order(view, inverse(order)) for name, view in made.items()}
             if made:
-                row.state.update(made)
                 row.views.extend(made.values())
-                self.state[parameter] = row.state
-            if made or not found:
-                del group.hidden[parameter]
+                self.state[parameter] = made
 
 
 def _parameters_of(item: Any) -> Sequence[Any]:
