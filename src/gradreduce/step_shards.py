@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -160,7 +160,7 @@ class OptimizerShards(CrossDeviceOps):
                 self._own[shard] = Variable._on_buffer(memory, name)
         self._check_unused()
         self.variables = tuple(self._own.values())
-        self._plans: dict[tuple[Any, ...], BatchPlan] = {}
+        self._planned = lru_cache(_MOST_PLANS)(self._plan)
         self._taken = _Taken()
         gathering = cross_device_ops.settings._replace(wire_dtype=None)
         for dtype in {variable.dtype: None for variable in variables}:
@@ -214,7 +214,7 @@ class OptimizerShards(CrossDeviceOps):
         sums = dict(zip(indices, gradients, strict=True))
         chosen = [shard for shard in self._shards if shard.variable in sums]
         divisor = divisor * self._num_replicas / len(self._devices)
-        plan = self._planned("reduce-scatter", indices, divisor)
+        plan = self._planned("reduce-scatter", tuple(indices), divisor)
         rows = [[shard.of(buffer) for buffer in sums[shard.variable]] for shard in chosen]
         made = reduce_batch(plan, rows, positions=indices)
         found = {shard: mean for shard, means in zip(chosen, made, strict=True) for mean in means}
@@ -225,38 +225,31 @@ class OptimizerShards(CrossDeviceOps):
             for index in indices
         ]
 
-    def _planned(
-        self, call: Call, indices: Sequence[int], divisor: float = 1, *, of_sums: bool = False
+    def _plan(
+        self, call: Call, indices: tuple[int, ...], divisor: float = 1, *, of_sums: bool = False
     ) -> BatchPlan:
-        """Returns the plan for the shards of these variables, or for the sums of their blocks."""
-        key = (call, divisor, of_sums, *indices)
-        found = self._plans.get(key)
-        if found is None:
-            wanted = set(indices)
-            shares: list[list[tuple[int, DType, DType]]] = [[] for _ in range(self._num_replicas)]
-            for shard in self._shards:
-                if shard.variable in wanted:
-                    out_dtype = _SUM if of_sums else self._whole[shard.variable].dtype
-                    dtype = out_dtype
-                    if call == "reduce-scatter":
-                        dtype = accumulate_dtype(out_dtype)
-                    size = ops.num_blocks(shard.size) if of_sums else shard.size
-                    shares[shard.owner].append((size, dtype, out_dtype))
-            whole = [self._whole[index].buffers for index in indices]
-            name = f"{call.replace('-', '_')} of {'norms of ' * of_sums}a SyncStep"
-            names = tuple([self._whole[index].name for index in indices])
-            what = described(
-                self._ops.settings, whole, divisor, None,
-                counts=False, call=name, names=names,
-            )  # fmt: skip
-            found = plan_shares(
-                self._ops.settings, self._devices, shares, what,
-                call=call, divisor=divisor, names=names,
-            )  # fmt: skip
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            self._plans[key] = found
-        return found
+        """Plans a call for the shards of these variables, or for the sums of their blocks."""
+        wanted = set(indices)
+        shares: list[list[tuple[int, DType, DType]]] = [[] for _ in range(self._num_replicas)]
+        for shard in self._shards:
+            if shard.variable in wanted:
+                out_dtype = _SUM if of_sums else self._whole[shard.variable].dtype
+                dtype = out_dtype
+                if call == "reduce-scatter":
+                    dtype = accumulate_dtype(out_dtype)
+                size = ops.num_blocks(shard.size) if of_sums else shard.size
+                shares[shard.owner].append((size, dtype, out_dtype))
+        whole = [self._whole[index].buffers for index in indices]
+        name = f"{call.replace('-', '_')} of {'norms of ' * of_sums}a SyncStep"
+        names = tuple([self._whole[index].name for index in indices])
+        what = described(
+            self._ops.settings, whole, divisor, None,
+            counts=False, call=name, names=names,
+        )  # fmt: skip
+        return plan_shares(
+            self._ops.settings, self._devices, shares, what,
+            call=call, divisor=divisor, names=names,
+        )  # fmt: skip
 
     # -- update -----------------------------------------------------------------------------------
 
@@ -272,7 +265,7 @@ class OptimizerShards(CrossDeviceOps):
             return False
         indices, means = sorted(taken.indices), taken.means
         taken.means = {}  # which would stay in memory until the next call
-        plan = self._planned("all-gather", indices)
+        plan = self._planned("all-gather", tuple(indices))
         wanted = set(indices)
         chosen = [shard for shard in self._shards if shard.variable in wanted]
         own = [self._own[shard].buffers if shard in self._own else () for shard in chosen]
@@ -329,7 +322,7 @@ class OptimizerShards(CrossDeviceOps):
             parts = sums.parts(list(begins)[:-1], [counts[row] for row in theirs])
             for row, part in zip(theirs, parts, strict=True):
                 sent[row].append(part)
-        plan = self._planned("all-gather", indices, of_sums=True)
+        plan = self._planned("all-gather", tuple(indices), of_sums=True)
         reduce_batch(plan, sent, out=list(out), positions=indices)
         return found
 
