@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import rich
+from command_line import Parser, on_devices
 from digits import GOAL
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -113,3 +115,35 @@ def conclude(accuracy: float, picture: Path) -> int:
         return 0
     print(f"The test accuracy {accuracy:.4f} is below {GOAL}.")
     return 1
+
+
+def train_and_report(
+    parser: Parser,
+    options: argparse.Namespace,
+    train: Callable[[gr.Mesh], History],
+    title: str,
+) -> int:
+    """Trains on the mesh of the flags; returns the exit status.
+
+    The first process prints the results and saves the figure; the others return 0.
+    """
+
+    def run(mesh: gr.Mesh) -> History | None:
+        history = train(mesh)
+        if mesh.process_index > 0:
+            return None
+        rows = {
+            "devices": where(mesh),
+            "test accuracy": f"{history.accuracy:.4f}",
+            "steps/s": f"{len(history.losses['all']) / history.seconds:.1f}",
+            **{f"{name} per step": f"{count:.10g}" for name, count in history.per_step.items()},
+            "digest of the weights": history.digest,
+        }
+        print_table(title, rows)
+        return history
+
+    history = on_devices(parser, options, run)
+    if history is None:
+        return 0
+    save_picture(history, options.output)
+    return conclude(history.accuracy, options.output)

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from command_line import Parser, file, in_range, on_devices
+from command_line import Parser, file, in_range
 from digits import MICRO_BATCH_SIZE, Digits, accuracy, initial_weights, load
-from report import History, conclude, per_step, print_table, save_picture, where
+from report import History, per_step, train_and_report
 from rich.progress import track
 
 import gradreduce as gr
@@ -140,25 +140,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.backend == "sim" and len(devices) < options.devices:
         parser.error(f"argument --devices: got {options.devices}, but JAX has {len(devices)}")
 
-    def run(mesh: gr.Mesh) -> History | None:
-        history = train(mesh, load(), options)
-        if mesh.process_index > 0:  # the first one reports
-            return None
-        rows = {
-            "devices": where(mesh),
-            "test accuracy": f"{history.accuracy:.4f}",
-            "steps/s": f"{options.steps / history.seconds:.1f}",
-            **{f"{name} per step": f"{count:.10g}" for name, count in history.per_step.items()},
-            "digest of the weights": history.digest,
-        }
-        print_table(f"{options.steps} steps on handwritten digits with JAX", rows)
-        return history
-
-    history = on_devices(parser, options, run)
-    if history is None:
-        return 0
-    save_picture(history, options.output)
-    return conclude(history.accuracy, options.output)
+    return train_and_report(
+        parser,
+        options,
+        lambda mesh: train(mesh, load(), options),
+        f"{options.steps} steps on handwritten digits with JAX",
+    )
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from command_line import Parser, file, in_range, on_devices, one_of
+from command_line import Parser, file, in_range, one_of
 from digits import MICRO_BATCH_SIZE, NUM_HIDDEN, Digits, load
-from report import History, conclude, per_step, print_table, save_picture, where
+from report import History, per_step, train_and_report
 from rich.progress import track
 
 import gradreduce as gr
@@ -193,25 +193,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.devices is None:
         options.devices = max(1, NUM_REPLICAS // int(os.environ.get("WORLD_SIZE", "1")))
 
-    def run(mesh: gr.Mesh) -> History | None:
-        history = train(mesh, load(), options)
-        if mesh.process_index > 0:  # the first one reports
-            return None
-        rows = {
-            "devices": where(mesh),
-            "test accuracy": f"{history.accuracy:.4f}",
-            "steps/s": f"{len(history.losses['all']) / history.seconds:.1f}",
-            **{f"{name} per step": f"{count:.10g}" for name, count in history.per_step.items()},
-            "digest of the weights": history.digest,
-        }
-        print_table(f"{options.steps} steps on handwritten digits with PyTorch", rows)
-        return history
-
-    history = on_devices(parser, options, run)
-    if history is None:
-        return 0
-    save_picture(history, options.output)
-    return conclude(history.accuracy, options.output)
+    return train_and_report(
+        parser,
+        options,
+        lambda mesh: train(mesh, load(), options),
+        f"{options.steps} steps on handwritten digits with PyTorch",
+    )
 
 
 if __name__ == "__main__":
