@@ -797,6 +797,8 @@ def test_wrong_arguments_are_refused():
             gr.torch.DataParallel(layers(), mesh, ops=gr.ReductionToOneDevice())
         with pytest.raises(RuntimeError, match="there are 2 replicas in this process"):
             gr.torch.DataParallel(layers(), mesh)(batch(0))
+        given = torch.nn.ModuleList([layers(), layers()])
+        assert list(gr.torch.DataParallel(given, mesh).replicas) == list(given)
 
 
 def test_two_modules_share_the_thread_of_their_mesh():

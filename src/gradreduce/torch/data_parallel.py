@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -97,7 +96,6 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
             [each for row in named for each in row if not each[1].requires_grad],
             mesh,
             ops,
-            partial(_of_process_zero, ops, mesh),
             bucket_mb * 2**20,
         )
         self._reducer.owner = ref(self)
@@ -138,24 +136,27 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
             super().zero_grad(set_to_none)
 
 
+def as_modules(module_or_replicas: Any) -> list[Any]:
+    """Returns a list of modules, or a list of one; raises ``TypeError`` for anything else."""
+    several = isinstance(module_or_replicas, list | tuple | torch.nn.ModuleList)
+    modules = list(module_or_replicas) if several else [module_or_replicas]
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"{brief(module)} is not a torch.nn.Module")
+    return modules
+
+
 def _replicas_of(module_or_replicas: Any, mesh: Mesh) -> list[Any]:
     """Returns a module for each device of the mesh."""
-    if isinstance(module_or_replicas, list | tuple | torch.nn.ModuleList):
-        replicas = list(module_or_replicas)
-        if len(replicas) != len(mesh):
-            raise ValueError(
-                f"there are {len(replicas)} replicas for {len(mesh)} devices: pass one for each"
-            )
-    else:
-        replicas = [module_or_replicas] * len(mesh)
-    for replica in replicas:
-        if not isinstance(replica, torch.nn.Module):
-            raise TypeError(f"{brief(replica)} is not a torch.nn.Module")
-    if isinstance(module_or_replicas, torch.nn.Module):
-        replicas[1:] = [copy.deepcopy(module_or_replicas) for _ in replicas[1:]]
-        on_gpu = mesh.backend == "cuda"
+    replicas = as_modules(module_or_replicas)
+    if replicas[:1] == [module_or_replicas]:
+        replicas += [copy.deepcopy(module_or_replicas) for _ in mesh.devices[1:]]
         for device, replica in zip(mesh, replicas, strict=True):
-            replica.to(f"cuda:{device.physical}" if on_gpu else "cpu")
+            replica.to(f"cuda:{device.physical}" if mesh.backend == "cuda" else "cpu")
+    if len(replicas) != len(mesh):
+        raise ValueError(
+            f"there are {len(replicas)} replicas for {len(mesh)} devices: pass one for each"
+        )
     return replicas
 
 
@@ -207,17 +208,6 @@ def _broadcast_state(
         for each, name in zip(rows[0], names, strict=True)
     ]
     cross_device_ops.broadcast(values, mesh, out=list(zip(*rows, strict=True)))
-
-
-def _of_process_zero(
-    cross_device_ops: AllReduceCrossDeviceOps, mesh: Mesh, numbers: list[int]
-) -> list[int]:
-    """Returns process 0's numbers."""
-    if mesh.num_processes == 1:
-        return numbers
-    copied = cross_device_ops.broadcast(torch.tensor(numbers), mesh[0])
-    found: list[int] = copied.primary.tolist()
-    return found
 
 
 # The DataParallel of each module inside one.

@@ -27,6 +27,7 @@ from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.device import Mesh, attach_again
 from gradreduce.device.exchange import fail
 from gradreduce.errors import listed
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 from .buckets import Size, plan_buckets
 from .worker import Task, with_name, worker_of
@@ -130,9 +131,7 @@ class Reducer:
         replicas: the parameters of each of this process's devices, in the order of the names.
         frozen: parameters that get no gradients, with their names.
         mesh: whose devices they are on.
-        cross_device_ops: an ``AllReduceCrossDeviceOps``, or None: see
-            ``FlatBuffer.prepare_all_reduce``.
-        broadcast: returns process 0's list of numbers, of one of the same length.
+        cross_device_ops: reduces the gradients.
         bucket_bytes: the most that a bucket has, unless it is of one parameter.
 
     Attributes:
@@ -147,15 +146,13 @@ class Reducer:
         replicas: Sequence[Sequence[Any]],
         frozen: Sequence[tuple[str, Any]],
         mesh: Mesh,
-        cross_device_ops: Any,
-        broadcast: Callable[[list[int]], list[int]],
+        cross_device_ops: AllReduceCrossDeviceOps,
         bucket_bytes: float,
     ) -> None:
         self._names = names
         self._frozen = [(name, ref(parameter)) for name, parameter in frozen]
         self._mesh = mesh
         self._cross_device_ops = cross_device_ops
-        self._broadcast = broadcast
         self._bucket_bytes = bucket_bytes
         self._worker = worker_of(mesh)
         self._lock = Lock()  # replicas may run in threads
@@ -346,7 +343,11 @@ class Reducer:
         """Makes the buckets, moves the gradients there, and reduces them for the first time."""
         rows = [replica.parameters for replica in self._replicas]
         last = reversed(range(len(self._names)))  # what was not used; the first layers are last
-        order = self._broadcast(list(dict.fromkeys([*self._replicas[0].ready, *last])))
+        order = list(dict.fromkeys([*self._replicas[0].ready, *last]))
+        if self._mesh.num_processes > 1:  # that of process 0
+            order = self._cross_device_ops.broadcast(
+                torch.tensor(order), self._mesh[0]
+            ).primary.tolist()
         sizes = [Size(each.dtype, each.nbytes) for each in rows[0]]
         counts = [Counter(replica.ready) for replica in self._replicas]
         plan = plan_buckets(sizes, order, self._bucket_bytes)

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
-
 from gradreduce.arrays.convert import Form, in_order, to_buffer
 from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device, Mesh
 from gradreduce.errors import about, brief
 
-from .data_parallel import check_alike
+from .data_parallel import as_modules, check_alike
 
 
 class _Copy(NamedTuple):
@@ -131,12 +129,7 @@ def variables(module_or_replicas: Any, mesh: Mesh) -> list[ParameterVariable]:
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={brief(mesh)} is not a Mesh: see gr.open_mesh")
-    replicas = module_or_replicas
-    if not isinstance(replicas, list | tuple | torch.nn.ModuleList):
-        replicas = [replicas]
-    for replica in replicas:
-        if not isinstance(replica, torch.nn.Module):
-            raise TypeError(f"{brief(replica)} is not a torch.nn.Module")
+    replicas = as_modules(module_or_replicas)
     if len(replicas) != len(mesh):
         raise ValueError(
             f"there are {len(replicas)} modules for {len(mesh)} devices: pass one for each, such "
