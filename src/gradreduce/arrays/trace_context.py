@@ -41,7 +41,7 @@ _reader: ContextVar[Reader | None] = ContextVar("gradreduce_reader", default=Non
 
 
 def current_reader() -> Reader | None:
-    """Returns the ``Reader`` of the innermost loss of this thread; None outside any."""
+    """Returns the ``Reader`` of the loss of this thread; None outside any."""
     return _reader.get()
 
 
@@ -57,14 +57,13 @@ def check_unread(variables: Iterable[Any]) -> None:
 
 
 @contextmanager
-def reading_by(reader: Reader | None) -> Iterator[None]:
-    """Context in which this thread's Variables are read by ``reader``."""
-    before = _reader.get()
+def reading_by(reader: Reader) -> Iterator[None]:
+    """Context in which this thread's Variables are read by ``reader``; contexts do not nest."""
     _reader.set(reader)
     try:
         yield
     finally:
-        _reader.set(before)
+        _reader.set(None)
 
 
 def named_arguments(

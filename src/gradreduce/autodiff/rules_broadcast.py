@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from gradreduce.arrays.array_methods import astype
-
 Shape = tuple[int, ...]
 
 
@@ -27,14 +25,14 @@ def is_half(x: Any) -> bool:
 
 def widened(x: Any) -> Any:
     """Converts float16 and bfloat16 to float32; returns anything else unchanged."""
-    return astype(x, np.float32) if is_half(x) else x
+    return x.astype(np.float32) if is_half(x) else x
 
 
 def total(x: Any, axis: Any = None, *, keepdims: bool = False) -> Any:
     """``np.sum`` that adds 16-bit floats in float32 and rounds once."""
     if not is_half(x):
         return np.sum(x, axis=axis, keepdims=keepdims)
-    return astype(np.sum(x, axis=axis, dtype=np.float32, keepdims=keepdims), x.dtype)
+    return np.sum(x, axis=axis, dtype=np.float32, keepdims=keepdims).astype(x.dtype)
 
 
 def like(term: Any, shape: Shape) -> Any:

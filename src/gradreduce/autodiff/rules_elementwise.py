@@ -141,7 +141,7 @@ def _clip(a: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max:
 def _full_like(a: Any, fill_value: Any, *args: Any, **kwargs: Any) -> Any:
     """``np.full_like``, also with a traced fill value."""
     ones = np.ones_like(a, *args, **kwargs)
-    return astype(ones * fill_value, ones.dtype)
+    return (ones * fill_value).astype(ones.dtype)
 
 
 COMPOSED[np.clip] = _clip

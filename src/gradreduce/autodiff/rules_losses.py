@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradreduce.arrays.array_methods import astype, traceable
+from gradreduce.arrays.array_methods import traceable
 from gradreduce.errors import InvalidArgumentError
 
 from .frameworks import stop_gradient
@@ -39,7 +39,7 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
         keepdims: as in ``np.sum``.
     """
     if is_half(x):
-        return astype(logsumexp(widened(x), axis, keepdims), x.dtype)
+        return logsumexp(widened(x), axis, keepdims).astype(x.dtype)
     top = np.max(stop_gradient(x), axis=axis, keepdims=True)
     top = np.where(np.isfinite(top), top, np.zeros_like(top))  # inf - inf would be nan
     with np.errstate(divide="ignore"):  # if all are -inf
@@ -67,7 +67,7 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
     labels = _array(labels, logits)
     _check_classes(labels, logits.shape[-1])
     if is_half(logits):
-        return astype(softmax_cross_entropy(widened(logits), labels), logits.dtype)
+        return softmax_cross_entropy(widened(logits), labels).astype(logits.dtype)
     wanted = _as_probabilities(logits, labels)
     # 0 * inf would be nan, where a class has no probability.
     scores = np.where(wanted != 0, logits, np.zeros_like(logits))

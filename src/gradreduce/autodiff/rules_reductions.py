@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from gradreduce.arrays.array_methods import astype
-
 from .registry import COMPOSED, CONSTANT, RULES, VJP
-from .rules_broadcast import gradient_of_sum, is_half, kept_shape, reduced_axes, shape_of, widened
+from .rules_broadcast import gradient_of_sum, kept_shape, reduced_axes, shape_of, widened
 from .unsupported import no_rule
 
 
@@ -92,7 +90,7 @@ def _var(
 
     def vjp(g: Any) -> Any:
         x32 = widened(a)
-        centred = astype(x32 - np.mean(x32, axis=axes, keepdims=True), a.dtype)
+        centred = (x32 - np.mean(x32, axis=axes, keepdims=True)).astype(a.dtype)
         return gradient_of_sum(_over(g, count / 2), shape, axis) * centred
 
     return vjp
@@ -111,7 +109,7 @@ def _cumsum(out: Any, a: Any, axis: Any = None, dtype: Any = None, _out: Any = N
 
     def vjp(g: Any) -> Any:
         summed = np.flip(np.cumsum(np.flip(widened(g), along), axis=along), along)
-        return np.reshape(astype(summed, g.dtype) if is_half(g) else summed, shape)
+        return np.reshape(summed.astype(g.dtype), shape)
 
     return vjp
 

@@ -197,7 +197,8 @@ class Traced(Traceable):
         return format(self.value, spec) if spec else str(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.array(_after_loss(self, "a plain array"), dtype, copy=copy)
+        made = np.asarray(_after_loss(self, "a plain array"), dtype)
+        return made.copy() if copy else made
 
     def __float__(self) -> float:
         return float(_after_loss(self, "a number"))
