@@ -168,21 +168,27 @@ def changed(state, path, value=None):
 
 
 ANY = {"kind", "shape"}  # have tests with their class
-IN_ROWS = {"indices", "num_touches", "values"}
+
+
+def of_array(path, leaf):
+    """The values that an array must not have, each with its error."""
+    name = where(path)
+    wanted = f"expected {leaf.dtype}{leaf.shape}"
+    yield [1.0], TypeError, f"{name} is a list; expected an array"
+    yield leaf.astype("float64"), ValueError, f"{name} is float64{leaf.shape}; {wanted}"
+    if path[-1] != "indices":  # which say how many rows there are
+        yield leaf[None], ValueError, f"{name} is {leaf.dtype}{leaf[None].shape}; {wanted}"
+    swapped = leaf.astype(leaf.dtype.newbyteorder())
+    yield swapped, TypeError, f"{name}: dtype {swapped.dtype.str} cannot be added"
 
 
 def of_leaf(path, leaf):
     """The values that an entry must not have, each with its error."""
     name = where(path)
-    if path[-1] in IN_ROWS or path[-1] == "sum_shape":
+    if path[-1] == "sum_shape":
         return
     if isinstance(leaf, np.ndarray):
-        wanted = f"expected {leaf.dtype}{leaf.shape}"
-        yield [1.0], TypeError, f"{name} is a list; expected an array"
-        yield leaf.astype("float64"), ValueError, f"{name} is float64{leaf.shape}; {wanted}"
-        yield leaf[None], ValueError, f"{name} is {leaf.dtype}{leaf[None].shape}; {wanted}"
-        swapped = leaf.astype(leaf.dtype.newbyteorder())
-        yield swapped, TypeError, f"{name}: dtype {swapped.dtype.str} cannot be added"
+        yield from of_array(path, leaf)
     elif isinstance(leaf, bool):
         yield 1.5, TypeError, f"{name}=1.5 must be"
     elif isinstance(leaf, int):

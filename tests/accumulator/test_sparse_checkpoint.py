@@ -12,7 +12,6 @@ from support.exact_data import FLOATS, random_data, same
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype
-from gradreduce.errors import InvalidArgumentError
 
 FORMAT = "gradreduce sparse accumulator 1"
 
@@ -211,32 +210,20 @@ WRONG = {
                 f"{SUM} has wrong keys: 'more' unknown"),
     "falling": (with_sum(indices=np.array([4, 1])), ValueError, f"{SUM}['indices'] must be str"),
     "twice": (with_sum(indices=np.array([4, 4])), ValueError, f"{SUM}['indices'] must be str"),
-    "less than 0": (with_sum(indices=np.array([-1, 4])), InvalidArgumentError,
-                    f"{SUM}: indices[0] = -1 is negative"),
-    "too large": (with_sum(indices=np.array([1, 9])), InvalidArgumentError,
-                  f"{SUM}: indices[1] = 9 is not below dense_shape[0] = 9"),
-    "floats": (with_sum(indices=np.array([1.0, 4.0])), TypeError,
-               f"{SUM}: indices must be integers, got float64"),
-    "fewer": (with_sum(indices=np.array([1])), InvalidArgumentError,
-              f"{SUM}: got 1 indices for 2 rows"),
-    "of no rows": (with_sum(values=np.float32(1)), InvalidArgumentError,
-                   f"{SUM}: values cannot be 0-dim"),
-    "wide rows": (with_sum(values=np.ones((2, 3), "float32")), InvalidArgumentError,
-                  f"{SUM}: values of shape [2, 3] are not rows of an array of shape [9, 2]"),
-    "rounded": (with_sum(values=ROWS.astype("float16")), ValueError,
-                f"{SUM}['values'] is float16; expected float32"),
-    "a list": (with_sum(values=ROWS.tolist()), ValueError, f"{SUM}['values'] is"),
-    "swapped": (with_sum(values=ROWS.astype(">f4")), TypeError, f"{SUM}: dtype >f4"),
-    "no text": (with_sum(values="rows"), TypeError, f"{SUM}: str is not an array"),
-    "one touch": (with_sum(num_touches=np.array([1])), ValueError,
-                  f"{SUM}['num_touches'] must have one integer for each of 2"),
-    "half a touch": (with_sum(num_touches=np.array([1.0, 2.0])), ValueError,
-                     f"{SUM}['num_touches'] must have one integer for each of 2"),
+    "less than 0": (with_sum(indices=np.array([-1, 4])), ValueError,
+                    f"{SUM}['indices'] must be from 0 to 8, got [-1  4]"),
+    "too large": (with_sum(indices=np.array([1, 9])), ValueError,
+                  f"{SUM}['indices'] must be from 0 to 8, got [1 9]"),
+    "fewer": (with_sum(indices=np.array([1])), ValueError,
+              f"{SUM}['num_touches'] is int64(2,); expected int64(1,)"),
+    "a matrix": (with_sum(indices=np.array([[1, 4]])), ValueError,
+                 f"{SUM}['indices'] is int64(1, 2); expected int64(1,)"),
+    "wide rows": (with_sum(values=np.ones((2, 3), "float32")), ValueError,
+                  f"{SUM}['values'] is float32(2, 3); expected float32(2, 2)"),
     "not touched": (with_sum(num_touches=np.array([0, 2])), ValueError,
                     f"{SUM}['num_touches'] must be from 1 to 2, got [0 2]"),
     "touched too often": (with_sum(num_touches=np.array([1, 3])), ValueError,
                           f"{SUM}['num_touches'] must be from 1 to 2, got [1 3]"),
-    "no touches": (with_sum(num_touches=None), TypeError, f"{SUM}: NoneType is not an array"),
     "devices": ({"partial_sums": [TOTAL, None]}, ValueError, "has 2 entries; expected 1"),
 }  # fmt: skip
 

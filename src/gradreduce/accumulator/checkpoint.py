@@ -76,10 +76,7 @@ def ready_state(
     num_sums, own = replicas or (len(state.devices), dict)
     is_empty = isinstance(saved, Mapping) and plain(saved.get("num_accumulated")) == 0
     found = checked(where, saved, _schema(state, is_empty, num_sums))
-    try:
-        found = own(found)
-    except ValueError as error:
-        raise about(where, error) from None
+    found = own(found)
     count, shape = found["num_accumulated"], found["sum_shape"]
     load_sum = partial(state.storage.load, dtype=state.dtype, shape=shape, count=count)
     sums = [optional(load_sum)] * len(state.devices)

@@ -9,26 +9,32 @@ first copied to the first one, in mesh order, and the result is copied once to e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from gradreduce import checkpoint, ops
-from gradreduce.arrays.convert import host_array, is_array, shape_and_dtype
+from gradreduce.arrays.convert import is_array, shape_and_dtype
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, coalesced
-from gradreduce.device import Buffer, Device, DType, accumulate_dtype, compatible, to_accessible
-from gradreduce.errors import InvalidArgumentError, about, brief
-from gradreduce.ops import RowIndex, joined_indices, merged_row_index, plan_segments
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    accumulate_dtype,
+    as_dtype,
+    compatible,
+    to_accessible,
+)
+from gradreduce.errors import InvalidArgumentError, brief
+from gradreduce.ops import RowIndex, merged_row_index, plan_segments
 from gradreduce.reduce.aggregation import concatenated_rows
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.one_device import by_gpu, copied_to
 
 from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device
-
-_KEYS = ("indices", "num_touches", "values")  # of a partial sum in a checkpoint
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,26 +186,22 @@ class SparseStorage(Storage):
         self, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
     ) -> Callable[[Device], SparseSum]:
         """See ``Storage``; the new memory has no spare capacity."""
-        checkpoint.checked(name, saved, dict.fromkeys(_KEYS, checkpoint.anything))
-        values, acc_dtype = saved["values"], accumulate_dtype(dtype)
-        try:
-            slices = IndexedSlices(values, saved["indices"], shape)
-            touches = joined_indices([host_array(saved["num_touches"])])
-        except (TypeError, ValueError) as error:
-            raise about(name, error) from None
-        indices = slices.indices
-        if slices.dtype != acc_dtype or not is_array(values):
-            raise ValueError(f"{name}['values'] is {slices.dtype}; expected {acc_dtype}")
+        rows = saved.get("indices") if isinstance(saved, Mapping) else None
+        num_rows = rows.shape[0] if rows is not None and is_array(rows) and rows.shape else 0
+        vector = checkpoint.array((num_rows,), as_dtype("int64"))
+        values = checkpoint.array((num_rows, *shape[1:]), dtype)
+        schema = {"indices": vector, "num_touches": vector, "values": values}
+        found = checkpoint.checked(name, saved, schema)
+        indices, touches = found["indices"].copy(), found["num_touches"].copy()
         if not (indices[1:] > indices[:-1]).all():
             raise ValueError(f"{name}['indices'] must be strictly ascending, got {indices}")
-        if touches.dtype.kind not in "iu" or touches.shape != indices.shape:
-            raise ValueError(
-                f"{name}['num_touches'] must have one integer for each of {len(indices)} indices"
-            )
-        if len(indices) and not 1 <= touches.min() <= touches.max() <= count:
-            raise ValueError(f"{name}['num_touches'] must be from 1 to {count}, got {touches}")
-        slots, host = RowIndex.of(indices, touches.astype("int64")), host_array(values)
-        return lambda device: SparseSum(slots, device.upload(host))
+        limit = 2**63 - 1 if shape[0] == UNKNOWN else shape[0] - 1
+        checks = ("indices", indices, 0, limit), ("num_touches", touches, 1, count)
+        for key, numbers, least, most in checks if num_rows else ():
+            if not least <= numbers.min() <= numbers.max() <= most:
+                raise ValueError(f"{name}[{key!r}] must be from {least} to {most}, got {numbers}")
+        slots = RowIndex.of(indices, touches)
+        return lambda device: SparseSum(slots, device.upload(found["values"]))
 
 
 SPARSE = SparseStorage()
