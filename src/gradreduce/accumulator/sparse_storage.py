@@ -105,7 +105,6 @@ class SparseStorage(Storage):
 
     def check_sum_shape(self, gradient: Addend, wanted: tuple[int, ...]) -> None:
         """See ``Storage``; also checks the indices."""
-        assert gradient.segments is not None
         shape, indices = gradient.shape, gradient.segments.indices  # unique and ascending
         known = (None if UNKNOWN in (shape[0], wanted[0]) else wanted[0], *wanted[1:])
         if not compatible(shape, known):
@@ -129,7 +128,6 @@ class SparseStorage(Storage):
             if before is not None:
                 capacity, slots = before.values.shape[0], before.slots
             for part in each.gradients:
-                assert part.segments is not None
                 slots, into = slots.touched(part.segments.indices)
                 steps.append((to_accessible(each.device, part.values), part.segments, into))
             each.steps = steps

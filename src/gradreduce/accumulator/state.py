@@ -25,7 +25,6 @@ from gradreduce.device import (
     join_streams,
 )
 from gradreduce.errors import CancelledError
-from gradreduce.ops import Segments
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 _log = logging.getLogger(__name__)
@@ -170,13 +169,13 @@ class Addend(NamedTuple):
         device_index: index in ``AccumulatorState.devices`` of the device whose sum it is added to.
         values: its array, or its rows.
         shape: of the gradient as a whole.
-        segments: of rows: which have the same index.
+        segments: of rows: ``Segments`` of those that have the same index.
     """
 
     device_index: int
     values: Buffer
     shape: tuple[int, ...]
-    segments: Segments | None = None
+    segments: Any = None
 
 
 class PendingGradient(NamedTuple):

@@ -54,13 +54,6 @@ class RowIndex:
         """The number of rows of the sum."""
         return self.indices.size
 
-    @property
-    def by_row(self) -> np.ndarray:
-        """The index of each row of the sum, int64, ``(num_rows,)``."""
-        found = np.empty_like(self.indices)
-        found[self.rows] = self.indices
-        return found
-
     def touched(self, indices: np.ndarray) -> tuple[Self, np.ndarray]:
         """Returns the index after one more gradient, and the rows that it adds to.
 
