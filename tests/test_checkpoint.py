@@ -167,7 +167,7 @@ def changed(state, path, value=None):
     return made
 
 
-ANY = {"kind", "shape"}  # have tests with their class
+ANY = {"kind"}  # has tests with its class
 
 
 def of_array(path, leaf):
