@@ -66,7 +66,7 @@ class Readable(Traceable):
             return self._make_like(function, args, kwargs)
         named = named_arguments(function, args, kwargs)
         in_place = function.__name__ in _WRITING or named.get("copy") is False  # of nan_to_num
-        if _is_readable(next(iter(named.values())) if in_place else named.get("out")):
+        if _is_readable([*args, *kwargs.values()][0] if in_place else named.get("out")):
             _reject_in_place()
         return _call(function, args, kwargs)
 

@@ -40,8 +40,7 @@ def _array(x: Any) -> Any:
 
 def _power_left(out: Any, x: Any, y: Any) -> VJP:
     y = _array(y)
-    lower = y - (y != 0)  # of x**0 the slope is 0, also where x is 0
-    return lambda g: g * (y * x**lower)
+    return lambda g: g * (y * x ** (y - (y != 0)))  # of x**0 it is 0, also where x is 0
 
 
 def _power_right(out: Any, x: Any, y: Any) -> VJP:

@@ -87,12 +87,7 @@ class Node:
     __slots__ = ("device", "dtype", "number", "parents", "shape", "terms", "trace", "vjps")
 
     def __init__(
-        self,
-        trace: Trace,
-        value: Any,
-        device: Device,
-        parents: Sequence[Node],
-        vjps: Sequence[VJP],
+        self, trace: Trace, value: Any, device: Device, parents: Sequence[Node], vjps: Sequence[VJP]
     ) -> None:
         self.trace = trace
         self.number = trace.num_nodes
@@ -101,6 +96,9 @@ class Node:
         self.device = device
         self.parents, self.vjps = parents, vjps
         self.terms: TermAccumulator | None = None
+
+
+Operand = tuple[int, int | None, Node]  # which argument, which element of a list, and its node
 
 
 class Traced(Traceable):
@@ -246,7 +244,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     args = [resolve(arg) for arg in args]
     if kwargs:
         args, kwargs = _positioned(function, args, kwargs)
-    operands: list[tuple[int, int | None, Node]] = []
+    operands: list[Operand] = []
     raw = [_plain(arg, index, operands) for index, arg in enumerate(args)]
     is_named = any(map(holds_traceable, kwargs.values()))
     if not operands and not is_named:
@@ -277,10 +275,7 @@ def _positioned(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def _recorded(
-    function: Any,
-    raw: Sequence[Any],
-    kwargs: dict[str, Any],
-    operands: Sequence[tuple[int, int | None, Node]],
+    function: Any, raw: Sequence[Any], kwargs: dict[str, Any], operands: list[Operand]
 ) -> Any:
     """Calls ``function`` with the plain values of its operands, and creates the node."""
     parents = [node for _, _, node in operands]
@@ -295,17 +290,17 @@ def _recorded(
             return value
         named = {} if isinstance(function, np.ufunc) else kwargs
         made = _by_rule(function, rule, [value, *raw], named)
-        of_args = (made,) if callable(made) else made
-        vjps = [_vjp(function, of_args, index, item) for index, item, _ in operands]
+        of_arguments = (made,) if callable(made) else made
+        vjps = [_vjp(function, of_arguments, index, item) for index, item, _ in operands]
     node = Node(parents[0].trace, value, parents[0].device, parents, vjps)
     return Traced(value, node, is_view=_is_part(value, raw[0]))
 
 
-def _vjp(function: Any, of_args: Sequence[Any], index: int, item: int | None) -> VJP:
+def _vjp(function: Any, of_arguments: Sequence[Any], index: int, item: int | None) -> VJP:
     """The VJP of one operand: an argument, or an element of a list of arrays."""
-    if index >= len(of_args):
+    if index >= len(of_arguments):
         raise no_rule(f"{name_of(function)} with a traced argument {index}")
-    vjp = of_args[index]
+    vjp = of_arguments[index]
     if item is not None and callable(vjp):
         raise no_rule(f"{name_of(function)} of a list of traced values, unless np.stack joins it,")
     if item is None and not callable(vjp):  # an array, whose rows were joined
@@ -343,7 +338,7 @@ def resolve(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any, position: int, operands: list[tuple[int, int | None, Node]]) -> Any:
+def _plain(value: Any, position: int, operands: list[Operand]) -> Any:
     """Unwraps the traced values of an argument, and appends their nodes to ``operands``."""
     if isinstance(value, Traced):
         operands.append((position, None, value.node))
