@@ -151,7 +151,7 @@ class GradientScaling:
         if self.scale != 1:
             for device, own in work:
                 rows = [[each] for each in own]
-                ops.all_sum(rows, rows, divisor=self.scale, device=device, checked=False)
+                ops.all_sum(rows, rows, divisor=self.scale, device=device)
         if not self._measures:
             return True
         clips = self._limit is not None and self._limit < math.inf

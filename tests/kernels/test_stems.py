@@ -47,7 +47,7 @@ def entries_of(stem):
 
 
 # Files of ops/ that no kernel has the name of.
-SHARED = ("row_index", "running_sum", "segments", "update_rules", "validate")
+SHARED = ("ranges", "row_index", "running_sum", "segments", "templates", "update_rules")
 ENTRIES = [(stem, entry) for stem in STEMS for entry in entries_of(stem)]
 
 

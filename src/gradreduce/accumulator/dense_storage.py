@@ -134,7 +134,7 @@ class DenseStorage(Storage):
         is_copy = not first.in_place and step is first.steps[0]
         kernel = ops.add_n if is_copy else ops.accumulate_n
         involved = [buffer.device for buffer in (*totals, *chain.from_iterable(terms))]
-        return involved, partial(kernel, totals, terms, device=involved[0], checked=False)
+        return involved, partial(kernel, totals, terms, device=involved[0])
 
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack

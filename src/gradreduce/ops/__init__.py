@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from .accumulate_n import ACCUMULATE_N, accumulate_n, prepare_accumulate_n
-from .add_n import ADD_N, add_n, add_on_host, add_unchecked, prepare_add_n
+from .add_n import ADD_N, add_into_new, add_n, add_on_host, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .clip import CLIP, clip, prepare_clip
 from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
 from .divide import DIVIDE, divide, prepare_divide
-from .pack import PACK, pack, pack_unchecked, prepare_pack
+from .pack import PACK, pack, prepare_pack
+from .ranges import Ranges
 from .row_index import RowIndex, merged_row_index
 from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum_command
 from .segments import Indices, Segments, joined_indices, plan_segments, single_row_segments
@@ -24,7 +25,6 @@ from .square_sum import (
 from .take_rows import TAKE_ROWS, prepare_take_rows, take_rows_command
 from .update import RULE_KERNELS, RuleKernel, Update, Variant, update_rows
 from .update_rules import RULES, UpdateRule
-from .validate import Ranges
 
 KERNELS = (
     ADD_N, ACCUMULATE_N, ALL_SUM, PACK, DIVIDE, SEGMENT_SUM, TAKE_ROWS, SQUARE_SUM, CLIP,

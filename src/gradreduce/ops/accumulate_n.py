@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
-from gradreduce.device.buffer import by_template, same_dtypes
+from gradreduce.device.buffer import by_template
 from gradreduce.device.kernel import Arrays
 
 from .running_sum import add_left_to_right
-from .validate import SAME, TO_ACC, check_groups
+from .templates import SAME, TO_ACC
 
 
 def _accumulate_n_reference(table: Sequence[Arrays], num_inputs: int) -> None:
@@ -41,7 +41,6 @@ def accumulate_n(
     *,
     device: Device | None = None,
     queue: Queue = "compute",
-    checked: bool = True,
 ) -> None:
     """``totals[t] += inputs[t][0] + inputs[t][1] + …`` for every tensor t, left to right.
 
@@ -53,15 +52,11 @@ def accumulate_n(
             the total's or a float that is cast to it.
         device: launches on its queue; default that of ``totals[0]``. Adds no stream waits.
         queue: the queue to launch on.
-        checked: see ``add_n``.
 
-    Raises:
-        ValueError: sizes or dtypes do not match, or a total partly overlaps an input.
+    The operands are not validated.
     """
-    groups = same_dtypes((total, *terms) for total, terms in zip(totals, inputs, strict=True))
-    if checked:
-        check_groups(ACCUMULATE_N, groups)
-    for (to, of, num_operands), rows in by_template(groups).items():
+    table = ((total, *terms) for total, terms in zip(totals, inputs, strict=True))
+    for (to, of, num_operands), rows in by_template(table).items():
         device = device or totals[0].device
         device.launch(ACCUMULATE_N, (to, of), rows, (num_operands - 1,), queue=queue)
 

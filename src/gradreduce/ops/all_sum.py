@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype, element_of
-from gradreduce.device.buffer import Row, by_template, same_dtypes
+from gradreduce.device.buffer import Row, by_template
 from gradreduce.device.kernel import Arrays
 
 from .running_sum import add_left_to_right
-from .validate import FLOATS, FROM_ACC, SAME, check_divisor, check_groups
+from .templates import FLOATS, FROM_ACC, SAME
 
 # For these numbers of inputs, of floats, the count is a template argument: all loads are in flight
 # together.
@@ -74,7 +74,6 @@ def all_sum(
     divisor: float = 1,
     device: Device | None = None,
     queue: Queue = "compute",
-    checked: bool = True,
 ) -> None:
     """Every ``outs[t][j]`` becomes ``(in[0] + … + in[split-1]) + (in[split] + … ) / divisor``.
 
@@ -89,35 +88,18 @@ def all_sum(
         divisor: of the sum, in the accumulate dtype, before the one rounding; 1 means no division.
         device: launches on its queue; default that of ``outs[0][0]``. Adds no stream waits.
         queue: the queue to launch on.
-        checked: False leaves out validation, for operands that were created to match.
 
-    Raises:
-        ValueError: sizes or dtypes do not match, an output partly overlaps an input, ``split``
-            leaves a group empty, or integers would be divided.
+    The operands are not validated.
     """
     rows: dict[int, list[Row]] = {}
     for written, read in zip(outs, inputs, strict=True):
-        if checked:
-            _check(read, split, divisor)
         rows.setdefault(len(written), []).append((*written, *read))
-    launches = []
     for num_outs, found in rows.items():
-        groups = same_dtypes(found)
-        if checked:
-            check_groups(ALL_SUM, groups, num_outs)
-        launches.append((num_outs, by_template(groups)))
-    for num_outs, tables in launches:
-        for (to, of, num_operands), table in tables.items():
+        for (to, of, num_operands), table in by_template(found).items():
             num_inputs = num_operands - num_outs
             scalars = (num_outs, num_inputs, split, float(divisor))
             template = _template(to, of, num_inputs)
             (device or table[0][0].device).launch(ALL_SUM, template, table, scalars, queue=queue)
-
-
-def _check(terms: Row, split: int, divisor: float) -> None:
-    check_divisor("all_sum", divisor, terms)
-    if split and not 0 < split < len(terms):
-        raise ValueError(f"all_sum: split={split} must be between 0 and {len(terms)}, the inputs")
 
 
 def prepare_all_sum(

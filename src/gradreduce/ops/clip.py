@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype
-from gradreduce.device.buffer import by_template, same_dtypes
+from gradreduce.device.buffer import by_template
 from gradreduce.device.kernel import Arrays
 
-from .validate import FLOATS
+from .templates import FLOATS
 
 
 def _clip_reference(table: Sequence[Arrays], limit: float) -> None:
@@ -53,8 +53,8 @@ def clip(
 
     The operands are not validated.
     """
-    groups = same_dtypes((out, source, norm) for out, source in zip(outs, inputs, strict=True))
-    for (name, _, _), rows in by_template(groups).items():
+    table = ((out, source, norm) for out, source in zip(outs, inputs, strict=True))
+    for (name, _, _), rows in by_template(table).items():
         (device or outs[0].device).launch(CLIP, (name,), rows, (float(limit),))
 
 

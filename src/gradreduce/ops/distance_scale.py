@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel
-from gradreduce.device.buffer import by_template, same_dtypes
+from gradreduce.device.buffer import by_template
 from gradreduce.device.kernel import Arrays
 
-from .validate import FLOATS
+from .templates import FLOATS
 
 
 def _distance_scale_reference(table: Sequence[Arrays], gamma: float) -> None:
@@ -57,8 +57,8 @@ def distance_scale(
 
     The operands are not validated.
     """
-    groups = same_dtypes(zip(outs, sums, centers, pulled, strict=True))
-    for (_, name, _), rows in by_template(groups).items():
+    table = zip(outs, sums, centers, pulled, strict=True)
+    for (_, name, _), rows in by_template(table).items():
         (device or outs[0].device).launch(DISTANCE_SCALE, (name,), rows, (float(gamma),))
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype, element_of
-from gradreduce.device.buffer import Row, by_template, same_dtypes
+from gradreduce.device.buffer import by_template
 from gradreduce.device.kernel import Arrays
 
-from .validate import CASTS, SAME, check_divisor, check_groups
+from .templates import CASTS, SAME
 
 
 def _pack_reference(table: Sequence[Arrays], divisor: float) -> None:
@@ -55,37 +55,10 @@ def pack(
         divisor: in the accumulate dtype of the input; 1 means no division.
         device: launches on its compute queue; default that of ``outs[0]``. Adds no stream waits.
 
-    Raises:
-        ValueError: an output is shorter than its input, partly overlaps it, or integers would be
-            divided.
+    The operands are not validated.
     """
-    if len(outs) != len(inputs):
-        raise ValueError(f"pack: got {len(outs)} outputs for {len(inputs)} inputs")
-    check_divisor("pack", divisor, inputs)
-    groups = same_dtypes(zip(outs, inputs, strict=True))
-    check_groups(PACK, groups, padded=True)
-    for (to, of, _), rows in by_template(groups).items():
+    for (to, of, _), rows in by_template(zip(outs, inputs, strict=True)).items():
         (device or outs[0].device).launch(PACK, (to, of), rows, (float(divisor),))
-
-
-def pack_unchecked(
-    moves: Sequence[tuple[Sequence[Buffer], Sequence[Buffer]]], *, divisor: float, device: Device
-) -> None:
-    """As ``pack`` without validation: ``outs`` and ``inputs`` that were created to match.
-
-    Validation took a tenth of the host time of a reduction of many small tensors.
-
-    Args:
-        moves: outs of one dtype, and their inputs, of one dtype too.
-        divisor: see ``pack``.
-        device: see ``pack``.
-    """
-    groups: list[list[Row]] = []
-    for outs, inputs in moves:
-        if outs:
-            groups.append(list(zip(outs, inputs, strict=True)))
-    for (to, of, _), rows in by_template(groups).items():
-        device.launch(PACK, (to, of), rows, (float(divisor),))
 
 
 def prepare_pack(device: Device, out: np.dtype, term: np.dtype) -> None:

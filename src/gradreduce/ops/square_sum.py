@@ -8,10 +8,10 @@ from itertools import accumulate
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel
-from gradreduce.device.buffer import by_template, same_dtypes
+from gradreduce.device.buffer import by_template
 from gradreduce.device.kernel import Arrays
 
-from .validate import FLOATS
+from .templates import FLOATS
 
 BLOCK = 2048  # elements of a tensor whose squares are added together first
 _LANES = 32  # sums of a block, before these are added
@@ -79,8 +79,8 @@ def square_sum(
 
     The operands are not validated.
     """
-    groups = same_dtypes(zip(outs, inputs, strict=True))
-    for (_, name, _), rows in by_template(groups).items():
+    table = zip(outs, inputs, strict=True)
+    for (_, name, _), rows in by_template(table).items():
         scalars = (lanes, terms, int(squared), int(rooted))
         (device or outs[0].device).launch(SQUARE_SUM, (name,), rows, scalars)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import reprlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,7 +10,6 @@ from gradreduce.device import Buffer, Device, Kernel
 from gradreduce.device.kernel import Arrays
 
 from .segments import Indices, upload_together
-from .validate import check_no_overlap, check_writable
 
 
 def _take_rows_reference(table: Sequence[Arrays]) -> None:
@@ -55,15 +52,9 @@ def take_rows_command(
         device: launches on its compute queue, and holds the row numbers; default that of
             ``outs[0]``. Adds no stream waits.
 
-    Raises:
-        ValueError: shapes or dtypes do not match, an output overlaps its values, or a row number
-            is out of range.
+    The operands are not validated.
     """
-    chosen: list[tuple[Buffer, Buffer, Indices]] = []
-    for out, term, numbers in zip(outs, values, rows, strict=True):
-        _check(out, term, numbers)
-        if out.size:
-            chosen.append((out, term, numbers))
+    chosen = [each for each in zip(outs, values, rows, strict=True) if each[0].size]
     if not chosen:
         return lambda: None
     home = device or outs[0].device
@@ -92,20 +83,3 @@ def prepare_take_rows(device: Device, dtype: np.dtype) -> None:
 
 def _word(dtype: np.dtype) -> np.dtype:
     return _WORDS[min(dtype.itemsize, 8)]
-
-
-def _check(out: Buffer, values: Buffer, rows: Indices) -> None:
-    """Raises ``ValueError`` if shapes, dtypes or row numbers of a tensor do not match."""
-    if out.dtype != values.dtype or not values.shape or not out.shape:
-        raise ValueError(f"take_rows: output {out} and values {values} must have rows of one dtype")
-    if math.prod(out.shape[1:]) != math.prod(values.shape[1:]):
-        raise ValueError(f"take_rows: row sizes differ: {out} and {values}")
-    if rows.dtype != np.int64 or rows.shape != out.shape[:1]:
-        raise ValueError(
-            f"take_rows: rows are {rows.dtype}{list(rows.shape)}; expected an int64 "
-            f"for each row of {out}"
-        )
-    if rows.size and not 0 <= rows.min() <= rows.max() < values.shape[0]:
-        raise ValueError(f"take_rows: rows={reprlib.repr(rows)} are out of range for {values}")
-    check_writable("take_rows", [out])
-    check_no_overlap("take_rows", out, values)

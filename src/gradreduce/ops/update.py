@@ -17,8 +17,8 @@ from gradreduce.device import Buffer, Device, Kernel, LaunchBatch, accumulate_dt
 from gradreduce.device.dtypes import C_TYPES
 from gradreduce.device.kernel import Arrays, Template
 
+from .templates import UPDATES
 from .update_rules import RULES, UpdateRule
-from .validate import UPDATES
 
 # The operands of one tensor: the variable, a float; its master, if it has one; the slots of the
 # rule; the extra operands of the variant; the gradient, which is only read. They have one size, and

@@ -304,13 +304,13 @@ class AcrossProcesses(Algorithm):
         if len(terms) == 1 and (not cast or terms[0].dtype == acc_dtype):
             return terms[0]
         total = self._temporary(terms[0].shape, acc_dtype)
-        ops.add_n([total], [self._as_one_dtype(terms)], device=self._leader, checked=False)
+        ops.add_n([total], [self._as_one_dtype(terms)], device=self._leader)
         return total
 
     def _add(self, out: Buffer, groups: Sequence[Sequence[Buffer]], divisor: float) -> None:
         """Adds each group left to right, then their sums, divides, and rounds once."""
         sums = self._as_one_dtype([self._sum(terms) for terms in groups])
-        ops.all_sum([[out]], [sums], divisor=divisor, device=self._leader, checked=False)
+        ops.all_sum([[out]], [sums], divisor=divisor, device=self._leader)
 
     def _as_one_dtype(self, terms: Sequence[Buffer]) -> list[Buffer]:
         """Returns terms that one launch can read: casts them where some are sums and some not."""

@@ -379,7 +379,7 @@ def _sum_directly(terms: Sequence[Any]) -> Any:
             return None
         if term.shape != shape or term.dtype is not dtype:
             return None
-    return ops.add_unchecked(terms, dtype) if len(terms) > 1 else None
+    return ops.add_into_new(terms, dtype) if len(terms) > 1 else None
 
 
 def _checked(terms: Sequence[Any], total: MultiDeviceSum) -> list[Buffer]:

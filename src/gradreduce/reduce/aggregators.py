@@ -58,7 +58,7 @@ class AddN(Aggregator):
         """See ``Aggregator.total``."""
         if len(self._terms) == 1:
             return _rounded(self._terms[0], dtype)
-        return ops.add_unchecked(self._terms, dtype)
+        return ops.add_into_new(self._terms, dtype)
 
 
 class Tree(Aggregator):

@@ -164,7 +164,6 @@ class HierarchicalCopy(Algorithm):
                 divisor=divisor,
                 device=devices[main],
                 queue=queue,
-                checked=False,
             )
         yield
         for leader in working:

@@ -287,7 +287,9 @@ def move(moves: Iterable[Move]) -> None:
         leader = sharing[0]
         if len(here) > 1:
             join_streams(leader, sharing)
-        ops.pack_unchecked([each[2:] for each in here], divisor=divisor, device=leader)
+        outs = [out for _, _, outs, _ in here for out in outs]
+        inputs = [source for *_, inputs in here for source in inputs]
+        ops.pack(outs, inputs, divisor=divisor, device=leader)
         if len(here) > 1:
             fork_streams(leader, sharing)
 
