@@ -55,7 +55,7 @@ def accumulate_n(
 
     The operands are not validated.
     """
-    table = ((total, *terms) for total, terms in zip(totals, inputs, strict=True))
+    table = [(total, *terms) for total, terms in zip(totals, inputs, strict=True)]
     for (to, of, num_operands), rows in by_template(table).items():
         device = device or totals[0].device
         device.launch(ACCUMULATE_N, (to, of), rows, (num_operands - 1,), queue=queue)

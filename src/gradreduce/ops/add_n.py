@@ -72,7 +72,7 @@ def add_n(
 
     The operands are not validated.
     """
-    table = ((out, *terms) for out, terms in zip(outs, inputs, strict=True))
+    table = [(out, *terms) for out, terms in zip(outs, inputs, strict=True)]
     for (to, of, num_operands), rows in by_template(table).items():
         device, num_inputs = device or outs[0].device, num_operands - 1
         device.launch(ADD_N, _template(to, of, num_inputs), rows, (num_inputs,), queue=queue)

@@ -53,7 +53,7 @@ def clip(
 
     The operands are not validated.
     """
-    table = ((out, source, norm) for out, source in zip(outs, inputs, strict=True))
+    table = [(out, source, norm) for out, source in zip(outs, inputs, strict=True)]
     for (name, _, _), rows in by_template(table).items():
         (device or outs[0].device).launch(CLIP, (name,), rows, (float(limit),))
 

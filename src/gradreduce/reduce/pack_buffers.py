@@ -279,18 +279,18 @@ def _parts_of(tensors: Sequence[Buffer], pieces: Pieces) -> list[Buffer]:
 
 def move(moves: Iterable[Move]) -> None:
     """Copies and divides buffers: one launch per physical device, dtype and divisor."""
-    groups: dict[tuple[int, float], list[Move]] = {}
-    for each in moves:
-        groups.setdefault((each[0].physical, each[1]), []).append(each)
-    for (_, divisor), here in groups.items():
-        sharing = [device for device, *_ in here]
+    groups: dict[tuple[int, float], tuple[list[Device], list[Buffer], list[Buffer]]] = {}
+    for device, divisor, outs, inputs in moves:
+        sharing, written, read = groups.setdefault((device.physical, divisor), ([], [], []))
+        sharing.append(device)
+        written += outs
+        read += inputs
+    for (_, divisor), (sharing, written, read) in groups.items():
         leader = sharing[0]
-        if len(here) > 1:
+        if len(sharing) > 1:
             join_streams(leader, sharing)
-        outs = [out for _, _, outs, _ in here for out in outs]
-        inputs = [source for *_, inputs in here for source in inputs]
-        ops.pack(outs, inputs, divisor=divisor, device=leader)
-        if len(here) > 1:
+        ops.pack(written, read, divisor=divisor, device=leader)
+        if len(sharing) > 1:
             fork_streams(leader, sharing)
 
 
