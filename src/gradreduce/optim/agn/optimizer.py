@@ -273,7 +273,8 @@ class AGNOptimizer(Optimizer):
     ) -> None:
         """Restores a ``state_dict``, also of another process or backend.
 
-        On error, state is unchanged.
+        The inner optimizer gets the saved hyperparameters, see ``Optimizer.load_state_dict``. On
+        error, state is unchanged.
 
         Args:
             state: of a worker with the same inner rule.
