@@ -70,9 +70,9 @@ class Memory:
 class SimPool:
     """A memory pool with free lists by size, and counters for tests.
 
-    A request takes the smallest free block that holds it and is at most twice as large. Free
-    memory is given back to the system when it comes to more than twice what was ever in use. A
-    signal handler may use the pool in the middle of a call, and may end the call.
+    A request takes a free block of its size, in whole granules. Free memory is given back to the
+    system when it comes to more than twice what was ever in use. A signal handler may use the pool
+    in the middle of a call, and may end the call.
 
     Attributes:
         live_bytes: handed out and not yet back.
@@ -92,8 +92,11 @@ class SimPool:
         """Allocates at least ``nbytes``."""
         wanted = -(-nbytes // GRANULE) * GRANULE or GRANULE
         with self._lock:
-            memory = self._found(wanted)
-            if memory is None:
+            free = self._free.get(wanted)
+            if free:
+                self.free_bytes -= wanted
+                memory = free.pop()
+            else:
                 if self.free_bytes > 2 * self._peak_bytes:  # sizes have changed: do not hoard
                     self._clear()
                 memory = Memory(wanted)
@@ -115,19 +118,6 @@ class SimPool:
         """Returns all free memory to the system."""
         with self._lock:
             self._clear()
-
-    def _found(self, wanted: int) -> Memory | None:
-        exact = self._free.get(wanted)
-        if exact:
-            self.free_bytes -= wanted
-            return exact.pop()
-        fitting = [size for size in list(self._free) if wanted <= size <= 2 * wanted]
-        for size in sorted(fitting):
-            free = self._free.get(size)  # a handler may have taken it
-            if free:
-                self.free_bytes -= size
-                return free.pop()
-        return None
 
     def _clear(self) -> None:
         self._free.clear()
