@@ -91,16 +91,10 @@ class Collective(ABC):
                 sizes or dtypes differ.
             DeviceMismatchError: a buffer is of another mesh.
         """
+        sources = buffers if sources is None else sources
         self._check("all_reduce", buffers, buffers)
-        if sources is None:
-            sources = buffers
         self._check("all_reduce", sources, ())
-        alike = (buffers[0].size, buffers[0].dtype) == (sources[0].size, sources[0].dtype)
-        if not alike or [each.device for each in sources] != [each.device for each in buffers]:
-            raise CollectiveError(
-                f"all_reduce: sources [{listed(sources)}] must have the devices, sizes and dtype "
-                f"of the buffers [{listed(buffers)}]"
-            )
+        self._check_outputs("all_reduce", buffers, sources, sources[0].size)
         self._call(CollectiveCall("all_reduce", sources, buffers, None, queue))
 
     def reduce(
@@ -112,12 +106,7 @@ class Collective(ABC):
         """
         self._check_rank("reduce", root, sources)
         self._check("reduce", sources, [output])
-        wanted = sources[root]
-        if (output.device, output.size, output.dtype) != (wanted.device, wanted.size, wanted.dtype):
-            raise CollectiveError(
-                f"reduce: the output {output} must have the device, size and dtype of source "
-                f"{root}, {wanted}"
-            )
+        self._check_outputs("reduce", [output], [sources[root]], sources[root].size)
         outputs = [*sources[:root], output, *sources[root + 1 :]]
         self._call(CollectiveCall("reduce", sources, outputs, root, queue))
 
@@ -135,18 +124,7 @@ class Collective(ABC):
         Each output lies where its input does and has the size of all inputs together.
         """
         self._check("all_gather", inputs, outputs)
-        size = sum(buffer.size for buffer in inputs)
-        if [out.device for out in outputs] != [buffer.device for buffer in inputs]:
-            raise CollectiveError(
-                "all_gather: each output must be on the device of its input; got outputs "
-                f"[{listed(outputs)}] for inputs [{listed(inputs)}]"
-            )
-        for position, out in enumerate(outputs):
-            if (out.size, out.dtype) != (size, inputs[0].dtype):
-                raise CollectiveError(
-                    f"all_gather: output {position} is {out}; expected size {size} and dtype "
-                    f"{inputs[0].dtype}"
-                )
+        self._check_outputs("all_gather", outputs, inputs, sum(each.size for each in inputs))
         self._call(CollectiveCall("all_gather", inputs, outputs, None, queue))
 
     def connect(self, devices: Sequence[Device]) -> None:  # noqa: B027  # not every one must
@@ -165,6 +143,17 @@ class Collective(ABC):
         if not 0 <= root < len(buffers):
             raise CollectiveError(
                 f"{name}: root={root} must be from 0 to {len(buffers) - 1}, the last buffer"
+            )
+
+    def _check_outputs(
+        self, name: str, outputs: Sequence[Buffer], inputs: Sequence[Buffer], size: int
+    ) -> None:
+        """Raises unless each output has the device and dtype of its input, and this size."""
+        wanted = [(each.device, size, each.dtype) for each in inputs]
+        if [(each.device, each.size, each.dtype) for each in outputs] != wanted:
+            raise CollectiveError(
+                f"{name}: the outputs [{listed(outputs)}] must have size {size}, and the devices "
+                f"and dtype of the inputs [{listed(inputs)}]"
             )
 
     def _check(self, name: str, buffers: Sequence[Buffer], written: Sequence[Buffer]) -> None:
