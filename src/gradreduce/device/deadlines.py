@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 from .device import Device
 from .mesh_state import MeshState
+from .pending_calls import PendingCall
 
 
 def deadline_scope(
@@ -29,5 +30,6 @@ def _deadline_scope(call: str, deadline: float, devices: Iterable[Device]) -> It
         meshes.setdefault(device.mesh_state, []).append(device)
     with ExitStack() as stack:
         for mesh_state, of_mesh in meshes.items():
-            stack.enter_context(mesh_state.deadline_scope(call, deadline, of_mesh))
+            pending_call = PendingCall(call, deadline, of_mesh, mesh_state.generation)
+            stack.enter_context(mesh_state.watched(pending_call))
         yield

@@ -224,22 +224,8 @@ class MeshState:
             return self._watchdog
 
     @contextmanager
-    def deadline_scope(
-        self, call: str, seconds: float, devices: Iterable[Device]
-    ) -> Iterator[None]:
-        """Context manager: submitted work finishes in time, or the mesh fails.
-
-        Args:
-            call: what to call it in the error.
-            seconds: from now, what is done inside on the host included.
-            devices: that it works on.
-        """
-        with self.watched(PendingCall(call, seconds, devices, self.generation)):
-            yield
-
-    @contextmanager
     def watched(self, pending_call: PendingCall) -> Iterator[None]:
-        """Context manager: as ``deadline_scope``, of a call that was made for it."""
+        """Context manager: the work submitted inside finishes in time, or the mesh fails."""
         for device in pending_call.devices:
             self.check_usable(device)
         before, self.thread.pending_call = self.thread.pending_call, pending_call
