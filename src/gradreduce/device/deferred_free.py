@@ -106,20 +106,17 @@ class DeferredFree:
             freed.touched.difference_update(users)
 
     def _free_or_defer(self, freed: FreedBlock, home: Device) -> None:
-        # Only its home queue knew it, or all work is done when it is submitted.
-        if freed.owned and not (freed.touched and (home.defers or home.mesh_state.failed)):
-            self.free(freed, home)
-            return
-        # Or that comes behind all who did.
         users = list(freed.touched)
         if not freed.owned:
             self._defer(freed, [*users, (home, "compute")], home)
-            return
-        for device, queue in users:
-            if not isinstance(queue, str) or not home._comes_behind(device, cast("Queue", queue)):
-                self._defer(freed, users, home)
-                return
-        self.free(freed, home)
+        # All work is done when it is submitted, or its home queue comes behind all who used it.
+        elif not (home.defers or home.mesh_state.failed) or all(
+            isinstance(queue, str) and home._comes_behind(device, cast("Queue", queue))
+            for device, queue in users
+        ):
+            self.free(freed, home)
+        else:
+            self._defer(freed, users, home)
 
     def _defer(self, freed: FreedBlock, users: list[tuple[Device, User]], home: Device) -> None:
         """Defers a block until marks pass; for ever where no mark can be made."""

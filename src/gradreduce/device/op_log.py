@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Literal
@@ -148,6 +148,9 @@ class FlightEntry:
     done: bool
 
 
+_OF_RECORD = {each.name for each in fields(FlightEntry)} - {"sequence", "tensors", "done"}
+
+
 class ThreadState(threading.local):
     """What one thread works for on a mesh, and who is told.
 
@@ -264,16 +267,10 @@ class OpLog:
         return [
             FlightEntry(
                 sequence=number,
-                kind=record.kind,
-                name=record.name,
-                device=record.device,
-                source=record.source,
-                nbytes=record.nbytes,
-                num_rows=record.num_rows,
                 tensors="" if record.label is None else str(record.label),
-                queue=record.queue,
                 done=number <= reached.get((record.device, record.queue), 0)
                 and number not in self._dropped,
+                **{name: getattr(record, name) for name in _OF_RECORD},
             )
             for number, record in submitted
         ]
