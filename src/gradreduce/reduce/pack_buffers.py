@@ -135,20 +135,23 @@ class _NewMemory:
         self, replicas: Collection[int], dtype: DType, shape: tuple[int, ...], *into: _FlatBuffers
     ) -> None:
         """Notes a flat buffer of each replica, which ``allocate`` puts into these lists."""
-        if replicas:
-            self._missing.setdefault((tuple(sorted(replicas)), dtype), []).append((shape, into))
+        self._missing.setdefault((tuple(sorted(replicas)), dtype), []).append((shape, into))
 
     def add_missing(
         self, plan: FlatPlan, shape: tuple[int, ...], inputs: _FlatBuffers, outs: _FlatBuffers
     ) -> None:
         """Notes the inputs and outs that are None; one buffer for both if they have one dtype."""
-        replicas = range(len(inputs))
-        no_input = {replica for replica in replicas[plan.share.senders] if inputs[replica] is None}
-        no_out = {replica for replica in replicas[plan.share.receivers] if outs[replica] is None}
+        everyone = range(len(inputs))
+        no_input = {replica for replica in everyone[plan.share.senders] if inputs[replica] is None}
+        no_out = {replica for replica in everyone[plan.share.receivers] if outs[replica] is None}
         shared = no_input & no_out if plan.wire is plan.sum_dtype else set()
-        self.add(shared, plan.wire, shape, inputs, outs)
-        self.add(no_input - shared, plan.wire, shape, inputs)
-        self.add(no_out - shared, plan.sum_dtype, shape, outs)
+        for replicas, dtype, *into in (
+            (shared, plan.wire, inputs, outs),
+            (no_input - shared, plan.wire, inputs),
+            (no_out - shared, plan.sum_dtype, outs),
+        ):
+            if replicas:
+                self.add(replicas, dtype, shape, *into)
 
     def allocate(self) -> None:
         """Allocates all."""
