@@ -1,4 +1,4 @@
-"""Exception classes of the library, and helpers that format error messages."""
+"""Exception classes of the library, and helpers for messages."""
 
 from __future__ import annotations
 
@@ -143,3 +143,13 @@ def brief(value: Any) -> str:
 def repeated(items: Iterable[Any]) -> list[Any]:
     """Returns the items that occur more than once."""
     return [item for item, count in Counter(items).items() if count > 1]
+
+
+def log_warning(logger: str, message: str, *args: object) -> None:
+    """Logs a warning.
+
+    Here ``logging`` is imported, which takes as long as ten modules of this package.
+    """
+    import logging
+
+    logging.getLogger(logger).warning(message, *args, stacklevel=2)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
@@ -65,6 +64,8 @@ def _hide(dynamo: Any) -> None:
         _skip_files(dynamo.trace_rules)
         _skip_functions(dynamo)
     except AttributeError as error:  # what is used here is not public
+        import logging
+
         logging.getLogger("gradreduce").warning(
             "torch.compile traces calls of gradreduce, and may fail there: this version of "
             "PyTorch cannot be told to skip them: %s",

@@ -6,7 +6,6 @@ Source: own; TensorFlow has one accumulator to a call.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from gradreduce.arrays.convert_gpu import Kind, wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DeferInterrupts, as_deadline, as_flag
-from gradreduce.errors import DeviceMismatchError, about, brief
+from gradreduce.errors import DeviceMismatchError, about, brief, log_warning
 
 from .base import ConditionalAccumulatorBase
 from .state import AccumulatorState, PendingGradient, PendingTake, Taken, additions_of, locked
@@ -32,7 +31,6 @@ from .validate import (
 )
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 
 def apply_grads(
@@ -173,7 +171,8 @@ def _warn_of_default(states: Sequence[AccumulatorState]) -> None:
     for state in untold:
         state.has_warned = True
     if untold:  # a handler may do anything: no lock is held
-        _log.warning(
+        log_warning(
+            __name__,
             "accumulator %r is at step %d and dropped a gradient without local_step, which "
             "defaults to 0: pass local_step=accumulator.global_step, read before the gradient was "
             "computed",

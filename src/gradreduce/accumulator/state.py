@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -24,10 +23,9 @@ from gradreduce.device import (
     fork_streams,
     join_streams,
 )
-from gradreduce.errors import CancelledError
+from gradreduce.errors import CancelledError, log_warning
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-_log = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 
@@ -147,7 +145,8 @@ class AccumulatorState:
             self.check_open()
             before, self.step = self.step, step
         if step < before:  # a handler may do anything: no lock is held
-            _log.warning(
+            log_warning(
+                __name__,
                 "Attempt to set current_global_step_ to smaller value: current %d >= new %d",
                 before,
                 step,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from operator import attrgetter
 
 from gradreduce.arrays.distributed import Part
 from gradreduce.device import DeferInterrupts, deadline_scope
-from gradreduce.errors import CancelledError, DeadlineExceededError
+from gradreduce.errors import CancelledError, DeadlineExceededError, log_warning
 
 from .state import AccumulatorState, PendingTake, Storage, Taken, locked
-
-_log = logging.getLogger(__name__)
 
 
 def take_locked(states: Sequence[AccumulatorState]) -> list[Taken]:
@@ -109,7 +106,8 @@ def discard_sums(state: AccumulatorState) -> None:
         num_discarded, step = state.count, state.step
         state.reset(step)
     if num_discarded:  # a handler may do anything: no lock is held
-        _log.warning(
+        log_warning(
+            __name__,
             "accumulator %r at step %d discarded %d gradients: its mesh failed",
             state.name,
             step,

@@ -16,7 +16,6 @@ The only module that reads environment variables, except ``XDG_CACHE_HOME``:
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import reprlib
 from collections.abc import Container, Iterable, Sequence, Set
@@ -36,11 +35,10 @@ from gradreduce.backends.processes.launchers import (
 from gradreduce.device import Mesh, ModuleLock, as_deadline, as_flag, as_index
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import flight_path
-from gradreduce.errors import BackendUnavailableError, brief
+from gradreduce.errors import BackendUnavailableError, brief, log_warning
 
 __all__ = ["default_mesh", "open_mesh"]
 
-_log = logging.getLogger("gradreduce")
 # Devices of a mesh, and threads: more are a mistake, and would take all memory to be built.
 MOST = 1024
 _BACKENDS = ("cuda", "sim")
@@ -304,7 +302,8 @@ def _backend_from_environment() -> str:
 
 @cache
 def _warn_once(why: str) -> None:
-    _log.warning(
+    log_warning(
+        "gradreduce",
         "gradreduce runs on simulated devices (NumPy): %s. GRADREDUCE_BACKEND=sim silences this, "
         "GRADREDUCE_BACKEND=cuda makes it an error.",
         why,

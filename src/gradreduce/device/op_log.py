@@ -8,7 +8,6 @@ which of them are done, which is computed only when it is asked.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import stat
 import threading
@@ -20,6 +19,8 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Literal
+
+from gradreduce.errors import log_warning
 
 from .buffer import Mark, Queue, Row
 from .waiting import run_in_thread
@@ -39,7 +40,6 @@ LENGTH = 1000  # operations
 _MARKS = 256  # events kept: enough to distinguish two queues of 64 devices
 _LOOK_SECONDS = 0.005  # for marks that are made to see how far the queues are
 QUEUES: tuple[Queue, ...] = ("compute", "transfer")
-_log = logging.getLogger(__name__)
 _numbers = count(1)  # of the files of this process
 
 
@@ -441,7 +441,7 @@ def write_flight(
         else:
             replace_file(target, written, mode=0o666)
     except OSError as error:
-        _log.warning("GRADREDUCE_FLIGHT_RECORD: %s was not written: %s", target, error)
+        log_warning(__name__, "GRADREDUCE_FLIGHT_RECORD: %s was not written: %s", target, error)
 
 
 def _is_special(path: Path) -> bool:

@@ -7,7 +7,6 @@ nobody waits for the same event twice.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -19,9 +18,8 @@ import numpy as np
 from cupy.cuda import runtime
 
 from gradreduce.device import Device, Stream, handle_of
-from gradreduce.errors import BackendUnavailableError, CaptureError
+from gradreduce.errors import BackendUnavailableError, CaptureError, log_warning
 
-_log = logging.getLogger("gradreduce")
 # A GPU has at most eight peers where no NVSwitch connects them.
 _ALREADY_ENABLED, _TOO_MANY_PEERS = 704, 711
 
@@ -61,7 +59,8 @@ def _is_peer(here: int, there: int) -> bool:
         if _is_intact(here, there):
             return True
         runtime.deviceDisablePeerAccess(there)  # copies between the two go through the host then
-    _log.warning(
+    log_warning(
+        "gradreduce",
         "copies between GPUs %d and %d corrupt data, so their peer access is not used. An IOMMU "
         "causes this: turn it off, or set NCCL_P2P_DISABLE=1 for NCCL too",
         here,

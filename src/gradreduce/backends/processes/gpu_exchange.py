@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -14,12 +13,11 @@ from gradreduce.device import Mesh
 from gradreduce.device.exchange import exchange_all
 from gradreduce.device.process_group import GpuMove, ProcessGroup
 from gradreduce.device.waiting import run_in_thread
-from gradreduce.errors import BackendUnavailableError, CollectiveError
+from gradreduce.errors import BackendUnavailableError, CollectiveError, log_warning
 
 if TYPE_CHECKING:
     from gradreduce.backends.cuda.nccl import NcclCollective
 
-_log = logging.getLogger("gradreduce")
 _LOOK_SECONDS = 5e-3
 # From NCCL 2.30 on it lets ranks share a GPU where this is 1.
 _SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -73,7 +71,9 @@ def choose_gpu_move(
             "'cpu:gloo,cuda:nccl', or pass one of gloo"
         )
     if group.gpu_library != "host" and mesh.backend == "cuda" and group.rank == 0:
-        _log.warning("GPUs of several processes exchange by way of host memory: %s", obstacle)
+        log_warning(
+            "gradreduce", "GPUs of several processes exchange by way of host memory: %s", obstacle
+        )
     return None
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import logging
 import os
 import shutil
 import stat
@@ -30,9 +29,8 @@ from gradreduce.device import Kernel, ModuleLock, Template
 from gradreduce.device.kernel import kernel_text
 from gradreduce.device.launch_table import TABLE
 from gradreduce.device.op_log import replace_file
-from gradreduce.errors import BackendUnavailableError
+from gradreduce.errors import BackendUnavailableError, log_warning
 
-_log = logging.getLogger(__name__)
 _COMMON = ("-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas")
 # -ffp-contract=off: g++ would fuse w -= rate*g into one rounding and differ from NumPy in 1 to 9 %
 # of float32 results. -fno-strict-aliasing: a kernel reads any element type as 16-byte vectors.
@@ -289,4 +287,6 @@ def _failure_text(error: OSError) -> str:
 
 @cache
 def _warn_once(why: str) -> None:
-    _log.warning("compiled kernels are not cached, and every process builds its own: %s", why)
+    log_warning(
+        __name__, "compiled kernels are not cached, and every process builds its own: %s", why
+    )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 from gradreduce.device import Waiters
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.errors import DeadlineExceededError, listed
-
-_log = logging.getLogger("gradreduce.agn")
+from gradreduce.errors import DeadlineExceededError, listed, log_warning
 
 
 class Registry:
@@ -69,7 +65,8 @@ class Registry:
                 return
             self.failed.append(task_index)
             self.end(task_index)
-        _log.warning(
+        log_warning(
+            "gradreduce.agn",
             "worker %d failed, the other workers continue: %s: %s",
             task_index, type(error).__name__, str(error),  # as text: a handler may store the record
         )  # fmt: skip
@@ -151,13 +148,15 @@ class WorkerThread(threading.Thread):
 
 def _clear_frames(error: BaseException) -> None:
     """Clears the frames in the tracebacks of an error, its causes and contexts."""
+    from traceback import clear_frames  # slow to import
+
     left: list[BaseException | None] = [error]
     known = set()
     while left:
         each = left.pop()
         if each is not None and id(each) not in known:
             known.add(id(each))
-            traceback.clear_frames(each.__traceback__)
+            clear_frames(each.__traceback__)
             left += [each.__cause__, each.__context__]
 
 
