@@ -157,7 +157,7 @@ class OptimizerShards(CrossDeviceOps):
                 variable = variables[shard.variable]
                 memory = shard.of(variable.buffers[shard.owner - self._first])
                 name = f"{variable.name}/shard_{shard.owner}"
-                self._own[shard] = Variable._on_buffer(memory, name)
+                self._own[shard] = Variable._on_buffers([memory], name, trainable=True)
         self._check_unused()
         self.variables = tuple(self._own.values())
         self._planned = lru_cache(_MOST_PLANS)(self._plan)

@@ -258,6 +258,10 @@ def test_what_cupys_own_functions_ask_is_answered(v):
         ].tolist()
         == [6.0] * 3
     )
+    clip = SimpleNamespace(name="cupy_clip")
+    assert gradients(
+        lambda: np.sum((v * 1).__cupy_override_elementwise_kernel__(clip, v * 3, 0, 4))
+    )[0].tolist() == [3.0, 0.0, 0.0]
     assert v.__cupy_override_elementwise_kernel__(np.add, v, 1).tolist() == [2.0, 3.0, 4.0]
     with pytest.raises(NotImplementedError, match="cupy_erf"):
         gradients(

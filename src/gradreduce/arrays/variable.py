@@ -113,20 +113,15 @@ class Variable(NotCopied, Readable):
             value: the number.
             dtype: default that of ``variable``.
         """
-        made = cls.__new__(cls)
-        made.name = name
-        made.trainable = False
         dtype = variable.dtype if dtype is None else dtype
-        made._buffers = tuple(
-            _filled(device, variable.shape, dtype, value) for device in variable.devices
-        )
-        return made
+        buffers = [_filled(device, variable.shape, dtype, value) for device in variable.devices]
+        return cls._on_buffers(buffers, name, trainable=False)
 
     @classmethod
-    def _on_buffer(cls, buffer: Buffer, name: str) -> Variable:
-        """Makes a trainable Variable of memory that another one owns too."""
+    def _on_buffers(cls, buffers: Sequence[Buffer], name: str, *, trainable: bool) -> Variable:
+        """Makes a Variable of memory that another one may own too."""
         made = cls.__new__(cls)
-        made.name, made.trainable, made._buffers = name, True, (buffer,)
+        made.name, made.trainable, made._buffers = name, trainable, tuple(buffers)
         return made
 
     @property

@@ -28,13 +28,6 @@ def widened(x: Any) -> Any:
     return x.astype(np.float32) if is_half(x) else x
 
 
-def total(x: Any, axis: Any = None, *, keepdims: bool = False) -> Any:
-    """``np.sum`` that adds 16-bit floats in float32 and rounds once."""
-    if not is_half(x):
-        return np.sum(x, axis=axis, keepdims=keepdims)
-    return np.sum(x, axis=axis, dtype=np.float32, keepdims=keepdims).astype(x.dtype)
-
-
 def like(term: Any, shape: Shape) -> Any:
     """Sums ``term`` over the axes along which an operand of ``shape`` was broadcast."""
     found = shape_of(term)
@@ -46,7 +39,8 @@ def like(term: Any, shape: Shape) -> Any:
         for index, extent in enumerate(shape)
         if extent == 1 and found[lead + index] != 1
     )
-    summed = total(term, axes, keepdims=True) if axes else term
+    dtype = np.float32 if is_half(term) else None
+    summed = np.sum(term, axis=axes, dtype=dtype, keepdims=True).astype(term.dtype)
     return np.reshape(summed, shape) if shape_of(summed) != shape else summed
 
 

@@ -79,7 +79,7 @@ def test_a_tensor_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
 def test_a_variable_on_a_tensor_is_written_in_the_order_of_pytorchs_stream(mesh, torch):
     array = made_on(torch.stream, data(SHAPE))
     tensor = Tensor(array)
-    shared = Variable._on_buffer(to_buffer(tensor, mesh.devices[0]), "weight")
+    shared = Variable._on_buffers([to_buffer(tensor, mesh.devices[0])], "weight", trainable=True)
     shared._parameters = (tensor,)
     optimizer = gr.GradientDescentOptimizer(1.0)
     for turn in range(4):  # from the second one on by the same plan
