@@ -88,8 +88,8 @@ def test_memory_of_a_group_lives_until_it_is_sent(mesh):
     mesh.synchronize()
 
 
-def test_small_packs_of_a_reduction_share_one_group(mesh, here, monkeypatch):
-    """1 MiB goes alone; what is smaller travels together, each dtype as a call of its own."""
+def test_the_packs_of_a_reduction_share_one_group(mesh, here, monkeypatch):
+    """Small ones and large ones."""
     groups = []
     send = cuda_nccl.NcclCollective._send
 
@@ -103,7 +103,7 @@ def test_small_packs_of_a_reduction_share_one_group(mesh, here, monkeypatch):
     grads = [[np.full(size, 1 + replica, np.float32) for size in sizes] for replica in range(4)]
     reduced = ops.all_reduce(grads, gr.ReduceOp.SUM)
     assert all((array == 10).all() for row in reduced for array in row)
-    assert groups == [[160, 28, 2**20 - 16], [2**20], [2**20 + 16]]
+    assert groups == [[160, 2**20, 28, 2**20 + 16, 2**20 - 16]]
     assert here.counts["allReduce"] == 5
     assert here.counts["init"] == 1
 
