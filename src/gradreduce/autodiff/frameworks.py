@@ -25,11 +25,6 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def is_iterator(loss: Any) -> bool:
-    """Whether the value of a loss is an iterator of terms."""
-    return hasattr(loss, "__next__")
-
-
 @traceable
 def stop_gradient(x: Any) -> Any:
     """Returns the plain value of ``x``, as a constant (tf.stop_gradient).
@@ -169,7 +164,7 @@ class JaxLoss:
         jnp = sys.modules["jax"].numpy
         self._top = _tracing_to_keep()
         made = self._loss()
-        self.has_terms = is_iterator(made)
+        self.has_terms = hasattr(made, "__next__")
         terms = [_as_term(term) for term in (made if self.has_terms else [made])]
         total: Any = 0.0
         for value in terms:

@@ -24,13 +24,7 @@ from gradreduce.reduce.aggregation import AggregationMethod
 
 from .accumulate_terms import TermAccumulator
 from .backward import backward
-from .frameworks import (
-    JaxLoss,
-    check_seed_shape,
-    is_iterator,
-    is_tensor,
-    tensor_gradients,
-)
+from .frameworks import JaxLoss, check_seed_shape, is_tensor, tensor_gradients
 from .tape import Trace, Traced, resolve
 from .unsupported import check_operand
 
@@ -79,7 +73,7 @@ def gradients_of(
                 has_terms = reading.differentiate_jax(loss, grad_loss)
             else:
                 held = [loss()]
-                has_terms = is_iterator(held[0])
+                has_terms = hasattr(held[0], "__next__")
                 for term in _terms_of(held) if has_terms else [held]:
                     reading.differentiate(term, grad_loss)
             pairs = reading.pairs(variables)
