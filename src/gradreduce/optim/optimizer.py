@@ -60,6 +60,12 @@ class Optimizer(NotCopied):
     the rows that they touch, each once), mirrored variables, masters and errors. Attributes that
     it names in ``_hyperparameters`` must be numbers, and are in its ``state_dict``.
 
+    For subclasses and wrappers of this library, such as ``AGNOptimizer``: ``_rule`` is the compiled
+    rule (None: ``_apply`` is called), ``_slots`` has the slots, ``_slot_start`` their first values,
+    ``_hyperparameters`` and ``_settings`` name the attributes that can be set. ``_next_update``,
+    ``_compile``, ``_colocated_gradients``, ``_ready`` and ``_launch`` are the parts of an update;
+    ``_queued_state`` and ``_ready_state`` are those of a checkpoint.
+
     Setting a public attribute that an optimizer of this library does not have, such as
     ``optimizer.lr``, raises ``AttributeError``; a subclass may have any.
 

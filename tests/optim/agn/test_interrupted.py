@@ -70,7 +70,7 @@ def test_a_step_that_is_stopped_before_it_counts_fails_the_device(own, monkeypat
     monkeypatch.setattr(optimizer._inner._slots, "commit", stop)
     with pytest.raises(KeyboardInterrupt):
         optimizer.apply_gradients([(gradient, var)])
-    assert optimizer._worker.step.value == 2
+    assert optimizer._worker.variables.num_steps == 2
     with pytest.raises(BackendUnavailableError, match="failed half way: KeyboardInterrupt"):
         var.numpy()
 

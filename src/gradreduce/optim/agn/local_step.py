@@ -110,21 +110,15 @@ def local_step(
         gradients = [part for colocated in dense.values() for part in colocated]
         launches, sums, *_ = plan.step(gradients, scalars, sums)
     if apart:
-        updates = _updates(optimizer, apart, scalars)
+        jobs = Plan(list(apart), optimizer._slots, optimizer._rule).jobs(
+            [part for colocated in apart.values() for part in colocated]
+        )
+        updates = [optimizer._ready(job, scalars, writer) for job, writer in jobs]
         additions, added = _additions(apart, sums)
         launches, sums = [*launches, *updates, *additions], {**sums, **added}
     devices = [device for var in variables for device in var.devices]
     label = PackInfo(range(len(variables)), names=[var.name for var in variables])
     return LocalStep(launches, sums, plan, devices, label)
-
-
-def _updates(
-    optimizer: Optimizer, gradients: Mapping[Variable, Colocated], scalars: Scalars
-) -> list[Callable[[], None]]:
-    """Returns launches that update variables, without their sums."""
-    plan = Plan(list(gradients), optimizer._slots, optimizer._rule)
-    jobs = plan.jobs([part for colocated in gradients.values() for part in colocated])
-    return [optimizer._ready(job, scalars, writer) for job, writer in jobs]
 
 
 def _additions(

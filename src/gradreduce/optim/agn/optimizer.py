@@ -28,7 +28,7 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .push import PushConfig
 from .session_hook import AGNHook
-from .variables import AGNCustomGetter, HostCounter
+from .variables import AGNCustomGetter, step_counter
 from .worker import Worker
 from .worker_checkpoint import load_worker, queued_worker
 
@@ -99,11 +99,11 @@ class AGNOptimizer(Optimizer):
         period = as_count("communication_period", communication_period, least=1)
         as_flag("use_locking", use_locking)
         config = PushConfig(period, _as_scale(distance_scale), name)
+        self._step = step_counter(custom_getter._shared, custom_getter.devices[0])
         self._worker = Worker(
             optimizer,
             custom_getter._shared,
             self._center,
-            HostCounter("local_step", custom_getter.devices[0]),
             config,
             resets=as_flag("reset_momentum", reset_momentum),
         )
@@ -120,7 +120,7 @@ class AGNOptimizer(Optimizer):
     def __repr__(self) -> str:
         return (
             f"<AGNOptimizer {self._name!r} of {self._inner!r}, communication_period "
-            f"{self._worker.config.period}, local_step {self._worker.step.value}>"
+            f"{self._worker.config.period}, local_step {self._worker.variables.num_steps}>"
         )
 
     # -- members ----------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class AGNOptimizer(Optimizer):
     @property
     def local_step(self) -> Variable:
         """Number of steps of this worker, a read-only int32 Variable."""
-        return self._worker.step
+        return self._step
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:

@@ -7,7 +7,7 @@ pulls to memory that the GPU can access. For sparse sums and Python rules, the u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.device import (
     Buffer,
     Device,
+    LaunchBatch,
     PackInfo,
     can_access,
     copy_over,
@@ -29,7 +30,8 @@ from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.update_plan import Job, writer_of
 
 from .center import CenterState
-from .sums import Sums, merged_rows
+from .sums import merged_rows
+from .variables import WorkerVariables
 
 
 class PushConfig(NamedTuple):
@@ -54,13 +56,11 @@ class PushPlan:
     Args:
         center: receives the push; its slots are created here.
         optimizer: of the worker; its slots exist.
-        sums: of the variables that have gradients in this period.
-        centers: the center's copy of each variable.
-        pulled: for each variable the center at the last pull; for the distance.
+        variables: of the worker; its sums are pushed.
         config: settings of the push.
 
     Attributes:
-        sums: the same.
+        sums: those of the variables.
         version: of the center.
         is_reusable: whether it can run again: it holds no temporary memory.
     """
@@ -69,32 +69,29 @@ class PushPlan:
         self,
         center: CenterState,
         optimizer: Optimizer,
-        sums: Sums,
-        centers: Mapping[Variable, Variable],
-        pulled: Mapping[Variable, Buffer],
+        variables: WorkerVariables,
         config: PushConfig,
     ) -> None:
         self._center, self._optimizer, self._config = center, optimizer, config
-        self.sums, self._centers, self._pulled = sums, centers, pulled
+        self.sums, self._centers = variables.sums, variables.centers
+        self._pulled = variables.pulled
         self.version = center.version
         self.is_reusable = (
             config.gamma is None
             and optimizer._rule is not None
             and all(
-                isinstance(total, tuple) and can_access(centers[var].devices[0], total[0])
-                for var, total in sums.items()
+                isinstance(total, tuple) and can_access(self._centers[var].devices[0], total[0])
+                for var, total in self.sums.items()
             )
         )
         # A loaded checkpoint may have had no slots.
-        self._rows = center.prepare(optimizer, [centers[var] for var in sums])
-        # Functions that return the launch of an update with given scalars, and the copies that
-        # follow: destination and source.
-        self._ready: list[Callable[[Scalars], Callable[[], None]]] = []
-        self._pulls: list[tuple[Buffer, Buffer]] = []
-        self._label = PackInfo(range(len(sums)), names=[var.name for var in sums])
+        self._rows = center.prepare(optimizer, [self._centers[var] for var in self.sums])
+        self._jobs: list[tuple[Job, LaunchBatch | None, ops.Variant]] = []
+        self._pulls: list[tuple[Buffer, Buffer]] = []  # destination and source
+        self._label = PackInfo(range(len(self.sums)), names=[var.name for var in self.sums])
         groups: dict[int, list[Variable]] = {}
-        for var in sums:
-            groups.setdefault(centers[var].devices[0].physical, []).append(var)
+        for var in self.sums:
+            groups.setdefault(self._centers[var].devices[0].physical, []).append(var)
         with center.devices[0].mesh_state.label_scope(self._label):
             for group in groups.values():
                 self._plan(group)
@@ -127,31 +124,14 @@ class PushPlan:
             if self._config.gamma is not None:
                 self._pulls.append((self._pulled[var], mine[0]))
         if fused:
-            self._ready.append(self._fused(leader, fused, [var.devices[0] for var in group]))
+            rows, totals = [row[:-1] for row in fused], [row[-1] for row in fused]
+            job = Job(rows, totals, [var.devices[0] for var in group])
+            self._jobs.append((job, writer_of(leader, rows), "global"))
         if apart:
-            self._ready.append(self._apart(leader, apart, means))
-
-    def _fused(
-        self, leader: Device, rows: Sequence[ops.Update], others: Sequence[Device]
-    ) -> Callable[[Scalars], Callable[[], None]]:
-        """Plans one launch for mean, update and pull of dense sums."""
-        optimizer, period = self._optimizer, self._config.period
-        written = [row[:-1] for row in rows]
-        job, writer = Job(written, [row[-1] for row in rows], others), writer_of(leader, written)
-        return lambda scalars: optimizer._ready(job, (period, *scalars), writer, "global")
-
-    def _apart(
-        self,
-        leader: Device,
-        updates: Sequence[tuple[list[Buffer], Part]],
-        means: Sequence[tuple[Buffer, Buffer]],
-    ) -> Callable[[Scalars], Callable[[], None]]:
-        """Computes means, and plans the update by them: of sparse sums, and for Python rules."""
-        join_streams(leader, dict.fromkeys([total.device for _, total in means]))
-        outs, totals = zip(*means, strict=True)
-        ops.pack(outs, totals, divisor=float(self._config.period), device=leader)
-        job, optimizer = Job(*zip(*updates, strict=True)), self._optimizer
-        return lambda scalars: optimizer._ready(job, scalars, None)
+            outs, totals = map(list, zip(*means, strict=True))
+            join_streams(leader, dict.fromkeys([total.device for total in totals]))
+            ops.pack(outs, totals, divisor=self._config.period, device=leader)
+            self._jobs.append((Job(*zip(*apart, strict=True)), None, "plain"))
 
     def _accessible(
         self, leader: Device, group: Sequence[Variable]
@@ -193,9 +173,13 @@ class PushPlan:
             then: called after the launches; an error in it means that the push failed part-way.
         """
         mesh_state = self._center.devices[0].mesh_state
+        lead = {"global": (self._config.period,), "plain": ()}
         failed = partial(self._center.mark_push_failed, self._config.task)
         with mesh_state.label_scope(self._label):
-            launches = [ready(scalars) for ready in self._ready]
+            launches = [
+                self._optimizer._ready(job, (*lead[variant], *scalars), writer, variant)
+                for job, writer, variant in self._jobs
+            ]
             with mesh_state.on_partial_failure(failed), mesh_state.launch_lock:
                 for launch in launches:
                     launch()

@@ -80,11 +80,10 @@ class Registry:
         with self.lock:
             here = self._begun
         end = time.monotonic() + timeout
-
-        def over() -> bool:
-            return len(here) >= num_worker or time.monotonic() >= end
-
-        self._waiters.until(over, lambda: max(0.0, end - time.monotonic()))
+        self._waiters.until(
+            lambda: len(here) >= num_worker or time.monotonic() >= end,
+            lambda: max(0.0, end - time.monotonic()),
+        )
         with self.lock:
             begun = sorted(here)
         if len(begun) < num_worker:

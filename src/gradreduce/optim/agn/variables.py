@@ -34,11 +34,16 @@ class WorkerVariables:
     Attributes:
         centers: the center's copy of each, in the order of creation.
         sums: of their gradients since the last push; replaced, never changed.
+        pulled: the value of the center at the last pull, on the first device; used by the distance
+            scaling.
+        num_steps: number of local steps.
     """
 
     def __init__(self) -> None:
         self.centers: dict[Variable, Variable] = {}
         self.sums: Sums = {}
+        self.pulled: dict[Variable, Buffer] = {}
+        self.num_steps = 0
 
     def center_of(self, var: Any) -> Variable:
         """Returns the center's copy of a variable; ``KeyError`` for one of another getter."""
@@ -53,35 +58,26 @@ class LazyVariable(Variable):
 
     Args:
         name: of the Variable.
+        read: returns the buffers.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, read: Callable[[], tuple[Buffer, ...]]) -> None:
         self.name = name
         self.trainable = False
+        self._read = read
+
+    @property
+    def _buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]  # which a plain one keeps
+        return self._read()
 
     def _sources(self, value: Any) -> NoReturn:  # of ``assign`` and ``assign_add``
         raise TypeError(f"{self.name!r} is read-only: only its optimizer writes it")
 
 
-class HostCounter(LazyVariable):
-    """An int32 counter on the host.
-
-    Args:
-        name: of the Variable.
-        device: of its buffer when it is read.
-
-    Attributes:
-        value: the current count.
-    """
-
-    def __init__(self, name: str, device: Device) -> None:
-        super().__init__(name)
-        self.value = 0
-        self._device = device
-
-    @property
-    def _buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]  # which a plain one keeps
-        return (self._device.upload(numbers(self.value, as_dtype("int32"))),)
+def step_counter(worker: WorkerVariables, device: Device) -> LazyVariable:
+    """Returns an int32 Variable that shows ``num_steps``."""
+    int32 = as_dtype("int32")
+    return LazyVariable("local_step", lambda: (device.upload(numbers(worker.num_steps, int32)),))
 
 
 class Accumulation(LazyVariable):
@@ -97,8 +93,10 @@ class Accumulation(LazyVariable):
     """
 
     def __init__(self, local: Variable, worker: WorkerVariables) -> None:
-        super().__init__(f"grad_variable/{local.name}")
-        self._local, self._worker = local, worker
+        super().__init__(
+            f"grad_variable/{local.name}", lambda: dense_sum(local, worker.sums.get(local))
+        )
+        self._local = local
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -114,10 +112,6 @@ class Accumulation(LazyVariable):
     def dtype(self) -> DType:
         """The accumulate dtype of the worker's variable."""
         return accumulate_dtype(self._local.dtype)
-
-    @property
-    def _buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]  # which a plain one keeps
-        return dense_sum(self._local, self._worker.sums.get(self._local))
 
 
 class AGNCustomGetter(NotCopied):

@@ -22,7 +22,7 @@ from gradreduce.optim.slots import MASTER
 from .center import CenterState
 from .local_step import LocalPlan, local_step
 from .push import PushConfig, PushPlan
-from .variables import HostCounter, WorkerVariables
+from .variables import WorkerVariables
 
 
 class Worker:
@@ -32,18 +32,14 @@ class Worker:
         inner: its optimizer, for worker and center.
         variables: of its getter.
         center: receives its pushes.
-        step: counts its local steps.
         config: of its pushes.
         resets: whether a pull sets its momentum to zero.
 
     Attributes:
         inner: the optimizer.
         variables: the same.
-        step: number of local steps.
         config: of its pushes.
         is_due: whether a push must be made, because it failed before it changed the center.
-        pulled: the center's value of each variable at the last pull, on the first device; used by
-            the distance scaling.
     """
 
     def __init__(
@@ -51,15 +47,13 @@ class Worker:
         inner: Optimizer,
         variables: WorkerVariables,
         center: CenterState,
-        step: HostCounter,
         config: PushConfig,
         *,
         resets: bool,
     ) -> None:
-        self.inner, self.variables, self.step, self.config = inner, variables, step, config
+        self.inner, self.variables, self.config = inner, variables, config
         self._center, self._resets = center, resets
         self.is_due = False
-        self.pulled: dict[Variable, Buffer] = {}
         self._local: LocalPlan | None = None  # of the last step, if it was dense
         self._push: PushPlan | None = None  # the last one, if it can run again
 
@@ -94,7 +88,7 @@ class Worker:
                 self._ready_push(inner._slots.powers, variables, global_step)()
             with inner._slots.rollback_on_error() if plan is None else nullcontext():
                 self._step(variables, parts, plan, global_step)
-        return makes_up or not self.step.value % self.config.period
+        return makes_up or not self.variables.num_steps % self.config.period
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -109,7 +103,7 @@ class Worker:
         inner, shared = self.inner, self.variables
         # A callable may raise; nothing has been created yet.
         scalars, powers = inner._next_update(inner._slots.powers)
-        is_due = not (self.step.value + 1) % self.config.period
+        is_due = not (self.variables.num_steps + 1) % self.config.period
         if is_due:
             push = self._ready_push(powers, variables, global_step)
         if plan is not None and _are_dense(parts):
@@ -119,7 +113,7 @@ class Worker:
             step = local_step(inner, variables, parts, scalars, shared.sums, self._local)
 
         def count() -> None:
-            self.step.value += 1
+            shared.num_steps += 1
             self.is_due = is_due
             shared.sums, self._local = step.sums, step.plan
 
@@ -144,8 +138,8 @@ class Worker:
             if self.config.gamma is not None:
                 ops.prepare_distance_scale(center.devices[0], var.dtype)
                 # Without a start, the worker's initial values count as pulled.
-                if var not in self.pulled:
-                    self.pulled[var] = copied_to(var.devices[0], var.buffers[0])
+                if var not in self.variables.pulled:
+                    self.variables.pulled[var] = copied_to(var.devices[0], var.buffers[0])
 
     # -- a communication --------------------------------------------------------------------------
 
@@ -179,7 +173,7 @@ class Worker:
                 center.check_usable()
                 plan, self._push = self._push, None
                 if plan is None or plan.sums is not sums or plan.version != center.version:
-                    plan = PushPlan(center, inner, sums, shared.centers, self.pulled, self.config)
+                    plan = PushPlan(center, inner, shared, self.config)
                 plan.run(scalars, pushed)
                 self._push = plan if plan.is_reusable else None
 
@@ -204,7 +198,7 @@ class Worker:
                 theirs, mine = self._center.slot(center, MASTER), self.inner.get_slot(local, MASTER)
                 if theirs is not None and mine is not None:
                     mine.assign(theirs)
-            for local, kept in self.pulled.items():
+            for local, kept in self.variables.pulled.items():
                 copy_over(kept.device, kept, local.buffers[0])
             self.variables.sums = {}
             self.is_due = False

@@ -8,7 +8,7 @@ from typing import Any
 from gradreduce import checkpoint
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import Check, anything, equal, integer, some_of
+from gradreduce.checkpoint import Check, anything, equal, integer, some_of, uploaded
 from gradreduce.device import DeferInterrupts
 from gradreduce.errors import listed
 
@@ -19,25 +19,27 @@ _FORMAT = "gradreduce AGN worker 2"
 
 def queued_worker(worker: Worker) -> dict[str, Any]:
     """Queues copies of the state of a worker; ``checkpoint.downloader`` downloads them."""
+    shared = worker.variables
     sums = {
         var.name: checkpoint.copied(total[0]) if isinstance(total, tuple) else SPARSE.save(total)
-        for var, total in worker.variables.sums.items()
+        for var, total in shared.sums.items()
     }
-    variables = checkpoint.by_name(worker.variables.centers)
+    variables = checkpoint.by_name(shared.centers)
     return {
         "format": _FORMAT,
         "optimizer": worker.inner._queued_state(),
         "variables": checkpoint.copies_of(variables),
         "sums": sums,
-        "pulled": {var.name: checkpoint.copied(kept) for var, kept in worker.pulled.items()},
-        "local_step": worker.step.value,
+        "pulled": {var.name: checkpoint.copied(kept) for var, kept in shared.pulled.items()},
+        "local_step": shared.num_steps,
         "is_due": worker.is_due,
     }
 
 
 def load_worker(worker: Worker, state: Any) -> None:
     """Validates and restores a worker's state; see ``AGNOptimizer.load_state_dict``."""
-    variables = checkpoint.by_name(worker.variables.centers)
+    shared = worker.variables
+    variables = checkpoint.by_name(shared.centers)
     schema = {
         "format": equal(_FORMAT),
         "optimizer": anything,
@@ -62,16 +64,12 @@ def load_worker(worker: Worker, state: Any) -> None:
     )
     load_values = checkpoint.ready_values(found["variables"], variables)
     totals = {variables[name]: _uploaded(each, variables[name]) for name, each in sums.items()}
-    kept = {
-        var: checkpoint.uploaded(pulled[name], var)
-        for name, var in variables.items()
-        if name in pulled
-    }
+    kept = {variables[name]: uploaded(each, variables[name]) for name, each in pulled.items()}
     with DeferInterrupts():
         load_optimizer()
         load_values()
-        worker.variables.sums = totals
-        worker.step.value, worker.is_due, worker.pulled = found["local_step"], found["is_due"], kept
+        shared.sums, shared.pulled = totals, kept
+        shared.num_steps, worker.is_due = found["local_step"], found["is_due"]
 
 
 def _sum_of(var: Variable) -> Check:
