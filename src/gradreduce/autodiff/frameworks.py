@@ -68,12 +68,12 @@ def tensor_gradients(loss: Any, leaves: Sequence[Any], grad_loss: Any) -> list[A
     torch = sys.modules["torch"]
     if not loss.is_floating_point():
         raise InvalidVariableError(f"Invalid type {loss.dtype} of the loss: it must be a float")
-    seed = None if grad_loss is None else torch.as_tensor(grad_loss, dtype=loss.dtype)
-    if seed is not None:
+    seed = torch.ones_like(loss)
+    if grad_loss is not None:
+        seed = torch.as_tensor(grad_loss, dtype=loss.dtype, device=loss.device)
         check_seed_shape(seed, loss)
     if not leaves or not loss.requires_grad:
         return [None] * len(leaves)
-    seed = torch.ones_like(loss) if seed is None else seed.to(loss.device)
     found = torch.autograd.grad(loss, leaves, seed, allow_unused=True)
     return [each.to_dense() if each is not None and each.is_sparse else each for each in found]
 
