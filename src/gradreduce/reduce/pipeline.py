@@ -402,17 +402,20 @@ def reduce_batch(
 
     Args:
         plan: from ``plan_batch`` of these gradients.
-        gradients: see ``plan_batch``.
+        gradients: see ``plan_batch``. Of shares the tensors of all shares, one share after the
+            other, and of each one Buffer for each device that sends it.
         consume: not None: the gradients may be overwritten and become the results' memory. If
             they are, the devices are marked as failed when anything fails between the first launch
             and the end of this ``ExitStack``: sums and gradients could not be told apart.
         out: ``out[tensor][replica]``, where the results go, of their dtype; each apart from all
-            others, and from all gradients but its own. Default: new memory.
+            others, and from all gradients but its own. Of shares one for each device that receives
+            it, and an all-gather needs it. Default: new memory.
         positions: numbers of the tensors in errors and in the flight record; default their indices
             here.
 
     Returns:
-        ``[tensor][replica]``, all replicas of a tensor equal; ``out``'s own if it was given.
+        ``[tensor][replica]``, all replicas of a tensor equal; ``out``'s own if it was given. Of a
+        reduce-scatter the owner's alone, or nothing if that is of another process.
     """
     algorithm, mesh_state = plan.algorithm, plan.devices[0].mesh_state
     overwrites = consume is not None and algorithm.in_place

@@ -115,15 +115,12 @@ class DryRun:
     Attributes:
         plan: the plan.
         operations: all of them that the log has, in order, with their operands.
+        records: theirs.
     """
 
     plan: ReducePlan
     operations: tuple[Operation, ...]
-
-    @property
-    def records(self) -> list[Record]:
-        """The records of all operations, in order."""
-        return [record for operation in self.operations for record in operation.records]
+    records: list[Record]
 
 
 def dry_run_of(
@@ -166,7 +163,7 @@ def dry_run_of(
         tuple([device.physical for device in mesh]), mesh.backend,
         len(exchanges), sum([record.nbytes for record in exchanges]), names,
     )  # fmt: skip
-    return DryRun(plan, operations)
+    return DryRun(plan, operations, log.records)
 
 
 def _dry_run_request(dry_run_mesh: DryRunMesh, request: Request) -> Request:
