@@ -79,7 +79,7 @@ def test_a_fault_fails_a_test(tmp_path):
         "from gradreduce.backends import open_mesh\n"
         "from gradreduce import ops\n"
         "def test_it():\n"
-        "    with open_mesh([0, 0], backend='cuda') as mesh:\n"
+        "    with open_mesh([0, 1], backend='cuda') as mesh:\n"
         "        first, second = (device.zeros((4,), 'float32') for device in mesh.devices)\n"
         "        ops.add_n([first], [[second]])\n"
         "def test_the_next_one_has_a_new_machine():\n"
