@@ -120,12 +120,6 @@ class OneBuffer(Tree):
         else:
             self._sums[:] = None, _sum_of_pair(first, term)
 
-    def as_tree(self) -> Tree:
-        """Returns a ``Tree`` that continues this sum, which counts as one pair."""
-        tree = Tree()
-        tree._sums = self._sums
-        return tree
-
 
 class MultiDeviceSum:
     """Sums the terms of one gradient on any number of devices.
@@ -171,7 +165,8 @@ class MultiDeviceSum:
             self._aggregator = Tree
             for device, part in self._parts.items():
                 assert isinstance(part, OneBuffer)
-                self._parts[device] = part.as_tree()
+                tree = self._parts[device] = Tree()
+                tree._sums = part._sums  # which counts as one pair
 
     def push(self, term: Buffer) -> None:
         """Adds a term on its own device."""

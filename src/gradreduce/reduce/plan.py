@@ -61,17 +61,36 @@ class PlannedPack:
 
 
 @dataclass(frozen=True)
-class ReducePlan:
+class Counts:
+    """What records of operations on all devices add up to.
+
+    Attributes:
+        launches: kernel launches.
+        copies: copies from one device to another.
+        collectives: calls of the collective library, on every device that has a part in it one
+            rank.
+        bytes: that leave a device for another: by copy, collective, exchange, or a launch that
+            reads or writes a peer's memory.
+    """
+
+    launches: int = 0
+    copies: int = 0
+    collectives: int = 0
+    bytes: int = 0
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> Counts:
+        """Counts these records."""
+        log = Journal(list(records))
+        return Counts(log.launches, log.copies, len(log.of("collective")), log.bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducePlan(Counts):
     """The plan of one ``batch_reduce``: packs and counts; ``print`` it.
 
     Attributes:
         packs: in the order in which they are reduced, as far as there is one.
-        launches: kernel launches, on all devices together.
-        copies: copies from one device to another.
-        collectives: calls of the collective library, one for each pack, on every device that has
-            a part in it one rank.
-        bytes: that leave a device for another: by copy, collective, exchange, or a launch that
-            reads or writes a peer's memory.
         mesh: the physical device of each logical one.
         backend: of the mesh.
         exchanges: with other processes.
@@ -80,10 +99,6 @@ class ReducePlan:
     """
 
     packs: tuple[PlannedPack, ...]
-    launches: int
-    copies: int
-    collectives: int
-    bytes: int
     mesh: tuple[int, ...]
     backend: str
     exchanges: int = 0
@@ -157,12 +172,16 @@ def dry_run_of(
         gradients, batch = plan_requests(settings, reduce_op, requests, indices, counts)
         packs += _packs_of(batch, gradients, indices, settings.all_reduce_alg, log)
     packs += [_pack_of_one(requests[index], index, log) for index in others]
-    ranks, exchanges = len(log.of("collective")), log.of("exchange")
+    exchanges = log.of("exchange")
     plan = ReducePlan(
-        tuple(packs), log.launches, log.copies, ranks, log.bytes,
-        tuple([device.physical for device in mesh]), mesh.backend,
-        len(exchanges), sum([record.nbytes for record in exchanges]), names,
-    )  # fmt: skip
+        **vars(Counts.of(log.records)),
+        packs=tuple(packs),
+        mesh=tuple([device.physical for device in mesh]),
+        backend=mesh.backend,
+        exchanges=len(exchanges),
+        exchange_bytes=sum([record.nbytes for record in exchanges]),
+        names=names,
+    )
     return DryRun(plan, operations, log.records)
 
 

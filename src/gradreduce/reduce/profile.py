@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradreduce.device import Buffer, Device, Journal, Mesh, Record
+from gradreduce.device import Buffer, Device, Mesh, Record
 from gradreduce.device.collective import bytes_sent
 from gradreduce.device.command_list import Operation
 
 from .pipeline import PHASES
-from .plan import DryRun, ReducePlan
+from .plan import Counts, DryRun, ReducePlan
 
 # Bytes of a copy: more than a cache holds, and on a GPU so many that the host has queued the next
 # copy before one is over.
@@ -56,29 +56,6 @@ def _copy_seconds(device: Device, dst: Buffer, src: Buffer) -> float:
 STAGES = (*PHASES, "copies")
 # Not uploads: the plan of merging IndexedSlices is uploaded once and kept with them.
 _COUNTED = ("launch", "copy", "collective", "exchange", "fill")
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Launches, copies, collectives and bytes that a journal counted in a stage.
-
-    Attributes:
-        launches: kernel launches.
-        copies: copies from device to device.
-        collectives: calls of the collective library, one for each rank.
-        bytes: that left a device, as ``Journal.bytes`` counts them.
-    """
-
-    launches: int = 0
-    copies: int = 0
-    collectives: int = 0
-    bytes: int = 0
-
-    @classmethod
-    def of(cls, records: Sequence[Record]) -> Counts:
-        """Counts these records."""
-        log = Journal(list(records))
-        return cls(log.launches, log.copies, len(log.of("collective")), log.bytes)
 
 
 @dataclass(frozen=True)
