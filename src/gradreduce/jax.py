@@ -95,7 +95,7 @@ def all_reduce(
     form: type[PerReplica]
     if len(mesh) > 1 and all([len(leaf.sharding.device_set) == 1 for leaf in leaves]):
         rows = _rows(grads, mesh)
-        form, paths, columns = _Replicas, _paths(grads[0]), list(zip(*rows, strict=True))
+        form, paths, columns = PerReplica, _paths(grads[0]), list(zip(*rows, strict=True))
         leaves, places = list(chain(*rows)), [[replica] for replica in range(len(mesh))]
     else:
         form, columns = _Shards, _for_each(lambda leaf: _shards(leaf, mesh), paths, leaves)
@@ -111,13 +111,6 @@ def all_reduce(
         sources = [(value, place) for place in places for value in reduced]
         results = [_like(*each) for each in zip(leaves, sources, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, results)
-
-
-class _Replicas(PerReplica):
-    """The arrays of one leaf in the trees of all devices."""
-
-    def _name_of(self, index: int, replica: int | None = None, of: str = "grads") -> str:
-        return f"{of}[{'…' if replica is None else replica}]{_bracket(self._key)}"
 
 
 class _Shards(PerReplica):

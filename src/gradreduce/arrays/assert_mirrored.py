@@ -7,7 +7,6 @@ first tensor that differs, and of the parts of the first such part, down to one 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from gradreduce.device.exchange import agreed, exchange_all, exchange_numbers
 from gradreduce.device.process_group import Description, digest_of
 from gradreduce.errors import brief
 
-from .convert import host_array, is_module
+from .convert import as_list, host_array, is_module
 from .distributed import DistributedValues
 from .indexed_slices import IndexedSlices
 from .variable import Variable
@@ -132,12 +131,13 @@ def _copies_of(values: Any, mesh: Mesh | None) -> tuple[list[_Copy], Device | No
 
 def _modules_of(values: Any, mesh: Mesh | None) -> list[Any]:
     """Returns the replicas of a module; none if the values are not modules."""
-    if is_module(type(values)) and not isinstance(values, sys.modules["torch"].nn.ModuleList):
+    values = as_list(values)
+    if is_module(type(values)):
         if mesh is None:
             raise ValueError("one module has no copies: pass a list of replicas, or a mesh")
         is_ours = type(values).__module__ == "gradreduce.torch.data_parallel"
         return list(values.replicas) if is_ours else [values]
-    is_list = isinstance(values, list | tuple) or is_module(type(values))
+    is_list = isinstance(values, list | tuple)
     return list(values) if is_list and values and is_module(type(values[0])) else []
 
 

@@ -183,7 +183,8 @@ class DistributedValues(NotCopied):
             of: ``"grads"`` or ``"out"``: the argument that it came in.
         """
         if self._key is not None:
-            return f"{of}[{'…' if replica is None else replica}][{self._key!r}]"
+            key = "" if self._key == "" else f"[{self._key!r}]"  # empty: not part of a tree
+            return f"{of}[{'…' if replica is None else replica}]{key}"
         name = f"{'value' if of == 'grads' else of} {index}"
         name += f" ({self._name})" if self._name else ""
         return name if replica is None else f"{name}: replica {replica}"
