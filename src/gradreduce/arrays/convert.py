@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,11 +37,6 @@ _OUTPUT_TYPES = ("numpy", "cupy", "torch", "jax", "buffer")
 Form = tuple[int, ...] | None
 _MODULES: dict[str, Kind] = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
 _ONLY_OF_ARRAYS = {"cupy": "get", "torch": "layout", "jax": "devices"}  # of that library's classes
-# A class is looked at once: subclasses and tracers of a library are its arrays too.
-_kinds: dict[type, Kind] = {
-    Buffer: "buffer",
-    **dict.fromkeys((np.ndarray, int, float, complex, list, tuple), "native"),
-}
 
 
 def kind_of(value: Any) -> Kind:
@@ -49,13 +45,13 @@ def kind_of(value: Any) -> Kind:
     Raises:
         TypeError: ``value`` cannot be an array.
     """
-    found = _kinds.get(type(value))
-    if found is None:
-        found = _kinds[type(value)] = _kind_of_class(type(value))
-    return found
+    return _kind_of_class(type(value))  # type: ignore[arg-type]  # classes are hashable
 
 
+@cache  # subclasses and tracers of a library are its arrays too
 def _kind_of_class(cls: type) -> Kind:
+    if issubclass(cls, Buffer):
+        return "buffer"
     if issubclass(cls, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask: pass .filled(0)")
     if issubclass(cls, np.ndarray | np.generic | int | float | complex | list | tuple):
@@ -149,8 +145,6 @@ def axis_order(array: Any) -> tuple[int, ...] | None:
     else:
         return None
     order = tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
-    if order == tuple(range(len(order))):
-        return None
     turned = in_order(array, order)
     dense = turned.is_contiguous() if kind == "torch" else turned.flags.c_contiguous
     return order if dense else None
@@ -330,21 +324,20 @@ _UNSUPPORTED = {
     "FakeTensor": "a FakeTensor has no values: call this outside FakeTensorMode and torch.compile",
     "NestedTensor": _NESTED,
 }
-_tensors: dict[type, str] = {}  # class -> why it is not supported, or ""
 
 
 def check_tensor(tensor: Any) -> None:
     """Raises ``TypeError`` unless the tensor is a plain one, whose memory holds its values."""
-    why = _tensors.get(type(tensor))
-    if why is None:
-        why = _tensors[type(tensor)] = _unsupported(type(tensor))
+    why = _unsupported(type(tensor))  # type: ignore[arg-type]  # classes are hashable
     if why:
         raise TypeError(why)
     if getattr(tensor, "is_nested", False):
         raise TypeError(_NESTED)
 
 
+@cache
 def _unsupported(cls: type) -> str:
+    """Returns why tensors of a class are not supported; empty: they are."""
     if cls.__name__ in _PLAIN and cls.__module__.partition(".")[0] == "torch":
         return ""
     for ancestor in cls.__mro__:
