@@ -345,9 +345,8 @@ class Reducer:
         last = reversed(range(len(self._names)))  # what was not used; the first layers are last
         order = list(dict.fromkeys([*self._replicas[0].ready, *last]))
         if self._mesh.num_processes > 1:  # that of process 0
-            order = self._cross_device_ops.broadcast(
-                torch.tensor(order), self._mesh[0]
-            ).primary.tolist()
+            first = self._cross_device_ops.broadcast(torch.tensor(order), self._mesh[0])
+            order = first.primary.tolist()
         sizes = [Size(each.dtype, each.nbytes) for each in rows[0]]
         counts = [Counter(replica.ready) for replica in self._replicas]
         plan = plan_buckets(sizes, order, self._bucket_bytes)
