@@ -171,14 +171,13 @@ class OptimizerShards(CrossDeviceOps):
     def _check_unused(self) -> None:
         """Raises if the optimizer has slots that this step would not use."""
         names = {variable.name for variable in (*self._whole, *self._own.values())}
-        for slots in self._optimizer._slots.by_name.values():
-            for variable in slots:
-                if variable.name in names:
-                    raise ValueError(
-                        f"{self._optimizer!r} has state of {variable.name!r} already, which "
-                        "shard_optimizer=True cannot divide: pass a new optimizer, and load a "
-                        "state of the SyncStep"
-                    )
+        slots = self._optimizer._slots.by_name.values()
+        used = [each.name for of_name in slots for each in of_name if each.name in names]
+        if used:
+            raise ValueError(
+                f"{self._optimizer!r} has state of {used[0]!r} already, which shard_optimizer=True "
+                "cannot divide: pass a new optimizer, and load a state of the SyncStep"
+            )
 
     # -- reduction, as the accumulators ask for it ------------------------------------------------
 
