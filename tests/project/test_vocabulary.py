@@ -42,7 +42,7 @@ RETIRED = {
     "spine": "main path",
     "taker takers": "consumer",
     "topology": "reduction_groups",
-    "trail trails": "follow_lazily",
+    "trail trails": "mark",
     "twin twins": "NumPy reference",
     "urge urged": "progress",
 }

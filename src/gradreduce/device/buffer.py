@@ -93,7 +93,7 @@ class Block:
     def record_reader(self, mark: Mark, part: Buffer) -> None:
         """Records that a copy on the mark's queue reads ``part``."""
         start = part.offset
-        with self.device.mesh_state.order_lock:
+        with self.device.mesh_state.readers_lock:
             if self.readers is _NO_READERS:
                 self.readers = {}
             if len(self.readers) >= MAX_READERS:  # one for each queue: the last says it for all

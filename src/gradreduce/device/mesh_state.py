@@ -54,7 +54,7 @@ class MeshState:
         flight_path: where the log is written when the mesh fails; empty: nowhere.
         launch_lock: held around each collective group and each multi-device plan, so that every
             device sees those of all threads in one order.
-        order_lock: held for a moment while a wait of a queue is set.
+        readers_lock: held for a moment while a reader of a block is recorded.
         failed: physical devices that are of no more use, and why.
         last_read: another object after each copy that a writer must wait for.
         reason: why the mesh has failed; None while it has not.
@@ -81,7 +81,7 @@ class MeshState:
         self.library_error: Callable[[], str | None] = lambda: None
         self.library_finished: Callable[[float], bool] = lambda seconds: True
         self.launch_lock = threading.RLock()
-        self.order_lock = threading.RLock()
+        self.readers_lock = threading.RLock()
         self.failed: dict[int, str] = {}
         self.last_read = object()
         self.reason: str | None = None
