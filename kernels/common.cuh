@@ -27,7 +27,7 @@ typedef unsigned long long u64;
 #define TABLE_ARGUMENT const Table
 #define UNROLL _Pragma("GCC unroll 16")
 #define NO_UNROLL
-#define INDEPENDENT _Pragma("GCC ivdep")  // operands alias exactly or not at all: checked by the launcher
+#define INDEPENDENT _Pragma("GCC ivdep")  // operands alias exactly or not at all
 struct Dim3 { unsigned int x, y, z; };
 #if defined(GRADREDUCE_FAST)
 static constexpr Dim3 threadIdx = {0, 0, 0}, blockIdx = {0, 0, 0}, blockDim = {1, 1, 1}, gridDim = {1, 1, 1};
@@ -220,7 +220,7 @@ DEVICE void add_to(Lanes<Acc, LANES>& total, const Lanes<Acc, LANES>& term) {
     for (int l = 0; l < LANES; ++l) total.lane[l] = add<Acc>(total.lane[l], term.lane[l]);
 }
 
-// True division, never a product with 1/n; none by 1. Integers are not divided here (the launcher refuses),
+// True division, never a product with 1/n; none by 1. Integers are not divided here,
 // but by divide.cu when they have been added.
 template <typename Acc> struct Divisor {
     bool divides;
