@@ -297,21 +297,30 @@ def as_elements(buffers: Sequence[Buffer]) -> list[Buffer]:
     return viewed
 
 
-def by_template(rows: Iterable[Row]) -> dict[tuple[str, str, int], list[Row]]:
-    """Views rows as elements, and groups those of one launch.
+def same_dtypes(rows: Iterable[Row]) -> list[list[Row]]:
+    """Groups rows by the dtypes of their first and last operand and the number of operands."""
+    groups: dict[tuple[int, int, int], list[Row]] = {}  # by id: hashing a dtype is slow
+    for row in rows:
+        groups.setdefault((id(row[0].dtype), id(row[-1].dtype), len(row)), []).append(row)
+    return list(groups.values())
+
+
+def by_template(groups: Iterable[Sequence[Row]]) -> dict[tuple[str, str, int], list[Row]]:
+    """Views rows as elements, and joins those of one launch.
+
+    Args:
+        groups: see ``same_dtypes``.
 
     Returns:
         Keyed by the element of the outputs, that of the inputs, and the number of operands.
     """
-    alike: dict[tuple[int, int, int], list[Row]] = {}  # by id: hashing a dtype is slow
-    for row in rows:
-        alike.setdefault((id(row[0].dtype), id(row[-1].dtype), len(row)), []).append(row)
     launches: dict[tuple[str, str, int], list[Row]] = {}
-    for group in alike.values():
-        to, of = ELEMENT_OF[group[0][0].dtype], ELEMENT_OF[group[0][-1].dtype]
+    for rows in groups:
+        to, of = ELEMENT_OF[rows[0][0].dtype], ELEMENT_OF[rows[0][-1].dtype]
+        key = (to.name, of.name, len(rows[0]))
         if to.viewed is not None:
-            group = [as_elements(row) for row in group]
-        launches.setdefault((to.name, of.name, len(group[0])), []).extend(group)
+            rows = [as_elements(row) for row in rows]
+        launches.setdefault(key, []).extend(rows)
     return launches
 
 

@@ -8,7 +8,7 @@ from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .clip import CLIP, clip, prepare_clip
 from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
 from .divide import DIVIDE, divide, prepare_divide
-from .pack import PACK, pack, prepare_pack
+from .pack import PACK, pack, pack_rows, prepare_pack
 from .ranges import Ranges
 from .row_index import RowIndex, merged_row_index
 from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum_command

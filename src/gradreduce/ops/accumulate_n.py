@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
-from gradreduce.device.buffer import by_template
+from gradreduce.device.buffer import by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
 from .running_sum import add_left_to_right
@@ -56,7 +56,7 @@ def accumulate_n(
     The operands are not validated.
     """
     table = [(total, *terms) for total, terms in zip(totals, inputs, strict=True)]
-    for (to, of, num_operands), rows in by_template(table).items():
+    for (to, of, num_operands), rows in by_template(same_dtypes(table)).items():
         device = device or totals[0].device
         device.launch(ACCUMULATE_N, (to, of), rows, (num_operands - 1,), queue=queue)
 

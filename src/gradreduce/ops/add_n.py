@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype, element_of
-from gradreduce.device.buffer import as_elements, by_template
+from gradreduce.device.buffer import as_elements, by_template, same_dtypes
 from gradreduce.device.dtypes import ELEMENT_OF
 from gradreduce.device.kernel import Arrays
 
@@ -73,7 +73,7 @@ def add_n(
     The operands are not validated.
     """
     table = [(out, *terms) for out, terms in zip(outs, inputs, strict=True)]
-    for (to, of, num_operands), rows in by_template(table).items():
+    for (to, of, num_operands), rows in by_template(same_dtypes(table)).items():
         device, num_inputs = device or outs[0].device, num_operands - 1
         device.launch(ADD_N, _template(to, of, num_inputs), rows, (num_inputs,), queue=queue)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype, element_of
-from gradreduce.device.buffer import Row, by_template
+from gradreduce.device.buffer import Row, by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
 from .running_sum import add_left_to_right
@@ -95,7 +95,7 @@ def all_sum(
     for written, read in zip(outs, inputs, strict=True):
         rows.setdefault(len(written), []).append((*written, *read))
     for num_outs, found in rows.items():
-        for (to, of, num_operands), table in by_template(found).items():
+        for (to, of, num_operands), table in by_template(same_dtypes(found)).items():
             num_inputs = num_operands - num_outs
             scalars = (num_outs, num_inputs, split, float(divisor))
             template = _template(to, of, num_inputs)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype
-from gradreduce.device.buffer import by_template
+from gradreduce.device.buffer import by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
 from .templates import FLOATS
@@ -54,7 +54,7 @@ def clip(
     The operands are not validated.
     """
     table = [(out, source, norm) for out, source in zip(outs, inputs, strict=True)]
-    for (name, _, _), rows in by_template(table).items():
+    for (name, _, _), rows in by_template(same_dtypes(table)).items():
         (device or outs[0].device).launch(CLIP, (name,), rows, (float(limit),))
 
 

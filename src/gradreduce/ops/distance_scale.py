@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel
-from gradreduce.device.buffer import by_template
+from gradreduce.device.buffer import by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
 from .templates import FLOATS
@@ -58,7 +58,7 @@ def distance_scale(
     The operands are not validated.
     """
     table = zip(outs, sums, centers, pulled, strict=True)
-    for (_, name, _), rows in by_template(table).items():
+    for (_, name, _), rows in by_template(same_dtypes(table)).items():
         (device or outs[0].device).launch(DISTANCE_SCALE, (name,), rows, (float(gamma),))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype, element_of
-from gradreduce.device.buffer import by_template
+from gradreduce.device.buffer import Row, by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
 from .templates import CASTS, SAME
@@ -57,8 +57,14 @@ def pack(
 
     The operands are not validated.
     """
-    for (to, of, _), rows in by_template(zip(outs, inputs, strict=True)).items():
-        (device or outs[0].device).launch(PACK, (to, of), rows, (float(divisor),))
+    groups = same_dtypes(zip(outs, inputs, strict=True))
+    pack_rows(groups, divisor=divisor, device=device or outs[0].device)
+
+
+def pack_rows(groups: Sequence[Sequence[Row]], *, divisor: float = 1, device: Device) -> None:
+    """As ``pack``, of rows ``(out, input)`` in groups that have the same dtypes each."""
+    for (to, of, _), rows in by_template(groups).items():
+        device.launch(PACK, (to, of), rows, (float(divisor),))
 
 
 def prepare_pack(device: Device, out: np.dtype, term: np.dtype) -> None:

@@ -8,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel
-from gradreduce.device.buffer import by_template
+from gradreduce.device.buffer import by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
 from .templates import FLOATS
@@ -80,7 +80,7 @@ def square_sum(
     The operands are not validated.
     """
     table = zip(outs, inputs, strict=True)
-    for (_, name, _), rows in by_template(table).items():
+    for (_, name, _), rows in by_template(same_dtypes(table)).items():
         scalars = (lanes, terms, int(squared), int(rooted))
         (device or outs[0].device).launch(SQUARE_SUM, (name,), rows, scalars)
 

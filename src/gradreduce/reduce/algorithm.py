@@ -204,7 +204,7 @@ def copy_on_gpus(
     """Copies each source to those of its outs that lie on the same GPU: one launch for each GPU."""
     for here in by_physical(devices).values():
         moves = [
-            (outs[index], source)
+            [(outs[index], source)]
             for source, outs in copies
             for index in here
             if source.device.physical == devices[index].physical
@@ -213,5 +213,5 @@ def copy_on_gpus(
         if moves:
             sharing = [devices[index] for index in here]
             join_streams(sharing[0], sharing)
-            ops.pack(*zip(*moves, strict=True), device=sharing[0])
+            ops.pack_rows(moves, device=sharing[0])
             fork_streams(sharing[0], sharing)

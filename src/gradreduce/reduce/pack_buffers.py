@@ -21,6 +21,7 @@ from gradreduce.device import (
     fork_streams,
     join_streams,
 )
+from gradreduce.device.buffer import Row
 
 from .algorithm import Algorithm, Job
 from .packing import FlatPlan, Pieces
@@ -282,17 +283,17 @@ def _parts_of(tensors: Sequence[Buffer], pieces: Pieces) -> list[Buffer]:
 
 def move(moves: Iterable[Move]) -> None:
     """Copies and divides buffers: one launch per physical device, dtype and divisor."""
-    groups: dict[tuple[int, float], tuple[list[Device], list[Buffer], list[Buffer]]] = {}
+    groups: dict[tuple[int, float], tuple[list[Device], list[list[Row]]]] = {}
     for device, divisor, outs, inputs in moves:
-        sharing, written, read = groups.setdefault((device.physical, divisor), ([], [], []))
+        sharing, rows = groups.setdefault((device.physical, divisor), ([], []))
         sharing.append(device)
-        written += outs
-        read += inputs
-    for (_, divisor), (sharing, written, read) in groups.items():
+        if outs:
+            rows.append(list(zip(outs, inputs, strict=True)))
+    for (_, divisor), (sharing, rows) in groups.items():
         leader = sharing[0]
         if len(sharing) > 1:
             join_streams(leader, sharing)
-        ops.pack(written, read, divisor=divisor, device=leader)
+        ops.pack_rows(rows, divisor=divisor, device=leader)
         if len(sharing) > 1:
             fork_streams(leader, sharing)
 
