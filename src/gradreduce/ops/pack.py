@@ -57,8 +57,8 @@ def pack(
 
     The operands are not validated.
     """
-    groups = same_dtypes(zip(outs, inputs, strict=True))
-    pack_rows(groups, divisor=divisor, device=device or outs[0].device)
+    if groups := same_dtypes(zip(outs, inputs, strict=True)):
+        pack_rows(groups, divisor=divisor, device=device or outs[0].device)
 
 
 def pack_rows(groups: Sequence[Sequence[Row]], *, divisor: float = 1, device: Device) -> None:
