@@ -417,9 +417,13 @@ def _check_replicas(value: DistributedValues, index: int) -> None:
     """Raises ``ValueError`` for replicas that differ in shape or dtype."""
     parts = value.parts
     first = parts[0]
-    shape, dtype, is_dense = first.shape, first.dtype, not value.is_sparse
-    if is_dense and all([part.shape == shape and part.dtype is dtype for part in parts]):
-        return
+    if not value.is_sparse:
+        shape, dtype = first.shape, first.dtype
+        for part in parts:  # faster than all() of a list
+            if part.shape != shape or part.dtype is not dtype:
+                break
+        else:
+            return
     wanted = _described(first, value)
     for replica, part in enumerate(parts):
         found, name = _described(part, value), value._name_of(index, replica)
