@@ -115,8 +115,8 @@ class _Means:
     def __init__(self, cross_device_ops: AllReduceCrossDeviceOps, deadline: float | None) -> None:
         self._cross_device_ops = cross_device_ops
         self._deadline = deadline
-        self._places: dict[int, tuple[object, ...]] = {}  # of each bucket the last time
-        self._steps: dict[int, PreparedStep] = {}
+        # Of each bucket the place that it had the last time, and its step.
+        self._known: dict[int, tuple[tuple[object, ...], PreparedStep | None]] = {}
 
     def __call__(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
         """Averages the bucket of this index."""
@@ -126,17 +126,16 @@ class _Means:
             return mean
         out = [[gradients]]
         place = (gradients.data_ptr(), gradients.shape, gradients.dtype)
-        if self._places.get(index) != place:  # DDP makes other buckets after the first backward
-            self._places[index] = place
-            self._steps.pop(index, None)
+        known, step = self._known.get(index, (None, None))
+        if known != place:  # DDP makes other buckets after the first backward
+            self._known[index] = place, None
             ops.all_reduce(out, ReduceOp.MEAN, out=out, deadline=deadline)
-        elif index in self._steps:
-            self._steps[index](deadline=deadline)
+        elif step is not None:
+            step(deadline=deadline)
         else:
             value = PerReplica([gradients], ops.mesh, name=f"bucket {index}")
-            self._steps[index] = ops.prepare(
-                ReduceOp.MEAN, [(value, value)], out=out, deadline=deadline
-            )
+            step = ops.prepare(ReduceOp.MEAN, [(value, value)], out=out, deadline=deadline)
+            self._known[index] = place, step
         return gradients
 
 
