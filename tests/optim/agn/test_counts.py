@@ -62,6 +62,16 @@ def test_a_communication_is_one_launch_for_each_gpu_and_dtype(mesh, kind, gamma)
         assert found == ({"copy": copies} if copies else {})
 
 
+@pytest.mark.parametrize("gamma", [None, 0.5])
+def test_steps_and_pushes_are_labelled_with_the_variables(mesh, gamma):
+    (worker,) = pair(mesh, 1, KINDS["momentum"][1], STARTS, num=1, distance_scale=gamma)
+    grads = on_device(worker)
+    worker.step(grads)
+    with mesh.journal() as journal:
+        worker.step(grads)
+    assert all(record.label.names == list(STARTS) for record in journal.of("launch"))
+
+
 def test_ten_pushes_do_not_queue_at_one_device(mesh):
     """The busiest device of the center carries no more than its share of the bytes."""
     if len(mesh) == 2:
