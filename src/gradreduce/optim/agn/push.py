@@ -166,7 +166,9 @@ class PushPlan:
         return found
 
     def run(self, scalars: Scalars, then: Callable[[], None]) -> None:
-        """Launches the push. If it fails before the center is changed, state is unchanged.
+        """Launches the push; a failure before its first launch leaves the center unchanged.
+
+        A later one, even of the launch that gathers rows, marks the center as partly updated.
 
         Args:
             scalars: of the rule.
