@@ -152,6 +152,23 @@ def test_arrays_and_all_else_are_split():
             gr.checkpoint.join(tensors, none)
 
 
+def test_variables_may_have_the_names_of_entries():
+    names = ["format", "tensor", "slots", "a.b", "a", "ä/1 "]
+
+    def made(start):
+        variables = [gr.Variable(np.full(2, start), each, device=mesh) for each in names]
+        step = gr.SyncStep(
+            variables, gr.AdamOptimizer(0.1), gr.AllReduceCrossDeviceOps(mesh=mesh), num_required=2
+        )
+        step([[[np.ones(2)]] * len(names)])
+        return step
+
+    with gr.open_mesh(1, backend="sim") as mesh:
+        saved, other = made(0.5), made(2.0)
+        other.load_state_dict(gr.checkpoint.join(*gr.checkpoint.split(saved.state_dict())))
+        assert bits(other.state_dict()) == bits(saved.state_dict())
+
+
 # -- what is wrong --------------------------------------------------------------------------------
 
 
@@ -200,7 +217,8 @@ def of_leaf(path, leaf):
         if "beta" in path[-1]:
             yield 1.0, ValueError, f"{name}=1.0 must be at least 0 and below 1"
     elif leaf is not None and path[-1] not in ANY:
-        yield "x", ValueError, f"{name} is 'x'; expected {leaf!r}"
+        wrong, shown = ([np.ones(2)], "[[1.0, 1.0]]") if isinstance(leaf, list) else ("x", "'x'")
+        yield wrong, ValueError, f"{name} is {shown}; expected {leaf!r}"
 
 
 def of_dicts(state, path=()):
@@ -238,6 +256,13 @@ def test_what_is_wrong_is_named_and_changes_nothing(case):
         assert text in str(raised.value.args[0])
     assert bits(case.save()) == before
     assert len(damages) > 20
+
+
+def test_the_class_is_compared_before_its_hyperparameters():
+    state = gr.AdamWOptimizer(0.1).state_dict()
+    text = r"^state\['optimizer'\] is 'AdamWOptimizer'; expected 'AdamOptimizer'$"
+    with pytest.raises(ValueError, match=text):
+        gr.AdamOptimizer(0.1).load_state_dict(state, [])
 
 
 def test_names_that_differ_are_named():

@@ -193,8 +193,9 @@ def checked(where: str, saved: Any, schema: Any) -> Any:
     if isinstance(schema, Mapping):
         if not isinstance(saved, Mapping):
             raise TypeError(f"{where} is a {type(saved).__name__}; expected a dict")
-        if "format" in schema and "format" in saved:  # another version has other keys
-            schema["format"](f"{where}['format']", saved["format"])
+        check = schema.get("format")
+        if callable(check) and "format" in saved:  # another version has other keys
+            check(f"{where}['format']", saved["format"])
         _check_keys(where, saved, schema)
         return {key: checked(f"{where}[{key!r}]", saved[key], each) for key, each in schema.items()}
     if isinstance(schema, list):
@@ -233,10 +234,10 @@ def check_order(where: str, saved: Iterable[str], names: Iterable[str]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Returns the Python value of an array that stands for a number, string or list."""
-    if is_array(value) and len(value.shape) < 2:
-        return value.tolist()
-    return list(value) if isinstance(value, tuple) else value
+    """Returns the Python values of arrays that stand for numbers, strings or lists."""
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value.tolist() if is_array(value) else value
 
 
 def anything(_: str, saved: Any) -> Any:

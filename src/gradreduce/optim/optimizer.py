@@ -451,9 +451,9 @@ class Optimizer(NotCopied):
         }
         schema = {
             "format": equal(_FORMAT),
+            **slots_schema(slots, owners),  # first the name of the class
             "hyperparameters": numbers,
             "powers": optional(dict.fromkeys(slots.power_names, power)),
-            **slots_schema(slots, owners),
         }
         found = checked(where, state, schema)
         values = {owners[name]: of_var for name, of_var in found["slots"].items()}
