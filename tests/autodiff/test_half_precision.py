@@ -51,3 +51,8 @@ def test_what_adds_halves_itself_adds_them_in_float32(dtype):
     ):
         assert made.dtype == dtype
         np.testing.assert_allclose(made.astype(np.float32), np.log(ROWS), rtol=eps)
+
+
+def test_the_factors_beside_a_zero_may_overflow_a_half(mesh):
+    x = np.array([0.0, 300.0, 300.0, 2**-10], np.float16)
+    assert gradient(np.prod, x, mesh).tolist() == [87.875, 0.0, 0.0, 0.0]

@@ -76,12 +76,12 @@ def test_a_loss_that_reads_otherwise_the_second_time(v, w):
     import jax.numpy as jnp
 
     def total(*variables):
-        return sum(jnp.sum(each.read("jax")) for each in variables)
+        return sum((jnp.sum(each.read("jax")) for each in variables), 0.0)
 
     calls = iter([[v, w], [w]])
     of_v, of_w = gradients(lambda: total(*next(calls)))
     assert (of_v.tolist(), of_w.tolist()) == ([0.0] * 3, [[1.0, 1.0]] * 3)
-    for reads in ([[w], [v, w]], [[v], [w]]):
+    for reads in ([[w], [v, w]], [[v], [w]], [[], [v]]):
         calls = iter(reads)
         with pytest.raises(RuntimeError, match=r"it read <Variable '[vw]'"):
             gradients(lambda calls=calls: total(*next(calls)))

@@ -110,6 +110,9 @@ class TestTorch:
         for seed in ([1j, 0, 0], torch.ones(3, dtype=torch.complex64)):
             with pytest.raises(ValueError, match="grad_loss"):
                 gradients(lambda: v * torch.ones(3), grad_loss=seed)
+        (found,) = gradients(lambda: np.tanh(v) * 0 + v, grad_loss=torch.ones(3))
+        assert isinstance(found, np.ndarray)
+        assert found.tolist() == [1.0] * 3
         given = gr.Variable([1.0, 2.0, 3.0], device=mesh)
         ((found, only),) = DESCENT.compute_gradients(lambda: torch.mul(v, v), grad_loss=given)
         assert only is v
@@ -234,6 +237,16 @@ class TestJax:
             for made, wanted in [(do(v, other), do(x, other)), (do(other, v), do(other, x))]:
                 assert isinstance(made, jax.Array), do
                 assert made.tolist() == wanted.tolist(), do
+
+    def test_arrays_of_jax_are_constants_of_a_numpy_loss(self, mesh):
+        """Also in float64, which JAX does not have by default."""
+        import jax.numpy as jnp
+
+        d = gr.Variable([1.0, 2.0, 3.0], "d", dtype="float64", device=mesh)
+        x = jnp.array([3.0, 2.0, 1.0])
+        (found,) = gradients(lambda: (d * 2) @ x + np.sum(np.stack([d * 1, x]) * x), grad_loss=x[2])
+        assert (type(found), found.dtype) == (np.ndarray, np.float64)
+        assert found.tolist() == [9.0, 6.0, 3.0]
 
     def test_terms_replicas_and_other_dtypes(self, mesh, v):
         import jax.numpy as jnp

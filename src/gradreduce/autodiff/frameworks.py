@@ -25,6 +25,12 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def is_jax(value: Any) -> bool:
+    """Whether a value is a JAX array."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.Array)
+
+
 @traceable
 def stop_gradient(x: Any) -> Any:
     """Returns the plain value of ``x``, as a constant (tf.stop_gradient).
@@ -41,9 +47,8 @@ def stop_gradient(x: Any) -> Any:
         return tuple(within) if isinstance(x, tuple) else within
     if is_tensor(x):
         return x.detach()
-    jax = sys.modules.get("jax")
-    if jax is not None and isinstance(x, jax.Array):
-        return jax.lax.stop_gradient(x)
+    if is_jax(x):
+        return sys.modules["jax"].lax.stop_gradient(x)
     return x
 
 
@@ -151,6 +156,7 @@ class JaxLoss:
             jax.eval_shape(self._total, grad_loss)
             arrays = [self._arrays[copy] for copy in self._variables]
             if not arrays:
+                self._tracers = {}
                 _, self.values = self._total(grad_loss)
                 return []
             (_, self.values), found = jax.value_and_grad(total, has_aux=True)(arrays)

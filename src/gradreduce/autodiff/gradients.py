@@ -277,10 +277,8 @@ def _seed(value: Any, grad_loss: Any) -> Any:
     """The gradient of the loss, of its shape, dtype and library."""
     if grad_loss is None:
         return np.ones_like(value)
-    seed = grad_loss
-    if not is_array(seed):
-        host = isinstance(value, np.generic)
-        seed = np.asarray(seed) if host else np.asarray(seed, like=value)
+    like = None if isinstance(value, np.generic) else value
+    seed = np.asarray(grad_loss, like=like)
     check_seed_shape(seed, value)
     return seed.astype(value.dtype)  # a copy: a gradient may be this very array
 

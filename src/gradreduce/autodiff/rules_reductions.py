@@ -66,11 +66,13 @@ def _prod(
     axes = reduced_axes(axis, len(shape))
 
     def vjp(g: Any) -> Any:
-        zeros = a == 0
-        divisors = np.where(zeros, np.ones_like(a), a)
+        x32 = widened(a)
+        zeros = x32 == 0
+        divisors = np.where(zeros, np.ones_like(x32), x32)
         others = np.prod(divisors, axis=axes, keepdims=True) / divisors
         has_slope = np.sum(zeros, axis=axes, keepdims=True) == zeros
-        return gradient_of_sum(g, shape, axis) * np.where(has_slope, others, np.zeros_like(others))
+        slopes = np.where(has_slope, others, np.zeros_like(others)).astype(a.dtype)
+        return gradient_of_sum(g, shape, axis) * slopes
 
     return vjp
 

@@ -35,6 +35,7 @@ from gradreduce.arrays.trace_context import make_like, named_arguments, position
 from gradreduce.device import Device
 
 from .accumulate_terms import TermAccumulator
+from .frameworks import is_jax
 from .registry import COMPOSED, CONSTANT, RULES, VJP
 from .unsupported import (
     NoMethodError,
@@ -344,7 +345,7 @@ def _plain(value: Any, position: int, operands: list[Operand]) -> Any:
         operands.append((position, None, value.node))
         return value.value
     if not isinstance(value, list | tuple) or not holds_traceable(value):
-        return value
+        return np.asarray(value) if is_jax(value) else value  # JAX would make terms of float32
     within = []
     for item, each in enumerate(value):
         if isinstance(each, Traced):
