@@ -261,11 +261,10 @@ def integer(least: int, most: int = 2**63 - 1) -> Check:
     """Returns a check for an integer of this range."""
 
     def check(where: str, saved: Any) -> int:
-        found = plain(saved)
         try:
-            number = as_index(found)
+            number = as_index(plain(saved))
         except TypeError:
-            raise TypeError(f"{where}={brief(found)} must be an integer") from None
+            raise TypeError(f"{where}={brief(saved)} must be an integer") from None
         if not least <= number <= most:
             bound = f"at least {least}" if number < least else f"at most {most}"
             raise ValueError(f"{where}={number} must be {bound}")
