@@ -154,3 +154,46 @@ def test_processes_with_different_states_all_raise_and_can_continue():
 
     text = "SyncStep.load_state_dict: state['variables'] differs between processes 0 and 1"
     assert run_processes(2, work) == [(text, 7), (text, 8)]
+
+
+def shut_by_a_loss(mesh, load):
+    variable = gr.Variable(np.ones(2), "w", dtype="float32", device=mesh)
+
+    def loss():
+        value = np.sum(variable)
+        with pytest.raises(RuntimeError, match=r"'w'.* inside a loss that has read it"):
+            load()
+        return value
+
+    return variable, lambda: gr.GradientDescentOptimizer(1.0).compute_gradients(loss)
+
+
+def shut_by_a_parameter(mesh, load):
+    import torch
+
+    module = torch.nn.Linear(2, 1, bias=False)
+
+    def replace():
+        module.weight.data = module.weight.data.clone()
+        with pytest.raises(RuntimeError, match="'weight' has been replaced"):
+            load()
+
+    return gr.torch.variables(module, mesh)[0], replace
+
+
+@pytest.mark.parametrize(
+    "shut", [shut_by_a_loss, pytest.param(shut_by_a_parameter, marks=pytest.mark.torch)]
+)
+def test_a_load_into_a_variable_that_cannot_be_written_changes_nothing(shut):
+    with gr.open_mesh(1, backend="sim") as mesh:
+        saved = {}
+        variable, load = shut(mesh, lambda: step.load_state_dict(saved))
+        optimizer = gr.AdamOptimizer(0.1)
+        step = gr.SyncStep([variable], optimizer, gr.AllReduceCrossDeviceOps(mesh=mesh))
+        gradients = [[[np.ones(variable.shape, np.float32)]]]
+        step(gradients)
+        saved |= step.state_dict()
+        step(gradients)
+        before = optimizer.state_dict(), step.global_step
+        load()
+        np.testing.assert_equal((optimizer.state_dict(), step.global_step), before)

@@ -30,6 +30,7 @@ from gradreduce.arrays.convert import (
     shape_and_dtype,
 )
 from gradreduce.arrays.convert_gpu import as_tensor
+from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DType, accumulate_dtype, as_flag, as_index, copied_to
 from gradreduce.errors import about, brief, listed
@@ -325,7 +326,14 @@ def uploaded(value: Any, variable: Variable) -> Buffer:
 def ready_values(
     values: Mapping[str, Any], variables: Mapping[str, Variable]
 ) -> Callable[[], None]:
-    """Uploads validated host arrays; the returned function assigns them to the variables."""
+    """Uploads validated host arrays; the returned function assigns them to the variables.
+
+    Raises:
+        RuntimeError: a variable cannot be written now, see ``Variable.assign``.
+    """
+    check_unread(variables.values())
+    for variable in variables.values():
+        variable._check_memory()
     buffers = {variables[name]: uploaded(value, variables[name]) for name, value in values.items()}
 
     def load() -> None:

@@ -309,6 +309,7 @@ class SyncStep(NotCopied):
             ValueError: a value of another format, shape or dtype; another optimizer; gradients of
                 another number of replicas or another loss scale wait for an update; or processes
                 with different states.
+            RuntimeError: a variable cannot be written now, see ``Variable.assign``.
             CollectiveError: the mesh has failed.
         """
         load = ready_state(self._parts, state)

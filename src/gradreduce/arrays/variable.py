@@ -232,7 +232,8 @@ class Variable(NotCopied, Readable):
 
         Raises:
             ValueError: another shape or dtype; nothing is changed.
-            RuntimeError: inside a loss that has read this Variable, likewise.
+            RuntimeError: inside a loss that has read this Variable, or its memory was that of a
+                parameter of PyTorch and is not any more; likewise.
         """
         separate = self._sources(value)
         with self._all_copies():
