@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import io
-import json
 import pickle
 
 import numpy as np
@@ -40,11 +39,10 @@ def pickled(save):
 
 def as_npz(save):
     tensors, metadata = gr.checkpoint.split(save())
-    np.savez(file := io.BytesIO(), **tensors, metadata=json.dumps(metadata))
+    np.savez(file := io.BytesIO(), **tensors, **metadata)
     file.seek(0)
     with np.load(file) as stored:
-        tensors = {name: stored[name] for name in stored.files}
-    return gr.checkpoint.join(tensors, json.loads(str(tensors.pop("metadata"))))
+        return gr.checkpoint.join(stored, stored)
 
 
 def as_arrays(save):

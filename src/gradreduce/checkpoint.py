@@ -81,7 +81,7 @@ def join(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict
 
     Args:
         tensors: arrays of any library, by name.
-        metadata: may have other keys too.
+        metadata: may have other keys too; of ``np.load`` the file again.
 
     Raises:
         KeyError: an array is missing.
@@ -104,7 +104,8 @@ def join(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict
             raise KeyError(f"tensors has no {name!r}, which the metadata names")
         return tensors[name]
 
-    state: dict[str, Any] = json.loads(metadata[_METADATA], object_hook=with_arrays)
+    text = str(metadata[_METADATA])  # of np.load, an array
+    state: dict[str, Any] = json.loads(text, object_hook=with_arrays)
     return state
 
 
