@@ -89,8 +89,10 @@ class Capture:
         pending_call, thread.pending_call = thread.pending_call, None  # whose marks are not its
         try:
             with _no_collection, self._mesh_state.recording_commands(None):
+                self._mesh_state.capturing.add(threading.get_ident())
                 self._run = self._leader._captured(self._devices, command_list)
         finally:
+            self._mesh_state.capturing.discard(threading.get_ident())
             thread.pending_call = pending_call
         self._records = [each for part in command_list.operations for each in part.records]
         labels = [each.label for each in self._records if each.label is not None]

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from gradreduce.errors import BackendUnavailableError, CollectiveError
+from gradreduce.errors import BackendUnavailableError, CaptureError, CollectiveError
 
 from .command_list import CommandList
 from .external_buffers import ExternalBuffers
@@ -62,6 +62,7 @@ class MeshState:
         reset_lock: held by the one thread that makes it usable again.
         generation: how often the mesh was made usable again.
         is_closed: whether it was closed.
+        capturing: numbers of the threads that capture recorded commands.
     """
 
     process_group: ProcessGroup | None = None
@@ -94,6 +95,7 @@ class MeshState:
         self._watchdog_lock = threading.RLock()
         self.peer_access = peer_access
         self.is_closed = False
+        self.capturing: set[int] = set()
         self._pid = os.getpid()
         self._forks = forks[0]
 
@@ -342,9 +344,16 @@ class MeshState:
         Raises:
             BackendUnavailableError: it has failed, or what ``check_open`` raises.
             CollectiveError: its mesh has failed.
+            CaptureError: this thread is capturing, so the call comes from a signal handler.
         """
-        if self.is_closed or self._forks != forks[0]:
+        if self.is_closed or self.capturing or self._forks != forks[0]:
             self.check_open()
+            if threading.get_ident() in self.capturing:
+                raise CaptureError(
+                    f"a signal handler used {device.name} while the thread that it interrupted "
+                    "captured a step; its work would become a part of the step. Set a flag in the "
+                    "handler, and do the work after the capture"
+                )
         if self.reason is not None:
             raise self._failure_error(self.reason)
         if self.failed and device.physical in self.failed:
