@@ -119,9 +119,9 @@ def test_many_readers_of_a_block_are_told_apart_up_to_a_number():
             assert len(block.readers) <= MAX_READERS + 1
             later = [mark.event for mark in block.readers.values() if mark.queue == "compute"]
             assert later == sorted(later)
-        found = block.readers_of(parts[40])
+        found = list(block.readers_of(parts[40]))
         assert {mark.queue for mark in found} == {"compute", "transfer"}
         assert all(mark.event >= 40 for mark in found)
         block.record_reader(marks[99], parts[7])
-        assert block.readers_of(parts[8]) == []
-        assert marks[99] in block.readers_of(parts[7])
+        assert list(block.readers_of(parts[8])) == []
+        assert marks[99] in list(block.readers_of(parts[7]))

@@ -158,6 +158,7 @@ def test_read_only_memory_enters_and_is_never_written(apart):
             ADD_N, ("float32", "float32", 1), [[out, fixed], [fixed.view(1, (4,)), out]], (1,)
         ),
         lambda: near.upload(data((SIZE,), seed=1), out=fixed),
+        lambda: near.fill_zero(fixed),
         lambda: near.copy(fixed, out),
         lambda: far.copy(fixed, other, queue="transfer"),
         lambda: far.copy(fixed.view(0, (2,)), other.view(0, (2,))),

@@ -222,6 +222,7 @@ def every_call(mesh: Mesh, buffer: Buffer) -> dict:
         "launch": lambda: device.launch(ADD_N, template, row, (1,)),
         "launch of nothing": lambda: device.launch(ADD_N, template, nothing, (1,)),
         "prepare": lambda: device.prepare(ADD_N, template),
+        "fill_zero": lambda: device.fill_zero(buffer),
         "mark": device.mark,
         "wait": lambda: device.wait(mark),
         "wait for another": lambda: other.wait(mark, queue="transfer"),

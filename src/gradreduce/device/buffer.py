@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from weakref import ref
@@ -103,14 +103,17 @@ class Block:
             self.readers.pop((mark.device, mark.queue, start, start + part.nbytes), None)
             self.readers[mark.device, mark.queue, start, start + part.nbytes] = mark
 
-    def readers_of(self, part: Buffer) -> list[Mark]:
-        """Returns, and removes, the marks that a writer of ``part`` must wait for.
+    def readers_of(self, part: Buffer) -> Iterator[Mark]:
+        """Yields the marks that a writer of ``part`` must wait for; removes each after the wait.
 
         A pack is filled while its neighbour in the same flat buffer is still being copied away.
         """
         start, stop = part.offset, part.offset + part.nbytes
-        found = [key for key in self.readers if key[2] < stop and start < key[3]]
-        return [self.readers.pop(key) for key in found]
+        for key, mark in list(self.readers.items()):
+            if key[2] < stop and start < key[3]:
+                yield mark  # and keeps it if Ctrl-C ends the wait
+                if self.readers.get(key) is mark:
+                    self.readers.pop(key, None)
 
     def readers_between(self, start: int, stop: int) -> list[Mark]:
         """Returns, and keeps, the marks that a writer of these bytes must wait for."""

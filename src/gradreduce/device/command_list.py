@@ -37,12 +37,13 @@ class WrittenSpans:
 
     def wait_for_readers(self, mesh_state: MeshState) -> None:
         """Makes the blocks' compute queues wait for copies that still read the spans."""
-        if self._seen is mesh_state.last_read:
+        seen = mesh_state.last_read
+        if self._seen is seen:
             return
-        self._seen = mesh_state.last_read
         for block, start, stop in self._spans.values():
             for mark in block.readers_between(start, stop):
                 block.device.wait(mark)
+        self._seen = seen  # last: Ctrl-C may end the loop
 
 
 class Operation(NamedTuple):

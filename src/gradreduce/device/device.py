@@ -103,8 +103,10 @@ class Device(NotCopied, Backend):
 
     def fill_zero(self, buffer: Buffer) -> None:
         """Fills a Buffer of this device with zeros, in the order of the compute queue."""
+        self.mesh_state.check_usable(self)
         if not buffer.size:
             return
+        check_writable(buffer)
         self._before_write(buffer, "compute")
         self._fill_zero(buffer)
         record = Record("fill", "", self.index, -1, buffer.nbytes)
@@ -149,6 +151,7 @@ class Device(NotCopied, Backend):
             DeviceMismatchError: the buffer is another device's.
         """
         self.mesh_state.check_usable(self)
+        waited = waited and not buffer.block.readers  # for which our queue waits only now
         if stream is not None and not waited:
             self.check_stream(stream)
         if buffer.device is not self:

@@ -104,10 +104,10 @@ class StreamBoundary:
             consumer = current_of(device, kind)
             device.block_stream(consumer)
             if self._consumers.get((kind, device)) != consumer:  # not again at each call
-                self._consumers[kind, device] = consumer
                 for result in results:
                     if result.device.physical == device.physical:
                         result.block.record_stream(consumer)
+                self._consumers[kind, device] = consumer
         for device in self._host_consumers:
             device.block_stream(None)
 

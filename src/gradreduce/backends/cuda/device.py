@@ -148,8 +148,13 @@ class CudaDevice(Device):
     # -- queues ---------------------------------------------------------------------------------
 
     def _stream(self, queue: Queue) -> Any:
-        """Returns the stream to submit to; inside a capture, the stream that records it."""
-        return recording.stream_of(self._stream_states[queue])
+        """Returns the stream to submit to; inside a capture, the stream that records it.
+
+        Say ``_submitted`` when that is done. It is said here too, for Ctrl-C in between.
+        """
+        state = self._stream_states[queue]
+        state.submitted()
+        return recording.stream_of(state)
 
     def _submitted(self, queue: Queue) -> None:
         """Notes that work was submitted to a queue."""

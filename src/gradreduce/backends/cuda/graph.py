@@ -76,6 +76,7 @@ def captured_graph(command_list: CommandList, states: Mapping[StreamState, Gpu])
         raise
 
     def launch() -> None:
+        home.submitted()
         with gpu:
             graph.launch(home.stream)
         home.submitted()

@@ -166,8 +166,9 @@ class Gpu:
 class StreamState:
     """The stream of one queue of all devices on a GPU, and what it waits for already.
 
-    Whoever gives it something says ``submitted()`` afterwards: another thread that asks for its
-    end in between must not later take this for its end.
+    Whoever gives it something says ``submitted()`` before, since Ctrl-C may come right behind the
+    work, and again afterwards: another thread that asks for its end in between must not later take
+    this for its end.
 
     Args:
         gpu: makes its GPU the current one.
@@ -204,9 +205,9 @@ class StreamState:
             return
         with self._gpu:
             self.stream.wait_event(event)
-        if other is not None:
-            self._behind[other] = event
         self.submitted()
+        if other is not None:  # last: whoever sees it sees the new end too
+            self._behind[other] = event
 
     def comes_behind(self, other: StreamState) -> bool:
         """Whether its later work runs after all that the other queue holds now."""
