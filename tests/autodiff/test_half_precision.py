@@ -56,3 +56,12 @@ def test_what_adds_halves_itself_adds_them_in_float32(dtype):
 def test_the_factors_beside_a_zero_may_overflow_a_half(mesh):
     x = np.array([0.0, 300.0, 300.0, 2**-10], np.float16)
     assert gradient(np.prod, x, mesh).tolist() == [87.875, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
+def test_products_of_any_axes(dtype, mesh):
+    """Which ``np.einsum`` does not have in bfloat16."""
+    x = np.arange(6, dtype=dtype).reshape(1, 3, 2)
+    other = np.ones((2, 1, 4, 3), dtype)
+    found = gradient(lambda x: np.tensordot(x, other, ([1, 2], [3, 0])), x, mesh)
+    assert (found.dtype, found.tolist()) == (dtype, np.full(x.shape, 4).tolist())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .registry import COMPOSED, RULES, VJP
-from .rules_broadcast import like, shape_of
+from .rules_broadcast import like, normalized, shape_of
 from .unsupported import no_rule
 
 
@@ -33,18 +34,21 @@ def _matmul(out: Any, x1: Any, x2: Any) -> tuple[VJP, VJP]:
 
 
 def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
+    """``np.tensordot`` as the product of two matrices, as NumPy computes it."""
     a, b = _array(a), _array(b)
     if not isinstance(axes, Sequence | np.ndarray):
         axes = range(a.ndim - axes, a.ndim), range(axes)
-    left = [chr(ord("A") + index) for index in range(a.ndim)]
-    right = [chr(ord("a") + index) for index in range(b.ndim)]
-    for of_left, of_right in zip(np.ravel(axes[0]), np.ravel(axes[1]), strict=True):
-        if a.shape[of_left] != b.shape[of_right]:
-            raise ValueError("shape-mismatch for sum")
-        right[of_right] = left[of_left]
-    kept = [letter for letter in (*left, *right) if (letter in left) != (letter in right)]
-    subscripts = f"{''.join(left)},{''.join(right)}->{''.join(kept)}"
-    return np.einsum(subscripts, a, b, optimize=True)
+    summed = [normalized(int(axis), a.ndim) for axis in np.ravel(axes[0])]
+    summed_too = [normalized(int(axis), b.ndim) for axis in np.ravel(axes[1])]
+    free = [axis for axis in range(a.ndim) if axis not in summed]
+    free_too = [axis for axis in range(b.ndim) if axis not in summed_too]
+    left, right = np.transpose(a, free + summed), np.transpose(b, summed_too + free_too)
+    shape, shape_too = left.shape[: len(free)], right.shape[len(summed_too) :]
+    if left.shape[len(free) :] != right.shape[: len(summed_too)]:
+        raise ValueError("shape-mismatch for sum")
+    count = math.prod(left.shape[len(free) :])
+    left = np.reshape(left, (math.prod(shape), count))
+    return np.reshape(left @ np.reshape(right, (count, math.prod(shape_too))), shape + shape_too)
 
 
 def _dot(a: Any, b: Any) -> Any:
