@@ -125,5 +125,5 @@ RULES[index_into] = _index_into
 RULES[embedding_lookup] = _embedding_lookup
 COMPOSED[np.take] = _take
 COMPOSED[np.take_along_axis] = _take_along_axis
-for _function in (np.tile, np.repeat, np.roll, np.diagonal):
-    _by_position(_function)
+_by_position(np.repeat)
+_by_position(np.diagonal)

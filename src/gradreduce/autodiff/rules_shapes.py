@@ -38,6 +38,11 @@ def _transposed_back(g: Any, shape: Any, axes: Any = None) -> Any:
     return np.transpose(g, None if order is None else np.argsort(order).tolist())
 
 
+def _rolled_back(g: Any, shape: Any, shift: Any, axis: Any = None) -> Any:
+    back = tuple(-each for each in shift) if isinstance(shift, tuple | list) else -shift
+    return np.roll(g, back, axis)
+
+
 def _concatenate(
     out: Any, arrays: Sequence[Any], axis: Any = 0, _out: Any = None, **kwargs: Any
 ) -> tuple[list[VJP]]:
@@ -63,6 +68,16 @@ def _sum_of(
     return ([lambda g: g] * len(inputs),)
 
 
+def _tile(A: Any, reps: Any) -> Any:  # NumPy's name
+    times = [int(each) for each in np.ravel(reps)]
+    shape = [1] * (len(times) - A.ndim) + list(A.shape)
+    times = [1] * (len(shape) - len(times)) + times
+    inner = [each for extent in shape for each in (1, extent)]
+    outer = [each for pair in zip(times, shape, strict=True) for each in pair]
+    repeated = np.broadcast_to(np.reshape(A, inner), outer)
+    return np.reshape(repeated, [a * b for a, b in zip(times, shape, strict=True)])
+
+
 def _at_least_2d(x: Any, *, column: bool = False) -> Any:
     if len(shape_of(x)) > 1:
         return x
@@ -85,6 +100,7 @@ _moved(np.transpose, _transposed_back)
 _moved(np.swapaxes, lambda g, shape, axis1, axis2: np.swapaxes(g, axis1, axis2))
 _moved(np.moveaxis, lambda g, shape, source, destination: np.moveaxis(g, destination, source))
 _moved(np.flip, lambda g, shape, axis=None: np.flip(g, axis))
+_moved(np.roll, _rolled_back)
 _moved(np.broadcast_to, lambda g, of_operand, shape, subok=False: like(g, of_operand))
 RULES[np.concatenate] = _concatenate
 RULES[add_n] = RULES[accumulate_n] = RULES[aggregate] = _sum_of
@@ -100,6 +116,7 @@ COMPOSED.update(
         ),
         np.split: np.split.__wrapped__,  # type: ignore[attr-defined]  # NumPy's own: it slices
         np.array_split: np.array_split.__wrapped__,  # type: ignore[attr-defined]
+        np.tile: _tile,
         np.broadcast_arrays: _broadcast_arrays,
         np.trace: lambda a, *axes, **options: np.sum(np.diagonal(a, *axes, **options), axis=-1),
     }
