@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from functools import partial
+from itertools import count
+from pathlib import Path
 
 import cupy
 import numpy as np
 import pytest
 from support.captures import captured
 from support.reduction_calls import dense
-from support.signal_injection import Strike, num_points_of, pressed
+from support.signal_injection import Strike, ctrl_c
 
 import gradreduce as gr
 from gradreduce import ops
@@ -21,18 +23,30 @@ from gradreduce.errors import CaptureError
 
 SUM = gr.ReduceOp.SUM
 ONES = np.ones(40, np.float32)
+OURS = str(Path(gr.__file__).parent)
 pytestmark = pytest.mark.fake_cupy
 
 
-def interrupted_at(place, call):
-    """Presses Ctrl-C at one point of a call of ours; calls of CUDA cannot be interrupted."""
+def at_each_point(call, handler):
+    """Makes a call as often as it has points of ours, where a handler may run, and yields after it.
 
-    def press():
-        if "fake_cupy" not in sys._getframe(2).f_code.co_filename:
-            pressed()
+    The handler runs at another point each time. Calls of CUDA are never interrupted.
+    """
+    for place in count(1):
+        passed = 0
 
-    with suppress(KeyboardInterrupt), Strike(place, press):
-        call()
+        def strike(place=place):
+            nonlocal passed
+            if sys._getframe(2).f_code.co_filename.startswith(OURS):
+                passed += 1
+                if passed == place:
+                    handler()
+
+        with suppress(KeyboardInterrupt), Strike(1, strike, every=1):
+            call()
+        yield
+        if passed < place:
+            return
 
 
 def receive(sends, receives, gpu, stream):
@@ -88,14 +102,9 @@ def test_who_waits_for_a_queue_waits_for_all_work(way, by, gpus):
         giving = Giving(*mesh.devices)
         call = getattr(giving, way)
         device.wait(device.mark(), queue=queue)
-        for place in range(1, num_points_of(call) + 1):
-            giving.check(queue)
-            if by == "ctrl-c":
-                interrupted_at(place, call)
-            else:
-                with Strike(place, partial(device.mark, queue)):
-                    call()
         giving.check(queue)
+        for _ in at_each_point(call, ctrl_c if by == "ctrl-c" else partial(device.mark, queue)):
+            giving.check(queue)
 
 
 def test_a_queue_that_comes_in_the_middle_of_a_wait_waits_too(gpus):
@@ -103,19 +112,18 @@ def test_a_queue_that_comes_in_the_middle_of_a_wait_waits_too(gpus):
     with gr.open_mesh([0, 1, 2], backend="cuda") as mesh:
         source, middle, reader = mesh.devices
         near, out = source.upload(ONES), reader.upload(ONES)
-        for place in range(1, num_points_of(lambda: middle.wait(source.mark())) + 9):
+        marks = [source.mark()]
+
+        def read():
+            middle.wait(marks[-1])
+            reader.wait(middle.mark())
+            ops.add_n([out], [[near]], device=reader)
+
+        for _ in at_each_point(lambda: middle.wait(marks[-1]), read):
             source.wait(reader.mark())
             source.fill_zero(near)
-            mark = source.mark()
+            marks.append(source.mark())
             reader.wait(middle.mark())
-
-            def read(mark=mark):
-                middle.wait(mark)
-                reader.wait(middle.mark())
-                ops.add_n([out], [[near]], device=reader)
-
-            with Strike(place, read):
-                middle.wait(mark)
 
 
 def test_a_writer_that_ctrl_c_cut_short_waits_for_copies_when_it_is_called_again(gpus):
@@ -129,10 +137,20 @@ def test_a_writer_that_ctrl_c_cut_short_waits_for_copies_when_it_is_called_again
         read = {near: partial(device.fill_zero, near), result: step}
         for source, write in read.items():
             away.copy(far, source)
-            for place in range(1, num_points_of(write) + 1, 3):
-                away.copy(far, source)
-                interrupted_at(place, write)
+            for _ in at_each_point(write, ctrl_c):
                 write()
+                away.copy(far, source)
+
+
+def test_memory_that_a_download_writes_is_not_used_again_after_ctrl_c(gpus):
+    gpus(0)
+    with gr.open_mesh(1, backend="cuda") as mesh:
+        (device,) = mesh.devices
+        near = device.upload(ONES)
+        near.numpy()
+        device.synchronize(deadline=60.0)  # from now on downloads go through pinned memory
+        for _ in at_each_point(near.numpy, ctrl_c):
+            device.upload(ONES)
 
 
 def test_a_result_that_a_copy_still_reads_is_handed_out_behind_it(gpus):

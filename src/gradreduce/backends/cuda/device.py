@@ -27,6 +27,7 @@ from cupy.cuda.function import CNumpyArray as Argument  # CuPy would make one at
 from gradreduce.device import (
     Block,
     Buffer,
+    DeferInterrupts,
     Device,
     Kernel,
     Mark,
@@ -103,8 +104,8 @@ class CudaDevice(Device):
             stream_states[physical] = {queue: StreamState(self.gpu) for queue in QUEUES}
         self._stream_states = stream_states[physical]
         self._streams = {queue: state.stream for queue, state in self._stream_states.items()}
-        # Pinned memory and the event behind the copy that reads it; pinned memory that is dropped
-        # is handed out again at once.
+        # Pinned memory and the event behind the copy that uses it; pinned memory that is dropped
+        # is handed out again at once, so Ctrl-C must not come between a copy and its entry here.
         self._staging: deque[tuple[Any, Any]] = deque()
         self._staging_lock = threading.Lock()
         with self.gpu:
@@ -303,7 +304,7 @@ class CudaDevice(Device):
         if not dst.nbytes:
             return
         stream = self._stream(queue)
-        with self.gpu:
+        with DeferInterrupts(), self.gpu:
             pinned = cupy.cuda.alloc_pinned_memory(dst.nbytes)
             staged = np.frombuffer(pinned, np.uint8, dst.nbytes)
             staged.view(dst.dtype).reshape(dst.shape)[...] = array
@@ -323,7 +324,7 @@ class CudaDevice(Device):
     def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
         nbytes, polls = buffer.nbytes, wait_policy.polls
         stream = self._stream("compute")
-        with self.gpu:
+        with DeferInterrupts(), self.gpu:
             if polls:  # a copy to pageable memory waits in the driver
                 pinned = cupy.cuda.alloc_pinned_memory(max(1, nbytes))
                 host = np.frombuffer(pinned, np.uint8, nbytes)
@@ -334,7 +335,7 @@ class CudaDevice(Device):
                     host.ctypes.data, buffer.address, nbytes,
                     runtime.memcpyDeviceToHost, stream.ptr,
                 )  # fmt: skip
-            if polls:  # the copy writes it after Ctrl-C, too
+            if polls:  # the copy writes it after the wait has ended, too
                 self._staging.append((pinned, self.gpu.event(stream)))
         self._submitted("compute")
         if not self._host_waits(wait_policy, [stream]):
