@@ -457,8 +457,11 @@ def test_what_it_cannot_use_is_refused(mesh):
     optimizer = gr.torch.Optimizer(RULES["adam"](), module[0].parameters())
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": module.parameters()})
-    with pytest.raises(ValueError, match="momentum of a parameter group is not an option"):
-        optimizer.add_param_group({"params": module[2].parameters(), "momentum": 0.9})
+    for name, value in [
+        ("momentum", 0.9), ("learning_rate", 0.1), ("beta1", 0.5), ("eps_mode", "torch"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} of a parameter group is not an option"):
+            optimizer.add_param_group({"params": module[2].parameters(), name: value})
     assert len(optimizer.param_groups) == 1
     with pytest.raises(TypeError, match="cannot be pickled or copied; make a new one, and load"):
         copy.deepcopy(optimizer)

@@ -139,8 +139,9 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         if not isinstance(items, set):
             items = list(items)
             param_group["params"] = list(chain.from_iterable(map(_parameters_of, items)))
-        wrong = [name for name in _OPTIONS_OF_PYTORCH if param_group.get(name)]
-        wrong = sorted(set(wrong) - set(self._options))
+        rule = self._template
+        known = {*_OPTIONS_OF_PYTORCH, *rule._hyperparameters, *rule._settings}
+        wrong = sorted(name for name in known - {*self._options} if param_group.get(name))
         if wrong:
             raise ValueError(
                 f"{listed(wrong)} of a parameter group is not an option of {self._template!r}, "
