@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -148,8 +149,11 @@ def repeated(items: Iterable[Any]) -> list[Any]:
 def log_warning(logger: str, message: str, *args: object) -> None:
     """Logs a warning.
 
-    Here ``logging`` is imported, which takes as long as ten modules of this package.
+    Here ``logging`` is imported, which takes as long as ten modules of this package. When Python
+    ends, and nothing can be imported any more, it does nothing.
     """
+    if sys.is_finalizing():
+        return
     import logging
 
     logging.getLogger(logger).warning(message, *args, stacklevel=2)

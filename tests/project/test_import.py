@@ -109,3 +109,20 @@ def test_the_compiler_of_pytorch_is_told_to_trace_nothing_when_it_is_imported(tm
         encoding="utf-8",
     )
     run_python(DYNAMO, tmp_path)
+
+
+AT_EXIT = """
+import builtins, gradreduce as gr
+acc = gr.ConditionalAccumulator("float32", shape=(3,))
+class Late:
+    def __del__(self):
+        acc.set_global_step(5)
+        acc.set_global_step(1)
+        print("done", flush=True)
+builtins.late = Late()
+"""
+
+
+def test_a_call_that_warns_works_while_python_ends():
+    """Where ``logging`` cannot be imported any more."""
+    assert run_python(AT_EXIT) == "done\n"
