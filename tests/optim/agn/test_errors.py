@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from optim.agn.team import Own, Worker, pair
 
 import gradreduce as gr
 from gradreduce.errors import InvalidVariableError
+from gradreduce.optim.agn.push import PushPlan
 
 STARTS = {"t": np.ones((4, 2), "float32"), "v": np.ones(3, "float32")}
 ONES = {name: np.ones_like(value) for name, value in STARTS.items()}
@@ -255,3 +257,19 @@ def test_the_sum_is_no_gradient_wherever_it_is(mesh):
     table, var = worker.variables.values()
     pairs = [(worker.getter.accumulation(table).buffers[0], table), (ONES["v"], var)]
     refused(worker, ValueError, "shares memory with a variable or slot", pairs)
+
+
+def test_the_center_is_no_gradient_of_a_step_that_makes_up_a_push(mesh, monkeypatch):
+    """Such a push writes the center before the step reads its gradients."""
+    home = mesh.devices[0]
+    worker = Worker(home, gr.AGNCenter(home), STARTS, lambda: gr.MomentumOptimizer(0.5, 0.5))
+    with monkeypatch.context() as patch:
+        patch.setattr(PushPlan, "__init__", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            worker.step(ONES)
+    table, var = worker.variables.values()
+    center = worker.getter.center_variable(table)
+    for written in (center, worker.getter.center.slot(center, "momentum")):
+        pairs = [(written.buffers[0], table), (ONES["v"], var)]
+        refused(worker, ValueError, "shares memory with a variable or slot", pairs)
+    assert worker.step(ONES) is True

@@ -72,7 +72,8 @@ class Worker:
             global_step: counts the pushes; or None.
             seconds: until the deadline, from ``as_deadline``.
         """
-        inner, plan = self.inner, self._local
+        inner, makes_up = self.inner, self.is_due
+        plan = None if makes_up else self._local
         if plan is not None and not plan.is_valid_for(variables, inner._slots, inner._rule):
             plan = None
         if plan is None:
@@ -82,8 +83,10 @@ class Worker:
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
             sums = self.variables.sums.values() if plan is None else ()
             others = [copy for total in sums if isinstance(total, tuple) for copy in total]
+            if makes_up:  # this push writes the center before the step reads gradients
+                written = (*self.variables.centers.values(), *self._center.slot_variables())
+                others += [copy for each in written for copy in each.buffers]
             parts = inner._colocated_gradients(gradients, variables, plan, others)
-            makes_up = self.is_due
             if makes_up:
                 self._ready_push(inner._slots.powers, variables, global_step)()
             with inner._slots.rollback_on_error() if plan is None else nullcontext():
