@@ -341,8 +341,9 @@ CASES = {name: Case(scene) for name, scene in SCENES.items()} | {
 def test_a_call_is_made_or_not(name):
     case = CASES[name]
     expected, total, offset = case.known(), case.num_places(), random.Random(name).random()
-    for part in range(7):
-        case.check(expected, 1 + int((part + offset) * (total - 1) / 7))
+    parts = 40 if name.startswith("load") else 7  # a load writes at its end, in few places
+    for part in range(parts):
+        case.check(expected, 1 + int((part + offset) * (total - 1) / parts))
 
 
 STRIDE = 40

@@ -245,13 +245,13 @@ def test_a_failing_call_still_ends_the_group(mesh, monkeypatch):
 
 
 def test_a_group_that_fails_at_its_end_may_have_launched(mesh, monkeypatch):
-    """A mark from before it is not the end of a queue any more."""
-    buffers = ones(mesh)
-    mesh.collective.all_reduce(buffers)
-    marks = [buffer.device._mark("compute") for buffer in buffers]
+    """A mark from before it, of another thread say, is not the end of a queue any more."""
+    buffers, marks = ones(mesh), []
+    mesh.collective.all_reduce(buffers)  # initialises NCCL
     group_end = nccl.groupEnd
 
     def fails() -> None:
+        marks.extend(buffer.device._mark("compute") for buffer in buffers)
         group_end()
         raise nccl.NcclError(1)
 
