@@ -6,7 +6,7 @@ A flat buffer that its tensors already are (``mesh.flat_buffer``) is used where 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,26 +133,26 @@ class _NewMemory:
         ] = {}
 
     def add(
-        self, replicas: Collection[int], dtype: DType, shape: tuple[int, ...], *into: _FlatBuffers
+        self, replicas: Sequence[int], dtype: DType, shape: tuple[int, ...], *into: _FlatBuffers
     ) -> None:
         """Notes a flat buffer of each replica, which ``allocate`` puts into these lists."""
-        self._missing.setdefault((tuple(sorted(replicas)), dtype), []).append((shape, into))
+        if replicas:
+            self._missing.setdefault((tuple(replicas), dtype), []).append((shape, into))
 
     def add_missing(
         self, plan: FlatPlan, shape: tuple[int, ...], inputs: _FlatBuffers, outs: _FlatBuffers
     ) -> None:
         """Notes the inputs and outs that are None; one buffer for both if they have one dtype."""
         everyone = range(len(inputs))
-        no_input = {replica for replica in everyone[plan.share.senders] if inputs[replica] is None}
-        no_out = {replica for replica in everyone[plan.share.receivers] if outs[replica] is None}
-        shared = no_input & no_out if plan.wire is plan.sum_dtype else set()
-        for replicas, dtype, *into in (
-            (shared, plan.wire, inputs, outs),
-            (no_input - shared, plan.wire, inputs),
-            (no_out - shared, plan.sum_dtype, outs),
-        ):
-            if replicas:
-                self.add(replicas, dtype, shape, *into)
+        no_input = [replica for replica in everyone[plan.share.senders] if inputs[replica] is None]
+        no_out = [replica for replica in everyone[plan.share.receivers] if outs[replica] is None]
+        if plan.wire is plan.sum_dtype and no_input and no_out:
+            shared = set(no_input).intersection(no_out)
+            self.add(sorted(shared), plan.wire, shape, inputs, outs)
+            no_input = [replica for replica in no_input if replica not in shared]
+            no_out = [replica for replica in no_out if replica not in shared]
+        self.add(no_input, plan.wire, shape, inputs)
+        self.add(no_out, plan.sum_dtype, shape, outs)
 
     def allocate(self) -> None:
         """Allocates all."""
@@ -181,11 +181,12 @@ def _laid_out(
     """Lays out one plan, for tensors of each sender and results in ``wanted`` of each receiver."""
     shape = tensors[0][0].shape if tensors and not plan.together else (plan.layout.size,)
     count, share = len(algorithm.devices), plan.share
-    inputs, outs = _FlatBuffers([None] * count), _FlatBuffers([None] * count)
-    filling, targets = list[_Tensors]([None] * count), list[_Tensors]([None] * count)
+    nothing: list[Any] = [None] * count
+    inputs, outs, filling, targets = nothing.copy(), nothing.copy(), nothing, nothing
     if plan.wire is plan.dtype and plan.divisor == 1:
         inputs[share.senders] = [_already_flat(plan, each, algorithm) for each in tensors]
     if None in (found := inputs[share.senders]):
+        filling = nothing.copy()
         filling[share.senders] = [
             None if flat else each for each, flat in zip(tensors, found, strict=True)
         ]
@@ -195,7 +196,7 @@ def _laid_out(
             outs[share.receivers] = [
                 _already_flat(plan, each, algorithm, written=True) for each in wanted
             ]
-        found = outs[share.receivers]
+        found, targets = outs[share.receivers], nothing.copy()
         targets[share.receivers] = [
             None if out else each for each, out in zip(wanted, found, strict=True)
         ]
@@ -205,7 +206,7 @@ def _laid_out(
     results = outs if wanted is None else None
     is_cast = wanted is None and plan.sum_dtype is not plan.out_dtype
     if is_cast:
-        results = _FlatBuffers([None] * count)
+        results = nothing.copy()
         memory.add(range(count)[share.receivers], plan.out_dtype, shape, results)
     is_moved = is_cast or any(filling) or any(targets)
     return PackBuffers(plan, inputs, outs, results, filling, targets, is_moved)
