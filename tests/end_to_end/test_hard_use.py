@@ -194,7 +194,6 @@ def test_numpy_integers_are_integers():
 
 
 def test_no_boolean_is_an_integer():
-    """NumPy 1.26 takes ``np.True_`` for 1, with a warning."""
     with gr.open_mesh(2, backend="sim") as mesh:
         device = mesh.devices[0]
         acc = gr.ConditionalAccumulator("float32", device=device)

@@ -21,12 +21,8 @@ def _num_reduced(shape: tuple[int, ...], axis: Any) -> int:
 
 
 def _over(g: Any, count: float) -> Any:
-    """``g / count`` in the dtype of ``g``; NumPy 1 would return float64 for a scalar.
-
-    float16 ends at 65504, so a larger count would be infinite.
-    """
-    share = g / count if count < 60_000 else g * (1 / count)
-    return share if share.dtype == g.dtype else share.astype(g.dtype)
+    """``g / count``; float16 ends at 65504, so a larger count would be infinite."""
+    return g / count if count < 60_000 else g * (1 / count)
 
 
 def _sum(
@@ -102,7 +98,7 @@ def _var(
 def _std(out: Any, a: Any, *args: Any, **kwargs: Any) -> VJP:
     """The rule of ``np.std``; zero if all are equal, where it has no derivative."""
     of_var = _var(out, a, *args, **kwargs)
-    return lambda g: of_var(g * 0.5 / np.where(out == 0, np.ones_like(out), out))
+    return lambda g: of_var(_over(g, 2) / np.where(out == 0, np.ones_like(out), out))
 
 
 def _cumsum(out: Any, a: Any, axis: Any = None, dtype: Any = None, _out: Any = None) -> VJP:

@@ -71,7 +71,7 @@ ELEMENT_OF: dict[np.dtype, Element] = {
 }
 # Each to itself: one object for all equal dtypes, which code may compare by identity.
 _CANONICAL: dict[Any, np.dtype] = {dtype: dtype for dtype in ELEMENT_OF}
-# Of each NumPy 1.26 makes some dtype, as every NumPy makes float64 of None.
+# Of each NumPy 2.0 makes some dtype, as every NumPy makes float64 of None.
 _ABSTRACT = {
     np.number, np.integer, np.signedinteger, np.unsignedinteger,
     np.inexact, np.floating, np.complexfloating,
