@@ -8,7 +8,6 @@ gets its share of them. So the weights are those of a run without a failure. ``t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -67,7 +66,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
     arrays, metadata = gr.checkpoint.split(state)
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as stored:
-        np.savez(stored, metadata=json.dumps(metadata), **arrays)
+        np.savez(stored, **arrays, **metadata)
         stored.flush()
         os.fsync(stored.fileno())
     temporary.replace(path)
@@ -76,7 +75,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 def load(path: Path) -> dict[str, Any]:
     """Reads a checkpoint."""
     with np.load(path) as stored:
-        return gr.checkpoint.join(stored, json.loads(str(stored["metadata"])))
+        return gr.checkpoint.join(stored, stored)
 
 
 def open_share(options: argparse.Namespace) -> tuple[gr.Mesh, int]:
