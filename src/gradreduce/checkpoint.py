@@ -133,7 +133,7 @@ def copies_of(variables: Mapping[str, Variable]) -> dict[str, Buffer]:
 
 
 def downloader(deadline: float | None, output_type: str = "numpy") -> Callable[[Any], Any]:
-    """Returns a function that makes a state of one with Buffers in the place of arrays.
+    """Returns a function that replaces the Buffers in a state by downloaded arrays.
 
     An entry may also be a function, which gets one that downloads a Buffer.
 
@@ -222,12 +222,12 @@ def _check_keys(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any])
 
 
 def numbered(names: Iterable[Any]) -> list[str]:
-    """Returns the names that Variables have got because they were made without one."""
+    """Returns the names that Variables without a name were given."""
     return [name for name in names if re.fullmatch(r"Variable(_\d+)?", str(name))]
 
 
 def check_order(where: str, saved: Iterable[str], names: Iterable[str]) -> None:
-    """Raises ``KeyError`` if Variables without a name have the names of each other."""
+    """Raises ``KeyError`` if Variables without a name come in another order than in the state."""
     found, wanted = numbered(saved), numbered(names)
     if found != wanted:
         raise KeyError(

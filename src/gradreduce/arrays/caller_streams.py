@@ -129,7 +129,7 @@ class SuspendedScope:
 
 
 def is_first(step: Step, device: Device, stream: Stream) -> bool:
-    """Whether this call has not done a step with ``stream`` on the GPU yet; then it should.
+    """Whether this call does a step with ``stream`` on the GPU for the first time.
 
     Args:
         step: ``"check"`` it for graph capture, ``"enter"``: our queue waits for it, or ``"leave"``:
