@@ -129,7 +129,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports ``gr.torch`` or ``gr.jax`` at its first use; they import PyTorch and JAX."""
-    if name in ("torch", "jax"):
+    """Imports ``gr.torch``, ``gr.jax`` or ``gr.ray`` and their library at the first use."""
+    if name not in ("torch", "jax", "ray"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
         return import_module(f"gradreduce.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        text = f"gr.{name} needs {name}, which is not installed: pip install 'gradreduce[{name}]'"
+        raise ModuleNotFoundError(text, name=name) from None

@@ -61,6 +61,26 @@ def test_no_gpu_library_is_imported(tmp_path):
     assert loaded.isdisjoint(NEVER_IMPORTED)
 
 
+MISSING = """
+import sys
+import gradreduce as gr
+
+for name in ("torch", "jax", "ray"):
+    sys.modules[name] = None  # its import fails as that of a library that is not installed
+    try:
+        getattr(gr, name)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+
+
+def test_a_missing_library_is_named_with_its_extra():
+    assert run_python(MISSING).splitlines() == [
+        f"gr.{name} needs {name}, which is not installed: pip install 'gradreduce[{name}]'"
+        for name in ("torch", "jax", "ray")
+    ]
+
+
 def test_the_import_adds_little_to_that_of_numpy(tmp_path):
     for name in ("numpy", "gradreduce"):
         run_python(TIMED.format(name), bytecode=tmp_path)  # compiles to bytecode, and keeps it

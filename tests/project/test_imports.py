@@ -161,10 +161,13 @@ def protected_modules() -> list[str]:
     return contract["protected_modules"]
 
 
+NEED_A_LIBRARY = ("gradreduce.backends.cuda", "gradreduce.ray", "gradreduce.torch")
+
+
 def packages() -> Iterator[types.ModuleType]:
     yield gradreduce
     for found in pkgutil.walk_packages(gradreduce.__path__, "gradreduce."):
-        if found.ispkg and found.name not in ("gradreduce.backends.cuda", "gradreduce.torch"):
+        if found.ispkg and found.name not in NEED_A_LIBRARY:
             yield importlib.import_module(found.name)
 
 

@@ -78,6 +78,7 @@ class SkipLedger:
             "cupy": self._lacks_library,
             "torch": self._lacks_library,
             "jax": self._lacks_library,
+            "ray": self._lacks_library,
             "safetensors": self._lacks_library,
             "mpi": self._lacks_mpi,
         }

@@ -476,7 +476,7 @@ class ProcessError(CollectiveError):
 # What to use instead of accumulators, AGN and a reduction to one device.
 IN_STEP = (
     "use SyncStep or AllReduceCrossDeviceOps, which all processes call together (asynchronous work "
-    "of several processes needs gradreduce.ray, which this release does not have)"
+    "of several processes is in gradreduce.ray)"
 )
 
 

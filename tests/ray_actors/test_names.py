@@ -1,0 +1,30 @@
+"""Names of actors, which are also names of files."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import gradreduce as gr
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.mark.parametrize("name", ["a", "7", "net.layer-1_w", "A" * 128])
+def test_letters_digits_and_signs_inside_are_a_name(name):
+    assert gr.ray.cluster.check_name("shared_name", name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "A" * 129, "a/b", "a#1", "..", "a..b", ".a", "-a", "_a", "a b", "ä", "a\n", "a\0", "٣"],
+)
+def test_any_other_string_is_refused(name):
+    with pytest.raises(ValueError, match=r"^shared_name='.*' names an actor and its files: use"):
+        gr.ray.cluster.check_name("shared_name", name)
+
+
+def test_what_is_no_string_is_refused():
+    with pytest.raises(TypeError, match=re.escape("shared_name=7 must be a string")):
+        gr.ray.cluster.check_name("shared_name", 7)
