@@ -96,6 +96,7 @@ ALLOWED = {
     "gather": "all_gather _all_gather",  # the collective, and by index
     "scatter": "reduce_scatter ReduceScatter",  # the collective
     "gathered": "_is_gathered gathered",
+    "pull": "optim/agn/*",  # of AGN
     "push": "optim/agn/* _push push",  # of AGN, and of a term onto a sum
     "rate": "learning_rate",
     "root": "root",  # of a broadcast, and of a graph

@@ -121,7 +121,7 @@ def test_a_communication_is_worked_out_once_if_it_holds_no_memory(mesh, monkeypa
         planned.append(len(planned))
         return PushPlan(*given)
 
-    monkeypatch.setattr("gradreduce.optim.agn.worker.PushPlan", plan)
+    monkeypatch.setattr("gradreduce.optim.agn.center.PushPlan", plan)
     starts, live = {"v": np.zeros(1 << 14, "float32")}, []
     (worker,) = pair(mesh, 2, KINDS["momentum"][1], starts, num=1, center=gr.AGNCenter(home))
     for _ in range(3):

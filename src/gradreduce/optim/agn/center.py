@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from gradreduce import ops
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
@@ -18,27 +20,30 @@ from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh, as_deadline
 from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import CollectiveError, NotCopied, listed
 from gradreduce.optim.hyperparameters import as_count
-from gradreduce.optim.optimizer import Optimizer
-from gradreduce.optim.slots import Slots
+from gradreduce.optim.optimizer import Optimizer, Scalars
+from gradreduce.optim.slots import MASTER, Slots
 
+from .center_interface import Center
 from .checkpoint import queued_center, ready_center
+from .push import PushConfig, PushedVariable, PushPlan
 from .session_hook import Registry, WorkerThread
+from .worker_variables import WorkerVariables
 
 
-class CenterState:
-    """The state of a center, as getters and optimizers use it.
+class CenterState(Center):
+    """The state of a center in this process.
 
     Args:
         devices: of the variables.
 
     Attributes:
-        devices: the same.
         variables: by the names that the workers use.
         slots: of the variables; None before the first optimizer.
         version: how often a checkpoint has replaced the slots.
         fault: why pushes are rejected; None if they are not.
-        registry: of the workers.
     """
+
+    registry: Registry
 
     def __init__(self, devices: tuple[Device, ...]) -> None:
         self.devices = devices
@@ -56,11 +61,7 @@ class CenterState:
         return self._mutex
 
     def variable_for(self, name: str, local: Variable) -> Variable:
-        """Returns the center variable of a name; the first call creates it from ``local``.
-
-        Raises:
-            ValueError: it has another shape or dtype.
-        """
+        """See ``Center``; the variable goes to the device with the fewest bytes."""
         with self.lock:
             found = self.variables.get(name)
             if found is None:
@@ -78,12 +79,12 @@ class CenterState:
                 )
             return found
 
-    def join(self, optimizer: Optimizer) -> Slots:
-        """Returns the center's slots; the first optimizer defines the rule.
+    def join(self, optimizer: Optimizer) -> None:
+        """See ``Center``."""
+        self._slots_of_rule(optimizer)
 
-        Raises:
-            ValueError: an optimizer of another class, or with other slots or masters.
-        """
+    def _slots_of_rule(self, optimizer: Optimizer) -> Slots:
+        """Returns the center's slots, which the first optimizer creates."""
         with self.lock:
             own, slots = optimizer._slots, self.slots
             if slots is None:
@@ -100,29 +101,108 @@ class CenterState:
                 )
             return slots
 
-    def prepare(
-        self, optimizer: Optimizer, variables: Sequence[Variable]
-    ) -> dict[Variable, list[Buffer]]:
-        """Creates missing slots of center variables.
-
-        Returns:
-            For each variable the buffers that its update writes; see ``Slots.rows``.
-        """
-        with self.lock:
-            self.check_usable()
-            slots = self.join(optimizer)
-            slots.make(variables, optimizer._slot_start)
-            return {variable: slots.rows(variable)[0] for variable in variables}
-
     def slot(self, variable: Variable, name: str) -> Variable | None:
-        """Returns a slot of a variable, or None."""
+        """See ``Center``."""
         with self.lock:
             return self.slots.by_name.get(name, {}).get(variable) if self.slots else None
 
     def slot_variables(self) -> list[Variable]:
-        """Returns every slot of every center variable."""
+        """See ``Center``."""
         with self.lock:
             return self.slots.all() if self.slots else []
+
+    def prepare(
+        self,
+        optimizer: Optimizer,
+        variables: WorkerVariables,
+        of: Sequence[Variable],
+        config: PushConfig,
+    ) -> None:
+        """See ``Center``."""
+        self.prepare_centers(optimizer, [variables.center_of(var) for var in of], config)
+
+    def prepare_centers(
+        self, optimizer: Optimizer, centers: Sequence[Variable], config: PushConfig
+    ) -> None:
+        """Compiles the kernels of a push to these variables and creates their slots."""
+        optimizer._compile(centers, "plain", "global")
+        for center in centers if config.gamma is not None else ():
+            ops.prepare_distance_scale(center.devices[0], center.dtype)
+        self.written_by_update(optimizer, centers)
+
+    def written_by_update(
+        self, optimizer: Optimizer, centers: Sequence[Variable]
+    ) -> list[list[Buffer]]:
+        """Creates missing slots of center variables, and returns ``PushedVariable.written``.
+
+        A loaded checkpoint may have had no slots.
+        """
+        with self.lock:
+            self.check_usable()
+            slots = self._slots_of_rule(optimizer)
+            slots.make(centers, optimizer._slot_start)
+            return [slots.rows(center)[0] for center in centers]
+
+    def written_by_push(self, variables: WorkerVariables) -> list[Buffer]:
+        """See ``Center``."""
+        written = (*variables.centers.values(), *self.slot_variables())
+        return [copy for each in written for copy in each.buffers]
+
+    def push_scope(self) -> DeferInterrupts:
+        """See ``Center``."""
+        return DeferInterrupts()
+
+    def push(
+        self,
+        optimizer: Optimizer,
+        variables: WorkerVariables,
+        config: PushConfig,
+        scalars: Scalars,
+        then: Callable[[], None],
+    ) -> None:
+        """See ``Center``."""
+        with DeferInterrupts(), self.lock:
+            self.check_usable()
+            plan, sums, version = variables.last_push or (None, None, 0)
+            variables.last_push = None
+            if plan is None or sums is not variables.sums or version != self.version:
+                sums = variables.sums
+                plan = self._push_plan(optimizer, variables, config)
+            plan.run(scalars, then)
+            variables.last_push = (plan, sums, self.version) if plan.is_reusable else None
+
+    def _push_plan(
+        self, optimizer: Optimizer, variables: WorkerVariables, config: PushConfig
+    ) -> PushPlan:
+        """Plans a push of the sums of a worker."""
+        slots, centers, sums = optimizer._slots, variables.centers, variables.sums
+        rows = self.written_by_update(optimizer, [centers[var] for var in sums])
+        pushed = [
+            PushedVariable(
+                var.name,
+                written,
+                total,
+                [row[: 2 if slots.wants_master(var) else 1] for row in slots.rows(var)],
+                None if config.gamma is None else variables.pulled[var],
+            )
+            for written, (var, total) in zip(rows, sums.items(), strict=True)
+        ]
+        failed = partial(self.mark_push_failed, config.task)
+        return PushPlan(pushed, optimizer, config, failed)
+
+    def pull(
+        self, optimizer: Optimizer, variables: WorkerVariables, then: Callable[[], None]
+    ) -> None:
+        """See ``Center``."""
+        with DeferInterrupts(), self.lock:
+            self.check_usable()
+            for local, center in variables.centers.items():
+                local.assign(center)
+                optimizer._slots.update_master(local)
+                theirs, mine = self.slot(center, MASTER), optimizer.get_slot(local, MASTER)
+                if theirs is not None and mine is not None:
+                    mine.assign(theirs)
+            then()
 
     def check_usable(self) -> None:
         """Raises ``CollectiveError`` if a push failed part-way."""
@@ -165,11 +245,13 @@ class AGNCenter(NotCopied):
         location = default_mesh() if mesh is None else mesh
         self.devices: tuple[Device, ...] = as_devices(location, "mesh=")
         check_one_process(self.devices[0], "AGNCenter")
-        self._shared = CenterState(self.devices)
+        self._state = CenterState(self.devices)
+        # Getters and optimizers use only this, which a center in another process sets instead.
+        self._shared: Center = self._state
 
     def __repr__(self) -> str:
         names = listed(device.name for device in self.devices)
-        return f"<AGNCenter of {len(self._shared.variables)} variables on {names}>"
+        return f"<AGNCenter of {len(self._state.variables)} variables on {names}>"
 
     # -- members ----------------------------------------------------------------------------------
 
@@ -179,15 +261,15 @@ class AGNCenter(NotCopied):
 
     def variables(self) -> list[Variable]:
         """Returns center variables and their slots, sorted by name."""
-        shared = self._shared
-        with shared.lock:
-            found = [*shared.variables.values(), *shared.slot_variables()]
+        state = self._state
+        with state.lock:
+            found = [*state.variables.values(), *state.slot_variables()]
             return sorted(found, key=lambda each: each.name)
 
     @property
     def failed_workers(self) -> tuple[int, ...]:
         """Task indices of the workers that an exception ended, in that order."""
-        registry = self._shared.registry
+        registry = self._state.registry
         with registry.lock:
             return tuple(registry.failed)
 
@@ -231,10 +313,10 @@ class AGNCenter(NotCopied):
             ValueError: another ``output_type``, or PyTorch is not imported.
             CollectiveError: the mesh has failed, or a push failed part-way.
         """
-        download, shared = downloader(as_deadline(deadline), output_type), self._shared
-        with shared.lock:
-            shared.check_usable()
-            copies = queued_center(shared.variables, shared.slots)
+        download, center = downloader(as_deadline(deadline), output_type), self._state
+        with center.lock:
+            center.check_usable()
+            copies = queued_center(center.variables, center.slots)
         state: dict[str, Any] = download(copies)
         return state
 
@@ -256,10 +338,10 @@ class AGNCenter(NotCopied):
             ValueError: another format or rule, slots although no worker has an
                 ``AGNOptimizer``, or an array of another shape or dtype.
         """
-        shared = self._shared
-        with DeferInterrupts(), shared.lock:
-            load = ready_center(shared.variables, shared.slots, state)
-            shared.version += 1
-            shared.fault = "a load_state_dict failed part-way"
+        center = self._state
+        with DeferInterrupts(), center.lock:
+            load = ready_center(center.variables, center.slots, state)
+            center.version += 1
+            center.fault = "a load_state_dict failed part-way"
             load()
-            shared.fault = None
+            center.fault = None

@@ -8,19 +8,18 @@ pulls to memory that the GPU can access. For sparse sums and Python rules, the u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SparseSum
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
-from gradreduce.arrays.variable import Variable
 from gradreduce.device import (
     Buffer,
     Device,
     LaunchBatch,
     PackInfo,
+    by_physical,
     can_access,
     copy_over,
     join_streams,
@@ -29,9 +28,7 @@ from gradreduce.device import (
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.update_plan import Job, writer_of
 
-from .center import CenterState
-from .sums import merged_rows
-from .variables import WorkerVariables
+from .sums import Sum, merged_rows
 
 
 class PushConfig(NamedTuple):
@@ -48,84 +45,90 @@ class PushConfig(NamedTuple):
     task: str
 
 
+class PushedVariable(NamedTuple):
+    """Memory of one variable of a push, with shape and dtype of the variable unless said otherwise.
+
+    Attributes:
+        name: of the worker's variable, for the log.
+        written: what the update of the center writes: the center's variable, its master if it has
+            one, and its slots. The push runs on the device of the variable.
+        total: the sum; a dense one is only read on the first device.
+        pulled: for each copy of the worker's variable, what the new value is copied to: the
+            variable, and its master if it has one. Empty: the value is only in ``written``.
+        last_pulled: the center's value at the worker's last pull, if there is a distance scaling.
+    """
+
+    name: str
+    written: Sequence[Buffer]
+    total: Sum
+    pulled: Sequence[Sequence[Buffer]]
+    last_pulled: Buffer | None = None
+
+
 class PushPlan:
     """One push of a worker, with all memory; ``run`` launches it.
 
     The lock of the center must be held from its creation, which reads the center, until it ran.
 
     Args:
-        center: receives the push; its slots are created here.
-        optimizer: of the worker; its slots exist.
-        variables: of the worker; its sums are pushed.
+        pushed: the memory of each variable, at least one; the slots exist.
+        optimizer: of the rule; its kernels are compiled.
         config: settings of the push.
+        failed: called with the error if the push fails part-way.
 
     Attributes:
-        sums: those of the variables.
-        version: of the center.
         is_reusable: whether it can run again: it holds no temporary memory.
     """
 
     def __init__(
         self,
-        center: CenterState,
+        pushed: Sequence[PushedVariable],
         optimizer: Optimizer,
-        variables: WorkerVariables,
         config: PushConfig,
+        failed: Callable[[BaseException], None],
     ) -> None:
-        self._center, self._optimizer, self._config = center, optimizer, config
-        self.sums, self._centers = variables.sums, variables.centers
-        self._pulled = variables.pulled
-        self.version = center.version
+        self._optimizer, self._config, self._failed = optimizer, config, failed
         self.is_reusable = (
-            config.gamma is None
-            and optimizer._rule is not None
-            and all(
-                isinstance(total, tuple) and can_access(self._centers[var].devices[0], total[0])
-                for var, total in self.sums.items()
-            )
+            config.gamma is None and optimizer._rule is not None and all(map(_is_in_reach, pushed))
         )
-        # A loaded checkpoint may have had no slots.
-        self._rows = center.prepare(optimizer, [self._centers[var] for var in self.sums])
         self._jobs: list[tuple[Job, LaunchBatch | None, ops.Variant]] = []
         self._pulls: list[tuple[Buffer, Buffer]] = []  # destination and source
-        self._label = PackInfo(range(len(self.sums)), names=[var.name for var in self.sums])
-        groups: dict[int, list[Variable]] = {}
-        for var in self.sums:
-            groups.setdefault(self._centers[var].devices[0].physical, []).append(var)
-        with center.devices[0].mesh_state.label_scope(self._label):
-            for group in groups.values():
-                self._plan(group)
+        self._label = PackInfo(range(len(pushed)), names=[each.name for each in pushed])
+        self._mesh_state = pushed[0].written[0].device.mesh_state
+        groups = by_physical([each.written[0].device for each in pushed])
+        with self._mesh_state.label_scope(self._label):
+            for indices in groups.values():
+                self._plan([pushed[index] for index in indices])
 
-    def _plan(self, group: Sequence[Variable]) -> None:
+    def _plan(self, group: Sequence[PushedVariable]) -> None:
         """Plans the push of variables whose center copies are on one physical device."""
-        leader, slots = self._centers[group[0]].devices[0], self._optimizer._slots
+        leader, optimizer = group[0].written[0].device, self._optimizer
         fused: list[ops.Update] = []  # what one launch writes, and the sum
-        apart: list[tuple[list[Buffer], Part]] = []  # what an update writes, and the mean
+        apart: list[tuple[Sequence[Buffer], Part]] = []  # what an update writes, and the mean
         means: list[tuple[Buffer, Buffer]] = []  # and the sums that they are computed from
-        for var, (total, indices) in zip(group, self._accessible(leader, group), strict=True):
-            written, (mine, *others) = self._rows[self._centers[var]], slots.rows(var)
-            pulled = mine[: 2 if slots.wants_master(var) else 1]
-            if self._optimizer._rule is not None and indices is None:
+        for each, (total, indices) in zip(group, self._accessible(leader, group), strict=True):
+            written, (first, *others) = each.written, each.pulled or [()]
+            if optimizer._rule is not None and indices is None:
+                # The kernel writes its result, and that of the master, to other memory too.
+                wanted = first or written[: len(written) - len(optimizer._slots.names)]
                 targets = [
-                    out if can_access(leader, out) else leader.empty(out.shape, out.dtype)
-                    for out in pulled
+                    out if first and can_access(leader, out) else leader.empty(out.shape, out.dtype)
+                    for out in wanted
                 ]
                 fused.append([*written, *targets, total])
-                staged = zip(pulled, targets, strict=True)
+                staged = zip(first, targets, strict=False)
                 self._pulls += [(out, value) for out, value in staged if value is not out]
             else:
-                mean = leader.empty(total.shape, var.dtype)
-                part = mean if indices is None else IndexedSlices.of(mean, indices, var.shape)
+                mean, shape = leader.empty(total.shape, written[0].dtype), written[0].shape
+                part = mean if indices is None else IndexedSlices.of(mean, indices, shape)
                 means.append((mean, total))
                 apart.append((written, part))
-                self._pulls += zip(pulled, written, strict=False)
+                self._pulls += zip(first, written, strict=False)
             for row in others:
-                self._pulls += zip(row, pulled, strict=False)
-            if self._config.gamma is not None:
-                self._pulls.append((self._pulled[var], mine[0]))
+                self._pulls += zip(row, first, strict=False)
         if fused:
             rows, totals = [row[:-1] for row in fused], [row[-1] for row in fused]
-            job = Job(rows, totals, [var.devices[0] for var in group])
+            job = Job(rows, totals, [each.pulled[0][0].device for each in group if each.pulled])
             self._jobs.append((job, writer_of(leader, rows), "global"))
         if apart:
             outs, totals = map(list, zip(*means, strict=True))
@@ -134,7 +137,7 @@ class PushPlan:
             self._jobs.append((Job(*zip(*apart, strict=True)), None, "plain"))
 
     def _accessible(
-        self, leader: Device, group: Sequence[Variable]
+        self, leader: Device, group: Sequence[PushedVariable]
     ) -> list[tuple[Buffer, ops.Indices | None]]:
         """Returns sums that a device can access, and the indices of rows.
 
@@ -143,16 +146,15 @@ class PushPlan:
         found: list[tuple[Buffer, ops.Indices | None]] = []
         scalings: list[tuple[Buffer, Buffer, Buffer, Buffer]] = []
         gamma = self._config.gamma
-        for var in group:
-            total, indices = self.sums[var], None
-            if isinstance(total, SparseSum):
-                merged = merged_rows(var, total)
+        for each in group:
+            now, then, indices = each.written[0], each.last_pulled, None
+            if isinstance(each.total, SparseSum):
+                merged = merged_rows(now.shape, each.total)
                 pushed, indices = merged.values, merged.indices
             else:
-                pushed = total[0]
+                pushed = each.total[0]
             pushed = to_accessible(leader, pushed)
-            if gamma is not None:
-                now, then = self._centers[var].buffers[0], self._pulled[var]
+            if gamma is not None and then is not None:
                 if indices is not None:
                     now, then = _taken(now, indices), _taken(then, indices)
                 scaled = leader.empty(pushed.shape, pushed.dtype)
@@ -168,26 +170,33 @@ class PushPlan:
     def run(self, scalars: Scalars, then: Callable[[], None]) -> None:
         """Launches the push; a failure before its first launch leaves the center unchanged.
 
-        A later one, even of the launch that gathers rows, marks the center as partly updated.
+        A later failure, even of the launch that gathers rows, is part-way: ``failed`` is called.
 
         Args:
             scalars: of the rule.
             then: called after the launches; an error in it means that the push failed part-way.
         """
-        mesh_state = self._center.devices[0].mesh_state
+        mesh_state = self._mesh_state
         lead = {"global": (self._config.period,), "plain": ()}
-        failed = partial(self._center.mark_push_failed, self._config.task)
         with mesh_state.label_scope(self._label):
             launches = [
                 self._optimizer._ready(job, (*lead[variant], *scalars), writer, variant)
                 for job, writer, variant in self._jobs
             ]
-            with mesh_state.on_partial_failure(failed), mesh_state.launch_lock:
+            with mesh_state.on_partial_failure(self._failed), mesh_state.launch_lock:
                 for launch in launches:
                     launch()
                 for out, value in self._pulls:
                     copy_over(out.device, out, value)
                 then()
+
+
+def _is_in_reach(pushed: PushedVariable) -> bool:
+    """Whether a push of a variable needs no temporary memory, if its rule is compiled."""
+    if not isinstance(pushed.total, tuple) or not pushed.pulled:
+        return False
+    used = (pushed.total[0], *pushed.pulled[0])
+    return all(can_access(pushed.written[0].device, each) for each in used)
 
 
 def _taken(whole: Buffer, indices: ops.Indices) -> Buffer:

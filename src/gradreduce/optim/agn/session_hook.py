@@ -6,11 +6,30 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from gradreduce.device import Waiters
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.errors import DeadlineExceededError, listed, log_warning
+
+
+class WorkerRegistry(Protocol):
+    """What hooks and threads of workers use of a ``Registry``, in this process or another one."""
+
+    def begin(self, task_index: int) -> None:
+        """See ``Registry``."""
+
+    def end(self, task_index: int) -> None:
+        """See ``Registry``."""
+
+    def clear_failure(self, task_index: int) -> None:
+        """See ``Registry``."""
+
+    def mark_failed(self, task_index: int, error: BaseException) -> None:
+        """See ``Registry``."""
+
+    def wait_for(self, num_worker: int, timeout: float) -> None:
+        """See ``Registry``."""
 
 
 class Registry:
@@ -105,7 +124,9 @@ class WorkerThread(threading.Thread):
         registry: learns of the exception if ``work`` raises.
     """
 
-    def __init__(self, task_index: int, work: Callable[[], object], registry: Registry) -> None:
+    def __init__(
+        self, task_index: int, work: Callable[[], object], registry: WorkerRegistry
+    ) -> None:
         super().__init__(target=work, name=f"agn-worker-{task_index}", daemon=True)
         self._task, self._registry = task_index, registry
         self._error: BaseException | None = None
@@ -171,7 +192,7 @@ class AGNHook:
     not wait).
     """
 
-    _registry: Registry
+    _registry: WorkerRegistry
     _start: Callable[[], None]
     _task: int
     _num_worker: int

@@ -25,32 +25,8 @@ from gradreduce.device import (
 from gradreduce.errors import DeviceMismatchError, NotCopied, listed
 
 from .center import AGNCenter
-from .sums import Sums, dense_sum
-
-
-class WorkerVariables:
-    """The trainable variables of a worker, as its getter and its optimizer share them.
-
-    Attributes:
-        centers: the center's copy of each, in the order of creation.
-        sums: of their gradients since the last push; replaced, never changed.
-        pulled: the value of the center at the last pull, on the first device; used by the distance
-            scaling.
-        num_steps: number of local steps.
-    """
-
-    def __init__(self) -> None:
-        self.centers: dict[Variable, Variable] = {}
-        self.sums: Sums = {}
-        self.pulled: dict[Variable, Buffer] = {}
-        self.num_steps = 0
-
-    def center_of(self, var: Any) -> Variable:
-        """Returns the center's copy of a variable; ``KeyError`` for one of another getter."""
-        found = self.centers.get(var) if isinstance(var, Variable) else None
-        if found is None:
-            raise KeyError(f"{var!r} was not created by this AGNCustomGetter")
-        return found
+from .sums import dense_sum
+from .worker_variables import WorkerVariables
 
 
 class LazyVariable(Variable):

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeGuard
 
-from gradreduce import ops
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, DeferInterrupts, copied_to, copy_over, deadline_scope
+from gradreduce.device import Buffer, copied_to, copy_over, deadline_scope
 from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
-from gradreduce.optim.slots import MASTER
 
-from .center import CenterState
+from .center_interface import Center
 from .local_step import LocalPlan, local_step
-from .push import PushConfig, PushPlan
-from .variables import WorkerVariables
+from .push import PushConfig
+from .worker_variables import WorkerVariables
 
 
 class Worker:
@@ -46,7 +45,7 @@ class Worker:
         self,
         inner: Optimizer,
         variables: WorkerVariables,
-        center: CenterState,
+        center: Center,
         config: PushConfig,
         *,
         resets: bool,
@@ -55,7 +54,6 @@ class Worker:
         self._center, self._resets = center, resets
         self.is_due = False
         self._local: LocalPlan | None = None  # of the last step, if it was dense
-        self._push: PushPlan | None = None  # the last one, if it can run again
 
     def apply(
         self,
@@ -84,8 +82,7 @@ class Worker:
             sums = self.variables.sums.values() if plan is None else ()
             others = [copy for total in sums if isinstance(total, tuple) for copy in total]
             if makes_up:  # this push writes the center before the step reads gradients
-                written = (*self.variables.centers.values(), *self._center.slot_variables())
-                others += [copy for each in written for copy in each.buffers]
+                others += self._center.written_by_push(self.variables)
             parts = inner._colocated_gradients(gradients, variables, plan, others)
             if makes_up:
                 self._ready_push(inner._slots.powers, variables, global_step)()
@@ -120,7 +117,7 @@ class Worker:
             self.is_due = is_due
             shared.sums, self._local = step.sums, step.plan
 
-        with DeferInterrupts():
+        with self._center.push_scope():
             inner._launch(step.launches, step.devices, step.label, powers, count)
             if is_due:
                 push()
@@ -132,17 +129,15 @@ class Worker:
             KeyError: a variable that the getter did not create.
         """
         inner = self.inner
-        centers = [self.variables.center_of(var) for var in variables]
+        for var in variables:
+            self.variables.center_of(var)
         inner.prepare(variables)
         inner._compile(variables, "local")
-        inner._compile(centers, "plain", "global")
-        self._center.prepare(inner, centers)
-        for var, center in zip(variables, centers, strict=True):
-            if self.config.gamma is not None:
-                ops.prepare_distance_scale(center.devices[0], var.dtype)
-                # Without a start, the worker's initial values count as pulled.
-                if var not in self.variables.pulled:
-                    self.variables.pulled[var] = copied_to(var.devices[0], var.buffers[0])
+        self._center.prepare(inner, self.variables, variables, self.config)
+        for var in variables if self.config.gamma is not None else ():
+            # Without a start, the worker's initial values count as pulled.
+            if var not in self.variables.pulled:
+                self.variables.pulled[var] = copied_to(var.devices[0], var.buffers[0])
 
     # -- a communication --------------------------------------------------------------------------
 
@@ -156,13 +151,15 @@ class Worker:
             variables: of the step before the push.
             global_step: counts the pushes; or None.
         """
-        inner, shared, center = self.inner, self.variables, self._center
+        inner, shared = self.inner, self.variables
         pairs = [(var, shared.centers[var]) for var in {*shared.sums, *variables}]
         check_unread([each for pair in pairs for each in pair])
         count = ready_count(global_step)
         scalars, powers_after = inner._next_update(powers)
 
         def pushed() -> None:
+            if self.config.gamma is not None:
+                self._record_pull(shared.sums)
             self.is_due = False
             inner._slots.powers = powers_after
             if self._resets:
@@ -170,17 +167,13 @@ class Worker:
             shared.sums = {}
             count()
 
-        def push() -> None:
-            sums = shared.sums
-            with DeferInterrupts(), center.lock:
-                center.check_usable()
-                plan, self._push = self._push, None
-                if plan is None or plan.sums is not sums or plan.version != center.version:
-                    plan = PushPlan(center, inner, shared, self.config)
-                plan.run(scalars, pushed)
-                self._push = plan if plan.is_reusable else None
+        return partial(self._center.push, inner, shared, self.config, scalars, pushed)
 
-        return push
+    def _record_pull(self, variables: Iterable[Variable]) -> None:
+        """Copies variables, which were pulled, for the distance scaling."""
+        for var in variables:
+            kept = self.variables.pulled[var]
+            copy_over(kept.device, kept, var.buffers[0])
 
     def _reset(self, variables: Iterable[Variable]) -> None:
         """Sets the momentum of variables to zero."""
@@ -191,20 +184,14 @@ class Worker:
 
     def start(self) -> None:
         """Copies the center to the worker and clears its sums."""
-        slots, centers = self.inner._slots, self.variables.centers
-        check_unread(centers)
-        with DeferInterrupts(), self._center.lock:
-            self._center.check_usable()
-            for local, center in centers.items():
-                local.assign(center)
-                slots.update_master(local)
-                theirs, mine = self._center.slot(center, MASTER), self.inner.get_slot(local, MASTER)
-                if theirs is not None and mine is not None:
-                    mine.assign(theirs)
-            for local, kept in self.variables.pulled.items():
-                copy_over(kept.device, kept, local.buffers[0])
+        check_unread(self.variables.centers)
+
+        def pulled() -> None:
+            self._record_pull(self.variables.pulled)
             self.variables.sums = {}
             self.is_due = False
+
+        self._center.pull(self.inner, self.variables, pulled)
 
 
 def _are_dense(parts: Sequence[Part]) -> TypeGuard[Sequence[Buffer]]:
