@@ -4,34 +4,89 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+from functools import lru_cache
 from typing import Any
 
 import ray
 
-from gradreduce.errors import brief
+from gradreduce.errors import brief, log_warning
 
 # All actors of this library are in this namespace, whatever that of the driver is.
 NAMESPACE = "gradreduce"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_AUTH_MODE = "RAY_AUTH_MODE"  # Ray sets it to token in what it starts, unless it is set
+_lock = threading.Lock()  # threads may make their first accumulators at the same time
 
 
 def init(address: str | None = None, **options: Any) -> None:
-    """Joins a running Ray cluster, or starts a local one.
+    """Joins a running Ray cluster, or starts one on this machine.
 
-    Does nothing if Ray is initialized. The first use of a class of ``gr.ray`` calls it.
+    The first use of any class of ``gr.ray`` calls it without arguments. If Ray is initialized, it
+    starts nothing. Warns, by a log message, if anybody can use the cluster without a token. Blocks
+    until the cluster works: 2 to 3 seconds for a new one.
 
     Args:
-        address: of ``ray.init``.
-        options: other arguments of ``ray.init``, such as ``num_cpus`` and ``object_store_memory``.
-            ``include_dashboard`` is False by default, so that nothing listens for browsers.
+        address: of the cluster to join, as ``ray.init`` has it: ``"host:port"``, or ``"auto"`` for
+            one on this machine. Default: that of the variable ``RAY_ADDRESS``; without it the one
+            that ``ray start`` has started on this machine, else a new one, which ends with this
+            process.
+        options: other arguments of ``ray.init``, such as ``num_cpus`` and ``object_store_memory``
+            (bytes) of a new cluster. Without ``include_dashboard=True`` it has no dashboard.
+
+    Raises:
+        RuntimeError: a new cluster would not ask for a token, because ``RAY_AUTH_MODE`` is set.
+        ConnectionError: the cluster does not answer, or asks for a token.
+        ray.exceptions.AuthenticationError: it asks for a token, and this process has none.
+
+    Example::
+
+        gr.ray.init(num_cpus=4)
     """
-    if ray.is_initialized():
-        return
-    mode = os.environ.get("RAY_AUTH_MODE", "token")
-    may_start = (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
-    if may_start and mode.lower() != "token":
-        raise RuntimeError(f"RAY_AUTH_MODE={mode}: a new Ray cluster would be open")
-    ray.init(address, **{"include_dashboard": False, **options})
+    with _lock:
+        if not ray.is_initialized():
+            _check_mode(address)
+            try:
+                ray.init(address, **{"include_dashboard": False, **options})
+            except ConnectionError as error:
+                error.add_note(
+                    f"If this cluster asks for a token, start Python with {_AUTH_MODE}=token, and "
+                    "with the token in ~/.ray/auth_token or RAY_AUTH_TOKEN."
+                )
+                raise
+        _warn_if_open(ray.get_runtime_context().gcs_address)
+
+
+def _check_mode(address: str | None) -> None:
+    """Raises ``RuntimeError`` where ``ray.init`` could start a cluster that asks for no token."""
+    if address in (None, "auto"):
+        address = os.environ.get("RAY_ADDRESS") or address
+    mode = os.environ.get(_AUTH_MODE, "token")
+    if address in (None, "local") and mode.lower() != "token":
+        raise RuntimeError(
+            f"{_AUTH_MODE}={mode}: anybody who reaches the ports of a new Ray cluster could run "
+            f"code in it. Unset {_AUTH_MODE}, or set it to token. To join a cluster that runs, "
+            "pass its address or 'auto' to gr.ray.init"
+        )
+
+
+@lru_cache
+def _warn_if_open(cluster: str) -> None:
+    """Logs a warning if a cluster asks for no token; once for each."""
+    context = ray.get_runtime_context()
+    if context.worker.mode == ray.WORKER_MODE:
+        mode = os.environ.get(_AUTH_MODE)
+    else:  # the variable of a driver may be another than that of the cluster
+        reader = ray.remote(num_cpus=0)(os.getenv)
+        mode = ray.get(reader.remote(_AUTH_MODE), timeout=60)
+    if mode is None or mode.lower() != "token":
+        log_warning(
+            __name__,
+            "the Ray cluster at %s asks for no token: anybody who reaches its ports can run code "
+            "in it. Start it with %s=token",
+            cluster,
+            _AUTH_MODE,
+        )
 
 
 def check_name(what: str, name: Any) -> str:

@@ -1,0 +1,63 @@
+"""One Ray cluster for the tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import gradreduce as gr
+
+SOURCES = Path(gr.__file__).parents[1]
+
+
+START_S = 60.0  # a start takes 2 to 3 seconds on an idle machine
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raises ``TimeoutError`` in the main thread where a block takes longer."""
+
+    def expire(*_: object) -> None:
+        raise TimeoutError(f"longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A cluster of 4 CPUs on this machine, whose processes import this gradreduce."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray's processes have the environment of the one that starts them.
+        path = os.environ.get("PYTHONPATH", "")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(SOURCES), path])))
+        for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+            patch.delenv(name, raising=False)
+        patch.setenv("RAY_AUTH_TOKEN", uuid.uuid4().hex)  # not that of the user, in ~/.ray
+        try:
+            with deadline(START_S):
+                gr.ray.init("local", num_cpus=4, object_store_memory=300_000_000)
+            yield
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture
+def unique_name(request: pytest.FixtureRequest, cluster: None) -> str:
+    """A name for an actor that no other test has, in the cluster."""
+    test = re.sub(r"\W+", "-", request.node.name)[:80].strip("-")
+    return f"{test}-{uuid.uuid4().hex[:8]}"

@@ -1,0 +1,92 @@
+"""Which clusters ``gr.ray.init`` starts and joins."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support import processes
+
+import gradreduce as gr
+
+pytestmark = pytest.mark.ray
+PROGRAM = Path(__file__).with_name("cluster_program.py")
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[str | None]:
+    """The addresses of which Ray is asked to join or start a cluster; it does neither."""
+    import ray
+
+    addresses: list[str | None] = []
+
+    def init(address, **options):
+        assert options == {"include_dashboard": False, "num_cpus": 2}
+        addresses.append(address)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="h:1"))
+    monkeypatch.setattr(gr.ray.cluster, "_warn_if_open", lambda cluster: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    return addresses
+
+
+@pytest.mark.parametrize("mode", ["disabled", "", "none"])
+@pytest.mark.parametrize(
+    ("address", "variable"), [(None, None), ("local", None), (None, "local"), ("local", "h:1")]
+)
+def test_a_cluster_that_asks_for_no_token_is_not_started(
+    asked, monkeypatch, address, variable, mode
+):
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    text = (
+        f"RAY_AUTH_MODE={mode}: anybody who reaches the ports of a new Ray cluster could run code "
+        "in it. Unset RAY_AUTH_MODE, or set it to token. To join a cluster that runs, pass its "
+        "address or 'auto' to gr.ray.init"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+        gr.ray.init(address, num_cpus=2)
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("address", "variable", "mode"),
+    [
+        *[(address, None, mode) for address in (None, "local") for mode in (None, "token")],
+        *[(address, None, "disabled") for address in ("auto", "h:1")],
+        *[(None, "h:1", "disabled"), ("auto", "h:1", "disabled"), (None, None, "Token")],
+    ],
+)
+def test_any_other_cluster_is_started_or_joined(asked, monkeypatch, address, variable, mode):
+    for name, value in {"RAY_ADDRESS": variable, "RAY_AUTH_MODE": mode}.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    gr.ray.init(address, num_cpus=2)
+    assert asked == [address]
+
+
+def test_actors_import_the_tested_source(cluster):
+    import ray
+
+    def source() -> str:
+        import gradreduce
+
+        return gradreduce.__file__
+
+    assert ray.get(ray.remote(source).remote(), timeout=60) == gr.__file__
+
+
+def test_a_new_cluster_asks_for_a_token(tmp_path):
+    done = processes.run("none", 1, str(PROGRAM), "token", str(tmp_path))
+    assert done.returncode == 0, done.text
+
+
+def test_an_open_cluster_is_joined_with_a_warning(tmp_path):
+    done = processes.run("none", 1, str(PROGRAM), "open", str(tmp_path))
+    assert done.returncode == 0, done.text
