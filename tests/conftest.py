@@ -1,8 +1,9 @@
 """Settings for all tests.
 
 Loads the plugins of ``support/``: the rules for skips (``skip_rules.py``), background processes
-(``background_runs.py``), the cases that a plain run leaves out (``exhaustive.py``). Also keeps
-memory use and the time of garbage collections small.
+(``background_runs.py``), the cases that a plain run leaves out (``exhaustive.py``), the cluster of
+tests that need Ray (``ray_cluster.py``). Also keeps memory use and the time of garbage collections
+small.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 EXAMPLES = (TESTS / "examples", TESTS / "project" / "test_readme.py")
 # As plugins, not imports: pytest then finds their options and their hooks by itself.
-pytest_plugins = ("support.skip_rules", "support.background_runs", "support.exhaustive")
+pytest_plugins = (
+    "support.skip_rules",
+    "support.background_runs",
+    "support.exhaustive",
+    "support.ray_cluster",
+)
 
 
 def pytest_configure() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.repo
+CLUSTER = pytest.mark.usefixtures("cluster")
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [page for page in (README, *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
@@ -20,7 +21,8 @@ def blocks_of(path: Path) -> list[str]:
 
 def libraries_of(block: str) -> list[pytest.MarkDecorator]:
     found = re.findall(r"^import (torch|jax|safetensors)\b", block, re.MULTILINE)
-    return [getattr(pytest.mark, library) for library in found]
+    marks = [getattr(pytest.mark, library) for library in found]
+    return [*marks, pytest.mark.ray, CLUSTER] if "gr.ray." in block else marks
 
 
 BLOCKS = [

@@ -1,4 +1,4 @@
-"""One Ray cluster for the tests of this folder."""
+"""One Ray cluster for all tests of a run: a pytest plugin."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-import gradreduce as gr
-
-SOURCES = Path(gr.__file__).parents[1]
-
 
 START_S = 60.0  # a start takes 2 to 3 seconds on an idle machine
 
@@ -41,10 +36,13 @@ def cluster() -> Iterator[None]:
     """A cluster of 4 CPUs on this machine, whose processes import this gradreduce."""
     import ray
 
+    import gradreduce as gr
+
+    sources = str(Path(gr.__file__).parents[1])
     with pytest.MonkeyPatch.context() as patch:
         # Ray's processes have the environment of the one that starts them.
         path = os.environ.get("PYTHONPATH", "")
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(SOURCES), path])))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [sources, path])))
         for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
             patch.delenv(name, raising=False)
         patch.setenv("RAY_AUTH_TOKEN", uuid.uuid4().hex)  # not that of the user, in ~/.ray
