@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,6 +71,40 @@ def test_any_other_cluster_is_started_or_joined(asked, monkeypatch, address, var
             monkeypatch.setenv(name, value)
     gr.ray.init(address, num_cpus=2)
     assert asked == [address]
+
+
+def test_a_cluster_that_does_not_answer_may_ask_for_a_token(asked, monkeypatch):
+    import ray
+
+    def init(address, **options):
+        raise ConnectionError("Failed to connect")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConnectionError, match="Failed to connect") as raised:
+        gr.ray.init("h:1")
+    [note] = raised.value.__notes__
+    assert "start Python with RAY_AUTH_MODE=token, and with the token in" in note
+
+
+def test_threads_start_one_cluster(asked, monkeypatch):
+    import ray
+
+    both = threading.Barrier(2)
+
+    def init(address, **options):
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.1)  # for a second call of this function
+        asked.append(address)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(asked))
+    threads = [threading.Thread(target=gr.ray.init) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert asked == [None]
+    assert both.broken
 
 
 def test_actors_import_the_tested_source(cluster):
