@@ -175,6 +175,14 @@ def _complete(pending_take: PendingTake) -> None:
     pending_take.leave()
 
 
+def missing(state: AccumulatorState, num_required: int) -> str:
+    """Returns what a take still waits for, for a message."""
+    return (
+        f"step {state.step}: {state.count} of {num_required} gradients, "
+        f"{max(0, num_required - state.count)} missing, {state.num_dropped} dropped as stale"
+    )
+
+
 def _missing(pending_take: PendingTake, timeout: float | None) -> str:
     """The message of a timeout: which accumulators lack gradients, at most five."""
     several, required = len(pending_take.states) > 1, pending_take.num_required
@@ -185,8 +193,7 @@ def _missing(pending_take: PendingTake, timeout: float | None) -> str:
             continue
         parts.append(
             (f"accumulators[{index}] at " if several else "")
-            + f"step {state.step}: {state.count} of {required} gradients, "
-            f"{max(0, required - state.count)} missing, {state.num_dropped} dropped as stale"
+            + missing(state, required)
             + ("" if is_first else ", behind another take")
         )
     rest = f"; and {len(parts) - 5} more" if len(parts) > 5 else ""

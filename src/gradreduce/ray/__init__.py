@@ -5,6 +5,22 @@ Imported only when asked for, as ``gr.ray``: ``import gradreduce`` does not impo
 
 from __future__ import annotations
 
-from gradreduce.ray.cluster import init
+from .accumulator_store import AccumulatorSpec
+from .accumulators import (
+    AccumulatorSet,
+    ConditionalAccumulator,
+    SparseConditionalAccumulator,
+)
+from .center import AGNCenter
+from .cluster import init
+from .lead import WorkerInfo
 
-__all__ = ["init"]
+__all__ = [
+    "AGNCenter",
+    "AccumulatorSet",
+    "AccumulatorSpec",
+    "ConditionalAccumulator",
+    "SparseConditionalAccumulator",
+    "WorkerInfo",
+    "init",
+]

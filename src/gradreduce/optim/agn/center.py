@@ -16,7 +16,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.checkpoint import downloader
-from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh, as_deadline
+from gradreduce.device import Buffer, DeferInterrupts, Device, DType, Mesh, as_deadline
 from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import CollectiveError, NotCopied, listed
 from gradreduce.optim.hyperparameters import as_count
@@ -72,11 +72,7 @@ class CenterState(Center):
                 full_name = f"global_center_variable/{name}"
                 found = Variable(local.buffers[0], full_name, trainable=False, device=device)
                 self.variables[name] = found
-            elif (found.shape, found.dtype) != (local.shape, local.dtype):
-                raise ValueError(
-                    f"{name!r} is {local.dtype}{list(local.shape)} at this worker, but "
-                    f"{found.dtype}{list(found.shape)} at the center, as another worker created it"
-                )
+            check_same_tensor(name, (local.shape, local.dtype), (found.shape, found.dtype))
             return found
 
     def join(self, optimizer: Optimizer) -> None:
@@ -216,6 +212,18 @@ class CenterState(Center):
         self.fault = f"a push failed part-way: {task}: {error!r}"
         error.add_note(
             "A push failed part-way: the center rejects pushes until load_state_dict restores it."
+        )
+
+
+def check_same_tensor(
+    name: str, own: tuple[tuple[int, ...], DType], found: tuple[tuple[int, ...], DType]
+) -> None:
+    """Raises ``ValueError`` if a worker's variable has another shape or dtype than the center's."""
+    if own != found:
+        (shape, dtype), (known_shape, known_dtype) = own, found
+        raise ValueError(
+            f"{name!r} is {dtype}{list(shape)} at this worker, but {known_dtype}"
+            f"{list(known_shape)} at the center, as another worker created it"
         )
 
 

@@ -56,6 +56,11 @@ class Registry:
         self._mesh_state.check_process()
         return self._mutex
 
+    def begun(self) -> list[int]:
+        """Returns the task indices of the workers of this round."""
+        with self.lock:
+            return sorted(self._begun)
+
     def begin(self, task_index: int) -> None:
         """Registers a worker, which is no longer among those that failed."""
         with self.lock:

@@ -1,0 +1,214 @@
+"""The accumulators of an actor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradreduce.accumulator.base import ConditionalAccumulatorBase
+from gradreduce.accumulator.checkpoint import ready_state
+from gradreduce.accumulator.dense import ConditionalAccumulator
+from gradreduce.accumulator.multi import apply_grads, take_grads
+from gradreduce.accumulator.sparse import SparseConditionalAccumulator
+from gradreduce.accumulator.take_queue import missing
+from gradreduce.arrays.convert import converted
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.backends import open_mesh
+from gradreduce.device import Device, accumulate_dtype, as_dtype
+
+from .messages import Layout, Message, specs_of
+from .shard import Settings
+from .store import Store
+
+
+class AccumulatorSpec(NamedTuple):
+    """The constructor's arguments of an accumulator of a set.
+
+    Attributes:
+        dtype: of the gradients.
+        shape: of the gradients; None for any, None entries for any extent.
+        is_sparse: whether gradients are IndexedSlices.
+    """
+
+    dtype: Any
+    shape: Sequence[int | None] | None = None
+    is_sparse: bool = False
+
+
+class SetSpec(NamedTuple):
+    """What all users of a set of accumulators agree on.
+
+    Attributes:
+        names: of the accumulators.
+        specs: of the accumulators.
+        reduction_type: of all of them.
+        shards: the shard of each.
+    """
+
+    names: tuple[str, ...]
+    specs: tuple[AccumulatorSpec, ...]
+    reduction_type: str
+    shards: tuple[int, ...]
+
+    def accumulator(self, index: int, device: Device) -> ConditionalAccumulatorBase:
+        """Returns a new accumulator of this process, as the set has it."""
+        dtype, shape, is_sparse = self.specs[index]
+        kind = SparseConditionalAccumulator if is_sparse else ConditionalAccumulator
+        return kind(
+            dtype, shape, name=self.names[index], reduction_type=self.reduction_type, device=device
+        )
+
+    def of_shard(self, index: int) -> list[int]:
+        """Returns the indices of the accumulators of a shard."""
+        return [number for number, shard in enumerate(self.shards) if shard == index]
+
+
+class AccumulatorStore(Store):
+    """Accumulators with one step, on which every call is a joint one.
+
+    Args:
+        settings: of the shard.
+        spec: of the whole set.
+    """
+
+    repeated = {"take": "taken"}  # noqa: RUF012  # never changed
+
+    def __init__(self, settings: Settings, spec: SetSpec) -> None:
+        self._spec = spec
+        self._shard = settings.shard
+        self._indices = spec.of_shard(settings.shard)
+        mesh = open_mesh(backend="cuda") if settings.num_gpus else open_mesh(1, backend="sim")
+        self._device = mesh.devices[0]
+        self._accumulators: list[ConditionalAccumulatorBase] = []
+        self._taken: dict[str, list[np.ndarray]] = {}  # caller -> what it has taken last
+        self._make()
+
+    def _make(self) -> None:
+        """Makes new accumulators."""
+        for each in self._accumulators:
+            each.close()
+        self._accumulators = [
+            self._spec.accumulator(index, self._device) for index in self._indices
+        ]
+
+    def describe(self) -> SetSpec:
+        """See ``Store``."""
+        return self._spec
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    def apply(self, local_step: int, message: Message) -> bool:
+        """Adds one gradient to each accumulator, which the client has checked."""
+        return apply_grads(self._accumulators, self._gradients(message), local_step, cast=True)
+
+    def take(self, caller: str, num_required: int, message: None) -> Message:
+        """Takes the gradient of each accumulator, of which there are enough."""
+        taken = take_grads(self._accumulators, num_required, timeout=0, output_type="numpy")
+        self._taken[caller] = arrays_of(taken)
+        return self.taken(caller)
+
+    def set_global_step(self, step: int, message: None) -> None:
+        """Sets the step of all accumulators."""
+        for each in self._accumulators:
+            each.set_global_step(step)
+
+    def load_states(self, states: Sequence[Any], message: None) -> None:
+        """Loads the state of each accumulator of the set."""
+        loads = [
+            ready_state(each.accumulator_ref, states[index], f"state['accumulators'][{index}]")
+            for index, each in zip(self._indices, self._accumulators, strict=True)
+        ]
+        for load in loads:
+            load()
+
+    def _gradients(self, message: Message) -> list[Any]:
+        """Returns the gradients of a message, on its memory."""
+        arrays = iter(Layout(message.specs).arrays(message))
+        return [
+            as_slices(next(arrays), next(arrays), next(arrays))
+            if self._spec.specs[index].is_sparse
+            else next(arrays)
+            for index in self._indices
+        ]
+
+    # -- reads ------------------------------------------------------------------------------------
+
+    def taken(self, caller: str) -> Message:
+        """Returns what a caller has taken last."""
+        arrays = self._taken[caller]
+        return Layout(specs_of(arrays)).message(arrays)
+
+    def forget(self, caller: str) -> None:
+        """See ``Store``."""
+        self._taken.pop(caller, None)
+
+    def states(self) -> list[Any]:
+        """Returns the states of the accumulators of this shard."""
+        return [each.state_dict() for each in self._accumulators]
+
+    def counts(self) -> tuple[int, int, int]:
+        """Returns step, number of gradients in the sum, and of dropped ones."""
+        first = self._accumulators[0]
+        return first.global_step, first.num_accumulated(), first.num_dropped
+
+    @property
+    def clock(self) -> int:
+        """The step."""
+        return self._accumulators[0].global_step
+
+    def can_take(self, num_required: int) -> bool:
+        """See ``Store``."""
+        return self._accumulators[0].num_accumulated() >= num_required
+
+    def missing(self, num_required: int) -> str:
+        """See ``Store``."""
+        return missing(self._accumulators[0].accumulator_ref, num_required)
+
+    # -- snapshots --------------------------------------------------------------------------------
+
+    def save(self) -> dict[str, Any]:
+        """See ``Store``; results that were taken are in it, because an answer may be lost."""
+        taken = {
+            caller: {
+                "dtypes": [array.dtype.name for array in arrays],
+                "arrays": [_wide(array) for array in arrays],
+            }
+            for caller, arrays in self._taken.items()
+        }
+        return {"accumulators": self.states(), "taken": taken}
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """See ``Store``."""
+        self._make()
+        self._taken = {}
+        if state is None:
+            return
+        for each, saved in zip(self._accumulators, state["accumulators"], strict=True):
+            each.load_state_dict(saved)
+        for caller, saved in state["taken"].items():
+            pairs = zip(saved["arrays"], saved["dtypes"], strict=True)
+            self._taken[caller] = [converted(array, as_dtype(name)) for array, name in pairs]
+
+
+def arrays_of(gradients: Sequence[Any]) -> list[np.ndarray]:
+    """Returns the arrays of host gradients: three of sparse ones, see ``as_slices``."""
+    arrays: list[np.ndarray] = []
+    for each in gradients:
+        if isinstance(each, IndexedSlices):
+            arrays += [each.indices, each.values, np.array(each.dense_shape or (), np.int64)]
+        else:
+            arrays.append(each)
+    return arrays
+
+
+def as_slices(indices: np.ndarray, values: np.ndarray, shape: np.ndarray) -> IndexedSlices:
+    """Returns IndexedSlices; an empty ``shape`` stands for None."""
+    return IndexedSlices(values, indices, shape.tolist() or None)
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    """Returns an array in its accumulate dtype, in which states are stored."""
+    dtype = array.dtype if array.dtype.kind == "i" else accumulate_dtype(array.dtype)
+    return converted(array, dtype)

@@ -1,0 +1,485 @@
+"""AGN centers that processes and machines share: variables and slots in actors of Ray.
+
+A worker's local steps are those of ``gr.AGNOptimizer``. A push sends its sums to the actors, which
+update their variables by the code of ``gr.AGNCenter`` and answer with the new values.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.accumulator.sparse_storage import SPARSE, SparseSum
+from gradreduce.arrays.convert import host_array, is_array, to_buffer
+from gradreduce.arrays.variable import Variable
+from gradreduce.backends import default_mesh
+from gradreduce.backends.device_names import DeviceLike, as_devices
+from gradreduce.checkpoint import downloader, mapped
+from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh, copy_over
+from gradreduce.errors import DeadlineExceededError, listed
+from gradreduce.optim.agn.center import AGNCenter as LocalCenter
+from gradreduce.optim.agn.center_interface import Center
+from gradreduce.optim.agn.push import PushConfig
+from gradreduce.optim.agn.variables import LazyVariable
+from gradreduce.optim.agn.worker_variables import WorkerVariables
+from gradreduce.optim.optimizer import Optimizer, Scalars
+from gradreduce.optim.slots import MASTER
+
+from .center_store import CenterStore, NotJoinedError, PushRequest, Rule
+from .client import Client, SharedOptions
+from .lead import Origin, WorkerInfo
+from .messages import Layout, Message, specs_of
+from .shard import Key
+
+# Attributes of every optimizer that are no part of its rule.
+_NOT_OF_RULE = ("_name", "_slots", "_cross_device_ops", "_plan", "_hyperparameters")
+
+
+class RemoteVariable(LazyVariable):
+    """A variable of the center, or a slot of one; fetched when it is read.
+
+    Args:
+        name: of the variable.
+        device: of the copies that are read.
+        fetch: returns the value.
+    """
+
+    def __init__(self, name: str, device: Device, fetch: Callable[[], Any]) -> None:
+        super().__init__(name, lambda: (device.upload(fetch()),))
+        self._device = device
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of the copies that are read."""
+        return (self._device,)
+
+
+class RemoteRegistry:
+    """The workers of a center; see ``WorkerRegistry``.
+
+    Args:
+        client: of the center.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def begin(self, task_index: int) -> None:
+        """Registers a worker."""
+        self._client.ask("begin", task_index)
+
+    def end(self, task_index: int) -> None:
+        """Unregisters a worker."""
+        self._client.ask("end", task_index)
+
+    def clear_failure(self, task_index: int) -> None:
+        """Removes a worker from those that failed."""
+        self._client.ask("clear_failure", task_index)
+
+    def mark_failed(self, task_index: int, error: BaseException) -> None:
+        """Records that an exception ended a worker."""
+        self._client.ask("mark_failed", task_index, f"{type(error).__name__}: {error}")
+
+    def wait_for(self, num_worker: int, timeout: float) -> None:
+        """Blocks until ``num_worker`` workers have begun.
+
+        Raises:
+            DeadlineExceededError: some are missing; the message lists them.
+        """
+        begun = self._client.wait_for("begun", num_worker, timeout)
+        if len(begun) < num_worker:
+            missing = [task for task in range(num_worker) if task not in begun]
+            raise DeadlineExceededError(
+                f"after {timeout} s {len(begun)} of {num_worker} workers have started, "
+                f"[{listed(begun)}]; {num_worker - len(begun)} of [{listed(missing)}] are missing"
+            )
+
+
+class RemoteCenter(Center):
+    """A center in actors; see ``Center``.
+
+    Args:
+        client: of the actors.
+        devices: of this process, in whose mesh the workers are.
+        worker: name of the workers of this process.
+    """
+
+    def __init__(self, client: Client, devices: tuple[Device, ...], worker: str) -> None:
+        self.devices, self.registry = devices, RemoteRegistry(client)
+        self._client, self._worker = client, worker
+        self._shards: dict[str, int] = {}
+        self._workers: weakref.WeakKeyDictionary[WorkerVariables, Connection] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def variable_for(self, name: str, local: Variable) -> Variable:
+        """See ``Center``."""
+        self._create(name, local)
+        fetch = partial(self._value, name)
+        return RemoteVariable(f"global_center_variable/{name}", local.devices[0], fetch)
+
+    def _create(self, name: str, local: Variable) -> None:
+        """Creates a center variable if there is none of this name."""
+        value = local.numpy()
+        message = Layout(specs_of([value])).message([value])
+        messages = [message] * self._client.num_shards
+        self._shards[name] = self._client.call("create", name, messages=messages)[0]
+
+    def _value(self, name: str) -> Any:
+        """Returns the value of a center variable."""
+        message = self._client.read("pull", self._by_shard([name]))[self._shards[name]]
+        return Layout(message.specs).arrays(message)[0]
+
+    def _by_shard(self, names: Iterable[str]) -> list[list[str]]:
+        """Returns the names of each shard."""
+        found: list[list[str]] = [[] for _ in range(self._client.num_shards)]
+        for name in names:
+            found[self._shards[name]].append(name)
+        return found
+
+    def join(self, optimizer: Optimizer) -> None:
+        """See ``Center``."""
+        self._client.call("join", _rule_of(optimizer))
+
+    def slot(self, variable: Variable, name: str) -> Variable | None:
+        """See ``Center``."""
+        return self._slots(variable.name.removeprefix("global_center_variable/")).get(name)
+
+    def slot_variables(self) -> list[Variable]:
+        """See ``Center``."""
+        names = self._client.ask("names")
+        return [slot for name in names for slot in self._slots(name).values()]
+
+    def _slots(self, name: str) -> dict[str, Variable]:
+        """Returns the slots of a center variable, by their own names."""
+        found: dict[str, Variable] = {}
+        for shard, slots in enumerate(self._client.read("slots_of", name)):
+            for slot, full_name in slots.items():
+                fetch = partial(self._slot_value, shard, name, slot)
+                found[slot] = RemoteVariable(full_name, self.devices[0], fetch)
+        return found
+
+    def _slot_value(self, shard: int, name: str, slot: str) -> Any:
+        message = self._client.read("slot_value", name, slot)[shard]
+        return Layout(message.specs).arrays(message)[0]
+
+    def variables(self) -> list[Variable]:
+        """Returns center variables and their slots, sorted by name."""
+        found = self.slot_variables()
+        for name in self._client.ask("names"):
+            self._shards[name] = self._client.ask("shard_of", name)
+            fetch = partial(self._value, name)
+            full_name = f"global_center_variable/{name}"
+            found.append(RemoteVariable(full_name, self.devices[0], fetch))
+        return sorted(found, key=lambda each: each.name)
+
+    def prepare(
+        self,
+        optimizer: Optimizer,
+        variables: WorkerVariables,
+        of: Sequence[Variable],
+        config: PushConfig,
+    ) -> None:
+        """See ``Center``; the actors prepare at their first push."""
+
+    def written_by_push(self, variables: WorkerVariables) -> list[Buffer]:
+        """See ``Center``."""
+        return []
+
+    def push_scope(self) -> AbstractContextManager[None]:
+        """See ``Center``; Ctrl-C ends a push that waits for an actor."""
+        return nullcontext()
+
+    def push(
+        self,
+        optimizer: Optimizer,
+        variables: WorkerVariables,
+        config: PushConfig,
+        scalars: Scalars,
+        then: Callable[[], None],
+    ) -> None:
+        """See ``Center``."""
+        connection = self._connection(variables)
+        key = connection.key_of(variables.sums)
+        origin = Origin(self._worker + connection.suffix, variables.num_steps, connection.clock)
+        settings = {name: getattr(optimizer, name) for name in optimizer._settings}
+        by_name = {var.name: var for var in variables.sums}
+        sparse = frozenset(
+            var.name for var, total in variables.sums.items() if isinstance(total, SparseSum)
+        )
+
+        def attempt() -> tuple[Sequence[Sequence[str]], Any]:
+            names = self._by_shard(by_name)
+            messages = [
+                _push_message(variables, [by_name[name] for name in of_shard], config)
+                for of_shard in names
+            ]
+            request = PushRequest(names, sparse, config, scalars, settings)
+            return names, self._client.call(
+                "push", request, messages=messages, origin=origin, key=key
+            )
+
+        names, answers = self._joined(optimizer, variables, attempt)
+        if answers == [None]:  # applied before; that answer was lost
+            answers = self._client.read("pull", names)
+        with DeferInterrupts():
+            connection.clock = self._write(optimizer, by_name, names, answers)
+            connection.number += 1
+            then()
+
+    def pull(
+        self, optimizer: Optimizer, variables: WorkerVariables, then: Callable[[], None]
+    ) -> None:
+        """See ``Center``."""
+        by_name = {var.name: var for var in variables.centers}
+
+        def attempt() -> tuple[Sequence[Sequence[str]], Any]:
+            names = self._by_shard(by_name)
+            return names, self._client.read("pull", names)
+
+        names, answers = self._joined(optimizer, variables, attempt)
+        with DeferInterrupts():
+            connection = self._connection(variables)
+            connection.clock = self._write(optimizer, by_name, names, answers)
+            then()
+
+    def _joined(
+        self, optimizer: Optimizer, variables: WorkerVariables, call: Callable[[], Any]
+    ) -> Any:
+        """Makes a call; if the actors have lost what came after a snapshot, first joins again."""
+        try:
+            return call()
+        except NotJoinedError:
+            for var in variables.centers:
+                self._create(var.name, var)
+            self.join(optimizer)
+            return call()
+
+    def _connection(self, variables: WorkerVariables) -> Connection:
+        if variables not in self._workers:
+            number = len(self._workers)
+            self._workers[variables] = Connection(f"/{number}" if number else "")
+        return self._workers[variables]
+
+    def _write(
+        self,
+        optimizer: Optimizer,
+        by_name: Mapping[str, Variable],
+        names: Sequence[Sequence[str]],
+        messages: Sequence[Message],
+    ) -> int:
+        """Writes pulled values to all copies of variables and masters; returns the clock."""
+        pairs: list[tuple[Sequence[Buffer], Buffer]] = []  # copies, and the value of all
+        for of_shard, message in zip(names, messages, strict=True):
+            clock, with_master = message.value
+            buffers = iter(Layout(message.specs).unpack(_device_of(by_name.values()), message))
+            for name in of_shard:
+                var, value = by_name[name], next(buffers)
+                pairs.append((var.buffers, value))
+                master = optimizer.get_slot(var, MASTER)
+                unrounded = next(buffers) if name in with_master else value
+                if master is not None:
+                    pairs.append((master.buffers, unrounded))
+        outs, values = [copies[0] for copies, _ in pairs], [value for _, value in pairs]
+        for out, value in zip(outs, values, strict=True):
+            ops.prepare_pack(out.device, out.dtype, value.dtype)
+        ops.pack(outs, values)
+        for (first, *others), _ in pairs:
+            for other in others:
+                copy_over(other.device, other, first)
+        return int(clock)
+
+
+class Connection:
+    """What a center knows of a worker of this process.
+
+    Args:
+        suffix: of its name.
+
+    Attributes:
+        suffix: the same.
+        clock: of the center at the last pull.
+        number: of the next push.
+    """
+
+    def __init__(self, suffix: str) -> None:
+        self.suffix, self.clock, self.number = suffix, 0, 1
+        self._caller = uuid.uuid4().hex
+        self._sums: Any = None
+
+    def key_of(self, sums: Any) -> Key:
+        """Returns the key of a push: that of the last one, if it failed and had the same sums."""
+        if self._sums is not None and sums is not self._sums:
+            self.number += 1  # numbers may be left out
+        self._sums = sums
+        return self._caller, self.number
+
+
+def _push_message(
+    variables: WorkerVariables, pushed: Sequence[Variable], config: PushConfig
+) -> Message:
+    """Returns a message with the sum of each variable, and the values of the last pull.
+
+    A sparse sum is three arrays. The values are there only for a distance scaling.
+    """
+    device, download = _device_of(variables.centers), downloader(None)
+    buffers: list[Buffer] = []
+    for var in pushed:
+        total = variables.sums[var]
+        if isinstance(total, SparseSum):
+            saved = download(SPARSE.save(total))
+            parts = [saved[name] for name in ("indices", "num_touches", "values")]
+            buffers += [to_buffer(part, device) for part in parts]
+        else:
+            buffers.append(total[0])
+    if config.gamma is not None:
+        buffers += [variables.pulled[var] for var in pushed]
+    return Layout(specs_of(buffers)).pack(device, buffers)
+
+
+def _device_of(variables: Iterable[Variable]) -> Device:
+    """Returns the first device of a worker."""
+    return next(iter(variables)).devices[0]
+
+
+def _rule_of(optimizer: Optimizer) -> Rule:
+    """Returns what an actor needs to make the optimizer again.
+
+    Callables and Variables stay here: a push sends their values.
+    """
+    attributes = {
+        name: None if callable(value) or isinstance(value, Variable) else value
+        for name, value in vars(optimizer).items()
+        if name not in _NOT_OF_RULE
+    }
+    attributes["_hyperparameters"] = optimizer._hyperparameters
+    master = "float32" if optimizer._slots.has_masters else None
+    return Rule(type(optimizer), optimizer.get_name(), master, attributes)
+
+
+class AGNCenter(LocalCenter):
+    """A ``gr.AGNCenter`` in actors of Ray, for workers in many processes and machines.
+
+    Pass it to ``gr.AGNCustomGetter(device, center=...)``. A worker that dies loses its own
+    gradients since its last push, and nothing else. Pushes are applied in one order, each once and
+    whole, also over several shards. The actors of a name exist until ``close``, or until the Ray
+    cluster ends. Objects can be passed to Ray's tasks and actors.
+
+    Args:
+        name: of the actor: 1 to 128 letters, digits, ``_``, ``.`` and ``-``.
+        mesh: devices of this process, in whose mesh its workers are; see ``gr.AGNCenter``.
+        num_shards: number of actors, over which variables are distributed by bytes as they are
+            made.
+        num_gpus: see ``AccumulatorSet``; the devices of the center variables.
+        snapshots: see there.
+        durability: see there.
+        worker: see there.
+        timeout: see there. A push that got no answer is made again before the next step, and is
+            applied once.
+
+    Raises:
+        ValueError: the actor of this name has another number of shards, or is no center.
+        TypeError, BackendUnavailableError: see ``AccumulatorSet``.
+
+    Example::
+
+        center = gr.ray.AGNCenter("digits", snapshots="/shared/digits", durability="push")
+        getter = gr.AGNCustomGetter(gr.default_mesh().devices[0], center=center)
+        weights = gr.get_variable("weights", initial, custom_getter=getter)
+        optimizer = gr.AGNOptimizer(gr.AdamOptimizer(), 4, getter)
+    """
+
+    def __init__(  # noqa: PLR0913  # options of one call
+        self,
+        name: str,
+        *,
+        mesh: Mesh | DeviceLike | None = None,
+        num_shards: int = 1,
+        num_gpus: int = 0,
+        snapshots: str | os.PathLike[str] | None = None,
+        durability: str | int = 100,
+        worker: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        options = SharedOptions(num_shards, num_gpus, snapshots, durability, worker, timeout)
+        self._made_by = (name, options)
+        self.devices = as_devices(default_mesh() if mesh is None else mesh, "mesh=")
+        self._client = Client(options.settings(name), CenterStore, timeout)
+        found = self._client.ask("describe")
+        if found != num_shards:
+            raise ValueError(f"name={name!r} is {found}, not a center of {num_shards} shards")
+        who = worker or f"{platform.node()}:{os.getpid()}"
+        self._remote = RemoteCenter(self._client, self.devices, who)
+        self._shared: Center = self._remote
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        name, options = self._made_by
+        return partial(type(self), **options.for_others()), (name,)
+
+    def __repr__(self) -> str:
+        return f"<AGNCenter {self._client.name!r} on Ray>"
+
+    def variables(self) -> list[Variable]:
+        """Returns center variables and their slots, sorted by name; fetched when they are read."""
+        return self._remote.variables()
+
+    @property
+    def failed_workers(self) -> tuple[int, ...]:
+        """Task indices of the workers that an exception ended, in that order."""
+        return tuple(self._client.ask("failed"))
+
+    def workers(self) -> list[WorkerInfo]:
+        """Returns a ``WorkerInfo`` of each worker that has pushed, sorted by name."""
+        return self._client.workers()
+
+    def leave(self) -> None:
+        """Removes the workers of this process from ``workers()``."""
+        self._client.leave(self._made_by[1].worker or "")
+
+    def close(self) -> None:
+        """Ends the actors and removes their snapshots; it may be called twice.
+
+        All later calls raise ``CancelledError``, in every process.
+        """
+        self._client.close()
+
+    def state_dict(
+        self, *, deadline: float | None = None, output_type: str = "numpy"
+    ) -> dict[str, Any]:
+        """Returns the state of center variables and slots, between two pushes.
+
+        Args:
+            deadline: no effect: the devices are those of the actors.
+            output_type: see ``ConditionalAccumulator.state_dict``.
+
+        Raises:
+            CollectiveError: a push failed part-way.
+        """
+        download = downloader(None, output_type)
+        first, *others = self._client.read("state")
+        for other in others:
+            first["variables"] |= other["variables"]
+            if first["optimizer"] is not None:
+                first["optimizer"]["slots"] |= other["optimizer"]["slots"]
+        state: dict[str, Any] = download(first)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a state, also of a ``gr.AGNCenter``; on error, nothing changes.
+
+        Args:
+            state: see ``gr.AGNCenter.load_state_dict``.
+
+        Raises:
+            KeyError, TypeError, ValueError: see there.
+        """
+        saved = mapped(lambda _, leaf: host_array(leaf) if is_array(leaf) else leaf, state)
+        self._client.read("check_state", saved)
+        self._client.call("load_center", saved)

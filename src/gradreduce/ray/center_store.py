@@ -1,0 +1,340 @@
+"""The AGN center of an actor: the variables and slots of a shard, and the pushes to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradreduce.accumulator.sparse_storage import SPARSE
+from gradreduce.arrays.convert import converted
+from gradreduce.arrays.variable import Variable
+from gradreduce.backends import open_mesh
+from gradreduce.checkpoint import anything, checked, downloader, some_of
+from gradreduce.device import Buffer, as_dtype
+from gradreduce.optim.agn.center import CenterState, check_same_tensor
+from gradreduce.optim.agn.checkpoint import queued_center, ready_center
+from gradreduce.optim.agn.push import PushConfig, PushedVariable, PushPlan
+from gradreduce.optim.agn.sums import Sum
+from gradreduce.optim.checkpoint import ready_slots
+from gradreduce.optim.optimizer import Optimizer, Scalars
+from gradreduce.optim.slots import MASTER
+
+from .messages import Layout, Message, Spec, specs_of
+from .shard import Settings
+from .store import Store
+
+MAX_COUNT = 2**63 - 1  # gradients in a sum of rows, which a push does not divide by
+
+
+class Rule(NamedTuple):
+    """What an actor needs to make a worker's optimizer again.
+
+    Attributes:
+        kind: its class.
+        name: of the optimizer.
+        master_dtype: see ``Optimizer``.
+        attributes: all others of the object.
+    """
+
+    kind: type[Optimizer]
+    name: str
+    master_dtype: str | None
+    attributes: Mapping[str, Any]
+
+    def optimizer(self) -> Optimizer:
+        """Returns a new optimizer of this rule, without slots."""
+        made = self.kind.__new__(self.kind)
+        vars(made).update(self.attributes)
+        Optimizer.__init__(made, self.name, master_dtype=self.master_dtype)
+        return made
+
+
+class PushRequest(NamedTuple):
+    """The arguments of a push.
+
+    Attributes:
+        names: for each shard those of its variables with a sum, in the order of the message.
+        sparse: names of those variables whose sums are rows.
+        config: settings of the push.
+        scalars: of the rule.
+        settings: attributes of the optimizer that choose its rule.
+    """
+
+    names: Sequence[Sequence[str]]
+    sparse: frozenset[str]
+    config: PushConfig
+    scalars: Scalars
+    settings: Mapping[str, Any]
+
+
+class NotJoinedError(RuntimeError):
+    """The actor does not know the rule or a variable, because it went back to a snapshot."""
+
+
+class CenterStore(Store):
+    """Variables of a center, of which this shard has some, and their slots.
+
+    Args:
+        settings: of the shard.
+    """
+
+    repeated: Mapping[str, str] = {}  # a repeated push pulls
+
+    def __init__(self, settings: Settings) -> None:
+        self._shard, self._num_shards = settings.shard, settings.num_shards
+        mesh = open_mesh(backend="cuda") if settings.num_gpus else open_mesh(1, backend="sim")
+        self._device = mesh.devices[0]
+        self._reset()
+
+    def _reset(self) -> None:
+        """Drops everything."""
+        self._center = CenterState((self._device,))
+        self._optimizer: Optimizer | None = None
+        self._specs: dict[str, Spec] = {}
+        self._shards: dict[str, int] = {}
+        self._num_pushes = 0
+        # Slots of a snapshot, and the name of their rule, until a worker joins.
+        self._saved_slots: dict[str, Any] | None = None
+        self._saved_rule = ""
+
+    def describe(self) -> int:
+        """See ``Store``: the number of shards."""
+        return self._num_shards
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    def create(self, name: str, message: Message) -> int:
+        """Creates a variable if there is none of this name; returns its shard.
+
+        Raises:
+            ValueError: there is one of another shape or dtype.
+        """
+        (spec,) = message.specs
+        found = self._specs.get(name)
+        if found is not None:
+            check_same_tensor(name, spec, found)
+            return self._shards[name]
+        held = [0] * self._num_shards
+        for other, shard in self._shards.items():
+            held[shard] += _nbytes(self._specs[other])
+        shard = held.index(min(held))
+        if shard == self._shard:
+            (value,) = Layout([spec]).unpack(self._device, message)
+            self._center.variable_for(name, Variable(value, name, device=self._device))
+        self._specs[name], self._shards[name] = spec, shard
+        return shard
+
+    def join(self, rule: Rule, message: None) -> None:
+        """Takes a worker's rule; the first one makes the slots that a snapshot has."""
+        optimizer = rule.optimizer()
+        self._center.join(optimizer)
+        self._optimizer = self._optimizer or optimizer
+        saved, self._saved_slots = self._saved_slots, None
+        slots = self._center.slots
+        if saved is not None and slots is not None:
+            by_name = {variable.name: variable for variable in self._center.variables.values()}
+            ready_slots(slots, {by_name[name]: each for name, each in saved.items()})()
+
+    def push(self, request: PushRequest, message: Message) -> Message:
+        """Updates the center by the sums of a worker, and pulls these variables."""
+        if self._optimizer is None:
+            raise NotJoinedError("the rule of the center is unknown: create an AGNOptimizer")
+        self._check_known(request.names)
+        self._center.check_usable()
+        names = request.names[self._shard]
+        if names:
+            self._push(self._optimizer, names, request, message)
+        self._num_pushes += 1
+        return self.pull(request.names)
+
+    def _push(
+        self, optimizer: Optimizer, names: Sequence[str], request: PushRequest, message: Message
+    ) -> None:
+        vars(optimizer).update(request.settings)
+        if optimizer._rule is None:
+            vars(optimizer).update(zip(optimizer._hyperparameters, request.scalars, strict=True))
+        centers = [self._center.variables[name] for name in names]
+        self._center.prepare_centers(optimizer, centers, request.config)
+        rows = self._center.written_by_update(optimizer, centers)
+        sums, last = self._operands(names, request, message)
+        pushed = [
+            PushedVariable(name, written, total, (), then)
+            for name, written, total, then in zip(names, rows, sums, last, strict=True)
+        ]
+        failed = partial(self._center.mark_push_failed, request.config.task)
+        PushPlan(pushed, optimizer, request.config, failed).run(request.scalars, lambda: None)
+
+    def _operands(
+        self, names: Sequence[str], request: PushRequest, message: Message
+    ) -> tuple[list[Sum], list[Buffer | None]]:
+        """Returns the sums of a message, and the values of the worker's last pull."""
+        layout = Layout(message.specs)
+        arrays, buffers = iter(layout.arrays(message)), iter(layout.unpack(self._device, message))
+        sums: list[Sum] = []
+        for name in names:
+            if name not in request.sparse:
+                next(arrays)
+                sums.append((next(buffers),))
+                continue
+            shape, dtype = self._specs[name]
+            parts = [next(arrays) for _ in range(3)]
+            for _ in parts:
+                next(buffers)
+            saved = dict(zip(("indices", "num_touches", "values"), parts, strict=True))
+            sums.append(SPARSE.load(name, saved, dtype, shape, MAX_COUNT)(self._device))
+        last = [None if request.config.gamma is None else next(buffers) for _ in names]
+        return sums, last
+
+    def load_center(self, state: Mapping[str, Any], message: None) -> None:
+        """Loads a state of the whole center."""
+        self._ready(state)()
+        self._center.version += 1
+        self._center.fault = None
+
+    def _check_known(self, names: Sequence[Sequence[str]]) -> None:
+        """Raises ``NotJoinedError`` unless all variables exist, and each on its shard."""
+        for shard, of_shard in enumerate(names):
+            for name in of_shard:
+                if self._shards.get(name) != shard:
+                    raise NotJoinedError(f"there is no variable {name!r}: create it again")
+
+    # -- reads ------------------------------------------------------------------------------------
+
+    def pull(self, names: Sequence[Sequence[str]]) -> Message:
+        """Returns variables of this shard, each with its master if it has one."""
+        self._check_known(names)
+        masters = self._center.slots.by_name.get(MASTER, {}) if self._center.slots else {}
+        found: list[Buffer] = []
+        with_master: list[str] = []
+        for name in names[self._shard]:
+            variable = self._center.variables[name]
+            found.append(variable.buffers[0])
+            if variable in masters:
+                found.append(masters[variable].buffers[0])
+                with_master.append(name)
+        message = Layout(specs_of(found)).pack(self._device, found)
+        return message._replace(value=(self._num_pushes, frozenset(with_master)))
+
+    def slots_of(self, name: str) -> dict[str, str]:
+        """Returns the full names of the slots of a variable, if it is of this shard."""
+        variable, slots = self._center.variables.get(name), self._center.slots
+        if variable is None or slots is None:
+            return {}
+        return {
+            slot: of_slot[variable].name
+            for slot, of_slot in slots.by_name.items()
+            if variable in of_slot
+        }
+
+    def slot_value(self, name: str, slot: str) -> Message:
+        """Returns a slot of a variable, if it is of this shard."""
+        variable = self._center.variables.get(name)
+        found = None if variable is None else self._center.slot(variable, slot)
+        buffers = [] if found is None else [found.buffers[0]]
+        return Layout(specs_of(buffers)).pack(self._device, buffers)
+
+    def shard_of(self, name: str) -> int:
+        """Returns the shard of a variable."""
+        return self._shards[name]
+
+    def names(self) -> list[str]:
+        """Returns the names of all variables, of all shards."""
+        return list(self._specs)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state of this shard, in the form of ``AGNCenter.state_dict``."""
+        self._center.check_usable()
+        state: dict[str, Any] = downloader(None)(
+            queued_center(self._center.variables, self._center.slots)
+        )
+        if self._saved_slots is not None:
+            state["optimizer"] = {"optimizer": self._saved_rule, "slots": self._saved_slots}
+        return state
+
+    def check_state(self, state: Any) -> None:
+        """Raises what ``load_center`` would."""
+        self._ready(state)
+
+    def _ready(self, state: Any) -> Any:
+        """Validates a state; returns a function that loads this shard's part."""
+        names = dict.fromkeys(self._specs, anything)
+        found = checked(
+            "state", state, dict.fromkeys(("format", "variables", "optimizer"), anything)
+        )
+        values = checked("state['variables']", found["variables"], names)
+        own = self._center.variables
+        found["variables"] = {name: values[name] for name in own}
+        if isinstance(found["optimizer"], Mapping) and "slots" in found["optimizer"]:
+            full_names = {f"global_center_variable/{name}": anything for name in names}
+            slots = some_of(full_names)("state['optimizer']['slots']", found["optimizer"]["slots"])
+            kept = {variable.name for variable in own.values()}
+            of_own = {name: each for name, each in slots.items() if name in kept}
+            found["optimizer"] = {**found["optimizer"], "slots": of_own}
+        return ready_center(own, self._center.slots, found)
+
+    # -- workers ----------------------------------------------------------------------------------
+
+    @property
+    def clock(self) -> int:
+        """The number of pushes."""
+        return self._num_pushes
+
+    def begin(self, task_index: int) -> None:
+        """Registers a worker; see ``WorkerRegistry``."""
+        self._center.registry.begin(task_index)
+
+    def end(self, task_index: int) -> None:
+        """Unregisters a worker."""
+        self._center.registry.end(task_index)
+
+    def clear_failure(self, task_index: int) -> None:
+        """Removes a worker from those that failed."""
+        self._center.registry.clear_failure(task_index)
+
+    def mark_failed(self, task_index: int, error: str) -> None:
+        """Records that an exception ended a worker."""
+        self._center.registry.mark_failed(task_index, RuntimeError(error))
+
+    def failed(self) -> list[int]:
+        """Returns the task indices of the workers that failed."""
+        return list(self._center.registry.failed)
+
+    def begun(self) -> list[int]:
+        """Returns the task indices of the workers of this round."""
+        return self._center.registry.begun()
+
+    # -- snapshots --------------------------------------------------------------------------------
+
+    def save(self) -> dict[str, Any]:
+        """See ``Store``."""
+        return {
+            "specs": {
+                name: [list(shape), str(dtype)] for name, (shape, dtype) in self._specs.items()
+            },
+            "shards": self._shards,
+            "num_pushes": self._num_pushes,
+            "center": self.state(),
+        }
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """See ``Store``; slots are made when a worker joins, which knows the rule's class."""
+        self._reset()
+        if state is None:
+            return
+        self._num_pushes, self._shards = state["num_pushes"], state["shards"]
+        for name, (shape, dtype) in state["specs"].items():
+            self._specs[name] = (tuple(shape), as_dtype(dtype))
+        for name, value in state["center"]["variables"].items():
+            array = converted(value, self._specs[name][1])
+            self._center.variable_for(name, Variable(array, name, device=self._device))
+        if state["center"]["optimizer"] is not None:
+            self._saved_rule = state["center"]["optimizer"]["optimizer"]
+            self._saved_slots = state["center"]["optimizer"]["slots"]
+
+
+def _nbytes(spec: Spec) -> int:
+    shape, dtype = spec
+    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

@@ -1,0 +1,245 @@
+"""The caller's side of an actor: calls that are applied once, and their errors."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+
+from gradreduce.accumulator.validate import as_timeout
+from gradreduce.errors import (
+    BackendUnavailableError,
+    CancelledError,
+    DeadlineExceededError,
+    brief,
+)
+from gradreduce.optim.hyperparameters import as_count
+
+from . import cluster
+from .lead import Origin, WorkerInfo, start_shard
+from .messages import Message
+from .shard import Key, RetryError, Settings
+from .store import Store
+
+POLL_SECONDS = 1.0  # how long a lead keeps a take that waits, before its client asks again
+
+
+class _Caller(threading.local):
+    """The name of a thread's calls, and the number of the last one."""
+
+    def __init__(self) -> None:
+        self.name = uuid.uuid4().hex
+        self.number = 0
+
+    def next_key(self) -> Key:
+        """Returns the key of the thread's next call."""
+        self.number += 1
+        return self.name, self.number
+
+
+class Client:
+    """A connection to the actors of a name; starts them if there are none.
+
+    Args:
+        settings: of shard 0.
+        make_store: returns an empty store for a shard.
+        timeout: seconds that a call waits for its answer; None: as long as the actor lives.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        make_store: Callable[[Settings], Store],
+        timeout: float | None,
+    ) -> None:
+        cluster.init()
+        self.name, self.num_shards = settings.name, settings.num_shards
+        self._timeout = as_timeout(timeout)
+        self._lead = start_shard(settings, make_store)
+        self._caller = _Caller()
+
+    def next_key(self) -> Key:
+        """Returns the key of this thread's next call."""
+        return self._caller.next_key()
+
+    def call(
+        self,
+        command: str,
+        *arguments: Any,
+        messages: Sequence[Message] = (),
+        origin: Origin | None = None,
+        key: Key | None = None,
+    ) -> Any:
+        """Runs a command once; returns the value or message of each shard.
+
+        Args:
+            command: name of the store's method.
+            arguments: for all shards.
+            messages: one for each shard; or none.
+            origin: of a gradient.
+            key: of an earlier call that failed, to repeat it without applying it twice. Default:
+                that of the next call.
+
+        Raises:
+            DeadlineExceededError: no answer within ``timeout``; whether the command was applied is
+                unknown.
+            CancelledError: the actor was closed.
+            BackendUnavailableError: it died, and is not restarted.
+        """
+        key = self.next_key() if key is None else key
+        first = messages[0] if messages else None
+        others = [ray.put(message) for message in messages[1:]]
+        return self._answered(self._lead.call, key, command, arguments, first, others, origin)
+
+    def read(self, method: str, *arguments: Any) -> Any:
+        """Runs a method that changes nothing; returns the value or message of each shard."""
+        return self._answered(self._lead.read_all, method, arguments)
+
+    def take(self, num_required: int, timeout: float | None) -> Any:
+        """Takes; blocks until there are enough gradients.
+
+        Raises:
+            DeadlineExceededError: nothing was taken within ``timeout`` seconds.
+        """
+        key, limit = self.next_key(), as_timeout(timeout)
+        end = None if limit is None else time.monotonic() + limit
+        try:
+            while True:
+                left = POLL_SECONDS if end is None else max(0.0, end - time.monotonic())
+                seconds = min(left, POLL_SECONDS)
+                found = self._answered(self._lead.take, key, num_required, seconds)
+                if isinstance(found, list):
+                    self._lead.delivered.remote(key[0])
+                    return found
+                if end is not None and time.monotonic() >= end:
+                    break
+        except BaseException:  # also Ctrl-C: nobody waits for the answer
+            self._lead.withdraw.remote(key)
+            raise
+        taken = self._answered(self._lead.withdraw, key)
+        if taken is not None:
+            self._lead.delivered.remote(key[0])
+            return taken
+        raise DeadlineExceededError(f"no gradient within {limit} s; {found}")
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the lead's store that concerns no tensor."""
+        return self._get(self._lead.ask.remote(method, arguments))
+
+    def wait_for(self, method: str, least: int, timeout: float) -> list[Any]:
+        """Waits until the list that a method of the lead's store returns has so many entries."""
+        end = time.monotonic() + timeout
+        while True:
+            left = max(0.0, end - time.monotonic())
+            seconds = min(left, POLL_SECONDS)
+            found: list[Any] = self._get(self._lead.wait_for.remote(method, least, seconds))
+            if len(found) >= least or not left:
+                return found
+
+    def workers(self) -> list[WorkerInfo]:
+        """Returns what the lead knows of each worker."""
+        found: list[WorkerInfo] = self._get(self._lead.workers.remote())
+        return found
+
+    def leave(self, worker: str) -> None:
+        """Has the lead forget a worker."""
+        self._get(self._lead.leave.remote(worker))
+
+    def close(self) -> None:
+        """Ends the actors, and removes their snapshots; does nothing if they have ended."""
+        try:
+            self._get(self._lead.end.remote())
+            self._get(self._lead.close.options(max_task_retries=0).remote())
+        except CancelledError:
+            pass
+
+    def _answered(self, method: Any, *arguments: Any) -> Any:
+        """Calls a method of the lead until it answers; fetches the arrays of the answer."""
+        while True:
+            try:
+                found = self._get(method.remote(*arguments))
+                if isinstance(found, list):
+                    return [each.fetched() for each in found]
+                return found
+            except (RetryError, ray.exceptions.ObjectLostError):
+                continue
+
+    def _get(self, reference: Any) -> Any:
+        try:
+            return ray.get(reference, timeout=self._timeout)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            raise cause from None
+        except ray.exceptions.GetTimeoutError:
+            raise DeadlineExceededError(
+                f"no answer from {self.name!r} within {self._timeout} s"
+            ) from None
+        except ray.exceptions.RayActorError as error:
+            if "INTENDED_USER_EXIT" in str(error):
+                raise CancelledError(f"{self.name!r} was closed") from None
+            reason = str(error).rpartition("The actor is dead because ")[2].partition(".")[0]
+            raise BackendUnavailableError(
+                f"the actor {self.name!r} is dead: {reason}; pass snapshots= to have it restarted"
+            ) from None
+
+
+class SharedOptions(NamedTuple):
+    """Options of everything that actors hold; see ``AccumulatorSet``."""
+
+    num_shards: int
+    num_gpus: int
+    snapshots: str | os.PathLike[str] | None
+    durability: str | int
+    worker: str | None
+    timeout: float | None
+
+    def settings(self, name: str) -> Settings:
+        """Validates the options; returns the settings of shard 0.
+
+        Raises:
+            ValueError: an option is invalid.
+            TypeError: it has another type.
+        """
+        cluster.check_name("shared_name", name)
+        if isinstance(self.durability, str) and self.durability != "push":
+            text = brief(self.durability)
+            raise ValueError(f"durability={text} must be 'push' or a number of calls")
+        is_push = self.durability == "push"
+        if is_push and self.snapshots is None:
+            raise ValueError("durability='push' needs a folder: pass snapshots=")
+        if self.num_gpus not in (0, 1):
+            raise ValueError(f"num_gpus={brief(self.num_gpus)} must be 0 or 1")
+        return Settings(
+            name,
+            0,
+            as_count("num_shards", self.num_shards, least=1),
+            None if self.snapshots is None else os.fspath(Path(self.snapshots).resolve()),
+            1 if is_push else as_count("durability", self.durability, least=1),
+            self.num_gpus,
+        )
+
+    def for_others(self) -> dict[str, Any]:
+        """Returns the options for another process, which is another worker."""
+        return {**self._asdict(), "worker": None}
+
+
+def spread(sizes: Sequence[int], num_shards: int) -> tuple[int, ...]:
+    """Returns the shard of each tensor: the one with the fewest bytes, for large tensors first.
+
+    Raises:
+        ValueError: there are fewer tensors than shards.
+    """
+    if num_shards > len(sizes):
+        raise ValueError(f"num_shards={num_shards} is more than the {len(sizes)} tensors")
+    held, shards = [0] * num_shards, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        shard = min(range(num_shards), key=held.__getitem__)
+        shards[index] = shard
+        held[shard] += max(1, sizes[index])
+    return tuple(shards)

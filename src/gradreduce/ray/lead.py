@@ -1,0 +1,378 @@
+"""The lead: the actor that gives all commands of a set of shards their order.
+
+    client -> call          the other shards fetch their arrays, while earlier commands still run
+              (lock)        was this call already applied? Then its answer is given again
+              execute       every shard runs the command, and writes a snapshot if one is due
+              serve         takes that now have enough gradients are commands too
+              answer        the small values and arrays of all shards
+
+A take that waits does not hold the lock: other calls go on meanwhile. All code of an actor runs in
+one thread; another call can only go on at an ``await``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import ray
+
+from gradreduce.errors import BackendUnavailableError, CancelledError, log_warning
+
+from .cluster import NAMESPACE
+from .messages import Message
+from .shard import Answer, Key, RetryError, Settings, Shard
+from .store import Store
+
+LEASE_SECONDS = 5.0  # a waiting take whose client has not asked again for so long is dropped
+MAX_CALLERS = 10_000  # whose last calls are known, and workers
+
+
+class Origin(NamedTuple):
+    """Where a gradient comes from.
+
+    Attributes:
+        worker: its name.
+        step: number of its gradient or step.
+        clock: that of the store when the worker read what the gradient was computed from.
+    """
+
+    worker: str
+    step: int
+    clock: int
+
+
+class WorkerInfo(NamedTuple):
+    """What a lead knows of a worker.
+
+    Attributes:
+        name: of the worker.
+        step: of its last gradient: the ``local_step`` of an accumulator's, the number of local
+            steps of AGN.
+        staleness: the number of updates that its last gradient did not know of.
+        last_contact: seconds since then.
+    """
+
+    name: str
+    step: int
+    staleness: int
+    last_contact: float
+
+
+@dataclass(eq=False)
+class Ticket:
+    """The place of a waiting take in the queue.
+
+    Attributes:
+        key: of the call.
+        num_required: gradients.
+        seen: when its client has asked last.
+        done: has the answers.
+    """
+
+    key: Key
+    num_required: int
+    seen: float = 0.0
+    done: asyncio.Future[list[Answer]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+def start_shard(settings: Settings, make_store: Callable[[Settings], Store]) -> Any:
+    """Returns the actor of a shard; starts it if there is none of its name."""
+    num_retries = 0 if settings.folder is None else -1
+    actor = ray.remote(Shard if settings.shard else Lead).options(
+        name=settings.actor_name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        num_gpus=settings.num_gpus,
+        max_restarts=num_retries,
+        max_task_retries=num_retries,
+    )
+    return actor.remote(settings, make_store)
+
+
+class Lead(Shard):
+    """Shard 0; see the module.
+
+    Args:
+        settings: how it is made.
+        make_store: returns an empty store for a shard.
+    """
+
+    def __init__(self, settings: Settings, make_store: Callable[[Settings], Store]) -> None:
+        self._calls: dict[str, list[Any]] = {}  # caller -> number of its last call, command, value
+        super().__init__(settings, make_store)
+        self._others = [
+            start_shard(settings._replace(shard=shard), make_store)
+            for shard in range(1, settings.num_shards)
+        ]
+        self._are_alike = not self._others  # whether all shards have run the same commands
+        self._generation = 0  # how often they went back to a snapshot
+        self._fault = ""
+        self._closed = False
+        self._lock = asyncio.Lock()
+        self._tickets: dict[Key, Ticket] = {}
+        self._workers: dict[str, tuple[int, int, float]] = {}
+        self._asked = asyncio.Event()
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        key: Key,
+        command: str,
+        arguments: Sequence[Any],
+        message: Message | None = None,
+        others: Sequence[Any] = (),
+        origin: Origin | None = None,
+    ) -> list[Answer]:
+        """Runs a command once on all shards, however often it is called with the same key.
+
+        Args:
+            key: of the call; a caller's numbers ascend.
+            command: name of the store's method.
+            arguments: for all shards.
+            message: for this shard.
+            others: refer to the messages for the other shards; empty: no command has any.
+            origin: of a gradient.
+        """
+        generation = self._generation
+        messages = others or [None] * len(self._others)
+        await self._from_others("stage", [(key, each) for each in messages])
+        try:
+            async with self._lock:
+                await self._ready()
+                if self._is_known(key):
+                    return await self._again(key[0])
+                if generation != self._generation:
+                    raise RetryError("staged before the shards went back to a snapshot")
+                if origin is not None:
+                    self._note(origin)
+                answers = await self._run(key, command, arguments, message)
+                await self._serve()
+                return answers
+        finally:
+            for other in self._others:
+                other.discard.remote(key)
+
+    async def _run(
+        self, key: Key, command: str, arguments: Sequence[Any], message: Message | None
+    ) -> list[Answer]:
+        """Runs a command on all shards; the lock is held."""
+        number = self._number + 1
+        own = Answer.of(self._execute(key, command, arguments, message))
+        if not self._others:
+            return [own]
+        calls = [(number, key, command, arguments)] * len(self._others)
+        self._are_alike = False
+        found = await self._from_others("execute", calls)
+        self._are_alike = True
+        return [own, *found]
+
+    def _note_call(self, key: Key, command: str, value: Any) -> None:
+        _set_last(
+            self._calls, key[0], [key[1], command, None if isinstance(value, Message) else value]
+        )
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "calls": self._calls}
+
+    def _load(self, number: int) -> dict[str, Any]:
+        state = super()._load(number)
+        self._calls = state.get("calls", {})
+        return state
+
+    async def _from_others(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Calls the other shards at the same time; raises the first error."""
+        pending = [
+            getattr(other, method).remote(*call)
+            for other, call in zip(self._others, calls, strict=True)
+        ]
+        try:
+            return list(await asyncio.gather(*pending))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayActorError as error:
+            self._are_alike = False
+            raise RetryError(f"a shard of {self._settings.name!r} died") from error
+
+    def _is_known(self, key: Key) -> bool:
+        """Whether a call was applied already, or its caller has made a later one."""
+        known = self._calls.get(key[0])
+        return known is not None and key[1] <= known[0]
+
+    async def _again(self, caller: str) -> list[Answer]:
+        """Returns the answers to the last call of a caller."""
+        _, command, value = self._calls[caller]
+        repeat = self._store.repeated.get(command)
+        return [Answer(value)] if repeat is None else await self._read(repeat, (caller,))
+
+    # -- reads ------------------------------------------------------------------------------------
+
+    async def read_all(self, command: str, arguments: Sequence[Any]) -> list[Answer]:
+        """Runs a method that changes nothing on all shards, between two commands."""
+        async with self._lock:
+            await self._ready()
+            return await self._read(command, arguments)
+
+    async def _read(self, command: str, arguments: Sequence[Any]) -> list[Answer]:
+        own = await self.read(command, arguments)
+        return [own, *await self._from_others("read", [(command, arguments)] * len(self._others))]
+
+    async def ask(self, method: str, arguments: Sequence[Any]) -> Any:
+        """Calls a method of this shard's store that concerns no tensor."""
+        self._check_open()
+        value = getattr(self._store, method)(*arguments)
+        self._asked.set()
+        self._asked = asyncio.Event()
+        return value
+
+    async def wait_for(self, method: str, least: int, seconds: float) -> list[Any]:
+        """Returns a list of the store; waits until it has at least so many entries."""
+        end = time.monotonic() + seconds
+        while True:
+            found: list[Any] = getattr(self._store, method)()
+            left = end - time.monotonic()
+            if len(found) >= least or left <= 0:
+                return found
+            await _wait(self._asked.wait(), left)
+
+    # -- takes ------------------------------------------------------------------------------------
+
+    async def take(self, key: Key, num_required: int, seconds: float) -> list[Answer] | str:
+        """Takes, or waits for gradients; takes complete in the order of their first calls.
+
+        Args:
+            key: of the call. The client calls again with it until the take has completed.
+            num_required: gradients.
+            seconds: to wait.
+
+        Returns:
+            The answers, or a text that says what is missing.
+        """
+        async with self._lock:
+            await self._ready()
+            if self._is_known(key):
+                return await self._again(key[0])
+            ticket = self._tickets.setdefault(key, Ticket(key, num_required))
+            ticket.seen = time.monotonic()
+            await self._serve()
+        await _wait(asyncio.shield(ticket.done), seconds)
+        ticket.seen = time.monotonic()
+        return ticket.done.result() if ticket.done.done() else self._store.missing(num_required)
+
+    async def withdraw(self, key: Key) -> list[Answer] | None:
+        """Drops a waiting take; if it has completed, returns the answers."""
+        async with self._lock:
+            self._tickets.pop(key, None)
+            await self._ready()
+            if self._is_known(key):
+                return await self._again(key[0])
+            await self._serve()
+            return None
+
+    async def delivered(self, caller: str) -> None:
+        """Notes that a caller has what it has taken."""
+        await self.forget(caller)
+        for other in self._others:
+            other.forget.remote(caller)
+
+    async def _serve(self) -> None:
+        """Completes the takes that have enough gradients, in order; the lock is held."""
+        while self._tickets:
+            ticket = next(iter(self._tickets.values()))
+            if time.monotonic() - ticket.seen > LEASE_SECONDS:
+                log_warning(__name__, "a take of %r was dropped: its client is gone", ticket.key[0])
+                del self._tickets[ticket.key]
+            elif self._store.can_take(ticket.num_required):
+                caller = ticket.key[0]
+                answers = await self._run(ticket.key, "take", (caller, ticket.num_required), None)
+                del self._tickets[ticket.key]
+                ticket.done.set_result(answers)
+            else:
+                return
+
+    # -- workers ----------------------------------------------------------------------------------
+
+    def _note(self, origin: Origin) -> None:
+        staleness = max(0, self._store.clock - origin.clock)
+        _set_last(self._workers, origin.worker, (origin.step, staleness, time.monotonic()))
+
+    async def workers(self) -> list[WorkerInfo]:
+        """Returns what is known of each worker, sorted by name."""
+        now = time.monotonic()
+        return [
+            WorkerInfo(name, step, staleness, now - seen)
+            for name, (step, staleness, seen) in sorted(self._workers.items())
+        ]
+
+    async def leave(self, worker: str) -> None:
+        """Forgets a worker."""
+        self._workers.pop(worker, None)
+
+    # -- failures ---------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CancelledError(f"{self._settings.name!r} was closed")
+        if self._fault:
+            raise BackendUnavailableError(self._fault)
+
+    async def _ready(self) -> None:
+        """Raises if closed; has all shards go back to a snapshot if one was restarted."""
+        self._check_open()
+        if self._are_alike:
+            return
+        self._generation += 1
+        try:
+            numbers = set(await self.snapshots())
+            for found in await self._from_others("snapshots", [()] * len(self._others)):
+                numbers &= set(found)
+            if numbers:
+                await self._from_others("go_back", [(max(numbers),)] * len(self._others))
+        except RetryError:
+            if self._settings.folder is not None:
+                raise
+            numbers = set()
+        if not numbers:
+            self._fault = (
+                f"{self._settings.name!r} has lost a shard, and its shards have no snapshot of the "
+                "same moment: close it; pass snapshots= to survive this"
+            )
+            self._check_open()
+        self._load(max(numbers))
+        self._are_alike = True
+
+    async def end(self) -> None:
+        """Closes: waiting takes and later calls raise; removes snapshots, and ends all actors."""
+        async with self._lock:
+            self._closed = True
+            for ticket in self._tickets.values():
+                ticket.done.set_exception(CancelledError("TakeGrad operation was cancelled"))
+            self._tickets = {}
+        for other in self._others:
+            other.close.options(max_task_retries=0).remote()
+
+
+def _set_last(known: dict[str, Any], key: str, value: Any) -> None:
+    """Sets the last entry of a dict; drops the first ones if there are too many."""
+    known.pop(key, None)
+    known[key] = value
+    while len(known) > MAX_CALLERS:
+        del known[next(iter(known))]
+
+
+async def _wait(awaitable: Any, seconds: float) -> None:
+    """Waits for something at most some seconds; errors are left in it."""
+    try:
+        await asyncio.wait_for(awaitable, seconds)
+    except TimeoutError:
+        pass
+    except CancelledError:
+        pass

@@ -1,0 +1,158 @@
+"""Arrays of a message to an actor: small tensors share a flat array, others travel alone.
+
+Ray needs several microseconds for each array of a message, and stores large ones in shared memory,
+where the receiver reads them without a copy. All arrays travel as bytes, because Ray knows no
+bfloat16; both ends know shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradreduce import ops
+from gradreduce.arrays.convert import from_buffer
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    flat_layout,
+    join_streams,
+    to_accessible,
+)
+from gradreduce.device.buffer import FlatLayout
+
+Spec = tuple[tuple[int, ...], DType]  # shape and dtype
+BIG = 1 << 16  # bytes from which a tensor travels alone
+
+
+class Message(NamedTuple):
+    """The arrays of a message.
+
+    Attributes:
+        specs: shape and dtype of each tensor.
+        flats: for each dtype the bytes of small tensors.
+        bigs: the bytes of each of the others.
+        value: a small value that goes with them.
+    """
+
+    specs: Sequence[Spec]
+    flats: Sequence[np.ndarray]
+    bigs: Sequence[np.ndarray]
+    value: Any = None
+
+
+class Flat(NamedTuple):
+    """The small tensors of a dtype.
+
+    Attributes:
+        dtype: of all.
+        indices: of the tensors in the message.
+        shapes: of the tensors.
+        layout: where each is in the flat array.
+    """
+
+    dtype: DType
+    indices: list[int]
+    shapes: list[tuple[int, ...]]
+    layout: FlatLayout
+
+
+class Layout:
+    """Which tensors of a message travel together.
+
+    Args:
+        specs: shape and dtype of each tensor.
+    """
+
+    def __init__(self, specs: Sequence[Spec]) -> None:
+        self.specs = specs
+        self._bigs: list[int] = []
+        small: dict[DType, list[int]] = {}
+        for index, (shape, dtype) in enumerate(specs):
+            is_big = math.prod(shape) * dtype.itemsize >= BIG
+            (self._bigs if is_big else small.setdefault(dtype, [])).append(index)
+        self._flats = []
+        for dtype, indices in small.items():
+            shapes = [specs[index][0] for index in indices]
+            layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
+            self._flats.append(Flat(dtype, indices, shapes, layout))
+
+    # -- host arrays ------------------------------------------------------------------------------
+
+    def message(self, arrays: Sequence[np.ndarray]) -> Message:
+        """Returns a message of host arrays; copies small ones, and others if not contiguous."""
+        flats = []
+        for dtype, indices, _, layout in self._flats:
+            flat = np.zeros(layout.size, dtype)
+            for start, size, index in zip(layout.offsets, layout.sizes, indices, strict=True):
+                flat[start : start + size] = arrays[index].reshape(-1)
+            flats.append(_as_bytes(flat))
+        return Message(self.specs, flats, [_as_bytes(arrays[index]) for index in self._bigs])
+
+    def arrays(self, message: Message) -> list[np.ndarray]:
+        """Returns the arrays of a message, on its memory."""
+        found: dict[int, np.ndarray] = {}
+        for (dtype, indices, shapes, layout), flat in zip(self._flats, message.flats, strict=True):
+            values = flat.view(dtype)
+            parts = zip(layout.offsets, layout.sizes, indices, shapes, strict=True)
+            for start, size, index, shape in parts:
+                found[index] = values[start : start + size].reshape(shape)
+        for index, big in zip(self._bigs, message.bigs, strict=True):
+            shape, dtype = self.specs[index]
+            found[index] = big.view(dtype).reshape(shape)
+        return [found[index] for index in range(len(self.specs))]
+
+    # -- Buffers ----------------------------------------------------------------------------------
+
+    def pack(self, device: Device, buffers: Sequence[Buffer]) -> Message:
+        """Returns a message of Buffers; waits for the device.
+
+        Small tensors are packed by one launch for each dtype. Others of a simulated device are
+        not copied: send the message before they change.
+
+        Args:
+            device: launches; of the mesh of the buffers.
+            buffers: one for each tensor.
+        """
+        wholes, outs, terms = [], [], []
+        for dtype, indices, _, layout in self._flats:
+            ops.prepare_pack(device, dtype, dtype)
+            whole = device.empty((layout.size,), dtype)
+            wholes.append(whole)
+            outs += whole.parts(layout.offsets, layout.spans)
+            terms += [to_accessible(device, buffers[index]) for index in indices]
+        if outs:
+            join_streams(device, dict.fromkeys([term.device for term in terms]))
+            ops.pack(outs, terms, device=device)
+        flats = [_as_bytes(whole.numpy()) for whole in wholes]
+        bigs = [_as_bytes(from_buffer(buffers[index], "numpy")) for index in self._bigs]
+        return Message(self.specs, flats, bigs)
+
+    def unpack(self, device: Device, message: Message) -> list[Buffer]:
+        """Returns the tensors of a message as Buffers of a device.
+
+        Small ones are uploaded together. Others of a simulated device are on the memory of the
+        message, and are read-only if that is.
+        """
+        found: dict[int, Buffer] = {}
+        for (dtype, indices, shapes, layout), flat in zip(self._flats, message.flats, strict=True):
+            whole = device.upload(flat.view(dtype))
+            parts = whole.parts(layout.offsets, layout.sizes, shapes)
+            found |= zip(indices, parts, strict=True)
+        for index, big in zip(self._bigs, message.bigs, strict=True):
+            shape, dtype = self.specs[index]
+            found[index] = device.put(big.view(dtype).reshape(shape))
+        return [found[index] for index in range(len(self.specs))]
+
+
+def specs_of(tensors: Sequence[np.ndarray] | Sequence[Buffer]) -> list[Spec]:
+    """Returns shape and dtype of each tensor."""
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,0 +1,173 @@
+"""The actors of gradreduce.ray: what every shard does.
+
+Several actors (shards) may share the tensors of a set of accumulators or of a center. All run the
+same commands in the same order, numbered by shard 0, the lead; see ``lead.py``. A snapshot has the
+number of the last command in it, and every shard writes those of the same numbers, so that all can
+go back to the same one after one of them was restarted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import ray
+
+from .messages import Message
+from .snapshots import Snapshots
+from .store import Store
+
+Key = tuple[str, int]  # of a call: the caller, and its number
+
+
+class Settings(NamedTuple):
+    """How an actor is made.
+
+    Attributes:
+        name: of the lead; the others have ``name#1``, ...
+        shard: number of the shard.
+        num_shards: number of shards.
+        folder: of the snapshots; None: there are none.
+        period: commands between two snapshots; 1: each command has one before its answer.
+        num_gpus: of each actor.
+    """
+
+    name: str
+    shard: int
+    num_shards: int
+    folder: str | None
+    period: int
+    num_gpus: float
+
+    @property
+    def actor_name(self) -> str:
+        """The name of the shard's actor."""
+        return f"{self.name}#{self.shard}" if self.shard else self.name
+
+
+class Answer(NamedTuple):
+    """The answer of a shard to a command.
+
+    Attributes:
+        value: a small one.
+        message: arrays; None: none.
+        bigs: refers to the big arrays of the message, which are not in it; None: there are none.
+    """
+
+    value: Any
+    message: Message | None = None
+    bigs: Any = None
+
+    @classmethod
+    def of(cls, value: Any) -> Answer:
+        """Returns the answer with what a store has returned.
+
+        Big arrays are put into Ray's object store now, because later commands change them.
+        """
+        if not isinstance(value, Message):
+            return cls(value)
+        bigs = ray.put(list(value.bigs)) if value.bigs else None
+        return cls(None, value._replace(bigs=()), bigs)
+
+    def fetched(self) -> Any:
+        """Returns the value or the message; waits for big arrays, which are read-only."""
+        if self.message is None:
+            return self.value
+        bigs = () if self.bigs is None else ray.get(self.bigs)
+        return self.message._replace(bigs=bigs)
+
+
+class RetryError(RuntimeError):
+    """The shards have gone back to a snapshot: the client has to send its call again."""
+
+
+class Shard:
+    """An actor; its methods are asynchronous, but only those of the lead wait.
+
+    Args:
+        settings: how it is made.
+        make_store: returns an empty store for a shard.
+    """
+
+    def __init__(self, settings: Settings, make_store: Callable[[Settings], Store]) -> None:
+        self._settings = settings
+        self._store = make_store(settings)
+        self._number = 0  # of the last command
+        self._staged: dict[Key, Message | None] = {}
+        self._snapshots: Snapshots | None = None
+        if settings.folder is not None:
+            self._snapshots = Snapshots(settings.folder, settings.actor_name.replace("#", "-"))
+            self._load(self._snapshots.newest())
+
+    async def stage(self, key: Key, message: Message | None) -> None:
+        """Keeps the arrays of a call until ``execute`` or ``discard``."""
+        self._staged[key] = message
+
+    async def discard(self, key: Key) -> None:
+        """Drops the arrays of a call that will not be executed."""
+        self._staged.pop(key, None)
+
+    async def execute(
+        self, number: int, key: Key, command: str, arguments: Sequence[Any]
+    ) -> Answer:
+        """Runs a command.
+
+        Raises:
+            RetryError: this shard was restarted, and has not run all commands before.
+        """
+        if number != self._number + 1:
+            raise RetryError(f"{self._settings.actor_name} was restarted")
+        return Answer.of(self._execute(key, command, arguments, self._staged.pop(key, None)))
+
+    async def read(self, command: str, arguments: Sequence[Any]) -> Answer:
+        """Runs a method of the store that changes nothing."""
+        return Answer.of(getattr(self._store, command)(*arguments))
+
+    async def forget(self, caller: str) -> None:
+        """Drops what is kept to answer a caller again."""
+        self._store.forget(caller)
+
+    async def snapshots(self) -> list[int]:
+        """Returns the numbers of the states that this shard can go back to."""
+        if self._snapshots is None:
+            return [] if self._number else [0]
+        numbers = self._snapshots.numbers()
+        return numbers if len(numbers) > 1 else [0, *numbers]
+
+    async def go_back(self, number: int) -> None:
+        """Goes back to the state after a command, of which there is a snapshot; 0: the first."""
+        self._load(number)
+
+    async def close(self) -> None:
+        """Removes the snapshots, and ends the actor."""
+        if self._snapshots is not None:
+            self._snapshots.remove()
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+
+    def _execute(
+        self, key: Key, command: str, arguments: Sequence[Any], message: Message | None
+    ) -> Any:
+        """Runs a command, and writes a snapshot if one is due."""
+        value = getattr(self._store, command)(*arguments, message)
+        self._number += 1
+        self._note_call(key, command, value)
+        if self._snapshots is not None and not self._number % self._settings.period:
+            self._snapshots.write(self._number, self._state())
+        return value
+
+    def _note_call(self, key: Key, command: str, value: Any) -> None:
+        """Called after a command, before its snapshot."""
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what a snapshot has."""
+        return {"store": self._store.save()}
+
+    def _load(self, number: int) -> dict[str, Any]:
+        """Loads a snapshot, and returns it; 0: the state of a new actor, which is empty."""
+        state: dict[str, Any] = {}
+        if self._snapshots is not None:
+            state = self._snapshots.read(number) if number else {}
+            self._snapshots.remove(above=number)  # other commands will get these numbers
+        self._store.load(state.get("store"))
+        self._number, self._staged = number, {}
+        return state

@@ -1,0 +1,54 @@
+"""What an actor holds: the interface of the accumulators and of the center of an actor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+
+class Store(ABC):
+    """The state of a shard, and the commands on it.
+
+    Every shard runs the same commands in the same order, each on its own tensors, so that all
+    shards decide alike. A command is a method, called with the arguments that all shards get and
+    this shard's message. If it raises, the state is unchanged. The answer is a small value that is
+    equal on all shards, or a ``Message`` with this shard's tensors.
+
+    Attributes:
+        repeated: for each command whose answer is a message, the name of the method that returns
+            that answer to a caller again.
+    """
+
+    repeated: Mapping[str, str]
+
+    @abstractmethod
+    def describe(self) -> Any:
+        """Returns what all users of an actor must agree on, equal on all shards."""
+
+    @property
+    @abstractmethod
+    def clock(self) -> int:
+        """The number of updates that a gradient may or may not know of."""
+
+    @abstractmethod
+    def save(self) -> dict[str, Any]:
+        """Returns the state as host data; see ``gradreduce.checkpoint``."""
+
+    @abstractmethod
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Replaces the state by a saved one; None: by that of a new store."""
+
+    # -- accumulators only ------------------------------------------------------------------------
+
+    def forget(self, caller: str) -> None:
+        """Drops what a caller has taken."""
+        raise NotImplementedError
+
+    def can_take(self, num_required: int) -> bool:
+        """Whether enough gradients for a take have arrived."""
+        raise NotImplementedError
+
+    def missing(self, num_required: int) -> str:
+        """Returns what a take still waits for, for a message."""
+        raise NotImplementedError
