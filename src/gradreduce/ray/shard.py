@@ -142,7 +142,8 @@ class Shard:
         """Removes the snapshots, and ends the actor."""
         if self._snapshots is not None:
             self._snapshots.remove()
-        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+        leave: Any = ray.actor.exit_actor  # untyped
+        leave()
 
     def _execute(
         self, key: Key, command: str, arguments: Sequence[Any], message: Message | None
