@@ -96,8 +96,8 @@ ALLOWED = {
     "gather": "all_gather _all_gather",  # the collective, and by index
     "scatter": "reduce_scatter ReduceScatter",  # the collective
     "gathered": "_is_gathered gathered",
-    "pull": "optim/agn/*",  # of AGN
-    "push": "optim/agn/* _push push",  # of AGN, and of a term onto a sum
+    "pull": "optim/agn/* ray/*",  # of AGN
+    "push": "optim/agn/* ray/* _push push",  # of AGN, and of a term onto a sum
     "rate": "learning_rate",
     "root": "root",  # of a broadcast, and of a graph
     "serve": "_serve",  # takes in a queue
@@ -107,6 +107,7 @@ ALLOWED = {
 ALLOWED_TEXT = {
     "room": r"(?:no|make) room\b",  # free memory
     "halves": r"halves",  # float16 and bfloat16
+    "dead": r"is dead because",  # of Ray's messages
 }
 
 

@@ -5,7 +5,7 @@ Imported only when asked for, as ``gr.ray``: ``import gradreduce`` does not impo
 
 from __future__ import annotations
 
-from .accumulator_store import AccumulatorSpec
+from .accumulator_state import AccumulatorSpec
 from .accumulators import (
     AccumulatorSet,
     ConditionalAccumulator,

@@ -25,8 +25,8 @@ from gradreduce.checkpoint import anything, checked, downloader, equal, mapped
 from gradreduce.device import Buffer, as_dtype
 from gradreduce.errors import about, brief
 
-from .accumulator_store import AccumulatorSpec, AccumulatorStore, SetSpec, as_slices
-from .client import Client, SharedOptions, spread
+from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec, as_slices
+from .client import Client, SharedOptions, shards_for
 from .lead import Origin, WorkerInfo
 from .messages import Layout, specs_of
 
@@ -71,10 +71,12 @@ class SharedAccumulator:
                 AccumulatorSpec(*each, spec.is_sparse)
                 for each, spec in zip(known, specs, strict=True)
             ),
-            shards=spread(sizes, settings.num_shards),
+            shards=shards_for(sizes, settings.num_shards),
         )
         self._worker = options.worker or f"{platform.node()}:{os.getpid()}"
-        self._client = Client(settings, partial(AccumulatorStore, spec=self._spec), options.timeout)
+        self._client = Client(
+            settings, partial(AccumulatorSetState, spec=self._spec), options.timeout
+        )
         for name, had, wanted in zip(
             SetSpec._fields, self._client.ask("describe"), self._spec, strict=True
         ):

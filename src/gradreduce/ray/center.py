@@ -32,7 +32,7 @@ from gradreduce.optim.agn.worker_variables import WorkerVariables
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
-from .center_store import CenterStore, NotJoinedError, PushRequest, Rule
+from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule
 from .client import Client, SharedOptions
 from .lead import Origin, WorkerInfo
 from .messages import Layout, Message, specs_of
@@ -48,11 +48,11 @@ class RemoteVariable(LazyVariable):
     Args:
         name: of the variable.
         device: of the copies that are read.
-        fetch: returns the value.
+        read: returns the value.
     """
 
-    def __init__(self, name: str, device: Device, fetch: Callable[[], Any]) -> None:
-        super().__init__(name, lambda: (device.upload(fetch()),))
+    def __init__(self, name: str, device: Device, read: Callable[[], Any]) -> None:
+        super().__init__(name, lambda: (device.upload(read()),))
         self._device = device
 
     @property
@@ -122,8 +122,8 @@ class RemoteCenter(Center):
     def variable_for(self, name: str, local: Variable) -> Variable:
         """See ``Center``."""
         self._create(name, local)
-        fetch = partial(self._value, name)
-        return RemoteVariable(f"global_center_variable/{name}", local.devices[0], fetch)
+        read = partial(self._value, name)
+        return RemoteVariable(f"global_center_variable/{name}", local.devices[0], read)
 
     def _create(self, name: str, local: Variable) -> None:
         """Creates a center variable if there is none of this name."""
@@ -162,8 +162,8 @@ class RemoteCenter(Center):
         found: dict[str, Variable] = {}
         for shard, slots in enumerate(self._client.read("slots_of", name)):
             for slot, full_name in slots.items():
-                fetch = partial(self._slot_value, shard, name, slot)
-                found[slot] = RemoteVariable(full_name, self.devices[0], fetch)
+                read = partial(self._slot_value, shard, name, slot)
+                found[slot] = RemoteVariable(full_name, self.devices[0], read)
         return found
 
     def _slot_value(self, shard: int, name: str, slot: str) -> Any:
@@ -175,9 +175,9 @@ class RemoteCenter(Center):
         found = self.slot_variables()
         for name in self._client.ask("names"):
             self._shards[name] = self._client.ask("shard_of", name)
-            fetch = partial(self._value, name)
+            read = partial(self._value, name)
             full_name = f"global_center_variable/{name}"
-            found.append(RemoteVariable(full_name, self.devices[0], fetch))
+            found.append(RemoteVariable(full_name, self.devices[0], read))
         return sorted(found, key=lambda each: each.name)
 
     def prepare(
@@ -411,7 +411,7 @@ class AGNCenter(LocalCenter):
         options = SharedOptions(num_shards, num_gpus, snapshots, durability, worker, timeout)
         self._made_by = (name, options)
         self.devices = as_devices(default_mesh() if mesh is None else mesh, "mesh=")
-        self._client = Client(options.settings(name), CenterStore, timeout)
+        self._client = Client(options.settings(name), CenterShardState, timeout)
         found = self._client.ask("describe")
         if found != num_shards:
             raise ValueError(f"name={name!r} is {found}, not a center of {num_shards} shards")

@@ -25,7 +25,7 @@ from . import cluster
 from .lead import Origin, WorkerInfo, start_shard
 from .messages import Message
 from .shard import Key, RetryError, Settings
-from .store import Store
+from .shard_state import ShardState
 
 POLL_SECONDS = 1.0  # how long a lead keeps a take that waits, before its client asks again
 
@@ -48,20 +48,20 @@ class Client:
 
     Args:
         settings: of shard 0.
-        make_store: returns an empty store for a shard.
+        make_state: returns an empty state for a shard.
         timeout: seconds that a call waits for its answer; None: as long as the actor lives.
     """
 
     def __init__(
         self,
         settings: Settings,
-        make_store: Callable[[Settings], Store],
+        make_state: Callable[[Settings], ShardState],
         timeout: float | None,
     ) -> None:
         cluster.init()
         self.name, self.num_shards = settings.name, settings.num_shards
         self._timeout = as_timeout(timeout)
-        self._lead = start_shard(settings, make_store)
+        self._lead = start_shard(settings, make_state)
         self._caller = _Caller()
 
     def next_key(self) -> Key:
@@ -79,7 +79,7 @@ class Client:
         """Runs a command once; returns the value or message of each shard.
 
         Args:
-            command: name of the store's method.
+            command: name of the state's method.
             arguments: for all shards.
             messages: one for each shard; or none.
             origin: of a gradient.
@@ -129,11 +129,11 @@ class Client:
         raise DeadlineExceededError(f"no gradient within {limit} s; {found}")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the lead's store that concerns no tensor."""
+        """Calls a method of the lead's state that concerns no tensor."""
         return self._get(self._lead.ask.remote(method, arguments))
 
     def wait_for(self, method: str, least: int, timeout: float) -> list[Any]:
-        """Waits until the list that a method of the lead's store returns has so many entries."""
+        """Waits until the list that a method of the lead's state returns has so many entries."""
         end = time.monotonic() + timeout
         while True:
             left = max(0.0, end - time.monotonic())
@@ -183,9 +183,10 @@ class Client:
         except ray.exceptions.RayActorError as error:
             if "INTENDED_USER_EXIT" in str(error):
                 raise CancelledError(f"{self.name!r} was closed") from None
-            reason = str(error).rpartition("The actor is dead because ")[2].partition(".")[0]
+            # Ray's text has a paragraph of hints behind it.
+            reason = str(error).rpartition(" is dead because ")[2].partition(".")[0]
             raise BackendUnavailableError(
-                f"the actor {self.name!r} is dead: {reason}; pass snapshots= to have it restarted"
+                f"the actor {self.name!r} has ended: {reason}; pass snapshots= to have it restarted"
             ) from None
 
 
@@ -210,8 +211,8 @@ class SharedOptions(NamedTuple):
         if isinstance(self.durability, str) and self.durability != "push":
             text = brief(self.durability)
             raise ValueError(f"durability={text} must be 'push' or a number of calls")
-        is_push = self.durability == "push"
-        if is_push and self.snapshots is None:
+        writes_each = self.durability == "push"
+        if writes_each and self.snapshots is None:
             raise ValueError("durability='push' needs a folder: pass snapshots=")
         if self.num_gpus not in (0, 1):
             raise ValueError(f"num_gpus={brief(self.num_gpus)} must be 0 or 1")
@@ -220,7 +221,7 @@ class SharedOptions(NamedTuple):
             0,
             as_count("num_shards", self.num_shards, least=1),
             None if self.snapshots is None else os.fspath(Path(self.snapshots).resolve()),
-            1 if is_push else as_count("durability", self.durability, least=1),
+            1 if writes_each else as_count("durability", self.durability, least=1),
             self.num_gpus,
         )
 
@@ -229,7 +230,7 @@ class SharedOptions(NamedTuple):
         return {**self._asdict(), "worker": None}
 
 
-def spread(sizes: Sequence[int], num_shards: int) -> tuple[int, ...]:
+def shards_for(sizes: Sequence[int], num_shards: int) -> tuple[int, ...]:
     """Returns the shard of each tensor: the one with the fewest bytes, for large tensors first.
 
     Raises:

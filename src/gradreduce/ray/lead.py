@@ -1,6 +1,6 @@
 """The lead: the actor that gives all commands of a set of shards their order.
 
-    client -> call          the other shards fetch their arrays, while earlier commands still run
+    client -> call          the other shards read their arrays, while earlier commands still run
               (lock)        was this call already applied? Then its answer is given again
               execute       every shard runs the command, and writes a snapshot if one is due
               serve         takes that now have enough gradients are commands too
@@ -25,7 +25,7 @@ from gradreduce.errors import BackendUnavailableError, CancelledError, log_warni
 from .cluster import NAMESPACE
 from .messages import Message
 from .shard import Answer, Key, RetryError, Settings, Shard
-from .store import Store
+from .shard_state import ShardState
 
 LEASE_SECONDS = 5.0  # a waiting take whose client has not asked again for so long is dropped
 MAX_CALLERS = 10_000  # whose last calls are known, and workers
@@ -37,7 +37,7 @@ class Origin(NamedTuple):
     Attributes:
         worker: its name.
         step: number of its gradient or step.
-        clock: that of the store when the worker read what the gradient was computed from.
+        clock: that of the state when the worker read what the gradient was computed from.
     """
 
     worker: str
@@ -63,7 +63,7 @@ class WorkerInfo(NamedTuple):
 
 
 @dataclass(eq=False)
-class Ticket:
+class QueuedTake:
     """The place of a waiting take in the queue.
 
     Attributes:
@@ -81,7 +81,7 @@ class Ticket:
     )
 
 
-def start_shard(settings: Settings, make_store: Callable[[Settings], Store]) -> Any:
+def start_shard(settings: Settings, make_state: Callable[[Settings], ShardState]) -> Any:
     """Returns the actor of a shard; starts it if there is none of its name."""
     num_retries = 0 if settings.folder is None else -1
     actor = ray.remote(Shard if settings.shard else Lead).options(
@@ -94,7 +94,7 @@ def start_shard(settings: Settings, make_store: Callable[[Settings], Store]) -> 
         max_restarts=num_retries,
         max_task_retries=num_retries,
     )
-    return actor.remote(settings, make_store)
+    return actor.remote(settings, make_state)
 
 
 class Lead(Shard):
@@ -102,14 +102,14 @@ class Lead(Shard):
 
     Args:
         settings: how it is made.
-        make_store: returns an empty store for a shard.
+        make_state: returns an empty state for a shard.
     """
 
-    def __init__(self, settings: Settings, make_store: Callable[[Settings], Store]) -> None:
+    def __init__(self, settings: Settings, make_state: Callable[[Settings], ShardState]) -> None:
         self._calls: dict[str, list[Any]] = {}  # caller -> number of its last call, command, value
-        super().__init__(settings, make_store)
+        super().__init__(settings, make_state)
         self._others = [
-            start_shard(settings._replace(shard=shard), make_store)
+            start_shard(settings._replace(shard=shard), make_state)
             for shard in range(1, settings.num_shards)
         ]
         self._are_alike = not self._others  # whether all shards have run the same commands
@@ -117,7 +117,7 @@ class Lead(Shard):
         self._fault = ""
         self._closed = False
         self._lock = asyncio.Lock()
-        self._tickets: dict[Key, Ticket] = {}
+        self._queue: dict[Key, QueuedTake] = {}
         self._workers: dict[str, tuple[int, int, float]] = {}
         self._asked = asyncio.Event()
 
@@ -136,7 +136,7 @@ class Lead(Shard):
 
         Args:
             key: of the call; a caller's numbers ascend.
-            command: name of the store's method.
+            command: name of the state's method.
             arguments: for all shards.
             message: for this shard.
             others: refer to the messages for the other shards; empty: no command has any.
@@ -180,13 +180,13 @@ class Lead(Shard):
             self._calls, key[0], [key[1], command, None if isinstance(value, Message) else value]
         )
 
-    def _state(self) -> dict[str, Any]:
-        return {**super()._state(), "calls": self._calls}
+    def _snapshot(self) -> dict[str, Any]:
+        return {**super()._snapshot(), "calls": self._calls}
 
     def _load(self, number: int) -> dict[str, Any]:
-        state = super()._load(number)
-        self._calls = state.get("calls", {})
-        return state
+        saved = super()._load(number)
+        self._calls = saved.get("calls", {})
+        return saved
 
     async def _from_others(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Calls the other shards at the same time; raises the first error."""
@@ -200,7 +200,7 @@ class Lead(Shard):
             raise error.cause from None
         except ray.exceptions.RayActorError as error:
             self._are_alike = False
-            raise RetryError(f"a shard of {self._settings.name!r} died") from error
+            raise RetryError(f"a shard of {self._settings.name!r} has ended") from error
 
     def _is_known(self, key: Key) -> bool:
         """Whether a call was applied already, or its caller has made a later one."""
@@ -210,7 +210,7 @@ class Lead(Shard):
     async def _again(self, caller: str) -> list[Answer]:
         """Returns the answers to the last call of a caller."""
         _, command, value = self._calls[caller]
-        repeat = self._store.repeated.get(command)
+        repeat = self._state.repeated.get(command)
         return [Answer(value)] if repeat is None else await self._read(repeat, (caller,))
 
     # -- reads ------------------------------------------------------------------------------------
@@ -226,18 +226,18 @@ class Lead(Shard):
         return [own, *await self._from_others("read", [(command, arguments)] * len(self._others))]
 
     async def ask(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Calls a method of this shard's store that concerns no tensor."""
+        """Calls a method of this shard's state that concerns no tensor."""
         self._check_open()
-        value = getattr(self._store, method)(*arguments)
+        value = getattr(self._state, method)(*arguments)
         self._asked.set()
         self._asked = asyncio.Event()
         return value
 
     async def wait_for(self, method: str, least: int, seconds: float) -> list[Any]:
-        """Returns a list of the store; waits until it has at least so many entries."""
+        """Returns a list of the state; waits until it has at least so many entries."""
         end = time.monotonic() + seconds
         while True:
-            found: list[Any] = getattr(self._store, method)()
+            found: list[Any] = getattr(self._state, method)()
             left = end - time.monotonic()
             if len(found) >= least or left <= 0:
                 return found
@@ -260,17 +260,17 @@ class Lead(Shard):
             await self._ready()
             if self._is_known(key):
                 return await self._again(key[0])
-            ticket = self._tickets.setdefault(key, Ticket(key, num_required))
-            ticket.seen = time.monotonic()
+            queued = self._queue.setdefault(key, QueuedTake(key, num_required))
+            queued.seen = time.monotonic()
             await self._serve()
-        await _wait(asyncio.shield(ticket.done), seconds)
-        ticket.seen = time.monotonic()
-        return ticket.done.result() if ticket.done.done() else self._store.missing(num_required)
+        await _wait(asyncio.shield(queued.done), seconds)
+        queued.seen = time.monotonic()
+        return queued.done.result() if queued.done.done() else self._state.missing(num_required)
 
     async def withdraw(self, key: Key) -> list[Answer] | None:
         """Drops a waiting take; if it has completed, returns the answers."""
         async with self._lock:
-            self._tickets.pop(key, None)
+            self._queue.pop(key, None)
             await self._ready()
             if self._is_known(key):
                 return await self._again(key[0])
@@ -285,23 +285,23 @@ class Lead(Shard):
 
     async def _serve(self) -> None:
         """Completes the takes that have enough gradients, in order; the lock is held."""
-        while self._tickets:
-            ticket = next(iter(self._tickets.values()))
-            if time.monotonic() - ticket.seen > LEASE_SECONDS:
-                log_warning(__name__, "a take of %r was dropped: its client is gone", ticket.key[0])
-                del self._tickets[ticket.key]
-            elif self._store.can_take(ticket.num_required):
-                caller = ticket.key[0]
-                answers = await self._run(ticket.key, "take", (caller, ticket.num_required), None)
-                del self._tickets[ticket.key]
-                ticket.done.set_result(answers)
+        while self._queue:
+            queued = next(iter(self._queue.values()))
+            if time.monotonic() - queued.seen > LEASE_SECONDS:
+                log_warning(__name__, "a take of %r was dropped: its client is gone", queued.key[0])
+                del self._queue[queued.key]
+            elif self._state.can_take(queued.num_required):
+                caller = queued.key[0]
+                answers = await self._run(queued.key, "take", (caller, queued.num_required), None)
+                del self._queue[queued.key]
+                queued.done.set_result(answers)
             else:
                 return
 
     # -- workers ----------------------------------------------------------------------------------
 
     def _note(self, origin: Origin) -> None:
-        staleness = max(0, self._store.clock - origin.clock)
+        staleness = max(0, self._state.clock - origin.clock)
         _set_last(self._workers, origin.worker, (origin.step, staleness, time.monotonic()))
 
     async def workers(self) -> list[WorkerInfo]:
@@ -329,7 +329,6 @@ class Lead(Shard):
         self._check_open()
         if self._are_alike:
             return
-        self._generation += 1
         try:
             numbers = set(await self.snapshots())
             for found in await self._from_others("snapshots", [()] * len(self._others)):
@@ -347,15 +346,16 @@ class Lead(Shard):
             )
             self._check_open()
         self._load(max(numbers))
+        self._generation += 1  # what was staged before is gone
         self._are_alike = True
 
     async def end(self) -> None:
         """Closes: waiting takes and later calls raise; removes snapshots, and ends all actors."""
         async with self._lock:
             self._closed = True
-            for ticket in self._tickets.values():
-                ticket.done.set_exception(CancelledError("TakeGrad operation was cancelled"))
-            self._tickets = {}
+            for queued in self._queue.values():
+                queued.done.set_exception(CancelledError("TakeGrad operation was cancelled"))
+            self._queue = {}
         for other in self._others:
             other.close.options(max_task_retries=0).remote()
 

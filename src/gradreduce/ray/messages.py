@@ -34,18 +34,18 @@ class Message(NamedTuple):
 
     Attributes:
         specs: shape and dtype of each tensor.
-        flats: for each dtype the bytes of small tensors.
+        packed: for each dtype the bytes of small tensors.
         bigs: the bytes of each of the others.
         value: a small value that goes with them.
     """
 
     specs: Sequence[Spec]
-    flats: Sequence[np.ndarray]
+    packed: Sequence[np.ndarray]
     bigs: Sequence[np.ndarray]
     value: Any = None
 
 
-class Flat(NamedTuple):
+class PackedDtype(NamedTuple):
     """The small tensors of a dtype.
 
     Attributes:
@@ -75,28 +75,30 @@ class Layout:
         for index, (shape, dtype) in enumerate(specs):
             is_big = math.prod(shape) * dtype.itemsize >= BIG
             (self._bigs if is_big else small.setdefault(dtype, [])).append(index)
-        self._flats = []
+        self._packed = []
         for dtype, indices in small.items():
             shapes = [specs[index][0] for index in indices]
             layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
-            self._flats.append(Flat(dtype, indices, shapes, layout))
+            self._packed.append(PackedDtype(dtype, indices, shapes, layout))
 
     # -- host arrays ------------------------------------------------------------------------------
 
     def message(self, arrays: Sequence[np.ndarray]) -> Message:
         """Returns a message of host arrays; copies small ones, and others if not contiguous."""
-        flats = []
-        for dtype, indices, _, layout in self._flats:
+        packed = []
+        for dtype, indices, _, layout in self._packed:
             flat = np.zeros(layout.size, dtype)
             for start, size, index in zip(layout.offsets, layout.sizes, indices, strict=True):
                 flat[start : start + size] = arrays[index].reshape(-1)
-            flats.append(_as_bytes(flat))
-        return Message(self.specs, flats, [_as_bytes(arrays[index]) for index in self._bigs])
+            packed.append(_as_bytes(flat))
+        return Message(self.specs, packed, [_as_bytes(arrays[index]) for index in self._bigs])
 
     def arrays(self, message: Message) -> list[np.ndarray]:
         """Returns the arrays of a message, on its memory."""
         found: dict[int, np.ndarray] = {}
-        for (dtype, indices, shapes, layout), flat in zip(self._flats, message.flats, strict=True):
+        for (dtype, indices, shapes, layout), flat in zip(
+            self._packed, message.packed, strict=True
+        ):
             values = flat.view(dtype)
             parts = zip(layout.offsets, layout.sizes, indices, shapes, strict=True)
             for start, size, index, shape in parts:
@@ -119,7 +121,7 @@ class Layout:
             buffers: one for each tensor.
         """
         wholes, outs, terms = [], [], []
-        for dtype, indices, _, layout in self._flats:
+        for dtype, indices, _, layout in self._packed:
             ops.prepare_pack(device, dtype, dtype)
             whole = device.empty((layout.size,), dtype)
             wholes.append(whole)
@@ -128,9 +130,9 @@ class Layout:
         if outs:
             join_streams(device, dict.fromkeys([term.device for term in terms]))
             ops.pack(outs, terms, device=device)
-        flats = [_as_bytes(whole.numpy()) for whole in wholes]
+        packed = [_as_bytes(whole.numpy()) for whole in wholes]
         bigs = [_as_bytes(from_buffer(buffers[index], "numpy")) for index in self._bigs]
-        return Message(self.specs, flats, bigs)
+        return Message(self.specs, packed, bigs)
 
     def unpack(self, device: Device, message: Message) -> list[Buffer]:
         """Returns the tensors of a message as Buffers of a device.
@@ -139,7 +141,9 @@ class Layout:
         message, and are read-only if that is.
         """
         found: dict[int, Buffer] = {}
-        for (dtype, indices, shapes, layout), flat in zip(self._flats, message.flats, strict=True):
+        for (dtype, indices, shapes, layout), flat in zip(
+            self._packed, message.packed, strict=True
+        ):
             whole = device.upload(flat.view(dtype))
             parts = whole.parts(layout.offsets, layout.sizes, shapes)
             found |= zip(indices, parts, strict=True)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import ray
 
 from .messages import Message
+from .shard_state import ShardState
 from .snapshots import Snapshots
-from .store import Store
 
 Key = tuple[str, int]  # of a call: the caller, and its number
 
@@ -60,7 +60,7 @@ class Answer(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> Answer:
-        """Returns the answer with what a store has returned.
+        """Returns the answer with what a command has returned.
 
         Big arrays are put into Ray's object store now, because later commands change them.
         """
@@ -86,12 +86,12 @@ class Shard:
 
     Args:
         settings: how it is made.
-        make_store: returns an empty store for a shard.
+        make_state: returns an empty state for a shard.
     """
 
-    def __init__(self, settings: Settings, make_store: Callable[[Settings], Store]) -> None:
+    def __init__(self, settings: Settings, make_state: Callable[[Settings], ShardState]) -> None:
         self._settings = settings
-        self._store = make_store(settings)
+        self._state = make_state(settings)
         self._number = 0  # of the last command
         self._staged: dict[Key, Message | None] = {}
         self._snapshots: Snapshots | None = None
@@ -120,12 +120,12 @@ class Shard:
         return Answer.of(self._execute(key, command, arguments, self._staged.pop(key, None)))
 
     async def read(self, command: str, arguments: Sequence[Any]) -> Answer:
-        """Runs a method of the store that changes nothing."""
-        return Answer.of(getattr(self._store, command)(*arguments))
+        """Runs a method of the state that changes nothing."""
+        return Answer.of(getattr(self._state, command)(*arguments))
 
     async def forget(self, caller: str) -> None:
         """Drops what is kept to answer a caller again."""
-        self._store.forget(caller)
+        self._state.forget(caller)
 
     async def snapshots(self) -> list[int]:
         """Returns the numbers of the states that this shard can go back to."""
@@ -149,26 +149,26 @@ class Shard:
         self, key: Key, command: str, arguments: Sequence[Any], message: Message | None
     ) -> Any:
         """Runs a command, and writes a snapshot if one is due."""
-        value = getattr(self._store, command)(*arguments, message)
+        value = getattr(self._state, command)(*arguments, message)
         self._number += 1
         self._note_call(key, command, value)
         if self._snapshots is not None and not self._number % self._settings.period:
-            self._snapshots.write(self._number, self._state())
+            self._snapshots.write(self._number, self._snapshot())
         return value
 
     def _note_call(self, key: Key, command: str, value: Any) -> None:
         """Called after a command, before its snapshot."""
 
-    def _state(self) -> dict[str, Any]:
+    def _snapshot(self) -> dict[str, Any]:
         """Returns what a snapshot has."""
-        return {"store": self._store.save()}
+        return {"state": self._state.save()}
 
     def _load(self, number: int) -> dict[str, Any]:
         """Loads a snapshot, and returns it; 0: the state of a new actor, which is empty."""
-        state: dict[str, Any] = {}
+        saved: dict[str, Any] = {}
         if self._snapshots is not None:
-            state = self._snapshots.read(number) if number else {}
+            saved = self._snapshots.read(number) if number else {}
             self._snapshots.remove(above=number)  # other commands will get these numbers
-        self._store.load(state.get("store"))
+        self._state.load(saved.get("state"))
         self._number, self._staged = number, {}
-        return state
+        return saved

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Store(ABC):
+class ShardState(ABC):
     """The state of a shard, and the commands on it.
 
     Every shard runs the same commands in the same order, each on its own tensors, so that all
@@ -37,7 +37,7 @@ class Store(ABC):
 
     @abstractmethod
     def load(self, state: dict[str, Any] | None) -> None:
-        """Replaces the state by a saved one; None: by that of a new store."""
+        """Replaces the state by a saved one; None: by that of a new state."""
 
     # -- accumulators only ------------------------------------------------------------------------
 

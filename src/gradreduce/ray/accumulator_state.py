@@ -20,7 +20,7 @@ from gradreduce.device import Device, accumulate_dtype, as_dtype
 
 from .messages import Layout, Message, specs_of
 from .shard import Settings
-from .store import Store
+from .shard_state import ShardState
 
 
 class AccumulatorSpec(NamedTuple):
@@ -65,7 +65,7 @@ class SetSpec(NamedTuple):
         return [number for number, shard in enumerate(self.shards) if shard == index]
 
 
-class AccumulatorStore(Store):
+class AccumulatorSetState(ShardState):
     """Accumulators with one step, on which every call is a joint one.
 
     Args:
@@ -94,7 +94,7 @@ class AccumulatorStore(Store):
         ]
 
     def describe(self) -> SetSpec:
-        """See ``Store``."""
+        """See ``ShardState``."""
         return self._spec
 
     # -- commands ---------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class AccumulatorStore(Store):
         return Layout(specs_of(arrays)).message(arrays)
 
     def forget(self, caller: str) -> None:
-        """See ``Store``."""
+        """See ``ShardState``."""
         self._taken.pop(caller, None)
 
     def states(self) -> list[Any]:
@@ -159,28 +159,28 @@ class AccumulatorStore(Store):
         return self._accumulators[0].global_step
 
     def can_take(self, num_required: int) -> bool:
-        """See ``Store``."""
+        """See ``ShardState``."""
         return self._accumulators[0].num_accumulated() >= num_required
 
     def missing(self, num_required: int) -> str:
-        """See ``Store``."""
+        """See ``ShardState``."""
         return missing(self._accumulators[0].accumulator_ref, num_required)
 
     # -- snapshots --------------------------------------------------------------------------------
 
     def save(self) -> dict[str, Any]:
-        """See ``Store``; results that were taken are in it, because an answer may be lost."""
+        """See ``ShardState``; results that were taken are in it, because an answer may be lost."""
         taken = {
             caller: {
                 "dtypes": [array.dtype.name for array in arrays],
-                "arrays": [_wide(array) for array in arrays],
+                "arrays": [_as_saved(array) for array in arrays],
             }
             for caller, arrays in self._taken.items()
         }
         return {"accumulators": self.states(), "taken": taken}
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """See ``Store``."""
+        """See ``ShardState``."""
         self._make()
         self._taken = {}
         if state is None:
@@ -208,7 +208,7 @@ def as_slices(indices: np.ndarray, values: np.ndarray, shape: np.ndarray) -> Ind
     return IndexedSlices(values, indices, shape.tolist() or None)
 
 
-def _wide(array: np.ndarray) -> np.ndarray:
+def _as_saved(array: np.ndarray) -> np.ndarray:
     """Returns an array in its accumulate dtype, in which states are stored."""
     dtype = array.dtype if array.dtype.kind == "i" else accumulate_dtype(array.dtype)
     return converted(array, dtype)

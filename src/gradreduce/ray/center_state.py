@@ -24,7 +24,7 @@ from gradreduce.optim.slots import MASTER
 
 from .messages import Layout, Message, Spec, specs_of
 from .shard import Settings
-from .store import Store
+from .shard_state import ShardState
 
 MAX_COUNT = 2**63 - 1  # gradients in a sum of rows, which a push does not divide by
 
@@ -74,7 +74,7 @@ class NotJoinedError(RuntimeError):
     """The actor does not know the rule or a variable, because it went back to a snapshot."""
 
 
-class CenterStore(Store):
+class CenterShardState(ShardState):
     """Variables of a center, of which this shard has some, and their slots.
 
     Args:
@@ -101,7 +101,7 @@ class CenterStore(Store):
         self._saved_rule = ""
 
     def describe(self) -> int:
-        """See ``Store``: the number of shards."""
+        """See ``ShardState``: the number of shards."""
         return self._num_shards
 
     # -- commands ---------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class CenterStore(Store):
     # -- snapshots --------------------------------------------------------------------------------
 
     def save(self) -> dict[str, Any]:
-        """See ``Store``."""
+        """See ``ShardState``."""
         return {
             "specs": {
                 name: [list(shape), str(dtype)] for name, (shape, dtype) in self._specs.items()
@@ -320,7 +320,7 @@ class CenterStore(Store):
         }
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """See ``Store``; slots are made when a worker joins, which knows the rule's class."""
+        """See ``ShardState``; slots are made when a worker joins, which knows the rule's class."""
         self._reset()
         if state is None:
             return
