@@ -79,6 +79,8 @@ def test_the_newest_two_are_kept_and_no_other_file_is_touched(tmp_path):
     assert names(tmp_path) == sorted(others)
     assert (snapshots.newest(), snapshots.numbers()) == (0, [])
     neighbour.write(5, {"n": 0})
+    Snapshots(tmp_path, "a#1").write(5, {"n": 0})  # of a shard
+    others.append("a#1.5.snapshot")
     for number in (1, 2, 9, 10, 11):
         snapshots.write(number, {"n": number})
     assert snapshots.numbers() == [10, 11]

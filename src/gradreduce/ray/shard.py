@@ -96,7 +96,7 @@ class Shard:
         self._staged: dict[Key, Message | None] = {}
         self._snapshots: Snapshots | None = None
         if settings.folder is not None:
-            self._snapshots = Snapshots(settings.folder, settings.actor_name.replace("#", "-"))
+            self._snapshots = Snapshots(settings.folder, settings.actor_name)
             self._load(self._snapshots.newest())
 
     async def stage(self, key: Key, message: Message | None) -> None:
