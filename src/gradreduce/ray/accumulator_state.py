@@ -60,6 +60,10 @@ class SetSpec(NamedTuple):
             dtype, shape, name=self.names[index], reduction_type=self.reduction_type, device=device
         )
 
+    def description(self) -> dict[str, Any]:
+        """Returns the fields by name; see ``ShardState.describe``."""
+        return {"kind": "accumulators", **self._asdict()}
+
     def of_shard(self, index: int) -> list[int]:
         """Returns the indices of the accumulators of a shard."""
         return [number for number, shard in enumerate(self.shards) if shard == index]
@@ -93,9 +97,9 @@ class AccumulatorSetState(ShardState):
             self._spec.accumulator(index, self._device) for index in self._indices
         ]
 
-    def describe(self) -> SetSpec:
+    def describe(self) -> dict[str, Any]:
         """See ``ShardState``."""
-        return self._spec
+        return self._spec.description()
 
     # -- commands ---------------------------------------------------------------------------------
 

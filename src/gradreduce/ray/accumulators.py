@@ -23,7 +23,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.checkpoint import anything, checked, downloader, equal, mapped
 from gradreduce.device import Buffer, as_dtype
-from gradreduce.errors import about, brief
+from gradreduce.errors import about
 
 from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec, as_slices
 from .client import Client, SharedOptions, shards_for
@@ -74,16 +74,8 @@ class SharedAccumulator:
             shards=shards_for(sizes, settings.num_shards),
         )
         self._worker = options.worker or f"{platform.node()}:{os.getpid()}"
-        self._client = Client(
-            settings, partial(AccumulatorSetState, spec=self._spec), options.timeout
-        )
-        for name, had, wanted in zip(
-            SetSpec._fields, self._client.ask("describe"), self._spec, strict=True
-        ):
-            if had != wanted:
-                raise ValueError(
-                    f"shared_name={shared_name!r} has {name} {brief(had)}, not {brief(wanted)}"
-                )
+        make_state = partial(AccumulatorSetState, spec=self._spec)
+        self._client = Client(settings, make_state, self._spec.description(), options.timeout)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of {len(self._states)} tensors on Ray>"

@@ -32,7 +32,7 @@ from gradreduce.optim.agn.worker_variables import WorkerVariables
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
-from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule
+from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule, description
 from .client import Client, SharedOptions
 from .lead import Origin, WorkerInfo
 from .messages import Layout, Message, specs_of
@@ -222,9 +222,8 @@ class RemoteCenter(Center):
                 for of_shard in names
             ]
             request = PushRequest(names, sparse, config, scalars, settings)
-            return names, self._client.call(
-                "push", request, messages=messages, origin=origin, key=key
-            )
+            call = partial(self._client.call, messages=messages, origin=origin, key=key)
+            return names, call("push", request, timeout=_time_left(self.devices[0]))
 
         names, answers = self._joined(optimizer, variables, attempt)
         if answers == [None]:  # applied before; that answer was lost
@@ -249,6 +248,11 @@ class RemoteCenter(Center):
             connection = self._connection(variables)
             connection.clock = self._write(optimizer, by_name, names, answers)
             then()
+
+    def leave(self) -> None:
+        """Has the lead forget the workers of this process."""
+        for connection in list(self._workers.values()):
+            self._client.leave(self._worker + connection.suffix)
 
     def _joined(
         self, optimizer: Optimizer, variables: WorkerVariables, call: Callable[[], Any]
@@ -344,6 +348,15 @@ def _push_message(
     return Layout(specs_of(buffers)).pack(device, buffers)
 
 
+def _time_left(device: Device) -> float | None:
+    """Returns for how long a push may wait; None: its call has no ``deadline=``.
+
+    The rest of the time is for the devices: a mesh fails if they are not done at the deadline.
+    """
+    pending_call = device.mesh_state.thread.pending_call
+    return None if pending_call is None else max(0.0, 0.9 * pending_call.remaining)
+
+
 def _device_of(variables: Iterable[Variable]) -> Device:
     """Returns the first device of a worker."""
     return next(iter(variables)).devices[0]
@@ -381,8 +394,9 @@ class AGNCenter(LocalCenter):
         snapshots: see there.
         durability: see there.
         worker: see there.
-        timeout: see there. A push that got no answer is made again before the next step, and is
-            applied once.
+        timeout: see there. A push that got no answer in time, or within 0.9 of the ``deadline`` of
+            ``apply_gradients``, raises ``DeadlineExceededError``. It is made again before the next
+            step, and applied once.
 
     Raises:
         ValueError: the actor of this name has another number of shards, or is no center.
@@ -411,10 +425,8 @@ class AGNCenter(LocalCenter):
         options = SharedOptions(num_shards, num_gpus, snapshots, durability, worker, timeout)
         self._made_by = (name, options)
         self.devices = as_devices(default_mesh() if mesh is None else mesh, "mesh=")
-        self._client = Client(options.settings(name), CenterShardState, timeout)
-        found = self._client.ask("describe")
-        if found != num_shards:
-            raise ValueError(f"name={name!r} is {found}, not a center of {num_shards} shards")
+        wanted = description(num_shards)
+        self._client = Client(options.settings(name), CenterShardState, wanted, timeout)
         who = worker or f"{platform.node()}:{os.getpid()}"
         self._remote = RemoteCenter(self._client, self.devices, who)
         self._shared: Center = self._remote
@@ -441,7 +453,7 @@ class AGNCenter(LocalCenter):
 
     def leave(self) -> None:
         """Removes the workers of this process from ``workers()``."""
-        self._client.leave(self._made_by[1].worker or "")
+        self._remote.leave()
 
     def close(self) -> None:
         """Ends the actors and removes their snapshots; it may be called twice.

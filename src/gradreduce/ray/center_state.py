@@ -100,9 +100,9 @@ class CenterShardState(ShardState):
         self._saved_slots: dict[str, Any] | None = None
         self._saved_rule = ""
 
-    def describe(self) -> int:
-        """See ``ShardState``: the number of shards."""
-        return self._num_shards
+    def describe(self) -> dict[str, Any]:
+        """See ``ShardState``."""
+        return description(self._num_shards)
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -333,6 +333,11 @@ class CenterShardState(ShardState):
         if state["center"]["optimizer"] is not None:
             self._saved_rule = state["center"]["optimizer"]["optimizer"]
             self._saved_slots = state["center"]["optimizer"]["slots"]
+
+
+def description(num_shards: int) -> dict[str, Any]:
+    """Returns what a center is; see ``ShardState.describe``."""
+    return {"kind": "AGN center", "num_shards": num_shards}
 
 
 def _nbytes(spec: Spec) -> int:

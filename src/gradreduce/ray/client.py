@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,13 +49,18 @@ class Client:
     Args:
         settings: of shard 0.
         make_state: returns an empty state for a shard.
+        description: what the actor has to be; see ``ShardState.describe``.
         timeout: seconds that a call waits for its answer; None: as long as the actor lives.
+
+    Raises:
+        ValueError: the actor of this name is something else.
     """
 
     def __init__(
         self,
         settings: Settings,
         make_state: Callable[[Settings], ShardState],
+        description: Mapping[str, Any],
         timeout: float | None,
     ) -> None:
         cluster.init()
@@ -63,6 +68,11 @@ class Client:
         self._timeout = as_timeout(timeout)
         self._lead = start_shard(settings, make_state)
         self._caller = _Caller()
+        found = self.ask("describe")
+        for name, wanted in description.items():
+            if found.get(name) != wanted:
+                had = f"{name} {brief(found.get(name))}"
+                raise ValueError(f"the actor {self.name!r} has {had}, not {brief(wanted)}")
 
     def next_key(self) -> Key:
         """Returns the key of this thread's next call."""
@@ -75,6 +85,7 @@ class Client:
         messages: Sequence[Message] = (),
         origin: Origin | None = None,
         key: Key | None = None,
+        timeout: float | None = None,
     ) -> Any:
         """Runs a command once; returns the value or message of each shard.
 
@@ -85,6 +96,7 @@ class Client:
             origin: of a gradient.
             key: of an earlier call that failed, to repeat it without applying it twice. Default:
                 that of the next call.
+            timeout: seconds to wait for the answer, if less than the client's.
 
         Raises:
             DeadlineExceededError: no answer within ``timeout``; whether the command was applied is
@@ -95,7 +107,8 @@ class Client:
         key = self.next_key() if key is None else key
         first = messages[0] if messages else None
         others = [ray.put(message) for message in messages[1:]]
-        return self._answered(self._lead.call, key, command, arguments, first, others, origin)
+        sent = (key, command, arguments, first, others, origin)
+        return self._answered(self._lead.call, *sent, timeout=timeout)
 
     def read(self, method: str, *arguments: Any) -> Any:
         """Runs a method that changes nothing; returns the value or message of each shard."""
@@ -159,26 +172,28 @@ class Client:
         except CancelledError:
             pass
 
-    def _answered(self, method: Any, *arguments: Any) -> Any:
+    def _answered(self, method: Any, *arguments: Any, timeout: float | None = None) -> Any:
         """Calls a method of the lead until it answers; fetches the arrays of the answer."""
         while True:
             try:
-                found = self._get(method.remote(*arguments))
+                found = self._get(method.remote(*arguments), timeout)
                 if isinstance(found, list):
                     return [each.fetched() for each in found]
                 return found
             except (RetryError, ray.exceptions.ObjectLostError):
                 continue
 
-    def _get(self, reference: Any) -> Any:
+    def _get(self, reference: Any, timeout: float | None = None) -> Any:
+        limits = [each for each in (timeout, self._timeout) if each is not None]
+        limit = min(limits, default=None)
         try:
-            return ray.get(reference, timeout=self._timeout)
+            return ray.get(reference, timeout=limit)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             raise cause from None
         except ray.exceptions.GetTimeoutError:
             raise DeadlineExceededError(
-                f"no answer from {self.name!r} within {self._timeout} s"
+                f"no answer from the actor {self.name!r} within {limit:.3g} s"
             ) from None
         except ray.exceptions.RayActorError as error:
             if "INTENDED_USER_EXIT" in str(error):

@@ -23,8 +23,8 @@ class ShardState(ABC):
     repeated: Mapping[str, str]
 
     @abstractmethod
-    def describe(self) -> Any:
-        """Returns what all users of an actor must agree on, equal on all shards."""
+    def describe(self) -> dict[str, Any]:
+        """Returns what all users of an actor must agree on, first of all its kind."""
 
     @property
     @abstractmethod
