@@ -20,7 +20,7 @@ from gradreduce.device import Device, accumulate_dtype, as_dtype
 
 from .messages import Layout, Message, specs_of
 from .shard import Settings
-from .shard_state import ShardState
+from .shard_state import Key, ShardState
 
 
 class AccumulatorSpec(NamedTuple):
@@ -86,7 +86,8 @@ class AccumulatorSetState(ShardState):
         mesh = open_mesh(backend="cuda") if settings.num_gpus else open_mesh(1, backend="sim")
         self._device = mesh.devices[0]
         self._accumulators: list[ConditionalAccumulatorBase] = []
-        self._taken: dict[str, list[np.ndarray]] = {}  # caller -> what it has taken last
+        # What a caller has taken last, and in which call, until it has arrived.
+        self._taken: dict[str, tuple[int, list[np.ndarray]]] = {}
         self._make()
 
     def _make(self) -> None:
@@ -107,10 +108,11 @@ class AccumulatorSetState(ShardState):
         """Adds one gradient to each accumulator, which the client has checked."""
         return apply_grads(self._accumulators, self._gradients(message), local_step, cast=True)
 
-    def take(self, caller: str, num_required: int, message: None) -> Message:
+    def take(self, key: Key, num_required: int, message: None) -> Message:
         """Takes the gradient of each accumulator, of which there are enough."""
         taken = take_grads(self._accumulators, num_required, timeout=0, output_type="numpy")
-        self._taken[caller] = arrays_of(taken)
+        caller, number = key
+        self._taken[caller] = (number, arrays_of(taken))
         return self.taken(caller)
 
     def set_global_step(self, step: int, message: None) -> None:
@@ -141,12 +143,14 @@ class AccumulatorSetState(ShardState):
 
     def taken(self, caller: str) -> Message:
         """Returns what a caller has taken last."""
-        arrays = self._taken[caller]
+        _, arrays = self._taken[caller]
         return Layout(specs_of(arrays)).message(arrays)
 
-    def forget(self, caller: str) -> None:
+    def forget(self, key: Key) -> None:
         """See ``ShardState``."""
-        self._taken.pop(caller, None)
+        caller, number = key
+        if caller in self._taken and self._taken[caller][0] == number:
+            del self._taken[caller]
 
     def states(self) -> list[Any]:
         """Returns the states of the accumulators of this shard."""
@@ -176,10 +180,11 @@ class AccumulatorSetState(ShardState):
         """See ``ShardState``; results that were taken are in it, because an answer may be lost."""
         taken = {
             caller: {
+                "number": number,
                 "dtypes": [array.dtype.name for array in arrays],
                 "arrays": [_as_saved(array) for array in arrays],
             }
-            for caller, arrays in self._taken.items()
+            for caller, (number, arrays) in self._taken.items()
         }
         return {"accumulators": self.states(), "taken": taken}
 
@@ -193,7 +198,8 @@ class AccumulatorSetState(ShardState):
             each.load_state_dict(saved)
         for caller, saved in state["taken"].items():
             pairs = zip(saved["arrays"], saved["dtypes"], strict=True)
-            self._taken[caller] = [converted(array, as_dtype(name)) for array, name in pairs]
+            arrays = [converted(array, as_dtype(name)) for array, name in pairs]
+            self._taken[caller] = (saved["number"], arrays)
 
 
 def arrays_of(gradients: Sequence[Any]) -> list[np.ndarray]:

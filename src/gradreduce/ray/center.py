@@ -36,7 +36,7 @@ from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule, d
 from .client import Client, SharedOptions
 from .lead import Origin, WorkerInfo
 from .messages import Layout, Message, specs_of
-from .shard import Key
+from .shard_state import Key
 
 # Attributes of every optimizer that are no part of its rule.
 _NOT_OF_RULE = ("_name", "_slots", "_cross_device_ops", "_plan", "_hyperparameters")

@@ -24,8 +24,8 @@ from gradreduce.optim.hyperparameters import as_count
 from . import cluster
 from .lead import Origin, WorkerInfo, start_shard
 from .messages import Message
-from .shard import Key, RetryError, Settings
-from .shard_state import ShardState
+from .shard import RetryError, Settings
+from .shard_state import Key, ShardState
 
 POLL_SECONDS = 1.0  # how long a lead keeps a take that waits, before its client asks again
 
@@ -128,16 +128,17 @@ class Client:
                 seconds = min(left, POLL_SECONDS)
                 found = self._answered(self._lead.take, key, num_required, seconds)
                 if isinstance(found, list):
-                    self._lead.delivered.remote(key[0])
+                    self._lead.delivered.remote(key)
                     return found
                 if end is not None and time.monotonic() >= end:
                     break
         except BaseException:  # also Ctrl-C: nobody waits for the answer
             self._lead.withdraw.remote(key)
+            self._lead.delivered.remote(key)
             raise
         taken = self._answered(self._lead.withdraw, key)
         if taken is not None:
-            self._lead.delivered.remote(key[0])
+            self._lead.delivered.remote(key)
             return taken
         raise DeadlineExceededError(f"no gradient within {limit} s; {found}")
 

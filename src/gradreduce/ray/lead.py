@@ -24,8 +24,8 @@ from gradreduce.errors import BackendUnavailableError, CancelledError, log_warni
 
 from .cluster import NAMESPACE
 from .messages import Message
-from .shard import Answer, Key, RetryError, Settings, Shard
-from .shard_state import ShardState
+from .shard import Answer, RetryError, Settings, Shard
+from .shard_state import Key, ShardState
 
 LEASE_SECONDS = 5.0  # a waiting take whose client has not asked again for so long is dropped
 MAX_CALLERS = 10_000  # whose last calls are known, and workers
@@ -277,11 +277,11 @@ class Lead(Shard):
             await self._serve()
             return None
 
-    async def delivered(self, caller: str) -> None:
-        """Notes that a caller has what it has taken."""
-        await self.forget(caller)
+    async def delivered(self, key: Key) -> None:
+        """Notes that the answers to a take have arrived, or nobody waits for them any more."""
+        await self.forget(key)
         for other in self._others:
-            other.forget.remote(caller)
+            other.forget.remote(key)
 
     async def _serve(self) -> None:
         """Completes the takes that have enough gradients, in order; the lock is held."""
@@ -291,10 +291,16 @@ class Lead(Shard):
                 log_warning(__name__, "a take of %r was dropped: its client is gone", queued.key[0])
                 del self._queue[queued.key]
             elif self._state.can_take(queued.num_required):
-                caller = queued.key[0]
-                answers = await self._run(queued.key, "take", (caller, queued.num_required), None)
-                del self._queue[queued.key]
-                queued.done.set_result(answers)
+                key = queued.key
+                try:
+                    answers = await self._run(key, "take", (key, queued.num_required), None)
+                except RetryError:
+                    raise  # it is still queued
+                except Exception as error:  # of the client that takes, not of the one that applies
+                    queued.done.set_exception(error)
+                else:
+                    queued.done.set_result(answers)
+                del self._queue[key]
             else:
                 return
 

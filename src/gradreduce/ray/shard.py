@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import ray
 
 from .messages import Message
-from .shard_state import ShardState
+from .shard_state import Key, ShardState
 from .snapshots import Snapshots
-
-Key = tuple[str, int]  # of a call: the caller, and its number
 
 
 class Settings(NamedTuple):
@@ -123,9 +121,9 @@ class Shard:
         """Runs a method of the state that changes nothing."""
         return Answer.of(getattr(self._state, command)(*arguments))
 
-    async def forget(self, caller: str) -> None:
-        """Drops what is kept to answer a caller again."""
-        self._state.forget(caller)
+    async def forget(self, key: Key) -> None:
+        """Drops what is kept to answer a call again."""
+        self._state.forget(key)
 
     async def snapshots(self) -> list[int]:
         """Returns the numbers of the states that this shard can go back to."""

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+Key = tuple[str, int]  # of a call: the caller, and its number
+
 
 class ShardState(ABC):
     """The state of a shard, and the commands on it.
@@ -41,8 +43,8 @@ class ShardState(ABC):
 
     # -- accumulators only ------------------------------------------------------------------------
 
-    def forget(self, caller: str) -> None:
-        """Drops what a caller has taken."""
+    def forget(self, key: Key) -> None:
+        """Drops what a call has taken."""
         raise NotImplementedError
 
     def can_take(self, num_required: int) -> bool:
