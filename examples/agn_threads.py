@@ -2,7 +2,8 @@
 
 Workers do not wait for each other: every ``--period`` steps a worker pushes the mean of its
 gradients to the center and continues with the center's weights. A worker has one device, or several
-replicas, whose gradients are all-reduced first. ``AGNWorker`` is the part to copy.
+replicas, whose gradients are all-reduced first. ``AGNWorker`` is the part to copy. ``agn_ray.py``
+runs the same workers in processes of Ray.
 """
 
 from __future__ import annotations
@@ -72,16 +73,16 @@ class AGNWorker:
         self,
         digits: Digits,
         method: gr.AggregationMethod,
-        advance: Callable[[], None],
-        over: threading.Event,
+        advance: Callable[[], object] = lambda: None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Trains; runs in the worker's thread.
+        """Trains; runs in the worker's thread or process.
 
         Args:
             digits: the data.
             method: how the terms of a gradient are summed.
             advance: called after each step.
-            over: ends the training early if set.
+            is_over: called before each step; ends the training early if it returns True.
         """
         rng = np.random.default_rng([self.options.seed, self.index])
         shape = (len(self.devices), self.options.micro_batches, MICRO_BATCH_SIZE)
@@ -90,7 +91,7 @@ class AGNWorker:
         )
         with hook:  # waits for the other workers, and copies the center
             for number in range(1, self.options.steps + 1):
-                if over.is_set():
+                if is_over():
                     return
                 picks = rng.integers(len(digits.train_images), size=shape)
                 replicas = [self.gradients(i, digits, pick, method) for i, pick in enumerate(picks)]
@@ -150,7 +151,7 @@ def train_agn(
         try:
             for worker, bar in zip(workers, bars, strict=True):
                 advance = partial(progress.advance, bar)
-                work = partial(worker.train, digits, method, advance, over)
+                work = partial(worker.train, digits, method, advance, over.is_set)
                 threads.append(center.start_worker(worker.index, work))
             for thread in threads:
                 thread.join()  # raises the exception that ended the worker

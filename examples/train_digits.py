@@ -1,11 +1,11 @@
 """Trains a small network on handwritten digits, data-parallel, with gradreduce.
 
 Read ``train`` first: it shows all that a training script needs from the library. With ``--mode
-agn`` the devices train asynchronously; see ``agn_threads.py``. The network and its loss, in NumPy,
-are in ``digits.py``, the report in ``report.py``, the command line (``python
-examples/train_digits.py --help``) in ``command_line.py``. Each device computes the gradients of
-its own images, on a GPU with CuPy. torchrun, mpiexec and srun start it in several processes, each
-with its own devices.
+agn`` the devices train asynchronously; see ``agn_threads.py``, and with ``--engine ray`` also
+``agn_ray.py``. The network and its loss, in NumPy, are in ``digits.py``, the report in
+``report.py``, the command line (``python examples/train_digits.py --help``) in
+``command_line.py``. Each device computes the gradients of its own images, on a GPU with CuPy.
+torchrun, mpiexec and srun start it in several processes, each with its own devices.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import agn_threads
 import numpy as np
-from agn_threads import train_agn
 from command_line import Parser, file, in_range, on_devices, one_of, placement
 from digits import (
     MICRO_BATCH_SIZE,
@@ -155,6 +155,8 @@ def table_rows(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> 
     }
     if options.mode == "agn":  # the digest depends on the timing of the threads
         replicas = f"{options.workers}, each of {options.replicas} replicas"
+        if options.engine == "ray":
+            rows["devices"] += f", in each of {options.workers} processes"
         if options.replicas == 1:  # nothing is reduced
             del rows["all-reduce"]
         return {"workers": replicas, **rows, "pushes": str(history.num_pushes)}
@@ -170,7 +172,9 @@ def make_parser() -> Parser:
     flag = parser.flag
     flag("--mode", "sync", *one_of("sync", "agn"), "synchronous training, or asynchronous "
          "workers that push once per period (AGN)")  # fmt: skip
-    flag("--workers", 4, in_range(int, 1, 64), "1 to 64", "AGN: number of workers, one thread each")
+    flag("--workers", 4, in_range(int, 1, 64), "1 to 64", "AGN: number of workers")
+    flag("--engine", "threads", *one_of("threads", "ray"), "AGN: a worker is a thread, or a "
+         "process that Ray starts")  # fmt: skip
     flag("--period", 10, in_range(int, 1, 10_000), "1 to 10000", "AGN: steps between two pushes")
     flag("--replicas", 1, in_range(int, 1, 64), "1 to 64", "AGN: devices per worker")
     flag("--devices", None, in_range(int, 1, 64), "1 to 64",
@@ -207,6 +211,10 @@ def read_options(parser: Parser, arguments: Sequence[str] | None) -> argparse.Na
     """Parses the flags and checks that they are consistent."""
     options = parser.parse_args(arguments)
     needed = options.workers * options.replicas if options.mode == "agn" else None
+    if options.engine == "ray":  # each worker opens the devices of its own process
+        needed = options.replicas
+        if options.mode != "agn":
+            parser.error("argument --engine: got 'ray' without --mode agn")
     if options.devices is None:
         options.devices = 4 if needed is None else needed
     if needed is not None and options.devices != needed:
@@ -218,10 +226,23 @@ def read_options(parser: Parser, arguments: Sequence[str] | None) -> argparse.Na
     return options
 
 
+def train_agn_of(parser: Parser, options: argparse.Namespace) -> Callable[..., History]:
+    """Returns the function that trains the workers of the chosen engine."""
+    if options.engine == "threads":
+        return agn_threads.train_agn
+    try:
+        import agn_ray
+    except ModuleNotFoundError as error:
+        parser.error(f"argument --engine: {error}: pip install 'gradreduce[ray]'")
+    return agn_ray.train_agn
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; returns 0 if the goal is reached, else 1 (in the first process)."""
     parser = make_parser()
     options = read_options(parser, arguments)
+
+    train_agn = train_agn_of(parser, options)
 
     def run(mesh: gr.Mesh) -> History | None:
         if options.mode == "agn":

@@ -48,7 +48,7 @@ def agn(script, *flags):
     with importlib.import_module("command_line").open_devices(options) as mesh:
         method = script.AGGREGATION[options.aggregation]
         rule = gr.GradientDescentOptimizer
-        return script.train_agn(mesh, script.load(), options, lambda: rule(0.5), method)
+        return script.agn_threads.train_agn(mesh, script.load(), options, lambda: rule(0.5), method)
 
 
 FOUR = ("--mode", "agn", "--workers", "4", "--period", "10", "--micro-batches", "1")

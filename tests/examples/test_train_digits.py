@@ -37,6 +37,9 @@ BAD_FLAGS = [
     ("--devices", ["--mode", "agn", "--workers", "2", "--devices", "3"], "1 to 64"),
     ("--mode", ["--mode", "async"], "sync, agn"),
     ("--workers", ["--mode", "agn", "--workers", "0"], "1 to 64"),
+    ("--engine", ["--mode", "agn", "--engine", "mpi"], "threads, ray"),
+    ("--engine", ["--engine", "ray"], "threads, ray"),
+    ("--devices", ["--mode", "agn", "--engine", "ray", "--devices", "4"], "1 to 64"),
     ("--period", ["--mode", "agn", "--period", "0"], "1 to 10000"),
     ("--replicas", ["--mode", "agn", "--replicas", "0"], "1 to 64"),
     ("--replicas", ["--mode", "agn", "--workers", "9", "--replicas", "9"], "1 to 64"),
@@ -295,6 +298,15 @@ def test_a_bad_flag_in_a_process_of_its_own():
     assert done.stderr == (
         "train_digits.py: --all-reduce: got 'foo'; allowed: hierarchical_copy, nccl\n"
     )
+
+
+def test_without_ray_the_engine_is_a_bad_flag(script, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
+    monkeypatch.delitem(sys.modules, "agn_ray", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--mode", "agn", "--engine", "ray"])
+    assert stopped.value.code == 2
+    assert "pip install 'gradreduce[ray]'; allowed: threads, ray\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["flag", "environment"])
