@@ -316,7 +316,7 @@ class OpLog:
                 for queue in QUEUES:
                     try:
                         made.append(Mark(device, queue, device._mark(queue)))
-                    except Exception:  # a failed device cannot be queried
+                    except Exception:  # noqa: S112  # a failed device cannot be queried
                         continue
                 device._progress()
 
