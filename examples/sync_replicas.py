@@ -22,7 +22,8 @@ gradients of a worker are accepted or dropped together.
 The workers are threads, each with its own logical device. A straggler delays some of its gradients
 until the others have made ``--lag`` more updates (an event, not a clock), so all of them are stale.
 
-Read ``SyncReplicas``, ``work`` and ``lead`` first. The network is in ``digits.py``, the report in
+Read ``SyncReplicas``, ``work`` and ``lead`` first. ``sync_replicas_ray.py`` has workers in
+processes, with a simpler protocol. The network is in ``digits.py``, the report in
 ``report.py``, the command line in ``command_line.py``.
 """
 
@@ -290,24 +291,42 @@ def join(threads: Sequence[Future[Any]]) -> None:
 # The report ------------------------------------------------------------------------------------
 
 
-def print_workers(mesh: gr.Mesh, history: History) -> None:
+def report(
+    names: Sequence[str], workers: str, history: History, options: argparse.Namespace
+) -> int:
+    """Prints the results and saves the figure; returns the exit status.
+
+    Args:
+        names: where each worker has run.
+        workers: where all of them have, in words.
+        history: the results.
+        options: the flags.
+    """
+    print_workers(names, history)
+    print_table(f"{options.steps} steps on handwritten digits", {
+        "workers": workers,
+        **table_rows(history, options),
+    })  # fmt: skip
+    save_picture(history, options.output)
+    return conclude(history.accuracies[-1][1], options.output)
+
+
+def print_workers(names: Sequence[str], history: History) -> None:
     """Prints the number of accepted and dropped gradients of each worker."""
     table = Table(title="Gradients of each worker")
-    for name in ("worker", "device", "accepted", "dropped", "delayed"):
-        table.add_column(name, justify="right")
-    for number, gradients in enumerate(history.gradients):
+    for title in ("worker", "device", "accepted", "dropped", "delayed"):
+        table.add_column(title, justify="right")
+    for number, (name, gradients) in enumerate(zip(names, history.gradients, strict=True)):
         kept, held = sum(each.kept for each in gradients), sum(each.held for each in gradients)
-        cells = number, mesh.devices[number].name, kept, len(gradients) - kept, held
-        table.add_row(*map(str, cells))
+        table.add_row(*map(str, (number, name, kept, len(gradients) - kept, held)))
     rich.print(table)
 
 
-def table_rows(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> dict[str, str]:
+def table_rows(history: History, options: argparse.Namespace) -> dict[str, str]:
     """Returns the rows of the result table."""
     gradients = list(itertools.chain(*history.gradients))
     held = sum(each.held for each in gradients)
     return {
-        "workers": where(mesh),
         "gradients per update": f"{options.replicas_to_aggregate} or more",
         "global step": str(history.global_step),
         "accepted": str(sum(each.kept for each in gradients)),
@@ -345,14 +364,19 @@ def save_picture(history: History, path: Path) -> None:
 def make_parser() -> Parser:
     """Returns the parser of the flags."""
     parser = Parser(__doc__)
+    add_flags(parser, "number of threads, each with its own device")
     flag = parser.flag
-    flag(
-        "--workers",
-        5,
-        in_range(int, 1, 64),
-        "1 to 64",
-        "number of threads, each with its own device",
-    )
+    flag("--backend", "auto", *one_of("auto", "sim", "cuda"), "GPUs or simulated devices")
+    flag("--placement", None, placement, "a number from 0 to 63 for each worker, as 0,0,1,1,2",
+         "the physical device of each worker")  # fmt: skip
+    flag("--kernels", "numpy", *one_of("numpy", "compiled"), "implementation for simulated devices")
+    return parser
+
+
+def add_flags(parser: Parser, workers: str) -> None:
+    """Adds the flags of workers in threads and in processes; ``workers`` describes the first."""
+    flag = parser.flag
+    flag("--workers", 5, in_range(int, 1, 64), "1 to 64", workers)
     flag("--replicas-to-aggregate", None, in_range(int, 1, 64), "1 to 64",
          "gradients per update; none: one less than workers")  # fmt: skip
     flag("--stragglers", None, in_range(int, 0, 63), "0 to the number of backup workers",
@@ -361,10 +385,6 @@ def make_parser() -> Parser:
          "a straggler delays every n-th gradient")  # fmt: skip
     flag("--lag", 2, in_range(int, 1, 10_000), "1 to 10000",
          "updates by the others during a delay")  # fmt: skip
-    flag("--backend", "auto", *one_of("auto", "sim", "cuda"), "GPUs or simulated devices")
-    flag("--placement", None, placement, "a number from 0 to 63 for each worker, as 0,0,1,1,2",
-         "the physical device of each worker")  # fmt: skip
-    flag("--kernels", "numpy", *one_of("numpy", "compiled"), "implementation for simulated devices")
     flag("--steps", 400, in_range(int, 1, 10_000), "1 to 10000", "number of training steps")
     flag("--learning-rate", 0.1, in_range(float, 1e-6, 10), "1e-6 to 10", "learning rate")
     flag(
@@ -376,7 +396,6 @@ def make_parser() -> Parser:
     )
     flag("--output", "sync_replicas.png", file(".png"), "a .png file in a folder that exists",
          "file for the figure")  # fmt: skip
-    return parser
 
 
 def read_options(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -399,16 +418,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = read_options(parser, arguments)
 
-    def run(mesh: gr.Mesh) -> History:
+    def run(mesh: gr.Mesh) -> tuple[list[str], str, History]:
         history = train(mesh, load(), options)
-        print_workers(mesh, history)
-        title = f"{options.steps} steps on handwritten digits"
-        print_table(title, table_rows(mesh, history, options))
-        return history
+        return [device.name for device in mesh.devices], where(mesh), history
 
-    history = on_devices(parser, options, run)
-    save_picture(history, options.output)
-    return conclude(history.accuracies[-1][1], options.output)
+    return report(*on_devices(parser, options, run), options)
 
 
 if __name__ == "__main__":

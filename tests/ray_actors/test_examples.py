@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ import gradreduce as gr
 pytestmark = [pytest.mark.ray, pytest.mark.repo]
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED_S = 120.0  # the promise for a whole command on two cores
-AGN = ("train_digits.py", "--mode", "agn", "--engine", "ray", "--micro-batches", "1")
+AGN = ("train_digits.py", "--mode", "agn", "--engine", "ray", "--backend", "sim")
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def started(folder: Path, script: str, *flags: str, **variables: str) -> Iterato
         **variables,
     }
     program = subprocess.Popen(
-        [sys.executable, str(ROOT / "examples" / script), "--backend", "sim", *flags],
+        [sys.executable, str(ROOT / "examples" / script), *flags],
         cwd=folder, env=environment, text=True, encoding="utf-8", start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -46,7 +47,7 @@ def started(folder: Path, script: str, *flags: str, **variables: str) -> Iterato
         program.communicate()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def joined(cluster) -> dict[str, str]:
     """The variables of a process that joins the cluster of the tests."""
     import ray
@@ -55,19 +56,40 @@ def joined(cluster) -> dict[str, str]:
     return {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
 
 
-def named_actors() -> set[str]:
+def actors_of(example: str) -> list[str]:
+    """The names of the actors that it has made and not closed."""
     import ray
 
-    return {each["name"] for each in ray.util.list_named_actors(all_namespaces=True)}
+    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+    return [name for name in names if re.fullmatch(rf"{example}-[0-9a-f]{{8}}", name)]
 
 
-def waits_for(condition: Callable[[], object]) -> bool:
+def comes_true(condition: Callable[[], object]) -> bool:
     """Whether a condition comes true in time."""
     end = time.monotonic() + ALLOWED_S
-    while time.monotonic() < end:
-        if condition():
-            return True
-    return False
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(found)
+
+
+@pytest.fixture(scope="module")
+def ended(joined, tmp_path_factory) -> dict[str, tuple[int, str, Path]]:
+    """Exit status, text and folder of a short training by AGN, and of one with backup workers."""
+    runs = {
+        "digits": (*AGN, "--micro-batches", "1", "--workers", "2", "--period", "5"),
+        "sync-replicas": ("sync_replicas_ray.py", "--workers", "3", "--late-every", "1"),
+    }
+    found = {}
+    with ExitStack() as stack:
+        programs = {
+            name: (stack.enter_context(started(folder, *flags, "--steps", "20", **joined)), folder)
+            for name, flags in runs.items()
+            if (folder := tmp_path_factory.mktemp(name))
+        }
+        for name, (program, folder) in programs.items():
+            text = program.communicate(timeout=ALLOWED_S)[0]
+            found[name] = program.returncode, text, folder
+    return found
 
 
 def cells(text: str) -> list[list[str]]:
@@ -81,12 +103,9 @@ def is_picture(path: Path) -> bool:
     return data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5000
 
 
-def test_workers_of_agn_in_processes(joined, tmp_path):
-    before = named_actors()
-    flags = ("--workers", "2", "--period", "5", "--steps", "20")
-    with started(tmp_path, *AGN, *flags, **joined) as program:
-        text = program.communicate(timeout=ALLOWED_S)[0]
-    assert program.returncode == 1, text  # below the goal
+def test_workers_of_agn_in_processes(ended):
+    status, text, folder = ended["digits"]
+    assert status == 1, text  # below the goal
     assert [row[:2] for row in cells(text)[:2]] == [["worker 0", "20"], ["worker 1", "20"]]
     rows = {row[0]: row[1] for row in cells(text)[2:]}
     assert rows["workers"] == "2, each of 1 replicas"
@@ -95,30 +114,59 @@ def test_workers_of_agn_in_processes(joined, tmp_path):
     assert "8 pushes, " in text
     assert float(rows["launches per step"]) > 1
     assert "The test accuracy 0." in text
-    assert is_picture(tmp_path / "digits.png")
-    assert waits_for(
-        lambda: named_actors() == before
-    )  # the cluster is still there, without the center
+    assert is_picture(folder / "digits.png")
+    assert comes_true(lambda: not actors_of("digits"))  # the cluster is still there
 
 
-def test_ctrl_c_closes_the_center(joined, tmp_path):
-    before = named_actors()
-    with started(tmp_path, *AGN, "--workers", "1", "--steps", "10000", **joined) as program:
-        assert waits_for(lambda: named_actors() - before)
-        (name,) = named_actors() - before
-        assert re.fullmatch(r"digits-[0-9a-f]{8}", name)
-        assert waits_for(gr.ray.AGNCenter(name).workers)  # the first push
+def test_backup_workers_in_processes(ended):
+    status, text, folder = ended["sync-replicas"]
+    assert status == 1, text
+    counts = [list(map(int, row[2:])) for row in cells(text) if row[1].startswith("process ")]
+    assert [row[0] for row in counts] == [20, 20, 0]  # two gradients of each step
+    assert counts[2][1] == counts[2][2]  # all of the straggler's were delayed, and dropped
+    rows = {row[0]: row[1] for row in cells(text)}
+    assert rows["global step"] == "20"
+    assert rows["dropped"] == f"{counts[2][1]}, {counts[2][2]} of them delayed"
+    assert is_picture(folder / "sync_replicas.png")
+    assert comes_true(lambda: not actors_of("sync-replicas"))
+
+
+def test_ctrl_c_closes_the_center(joined, ended, tmp_path):
+    flags = ("--micro-batches", "1", "--workers", "1", "--period", "1", "--steps", "10000")
+    with started(tmp_path, *AGN, *flags, **joined) as program:
+        assert comes_true(lambda: actors_of("digits"))
+        center = gr.ray.AGNCenter(*actors_of("digits"))
+        assert comes_true(center.workers)  # the first push
         program.send_signal(signal.SIGINT)
         text = program.communicate(timeout=ALLOWED_S)[0]
-    assert program.returncode != 0
+    assert program.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in text
-    assert waits_for(lambda: named_actors() == before)
+    assert comes_true(lambda: not actors_of("digits"))
+
+
+def test_a_worker_applies_one_gradient_per_step(capsys):
+    script = importlib.import_module("sync_replicas_ray")
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--workers", "2", "--replicas-to-aggregate", "3"])
+    assert stopped.value.code == 2
+    assert "--replicas-to-aggregate: got 3 for 2 workers; allowed: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_backup_workers_reach_the_goal(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with started(tmp_path, "sync_replicas_ray.py", HOME=str(tmp_path)) as program:
+        text = program.communicate(timeout=ALLOWED_S)[0]
+    assert program.returncode == 0, text
+    rows = {row[0]: row[1] for row in cells(text)}
+    assert int(rows["accepted"]) >= 1600
+    assert float(rows["test accuracy"]) >= 0.95
 
 
 @pytest.mark.slow
 def test_four_workers_of_agn_reach_the_goal(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with started(tmp_path, *AGN[:-2], HOME=str(tmp_path)) as program:
+    with started(tmp_path, *AGN, HOME=str(tmp_path)) as program:
         text = program.communicate(timeout=ALLOWED_S)[0]
     assert program.returncode == 0, text
     rows = {row[0]: row[1] for row in cells(text)}
