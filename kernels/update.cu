@@ -4,7 +4,7 @@
 // order    the rule's, one rounding per operation (-fmad=false), one at each store; the sum left to right
 // types    <Rule, T, State, double…>: 16-bit T computed in float; State (of the slots) is T, or float
 //          with a master; the sum is T, or float for 16-bit T; one double for each scalar of the rule
-// aliasing none: variable, master, slots, gradient, sum and copy are different arrays
+// aliasing copy may be the variable, and its master that of the variable; no others overlap
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows or elements; num_written: operands before the last; first: 1 or 0; period: 1 or more
 // reference src/gradreduce/ops/update.py, bit-equal except subnormals (CuPy builds with -ftz=true)

@@ -109,10 +109,11 @@ class PushPlan:
         for each, (total, indices) in zip(group, self._accessible(leader, group), strict=True):
             written, (first, *others) = each.written, each.pulled or [()]
             if optimizer._rule is not None and indices is None:
-                # The kernel writes its result, and that of the master, to other memory too.
+                # The kernel writes its result, and that of the master, twice: here to the same
+                # memory if nothing is pulled.
                 wanted = first or written[: len(written) - len(optimizer._slots.names)]
                 targets = [
-                    out if first and can_access(leader, out) else leader.empty(out.shape, out.dtype)
+                    out if can_access(leader, out) else leader.empty(out.shape, out.dtype)
                     for out in wanted
                 ]
                 fused.append([*written, *targets, total])
