@@ -35,7 +35,10 @@ ENV XLA_PYTHON_CLIENT_PREALLOCATE=false
 
 # What the package is built from and what its tests read; the rest of the checkout stays outside.
 WORKDIR /gradreduce
-COPY pyproject.toml README.md LICENSE CHANGELOG.md CONTRIBUTING.md Dockerfile .dockerignore ./
+COPY pyproject.toml README.md LICENSE CHANGELOG.md CONTRIBUTING.md SECURITY.md CITATION.cff ./
+COPY Dockerfile .dockerignore .pre-commit-config.yaml ./
+COPY .ci .ci
+COPY .github .github
 COPY src src
 COPY kernels kernels
 COPY tests tests

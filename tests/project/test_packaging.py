@@ -1,0 +1,46 @@
+"""The version stands in one place, and pre-commit and the hosted CI run what `.ci/run` does."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+from support.background_runs import ROOT
+
+import gradreduce
+
+pytestmark = pytest.mark.repo
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_the_version_stands_in_one_file():
+    pyproject = tomllib.loads(text("pyproject.toml"))
+    assert pyproject["project"]["dynamic"] == ["version"]
+    assert "version" not in pyproject["project"]
+    path = pyproject["tool"]["hatch"]["version"]["path"]
+    assert f'__version__ = "{gradreduce.__version__}"\n' in text(path)
+    assert not re.search(r"^version:", text("CITATION.cff"), re.MULTILINE)
+
+
+def test_pre_commit_runs_the_lints_of_ci_and_downloads_nothing():
+    lines = text(".ci/run").split('lints="sanitizers, wheel and lints"')[1].splitlines()
+    parts = [line.split('"')[-1].strip() for line in lines if line.startswith('part "$lints"')]
+    lints = [part for part in parts if part not in ("sanitizers", "wheel")]
+    config = text(".pre-commit-config.yaml")
+    hooks = re.findall(r"entry: (.+)", config)
+    assert len(hooks) == len(lints) >= 5
+    for lint in lints:
+        (command,) = re.findall(rf"^{lint}\(\) {{ (.+); }}$", text(".ci/run"), re.MULTILINE)
+        words = set(re.findall(r"mypy|ruff \w+|lint-imports|\S+\.py", command))
+        assert any(words and all(word in hook for word in words) for hook in hooks), lint
+    assert re.findall(r"repo: (.+)", config) == ["local"]
+    assert set(re.findall(r"language: (.+)", config)) == {"system"}
+
+
+def test_the_hosted_ci_runs_what_ci_run_does():
+    steps = re.findall(r"- run: (.+)", text(".github/workflows/ci.yml"))
+    assert steps == ["bash .ci/run"]
