@@ -58,6 +58,7 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDev
 from gradreduce.reduce.presets import HierarchicalCopyAllReduce, NcclAllReduce, all_reduce
 from gradreduce.step_scaling import DynamicLossScale
 from gradreduce.sync_step import SyncStep
+from gradreduce.system_info import show_versions
 
 __version__ = "0.1.0"
 
@@ -116,6 +117,7 @@ __all__ = [
     "get_variable",
     "open_mesh",
     "replica",
+    "show_versions",
     "take_grads",
 ]
 

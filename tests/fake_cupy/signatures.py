@@ -44,7 +44,8 @@ OFFERED = {
     "cupy.cuda.driver": "CUDADriverError occupancyMaxActiveBlocksPerMultiprocessor",
     "cupy.cuda.function": "CNumpyArray",
     "cupy.cuda.runtime": (
-        "CUDARuntimeError getDevice setDevice getDeviceCount deviceCanAccessPeer "
+        "CUDARuntimeError getDevice setDevice getDeviceCount getDeviceProperties "
+        "driverGetVersion runtimeGetVersion deviceCanAccessPeer "
         "deviceEnablePeerAccess deviceDisablePeerAccess deviceGetPCIBusId "
         "memcpyAsync memcpyPeerAsync memsetAsync "
         "memcpyHostToDevice memcpyDeviceToHost memcpyDeviceToDevice memcpyDefault "

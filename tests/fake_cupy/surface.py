@@ -27,6 +27,7 @@ __all__ = [
     "eventQuery",
     "eventRecord",
     "getDevice",
+    "getDeviceProperties",
     "get_current_stream",
     "get_elapsed_time",
     "queue_of",
@@ -91,6 +92,10 @@ def setDevice(device):
     if not 0 <= device < current().num_gpus:
         raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
     _local.gpu = device
+
+
+def getDeviceProperties(device):
+    return {"name": b"Fake GPU", "major": 9, "minor": 0, "totalGlobalMem": 1 << 30}
 
 
 def deviceGetPCIBusId(device):

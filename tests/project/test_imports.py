@@ -131,6 +131,7 @@ def test_only_the_store_of_pytorch_listens_and_nothing_pickles():
         "gradreduce": {"import_module"},  # of parts of the package
         "gradreduce.backends.processes.launchers": {"import_module"},  # likewise
         "gradreduce.backends.processes.torch_group": {"TCPStore", "PrefixStore", "rendezvous"},
+        "gradreduce.system_info": {"import_module"},  # of the libraries that it describes
         "gradreduce.torch.ddp_hook": {"get_objects"},  # of gc
     }
 

@@ -45,7 +45,7 @@ _BACKENDS = ("cuda", "sim")
 # kernels= -> build of the .cu text (None: the NumPy reference)
 _BUILDS = {"numpy": None, "compiled": "fast", "exact": "exact", "sanitized": "sanitized"}
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-_INSTALL = "pip install 'gradreduce[cuda12]' (CUDA 12) or 'gradreduce[cuda13]' (CUDA 13)"
+INSTALL_CUDA = "pip install 'gradreduce[cuda12]' (CUDA 12) or 'gradreduce[cuda13]' (CUDA 13)"
 
 
 def open_mesh(  # noqa: PLR0913  # options, each independent of the others
@@ -238,12 +238,14 @@ def _cuda_backend() -> tuple[ModuleType, ModuleType, ModuleType]:
         BackendUnavailableError: CuPy is missing or sees no GPU; says what to install.
     """
     if importlib.util.find_spec("cupy") is None:
-        raise BackendUnavailableError(f"CuPy is not installed; {_INSTALL}")
+        raise BackendUnavailableError(f"CuPy is not installed; {INSTALL_CUDA}")
     try:
         from .cuda import device as cuda
         from .cuda import nccl, streams
     except ImportError as error:
-        raise BackendUnavailableError(f"CuPy cannot be imported ({error}); {_INSTALL}") from error
+        raise BackendUnavailableError(
+            f"CuPy cannot be imported ({error}); {INSTALL_CUDA}"
+        ) from error
     streams.visible_gpus()
     return cuda, nccl, streams
 

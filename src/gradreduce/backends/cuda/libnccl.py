@@ -18,30 +18,31 @@ _MAPS, _NAME = Path("/proc/self/maps"), "libnccl.so"
 
 def error_details() -> str:
     """Returns details for an NCCL error: its last text, and several libnccl files."""
-    libraries = list(_libraries())
-    texts = dict.fromkeys(text for _, text in libraries if text)
-    return "".join(f"; last NCCL error: {text}" for text in texts) + _several(libraries)
+    found = list(libraries())
+    texts = dict.fromkeys(text for _, text in found if text)
+    return "".join(f"; last NCCL error: {text}" for text in texts) + several_text(found)
 
 
 @cache
 def warn_of_several() -> None:
     """Warns, once, if this process has loaded several libnccl files."""
-    text = _several(list(_libraries()))
+    text = several_text(list(libraries()))
     if text:
         warnings.warn(f"NCCL may fail or hang{text}", RuntimeWarning, stacklevel=2)
 
 
-def _several(libraries: list[tuple[str, str]]) -> str:
-    if len(libraries) < 2:
+def several_text(found: list[tuple[str, str]]) -> str:
+    """Returns what to say of several files; empty for one or none."""
+    if len(found) < 2:
         return ""
-    files = ", ".join(file for file, _ in libraries)
+    files = ", ".join(file for file, _ in found)
     return (
-        f"; this process has loaded {len(libraries)} libnccl files: {files}; "
+        f"; this process has loaded {len(found)} libnccl files: {files}; "
         "make CuPy and PyTorch load the same one"
     )
 
 
-def _libraries() -> Iterator[tuple[str, str]]:
+def libraries() -> Iterator[tuple[str, str]]:
     """Yields path and version of each file, and the text of its last error."""
     try:
         lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,0 +1,56 @@
+"""Describes the visible GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupy.cuda import runtime
+
+from .streams import visible_gpus
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One visible GPU.
+
+    Attributes:
+        name: of its model.
+        compute_capability: such as ``"9.0"``.
+        nbytes: of its memory.
+        peers: for each visible GPU, whether CUDA says that this one can access its memory.
+    """
+
+    name: str
+    compute_capability: str
+    nbytes: int
+    peers: tuple[bool, ...]
+
+
+def list_gpus() -> tuple[Gpu, ...]:
+    """Returns the visible GPUs, in CUDA's order; creates no context on them.
+
+    Raises:
+        BackendUnavailableError: no driver, or no GPU.
+    """
+    numbers = range(visible_gpus())
+    found = []
+    for gpu in numbers:
+        properties = runtime.getDeviceProperties(gpu)
+        peers = [
+            gpu != other and bool(runtime.deviceCanAccessPeer(gpu, other)) for other in numbers
+        ]
+        found.append(
+            Gpu(
+                bytes(properties["name"]).decode(errors="replace"),
+                f"{properties['major']}.{properties['minor']}",
+                int(properties["totalGlobalMem"]),
+                tuple(peers),
+            )
+        )
+    return tuple(found)
+
+
+def cuda_versions() -> dict[str, str]:
+    """Returns the CUDA version of the driver, and that of the runtime that CuPy uses."""
+    versions = {"driver": runtime.driverGetVersion(), "runtime": runtime.runtimeGetVersion()}
+    return {name: f"{each // 1000}.{each % 1000 // 10}" for name, each in versions.items()}

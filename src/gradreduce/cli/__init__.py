@@ -1,0 +1,1 @@
+"""The commands of ``gradreduce``, one module each."""

@@ -1,0 +1,19 @@
+"""The ``gradreduce`` command and its subcommands."""
+
+from __future__ import annotations
+
+import click
+
+from gradreduce import __version__
+
+from .info import info
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def command() -> None:
+    """Sums gradients on GPUs or simulated devices: inspect, plan, check and measure."""
+
+
+for each in (info,):
+    command.add_command(each)

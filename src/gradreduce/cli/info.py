@@ -1,0 +1,60 @@
+"""``gradreduce info``: versions, devices, libnccl files, and what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import IO
+
+import click
+from rich.table import Table
+
+from gradreduce.system_info import SystemInfo, find_system_info
+
+from .options import json_option, table, write
+
+
+@click.command()
+@json_option
+def info(json_file: IO[str] | None) -> None:
+    """Show versions, devices, loaded NCCL libraries, and what is missing.
+
+    Imports CuPy, PyTorch and JAX where they are installed, because a library loads its libnccl when
+    it is imported. gr.show_versions() prints the same in Python.
+    """
+    found = find_system_info()
+    versions = [(name, version or "not installed") for name, version in found.versions.items()]
+    tables: list[Table | str] = [
+        table("Versions", ("library", "version"), versions),
+        *_devices(found),
+    ]
+    if found.nccl:
+        tables.append(table("Loaded libnccl files", ("file (version)",), [[x] for x in found.nccl]))
+    if found.missing:
+        tables.append(table("Missing", ("what", "why and what to do"), found.missing.items()))
+    warnings = [f"WARNING: {text}" for text in found.warnings]
+    parts = [part for each in tables for part in (each, "")]
+    write(json_file, asdict(found), *parts[:-1], *warnings)
+
+
+def _devices(found: SystemInfo) -> list[Table | str]:
+    if not found.gpus:
+        return ["\n".join(found.device_lines())]
+    rows = [
+        (number, gpu.name, gpu.compute_capability, f"{gpu.nbytes / 2**30:.1f}")
+        for number, gpu in enumerate(found.gpus)
+    ]
+    numbers = [str(number) for number in range(len(found.gpus))]
+    peers = [
+        (
+            number,
+            *[
+                "self" if other == number else "yes" if is_peer else "no"
+                for other, is_peer in enumerate(gpu.peers)
+            ],
+        )
+        for number, gpu in enumerate(found.gpus)
+    ]
+    return [
+        table("GPUs", (">GPU", "name", "compute capability", ">GiB"), rows),
+        table("Peer access", (">from / to", *numbers), peers),
+    ]

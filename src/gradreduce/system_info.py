@@ -1,0 +1,165 @@
+"""Describes what this library finds on this machine: versions, devices, libnccl files.
+
+Imports optional libraries by name, because importing one loads its libnccl.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradreduce.backends import INSTALL_CUDA
+from gradreduce.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from gradreduce.backends.cuda.gpus import Gpu
+
+# Imported, because they may load a libnccl; and how to install them.
+_IMPORTED = {
+    "CuPy": ("cupy", INSTALL_CUDA),
+    "PyTorch": ("torch", "pip install 'gradreduce[torch]'"),
+    "JAX": ("jax", "pip install 'gradreduce[jax]'"),
+}
+# Not imported: they load none.
+_INSTALLED = {
+    "Ray": ("ray", "pip install 'gradreduce[ray]'"),
+    "mpi4py": ("mpi4py", "pip install 'gradreduce[mpi]'"),
+    "Matplotlib": ("matplotlib", "pip install 'gradreduce[cli]'"),
+}
+
+
+@dataclass(frozen=True)
+class SystemInfo:
+    """What was found; ``str`` gives it as lines of text.
+
+    Attributes:
+        versions: by the name of the library; None if it is not installed.
+        gpus: that CuPy sees.
+        nccl: the libnccl files that this process has loaded, with their versions.
+        missing: what cannot be used, and how to install or repair it.
+        warnings: what is wrong with what is installed.
+    """
+
+    versions: dict[str, str | None]
+    gpus: tuple[Gpu, ...]
+    nccl: tuple[str, ...]
+    missing: dict[str, str]
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        versions = {name: version or "not installed" for name, version in self.versions.items()}
+        return "\n".join([
+            *[f"{name:12}{version}" for name, version in versions.items()],
+            *self.device_lines(),
+            *[f"libnccl     {file}" for file in self.nccl],
+            *[f"missing     {name}: {how}" for name, how in self.missing.items()],
+            *[f"WARNING     {text}" for text in self.warnings],
+        ])  # fmt: skip
+
+    def device_lines(self) -> list[str]:
+        """Returns a line for each GPU with its peers, or one that names the simulation."""
+        if not self.gpus:
+            return ["devices     no GPU: open_mesh() opens simulated devices on this machine's CPU"]
+        lines = []
+        for number, gpu in enumerate(self.gpus):
+            peers = [str(other) for other, is_peer in enumerate(gpu.peers) if is_peer]
+            lines.append(
+                f"GPU {number:<8}{gpu.name}, compute capability {gpu.compute_capability}, "
+                f"{gpu.nbytes / 2**30:.1f} GiB, peer access to {', '.join(peers) or 'no other GPU'}"
+            )
+        return lines
+
+
+def find_system_info() -> SystemInfo:
+    """Imports CuPy, PyTorch and JAX, where they are installed, and describes this machine."""
+    from gradreduce.backends.cuda import libnccl  # these take as long as a tenth of NumPy
+    from gradreduce.backends.sim.host_compile import find_compiler
+
+    versions: dict[str, str | None] = {
+        "gradreduce": _installed("gradreduce"),
+        "Python": platform.python_version(),
+        "NumPy": np.__version__,
+    }
+    missing: dict[str, str] = {}
+    for name, (module, how) in _IMPORTED.items():
+        versions[name], problem = _imported(module)
+        if problem:
+            missing[name] = f"{problem}; {how}"
+    for name, (module, how) in _INSTALLED.items():
+        versions[name] = _installed(module)
+        if versions[name] is None:
+            missing[name] = f"not installed; {how}"
+    gpus: tuple[Gpu, ...] = ()
+    if "CuPy" not in missing:
+        gpus = _gpus(versions, missing)
+    files = list(libnccl.libraries())
+    if not files:
+        missing["NCCL"] = f"no libnccl is loaded; {INSTALL_CUDA}"
+    try:
+        find_compiler("fast")
+    except BackendUnavailableError as error:
+        missing["g++"] = str(error)
+    several = libnccl.several_text(files).removeprefix("; ")
+    return SystemInfo(
+        versions, gpus, tuple([file for file, _ in files]), missing, (several,) if several else ()
+    )
+
+
+def show_versions() -> None:
+    """Prints versions, devices, loaded libnccl files, and what is missing.
+
+    Made to be pasted into a report of a problem. Imports CuPy, PyTorch and JAX, where they are
+    installed: a library loads its libnccl when it is imported, and two different ones in a process
+    are a known cause of hangs. That may take seconds. The command ``gradreduce info`` prints the
+    same as a table.
+
+    Example::
+
+        gr.show_versions()
+    """
+    sys.stdout.write(f"{find_system_info()}\n")
+
+
+def _imported(module: str) -> tuple[str | None, str]:
+    """Imports a library; returns its version, and what is wrong."""
+    try:
+        version = getattr(import_module(module), "__version__", "unknown")
+    except ModuleNotFoundError as error:
+        if error.name == module:
+            return None, "not installed"
+        return _installed(module), f"cannot be imported ({error})"
+    except Exception as error:  # whatever a broken library raises
+        return _installed(module), f"cannot be imported ({error})"
+    return str(version), ""
+
+
+def _installed(package: str) -> str | None:
+    """Returns the version of an installed package, which is not imported."""
+    from importlib import metadata  # likewise
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus(versions: dict[str, str | None], missing: dict[str, str]) -> tuple[Gpu, ...]:
+    """Returns the GPUs; adds the versions of CUDA, or why there is no GPU."""
+    try:
+        import_module("cupy.cuda.nccl")  # loads the libnccl of CuPy
+    except ImportError as error:
+        missing["NCCL of CuPy"] = f"cannot be imported ({error}); {INSTALL_CUDA}"
+    try:
+        from gradreduce.backends.cuda.gpus import cuda_versions, list_gpus
+
+        gpus = list_gpus()
+        versions.update({f"CUDA {name}": each for name, each in cuda_versions().items()})
+    except (BackendUnavailableError, ImportError, OSError, RuntimeError) as error:
+        missing["GPU"] = str(error)
+        return ()
+    return gpus

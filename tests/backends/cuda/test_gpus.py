@@ -1,0 +1,21 @@
+"""The description of the GPUs that ``gradreduce info`` shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradreduce import system_info
+
+pytestmark = pytest.mark.fake_cupy
+
+
+@pytest.mark.parametrize("can_peer", [True, False])
+def test_gpus_and_their_peers_are_described(new_machine, can_peer):
+    new_machine(num_gpus=2, peers=can_peer)
+    found = system_info.find_system_info()
+    assert [gpu.peers for gpu in found.gpus] == [(False, can_peer), (can_peer, False)]
+    assert (found.versions["CUDA driver"], found.versions["CUDA runtime"]) == ("13.1", "12.9")
+    peer = "1" if can_peer else "no other GPU"
+    assert found.device_lines()[0] == (
+        f"GPU 0       Fake GPU, compute capability 9.0, 1.0 GiB, peer access to {peer}"
+    )
