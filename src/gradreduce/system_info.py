@@ -77,7 +77,10 @@ class SystemInfo:
 
 def find_system_info() -> SystemInfo:
     """Imports CuPy, PyTorch and JAX, where they are installed, and describes this machine."""
-    from gradreduce.backends.cuda import libnccl  # these take as long as a tenth of NumPy
+    from gradreduce.backends.cuda.libnccl import (
+        libraries,
+        several_text,
+    )  # these take as long as a tenth of NumPy
     from gradreduce.backends.sim.host_compile import find_compiler
 
     versions: dict[str, str | None] = {
@@ -97,14 +100,14 @@ def find_system_info() -> SystemInfo:
     gpus: tuple[Gpu, ...] = ()
     if "CuPy" not in missing:
         gpus = _gpus(versions, missing)
-    files = list(libnccl.libraries())
+    files = list(libraries())
     if not files:
         missing["NCCL"] = f"no libnccl is loaded; {INSTALL_CUDA}"
     try:
         find_compiler("fast")
     except BackendUnavailableError as error:
         missing["g++"] = str(error)
-    several = libnccl.several_text(files).removeprefix("; ")
+    several = several_text(files).removeprefix("; ")
     return SystemInfo(
         versions, gpus, tuple([file for file, _ in files]), missing, (several,) if several else ()
     )

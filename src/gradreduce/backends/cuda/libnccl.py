@@ -1,4 +1,4 @@
-"""Finds the libnccl files of this process and NCCL's last error text.
+"""Finds the libnccl files of this process, and the last error text of NCCL.
 
 CuPy exposes neither. Only files that are loaded already are asked, and only where
 ``/proc/self/maps`` names them: elsewhere nothing is said.
