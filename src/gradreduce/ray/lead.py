@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -113,7 +115,6 @@ class Lead(Shard):
             for shard in range(1, settings.num_shards)
         ]
         self._are_alike = not self._others  # whether all shards have run the same commands
-        self._generation = 0  # how often they went back to a snapshot
         self._fault = ""
         self._closed = False
         self._lock = asyncio.Lock()
@@ -142,10 +143,10 @@ class Lead(Shard):
             others: refer to the messages for the other shards; empty: no command has any.
             origin: of a gradient.
         """
-        generation = self._generation
-        messages = others or [None] * len(self._others)
-        await self._from_others("stage", [(key, each) for each in messages])
+        ticket, generation = uuid.uuid4().hex, self._generation
         try:
+            with suppress(RetryError):  # a shard has ended: _ready sees it too
+                await self._from_others("stage", [(ticket, each) for each in others])
             async with self._lock:
                 await self._ready()
                 if self._is_known(key):
@@ -154,22 +155,28 @@ class Lead(Shard):
                     raise RetryError("staged before the shards went back to a snapshot")
                 if origin is not None:
                     self._note(origin)
-                answers = await self._run(key, command, arguments, message)
+                staged = ticket if others else ""
+                answers = await self._run(key, command, arguments, message, staged)
                 await self._serve()
                 return answers
         finally:
-            for other in self._others:
-                other.discard.remote(key)
+            for other in self._others if others else ():
+                other.discard.remote(ticket)
 
     async def _run(
-        self, key: Key, command: str, arguments: Sequence[Any], message: Message | None
+        self,
+        key: Key,
+        command: str,
+        arguments: Sequence[Any],
+        message: Message | None = None,
+        ticket: str = "",
     ) -> list[Answer]:
         """Runs a command on all shards; the lock is held."""
         number = self._number + 1
         own = Answer.of(self._execute(key, command, arguments, message))
         if not self._others:
             return [own]
-        calls = [(number, key, command, arguments)] * len(self._others)
+        calls = [(self._generation, number, key, command, arguments, ticket)] * len(self._others)
         self._are_alike = False
         found = await self._from_others("execute", calls)
         self._are_alike = True
@@ -189,14 +196,25 @@ class Lead(Shard):
         return saved
 
     async def _from_others(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls the other shards at the same time; raises the first error."""
+        """Calls the other shards at the same time, and waits for all; raises the first error.
+
+        Args:
+            method: of a shard.
+            calls: the arguments for each; empty: there is nothing to call.
+        """
         pending = [
             getattr(other, method).remote(*call)
-            for other, call in zip(self._others, calls, strict=True)
+            for other, call in zip(self._others, calls, strict=bool(calls))
         ]
+        found = await asyncio.gather(*pending, return_exceptions=True)
         try:
-            return list(await asyncio.gather(*pending))
+            for each in found:
+                if isinstance(each, BaseException):
+                    raise each
+            return found
         except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RetryError):
+                self._are_alike = False
             raise error.cause from None
         except ray.exceptions.RayActorError as error:
             self._are_alike = False
@@ -222,8 +240,9 @@ class Lead(Shard):
             return await self._read(command, arguments)
 
     async def _read(self, command: str, arguments: Sequence[Any]) -> list[Answer]:
-        own = await self.read(command, arguments)
-        return [own, *await self._from_others("read", [(command, arguments)] * len(self._others))]
+        own = Answer.of(getattr(self._state, command)(*arguments))
+        calls = [(self._generation, self._number, command, arguments)] * len(self._others)
+        return [own, *await self._from_others("read", calls)]
 
     async def ask(self, method: str, arguments: Sequence[Any]) -> Any:
         """Calls a method of this shard's state that concerns no tensor."""
@@ -259,6 +278,7 @@ class Lead(Shard):
         async with self._lock:
             await self._ready()
             if self._is_known(key):
+                self._queue.pop(key, None)
                 return await self._again(key[0])
             queued = self._queue.setdefault(key, QueuedTake(key, num_required))
             queued.seen = time.monotonic()
@@ -290,10 +310,12 @@ class Lead(Shard):
             if time.monotonic() - queued.seen > LEASE_SECONDS:
                 log_warning(__name__, "a take of %r was dropped: its client is gone", queued.key[0])
                 del self._queue[queued.key]
+            elif self._is_known(queued.key):  # its answer is lost: the client asks again
+                del self._queue[queued.key]
             elif self._state.can_take(queued.num_required):
                 key = queued.key
                 try:
-                    answers = await self._run(key, "take", (key, queued.num_required), None)
+                    answers = await self._run(key, "take", (key, queued.num_required))
                 except RetryError:
                     raise  # it is still queued
                 except Exception as error:  # of the client that takes, not of the one that applies
@@ -339,8 +361,10 @@ class Lead(Shard):
             numbers = set(await self.snapshots())
             for found in await self._from_others("snapshots", [()] * len(self._others)):
                 numbers &= set(found)
+            generation = uuid.uuid4().hex
             if numbers:
-                await self._from_others("go_back", [(max(numbers),)] * len(self._others))
+                calls = [(max(numbers), generation)] * len(self._others)
+                await self._from_others("go_back", calls)
         except RetryError:
             if self._settings.folder is not None:
                 raise
@@ -351,8 +375,7 @@ class Lead(Shard):
                 "same moment: close it; pass snapshots= to survive this"
             )
             self._check_open()
-        self._load(max(numbers))
-        self._generation += 1  # what was staged before is gone
+        await self.go_back(max(numbers), generation)
         self._are_alike = True
 
     async def end(self) -> None:

@@ -91,35 +91,58 @@ class Shard:
         self._settings = settings
         self._state = make_state(settings)
         self._number = 0  # of the last command
-        self._staged: dict[Key, Message | None] = {}
+        # Which restart of which shard was the last; a shard that starts does not know it.
+        self._generation = ""
+        self._staged: dict[str, Message] = {}
         self._snapshots: Snapshots | None = None
         if settings.folder is not None:
             self._snapshots = Snapshots(settings.folder, settings.actor_name)
             self._load(self._snapshots.newest())
 
-    async def stage(self, key: Key, message: Message | None) -> None:
+    async def stage(self, ticket: str, message: Message) -> None:
         """Keeps the arrays of a call until ``execute`` or ``discard``."""
-        self._staged[key] = message
+        self._staged[ticket] = message
 
-    async def discard(self, key: Key) -> None:
+    async def discard(self, ticket: str) -> None:
         """Drops the arrays of a call that will not be executed."""
-        self._staged.pop(key, None)
+        self._staged.pop(ticket, None)
 
-    async def execute(
-        self, number: int, key: Key, command: str, arguments: Sequence[Any]
+    async def execute(  # of one call
+        self,
+        generation: str,
+        number: int,
+        key: Key,
+        command: str,
+        arguments: Sequence[Any],
+        ticket: str,
     ) -> Answer:
         """Runs a command.
 
-        Raises:
-            RetryError: this shard was restarted, and has not run all commands before.
-        """
-        if number != self._number + 1:
-            raise RetryError(f"{self._settings.actor_name} was restarted")
-        return Answer.of(self._execute(key, command, arguments, self._staged.pop(key, None)))
+        Args:
+            generation: from the last ``go_back``.
+            number: of the command.
+            key: of the call.
+            command: name of the state's method.
+            arguments: for all shards.
+            ticket: of the arrays; empty: there are none.
 
-    async def read(self, command: str, arguments: Sequence[Any]) -> Answer:
-        """Runs a method of the state that changes nothing."""
+        Raises:
+            RetryError: a shard was restarted; this one may lack commands or arrays.
+        """
+        self._check_moment(generation, number - 1)
+        message = self._staged.pop(ticket) if ticket else None
+        return Answer.of(self._execute(key, command, arguments, message))
+
+    async def read(
+        self, generation: str, number: int, command: str, arguments: Sequence[Any]
+    ) -> Answer:
+        """Runs a method of the state that changes nothing, after a command; see ``execute``."""
+        self._check_moment(generation, number)
         return Answer.of(getattr(self._state, command)(*arguments))
+
+    def _check_moment(self, generation: str, number: int) -> None:
+        if (generation, number) != (self._generation, self._number):
+            raise RetryError(f"{self._settings.actor_name} was restarted")
 
     async def forget(self, key: Key) -> None:
         """Drops what is kept to answer a call again."""
@@ -132,9 +155,10 @@ class Shard:
         numbers = self._snapshots.numbers()
         return numbers if len(numbers) > 1 else [0, *numbers]
 
-    async def go_back(self, number: int) -> None:
+    async def go_back(self, number: int, generation: str) -> None:
         """Goes back to the state after a command, of which there is a snapshot; 0: the first."""
         self._load(number)
+        self._generation = generation
 
     async def close(self) -> None:
         """Removes the snapshots, and ends the actor."""

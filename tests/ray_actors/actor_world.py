@@ -1,0 +1,381 @@
+"""Actors of ``gradreduce.ray`` in one thread, without Ray: messages take random times, actors die.
+
+``load`` imports the package with a stand-in for Ray. A ``World`` runs its actors in an event loop
+whose clock jumps to the next event, so that a seed always gives the same run.
+
+Delivery is Ray's: messages may overtake each other. If an actor dies before its answer is out, and
+restarts, then Ray sends the message again; else the sender gets ``RayActorError``. Messages of a
+dead sender still arrive, or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib
+import random
+import selectors
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+LIMIT_S = 10_000.0  # of the clock that jumps
+
+
+class RayError(Exception):
+    """As Ray's."""
+
+
+class RayTaskError(RayError):
+    """As Ray's.
+
+    Args:
+        cause: what the method has raised.
+    """
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(repr(cause))
+        self.cause = cause
+
+
+class RayActorError(RayError):
+    """As Ray's."""
+
+
+class ObjectLostError(RayError):
+    """As Ray's."""
+
+
+class GetTimeoutError(RayError):
+    """As Ray's."""
+
+
+class Exited(BaseException):
+    """Ends an actor."""
+
+
+def _exit_actor() -> None:
+    raise Exited
+
+
+def _stand_in() -> ModuleType:
+    ray: Any = ModuleType("ray")
+    ray.exceptions = SimpleNamespace(
+        RayTaskError=RayTaskError,
+        RayActorError=RayActorError,
+        ObjectLostError=ObjectLostError,
+        GetTimeoutError=GetTimeoutError,
+    )
+    ray.actor = SimpleNamespace(exit_actor=_exit_actor)
+    ray.put = ray.get = lambda value, timeout=None: value
+    return ray
+
+
+@contextmanager
+def load() -> Iterator[SimpleNamespace]:
+    """Imports modules of ``gradreduce.ray`` anew, with a stand-in for Ray; undoes it."""
+
+    def is_of_ray(name: str) -> bool:
+        return name.partition(".")[0] == "ray" or name.startswith("gradreduce.ray")
+
+    import gradreduce
+
+    had = {name: sys.modules.pop(name) for name in list(sys.modules) if is_of_ray(name)}
+    attribute = vars(gradreduce).pop("ray", None)
+    sys.modules["ray"] = _stand_in()
+    try:
+        names = ("shard", "shard_state", "lead", "client")
+        yield SimpleNamespace(
+            **{name: importlib.import_module(f"gradreduce.ray.{name}") for name in names}
+        )
+    finally:
+        for name in [name for name in sys.modules if is_of_ray(name)]:
+            del sys.modules[name]
+        sys.modules |= had
+        vars(gradreduce).pop("ray", None)
+        if attribute is not None:
+            gradreduce.ray = attribute
+
+
+class _Clock(selectors.DefaultSelector):
+    """A selector that does not wait: it moves the clock."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise AssertionError("every task waits for something that nobody will do")
+        self.now += timeout
+        if self.now > LIMIT_S:
+            raise AssertionError("it goes on for ever")
+        return super().select(0)
+
+
+class MemorySnapshots:
+    """``Snapshots`` in memory; the ``World`` keeps them while an actor is dead.
+
+    Args:
+        files: number -> state.
+    """
+
+    def __init__(self, files: dict[int, Any]) -> None:
+        self._files = files
+
+    def write(self, number: int, state: Any) -> None:
+        self._files[number] = copy.deepcopy(state)
+        older = sorted(each for each in self._files if each < number)
+        for each in set(self._files) - {number, *older[-1:]}:
+            del self._files[each]
+
+    def numbers(self) -> list[int]:
+        return sorted(self._files)
+
+    def newest(self) -> int:
+        return max(self._files, default=0)
+
+    def read(self, number: int) -> Any:
+        return copy.deepcopy(self._files[number])
+
+    def remove(self, above: int = 0) -> None:
+        for each in [each for each in self._files if each > above]:
+            del self._files[each]
+
+
+class Process:
+    """An actor, from a start to its end, or a client.
+
+    Attributes:
+        tasks: what runs in it.
+        is_alive: whether it has not ended.
+        instance: the object of an actor.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.is_alive = True
+        self.instance: Any = None
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Starts a coroutine in it."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    def end(self) -> None:
+        """Ends it at once: none of its code runs any more, and what it sends does not leave."""
+        self.is_alive = False
+        for task in list(self.tasks):
+            task.cancel()
+
+
+class Handle:
+    """An actor as a process sees it: ``handle.method.remote(...)``.
+
+    Args:
+        world: of the actor.
+        sender: has the handle.
+        name: of the actor.
+    """
+
+    def __init__(self, world: World, sender: Process, name: str) -> None:
+        self._send = (world, sender, name)
+
+    def __getattr__(self, method: str) -> Any:
+        world, sender, name = self._send
+
+        def remote(*arguments: Any) -> asyncio.Future[Any]:
+            return world.send(sender, name, method, arguments)
+
+        def options(max_task_retries: int) -> Any:
+            def once(*arguments: Any) -> asyncio.Future[Any]:
+                return world.send(sender, name, method, arguments, is_repeated=False)
+
+            return SimpleNamespace(remote=once)
+
+        return SimpleNamespace(remote=remote, options=options)
+
+
+class World:
+    """Actors and clients.
+
+    Args:
+        modules: from ``load``.
+        seed: of all times and choices.
+        has_snapshots: whether actors restart.
+        on_message: called before each message arrives, with the actor's name and the method: may
+            kill.
+    """
+
+    def __init__(
+        self,
+        modules: SimpleNamespace,
+        seed: int,
+        *,
+        has_snapshots: bool,
+        on_message: Callable[[str, str], None] = lambda name, method: None,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.modules = modules
+        self.actors: dict[str, Process] = {}
+        self.files: dict[str, dict[int, Any]] = {}
+        self.num_kills = 0
+        self._made: dict[str, Callable[[Process], Any]] = {}
+        self._has_snapshots, self.on_message = has_snapshots, on_message
+        self._starting = Process()
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """Runs a coroutine function to its end."""
+        clock, failed = _Clock(), []
+        loop = asyncio.SelectorEventLoop(clock)
+        loop.set_exception_handler(lambda _, context: failed.append(context))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "time", lambda: clock.now)
+            lead, shard = self.modules.lead, self.modules.shard
+            patch.setattr(lead, "time", SimpleNamespace(monotonic=lambda: clock.now))
+            patch.setattr(lead, "start_shard", self._start)
+            patch.setattr(
+                shard,
+                "Snapshots",
+                lambda folder, name: MemorySnapshots(self.files.setdefault(name, {})),
+            )
+            try:
+                loop.run_until_complete(main())
+                for process in self.actors.values():
+                    process.end()
+                loop.run_until_complete(asyncio.sleep(0))
+            finally:
+                loop.close()
+        assert not [each for each in failed if "never retrieved" not in each["message"]], failed
+
+    def start(self, settings: Any, make_state: Callable[[Any], Any], client: Process) -> Handle:
+        """Starts an actor if there is none of its name; returns a client's handle."""
+        self._starting = client
+        return self._start(settings, make_state)
+
+    def _start(self, settings: Any, make_state: Callable[[Any], Any]) -> Handle:
+        name, sender = settings.actor_name, self._starting
+        if name not in self.actors:
+            lead, shard = self.modules.lead.Lead, self.modules.shard.Shard
+
+            def make(process: Process) -> Any:
+                before, self._starting = self._starting, process
+                try:
+                    return (shard if settings.shard else lead)(settings, make_state)
+                finally:
+                    self._starting = before
+
+            self._made[name] = make
+            self._make(name)
+        return Handle(self, sender, name)
+
+    def _make(self, name: str) -> None:
+        process = self.actors[name] = Process()
+        process.instance = self._made[name](process)
+
+    def kill(self, name: str) -> None:
+        """Kills an actor; it restarts after a while if it has snapshots."""
+        process = self.actors[name]
+        if process.is_alive:
+            self.num_kills += 1
+            process.end()
+            if self._has_snapshots:
+                self.later(5.0, lambda: self._make(name))
+
+    def state(self, name: str) -> Any:
+        """Returns the state of an actor."""
+        return self.actors[name].instance._state
+
+    def later(self, most: float, function: Callable[[], None]) -> None:
+        """Calls a function after a random time."""
+        seconds = most * self.random.random() ** 3  # mostly short
+        asyncio.get_running_loop().call_later(seconds, function)
+
+    def send(
+        self,
+        sender: Process,
+        name: str,
+        method: str,
+        arguments: tuple[Any, ...],
+        *,
+        is_repeated: bool = True,
+    ) -> asyncio.Future[Any]:
+        """Sends a message; returns the answer's future."""
+        is_repeated = is_repeated and self._has_snapshots
+        message = _Message(self, sender, name, method, copy.deepcopy(arguments), is_repeated)
+        if sender.is_alive:
+            self.later(0.02, message.arrive)
+        return message.answer
+
+
+class _Message:
+    """A call of an actor's method, until its answer has arrived."""
+
+    def __init__(
+        self,
+        world: World,
+        sender: Process,
+        name: str,
+        method: str,
+        arguments: tuple[Any, ...],
+        is_repeated: bool,
+    ) -> None:
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._world, self._sender, self._is_repeated = world, sender, is_repeated
+        self._call = name, method, arguments
+
+    def arrive(self) -> None:
+        """Starts the method."""
+        name, method, arguments = self._call
+        self._world.on_message(name, method)
+        process = self._world.actors[name]
+        if not process.is_alive:
+            self._fail()
+            return
+        task = process.run(getattr(process.instance, method)(*copy.deepcopy(arguments)))
+        task.add_done_callback(
+            lambda done: self._world.later(0.02, lambda: self._reply(process, done))
+        )
+
+    def _reply(self, process: Process, done: asyncio.Task[Any]) -> None:
+        """Brings the answer."""
+        self._world.on_message(self._call[0], "answer")
+        if not process.is_alive:
+            self._fail()
+        elif (error := done.exception()) is None:
+            self._finish(None, copy.deepcopy(done.result()))
+        elif isinstance(error, Exited):
+            process.end()
+            self._finish(RayActorError("exited"))
+        else:
+            self._finish(RayTaskError(error))
+
+    def _fail(self) -> None:
+        """Sends again, or answers that the actor is dead."""
+        if self._is_repeated and self._sender.is_alive:
+            self._world.later(1.0, self.arrive)
+        else:
+            self._finish(RayActorError("is dead"))
+
+    def _finish(self, error: Exception | None, value: Any = None) -> None:
+        if not self._sender.is_alive:
+            return
+        if error is None:
+            self.answer.set_result(value)
+        else:
+            self.answer.set_exception(error)
+            self.answer.exception()  # nobody has to look at it
+
+
+async def answer_of(modules: SimpleNamespace, call: Callable[[], asyncio.Future[Any]]) -> Any:
+    """Returns the answer to a call, as ``Client`` asks for it: again after ``RetryError``."""
+    while True:
+        try:
+            return await call()
+        except RayTaskError as error:
+            if not isinstance(error.cause, modules.shard.RetryError):
+                raise error.cause from None
