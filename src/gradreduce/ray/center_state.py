@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from gradreduce.arrays.convert import converted
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import open_mesh
 from gradreduce.checkpoint import anything, checked, downloader, some_of
-from gradreduce.device import Buffer, as_dtype
+from gradreduce.device import Buffer, Device, as_dtype
 from gradreduce.optim.agn.center import CenterState, check_same_tensor
 from gradreduce.optim.agn.checkpoint import queued_center, ready_center
 from gradreduce.optim.agn.push import PushConfig, PushedVariable, PushPlan
@@ -70,8 +70,89 @@ class PushRequest(NamedTuple):
     settings: Mapping[str, Any]
 
 
+class DenseKey(NamedTuple):
+    """What pushes have in common for which one plan is enough.
+
+    Attributes:
+        names: of the variables.
+        specs: of their sums.
+        config: settings, without the worker's name.
+        rule: of the optimizer.
+    """
+
+    names: Sequence[str]
+    specs: Sequence[Spec]
+    config: PushConfig
+    rule: Any
+
+
 class NotJoinedError(RuntimeError):
     """The actor does not know the rule or a variable, because it went back to a snapshot."""
+
+
+class DensePush:
+    """Pushes of the same variables with dense sums, by a compiled rule without distance scaling.
+
+    The memory of small tensors is used again, so that one plan serves all pushes: an upload, a
+    launch and a download for each dtype.
+
+    Args:
+        key: see below.
+        rows: for each variable what its update writes; see ``PushedVariable``.
+        optimizer: of the rule; its kernels are compiled.
+        device: of the variables.
+
+    Attributes:
+        key: names of the variables, specs of the sums, settings of a push, and the rule: of all
+            pushes that it can make.
+    """
+
+    def __init__(
+        self, key: DenseKey, rows: Sequence[Sequence[Buffer]], optimizer: Optimizer, device: Device
+    ) -> None:
+        self.key = key
+        self._rows, self._optimizer, self._device = rows, optimizer, device
+        self._sums = Layout(key.specs)
+        self._sum_packs = self._sums.packs(device)
+        # The variable, and its master if it has one; the update writes small ones to the answer.
+        values = [row[: len(row) - len(optimizer._slots.names)] for row in rows]
+        self._masters = frozenset(
+            name for name, each in zip(key.names, values, strict=True) if len(each) > 1
+        )
+        self._values = [value for each in values for value in each]
+        self._answer = Layout(specs_of(self._values))
+        self._answer_packs = [
+            device.zeros(flat.shape, flat.dtype) for flat in self._answer.packs(device)
+        ]
+        small = self._answer.small(self._answer_packs)
+        pulled = iter([small.get(index, value) for index, value in enumerate(self._values)])
+        self._pulled = [[next(pulled) for _ in each] for each in values]
+        self._failed: Callable[[BaseException], None] = lambda error: None
+        self._plan = self._planned(self._sums.small(self._sum_packs))
+
+    def run(
+        self, scalars: Scalars, message: Message, failed: Callable[[BaseException], None]
+    ) -> Message:
+        """Pushes the sums of a message; returns the new values, and who has a master."""
+        self._failed = failed
+        self._sums.upload(self._sum_packs, message)
+        rest = self._planned(self._sums.alone(self._device, message))
+        self._plan(scalars, partial(rest, scalars, lambda: None))
+        answer = self._answer.message_of(self._answer_packs, self._values)
+        return answer._replace(value=self._masters)
+
+    def _planned(self, sums: Mapping[int, Buffer]) -> Callable[[Scalars, Callable[[], None]], None]:
+        """Returns the ``run`` of a plan for the sums of some variables, by index."""
+        if not sums:
+            return lambda scalars, then: then()
+        pushed = [
+            PushedVariable(
+                self.key.names[index], self._rows[index], (total,), [self._pulled[index]]
+            )
+            for index, total in sums.items()
+        ]
+        fail = lambda error: self._failed(error)  # noqa: E731  # that of the push
+        return PushPlan(pushed, self._optimizer, self.key.config, fail).run
 
 
 class CenterShardState(ShardState):
@@ -96,6 +177,7 @@ class CenterShardState(ShardState):
         self._specs: dict[str, Spec] = {}
         self._shards: dict[str, int] = {}
         self._num_pushes = 0
+        self._dense: DensePush | None = None  # the last one
         # Slots of a snapshot, and the name of their rule, until a worker joins.
         self._saved_slots: dict[str, Any] | None = None
         self._saved_rule = ""
@@ -131,6 +213,7 @@ class CenterShardState(ShardState):
         """Takes a worker's rule; the first one makes the slots that a snapshot has."""
         optimizer = rule.optimizer()
         self._center.join(optimizer)
+        self._dense = None
         self._optimizer = self._optimizer or optimizer
         saved, self._saved_slots = self._saved_slots, None
         slots = self._center.slots
@@ -144,16 +227,36 @@ class CenterShardState(ShardState):
             raise NotJoinedError("the rule of the center is unknown: create an AGNOptimizer")
         self._check_known(request.names)
         self._center.check_usable()
-        names = request.names[self._shard]
-        if names:
-            self._push(self._optimizer, names, request, message)
+        names, optimizer = request.names[self._shard], self._optimizer
+        vars(optimizer).update(request.settings)
+        is_dense = request.config.gamma is None and optimizer._rule is not None
+        if names and is_dense and request.sparse.isdisjoint(names):
+            answer = self._push_dense(optimizer, names, request, message)
+        else:
+            if names:
+                self._push(optimizer, names, request, message)
+            answer = self._values(names)
         self._num_pushes += 1
-        return self.pull(request.names)
+        return answer._replace(value=(self._num_pushes, answer.value))
+
+    def _push_dense(
+        self, optimizer: Optimizer, names: Sequence[str], request: PushRequest, message: Message
+    ) -> Message:
+        """Pushes dense sums; uses the plan of the last such push again if it fits."""
+        config = request.config._replace(task="")
+        key = DenseKey(names, message.specs, config, optimizer._rule)
+        if self._dense is None or self._dense.key != key:
+            centers = [self._center.variables[name] for name in names]
+            self._center.prepare_centers(optimizer, centers, config)
+            rows = self._center.written_by_update(optimizer, centers)
+            self._dense = DensePush(key, rows, optimizer, self._device)
+        failed = partial(self._center.mark_push_failed, request.config.task)
+        return self._dense.run(request.scalars, message, failed)
 
     def _push(
         self, optimizer: Optimizer, names: Sequence[str], request: PushRequest, message: Message
     ) -> None:
-        vars(optimizer).update(request.settings)
+        """Pushes sums of any kind."""
         if optimizer._rule is None:
             vars(optimizer).update(zip(optimizer._hyperparameters, request.scalars, strict=True))
         centers = [self._center.variables[name] for name in names]
@@ -191,7 +294,7 @@ class CenterShardState(ShardState):
     def load_center(self, state: Mapping[str, Any], message: None) -> None:
         """Loads a state of the whole center."""
         self._ready(state)()
-        self._center.version += 1
+        self._dense = None
         self._center.fault = None
 
     def _check_known(self, names: Sequence[Sequence[str]]) -> None:
@@ -206,17 +309,22 @@ class CenterShardState(ShardState):
     def pull(self, names: Sequence[Sequence[str]]) -> Message:
         """Returns variables of this shard, each with its master if it has one."""
         self._check_known(names)
+        found = self._values(names[self._shard])
+        return found._replace(value=(self._num_pushes, found.value))
+
+    def _values(self, names: Sequence[str]) -> Message:
+        """Returns variables of this shard; its value names those with a master."""
         masters = self._center.slots.by_name.get(MASTER, {}) if self._center.slots else {}
         found: list[Buffer] = []
         with_master: list[str] = []
-        for name in names[self._shard]:
+        for name in names:
             variable = self._center.variables[name]
             found.append(variable.buffers[0])
             if variable in masters:
                 found.append(masters[variable].buffers[0])
                 with_master.append(name)
         message = Layout(specs_of(found)).pack(self._device, found)
-        return message._replace(value=(self._num_pushes, frozenset(with_master)))
+        return message._replace(value=frozenset(with_master))
 
     def slots_of(self, name: str) -> dict[str, str]:
         """Returns the full names of the slots of a variable, if it is of this shard."""

@@ -120,17 +120,22 @@ class Layout:
             device: launches; of the mesh of the buffers.
             buffers: one for each tensor.
         """
-        wholes, outs, terms = [], [], []
-        for dtype, indices, _, layout in self._packed:
+        outs, terms, packs = [], [], self.packs(device)
+        for (dtype, indices, _, layout), flat in zip(self._packed, packs, strict=True):
             ops.prepare_pack(device, dtype, dtype)
-            whole = device.empty((layout.size,), dtype)
-            wholes.append(whole)
-            outs += whole.parts(layout.offsets, layout.spans)
+            outs += flat.parts(layout.offsets, layout.spans)
             terms += [to_accessible(device, buffers[index]) for index in indices]
         if outs:
             join_streams(device, dict.fromkeys([term.device for term in terms]))
             ops.pack(outs, terms, device=device)
-        packed = [_as_bytes(whole.numpy()) for whole in wholes]
+        return self.message_of(packs, buffers)
+
+    def message_of(self, packs: Sequence[Buffer], buffers: Sequence[Buffer]) -> Message:
+        """Returns a message of flat Buffers and of those tensors that travel alone.
+
+        Waits for the device. See ``pack`` for what is not copied.
+        """
+        packed = [_as_bytes(flat.numpy()) for flat in packs]
         bigs = [_as_bytes(from_buffer(buffers[index], "numpy")) for index in self._bigs]
         return Message(self.specs, packed, bigs)
 
@@ -140,17 +145,34 @@ class Layout:
         Small ones are uploaded together. Others of a simulated device are on the memory of the
         message, and are read-only if that is.
         """
+        packs = self.packs(device)
+        self.upload(packs, message)
+        found = self.small(packs) | self.alone(device, message)
+        return [found[index] for index in range(len(self.specs))]
+
+    def packs(self, device: Device) -> list[Buffer]:
+        """Returns new memory for the small tensors, uninitialized: a Buffer for each dtype."""
+        return [device.empty((each.layout.size,), each.dtype) for each in self._packed]
+
+    def small(self, packs: Sequence[Buffer]) -> dict[int, Buffer]:
+        """Returns the small tensors by index, as views of flat Buffers."""
         found: dict[int, Buffer] = {}
-        for (dtype, indices, shapes, layout), flat in zip(
-            self._packed, message.packed, strict=True
-        ):
-            whole = device.upload(flat.view(dtype))
-            parts = whole.parts(layout.offsets, layout.sizes, shapes)
-            found |= zip(indices, parts, strict=True)
+        for (_, indices, shapes, layout), flat in zip(self._packed, packs, strict=True):
+            found |= zip(indices, flat.parts(layout.offsets, layout.sizes, shapes), strict=True)
+        return found
+
+    def alone(self, device: Device, message: Message) -> dict[int, Buffer]:
+        """Returns the tensors that travel alone, by index; see ``unpack``."""
+        found: dict[int, Buffer] = {}
         for index, big in zip(self._bigs, message.bigs, strict=True):
             shape, dtype = self.specs[index]
             found[index] = device.put(big.view(dtype).reshape(shape))
-        return [found[index] for index in range(len(self.specs))]
+        return found
+
+    def upload(self, packs: Sequence[Buffer], message: Message) -> None:
+        """Copies the small tensors of a message to flat Buffers."""
+        for flat, array in zip(packs, message.packed, strict=True):
+            flat.device.upload(array.view(flat.dtype), out=flat)
 
 
 def specs_of(tensors: Sequence[np.ndarray] | Sequence[Buffer]) -> list[Spec]:
