@@ -7,6 +7,7 @@ import click
 from gradreduce import __version__
 
 from .info import info
+from .plan import plan
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -15,5 +16,5 @@ def command() -> None:
     """Sums gradients on GPUs or simulated devices: inspect, plan, check and measure."""
 
 
-for each in (info,):
+for each in (info, plan):
     command.add_command(each)

@@ -10,8 +10,31 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from gradreduce.backends import MOST
+
 _WIDTH = 110  # columns of a table that goes to a file or a pipe
 
+
+def parse_placement(value: str) -> list[int]:
+    """Returns the physical device of each logical one."""
+    words = value.split(",")
+    if not all(word.isdecimal() and len(word) < 5 for word in words):
+        raise click.BadParameter(f"{value!r} must be a number such as 4, or a list such as 0,0,1,1")
+    numbers = [int(word) for word in words]
+    placement = list(range(numbers[0])) if len(numbers) == 1 else numbers
+    if not 0 < len(placement) <= MOST:
+        raise click.BadParameter(f"{value!r} must name 1 to {MOST} devices")
+    return placement
+
+
+devices_option = click.option(
+    "--devices",
+    type=parse_placement,
+    metavar="DEVICES",
+    default="4",
+    show_default=True,
+    help="How many devices; or the physical device of each logical one, such as 0,0,1,1.",
+)
 json_option = click.option(
     "--json",
     "json_file",

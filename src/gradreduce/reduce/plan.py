@@ -118,7 +118,7 @@ class ReducePlan(Counts):
             lines.append(
                 f"  {index:4} {pack.way:18}{pack.dtype!s:10}{pack.nbytes:14,} bytes of each of "
                 f"{len(pack.devices)} replicas{_transfer_text(pack, self.mesh)}: tensors "
-                f"{_ranges(pack.tensors, self.names)}"
+                f"{tensor_ranges(pack.tensors, self.names)}"
             )
         return "\n".join(lines)
 
@@ -278,7 +278,7 @@ def _pack_of_one(request: Request, index: int, log: Journal) -> PlannedPack:
     )
 
 
-def _ranges(numbers: Sequence[int], names: Sequence[str]) -> str:
+def tensor_ranges(numbers: Sequence[int], names: Sequence[str]) -> str:
     """Formats tensors as ranges, such as ``0-3, 7``, or ``layers.0.weight to head.bias``."""
     found: list[list[int]] = []
     for number in numbers:

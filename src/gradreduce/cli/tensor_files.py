@@ -1,0 +1,77 @@
+"""Reads names, shapes and dtypes of the tensors in a file; no tensor is loaded."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from numpy.lib import format as npy
+
+_MOST_HEADER_BYTES = 100 << 20  # of safetensors' own reader
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+    "C64": "complex64",
+}  # fmt: skip
+
+Header = tuple[str, tuple[int, ...], str]  # name, shape and dtype of a tensor
+
+
+def read_headers(path: Path) -> list[Header]:
+    """Returns the headers of a ``.safetensors`` or ``.npz`` file, in its order.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no such file.
+    """
+    readers = {".safetensors": _of_safetensors, ".npz": _of_npz}
+    if path.suffix not in readers:
+        raise ValueError(f"{path} must end in .safetensors or .npz")
+    try:
+        return list(readers[path.suffix](path))
+    except (ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is not a valid {path.suffix} file: {error}") from error
+
+
+def _of_safetensors(path: Path) -> Iterator[Header]:
+    """Yields the headers: 8 bytes with the size of the JSON text that follows."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > _MOST_HEADER_BYTES:
+            raise ValueError(f"its header would have {size} bytes")
+        text = file.read(size)
+    if len(text) < size:
+        raise ValueError("it ends inside its header")
+    for name, entry in json.loads(text).items():
+        if name != "__metadata__":
+            yield (
+                name,
+                tuple([_extent(each) for each in entry["shape"]]),
+                _DTYPES.get(entry["dtype"], entry["dtype"]),
+            )
+
+
+def _of_npz(path: Path) -> Iterator[Header]:
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            with archive.open(name) as member:
+                shape, dtype = _npy_header(member)
+            yield name.removesuffix(".npy"), shape, dtype.name
+
+
+def _npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], Any]:
+    read = npy.read_array_header_1_0
+    if npy.read_magic(member) != (1, 0):
+        read = npy.read_array_header_2_0
+    shape, _, dtype = read(member)
+    return shape, dtype
+
+
+def _extent(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is not a size")
+    return value

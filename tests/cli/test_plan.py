@@ -1,0 +1,147 @@
+"""``gradreduce plan``: shapes, models, and files of which only the headers are read."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import gradreduce as gr
+from gradreduce.cli.app import command
+from gradreduce.cli.models import MODELS
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(command, ["plan", *arguments])
+
+
+def planned(*arguments: str):
+    result = run(*arguments, "--json", "-")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tensors", "num_elements", "layer", "shape"),
+    [
+        ("resnet50", 161, 25_557_032, "layer4.0.downsample.0.weight", (2048, 1024, 1, 1)),
+        ("gpt2", 148, 124_439_808, "h.11.attn.c_attn.weight", (768, 2304)),
+        ("llama-7b", 291, 6_738_415_616, "layers.31.mlp.down_proj.weight", (4096, 11008)),
+    ],
+)
+def test_models_have_the_parameters_of_the_published_ones(
+    name, num_tensors, num_elements, layer, shape
+):
+    shapes = MODELS[name]()
+    assert len(shapes) == num_tensors
+    assert sum(map(math.prod, shapes.values())) == num_elements
+    assert shapes[layer] == shape
+
+
+@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+@pytest.mark.parametrize("num_packs", [0, 2])
+def test_the_plan_is_what_a_reduction_does(algorithm, num_packs):
+    """The command's mesh has no memory; a simulated one runs the same reduction."""
+    found = planned("5", "6x2", "3", "--devices", "0,0,1", "--op", "sum",
+                    "--algorithm", algorithm, "--num-packs", str(num_packs))  # fmt: skip
+    with gr.open_mesh([0, 0, 1], backend="sim") as mesh:
+        shapes = [(5,), (6, 2), (3,)]
+        values = [
+            gr.PerReplica([np.ones(shape, np.float32) for _ in mesh], mesh) for shape in shapes
+        ]
+        ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh)
+        with mesh.journal() as journal:
+            ops.batch_reduce(gr.ReduceOp.SUM, [(value, value) for value in values])
+    assert found["launches"] == journal.launches
+    assert found["bytes"] == journal.bytes
+    assert found["collectives"] == len(journal.of("collective"))
+    assert (found["num_tensors"], found["num_elements"], found["nbytes"]) == (3, 20, 80)
+    assert sum(len(pack["tensors"]) for pack in found["packs"]) >= 3
+
+
+def test_a_model_that_no_machine_could_hold_is_planned():
+    found = planned("llama-7b", "--devices", "64", "--num-packs", "8", "--dtype", "bfloat16")
+    assert found["nbytes"] == 2 * 6_738_415_616
+    assert len(found["packs"]) == 8
+    assert {pack["dtype"] for pack in found["packs"]} == {"bfloat16"}
+
+
+def write_safetensors(path, entries, *, size=None):
+    """Writes the header alone: a reader that wants a tensor finds the end of the file."""
+    text = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if size is None else size) + text)
+
+
+def test_of_a_safetensors_file_the_header_is_read(tmp_path):
+    path = tmp_path / "model.safetensors"
+    entry = {"dtype": "BF16", "shape": [1000, 1000], "data_offsets": [0, 2_000_000]}
+    write_safetensors(path, {"__metadata__": {"format": "pt"}, "head.weight": entry})
+    found = planned(str(path))
+    assert (found["num_tensors"], found["nbytes"], found["names"]) == (
+        1,
+        2_000_000,
+        ["head.weight"],
+    )
+    assert planned(str(path), "--dtype", "float32")["nbytes"] == 4_000_000
+    assert "head.weight" in run(str(path)).output
+
+
+def test_of_an_npz_file_the_headers_are_read(tmp_path):
+    path = tmp_path / "model.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, version in (("w", (1, 0)), ("b", (2, 0))):
+            with archive.open(f"{name}.npy", "w") as member:
+                header = {"descr": "<f2", "fortran_order": False, "shape": (30, 4)}
+                write = getattr(np.lib.format, f"write_array_header_{version[0]}_0")
+                write(member, header)
+    found = planned(str(path))
+    assert (found["names"], found["nbytes"]) == (["w", "b"], 480)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"w": {"dtype": "F8_E4M3", "shape": [2]}}, "F8_E4M3"),
+        ({"w": {"dtype": "F32", "shape": [-2]}}, "-2 is not a size"),
+        ({"w": {"dtype": "F32"}}, "'shape'"),
+        ([], "not a valid .safetensors file"),
+    ],
+)
+def test_a_wrong_file_is_the_parsers_error(tmp_path, content, says):
+    path = tmp_path / "wrong.safetensors"
+    write_safetensors(path, content)
+    result = run(str(path))
+    assert (result.exit_code, says in result.output) == (2, True), result.output
+
+
+def test_a_file_that_ends_early_or_claims_too_much_is_refused(tmp_path):
+    path = tmp_path / "wrong.safetensors"
+    for size, says in ((1 << 60, "its header would have"), (4096, "ends inside its header")):
+        write_safetensors(path, {}, size=size)
+        result = run(str(path))
+        assert (result.exit_code, says in result.output) == (2, True), result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nothing"],
+        ["missing.npz"],
+        ["5", "--devices", "0"],
+        ["5", "--devices", "2000"],
+        ["5", "--devices", "a,b"],
+        ["5", "--dtype", "float99"],
+        ["5", "--num-packs", "-1"],
+        ["5", "--algorithm", "ring"],
+    ],
+)
+def test_wrong_arguments_are_the_parsers_error(arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Usage: " in result.output
