@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.repo
-CLUSTER = pytest.mark.usefixtures("cluster")
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [page for page in (README, *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
@@ -22,7 +21,7 @@ def blocks_of(path: Path) -> list[str]:
 def libraries_of(block: str) -> list[pytest.MarkDecorator]:
     found = re.findall(r"^import (torch|jax|safetensors)\b", block, re.MULTILINE)
     marks = [getattr(pytest.mark, library) for library in found]
-    return [*marks, pytest.mark.ray, CLUSTER] if "gr.ray." in block else marks
+    return [*marks, pytest.mark.ray] if "gr.ray." in block else marks
 
 
 BLOCKS = [
@@ -53,7 +52,11 @@ def test_the_readme_is_short():
 
 @pytest.mark.whole_product
 @pytest.mark.parametrize("block", BLOCKS)
-def test_every_block_runs_and_prints_what_its_comments_say(block, capsys, tmp_path, monkeypatch):
+def test_every_block_runs_and_prints_what_its_comments_say(
+    block, capsys, tmp_path, monkeypatch, request
+):
+    if "gr.ray." in block:
+        request.getfixturevalue("cluster")
     monkeypatch.chdir(tmp_path)
     assert all(len(line) <= 100 for line in block.splitlines())
     exec(compile(block, "block", "exec"), {"__name__": "block"})
