@@ -208,19 +208,20 @@ class AccumulatorSet(SharedAccumulator):
             this name, in every process of the cluster, share one state.
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         num_shards: number of actors over which the accumulators are distributed by bytes.
-        num_gpus: of each actor: 1, or 0 for sums in host memory.
-        snapshots: a folder that every machine can access on which the actors may run: they are
-            restarted when they die, and go on from their last snapshot there. None: they are not.
-        durability: ``"push"``: a snapshot is written before each call that changes something is
-            answered, so that nothing is lost; or the number of such calls from one snapshot to the
-            next: a crash loses those since the last one.
+        num_gpus: 1: each actor has a GPU for its sums; 0: the sums are in host memory.
+        snapshots: a folder that all machines of the cluster share. An actor that dies is restarted
+            from its last snapshot in it. None: an actor that dies is lost.
+        durability: ``"push"``: each call that changes something is answered when a snapshot with
+            it is written, so that nothing is lost. A number: of such calls from one snapshot to
+            the next; a crash loses the calls since the last snapshot.
         worker: name of this worker in ``workers()``. Default: host and process.
-        timeout: seconds that a call waits for its answer. None: as long as the actor lives.
+        timeout: seconds that each call waits for its answer. None: as long as the actor lives.
 
     Raises:
         ValueError: the actor of this name has other specs, or an argument is invalid.
         TypeError: an argument has another type.
-        BackendUnavailableError: there is no cluster, and none with authentication can be started.
+        BackendUnavailableError: the actor of this name has ended.
+        RuntimeError, ConnectionError: see ``gr.ray.init``.
 
     Example::
 
@@ -270,9 +271,9 @@ class AccumulatorSet(SharedAccumulator):
             ValueError: another number of gradients, or a dtype or shape that does not fit. Nothing
                 was added.
             TypeError: a gradient of another type, such as ``PerReplica``.
-            DeadlineExceededError: no answer within ``timeout``; the gradients may be added later.
+            DeadlineExceededError: no answer within ``timeout``; the gradients may still be added.
             CancelledError: the accumulators were closed.
-            BackendUnavailableError: an actor has died, and there are no snapshots.
+            BackendUnavailableError: an actor has ended, and there are no snapshots.
         """
         grads = list(grads)
         if len(grads) != len(self._states):
@@ -295,14 +296,14 @@ class AccumulatorSet(SharedAccumulator):
             timeout: seconds to wait for gradients; None waits without limit.
 
         Returns:
-            For each accumulator a NumPy array, read-only if it is large: then it is in Ray's shared
-            memory, which is freed with it; or IndexedSlices of such arrays.
+            For each accumulator a read-only NumPy array, or IndexedSlices of such arrays. Large
+            ones are in Ray's shared memory, which is freed with them.
 
         Raises:
             InvalidArgumentError: ``num_required`` is less than 1.
             DeadlineExceededError: the timeout expired; nothing was taken.
             CancelledError: the accumulators were closed.
-            BackendUnavailableError: an actor has died, and there are no snapshots.
+            BackendUnavailableError: an actor has ended, and there are no snapshots.
         """
         return self._take(num_required, timeout)
 
@@ -345,7 +346,7 @@ class ConditionalAccumulator(SharedAccumulator):
         timeout: see there.
 
     Raises:
-        ValueError, TypeError, BackendUnavailableError: see ``AccumulatorSet``.
+        ValueError, TypeError, RuntimeError, ConnectionError: see ``AccumulatorSet``.
 
     Example::
 

@@ -380,18 +380,17 @@ def _rule_of(optimizer: Optimizer) -> Rule:
 class AGNCenter(LocalCenter):
     """A ``gr.AGNCenter`` in actors of Ray, for workers in many processes and machines.
 
-    Pass it to ``gr.AGNCustomGetter(device, center=...)``. A worker that dies loses its own
-    gradients since its last push, and nothing else. Pushes are applied in one order, each once and
-    whole, also over several shards. The actors of a name exist until ``close``, or until the Ray
-    cluster ends. Objects can be passed to Ray's tasks and actors.
+    Pass it to ``gr.AGNCustomGetter(device, center=...)``. When a worker dies, its own gradients
+    since its last push are lost, and no others. Pushes are applied one after the other, each once
+    and completely, also over several shards. The actors of a name exist until ``close``, or until
+    the Ray cluster ends. Objects can be passed to Ray's tasks and actors.
 
     Args:
         name: of the actor: 1 to 128 letters, digits, ``_``, ``.`` and ``-``.
-        mesh: devices of this process, in whose mesh its workers are; see ``gr.AGNCenter``.
-        num_shards: number of actors, over which variables are distributed by bytes as they are
-            made.
-        num_gpus: see ``AccumulatorSet``; the devices of the center variables.
-        snapshots: see there.
+        mesh: of the workers of this process, or a part or device of it; see ``gr.AGNCenter``.
+        num_shards: number of actors. A new variable goes to the one with the fewest bytes.
+        num_gpus: 1: each actor has a GPU for its variables; 0: they are in host memory.
+        snapshots: see ``AccumulatorSet``.
         durability: see there.
         worker: see there.
         timeout: see there. A push that got no answer in time, or within 0.9 of the ``deadline`` of
@@ -400,7 +399,7 @@ class AGNCenter(LocalCenter):
 
     Raises:
         ValueError: the actor of this name has another number of shards, or is no center.
-        TypeError, BackendUnavailableError: see ``AccumulatorSet``.
+        TypeError, RuntimeError, ConnectionError: see ``AccumulatorSet``.
 
     Example::
 

@@ -27,10 +27,10 @@ def init(address: str | None = None, **options: Any) -> None:
     until the cluster works: 2 to 3 seconds for a new one.
 
     Args:
-        address: of the cluster to join, as ``ray.init`` has it: ``"host:port"``, or ``"auto"`` for
-            one on this machine. Default: that of the variable ``RAY_ADDRESS``; without it the one
-            that ``ray start`` has started on this machine, else a new one, which ends with this
-            process.
+        address: of the cluster to join: ``"host:port"``, or ``"auto"`` for one on this machine;
+            ``"local"`` starts a new one. Default: the address in the variable ``RAY_ADDRESS``; if
+            it is not set, the cluster that ``ray start`` has started on this machine; if there is
+            none, a new cluster, which ends with this process.
         options: other arguments of ``ray.init``, such as ``num_cpus`` and ``object_store_memory``
             (bytes) of a new cluster. Without ``include_dashboard=True`` it has no dashboard.
 
