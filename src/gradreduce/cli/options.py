@@ -10,7 +10,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from gradreduce.backends import MOST
+from gradreduce.backends import MOST, open_mesh
+from gradreduce.device import Mesh
 
 _WIDTH = 110  # columns of a table that goes to a file or a pipe
 
@@ -35,12 +36,35 @@ devices_option = click.option(
     show_default=True,
     help="How many devices; or the physical device of each logical one, such as 0,0,1,1.",
 )
+optional_devices_option = click.option(
+    "--devices",
+    type=parse_placement,
+    metavar="DEVICES",
+    help="As 4 or 0,0,1,1. Default: all GPUs; without one, 4 simulated devices.",
+)
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["sim", "cuda"]),
+    help="sim: simulated devices. Default: GPUs if CuPy sees any, else sim.",
+)
 json_option = click.option(
     "--json",
     "json_file",
     type=click.File("w", encoding="utf-8", lazy=True),
     help='Also write the result to this file as JSON; "-" prints JSON instead of tables.',
 )
+
+
+def open_chosen(devices: Sequence[int] | None, backend: str | None) -> Mesh:
+    """Opens the mesh of ``--devices`` and ``--backend``.
+
+    Raises:
+        click.ClickException: it cannot be opened here; exit status 1.
+    """
+    try:
+        return open_mesh(devices, backend=backend, processes="none")
+    except (RuntimeError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
 
 
 def console() -> Console:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from click.testing import CliRunner
 
 from gradreduce import system_info
+from gradreduce.cli.app import command
 
 pytestmark = pytest.mark.fake_cupy
 
@@ -19,3 +23,14 @@ def test_gpus_and_their_peers_are_described(new_machine, can_peer):
     assert found.device_lines()[0] == (
         f"GPU 0       Fake GPU, compute capability 9.0, 1.0 GiB, peer access to {peer}"
     )
+
+
+@pytest.mark.parametrize("can_peer", [True, False])
+def test_the_check_of_the_command_line_runs_on_gpus(new_machine, can_peer):
+    new_machine(num_gpus=2, peers=can_peer)
+    result = CliRunner().invoke(command, ["check", "--devices", "0,0,1", "--json", "-"])
+    found = {each["what"]: each["outcome"] for each in json.loads(result.output)["checks"]}
+    captured = found.pop("captured step (CUDA graph)")
+    assert set(found.values()) == {"works"}, result.output
+    assert captured == ("works" if can_peer else "FAILED")  # a graph needs peers
+    assert result.exit_code == (0 if can_peer else 1)

@@ -1,0 +1,168 @@
+"""``gradreduce check``: runs one of everything, and says in plain words what works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+import click
+import numpy as np
+
+import gradreduce as gr
+
+from .options import backend_option, json_option, open_chosen, optional_devices_option, table, write
+
+_SIZE = 1003  # elements; not a multiple of what a thread or a launch handles
+
+
+@click.command()
+@optional_devices_option
+@backend_option
+@json_option
+@click.pass_context
+def check(
+    ctx: click.Context,
+    devices: Sequence[int] | None,
+    backend: str | None,
+    json_file: IO[str] | None,
+) -> None:
+    """Run one of everything on these devices, and say what works.
+
+    Opens the devices, sums, reduces, accumulates and updates, and compares every value with the
+    expected one by equality. Exit status 1 if something does not work.
+    """
+    with open_chosen(devices, backend) as mesh:
+        rows = [(what, *_outcome(mesh, run)) for what, run in CHECKS.items()]
+        kind = "simulated devices" if mesh.backend == "sim" else "GPUs"
+        place = f"{kind} {[device.physical for device in mesh]}"
+    failed = [what for what, outcome, _ in rows if outcome == "FAILED"]
+    verdict = f"Everything works on {place}."
+    if failed:
+        verdict = f"On {place} this does not work: {', '.join(failed)}."
+    content = {
+        "devices": place,
+        "works": not failed,
+        "checks": [dict(zip(("what", "outcome", "details"), row, strict=True)) for row in rows],
+    }
+    write(json_file, content, table("Checks", ("what", "outcome", "details"), rows), "", verdict)
+    ctx.exit(1 if failed else 0)
+
+
+def _outcome(mesh: gr.Mesh, run: Callable[[gr.Mesh], str]) -> tuple[str, str]:
+    """Runs a check; returns its outcome and details."""
+    try:
+        skipped = run(mesh)
+    except Exception as error:  # whatever does not work
+        return "FAILED", f"{type(error).__name__}: {error}"
+    return ("skipped", skipped) if skipped else ("works", "")
+
+
+def _expect(found: Any, wanted: Any) -> None:
+    """Raises unless two arrays have the same shape and values."""
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    if found.shape != wanted.shape or not (found == wanted).all():
+        raise AssertionError(f"got {_brief(found)}, expected {_brief(wanted)}")
+
+
+def _brief(array: np.ndarray) -> str:
+    return np.array2string(array, threshold=4, edgeitems=2)
+
+
+def _terms(number: int) -> list[np.ndarray]:
+    """Returns arrays of small integers, whose sums are exact."""
+    return [np.arange(_SIZE, dtype=np.float32) % 64 + index for index in range(number)]
+
+
+def _total(terms: Sequence[np.ndarray]) -> np.ndarray:
+    total = terms[0].copy()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def _sum_of_terms(mesh: gr.Mesh) -> str:
+    terms = _terms(5)
+    for device in mesh:
+        _expect(gr.add_n([device.upload(term) for term in terms]).numpy(), _total(terms))
+    return ""
+
+
+def _all_reduce(algorithm: str) -> Callable[[gr.Mesh], str]:
+    def run(mesh: gr.Mesh) -> str:
+        terms = _terms(len(mesh))
+        ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs=2, mesh=mesh)
+        grads = [[term, term[:7]] for term in terms]
+        for results in ops.all_reduce(grads, gr.ReduceOp.SUM, output_type="numpy"):
+            _expect(results[0], _total(terms))
+            _expect(results[1], _total(terms)[:7])
+        return ""
+
+    return run
+
+
+def _accumulator(mesh: gr.Mesh) -> str:
+    terms = _terms(len(mesh))
+    value = gr.PerReplica(terms, mesh)
+    accumulator = gr.ConditionalAccumulator("float32", (_SIZE,), device=mesh)
+    accumulator.apply_grad(value, local_step=0)
+    mean = accumulator.take_grad(len(mesh), timeout=60, output_type="numpy")
+    _expect(mean.primary, _total(terms) / np.float32(len(mesh)))
+    if accumulator.apply_grad(value, local_step=0):
+        raise AssertionError("gradients of an earlier step were not dropped")
+    return ""
+
+
+def _optimizer(mesh: gr.Mesh) -> str:
+    variable = gr.Variable(np.ones(_SIZE, np.float32), device=mesh)
+    optimizer = gr.MomentumOptimizer(0.5, 0.5)
+    gradient = np.full(_SIZE, 2, np.float32)
+    for wanted in (0.0, -1.5):  # 1 - 0.5 * 2, then 0 - 0.5 * (0.5 * 2 + 2)
+        optimizer.apply_gradients([(gradient, variable)])
+        for buffer in variable.buffers:
+            _expect(buffer.numpy(), np.full(_SIZE, wanted, np.float32))
+    return ""
+
+
+def _agn(mesh: gr.Mesh) -> str:
+    center = gr.AGNCenter(mesh)
+    getter = gr.AGNCustomGetter(mesh[0], center=center)
+    variable = gr.get_variable("w", np.zeros(3, np.float32), custom_getter=getter)
+    rule = gr.GradientDescentOptimizer(0.25)
+    optimizer = gr.AGNOptimizer(rule, 1, getter, communication_period=2)
+    gradients = [np.full(3, each, np.float32) for each in (4.0, 8.0)]
+    with optimizer.make_session_run_hook(True, 0, wait_timeout=60):
+        for gradient in gradients:
+            optimizer.apply_gradients([(gradient, variable)])
+    _expect(center.variables()[0].numpy(), np.full(3, -1.5, np.float32))  # - 0.25 * (4 + 8) / 2
+    _expect(variable.numpy(), center.variables()[0].numpy())
+    return ""
+
+
+def _step(method: str) -> Callable[[gr.Mesh], str]:
+    def run(mesh: gr.Mesh) -> str:
+        if method == "capture" and mesh.backend != "cuda":
+            return "CUDA graphs need a GPU"
+        terms = _terms(len(mesh))
+        values = [device.upload(term) for device, term in zip(mesh, terms, strict=True)]
+        value = gr.PerReplica(values, mesh)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        step = getattr(ops, method)(gr.ReduceOp.SUM, [(value, value)])
+        for _ in range(2):
+            (total,) = step()
+            for buffer in total.values:
+                _expect(buffer.numpy(), _total(terms))
+        return ""
+
+    return run
+
+
+CHECKS: dict[str, Callable[[gr.Mesh], str]] = {
+    "sum of terms (add_n)": _sum_of_terms,
+    "all-reduce, hierarchical_copy": _all_reduce("hierarchical_copy"),
+    "all-reduce, nccl": _all_reduce("nccl"),
+    "accumulator": _accumulator,
+    "optimizer step": _optimizer,
+    "AGN step": _agn,
+    "prepared step": _step("prepare"),
+    "captured step (CUDA graph)": _step("capture"),
+}
