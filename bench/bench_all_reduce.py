@@ -36,10 +36,11 @@ from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
 
 import gradreduce as gr
+from gradreduce.backends import Kernels
 from gradreduce.device import Device, Mesh
 
 NUM_DEVICES = 4
-IMPLEMENTATIONS = ("numpy", "compiled")
+IMPLEMENTATIONS: tuple[Kernels, ...] = ("numpy", "compiled")
 RESNET, TINY, ONE = "ResNet-50, MEAN", "tiny tensors", "one tensor"
 TINY_SIZE = 16
 NO_PACKS, ONE_PACK, FLAT = "num_packs=0", "num_packs=1", "flat"
@@ -260,7 +261,7 @@ def has_gpu() -> bool:
 def on_cpu(*, quick: bool) -> CpuBench:
     """Runs the cases on simulated devices with both implementations."""
     with ExitStack() as stack:
-        meshes = {
+        meshes: dict[str, Mesh] = {
             implementation: stack.enter_context(
                 gr.open_mesh(NUM_DEVICES, backend="sim", kernels=implementation, strict=False)
             )

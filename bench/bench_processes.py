@@ -33,6 +33,7 @@ from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
 
 import gradreduce as gr
+from gradreduce.backends import Launcher
 from gradreduce.device import Mesh
 
 SIZE = 2  # processes
@@ -138,7 +139,7 @@ def in_turns(calls: Mapping[str, Call], barrier: Call, rounds: int) -> dict[str,
     return taken
 
 
-def run_process(launcher: str, report: Path, *, quick: bool) -> None:
+def run_process(launcher: Launcher, report: Path, *, quick: bool) -> None:
     """Measures in one of the processes; the first writes the seconds of each case."""
     mesh = gr.open_mesh(1, backend="sim", processes=launcher)
     alone = gr.open_mesh(1, backend="sim", processes="none")
@@ -232,7 +233,7 @@ def measured(*, quick: bool) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    given: list[Any] = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] and given[0] in LAUNCHERS:  # one of the processes that this script starts
         run_process(given[0], Path(given[1]), quick="--quick" in given)
         return

@@ -231,7 +231,7 @@ class Overlap:
     @property
     def buckets(self) -> Sequence[Any]:
         """The buckets of the DataParallel, after the first step."""
-        return self.dp._reducer._buckets  # type: ignore[no-any-return]
+        return self.dp._reducer._buckets
 
     def step(self) -> Call:
         """Returns a backward that reduces."""

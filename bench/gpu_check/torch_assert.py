@@ -33,8 +33,9 @@ def said_after(fail: Callable[[], None]) -> list[str]:
         buffers = [device.upload(np.ones(SIZE, np.float32)) for device in mesh]
         mesh.synchronize()
         fail()
-        calls = [*(device.synchronize for device in mesh), *(buffer.numpy for buffer in buffers)]
-        return [failure_of(call) for call in (*calls, lambda: gr.add_n(buffers))]
+        calls: list[Callable[[], object]] = [device.synchronize for device in mesh]
+        calls += [*(buffer.numpy for buffer in buffers), lambda: gr.add_n(buffers)]
+        return [failure_of(call) for call in calls]
 
 
 def failure_of(call: Callable[[], object]) -> str:

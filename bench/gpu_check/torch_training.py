@@ -25,6 +25,7 @@ from measure.report import keep, options_of
 from torch import nn
 
 import gradreduce as gr
+from gradreduce.backends import Backend
 from gradreduce.device import Mesh
 
 NUM_PROCESSES, STEPS, WIDTH, BUCKET_MB = 2, 6, 64, 0.05  # a bucket for each layer
@@ -113,13 +114,13 @@ def hook(mesh: Mesh, first: int, device: str) -> int:
     return run_steps([ddp], first, ddp.zero_grad, device)
 
 
-def in_one_process(backend: str, device: str) -> int:
+def in_one_process(backend: Backend, device: str) -> int:
     """Tests two logical devices; returns how many gradients were compared."""
     with gr.open_mesh([0, 0], backend=backend) as mesh:
         return data_parallel(mesh, 0, device)
 
 
-def one_of_two(backend: str, device: str, rank: int, store: str) -> int:
+def one_of_two(backend: Backend, device: str, rank: int, store: str) -> int:
     """Tests one process of two; returns how many gradients were compared."""
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=NUM_PROCESSES)
     with gr.open_mesh([0], backend=backend, process_group=dist.group.WORLD) as mesh:
@@ -149,7 +150,7 @@ def in_two_processes(backend: str, device: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs both, and saves how many gradients were compared here."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    given: list[Any] = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["rank"]:
         _, backend, device, rank, store = given
         print(one_of_two(backend, device, int(rank), store), "gradients were compared")

@@ -26,6 +26,7 @@ from gpu_check.run_nccl import FIRST_TO_SHARE, SHARED_GPU
 from gpu_check.setting import python
 
 import gradreduce as gr
+from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.device import Mesh
 
 from .case import OURS, Case
@@ -265,7 +266,7 @@ def back_to_back(mesh: Mesh, calls: Mapping[str, Call], number: int) -> dict[str
 
 
 def _one_tensor(
-    mesh: Mesh, nbytes: int, algorithm: str, op: gr.ReduceOp
+    mesh: Mesh, nbytes: int, algorithm: AllReduceAlg, op: gr.ReduceOp
 ) -> tuple[gr.AllReduceCrossDeviceOps, list[tuple[Any, Any]]]:
     """Returns a ``CrossDeviceOps`` after a first call, and its inputs."""
     value = gr.PerReplica([device.zeros((nbytes // 4,), "float32") for device in mesh], mesh)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 
 import gradreduce as gr
+from gradreduce.backends import Kernels
 from gradreduce.device import Mesh
 
 __all__ = ["IMPLEMENTATIONS", "one_device"]
 
-IMPLEMENTATIONS = ("numpy", "compiled")
+IMPLEMENTATIONS: tuple[Kernels, ...] = ("numpy", "compiled")
 
 
 def one_device() -> dict[str, Mesh]:

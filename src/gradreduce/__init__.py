@@ -8,7 +8,7 @@ AllReduceCrossDeviceOps and AGNOptimizer, without TensorFlow and executed eagerl
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradreduce import autodiff, checkpoint, errors
 from gradreduce.accumulator import (
@@ -59,6 +59,11 @@ from gradreduce.reduce.presets import HierarchicalCopyAllReduce, NcclAllReduce, 
 from gradreduce.step_scaling import DynamicLossScale
 from gradreduce.sync_step import SyncStep
 from gradreduce.system_info import show_versions
+
+if TYPE_CHECKING:  # see __getattr__
+    from gradreduce import jax as jax
+    from gradreduce import ray as ray
+    from gradreduce import torch as torch
 
 __version__ = "0.1.0"
 

@@ -14,6 +14,7 @@ import jax
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import check_traced
 from gradreduce.arrays.distributed import Mirrored, PerReplica, ReduceOp
+from gradreduce.arrays.types import OutputType
 from gradreduce.backends import default_mesh
 from gradreduce.device import Mesh
 from gradreduce.errors import DeviceMismatchError, about, brief, listed
@@ -105,7 +106,7 @@ def all_reduce(
             form.of_grads(column, path, str(path), mesh)
             for path, column in zip(paths, columns, strict=True)
         ]
-        kind = "numpy" if mesh.backend == "sim" else "jax"
+        kind: OutputType = "numpy" if mesh.backend == "sim" else "jax"
         pairs = [(value, value) for value in values]
         reduced = ops.batch_reduce(op, pairs, output_type=kind, deadline=deadline)
         sources = [(value, place) for place in places for value in reduced]

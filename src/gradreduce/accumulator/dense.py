@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gradreduce.arrays.types import OutputType, ReductionType
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import DeviceLike
 from gradreduce.device import Mesh
@@ -53,7 +54,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         shape: Sequence[int | None] | None = None,
         shared_name: str | None = None,
         name: str = "conditional_accumulator",
-        reduction_type: str = "MEAN",
+        reduction_type: ReductionType = "MEAN",
         *,
         device: DeviceLike | Mesh | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
@@ -103,7 +104,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         name: str | None = None,
         *,
         timeout: float | None = None,
-        output_type: str | None = None,
+        output_type: OutputType | None = None,
         deadline: float | None = None,
     ) -> Any:
         """Blocks until the sum has ``num_required`` gradients; returns their mean or sum.

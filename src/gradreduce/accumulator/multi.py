@@ -14,6 +14,7 @@ from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.convert import as_result_kind, from_buffer
 from gradreduce.arrays.convert_gpu import Kind, wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part
+from gradreduce.arrays.types import OutputType
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DeferInterrupts, as_deadline, as_flag
 from gradreduce.errors import DeviceMismatchError, about, brief, log_warning
@@ -220,7 +221,7 @@ def take_grads(
     num_required: int | Variable,
     *,
     timeout: float | None = None,
-    output_type: str | None = None,
+    output_type: OutputType | None = None,
     deadline: float | None = None,
 ) -> list[Any]:
     """Blocks until each accumulator has ``num_required`` gradients, then takes from all.
@@ -283,7 +284,9 @@ def take_now(
 
 
 def _results_of(
-    states: Sequence[AccumulatorState], taken: Sequence[Taken], output_type: str | None = None
+    states: Sequence[AccumulatorState],
+    taken: Sequence[Taken],
+    output_type: OutputType | None = None,
 ) -> list[Any]:
     """Converts the taken Buffers to the arrays that callers get."""
     results: list[Any] = []

@@ -12,6 +12,7 @@ from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import is_array, kind_of, numbers
 from gradreduce.arrays.distributed import Mirrored, PerReplica, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
+from gradreduce.arrays.types import OutputType, ReductionType
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import DeviceLike
 from gradreduce.device import Mesh
@@ -62,7 +63,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         shape: Sequence[int | None] | None = None,
         shared_name: str | None = None,
         name: str = "sparse_conditional_accumulator",
-        reduction_type: str = "MEAN",
+        reduction_type: ReductionType = "MEAN",
         *,
         device: DeviceLike | Mesh | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
@@ -146,7 +147,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         name: str | None = None,
         *,
         timeout: float | None = None,
-        output_type: str | None = None,
+        output_type: OutputType | None = None,
         deadline: float | None = None,
     ) -> tuple[Any, Any, Any]:
         """As ``take_indexed_slices_grad``, but returns indices, rows and shape.
@@ -180,7 +181,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         name: str | None = None,
         *,
         timeout: float | None = None,
-        output_type: str | None = None,
+        output_type: OutputType | None = None,
         deadline: float | None = None,
     ) -> IndexedSlices | Mirrored:
         """Blocks until the sum has ``num_required`` gradients; returns their mean or sum.

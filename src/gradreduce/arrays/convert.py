@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -31,8 +31,9 @@ from .convert_gpu import (
     not_readable,
     release_to,
 )
+from .types import OutputType
 
-_OUTPUT_TYPES = ("numpy", "cupy", "torch", "jax", "buffer")
+_OUTPUT_TYPES = get_args(OutputType)
 # How the arrays of a caller differ from the Buffers: these have their axes in this order.
 Form = tuple[int, ...] | None
 _MODULES: dict[str, Kind] = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}

@@ -35,6 +35,7 @@ from .convert import (
 )
 from .convert_gpu import Kind
 from .replica_context import on_current_devices
+from .types import OutputType
 
 UNKNOWN = -1  # the first entry of a dense_shape of which only the others are known
 
@@ -130,7 +131,7 @@ class IndexedSlices:
         return "coo" if self._was_coo else kind_of(self._values)
 
     @StreamScope()
-    def coalesce(self, *, output_type: str | None = None) -> IndexedSlices:
+    def coalesce(self, *, output_type: OutputType | None = None) -> IndexedSlices:
         """Adds rows of the same index; the result has each index once, in rising order.
 
         Rows of the same index are added in the order in which they came, so that the bits are the
@@ -150,7 +151,7 @@ class IndexedSlices:
         return IndexedSlices.of(from_buffer(rows, kind), segments.indices, self._dense_shape)
 
     @StreamScope()
-    def to_dense(self, *, output_type: str | None = None) -> Any:
+    def to_dense(self, *, output_type: OutputType | None = None) -> Any:
         """Returns the whole array: rows of the same index added, zeros elsewhere.
 
         Args:

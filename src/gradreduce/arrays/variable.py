@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradreduce import ops
 from gradreduce.backends import default_mesh
@@ -44,7 +44,11 @@ from .convert_gpu import on_gpu_of, wait_for_inputs
 from .outputs import count_writes
 from .replica_context import current_replica
 from .trace_context import check_unread, current_reader, make_like
+from .types import OutputType
 from .variable_operators import Readable
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _numbers = itertools.count()
 
@@ -147,7 +151,7 @@ class Variable(NotCopied, Readable):
         """NumPy dtype of each copy."""
         return self._buffers[0].dtype
 
-    def numpy(self, *, deadline: float | None = None) -> Any:
+    def numpy(self, *, deadline: float | None = None) -> np.ndarray:
         """Copies the value of the current ``gr.replica``, else the first copy, to the host.
 
         Waits for the device, ``deadline`` seconds or for ever; see ``Device.download``, which
@@ -156,7 +160,7 @@ class Variable(NotCopied, Readable):
         return self._current().numpy(deadline=deadline)
 
     @StreamScope()
-    def array(self, output_type: str | None = None) -> Any:
+    def array(self, output_type: OutputType | None = None) -> Any:
         """Returns a view of the memory of the current ``gr.replica``, else of the first copy.
 
         Nothing is copied. The stream that is current in the library waits for our queue; later
@@ -175,7 +179,7 @@ class Variable(NotCopied, Readable):
         buffer = self._current()
         return from_buffer(buffer, as_view_kind(output_type, buffer.device, "views of a Variable"))
 
-    def read(self, output_type: str | None = None) -> Any:
+    def read(self, output_type: OutputType | None = None) -> Any:
         """Returns the value to compute with, of the current ``gr.replica``, else the first copy.
 
         NumPy's functions and operators read a Variable by themselves, and so do PyTorch's

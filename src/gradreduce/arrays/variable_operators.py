@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .array_methods import Traceable, holds_traceable
 from .convert import kind_of
 from .trace_context import named_arguments
+from .types import OutputType
 
 # NumPy's functions that write their first argument.
 _WRITING = {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
@@ -33,7 +34,7 @@ class Readable(Traceable):
     __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
 
     @abstractmethod
-    def read(self, output_type: str | None = None) -> Any:
+    def read(self, output_type: OutputType | None = None) -> Any:
         """Returns the value."""
 
     @abstractmethod
@@ -120,7 +121,7 @@ def _library(values: Any) -> str | None:
     return None
 
 
-def _read(value: Any, output_type: str | None) -> Any:
+def _read(value: Any, output_type: Any) -> Any:
     """Replaces Variables in an argument, list or tuple by their values."""
     if isinstance(value, Readable):
         return value.read(output_type)

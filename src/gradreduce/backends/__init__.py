@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args
 
 from gradreduce.backends.processes.launchers import (
     check_processes,
@@ -41,7 +41,10 @@ __all__ = ["default_mesh", "open_mesh"]
 
 # Devices of a mesh, and threads: more are a mistake, and would take all memory to be built.
 MOST = 1024
-_BACKENDS = ("cuda", "sim")
+Backend = Literal["cuda", "sim"]
+Launcher = Literal["torchrun", "mpi", "slurm", "auto", "none"]
+Kernels = Literal["numpy", "compiled", "exact", "sanitized"]
+_BACKENDS: tuple[Backend, ...] = get_args(Backend)
 # kernels= -> build of the .cu text (None: the NumPy reference)
 _BUILDS = {"numpy": None, "compiled": "fast", "exact": "exact", "sanitized": "sanitized"}
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -51,14 +54,14 @@ INSTALL_CUDA = "pip install 'gradreduce[cuda12]' (CUDA 12) or 'gradreduce[cuda13
 def open_mesh(  # noqa: PLR0913  # options, each independent of the others
     devices: int | Sequence[int] | None = None,
     *,
-    backend: str | None = None,
-    processes: str | None = None,
+    backend: Backend | None = None,
+    processes: Launcher | None = None,
     process_group: Any = None,
     communicator: Any = None,
     devices_per_process: int | None = None,
     timeout: float | None = 1800.0,
     peer_access: bool | Set[tuple[int, int]] = True,
-    kernels: str = "numpy",
+    kernels: Kernels = "numpy",
     strict: bool | None = None,
     schedule_seed: int | None = None,
 ) -> Mesh:
@@ -287,12 +290,13 @@ def _open_default() -> Mesh | None:
     return _default[0] if _default else None
 
 
-def _backend_from_environment() -> str:
+def _backend_from_environment() -> Backend:
     named = os.environ.get("GRADREDUCE_BACKEND", "")
     if named:
-        if named not in _BACKENDS:
-            raise ValueError(f"GRADREDUCE_BACKEND={brief(named)} is not one of {_BACKENDS}")
-        return named
+        for backend in _BACKENDS:
+            if backend == named:
+                return backend
+        raise ValueError(f"GRADREDUCE_BACKEND={brief(named)} is not one of {_BACKENDS}")
     try:
         _cuda_backend()
     except BackendUnavailableError as error:

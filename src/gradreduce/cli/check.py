@@ -9,6 +9,8 @@ import click
 import numpy as np
 
 import gradreduce as gr
+from gradreduce.arrays.types import AllReduceAlg
+from gradreduce.backends import Backend
 
 from .options import backend_option, json_option, open_chosen, optional_devices_option, table, write
 
@@ -23,7 +25,7 @@ _SIZE = 1003  # elements; not a multiple of what a thread or a launch handles
 def check(
     ctx: click.Context,
     devices: Sequence[int] | None,
-    backend: str | None,
+    backend: Backend | None,
     json_file: IO[str] | None,
 ) -> None:
     """Run one of everything on these devices, and say what works.
@@ -87,7 +89,7 @@ def _sum_of_terms(mesh: gr.Mesh) -> str:
     return ""
 
 
-def _all_reduce(algorithm: str) -> Callable[[gr.Mesh], str]:
+def _all_reduce(algorithm: AllReduceAlg) -> Callable[[gr.Mesh], str]:
     def run(mesh: gr.Mesh) -> str:
         terms = _terms(len(mesh))
         ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs=2, mesh=mesh)

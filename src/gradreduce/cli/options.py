@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from gradreduce.backends import MOST, open_mesh
+from gradreduce.backends import MOST, Backend, open_mesh
 from gradreduce.device import Mesh
 
 _WIDTH = 110  # columns of a table that goes to a file or a pipe
@@ -55,7 +55,7 @@ json_option = click.option(
 )
 
 
-def open_chosen(devices: Sequence[int] | None, backend: str | None) -> Mesh:
+def open_chosen(devices: Sequence[int] | None, backend: Backend | None) -> Mesh:
     """Opens the mesh of ``--devices`` and ``--backend``.
 
     Raises:

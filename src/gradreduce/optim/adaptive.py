@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import as_flag
@@ -78,7 +78,7 @@ class AdamOptimizer(_DecayingOptimizer):
         *,
         lazy: bool = False,
         master_dtype: Any = None,
-        eps_mode: str = "tensorflow",
+        eps_mode: Literal["tensorflow", "torch"] = "tensorflow",
     ) -> None:
         super().__init__(name, lazy=lazy, master_dtype=master_dtype)
         self._set_numbers(learning_rate=learning_rate, beta1=beta1, beta2=beta2, epsilon=epsilon)
@@ -284,7 +284,7 @@ class RMSPropOptimizer(Optimizer):
         name: str = "RMSProp",
         *,
         master_dtype: Any = None,
-        eps_mode: str = "tensorflow",
+        eps_mode: Literal["tensorflow", "torch"] = "tensorflow",
     ) -> None:
         if as_flag("centered", centered):
             self._rule = update_rules.rmsprop_centered

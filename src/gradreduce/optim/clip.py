@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope
@@ -12,6 +12,7 @@ from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.replica_context import current_device
+from gradreduce.arrays.types import OptionalT, OutputType
 from gradreduce.device import (
     Buffer,
     Device,
@@ -24,6 +25,24 @@ from gradreduce.device import (
 from gradreduce.errors import about, brief
 
 
+@overload
+def clip_by_global_norm(
+    t_list: Sequence[OptionalT],
+    clip_norm: float,
+    use_norm: Any = None,
+    name: str | None = None,
+    *,
+    output_type: None = None,
+) -> tuple[list[OptionalT], Any]: ...
+@overload
+def clip_by_global_norm(
+    t_list: Sequence[Any],
+    clip_norm: float,
+    use_norm: Any = None,
+    name: str | None = None,
+    *,
+    output_type: OutputType | None = None,
+) -> tuple[list[Any], Any]: ...
 @StreamScope()
 def clip_by_global_norm(
     t_list: Sequence[Any],
@@ -31,7 +50,7 @@ def clip_by_global_norm(
     use_norm: Any = None,
     name: str | None = None,
     *,
-    output_type: str | None = None,
+    output_type: OutputType | None = None,
 ) -> tuple[list[Any], Any]:
     """Scales gradients so that their global norm is at most ``clip_norm``.
 

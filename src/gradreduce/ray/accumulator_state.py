@@ -15,6 +15,7 @@ from gradreduce.accumulator.sparse import SparseConditionalAccumulator
 from gradreduce.accumulator.take_queue import missing
 from gradreduce.arrays.convert import converted
 from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.types import ReductionType
 from gradreduce.backends import open_mesh
 from gradreduce.device import Device, accumulate_dtype, as_dtype
 
@@ -49,7 +50,7 @@ class SetSpec(NamedTuple):
 
     names: tuple[str, ...]
     specs: tuple[AccumulatorSpec, ...]
-    reduction_type: str
+    reduction_type: ReductionType
     shards: tuple[int, ...]
 
     def accumulator(self, index: int, device: Device) -> ConditionalAccumulatorBase:

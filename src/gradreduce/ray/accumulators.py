@@ -19,6 +19,7 @@ from gradreduce.arrays.convert import host_array, is_array, kind_of, numbers, to
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.indexed_slices import as_slices as slices_of
+from gradreduce.arrays.types import ReductionType
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.checkpoint import anything, checked, downloader, equal, mapped
@@ -52,7 +53,7 @@ class SharedAccumulator:
         names: Sequence[str],
         specs: Sequence[AccumulatorSpec],
         shared_name: str,
-        reduction_type: str,
+        reduction_type: ReductionType,
         options: SharedOptions,
     ) -> None:
         settings = options.settings(shared_name)
@@ -235,7 +236,7 @@ class AccumulatorSet(SharedAccumulator):
         self,
         specs: Mapping[str, Any] | Sequence[Any],
         shared_name: str,
-        reduction_type: str = "MEAN",
+        reduction_type: ReductionType = "MEAN",
         *,
         num_shards: int = 1,
         num_gpus: int = 0,
@@ -362,7 +363,7 @@ class ConditionalAccumulator(SharedAccumulator):
         dtype: Any,
         shape: Sequence[int | None] | None = None,
         shared_name: str = "",
-        reduction_type: str = "MEAN",
+        reduction_type: ReductionType = "MEAN",
         *,
         num_gpus: int = 0,
         snapshots: str | os.PathLike[str] | None = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, overload
 
 from gradreduce import ops
 from gradreduce.arrays.array_methods import traceable
@@ -21,6 +21,7 @@ from gradreduce.arrays.distributed import DistributedValues
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
 from gradreduce.arrays.replica_context import current_device, on_current_devices
 from gradreduce.arrays.trace_context import current_reader
+from gradreduce.arrays.types import ArrayT, OutputType
 from gradreduce.device import (
     Buffer,
     Device,
@@ -36,6 +37,9 @@ from gradreduce.device import (
 from gradreduce.errors import brief, listed
 
 from .aggregators import AddN, Aggregator, MultiDeviceSum, OneBuffer, Tree, aggregate_buffers
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _Move = tuple[Buffer, Buffer]  # rows: where to, and where they are
 
@@ -211,8 +215,22 @@ def aggregator_of(method: AggregationMethod) -> type[Aggregator]:
     return _AGGREGATORS[method]
 
 
+@overload
+def add_n(
+    inputs: Sequence[ArrayT], name: str | None = None, *, output_type: None = None
+) -> ArrayT: ...
+@overload
+def add_n(
+    inputs: Sequence[Any], name: str | None = None, *, output_type: Literal["numpy"]
+) -> np.ndarray: ...
+@overload
+def add_n(
+    inputs: Sequence[Any], name: str | None = None, *, output_type: OutputType | None = None
+) -> Any: ...
 @traceable
-def add_n(inputs: Sequence[Any], name: str | None = None, *, output_type: str | None = None) -> Any:
+def add_n(
+    inputs: Sequence[Any], name: str | None = None, *, output_type: OutputType | None = None
+) -> Any:
     """Sums ``inputs`` left to right (tf.add_n).
 
     float16 and bfloat16 are added in float32 and rounded once.
@@ -247,6 +265,33 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, output_type: str | 
     return _aggregate(list(inputs), AggregationMethod.ADD_N, kind)
 
 
+@overload
+def accumulate_n(
+    inputs: Sequence[ArrayT],
+    shape: Sequence[int | None] | None = None,
+    tensor_dtype: Any = None,
+    name: str | None = None,
+    *,
+    output_type: None = None,
+) -> ArrayT: ...
+@overload
+def accumulate_n(
+    inputs: Sequence[Any],
+    shape: Sequence[int | None] | None = None,
+    tensor_dtype: Any = None,
+    name: str | None = None,
+    *,
+    output_type: Literal["numpy"],
+) -> np.ndarray: ...
+@overload
+def accumulate_n(
+    inputs: Sequence[Any],
+    shape: Sequence[int | None] | None = None,
+    tensor_dtype: Any = None,
+    name: str | None = None,
+    *,
+    output_type: OutputType | None = None,
+) -> Any: ...
 @traceable
 def accumulate_n(
     inputs: Sequence[Any],
@@ -254,7 +299,7 @@ def accumulate_n(
     tensor_dtype: Any = None,
     name: str | None = None,
     *,
-    output_type: str | None = None,
+    output_type: OutputType | None = None,
 ) -> Any:
     """Sums ``inputs`` into one buffer, in the order of the list (tf.accumulate_n).
 
@@ -293,12 +338,33 @@ def accumulate_n(
     return _aggregate(terms, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, kind)
 
 
+@overload
+def aggregate(
+    terms: Iterable[ArrayT | None],
+    method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
+    *,
+    output_type: None = None,
+) -> ArrayT | Any: ...  # None without a term
+@overload
+def aggregate(
+    terms: Iterable[Any],
+    method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
+    *,
+    output_type: Literal["numpy"],
+) -> np.ndarray | Any: ...
+@overload
+def aggregate(
+    terms: Iterable[Any],
+    method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
+    *,
+    output_type: OutputType | None = None,
+) -> Any: ...
 @traceable
 def aggregate(
     terms: Iterable[Any],
     method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
     *,
-    output_type: str | None = None,
+    output_type: OutputType | None = None,
 ) -> Any:
     """Sums the terms of one gradient by an aggregation method.
 
@@ -395,7 +461,7 @@ def _checked(terms: Sequence[Any], total: MultiDeviceSum) -> list[Buffer]:
 
 @StreamScope()
 def _aggregate_lazily(
-    terms: Iterable[Any], method: AggregationMethod, output_type: str | None
+    terms: Iterable[Any], method: AggregationMethod, output_type: OutputType | None
 ) -> Any:
     """Sums the terms of an iterator, keeping each only as long as needed."""
     total = MultiDeviceSum(_AGGREGATORS[method])

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
+from gradreduce.arrays.types import AllReduceAlg, NestT, OutputType
 from gradreduce.backends import default_mesh
 from gradreduce.device import (
     NOT_CAPTURED,
@@ -110,7 +111,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     def __init__(
         self,
-        all_reduce_alg: str = "nccl",
+        all_reduce_alg: AllReduceAlg = "nccl",
         num_packs: int = 1,
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
@@ -175,6 +176,28 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """The dtype in which real floats are transferred; None: each in its own."""
         return self.settings.wire_dtype
 
+    @overload
+    def all_reduce(
+        self,
+        grads: NestT,
+        op: ReduceOp = ReduceOp.MEAN,
+        *,
+        coalesce: bool = False,
+        output_type: None = None,
+        out: None = None,
+        deadline: float | None = None,
+    ) -> NestT: ...
+    @overload
+    def all_reduce(
+        self,
+        grads: Sequence[Any],
+        op: ReduceOp = ReduceOp.MEAN,
+        *,
+        coalesce: bool = False,
+        output_type: OutputType | None = None,
+        out: Sequence[Any] | None = None,
+        deadline: float | None = None,
+    ) -> Any: ...
     @StreamScope()
     def all_reduce(
         self,
@@ -182,7 +205,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         op: ReduceOp = ReduceOp.MEAN,
         *,
         coalesce: bool = False,
-        output_type: str | None = None,
+        output_type: OutputType | None = None,
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> Any:
@@ -257,7 +280,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         grads: Sequence[Any],
         op: ReduceOp = ReduceOp.MEAN,
         *,
-        output_type: str | None = None,
+        output_type: OutputType | None = None,
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> Any:
@@ -304,7 +327,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self,
         grads: Sequence[Any],
         *,
-        output_type: str | None = None,
+        output_type: OutputType | None = None,
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> Any:
@@ -443,7 +466,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         reduce_op: ReduceOp,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         *,
-        output_type: str | None = None,
+        output_type: OutputType | None = None,
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> PreparedStep:
@@ -477,7 +500,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         reduce_op: ReduceOp,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         *,
-        output_type: str | None = None,
+        output_type: OutputType | None = None,
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> CapturedStep:

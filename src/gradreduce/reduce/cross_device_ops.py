@@ -18,6 +18,7 @@ from gradreduce.arrays.convert import as_result_kind
 from gradreduce.arrays.convert_gpu import Kind, wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of
 from gradreduce.arrays.outputs import Out, release_outputs
+from gradreduce.arrays.types import OutputType
 from gradreduce.backends.device_names import DeviceLike, as_device, is_device_like
 from gradreduce.device import (
     Buffer,
@@ -173,7 +174,7 @@ class CrossDeviceOps(ABC):
         destinations: Any,
         *,
         coalesce: bool = False,
-        output_type: str | None = None,
+        output_type: OutputType | None = None,
         out: Any = None,
         deadline: float | None = None,
     ) -> Mirrored:
@@ -194,7 +195,7 @@ class CrossDeviceOps(ABC):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         *,
         coalesce: bool = False,
-        output_type: str | None = None,
+        output_type: OutputType | None = None,
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> list[Mirrored]:
@@ -270,7 +271,7 @@ class CrossDeviceOps(ABC):
         self,
         reduce_op: ReduceOp,
         pairs: Sequence[tuple[Any, Any]],
-        output_type: str | None = None,
+        output_type: OutputType | None = None,
         out: Any = None,
     ) -> Call:
         """Checks the arguments of ``batch_reduce``; launches nothing."""
@@ -286,7 +287,7 @@ class CrossDeviceOps(ABC):
         destinations: Any,
         *,
         process: int = 0,
-        output_type: str | None = None,
+        output_type: OutputType | None = None,
         out: Any = None,
         deadline: float | None = None,
     ) -> Any:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, overload
 
 from gradreduce.arrays.distributed import PerReplica, ReduceOp
+from gradreduce.arrays.types import NestT, OutputType
 from gradreduce.device import DType, FlatBuffer, Mesh
 from gradreduce.errors import brief
 
@@ -61,13 +62,37 @@ def shared_ops() -> AllReduceCrossDeviceOps:
     return AllReduceCrossDeviceOps()
 
 
+@overload
+def all_reduce(
+    grads: NestT,
+    op: ReduceOp = ReduceOp.MEAN,
+    *,
+    mesh: Mesh | None = None,
+    coalesce: bool = False,
+    output_type: None = None,
+    out: None = None,
+    wire_dtype: str | DType | None = None,
+    deadline: float | None = None,
+) -> NestT: ...
+@overload
+def all_reduce(
+    grads: Sequence[Any],
+    op: ReduceOp = ReduceOp.MEAN,
+    *,
+    mesh: Mesh | None = None,
+    coalesce: bool = False,
+    output_type: OutputType | None = None,
+    out: Sequence[Any] | None = None,
+    wire_dtype: str | DType | None = None,
+    deadline: float | None = None,
+) -> Any: ...
 def all_reduce(  # noqa: PLR0913  # the options of a one-line call
     grads: Sequence[Any],
     op: ReduceOp = ReduceOp.MEAN,
     *,
     mesh: Mesh | None = None,
     coalesce: bool = False,
-    output_type: str | None = None,
+    output_type: OutputType | None = None,
     out: Sequence[Any] | None = None,
     wire_dtype: str | DType | None = None,
     deadline: float | None = None,
