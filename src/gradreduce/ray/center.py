@@ -27,6 +27,7 @@ from gradreduce.errors import DeadlineExceededError, listed
 from gradreduce.optim.agn.center import AGNCenter as LocalCenter
 from gradreduce.optim.agn.center_interface import Center
 from gradreduce.optim.agn.push import PushConfig
+from gradreduce.optim.agn.sums import Sum
 from gradreduce.optim.agn.variables import LazyVariable
 from gradreduce.optim.agn.worker_variables import WorkerVariables
 from gradreduce.optim.optimizer import Optimizer, Scalars
@@ -211,19 +212,14 @@ class RemoteCenter(Center):
         origin = Origin(self._worker + connection.suffix, variables.num_steps, connection.clock)
         settings = {name: getattr(optimizer, name) for name in optimizer._settings}
         by_name = {var.name: var for var in variables.sums}
-        sparse = frozenset(
-            var.name for var, total in variables.sums.items() if isinstance(total, SparseSum)
-        )
 
         def attempt() -> tuple[Sequence[Sequence[str]], Any]:
-            names = self._by_shard(by_name)
-            messages = [
-                _push_message(variables, [by_name[name] for name in of_shard], config)
-                for of_shard in names
-            ]
-            request = PushRequest(names, sparse, config, scalars, settings)
-            call = partial(self._client.call, messages=messages, origin=origin, key=key)
-            return names, call("push", request, timeout=_time_left(self.devices[0]))
+            if connection.sent is None or connection.sent.sums is not variables.sums:
+                connection.sent = SentSums(variables, self._by_shard(by_name), config)
+            sent = connection.sent
+            request = PushRequest(sent.names, sent.sparse, config, scalars, settings)
+            call = partial(self._client.call, messages=sent.messages(), origin=origin, key=key)
+            return sent.names, call("push", request, timeout=_time_left(self.devices[0]))
 
         names, answers = self._joined(optimizer, variables, attempt)
         if answers == [None]:  # applied before; that answer was lost
@@ -261,6 +257,7 @@ class RemoteCenter(Center):
         try:
             return call()
         except NotJoinedError:
+            self._connection(variables).sent = None
             for var in variables.centers:
                 self._create(var.name, var)
             self.join(optimizer)
@@ -292,8 +289,12 @@ class RemoteCenter(Center):
                 if master is not None:
                     pairs.append((master.buffers, unrounded))
         outs, values = [copies[0] for copies, _ in pairs], [value for _, value in pairs]
-        for out, value in zip(outs, values, strict=True):
-            ops.prepare_pack(out.device, out.dtype, value.dtype)
+        kinds = {  # by id: hashing a dtype is slow
+            (id(out.dtype), id(value.dtype)): (out, value)
+            for out, value in zip(outs, values, strict=True)
+        }
+        for out, value in kinds.values():
+            ops.prepare_pack(outs[0].device, out.dtype, value.dtype)
         ops.pack(outs, values)
         for (first, *others), _ in pairs:
             for other in others:
@@ -311,10 +312,12 @@ class Connection:
         suffix: the same.
         clock: of the center at the last pull.
         number: of the next push.
+        sent: the sums of the last push.
     """
 
     def __init__(self, suffix: str) -> None:
         self.suffix, self.clock, self.number = suffix, 0, 1
+        self.sent: SentSums | None = None
         self._caller = uuid.uuid4().hex
         self._sums: Any = None
 
@@ -326,26 +329,48 @@ class Connection:
         return self._caller, self.number
 
 
-def _push_message(
-    variables: WorkerVariables, pushed: Sequence[Variable], config: PushConfig
-) -> Message:
-    """Returns a message with the sum of each variable, and the values of the last pull.
+class SentSums:
+    """The sums of a worker, from which messages can be made as long as they are not replaced.
 
-    A sparse sum is three arrays. The values are there only for a distance scaling.
+    Args:
+        variables: of the worker.
+        names: those with a sum, by shard.
+        config: settings of the push.
+
+    Attributes:
+        sums: all sums.
+        names: the same.
+        sparse: names of those variables whose sums are rows.
     """
-    device, download = _device_of(variables.centers), downloader(None)
-    buffers: list[Buffer] = []
-    for var in pushed:
-        total = variables.sums[var]
-        if isinstance(total, SparseSum):
-            saved = download(SPARSE.save(total))
-            parts = [saved[name] for name in ("indices", "num_touches", "values")]
-            buffers += [to_buffer(part, device) for part in parts]
-        else:
-            buffers.append(total[0])
-    if config.gamma is not None:
-        buffers += [variables.pulled[var] for var in pushed]
-    return Layout(specs_of(buffers)).pack(device, buffers)
+
+    def __init__(
+        self, variables: WorkerVariables, names: Sequence[Sequence[str]], config: PushConfig
+    ) -> None:
+        self.sums, self.names = variables.sums, names
+        by_name = {var.name: var for var in self.sums}
+        self.sparse = frozenset(
+            name for name, var in by_name.items() if isinstance(self.sums[var], SparseSum)
+        )
+        self._packers: list[Callable[[], Message]] = []
+        device = _device_of(variables.centers)
+        for of_shard in names:
+            pushed = [by_name[name] for name in of_shard]
+            buffers = [part for var in pushed for part in _parts_of(self.sums[var], device)]
+            if config.gamma is not None:
+                buffers += [variables.pulled[var] for var in pushed]
+            self._packers.append(Layout(specs_of(buffers)).packer(device, buffers))
+
+    def messages(self) -> list[Message]:
+        """Returns a message for each shard: the sums, and for a distance scaling the last pull."""
+        return [pack() for pack in self._packers]
+
+
+def _parts_of(total: Sum, device: Device) -> list[Buffer]:
+    """Returns the tensors of a sum: three if it is rows."""
+    if not isinstance(total, SparseSum):
+        return [total[0]]
+    saved = downloader(None)(SPARSE.save(total))
+    return [to_buffer(saved[name], device) for name in ("indices", "num_touches", "values")]
 
 
 def _time_left(device: Device) -> float | None:

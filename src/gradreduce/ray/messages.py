@@ -8,7 +8,7 @@ bfloat16; both ends know shapes and dtypes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,15 +120,26 @@ class Layout:
             device: launches; of the mesh of the buffers.
             buffers: one for each tensor.
         """
-        outs, terms, packs = [], [], self.packs(device)
+        return self.packer(device, buffers)()
+
+    def packer(self, device: Device, buffers: Sequence[Buffer]) -> Callable[[], Message]:
+        """Returns a function that does what ``pack`` does, as often as it is called."""
+        outs: list[Buffer] = []
+        terms: list[Buffer] = []
+        packs = self.packs(device)
         for (dtype, indices, _, layout), flat in zip(self._packed, packs, strict=True):
             ops.prepare_pack(device, dtype, dtype)
             outs += flat.parts(layout.offsets, layout.spans)
-            terms += [to_accessible(device, buffers[index]) for index in indices]
-        if outs:
-            join_streams(device, dict.fromkeys([term.device for term in terms]))
-            ops.pack(outs, terms, device=device)
-        return self.message_of(packs, buffers)
+            terms += [buffers[index] for index in indices]
+
+        def pack() -> Message:
+            if outs:
+                accessible = [to_accessible(device, term) for term in terms]
+                join_streams(device, dict.fromkeys([term.device for term in accessible]))
+                ops.pack(outs, accessible, device=device)
+            return self.message_of(packs, buffers)
+
+        return pack
 
     def message_of(self, packs: Sequence[Buffer], buffers: Sequence[Buffer]) -> Message:
         """Returns a message of flat Buffers and of those tensors that travel alone.
