@@ -77,7 +77,7 @@ def ended(joined, tmp_path_factory) -> dict[str, tuple[int, str, Path]]:
     """Exit status, text and folder of a short training by AGN, and of one with backup workers."""
     runs = {
         "digits": (*AGN, "--micro-batches", "1", "--workers", "2", "--period", "5"),
-        "sync-replicas": ("sync_replicas_ray.py", "--workers", "3", "--late-every", "1"),
+        "sync-replicas": ("sync_replicas_ray.py", "--workers", "2", "--late-every", "1"),
     }
     found = {}
     with ExitStack() as stack:
@@ -122,15 +122,16 @@ def test_backup_workers_in_processes(ended):
     status, text, folder = ended["sync-replicas"]
     assert status == 1, text
     counts = [list(map(int, row[2:])) for row in cells(text) if row[1].startswith("process ")]
-    assert [row[0] for row in counts] == [20, 20, 0]  # two gradients of each step
-    assert counts[2][1] == counts[2][2]  # all of the straggler's were delayed, and dropped
+    assert [row[0] for row in counts] == [20, 0]
+    assert counts[1][1] == counts[1][2]  # all of the straggler's were delayed, and dropped
     rows = {row[0]: row[1] for row in cells(text)}
     assert rows["global step"] == "20"
-    assert rows["dropped"] == f"{counts[2][1]}, {counts[2][2]} of them delayed"
+    assert rows["dropped"] == f"{counts[1][1]}, {counts[1][2]} of them delayed"
     assert is_picture(folder / "sync_replicas.png")
     assert comes_true(lambda: not actors_of("sync-replicas"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_closes_the_center(joined, ended, tmp_path):
     flags = ("--micro-batches", "1", "--workers", "1", "--period", "1", "--steps", "10000")
     with started(tmp_path, *AGN, *flags, **joined) as program:
