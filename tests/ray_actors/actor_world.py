@@ -3,9 +3,9 @@
 ``load`` imports the package with a stand-in for Ray. A ``World`` runs its actors in an event loop
 whose clock jumps to the next event, so that a seed always gives the same run.
 
-Delivery is Ray's: messages may overtake each other. If an actor dies before its answer is out, and
-restarts, then Ray sends the message again; else the sender gets ``RayActorError``. Messages of a
-dead sender still arrive, or not.
+Delivery is Ray's: messages may overtake each other; but for large ones they arrive before a dead
+actor has restarted, those of a dead sender too. If an actor dies before its answer is out, and
+restarts, then Ray sends the message again; else the sender gets ``RayActorError``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 LIMIT_S = 10_000.0  # of the clock that jumps
+LOST = "an argument that was in the memory of a dead process"
 
 
 class RayError(Exception):
@@ -123,9 +124,11 @@ class MemorySnapshots:
     """
 
     def __init__(self, files: dict[int, Any]) -> None:
-        self._files = files
+        self._files, self.is_full = files, False
 
     def write(self, number: int, state: Any) -> None:
+        if self.is_full:
+            raise OSError("disk full")
         self._files[number] = copy.deepcopy(state)
         older = sorted(each for each in self._files if each < number)
         for each in set(self._files) - {number, *older[-1:]}:
@@ -151,19 +154,20 @@ class Process:
     Attributes:
         tasks: what runs in it.
         is_alive: whether it has not ended.
+        has_exited: whether an actor has ended itself, and does not restart.
         instance: the object of an actor.
     """
 
     def __init__(self) -> None:
-        self.tasks: set[asyncio.Task[Any]] = set()
-        self.is_alive = True
+        self.tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that runs are repeated
+        self.is_alive, self.has_exited = True, False
         self.instance: Any = None
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Starts a coroutine in it."""
         task = asyncio.get_running_loop().create_task(coroutine)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.tasks[task] = None
+        task.add_done_callback(self.tasks.pop)
         return task
 
     def end(self) -> None:
@@ -245,10 +249,13 @@ class World:
             )
             try:
                 loop.run_until_complete(main())
+            finally:
+                clock.now = 0.0
                 for process in self.actors.values():
                     process.end()
-                loop.run_until_complete(asyncio.sleep(0))
-            finally:
+                for task in asyncio.all_tasks(loop):
+                    task.cancel()
+                loop.run_until_complete(asyncio.sleep(1))
                 loop.close()
         assert not [each for each in failed if "never retrieved" not in each["message"]], failed
 
@@ -284,15 +291,15 @@ class World:
             self.num_kills += 1
             process.end()
             if self._has_snapshots:
-                self.later(5.0, lambda: self._make(name))
+                self.later(5.0, lambda: self._make(name), least=0.05)
 
     def state(self, name: str) -> Any:
         """Returns the state of an actor."""
         return self.actors[name].instance._state
 
-    def later(self, most: float, function: Callable[[], None]) -> None:
+    def later(self, most: float, function: Callable[[], None], least: float = 0.0) -> None:
         """Calls a function after a random time."""
-        seconds = most * self.random.random() ** 3  # mostly short
+        seconds = least + most * self.random.random() ** 3  # mostly short
         asyncio.get_running_loop().call_later(seconds, function)
 
     def send(
@@ -308,7 +315,8 @@ class World:
         is_repeated = is_repeated and self._has_snapshots
         message = _Message(self, sender, name, method, copy.deepcopy(arguments), is_repeated)
         if sender.is_alive:
-            self.later(0.02, message.arrive)
+            # Arrays of a client may take longer than its lead lives.
+            self.later(0.2 if method == "stage" else 0.02, message.arrive)
         return message.answer
 
 
@@ -336,6 +344,9 @@ class _Message:
         if not process.is_alive:
             self._fail()
             return
+        if LOST in arguments:
+            self._finish(ObjectLostError())
+            return
         task = process.run(getattr(process.instance, method)(*copy.deepcopy(arguments)))
         task.add_done_callback(
             lambda done: self._world.later(0.02, lambda: self._reply(process, done))
@@ -343,20 +354,22 @@ class _Message:
 
     def _reply(self, process: Process, done: asyncio.Task[Any]) -> None:
         """Brings the answer."""
-        self._world.on_message(self._call[0], "answer")
+        self._world.on_message(self._call[0], "answer of " + self._call[1])
         if not process.is_alive:
             self._fail()
         elif (error := done.exception()) is None:
             self._finish(None, copy.deepcopy(done.result()))
         elif isinstance(error, Exited):
             process.end()
+            process.has_exited = True
             self._finish(RayActorError("exited"))
         else:
             self._finish(RayTaskError(error))
 
     def _fail(self) -> None:
         """Sends again, or answers that the actor is dead."""
-        if self._is_repeated and self._sender.is_alive:
+        has_exited = self._world.actors[self._call[0]].has_exited
+        if self._is_repeated and self._sender.is_alive and not has_exited:
             self._world.later(1.0, self.arrive)
         else:
             self._finish(RayActorError("is dead"))

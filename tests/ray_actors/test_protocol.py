@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray_actors.actor_world import Process, World, answer_of, load
+from ray_actors.actor_world import LOST, Process, RayTaskError, World, answer_of, load
 from support.exhaustive import seeds
+
+from gradreduce.errors import CancelledError
 
 
 @pytest.fixture(scope="module")
@@ -214,3 +216,160 @@ def test_each_call_counts_once_whatever_dies(modules, some, num_shards, period):
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_without_snapshots_a_dead_shard_is_an_error_for_everybody_at_once(
+    modules, num_shards, victim
+):
+    def play(seed: int) -> None:
+        run = Run(modules, seed, num_shards, 0)
+
+        async def main() -> None:
+            work = [Process() for _ in range(3)]
+            tasks = [client.run(run.work(client, f"w{i}", 10**6)) for i, client in enumerate(work)]
+            taker = Process()
+            tasks.append(taker.run(run.take(run.connect(taker), ("t", 1), 10**6)))
+            await asyncio.sleep(run.world.random.random())
+            run.world.kill(run.names[victim % num_shards])
+            done, late = await asyncio.wait(tasks, timeout=5)
+            assert not late
+            errors = {type(each.exception()).__name__ for each in done}
+            assert errors <= {"BackendUnavailableError", "RayActorError"}
+
+        run.world.run(main)
+
+    for seed in range(5):
+        play(seed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.whole_product
+def test_a_take_whose_answer_is_lost_does_not_take_again(modules, seed):
+    run = Run(modules, seed, 2, 1)
+
+    def kill(name: str, method: str) -> None:
+        if (name, method) == ("a#1", "answer of execute"):
+            run.world.on_message = lambda *_: None
+            run.world.kill(name)
+
+    async def main() -> None:
+        clients = [Process() for _ in range(2)]
+        leads = [run.connect(client) for client in clients]
+        await run.apply(leads[0], "w", 1)
+        run.world.on_message = kill
+        takes = clients[1].run(run.take(leads[1], ("t", 1), 1))
+        await run.apply(leads[0], "w", 2)
+        assert await takes == ["w.1"]
+        assert (await run.contents())["held"] == ["w.2"]
+        assert run.world.num_kills == 1
+
+    run.world.run(main)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_takes_complete_in_the_order_of_the_calls(modules, num_shards):
+    run = Run(modules, 0, num_shards, 1)
+
+    async def main() -> None:
+        client = Process()
+        lead = run.connect(client)
+        order: list[str] = []
+
+        async def take(taker: str, num_required: int) -> None:
+            order.append(taker + ":" + ",".join(await run.take(lead, (taker, 1), num_required)))
+
+        takes = []
+        for taker, num_required in (("a", 2), ("b", 1), ("c", 3)):
+            takes.append(client.run(take(taker, num_required)))
+            await asyncio.sleep(0.1)
+        for number in range(1, 7):
+            await run.apply(lead, "w", number)
+        await asyncio.wait_for(asyncio.gather(*takes), 10)
+        assert order == ["a:w.1,w.2", "b:w.3", "c:w.4,w.5,w.6"]
+
+    run.world.run(main)
+
+
+def test_the_take_of_a_dead_client_is_dropped_and_blocks_nobody(modules):
+    run = Run(modules, 0, 2, 1)
+
+    async def main() -> None:
+        clients = [Process() for _ in range(2)]
+        clients[0].run(run.take(run.connect(clients[0]), ("dead", 1), 3))
+        await asyncio.sleep(0.1)
+        lead = run.connect(clients[1])
+        second = clients[1].run(run.take(lead, ("t", 1), 1))
+        await asyncio.sleep(0.1)
+        clients[0].end()
+        await run.apply(lead, "w", 1)
+        await asyncio.sleep(0.5)
+        assert not second.done()
+        assert await asyncio.wait_for(second, 8) == ["w.1"]
+        assert run.lead._queue == {}
+
+    run.world.run(main)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_call_whose_snapshot_cannot_be_written_changes_nothing(modules, num_shards, failing):
+    run = Run(modules, 0, num_shards, 1)
+
+    async def main() -> None:
+        lead = run.connect(Process())
+        await run.apply(lead, "w", 1)
+        run.world.actors[run.names[failing % num_shards]].instance._snapshots.is_full = True
+        for _ in range(2):
+            with pytest.raises(OSError, match="disk full"):
+                await run.apply(lead, "w", 2)
+        assert (await run.contents())["held"] == ["w.1"]
+        run.world.actors[run.names[failing % num_shards]].instance._snapshots.is_full = False
+        await run.apply(lead, "w", 2)
+        assert (await run.contents())["held"] == ["w.1", "w.2"]
+
+    run.world.run(main)
+
+
+@pytest.mark.parametrize("period", [0, 1])
+def test_close_ends_all_shards_and_cancels_waiting_takes(modules, period):
+    run = Run(modules, 0, 3, period)
+
+    async def main() -> None:
+        client = Process()
+        lead = run.connect(client)
+        waiting = client.run(run.take(lead, ("t", 1), 1))
+        await run.apply(lead, "w", 1)
+        await waiting
+        waiting = client.run(run.take(lead, ("t", 2), 1))
+        await asyncio.sleep(0.1)
+        await lead.end.remote()
+        with pytest.raises(CancelledError, match=r"^TakeGrad operation was cancelled$"):
+            await waiting
+        with pytest.raises(CancelledError, match=r"^'a' was closed$"):
+            await run.apply(lead, "w", 2)
+        assert not any(run.world.actors[name].is_alive for name in run.names[1:])
+        assert not any(run.world.files.get(name) for name in run.names[1:])
+        assert run.lead._queue == {}
+
+    run.world.run(main)
+
+
+def test_a_lost_message_leaves_nothing_with_the_other_shards(modules):
+    run = Run(modules, 0, 3, 1)
+
+    async def main() -> None:
+        lead = run.connect(Process())
+        await run.apply(lead, "w", 1)
+        for place in (0, 1):
+            others: list[Any] = [("w.2", 1), ("w.2", 2)]
+            others[place] = LOST
+            with pytest.raises(RayTaskError, match="ObjectLostError"):
+                await lead.call.remote(("w", 2), "apply", ("w.2",), ("w.2", 0), others)
+        await asyncio.sleep(1)
+        assert not any(run.world.actors[name].instance._staged for name in run.names)
+        await run.apply(lead, "w", 2)
+        assert (await run.contents())["history"] == ["w.1", "w.2"]
+
+    run.world.run(main)

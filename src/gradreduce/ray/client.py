@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ from gradreduce.optim.hyperparameters import as_count
 from . import cluster
 from .lead import Origin, WorkerInfo, start_shard
 from .messages import Message
-from .shard import RetryError, Settings
+from .shard import Answer, RetryError, Settings
 from .shard_state import Key, ShardState
 
 POLL_SECONDS = 1.0  # how long a lead keeps a take that waits, before its client asks again
@@ -36,6 +38,7 @@ class _Caller(threading.local):
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
         self.number = 0
+        self.unanswered: Any = None  # the answer to a call that was given up at its deadline
 
     def next_key(self) -> Key:
         """Returns the key of the thread's next call."""
@@ -65,7 +68,9 @@ class Client:
     ) -> None:
         cluster.init()
         self.name, self.num_shards = settings.name, settings.num_shards
-        self._timeout = as_timeout(timeout)
+        self._settings, self._timeout = settings, as_timeout(timeout)
+        # Less than the time for an answer.
+        self._poll_seconds = min(POLL_SECONDS, math.inf if timeout is None else timeout / 2)
         self._lead = start_shard(settings, make_state)
         self._caller = _Caller()
         found = self.ask("describe")
@@ -104,6 +109,7 @@ class Client:
             CancelledError: the actor was closed.
             BackendUnavailableError: it died, and is not restarted.
         """
+        self._wait_for_unanswered(timeout)
         key = self.next_key() if key is None else key
         first = messages[0] if messages else None
         others = [ray.put(message) for message in messages[1:]]
@@ -124,8 +130,8 @@ class Client:
         end = None if limit is None else time.monotonic() + limit
         try:
             while True:
-                left = POLL_SECONDS if end is None else max(0.0, end - time.monotonic())
-                seconds = min(left, POLL_SECONDS)
+                left = math.inf if end is None else max(0.0, end - time.monotonic())
+                seconds = min(left, self._poll_seconds)
                 found = self._answered(self._lead.take, key, num_required, seconds)
                 if isinstance(found, list):
                     self._lead.delivered.remote(key)
@@ -144,14 +150,14 @@ class Client:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the lead's state that concerns no tensor."""
-        return self._get(self._lead.ask.remote(method, arguments))
+        return self._answered(self._lead.ask, method, arguments)
 
     def wait_for(self, method: str, least: int, timeout: float) -> list[Any]:
         """Waits until the list that a method of the lead's state returns has so many entries."""
         end = time.monotonic() + timeout
         while True:
             left = max(0.0, end - time.monotonic())
-            seconds = min(left, POLL_SECONDS)
+            seconds = min(left, self._poll_seconds)
             found: list[Any] = self._get(self._lead.wait_for.remote(method, least, seconds))
             if len(found) >= least or not left:
                 return found
@@ -172,6 +178,11 @@ class Client:
             self._get(self._lead.close.options(max_task_retries=0).remote())
         except CancelledError:
             pass
+        except BackendUnavailableError:  # the lead is dead, the others may live
+            for shard in range(1, self.num_shards):
+                name = self._settings._replace(shard=shard).actor_name
+                with suppress(ValueError):  # there is none
+                    ray.kill(ray.get_actor(name, namespace=cluster.NAMESPACE))
 
     def _answered(self, method: Any, *arguments: Any, timeout: float | None = None) -> Any:
         """Calls a method of the lead until it answers; fetches the arrays of the answer."""
@@ -179,23 +190,39 @@ class Client:
             try:
                 found = self._get(method.remote(*arguments), timeout)
                 if isinstance(found, list):
-                    return [each.fetched() for each in found]
+                    return [each.fetched() if isinstance(each, Answer) else each for each in found]
                 return found
             except (RetryError, ray.exceptions.ObjectLostError):
                 continue
 
-    def _get(self, reference: Any, timeout: float | None = None) -> Any:
+    def _wait_for_unanswered(self, timeout: float | None) -> None:
+        """Waits for the call that this thread has given up, so that no more are on their way.
+
+        Raises:
+            DeadlineExceededError: it has no answer yet.
+        """
+        reference, limit = self._caller.unanswered, self._limit(timeout)
+        if reference is not None and not ray.wait([reference], timeout=limit)[0]:
+            raise self._is_late(limit)
+        self._caller.unanswered = None
+
+    def _limit(self, timeout: float | None) -> float | None:
         limits = [each for each in (timeout, self._timeout) if each is not None]
-        limit = min(limits, default=None)
+        return min(limits, default=None)
+
+    def _is_late(self, limit: float | None) -> DeadlineExceededError:
+        return DeadlineExceededError(f"no answer from the actor {self.name!r} within {limit:.3g} s")
+
+    def _get(self, reference: Any, timeout: float | None = None) -> Any:
+        limit = self._limit(timeout)
         try:
             return ray.get(reference, timeout=limit)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             raise cause from None
         except ray.exceptions.GetTimeoutError:
-            raise DeadlineExceededError(
-                f"no answer from the actor {self.name!r} within {limit:.3g} s"
-            ) from None
+            self._caller.unanswered = reference
+            raise self._is_late(limit) from None
         except ray.exceptions.RayActorError as error:
             if "INTENDED_USER_EXIT" in str(error):
                 raise CancelledError(f"{self.name!r} was closed") from None

@@ -146,7 +146,8 @@ class Lead(Shard):
         ticket, generation = uuid.uuid4().hex, self._generation
         try:
             with suppress(RetryError):  # a shard has ended: _ready sees it too
-                await self._from_others("stage", [(ticket, each) for each in others])
+                calls = [(generation, ticket, each) for each in others]
+                await self._from_others("stage", calls)
             async with self._lock:
                 await self._ready()
                 if self._is_known(key):
@@ -246,8 +247,9 @@ class Lead(Shard):
 
     async def ask(self, method: str, arguments: Sequence[Any]) -> Any:
         """Calls a method of this shard's state that concerns no tensor."""
-        self._check_open()
-        value = getattr(self._state, method)(*arguments)
+        async with self._lock:
+            await self._ready()
+            value = getattr(self._state, method)(*arguments)
         self._asked.set()
         self._asked = asyncio.Event()
         return value
@@ -385,8 +387,8 @@ class Lead(Shard):
             for queued in self._queue.values():
                 queued.done.set_exception(CancelledError("TakeGrad operation was cancelled"))
             self._queue = {}
-        for other in self._others:
-            other.close.options(max_task_retries=0).remote()
+        closed = [other.close.remote() for other in self._others]
+        await asyncio.gather(*closed, return_exceptions=True)  # each has ended
 
 
 def _set_last(known: dict[str, Any], key: str, value: Any) -> None:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import ray
 
+from gradreduce.errors import log_warning
+
 from .messages import Message
 from .shard_state import Key, ShardState
 from .snapshots import Snapshots
@@ -99,9 +101,13 @@ class Shard:
             self._snapshots = Snapshots(settings.folder, settings.actor_name)
             self._load(self._snapshots.newest())
 
-    async def stage(self, ticket: str, message: Message) -> None:
-        """Keeps the arrays of a call until ``execute`` or ``discard``."""
-        self._staged[ticket] = message
+    async def stage(self, generation: str, ticket: str, message: Message) -> None:
+        """Keeps the arrays of a call until ``execute`` or ``discard``.
+
+        Drops those that a lead has sent before it died, and that took longer than its restart.
+        """
+        if generation == self._generation:
+            self._staged[ticket] = message
 
     async def discard(self, ticket: str) -> None:
         """Drops the arrays of a call that will not be executed."""
@@ -175,8 +181,19 @@ class Shard:
         self._number += 1
         self._note_call(key, command, value)
         if self._snapshots is not None and not self._number % self._settings.period:
-            self._snapshots.write(self._number, self._snapshot())
+            self._write_snapshot(self._snapshots)
         return value
+
+    def _write_snapshot(self, snapshots: Snapshots) -> None:
+        """Writes a snapshot; if it fails, undoes a command that must not be answered without."""
+        try:
+            snapshots.write(self._number, self._snapshot())
+        except OSError as error:
+            if self._settings.period == 1:
+                self._load(self._number - 1)
+                raise
+            name = self._settings.actor_name
+            log_warning(__name__, "no snapshot %d of %r: %s", self._number, name, error)
 
     def _note_call(self, key: Key, command: str, value: Any) -> None:
         """Called after a command, before its snapshot."""
