@@ -6,6 +6,7 @@ import click
 
 from gradreduce import __version__
 
+from .bench import bench
 from .check import check
 from .info import info
 from .plan import plan
@@ -17,5 +18,5 @@ def command() -> None:
     """Sums gradients on GPUs or simulated devices: inspect, plan, check and measure."""
 
 
-for each in (info, plan, check):
+for each in (info, plan, check, bench):
     command.add_command(each)

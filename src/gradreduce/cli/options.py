@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 import click
@@ -13,6 +14,7 @@ from rich.table import Table
 from gradreduce.backends import MOST, Backend, open_mesh
 from gradreduce.device import Mesh
 
+_PICTURES = (".png", ".pdf", ".svg")
 _WIDTH = 110  # columns of a table that goes to a file or a pipe
 
 
@@ -55,6 +57,24 @@ json_option = click.option(
 )
 
 
+def parse_picture(value: str) -> Path:
+    """Returns the path of a picture."""
+    path = Path(value)
+    if path.suffix not in _PICTURES or not path.absolute().parent.is_dir():
+        raise click.BadParameter(
+            f"{value!r} must end in {', '.join(_PICTURES)} and lie in an existing folder"
+        )
+    return path
+
+
+plot_option = click.option(
+    "--plot",
+    type=parse_picture,
+    metavar="PICTURE",
+    help=f"Also draw a picture: a file that ends in {', '.join(_PICTURES)}.",
+)
+
+
 def open_chosen(devices: Sequence[int] | None, backend: Backend | None) -> Mesh:
     """Opens the mesh of ``--devices`` and ``--backend``.
 
@@ -65,6 +85,13 @@ def open_chosen(devices: Sequence[int] | None, backend: Backend | None) -> Mesh:
         return open_mesh(devices, backend=backend, processes="none")
     except (RuntimeError, ValueError) as error:
         raise click.ClickException(str(error)) from error
+
+
+def progress_console() -> Console:
+    """Returns the console of standard error; on a pipe nothing is printed there."""
+    found = Console(stderr=True)
+    found.quiet = not found.is_terminal
+    return found
 
 
 def console() -> Console:

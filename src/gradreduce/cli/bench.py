@@ -1,0 +1,361 @@
+"""``gradreduce bench``: times all-reduce, sums, accumulators and optimizers."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import click
+import numpy as np
+from rich.progress import Progress
+from rich.table import Table
+
+import gradreduce as gr
+
+from .options import (
+    backend_option,
+    json_option,
+    open_chosen,
+    optional_devices_option,
+    plot_option,
+    progress_console,
+    table,
+    write,
+)
+from .pictures import plot_bandwidths
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_LR = 2**-6  # is seen in a bfloat16 of 2
+_NUM_TERMS = 8  # of add_n
+_OPTIMIZERS: dict[str, tuple[Callable[[], gr.Optimizer], int]] = {
+    # arrays that an update reads or writes: gradient, variable twice, each slot twice
+    "sgd": (lambda: gr.GradientDescentOptimizer(_LR), 3),
+    "momentum": (lambda: gr.MomentumOptimizer(_LR, 0.9), 5),
+    "adam": (lambda: gr.AdamOptimizer(_LR), 7),
+}
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What to time.
+
+    Attributes:
+        call: does the work once; does not wait for the devices.
+        moved: bytes that it reads and writes; of an all-reduce the bytes of one replica.
+        num_wrong: how many elements of its result are wrong.
+    """
+
+    call: Callable[[], Any]
+    moved: int
+    num_wrong: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        benchmark: ``all-reduce``, ``add_n``, ``accumulator`` or the name of an optimizer.
+        size: bytes of one array.
+        count: its elements.
+        type: its dtype.
+        redop: the reduction; empty for an optimizer.
+        time: microseconds of a call.
+        algbw: GB/s: of an all-reduce ``size`` / ``time``; else bytes read and written / ``time``.
+        busbw: GB/s: of an all-reduce of n replicas ``algbw`` * 2 * (n - 1) / n; else ``algbw``.
+        wrong: wrong elements of the result.
+    """
+
+    benchmark: str
+    size: int
+    count: int
+    type: str
+    redop: str
+    time: float
+    algbw: float
+    busbw: float
+    wrong: int
+
+
+def parse_bytes(value: str) -> int:
+    """Returns the bytes of a text such as ``4096`` or ``64M``."""
+    found = re.fullmatch(r"(\d{1,15})([KMG]?)B?", str(value).upper())
+    if found is None or not int(found[1]):
+        raise click.BadParameter(f"{value!r} must be a number above 0, such as 4096, 64K or 1G")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+@click.command()
+@click.argument(
+    "benchmarks",
+    nargs=-1,
+    type=click.Choice(["all-reduce", "add_n", "accumulator", "optimizers"]),
+    metavar="[BENCHMARKS]...",
+)
+@optional_devices_option
+@backend_option
+@click.option(
+    "--algorithm",
+    type=click.Choice(["nccl", "hierarchical_copy"]),
+    default="nccl",
+    show_default=True,
+    help="Of the all-reduce.",
+)
+@click.option(
+    "--op",
+    type=click.Choice(["sum", "mean"]),
+    default="sum",
+    show_default=True,
+    help="Of the all-reduce.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float64", "float16", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Of all arrays.",
+)
+@click.option(
+    "--min-bytes",
+    type=parse_bytes,
+    default="1K",
+    show_default=True,
+    metavar="BYTES",
+    help="Smallest size, such as 1K.",
+)
+@click.option(
+    "--max-bytes",
+    type=parse_bytes,
+    default="16M",
+    show_default=True,
+    metavar="BYTES",
+    help="Largest size.",
+)
+@click.option(
+    "--factor",
+    type=click.IntRange(2),
+    default=4,
+    show_default=True,
+    help="From one size to the next.",
+)
+@click.option(
+    "--iterations",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="Calls of each size.",
+)
+@json_option
+@plot_option
+def bench(
+    benchmarks: Sequence[str],
+    devices: Sequence[int] | None,
+    backend: str | None,
+    json_file: IO[str] | None,
+    plot: Path | None,
+    **options: Any,
+) -> None:
+    """Time all-reduce, add_n, accumulators and optimizers, in the columns of nccl-tests.
+
+    BENCHMARKS are all-reduce, add_n, accumulator and optimizers; default: all. Times are the
+    host's, from the first of the calls until all devices have finished. On simulated devices they
+    are the times of NumPy on this machine's CPU.
+    """
+    sizes = _sizes(options.pop("min_bytes"), options.pop("max_bytes"), options.pop("factor"))
+    cases = [(name, size) for name in benchmarks or tuple(_CASES) for size in sizes]
+    with open_chosen(devices, backend) as mesh:
+        settings = Settings(mesh, **options)
+        rows = _measured(settings, cases)
+        place = f"{mesh.backend} {[device.physical for device in mesh]}"
+    title = f"{settings.algorithm} on {place}"
+    content = {
+        "gradreduce": gr.__version__,
+        "devices": place,
+        **options,
+        "rows": [asdict(row) for row in rows],
+    }
+    if plot is not None:
+        plot_bandwidths(plot, title, rows)
+    is_sim = place.startswith("sim")
+    note = "Simulated devices: times of NumPy on this machine's CPU." if is_sim else ""
+    write(json_file, content, *_tables(title, rows), note)
+
+
+def _sizes(least: int, most: int, factor: int) -> list[int]:
+    if least > most:
+        raise click.UsageError("--min-bytes must not be above --max-bytes")
+    sizes = [least]
+    while sizes[-1] * factor <= most:
+        sizes.append(sizes[-1] * factor)
+    return sizes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all rows share; see the options of ``bench``."""
+
+    mesh: gr.Mesh
+    algorithm: str
+    op: str
+    dtype: str
+    iterations: int
+
+
+def _measured(settings: Settings, cases: Sequence[tuple[str, int]]) -> list[Row]:
+    rows = []
+    with Progress(console=progress_console(), transient=True) as progress:
+        for name, size in progress.track(cases, description="bench"):
+            count = max(size // _itemsize(settings.dtype), 1)
+            for label, redop, timed in _CASES[name](settings, count):
+                rows.append(_row(settings, label, redop, count, timed))
+    return rows
+
+
+def _itemsize(dtype: str) -> int:
+    return 2 if dtype.endswith("16") else int(dtype[-2:]) // 8
+
+
+def _row(settings: Settings, label: str, redop: str, count: int, timed: Timed) -> Row:
+    seconds = _seconds(settings, timed.call)
+    algbw = timed.moved / seconds / 1e9
+    num_replicas = len(settings.mesh)
+    ring = 2 * (num_replicas - 1) / num_replicas if label == "all-reduce" else 1
+    return Row(
+        label,
+        count * _itemsize(settings.dtype),
+        count,
+        settings.dtype,
+        redop,
+        seconds * 1e6,
+        algbw,
+        algbw * ring,
+        timed.num_wrong(),
+    )
+
+
+def _seconds(settings: Settings, call: Callable[[], Any]) -> float:
+    """Returns the time of one of several calls; the first, which compiles, is not measured."""
+    call()
+    settings.mesh.synchronize()
+    start = time.perf_counter()
+    for _ in range(settings.iterations):
+        call()
+    settings.mesh.synchronize()
+    return (time.perf_counter() - start) / settings.iterations
+
+
+def _filled(settings: Settings, device: gr.Device, count: int, value: float) -> gr.Buffer:
+    buffer = device.empty((count,), settings.dtype)
+    return device.upload(np.full(count, value, buffer.dtype), out=buffer)
+
+
+def _num_wrong(found: Any, wanted: float) -> int:
+    return int((np.asarray(found) != wanted).sum())
+
+
+def _all_reduce(settings: Settings, count: int) -> Iterator[tuple[str, str, Timed]]:
+    mesh = settings.mesh
+    values = [_filled(settings, device, count, index % 2) for index, device in enumerate(mesh)]
+    value = gr.PerReplica(values, mesh)
+    ops = gr.AllReduceCrossDeviceOps(settings.algorithm, mesh=mesh)
+    op = gr.ReduceOp[settings.op.upper()]
+
+    def call() -> Any:
+        return ops.batch_reduce(op, [(value, value)])
+
+    def num_wrong() -> int:
+        found = [buffer.numpy() for buffer in call()[0].values]
+        wanted = found[0].dtype.type(len(mesh) // 2)
+        if settings.op == "mean":
+            wanted = found[0].dtype.type(len(mesh) // 2 / len(mesh))
+        return sum(_num_wrong(each, wanted) for each in found)
+
+    yield "all-reduce", settings.op, Timed(call, values[0].nbytes, num_wrong)
+
+
+def _add_n(settings: Settings, count: int) -> Iterator[tuple[str, str, Timed]]:
+    terms = [_filled(settings, settings.mesh[0], count, index) for index in range(_NUM_TERMS)]
+
+    def num_wrong() -> int:
+        return _num_wrong(gr.add_n(terms).numpy(), sum(range(_NUM_TERMS)))
+
+    moved = (_NUM_TERMS + 1) * terms[0].nbytes
+    yield "add_n", "sum", Timed(lambda: gr.add_n(terms), moved, num_wrong)
+
+
+def _accumulator(settings: Settings, count: int) -> Iterator[tuple[str, str, Timed]]:
+    gradient = _filled(settings, settings.mesh[0], count, 3)
+    accumulator = gr.ConditionalAccumulator(settings.dtype, (count,), device=settings.mesh[0])
+
+    def call() -> Any:
+        for _ in range(2):
+            accumulator.apply_grad(gradient, accumulator.global_step)
+        return accumulator.take_grad(2)
+
+    def num_wrong() -> int:
+        return _num_wrong(call().numpy(), 3)
+
+    # The first gradient is copied, the second is added, the sum is divided.
+    yield "accumulator", "mean", Timed(call, 7 * gradient.nbytes, num_wrong)
+
+
+def _optimizers(settings: Settings, count: int) -> Iterator[tuple[str, str, Timed]]:
+    for name, (make, num_arrays) in _OPTIMIZERS.items():
+        yield name, "", _optimizer(settings, make(), count, num_arrays)
+
+
+def _optimizer(settings: Settings, optimizer: gr.Optimizer, count: int, num_arrays: int) -> Timed:
+    """Times updates of one variable by ones, which lower all elements by the same amount."""
+    gradient = _filled(settings, settings.mesh[0], count, 1)
+    variable = gr.Variable(np.full(count, 2, gradient.dtype), device=settings.mesh[:1])
+
+    def call() -> Any:
+        optimizer.apply_gradients([(gradient, variable)])
+
+    def num_wrong() -> int:
+        found = variable.numpy()
+        return _num_wrong(found, found[0]) + int(not found[0] < 2)
+
+    return Timed(call, num_arrays * gradient.nbytes, num_wrong)
+
+
+_CASES: dict[str, Callable[[Settings, int], Iterator[tuple[str, str, Timed]]]] = {
+    "all-reduce": _all_reduce,
+    "add_n": _add_n,
+    "accumulator": _accumulator,
+    "optimizers": _optimizers,
+}
+
+
+def _tables(title: str, rows: Sequence[Row]) -> Iterator[Table | str]:
+    columns = (
+        ">size (B)",
+        ">count",
+        "type",
+        "redop",
+        ">time (us)",
+        ">algbw (GB/s)",
+        ">busbw (GB/s)",
+        ">#wrong",
+    )
+    for name in dict.fromkeys(row.benchmark for row in rows):
+        cells = [
+            (
+                row.size,
+                row.count,
+                row.type,
+                row.redop,
+                f"{row.time:.2f}",
+                f"{row.algbw:.2f}",
+                f"{row.busbw:.2f}",
+                row.wrong,
+            )
+            for row in rows
+            if row.benchmark == name
+        ]
+        yield table(f"{name}: {title}" if name == "all-reduce" else name, columns, cells)
+        yield ""
