@@ -15,6 +15,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 import gradreduce as gr
+from gradreduce.arrays.types import AllReduceAlg
+from gradreduce.backends import Backend
 
 from .options import (
     backend_option,
@@ -154,7 +156,7 @@ def parse_bytes(value: str) -> int:
 def bench(
     benchmarks: Sequence[str],
     devices: Sequence[int] | None,
-    backend: str | None,
+    backend: Backend | None,
     json_file: IO[str] | None,
     plot: Path | None,
     **options: Any,
@@ -199,7 +201,7 @@ class Settings:
     """What all rows share; see the options of ``bench``."""
 
     mesh: gr.Mesh
-    algorithm: str
+    algorithm: AllReduceAlg
     op: str
     dtype: str
     iterations: int
