@@ -18,8 +18,8 @@ newest weights. A worker whose process is killed is started again by Ray.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -52,22 +52,22 @@ POLL_S = 1.0  # how often the chief looks for workers that have failed
 
 @ray.remote(num_cpus=0)
 class Board:
-    """The newest weights and their step, for which workers wait."""
+    """The newest weights and their step; a call of it waits in a thread of its own."""
 
     def __init__(self) -> None:
         self._step, self._weights = -1, None
-        self._changed = asyncio.Condition()
+        self._changed = threading.Condition()
 
-    async def publish(self, step: int, weights: Any) -> None:
+    def publish(self, step: int, weights: Any) -> None:
         """Replaces the weights; ``weights`` is a list with a reference to them, or empty."""
-        async with self._changed:
+        with self._changed:
             self._step, self._weights = step, weights
             self._changed.notify_all()
 
-    async def newer_than(self, step: int) -> tuple[int, Any]:
+    def newer_than(self, step: int) -> tuple[int, Any]:
         """Waits for weights of a later step; returns the newest, with their step."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._step > step)
+        with self._changed:
+            self._changed.wait_for(lambda: self._step > step)
             return self._step, self._weights
 
 
@@ -135,7 +135,8 @@ def train(digits: Digits, options: argparse.Namespace) -> History:
     shared_name = f"sync-replicas-{uuid.uuid4().hex[:8]}"
     with gr.ray.AccumulatorSet(specs, shared_name) as accumulators, Progress() as progress:
         bar = progress.add_task("training", total=options.steps)
-        board = Board.remote()
+        # A thread for each call that waits; a worker that was killed may have left one.
+        board = Board.options(max_concurrency=4 * options.workers).remote()
         num_gpus = gpus_of_a_worker(options.workers)
         # No CPUs of their own: all workers have to start, also on a machine with fewer cores.
         remote = ray.remote(num_cpus=0, num_gpus=num_gpus, scheduling_strategy="SPREAD")(work)
