@@ -1,0 +1,173 @@
+"""Actors compute what accumulators and centers of this process compute, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.exact_data import FLOATS, exact_data, same
+
+import gradreduce as gr
+
+pytestmark = pytest.mark.ray
+BIG = (300, 100)  # travels alone
+
+
+def specs() -> dict[str, tuple[Any, ...]]:
+    """Accumulators of every dtype, dense and sparse."""
+    dense = {str(dtype): (dtype, (5,)) for dtype in FLOATS}
+    others = {"big": ("float32", BIG), "empty": ("float64", (0, 2))}
+    sparse = {f"rows of {dtype}": (dtype, (6, 2), True) for dtype in FLOATS}
+    return {**dense, **others, **sparse, "big rows": ("bfloat16", (1000, 100), True)}
+
+
+def gradients(seed: int) -> list[Any]:
+    found: list[Any] = []
+    for number, (dtype, shape, *is_sparse) in enumerate(specs().values()):
+        if is_sparse:
+            rng = np.random.default_rng(seed + number)
+            indices = rng.integers(0, shape[0], shape[0] // 2)
+            values = exact_data((len(indices), shape[1]), dtype, seed=seed, num_terms=128)
+            found.append(gr.IndexedSlices(values, indices, list(shape)))
+        else:
+            found.append(exact_data(shape, dtype, seed=seed, num_terms=128))
+    return found
+
+
+def check_same(found: list[Any], wanted: list[Any]) -> None:
+    for left, right in zip(found, wanted, strict=True):
+        if isinstance(right, gr.IndexedSlices):
+            assert tuple(left.dense_shape) == tuple(right.dense_shape)
+            check_same([left.indices, left.values], [right.indices, right.values])
+        else:
+            assert same(np.asarray(left), np.asarray(right))
+
+
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_set_is_its_accumulators_called_together(unique_name, reduction_type, num_shards):
+    own = [
+        (gr.SparseConditionalAccumulator if is_sparse else gr.ConditionalAccumulator)(
+            dtype, shape, name=name, reduction_type=reduction_type
+        )
+        for name, (dtype, shape, *is_sparse) in specs().items()
+    ]
+    with gr.ray.AccumulatorSet(
+        specs(), unique_name, reduction_type, num_shards=num_shards
+    ) as shared:
+        other = gr.ray.AccumulatorSet(specs(), unique_name, reduction_type, num_shards=num_shards)
+
+        def counts(accumulator: Any) -> tuple[int, ...]:
+            return (
+                accumulator.global_step, accumulator.num_accumulated(), accumulator.num_dropped
+            )  # fmt: skip
+
+        for turn, (step, num_required) in enumerate([(0, 2), (1, 3), (7, 1)]):
+            if step == 7:
+                shared.set_global_step(step)
+                for each in own:
+                    each.set_global_step(step)
+            for number in range(num_required):
+                grads = gradients(10 * turn + number)
+                worker = (shared, other)[number % 2]
+                assert worker.apply_grads(grads, step) == gr.apply_grads(own, grads, step) is True
+                stale = step - 1
+                assert worker.apply_grads(grads, stale) == gr.apply_grads(own, grads, stale)
+                assert counts(shared) == counts(own[0])
+            # To this process, and from it.
+            states = [each.state_dict() for each in own]
+            state = shared.state_dict()
+            for left, right in zip(state["accumulators"], states, strict=True):
+                assert left.keys() == right.keys()
+            for each, saved in zip(own, state["accumulators"], strict=True):
+                each.load_state_dict(saved)
+            other.load_state_dict({**state, "accumulators": states})
+            taken = shared.take_grads(num_required, timeout=30)
+            check_same(taken, gr.take_grads(own, num_required, output_type="numpy"))
+            assert counts(other) == counts(own[0])
+
+
+RULES = {
+    "sgd": lambda: gr.GradientDescentOptimizer(0.25),
+    "momentum": lambda: gr.MomentumOptimizer(lambda: 0.25, 0.5, use_nesterov=True),
+    "adam": lambda: gr.AdamOptimizer(0.25),
+    "masters": lambda: gr.AdamOptimizer(0.25, master_dtype="float32"),
+}
+MODES = {
+    "dense": {},
+    "halves": {"dtype": "bfloat16"},
+    "sparse": {"is_sparse": True},
+    "scaled": {"distance_scale": 0.5},
+    "all": {"dtype": "float16", "is_sparse": True, "distance_scale": 0.5},
+}
+
+
+class Worker:
+    """A worker that trains three variables at a center."""
+
+    def __init__(
+        self, center: Any, rule: str, *, dtype: str = "float32", is_sparse: bool = False,
+        distance_scale: float | None = None,
+    ) -> None:  # fmt: skip
+        self.getter = gr.AGNCustomGetter(gr.default_mesh().devices[0], center=center)
+        self._is_sparse = is_sparse
+        self.variables = [
+            gr.get_variable(
+                f"v{number}", exact_data(shape, dtype, seed=number), dtype=dtype,
+                custom_getter=self.getter,
+            )
+            for number, shape in enumerate([(3,), (6, 2), BIG])
+        ]  # fmt: skip
+        self.optimizer = gr.AGNOptimizer(
+            RULES[rule](), 2, self.getter, communication_period=2, distance_scale=distance_scale
+        )
+
+    def step(self, seed: int) -> None:
+        grads: list[Any] = [
+            exact_data(var.shape, var.dtype, seed=seed + number)
+            for number, var in enumerate(self.variables)
+        ]
+        if self._is_sparse:
+            grads[1] = gr.IndexedSlices(grads[1][:2], [seed % 5, 3], [6, 2])
+        self.optimizer.apply_gradients(list(zip(grads, self.variables, strict=True)))
+
+    def values(self) -> list[np.ndarray]:
+        centers = [self.getter.center_variable(var) for var in self.variables]
+        return [var.numpy() for var in [*self.variables, *centers]]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rule", RULES)
+def test_workers_that_take_turns_train_as_in_one_process(unique_name, rule, mode, num_shards):
+    local = gr.AGNCenter(gr.default_mesh())
+    shared = gr.ray.AGNCenter(unique_name, num_shards=num_shards, worker="first")
+    again = gr.ray.AGNCenter(unique_name, num_shards=num_shards, worker="second")
+    try:
+        wanted = [Worker(local, rule, **MODES[mode]) for _ in range(2)]
+        found = [Worker(center, rule, **MODES[mode]) for center in (shared, again)]
+        for seed in range(9):
+            turn = seed % 3 % 2  # they push after other numbers of steps
+            for workers in (wanted, found):
+                workers[turn].step(seed)
+            if seed % 4 == 0:
+                check_same(found[turn].values(), wanted[turn].values())
+        assert [(each.name, each.step) for each in shared.workers()] == [
+            ("first", 6),
+            ("second", 2),
+        ]
+        names = [variable.name for variable in local.variables()]
+        assert [variable.name for variable in shared.variables()] == names
+        state = local.state_dict()
+        saved = shared.state_dict()["variables"]
+        check_same([saved[name] for name in state["variables"]], list(state["variables"].values()))
+        found[0].step(20)
+        found[0].step(21)
+        shared.load_state_dict(state)
+        check_same([each.numpy() for each in shared.variables()],
+                   [each.numpy() for each in local.variables()])  # fmt: skip
+        again.leave()
+        assert [each.name for each in again.workers()] == ["first"]
+    finally:
+        shared.close()
