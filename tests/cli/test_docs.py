@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from click.testing import CliRunner
 
 from gradreduce import system_info
 from gradreduce.cli.app import command
+from gradreduce.device import FlightEntry
 
 pytestmark = pytest.mark.repo
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "command_line.md"
@@ -33,6 +36,24 @@ def pattern_of(wanted: str) -> str:
     return "".join(parts)
 
 
+@pytest.fixture
+def flight(tmp_path):
+    """The flight record of the page: of a process that cannot be started again."""
+    entries = []
+    for device in range(2):
+        for kind, name, nbytes, done in (
+            ("upload", "", 32, True), ("upload", "", 32, False), ("launch", "all_sum", 48, False),
+        ):  # fmt: skip
+            entry = FlightEntry(
+                len(entries) + 1, kind, name, device, -1, nbytes, 0, "", "compute", done
+            )
+            entries.append(asdict(entry))
+    reason = "the deadline of 30 s for batch_reduce passed: sim:1 has not joined pack 1 of 1"
+    record = {"mesh": "sim, process 4711", "reason": reason, "entries": entries}
+    (tmp_path / "flight.4711-1.json").write_text(json.dumps(record))
+
+
+@pytest.mark.usefixtures("flight")
 @pytest.mark.whole_product
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.splitlines()[0] for block in BLOCKS])
 def test_commands_print_what_the_page_says(block, tmp_path, monkeypatch):

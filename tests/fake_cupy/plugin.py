@@ -117,8 +117,10 @@ def inject() -> None:
         CUDADriverError=surface.CUDADriverError,
         occupancyMaxActiveBlocksPerMultiprocessor=kernels.max_active_blocks,
     )
+    nvtx = _module("cupy.cuda.nvtx", RangePush=surface.RangePush, RangePop=surface.RangePop)
     cuda = _module(
         "cupy.cuda",
+        nvtx=nvtx,
         runtime=runtime,
         driver=driver,
         compiler=compiler,
@@ -148,7 +150,7 @@ def inject() -> None:
         RawModule=kernels.RawModule,
         RawKernel=kernels.RawKernel,
     )
-    for made in (cupy, cuda, runtime, driver, compiler, function, nccl_module):
+    for made in (cupy, cuda, nvtx, runtime, driver, compiler, function, nccl_module):
         sys.modules[made.__name__] = made
     sys.modules["cupyx"] = None  # type: ignore[assignment]  # importing it fails
 

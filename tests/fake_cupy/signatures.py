@@ -53,6 +53,7 @@ OFFERED = {
         "streamWaitEvent streamCaptureModeGlobal streamCaptureModeThreadLocal "
         "streamCaptureModeRelaxed"
     ),
+    "cupy.cuda.nvtx": "RangePush RangePop",
     "cupy.cuda.nccl": (
         "available NcclCommunicator NcclError groupStart groupEnd get_version get_unique_id "
         "NCCL_SUM NCCL_PROD NCCL_MAX NCCL_MIN NCCL_AVG NCCL_INT8 NCCL_CHAR NCCL_UINT8 NCCL_INT32 "

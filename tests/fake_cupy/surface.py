@@ -21,6 +21,8 @@ __all__ = [
     "Device",
     "Event",
     "ExternalStream",
+    "RangePop",
+    "RangePush",
     "Stream",
     "check_addresses",
     "deviceGetPCIBusId",
@@ -92,6 +94,17 @@ def setDevice(device):
     if not 0 <= device < current().num_gpus:
         raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
     _local.gpu = device
+
+
+RANGES: list[str] = []  # "+text" of each range that was begun, "-" of each that was ended
+
+
+def RangePush(message, id_color=-1):
+    RANGES.append(f"+{message}")
+
+
+def RangePop():
+    RANGES.append("-")
 
 
 def getDeviceProperties(device):

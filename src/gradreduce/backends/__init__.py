@@ -214,6 +214,7 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
         )
     physicals = tuple(dict.fromkeys(placement))
     mesh_state = _mesh_state("cuda", streams.enable_peer_access(physicals))
+    mesh_state.nvtx = streams.NvtxRanges()
     states: dict[int, Any] = {}  # streams of each GPU, which its devices share
     made = [cuda.CudaDevice(mesh_state, index, gpu, states) for index, gpu in enumerate(placement)]
     collective = nccl.NcclCollective(mesh_state)

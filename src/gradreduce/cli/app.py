@@ -10,6 +10,7 @@ from .bench import bench
 from .check import check
 from .info import info
 from .plan import plan
+from .trace import trace
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -18,5 +19,5 @@ def command() -> None:
     """Sums gradients on GPUs or simulated devices: inspect, plan, check and measure."""
 
 
-for each in (info, plan, check, bench):
+for each in (info, plan, check, bench, trace):
     command.add_command(each)

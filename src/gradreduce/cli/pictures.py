@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,4 +56,37 @@ def plot_bandwidths(path: Path, title: str, rows: Sequence[Measured]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_title(title)
     axes.legend()
+    figure.savefig(path)
+
+
+def plot_timeline(path: Path, title: str, events: Sequence[Mapping[str, Any]], unit: str) -> None:
+    """Draws a row for each queue of each device, and a bar for each of these complete events.
+
+    What is not known to be done is hatched. ``unit`` is that of the times.
+    """
+    queues = sorted({(each["pid"], each["tid"]) for each in events})
+    figure = new_figure(10, 1.5 + 0.4 * len(queues))
+    axes: Any = figure.add_subplot()
+    kinds = list(dict.fromkeys(each["cat"] for each in events))
+    begin = min((each["ts"] for each in events), default=0)
+    least = (max((each["ts"] + each["dur"] for each in events), default=0) - begin) / 500
+    bars: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
+    for each in events:
+        row, done = queues.index((each["pid"], each["tid"])), bool(each["args"].get("done", True))
+        bar = each["ts"] - begin, max(each["dur"], least)  # wide enough to be seen
+        bars.setdefault((row, each["cat"], done), []).append(bar)
+    for (row, kind, done), spans in bars.items():
+        color = f"C{kinds.index(kind)}"
+        filled = {"color": color} if done else {"fc": "none", "ec": color, "hatch": "////"}
+        axes.broken_barh(spans, (row - 0.4, 0.8), **filled)
+    for number, kind in enumerate(kinds):
+        axes.plot([], [], color=f"C{number}", linewidth=6, label=kind)
+    names = [f"device {device} {'compute' if tid == 1 else 'transfer'}" for device, tid in queues]
+    axes.set_yticks(range(len(queues)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    is_open = any(not done for _, _, done in bars)
+    axes.set_title(f"{title} (hatched: not known to be done)" if is_open else title)
+    if kinds:
+        figure.legend(loc="outside lower center", ncols=len(kinds))
     figure.savefig(path)

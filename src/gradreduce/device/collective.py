@@ -6,6 +6,7 @@ device.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -195,6 +196,7 @@ class Collective(ABC):
             buffer.device._before_write(buffer, queue)
         thread = mesh_state.thread
         thread.num_submitted += 1  # before: one that fails may have been given to some devices
+        started = time.perf_counter_ns() if mesh_state.log.num_traces else 0
         with mesh_state.recording_commands(None):  # its fences are its own
             command()
         records = [
@@ -203,6 +205,8 @@ class Collective(ABC):
             for each in call.inputs
         ]
         for record in records:
+            if started:
+                thread.started = started
             mesh_state.log.append(record)
         if thread.command_list is not None:
             rows = [row for call in calls for row in zip(call.outputs, call.inputs, strict=True)]

@@ -7,6 +7,7 @@ replay the list allocates nothing, checks no operand and builds no table.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -129,7 +130,10 @@ class CommandList:
 
     def replay(self, log: OpLog) -> None:
         """Submits and logs all operations again, in order."""
+        is_traced = log.num_traces > 0
         for command, records, _, _ in self.operations:
+            if is_traced:
+                log.thread.started = time.perf_counter_ns()
             command()
             for record in records:
                 log.repeat(record)

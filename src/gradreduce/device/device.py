@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -506,6 +507,8 @@ class Device(NotCopied, Backend):
         before it, and Ctrl-C anywhere.
         """
         log = self.mesh_state.log
+        if log.num_traces:
+            log.thread.started = time.perf_counter_ns()
         try:
             command()
             log.thread.num_submitted += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING
@@ -111,6 +112,8 @@ class Capture:
         leader, mesh_state = self._leader, self._mesh_state
         with mesh_state.launch_lock, mesh_state.pack_scope(self._record.label, self._devices):
             join_streams(leader, self._others)
+            if mesh_state.log.num_traces:
+                mesh_state.thread.started = time.perf_counter_ns()
             self._run()
             fork_streams(leader, self._others)
             mesh_state.log.repeat(self._record, self._records)

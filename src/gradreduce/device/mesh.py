@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
+from pathlib import Path
 from typing import SupportsIndex, overload
 
 import numpy as np
@@ -16,6 +18,7 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError, NotCopie
 
 from .collective import Collective
 from .device import Device
+from .dtypes import as_flag
 from .exchange import fail
 from .flat_buffer import FlatBuffer
 from .mesh_reset import reset
@@ -23,6 +26,7 @@ from .mesh_state import MeshState
 from .op_log import FlightEntry, Journal
 from .pending_calls import as_deadline
 from .stream_sync import by_physical
+from .trace import traced
 
 # How long closing a failed mesh waits for the thread that reports its failure.
 _REPORT_SECONDS = 5.0
@@ -100,6 +104,51 @@ class Mesh(NotCopied):
         """Records launches, copies, bytes and waits of the devices while the block runs."""
         self.mesh_state.check_process()
         return self.mesh_state.log.journal()
+
+    @contextmanager
+    def trace(
+        self, path: str | os.PathLike[str] | None = None, *, nvtx: bool = False
+    ) -> Iterator[Journal]:
+        """Writes a trace of what the devices do while the block runs, for Perfetto.
+
+        The file has one complete event for each operation of the journal, by device and queue, in
+        the Trace Event Format that ``ui.perfetto.dev`` and ``chrome://tracing`` open. Its times are
+        the host's: an event lasts while the host submits the operation. On simulated devices
+        without ``schedule_seed=`` that is the time in which it runs; on GPUs use ``nvtx=True``
+        under Nsight Systems for times of the GPU. Uploads, fills and the host's waits last
+        0 microseconds. The file is written when the block ends, by an error too.
+
+        Example::
+
+            with mesh.trace("step.json"):
+                step(terms)
+
+        Args:
+            path: of the file, which is replaced; None: none is written.
+            nvtx: show an NVTX range for each pack or tensor, named as in the flight record, around
+                the calls that submit its work. The simulation has none.
+
+        Returns:
+            A context manager, with the block's ``Journal``.
+
+        Raises:
+            ValueError: ``path`` is a folder, or in a folder that does not exist.
+            TypeError: ``nvtx`` is no boolean.
+            OSError: the file cannot be written.
+        """
+        state = self.mesh_state
+        state.check_process()
+        ranges = state.nvtx if as_flag("nvtx", nvtx) else None
+        target = None if path is None else Path(path).absolute()
+        if target is not None and (target.is_dir() or not target.parent.is_dir()):
+            raise ValueError(f"path={str(path)!r} must name a file in an existing folder")
+        names = {device.index: device.name for device in self.devices[0].mesh.devices}
+        before, state.log.ranges = state.log.ranges, ranges or state.log.ranges
+        try:
+            with traced(state.log, target, names) as journal:
+                yield journal
+        finally:
+            state.log.ranges = before
 
     def flat_buffer(
         self, shapes: Sequence[Sequence[int]] | Mapping[str, Sequence[int]], dtype: DTypeLike

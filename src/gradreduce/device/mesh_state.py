@@ -18,7 +18,7 @@ from .command_list import CommandList
 from .external_buffers import ExternalBuffers
 from .forks import forks
 from .interrupts import DeferInterrupts
-from .op_log import OpLog, PackScope, write_flight
+from .op_log import OpLog, PackScope, Ranges, write_flight
 from .pending_calls import Label, PendingCall, WaitPolicy, names_of
 from .process_group import ProcessGroup
 from .waiting import Done, run_in_thread
@@ -51,6 +51,7 @@ class MeshState:
         library_error: what the collective library says is wrong, for the watchdog, which asks it.
         library_finished: whether the library has ended what it did when the mesh failed, within so
             many seconds.
+        nvtx: NVTX ranges of a GPU backend; None: it has none.
         flight_path: where the log is written when the mesh fails; empty: nowhere.
         launch_lock: held around each collective group and each multi-device plan, so that every
             device sees those of all threads in one order.
@@ -66,6 +67,7 @@ class MeshState:
     """
 
     process_group: ProcessGroup | None = None
+    nvtx: Ranges | None = None
     flight_path = ""
 
     def __init__(self, backend: str, *, peer_access: bool | Set[tuple[int, int]]) -> None:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from gradreduce.errors import log_warning
 
@@ -160,6 +160,7 @@ class ThreadState(threading.local):
         command_list: records its commands; None: nobody does.
         pending_call: the call with a deadline that it is in.
         num_submitted: launches, copies and collectives; see ``MeshState.on_partial_failure``.
+        started: while a trace is open, when it began to submit an operation, in nanoseconds; or 0.
     """
 
     label: Label | None = None
@@ -167,6 +168,17 @@ class ThreadState(threading.local):
     command_list: CommandList | None = None
     pending_call: PendingCall | None = None
     num_submitted: int = 0
+    started: int = 0
+
+
+class Ranges(Protocol):
+    """Ranges of a profiler, such as NVTX, of the calling thread."""
+
+    def push(self, text: str) -> None:
+        """Begins a range inside the one that is open."""
+
+    def pop(self) -> None:
+        """Ends the last one that was begun."""
 
 
 _QueueOf = tuple[int, str]  # logical index of a device, and one of its queues
@@ -178,9 +190,14 @@ class OpLog:
     Attributes:
         ring: number and record of the last ones.
         thread: what the calling thread works for.
+        num_traces: how many traces are open.
+        ranges: of a profiler, which shows a range for each label; None: nobody asked.
     """
 
+    ranges: Ranges | None = None
+
     def __init__(self) -> None:
+        self.num_traces = 0
         self.ring: deque[tuple[int, Record]] = deque(maxlen=LENGTH)
         self.thread = ThreadState()
         self._numbers = count(1)  # of the next one; drawn when it has been given
@@ -195,7 +212,23 @@ class OpLog:
     @contextmanager
     def journal(self) -> Iterator[Journal]:
         """Opens a journal of all threads' work until the block ends."""
-        journal = Journal()
+        with self._opened(Journal()) as journal:
+            yield journal
+
+    @contextmanager
+    def timed_journal(self, records: list[Record]) -> Iterator[Journal]:
+        """As ``journal``, with a list that looks at the clock; submissions note when they begin."""
+        with self._opened(Journal(records)) as journal:
+            with self._lock:
+                self.num_traces += 1
+            try:
+                yield journal
+            finally:
+                with self._lock:
+                    self.num_traces -= 1
+
+    @contextmanager
+    def _opened(self, journal: Journal) -> Iterator[Journal]:
         with self._lock:
             self._journals = (*self._journals, journal)
         try:
@@ -335,7 +368,7 @@ class PackScope:
     Without a deadline it costs a label, and no mark.
     """
 
-    __slots__ = ("_before", "_devices", "_log", "_marks", "_pack_info")
+    __slots__ = ("_before", "_devices", "_log", "_marks", "_pack_info", "_ranges")
 
     def __init__(
         self, log: OpLog, pack_info: Label | None, devices: tuple[Device, ...], *, marks: bool
@@ -349,12 +382,17 @@ class PackScope:
         thread = self._log.thread
         self._before = thread.label, thread.phase
         thread.label = self._pack_info
+        self._ranges = self._log.ranges
+        if self._ranges is not None:
+            self._ranges.push(str(self._pack_info or ""))
         if self._marks and (thread.pending_call or thread.command_list) is not None:
             self._mark_queues(leaves=False)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         thread = self._log.thread
         thread.label, thread.phase = self._before
+        if self._ranges is not None:
+            self._ranges.pop()
         in_use = self._marks and (thread.pending_call or thread.command_list) is not None
         if error is None and in_use:
             self._mark_queues(leaves=True)

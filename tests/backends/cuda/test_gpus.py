@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from fake_cupy import surface
 
+import gradreduce as gr
 from gradreduce import system_info
 from gradreduce.cli.app import command
 
@@ -34,3 +37,16 @@ def test_the_check_of_the_command_line_runs_on_gpus(new_machine, can_peer):
     assert set(found.values()) == {"works"}, result.output
     assert captured == ("works" if can_peer else "FAILED")  # a graph needs peers
     assert result.exit_code == (0 if can_peer else 1)
+
+
+def test_a_trace_shows_labels_as_nvtx_ranges(new_machine):
+    new_machine(num_gpus=2)
+    surface.RANGES.clear()
+    with gr.open_mesh(2, backend="cuda") as mesh:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        for nvtx in (False, True):
+            assert surface.RANGES == []
+            with mesh.trace(nvtx=nvtx):
+                ops.all_reduce([[np.ones(3)] for _ in mesh])
+    assert surface.RANGES[0] == "+pack 1 of 1 (tensor 0)"
+    assert surface.RANGES.count("-") * 2 == len(surface.RANGES)

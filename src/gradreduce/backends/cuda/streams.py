@@ -15,13 +15,25 @@ from typing import Any
 
 import cupy
 import numpy as np
-from cupy.cuda import runtime
+from cupy.cuda import nvtx, runtime
 
 from gradreduce.device import Device, Stream, handle_of
 from gradreduce.errors import BackendUnavailableError, CaptureError, log_warning
 
 # A GPU has at most eight peers where no NVSwitch connects them.
 _ALREADY_ENABLED, _TOO_MANY_PEERS = 704, 711
+
+
+class NvtxRanges:
+    """NVTX ranges of the calling thread, which Nsight Systems shows."""
+
+    def push(self, text: str) -> None:
+        """Begins a range inside the one that is open."""
+        nvtx.RangePush(text)
+
+    def pop(self) -> None:
+        """Ends the last one that was begun."""
+        nvtx.RangePop()
 
 
 def visible_gpus() -> int:

@@ -1,0 +1,102 @@
+"""``gradreduce trace``: a flight record as a trace for Perfetto, and as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import click
+
+from gradreduce.device.op_log import QUEUES, replace_file
+from gradreduce.device.trace import Event, event_of, trace_text
+
+from .options import json_option, plot_option, table, write
+from .pictures import plot_timeline
+
+_FIELDS = ("kind", "name", "device", "queue")
+_DETAILS = ("sequence", "source", "nbytes", "num_rows", "tensors", "done")
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path),
+    help="The trace to write. Default: FILE with the suffix .trace.json.",
+)  # fmt: skip
+@json_option
+@plot_option
+def trace(file: Path, output: Path | None, json_file: IO[str] | None, plot: Path | None) -> None:
+    """Convert a flight record to a trace that Perfetto and chrome://tracing show.
+
+    FILE is a flight record, which GRADREDUCE_FLIGHT_RECORD names, or a trace that mesh.trace(path)
+    has written; of the second only the summary and the picture are made. A flight record has no
+    times: each operation is drawn one microsecond long, in the order of submission.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        is_trace = "traceEvents" in content
+        events = _of_trace(content) if is_trace else _of_flight(content)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise click.UsageError(
+            f"{file} is neither a flight record nor a trace of mesh.trace: {error!r}"
+        ) from error
+    lines = []
+    if not is_trace:
+        output = output or file.with_suffix(".trace.json")
+        names = {device: f"device {device}" for device in sorted({each["pid"] for each in events})}
+        try:
+            replace_file(output.absolute(), trace_text(events, names), mode=0o666)
+        except OSError as error:
+            raise click.ClickException(f"{output} cannot be written: {error}") from error
+        lines = [f"{content['mesh']}: {content['reason']}", f"Trace: {output}"]
+    if plot is not None:
+        unit = "microseconds on the host" if is_trace else "operations, in the order of submission"
+        plot_timeline(plot, file.name, events, unit)
+    rows = _summary(events)
+    columns = (">device", "queue", "operation", ">count", ">bytes", ">not done")
+    keys = [column.lstrip(">") for column in columns]
+    write(
+        json_file,
+        {"operations": [dict(zip(keys, row, strict=True)) for row in rows]},
+        *lines,
+        table(f"{len(events)} operations", columns, rows),
+    )
+
+
+def _of_flight(content: dict[str, Any]) -> list[Event]:
+    """Returns the events of a flight record; one microsecond each."""
+    events = []
+    for number, entry in enumerate(content["entries"]):
+        fields = {name: entry[name] for name in _FIELDS}
+        details = {name: entry[name] for name in _DETAILS}
+        events.append(event_of(**fields, start=number, duration=1, details=details))
+    return events
+
+
+def _of_trace(content: dict[str, Any]) -> list[Event]:
+    """Returns the complete events of a trace."""
+    events = [each for each in content["traceEvents"] if each["ph"] == "X"]
+    for each in events:
+        float(each["ts"] + each["dur"]), each["cat"], each["pid"], each["tid"], dict(each["args"])
+    return events
+
+
+def _summary(events: Sequence[Event]) -> list[tuple[object, ...]]:
+    """Counts the operations of each device, queue and name."""
+    counts: Counter[tuple[int, int, str]] = Counter()
+    nbytes: Counter[tuple[int, int, str]] = Counter()
+    open_ones: Counter[tuple[int, int, str]] = Counter()
+    for each in events:
+        key = each["pid"], each["tid"], each["name"]
+        details = each["args"]
+        counts[key] += 1
+        nbytes[key] += details.get("nbytes", details.get("bytes", 0))
+        open_ones[key] += not details.get("done", True)
+    return [
+        (device, QUEUES[tid - 1], name, counts[key], nbytes[key], open_ones[key])
+        for key in sorted(counts)
+        for device, tid, name in [key]
+    ]

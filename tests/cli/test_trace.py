@@ -1,0 +1,90 @@
+"""``gradreduce trace``: of the files that the library writes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from support.trace_format import check_trace
+
+import gradreduce as gr
+from gradreduce.cli.app import command
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(command, ["trace", *map(str, arguments)])
+
+
+def reduce(mesh):
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 2, mesh=mesh)
+    return ops.all_reduce([[np.ones(5), np.ones(3)] for _ in mesh], output_type="buffer")
+
+
+@pytest.fixture
+def flight(tmp_path, monkeypatch):
+    """The flight record of a mesh that failed with work in its queues."""
+    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "flight.json"))
+    with gr.open_mesh(2, backend="sim", schedule_seed=0) as mesh:
+        with mesh.journal() as journal:
+            reduce(mesh)
+        mesh.mesh_state.fail("a test ended it")
+    (path,) = tmp_path.glob("flight.*.json")
+    return path, journal.records
+
+
+def test_a_flight_record_becomes_trace_events(flight):
+    path, records = flight
+    result = run(path)
+    assert result.exit_code == 0, result.output
+    assert "a test ended it" in result.output
+    events = check_trace(json.loads(path.with_suffix(".trace.json").read_text()))
+    assert [each["ts"] for each in events] == list(range(len(records)))
+    assert [(each["cat"], each["pid"], each["args"]["sequence"]) for each in events] == [
+        (record.kind, record.device, number) for number, record in enumerate(records, 1)
+    ]
+    assert [each["args"]["done"] for each in events] == [False] * len(records)
+    assert events[-1]["args"]["tensors"] == str(records[-1].label)
+
+
+def test_the_summary_counts_operations(flight, tmp_path):
+    path, records = flight
+    found = json.loads(run(path, "--json", "-", "-o", tmp_path / "out.json").output)["operations"]
+    assert check_trace(json.loads((tmp_path / "out.json").read_text()))
+    assert sum(row["count"] for row in found) == len(records)
+    assert sum(row["not done"] for row in found) == len(records)
+    assert sum(row["bytes"] for row in found) == sum(record.nbytes for record in records)
+
+
+def test_a_trace_of_a_mesh_is_summed_up_and_drawn(tmp_path):
+    path = tmp_path / "step.json"
+    with gr.open_mesh(2, backend="sim") as mesh, mesh.trace(path) as journal:
+        reduce(mesh)
+    before = path.read_bytes()
+    result = run(path, "--plot", tmp_path / "step.svg")
+    assert result.exit_code == 0, result.output
+    assert f"{len(journal.records)} operations" in result.output
+    assert path.read_bytes() == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step.json", "step.svg"]
+    assert "<svg" in (tmp_path / "step.svg").read_text()
+
+
+def test_a_record_without_operations_is_drawn_too(tmp_path):
+    path = tmp_path / "flight.json"
+    path.write_text(json.dumps({"mesh": "sim", "reason": "none", "entries": []}))
+    assert run(path, "--plot", tmp_path / "empty.png").exit_code == 0
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", "{}", '{"traceEvents": 3}', '{"entries": [{}]}'])
+def test_another_file_is_the_parsers_error(tmp_path, text):
+    path = tmp_path / "file.json"
+    path.write_text(text)
+    result = run(path)
+    assert result.exit_code == 2, result.output
+    assert "neither a flight record nor a trace" in " ".join(result.output.split())
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_missing_is_the_parsers_error(tmp_path):
+    assert run(tmp_path / "missing.json").exit_code == 2
