@@ -34,8 +34,10 @@ import gradreduce as gr
 STORE_BYTES = 500_000_000
 MB, QUICK_MB = 64, 1  # of a large array
 NUM_SMALL, SMALL_SIZE = 161, 64
-ROUNDS, QUICK_ROUNDS, WARM_UPS = 15, 2, 6
-PAUSE_SECONDS = 0.01  # before each call: the store frees the arrays of the last one
+ROUNDS, SMALL_ROUNDS, QUICK_ROUNDS, WARM_UPS = 15, 101, 2, 6
+# Before each call with large arrays: the store frees those of the last one. After a pause a round
+# trip takes half a millisecond more, because the processes have to wake up.
+PAUSE_SECONDS = 0.01
 
 BIG, SMALL, RESNET = "AGN, 64 MB", "AGN, 161 small variables", "AGN, ResNet-50"
 SHARDS, DURABLE = "AGN, 64 MB in two actors", 'AGN, 64 MB, durability="push"'
@@ -57,14 +59,14 @@ FLOORS = (
 Timed = Callable[[], Mapping[str, float]]  # runs once; returns seconds by name
 
 
-def in_turns(calls: Sequence[Timed], rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of all calls, in turns."""
+def in_turns(calls: Sequence[Timed], rounds: int, pause: float) -> dict[str, list[float]]:
+    """Returns the seconds of all calls, in turns, with a pause before each."""
     taken: dict[str, list[float]] = {}
     gc.collect()
     gc.disable()
     for turn in range(WARM_UPS + rounds):
         for call in calls:
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(pause)
             for name, seconds in call().items():
                 if turn >= WARM_UPS:
                     taken.setdefault(name, []).append(seconds)
@@ -199,7 +201,6 @@ class Bench:
         self.quick = quick
         self.absent: dict[str, str] = {}
         self.cases: dict[str, Case] = {}
-        self._rounds = QUICK_ROUNDS if quick else ROUNDS
         self._big = (QUICK_MB if quick else MB) * 250_000  # elements
         self._small = [(SMALL_SIZE,)] * (5 if quick else NUM_SMALL)
 
@@ -232,7 +233,7 @@ class Bench:
         """Measures pushes of all variables to a center, each with the pull behind it."""
         worker = Worker(shapes, **options)
         with closing(worker.center):
-            taken = in_turns([worker.push, *self.peers.calls(shapes)], self._rounds)
+            taken = self._taken([worker.push, *self.peers.calls(shapes)], shapes)
             worker.check()
         peer = fastest(taken, [ACTOR, ASYNC])
         relations = {
@@ -260,7 +261,7 @@ class Bench:
                         raise AssertionError("a gradient is not the mean")
 
             calls = [timed(APPLY, apply), timed(TAKE, take), *self.peers.calls(shapes)]
-            taken = in_turns(calls, self._rounds)
+            taken = self._taken(calls, shapes)
         both = [sum(times) for times in zip(taken[APPLY], taken[TAKE], strict=True)]
         two_trips = [2 * seconds for seconds in taken[TRIP]]
         figures = {
@@ -268,6 +269,14 @@ class Bench:
             SUM_OVER: median_of_pairs(both, two_trips, more_ms),
         }
         self._keep(name, shapes, taken, figures)
+
+    def _taken(
+        self, calls: Sequence[Timed], shapes: Sequence[tuple[int, ...]]
+    ) -> dict[str, list[float]]:
+        """Returns the seconds of calls with tensors of some shapes."""
+        is_small = shapes == self._small
+        rounds = QUICK_ROUNDS if self.quick else SMALL_ROUNDS if is_small else ROUNDS
+        return in_turns(calls, rounds, 0.0 if is_small or self.quick else PAUSE_SECONDS)
 
     def _keep(
         self,
