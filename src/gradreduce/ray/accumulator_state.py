@@ -132,7 +132,7 @@ class AccumulatorSetState(ShardState):
 
     def _gradients(self, message: Message) -> list[Any]:
         """Returns the gradients of a message, on its memory."""
-        arrays = iter(Layout(message.specs).arrays(message))
+        arrays = iter(Layout.of(message.form).arrays(message))
         return [
             as_slices(next(arrays), next(arrays), next(arrays))
             if self._spec.specs[index].is_sparse

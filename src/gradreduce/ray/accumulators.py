@@ -169,7 +169,7 @@ class SharedAccumulator:
         taken = self._client.take(as_required(num_required), timeout)
         found: dict[int, Any] = {}
         for shard, message in enumerate(taken):
-            arrays = iter(Layout(message.specs).arrays(message))
+            arrays = iter(Layout.of(message.form).arrays(message))
             for index in self._spec.of_shard(shard):
                 if self._spec.specs[index].is_sparse:
                     found[index] = as_slices(next(arrays), next(arrays), next(arrays))

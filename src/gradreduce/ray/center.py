@@ -136,7 +136,7 @@ class RemoteCenter(Center):
     def _value(self, name: str) -> Any:
         """Returns the value of a center variable."""
         message = self._client.read("pull", self._by_shard([name]))[self._shards[name]]
-        return Layout(message.specs).arrays(message)[0]
+        return Layout.of(message.form).arrays(message)[0]
 
     def _by_shard(self, names: Iterable[str]) -> list[list[str]]:
         """Returns the names of each shard."""
@@ -169,7 +169,7 @@ class RemoteCenter(Center):
 
     def _slot_value(self, shard: int, name: str, slot: str) -> Any:
         message = self._client.read("slot_value", name, slot)[shard]
-        return Layout(message.specs).arrays(message)[0]
+        return Layout.of(message.form).arrays(message)[0]
 
     def variables(self) -> list[Variable]:
         """Returns center variables and their slots, sorted by name."""
@@ -280,7 +280,7 @@ class RemoteCenter(Center):
         pairs: list[tuple[Sequence[Buffer], Buffer]] = []  # copies, and the value of all
         for of_shard, message in zip(names, messages, strict=True):
             clock, with_master = message.value
-            buffers = iter(Layout(message.specs).unpack(_device_of(by_name.values()), message))
+            buffers = iter(Layout.of(message.form).unpack(_device_of(by_name.values()), message))
             for name in of_shard:
                 var, value = by_name[name], next(buffers)
                 pairs.append((var.buffers, value))

@@ -75,13 +75,13 @@ class DenseKey(NamedTuple):
 
     Attributes:
         names: of the variables.
-        specs: of their sums.
+        form: of the message with their sums.
         config: settings, without the worker's name.
         rule: of the optimizer.
     """
 
     names: Sequence[str]
-    specs: Sequence[Spec]
+    form: str
     config: PushConfig
     rule: Any
 
@@ -103,7 +103,7 @@ class DensePush:
         device: of the variables.
 
     Attributes:
-        key: names of the variables, specs of the sums, settings of a push, and the rule: of all
+        key: names of the variables, form of the message, settings of a push, and the rule: of all
             pushes that it can make.
     """
 
@@ -112,7 +112,7 @@ class DensePush:
     ) -> None:
         self.key = key
         self._rows, self._optimizer, self._device = rows, optimizer, device
-        self._sums = Layout(key.specs)
+        self._sums = Layout.of(key.form)
         self._sum_packs = self._sums.packs(device)
         # The variable, and its master if it has one; the update writes small ones to the answer.
         values = [row[: len(row) - len(optimizer._slots.names)] for row in rows]
@@ -194,7 +194,7 @@ class CenterShardState(ShardState):
         Raises:
             ValueError: there is one of another shape or dtype.
         """
-        (spec,) = message.specs
+        (spec,) = Layout.of(message.form).specs
         found = self._specs.get(name)
         if found is not None:
             check_same_tensor(name, spec, found)
@@ -244,7 +244,7 @@ class CenterShardState(ShardState):
     ) -> Message:
         """Pushes dense sums; uses the plan of the last such push again if it fits."""
         config = request.config._replace(task="")
-        key = DenseKey(names, message.specs, config, optimizer._rule)
+        key = DenseKey(names, message.form, config, optimizer._rule)
         if self._dense is None or self._dense.key != key:
             centers = [self._center.variables[name] for name in names]
             self._center.prepare_centers(optimizer, centers, config)
@@ -274,7 +274,7 @@ class CenterShardState(ShardState):
         self, names: Sequence[str], request: PushRequest, message: Message
     ) -> tuple[list[Sum], list[Buffer | None]]:
         """Returns the sums of a message, and the values of the worker's last pull."""
-        layout = Layout(message.specs)
+        layout = Layout.of(message.form)
         arrays, buffers = iter(layout.arrays(message)), iter(layout.unpack(self._device, message))
         sums: list[Sum] = []
         for name in names:

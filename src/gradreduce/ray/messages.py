@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from gradreduce.device import (
     Buffer,
     Device,
     DType,
+    as_dtype,
     flat_layout,
     join_streams,
     to_accessible,
@@ -33,13 +35,13 @@ class Message(NamedTuple):
     """The arrays of a message.
 
     Attributes:
-        specs: shape and dtype of each tensor.
+        form: shape and dtype of each tensor, as text: a list of 161 shapes takes Ray 0.1 ms.
         packed: for each dtype the bytes of small tensors.
         bigs: the bytes of each of the others.
         value: a small value that goes with them.
     """
 
-    specs: Sequence[Spec]
+    form: str
     packed: Sequence[np.ndarray]
     bigs: Sequence[np.ndarray]
     value: Any = None
@@ -66,10 +68,17 @@ class Layout:
 
     Args:
         specs: shape and dtype of each tensor.
+
+    Attributes:
+        specs: the same.
+        form: see ``Message``.
     """
 
     def __init__(self, specs: Sequence[Spec]) -> None:
         self.specs = specs
+        self.form = " ".join(
+            [f"{dtype.name}:{','.join(map(str, shape))}" for shape, dtype in specs]
+        )
         self._bigs: list[int] = []
         small: dict[DType, list[int]] = {}
         for index, (shape, dtype) in enumerate(specs):
@@ -81,6 +90,17 @@ class Layout:
             layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
             self._packed.append(PackedDtype(dtype, indices, shapes, layout))
 
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(form: str) -> Layout:
+        """Returns the layout of a message by its ``form``."""
+        specs: list[Spec] = []
+        for text in form.split():
+            dtype, _, shape = text.partition(":")
+            extents = tuple([int(extent) for extent in shape.split(",") if extent])
+            specs.append((extents, as_dtype(dtype)))
+        return Layout(specs)
+
     # -- host arrays ------------------------------------------------------------------------------
 
     def message(self, arrays: Sequence[np.ndarray]) -> Message:
@@ -91,7 +111,7 @@ class Layout:
             for start, size, index in zip(layout.offsets, layout.sizes, indices, strict=True):
                 flat[start : start + size] = arrays[index].reshape(-1)
             packed.append(_as_bytes(flat))
-        return Message(self.specs, packed, [_as_bytes(arrays[index]) for index in self._bigs])
+        return Message(self.form, packed, [_as_bytes(arrays[index]) for index in self._bigs])
 
     def arrays(self, message: Message) -> list[np.ndarray]:
         """Returns the arrays of a message, on its memory."""
@@ -148,7 +168,7 @@ class Layout:
         """
         packed = [_as_bytes(flat.numpy()) for flat in packs]
         bigs = [_as_bytes(from_buffer(buffers[index], "numpy")) for index in self._bigs]
-        return Message(self.specs, packed, bigs)
+        return Message(self.form, packed, bigs)
 
     def unpack(self, device: Device, message: Message) -> list[Buffer]:
         """Returns the tensors of a message as Buffers of a device.
