@@ -84,7 +84,7 @@ def find_system_info() -> SystemInfo:
     from gradreduce.backends.sim.host_compile import find_compiler
 
     versions: dict[str, str | None] = {
-        "gradreduce": _installed("gradreduce"),
+        "gradreduce": sys.modules["gradreduce"].__version__,  # which imports this module
         "Python": platform.python_version(),
         "NumPy": np.__version__,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -55,6 +56,15 @@ def test_the_summary_counts_operations(flight, tmp_path):
     assert sum(row["count"] for row in found) == len(records)
     assert sum(row["not done"] for row in found) == len(records)
     assert sum(row["bytes"] for row in found) == sum(record.nbytes for record in records)
+
+
+def test_an_output_that_cannot_be_written_is_an_error(flight, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "missing/out.json"):
+        result = run(flight[0], "--output", tmp_path / name)
+        assert result.exit_code == 1, result.output
+        assert "cannot be written" in result.output
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_trace_of_a_mesh_is_summed_up_and_drawn(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -83,9 +84,10 @@ def test_without_a_path_nothing_is_written(mesh, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["", "missing/trace.json"])
+@pytest.mark.parametrize("name", ["", "missing/trace.json", "pipe"])
 def test_a_path_that_cannot_be_a_file_is_an_error_before_the_block(mesh, tmp_path, name):
-    with pytest.raises(ValueError, match="must name a file in an existing folder"):
+    os.mkfifo(tmp_path / "pipe")  # would be replaced, as a device would be
+    with pytest.raises(ValueError, match="must name a regular file in an existing folder"):
         mesh.trace(tmp_path / name).__enter__()
 
 

@@ -11,7 +11,7 @@ from typing import IO, Any
 import click
 
 from gradreduce.device.op_log import QUEUES, replace_file
-from gradreduce.device.trace import Event, event_of, trace_text
+from gradreduce.device.trace import Event, event_of, trace_path, trace_text
 
 from .options import json_option, plot_option, table, write
 from .pictures import plot_timeline
@@ -48,8 +48,8 @@ def trace(file: Path, output: Path | None, json_file: IO[str] | None, plot: Path
         output = output or file.with_suffix(".trace.json")
         names = {device: f"device {device}" for device in sorted({each["pid"] for each in events})}
         try:
-            replace_file(output.absolute(), trace_text(events, names), mode=0o666)
-        except OSError as error:
+            replace_file(trace_path(output), trace_text(events, names), mode=0o666)
+        except (OSError, ValueError) as error:
             raise click.ClickException(f"{output} cannot be written: {error}") from error
         lines = [f"{content['mesh']}: {content['reason']}", f"Trace: {output}"]
     if plot is not None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
-from pathlib import Path
 from typing import SupportsIndex, overload
 
 import numpy as np
@@ -26,7 +25,7 @@ from .mesh_state import MeshState
 from .op_log import FlightEntry, Journal
 from .pending_calls import as_deadline
 from .stream_sync import by_physical
-from .trace import traced
+from .trace import trace_path, traced
 
 # How long closing a failed mesh waits for the thread that reports its failure.
 _REPORT_SECONDS = 5.0
@@ -132,16 +131,14 @@ class Mesh(NotCopied):
             A context manager, with the block's ``Journal``.
 
         Raises:
-            ValueError: ``path`` is a folder, or in a folder that does not exist.
+            ValueError: ``path`` is a folder or a device, or in a folder that does not exist.
             TypeError: ``nvtx`` is no boolean.
             OSError: the file cannot be written.
         """
         state = self.mesh_state
         state.check_process()
         ranges = state.nvtx if as_flag("nvtx", nvtx) else None
-        target = None if path is None else Path(path).absolute()
-        if target is not None and (target.is_dir() or not target.parent.is_dir()):
-            raise ValueError(f"path={str(path)!r} must name a file in an existing folder")
+        target = None if path is None else trace_path(path)
         names = {device.index: device.name for device in self.devices[0].mesh.devices}
         before, state.log.ranges = state.log.ranges, ranges or state.log.ranges
         try:

@@ -7,6 +7,7 @@ metadata (``M``); times are in microseconds.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,6 +49,18 @@ class TimedRecords(list[Record]):
         made = [TimedRecord(record, start, end, thread) for record in records]
         self.timed += made
         super().extend([each.record for each in made])
+
+
+def trace_path(path: str | os.PathLike[str]) -> Path:
+    """Returns the absolute path of a file that can be made or replaced.
+
+    Raises:
+        ValueError: it is a folder or a device, or in a folder that does not exist.
+    """
+    target = Path(path).absolute()
+    if not target.parent.is_dir() or (target.exists() and not target.is_file()):
+        raise ValueError(f"path={str(path)!r} must name a regular file in an existing folder")
+    return target
 
 
 @contextmanager
