@@ -76,8 +76,10 @@ class Layout:
 
     def __init__(self, specs: Sequence[Spec]) -> None:
         self.specs = specs
+        dtypes = {id(dtype): dtype for _, dtype in specs}
+        names = {key: dtype.name for key, dtype in dtypes.items()}  # a name takes NumPy 2 us
         self.form = " ".join(
-            [f"{dtype.name}:{','.join(map(str, shape))}" for shape, dtype in specs]
+            [f"{names[id(dtype)]}:{','.join(map(str, shape))}" for shape, dtype in specs]
         )
         self._bigs: list[int] = []
         small: dict[DType, list[int]] = {}
