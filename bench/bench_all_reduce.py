@@ -12,7 +12,6 @@ installed. Exit status 1 if a floor is violated.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from measure.floors import Floor, counted, over_the_copy, times_the_peer
 from measure.reduced import Reduced
 from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
+from measure.setting import has_gpu
 
 import gradreduce as gr
 from gradreduce.backends import Kernels
@@ -247,15 +247,6 @@ class CpuBench:
 
 
 # -- the run ---------------------------------------------------------------------------------------
-
-
-def has_gpu() -> bool:
-    """Returns whether CuPy is installed and finds a GPU."""
-    if importlib.util.find_spec("cupy") is None:
-        return False
-    import cupy
-
-    return bool(cupy.cuda.is_available())
 
 
 def on_cpu(*, quick: bool) -> CpuBench:

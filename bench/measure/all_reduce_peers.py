@@ -22,10 +22,17 @@ import numpy as np
 
 from .clock import Call
 
-__all__ = ["HIERARCHICAL", "ONE_DEVICE", "SUM_AND_COPIES", "find_all_reduce_peers"]
+__all__ = [
+    "HIERARCHICAL",
+    "NUMPY",
+    "ONE_DEVICE",
+    "SUM_AND_COPIES",
+    "find_all_reduce_peers",
+    "numpy_sum_and_copies",
+]
 
 ONE_DEVICE, HIERARCHICAL = "tf one device", "tf hierarchical_copy"
-SUM_AND_COPIES = "torch sum, copies"
+SUM_AND_COPIES, NUMPY = "torch sum, copies", "numpy sum, copies"
 INSIDE = " in tf.function"
 
 Tensors = Sequence[Sequence[np.ndarray]]  # [tensor][replica]
@@ -33,7 +40,7 @@ Tensors = Sequence[Sequence[np.ndarray]]  # [tensor][replica]
 
 def find_all_reduce_peers(tensors: Tensors) -> tuple[dict[str, Call], dict[str, str]]:
     """Returns the candidates of installed libraries, and the reasons for missing ones."""
-    found: dict[str, Call] = {"numpy sum, copies": _numpy(tensors)}
+    found: dict[str, Call] = {NUMPY: numpy_sum_and_copies(tensors)}
     absent: dict[str, str] = {}
     makers: dict[str, Callable[[Tensors], dict[str, Call]]] = {
         "torch": _torch, "tensorflow": _tensorflow,
@@ -46,7 +53,8 @@ def find_all_reduce_peers(tensors: Tensors) -> tuple[dict[str, Call], dict[str, 
     return found, absent
 
 
-def _numpy(tensors: Tensors) -> Call:
+def numpy_sum_and_copies(tensors: Tensors) -> Call:
+    """Returns NumPy's mean of each tensor's replicas, copied to all outs."""
     outs = [[np.empty_like(each) for each in replicas] for replicas in tensors]
 
     def call() -> None:

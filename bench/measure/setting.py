@@ -8,18 +8,24 @@ import gradreduce as gr
 from gradreduce.backends import Kernels
 from gradreduce.device import Mesh
 
-__all__ = ["IMPLEMENTATIONS", "one_device"]
+__all__ = ["IMPLEMENTATIONS", "has_gpu", "one_device"]
 
 IMPLEMENTATIONS: tuple[Kernels, ...] = ("numpy", "compiled")
 
 
+def has_gpu() -> bool:
+    """Returns whether CuPy is installed and finds a GPU."""
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    import cupy
+
+    return bool(cupy.cuda.is_available())
+
+
 def one_device() -> dict[str, Mesh]:
     """Opens the GPU, or a simulated device with both implementations; close them."""
-    if importlib.util.find_spec("cupy") is not None:
-        import cupy
-
-        if cupy.cuda.is_available():
-            return {"cuda": gr.open_mesh(1, backend="cuda")}
+    if has_gpu():
+        return {"cuda": gr.open_mesh(1, backend="cuda")}
     return {
         implementation: gr.open_mesh(1, backend="sim", kernels=implementation, strict=False)
         for implementation in IMPLEMENTATIONS

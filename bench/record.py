@@ -1,0 +1,128 @@
+"""Runs the benchmarks one after the other, keeps their figures, and writes docs/benchmarks.md.
+
+Figures go to ``bench/results/cpu/NAME.json``, or ``bench/results/gpu/NAME.json`` where CuPy finds a
+GPU, with machine, versions, command, date and load average. A benchmark that fails or does not end
+in time keeps its earlier file; a violated floor is kept and shown. Run it on a machine that does
+nothing else; ``--busy`` marks the figures of one that does.
+
+    python bench/record.py [NAME...] [--minutes 10] [--busy]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import page
+from measure.setting import has_gpu
+
+BENCH = Path(__file__).resolve().parent
+NAMES = tuple(sorted(path.stem.removeprefix("bench_") for path in BENCH.glob("bench_*.py")))
+LIBRARIES = ("numpy", "torch", "jax", "tensorflow", "cupy-cuda12x", "cupy-cuda13x", "mpi4py")
+DIGITS = 4  # that are kept of a figure
+
+
+def machine() -> dict[str, Any]:
+    """Returns what the figures depend on."""
+    versions = {}
+    for library in LIBRARIES:
+        try:
+            versions[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def processor() -> str:
+    """Returns the name of the processor."""
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def rounded(value: Any) -> Any:
+    """Returns JSON with fewer digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list) else value
+
+
+def kept(report: dict[str, Any], name: str, date: str, *, busy: bool) -> str:
+    """Returns the text of a file of results: a line for each case and floor."""
+    head = {
+        "benchmark": name,
+        "command": f"python bench/bench_{name}.py",
+        "date": date,
+        "busy": busy,
+        "machine": machine(),
+    }
+    for case in report.get("cases", []):
+        case.pop("rates", None)  # follow from the times
+        took = case["took"]
+        case["took"] = {key: {"seconds": each["seconds"]} for key, each in took.items()}
+    entries = []
+    for key, value in rounded(head | report).items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        entries.append(f' "{key}": {text}')
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
+def run(name: str, seconds: float) -> dict[str, Any] | None:
+    """Runs a benchmark; returns its report, or None if it wrote none in time."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, str(BENCH / f"bench_{name}.py"), "--json", str(report)]
+        try:
+            subprocess.run(command, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: did not end in time")
+        if not report.exists():
+            return None
+        found: dict[str, Any] = json.loads(report.read_text("utf-8"))
+        return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all of them together")
+    parser.add_argument("--busy", action="store_true", help="the machine does other work too")
+    options = parser.parse_args(arguments)
+    for name in options.names:
+        if name not in NAMES:
+            parser.error(f"{name} is not one of {', '.join(NAMES)}")
+    folder = page.RESULTS / ("gpu" if has_gpu() else "cpu")
+    folder.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + 60 * options.minutes
+    for name in options.names or NAMES:
+        report = run(name, max(1.0, end - time.monotonic()))
+        if report is not None:
+            date = datetime.datetime.now(datetime.UTC).date().isoformat()
+            text = kept(report, name, date, busy=options.busy)
+            (folder / f"{name}.json").write_text(text, "utf-8")
+    page.write()
+
+
+if __name__ == "__main__":
+    main()

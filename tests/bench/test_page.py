@@ -1,0 +1,120 @@
+"""The page of benchmarks is that of the committed figures, and reports can be compared."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from support.background_runs import ROOT
+
+pytestmark = pytest.mark.repo
+
+
+@pytest.fixture
+def tools(monkeypatch) -> SimpleNamespace:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import bench_scaling
+    import compare
+    import page
+    import record
+
+    return SimpleNamespace(compare=compare, page=page, record=record, bench_scaling=bench_scaling)
+
+
+def report(**milliseconds: float) -> dict:
+    """A report with one case, whose copy takes a millisecond."""
+    took = {name.replace("_", " "): {"seconds": ms / 1e3} for name, ms in milliseconds.items()}
+    case = {"name": "sum", "size": "8 floats", "nbytes": 64, "took": took, "figures": {"us": 7.25}}
+    floor = {
+        "floor": "over the copy", "case": "sum", "figure": 2.0, "sign": "<=", "bound": 1.5,
+        "measured": "", "holds": False, "without": [],
+    }  # fmt: skip
+    return {"load_average": 0.25, "absent": {"torch": "gone"}, "cases": [case], "floors": [floor]}
+
+
+def test_the_page_is_that_of_the_figures(tools):
+    tools.page.main(["--check"])
+    text = tools.page.PAGE.read_text(encoding="utf-8")
+    assert [name for name in tools.page.names() if f"## bench_{name}.py\n" not in text] == []
+    for sweep in tools.page.SWEEPS:
+        picture = tools.page.PAGE.with_name(tools.page.PICTURE.format(sweep))
+        assert "<svg" in picture.read_text(encoding="utf-8")
+
+
+def test_a_changed_figure_is_another_page(tools, tmp_path, monkeypatch):
+    monkeypatch.setattr(tools.page, "RESULTS", tmp_path)
+    monkeypatch.setattr(tools.page, "PAGE", tmp_path / "page.md")
+    (tmp_path / "cpu").mkdir()
+    kept = tools.record.kept(report(copy=1, gradreduce_numpy=2, torch=4), "ops", "d", busy=True)
+    (tmp_path / "cpu" / "ops.json").write_text(kept, encoding="utf-8")
+    tools.page.write()
+    tools.page.main(["--check"])
+    lines = (tmp_path / "page.md").read_text(encoding="utf-8").splitlines()
+    assert "| sum: 8 floats | 1 | numpy 2 (0.5) | torch 4 | not measured |" in lines
+    assert "| sum: us | 7.25 | not measured |" in lines
+    assert "| over the copy | <= 1.5 | 2 | 0.75 | **violated** |" in lines
+    assert "Left out: torch (gone)." in lines
+    (tmp_path / "cpu" / "ops.json").write_text(kept.replace("7.25", "8.5"), encoding="utf-8")
+    with pytest.raises(SystemExit, match="is not that of"):
+        tools.page.main(["--check"])
+
+
+def compared(tools, tmp_path, capsys, old: dict, new: dict) -> tuple[object, list[str]]:
+    """The exit status of a comparison, and the lines that it prints."""
+    for name, each in (("old", old), ("new", new)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(each), encoding="utf-8")
+    status = None
+    try:
+        tools.compare.main([str(tmp_path / "old.json"), str(tmp_path / "new.json")])
+    except SystemExit as stopped:
+        status = stopped.code
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_times_are_compared_as_multiples_of_the_copy(tools, tmp_path, capsys):
+    old = report(copy=1, gradreduce_numpy=2, torch=1)
+    slow_machine = report(copy=3, gradreduce_numpy=6, torch=99)
+    assert compared(tools, tmp_path, capsys, old, slow_machine) == (
+        None,
+        ["  1.00           2 ->          2 of the copy sum: gradreduce numpy"],
+    )
+    status, (line,) = compared(tools, tmp_path, capsys, old, report(copy=1, gradreduce_numpy=2.5))
+    assert status == "1 slower by more than 1.1 times"
+    assert line.startswith("  1.25")
+    assert line.endswith("SLOWER")
+
+
+def test_what_only_one_report_has_is_named(tools, tmp_path, capsys):
+    new = report(copy=1, gradreduce_compiled=1)
+    status, lines = compared(tools, tmp_path, capsys, report(gradreduce_numpy=1), new)
+    assert (status, lines) == (
+        None,
+        [
+            "only in the old report: sum, gradreduce numpy, seconds",
+            "only in the new report: sum, gradreduce compiled, of the copy",
+        ],
+    )
+
+
+@pytest.mark.host
+def test_the_sweeps_run_and_find_their_floor(tools, tmp_path, monkeypatch):
+    monkeypatch.setattr(tools.bench_scaling, "has_gpu", lambda: False)
+    path = tmp_path / "report.json"
+    tools.bench_scaling.main(["--quick", "--json", str(path)])
+    names = [case["name"] for case in json.loads(path.read_text(encoding="utf-8"))["cases"]]
+    assert {name.partition(",")[0] for name in names} == set(tools.page.SWEEPS)
+    (floor,) = tools.bench_scaling.CPU_FLOORS
+    largest = tools.bench_scaling.BYTES[-2]
+    assert floor.case == f"bytes, {largest:,} in all"
+    assert largest == 2**30
+
+
+def test_a_benchmark_that_does_not_end_keeps_its_figures(tools, tmp_path, monkeypatch):
+    monkeypatch.setattr(tools.record, "BENCH", tmp_path)
+    program = tmp_path / "bench_slow.py"
+    program.write_text("import time\ntime.sleep(60)\n", encoding="utf-8")
+    assert tools.record.run("slow", 0.05) is None
+    text = "import sys\nopen(sys.argv[2], 'w').write('{\"a\": 1}')\nsys.exit(1)\n"
+    program.write_text(text, encoding="utf-8")
+    assert tools.record.run("slow", 20) == {"a": 1}
