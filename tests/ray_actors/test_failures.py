@@ -1,0 +1,121 @@
+"""Actors and workers that are killed, slow, damaged or closed, on a real cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.errors import BackendUnavailableError, DeadlineExceededError
+
+pytestmark = pytest.mark.ray
+LIMIT_S = 20.0
+SPECS = {"w": ("float64", [20_000]), "b": ("float64", [3])}  # the first travels alone
+
+
+def ones(value: float = 1.0) -> list[np.ndarray]:
+    return [np.full(20_000, value), np.full(3, value)]
+
+
+def in_actor(name: str, function: Callable[[Any], Any]) -> Any:
+    """Calls a function with the object of an actor, in its process."""
+    import ray
+
+    actor = ray.get_actor(name, namespace="gradreduce")
+    return ray.get(actor.__ray_call__.remote(function), timeout=LIMIT_S)
+
+
+def kill(name: str) -> None:
+    os.kill(in_actor(name, lambda _: __import__("os").getpid()), signal.SIGKILL)
+
+
+def check_equal(taken: list[np.ndarray], value: float) -> None:
+    assert [np.unique(each).tolist() for each in taken] == [[value], [value]]
+
+
+@contextmanager
+def in_thread(function: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Runs a function in a thread during the block, and waits for it; yields its results."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(function())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield found
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_what_was_acknowledged_survives_the_death_of_every_shard(unique_name, tmp_path, num_shards):
+    names = [unique_name, f"{unique_name}#1"][:num_shards]
+    with gr.ray.AccumulatorSet(
+        SPECS, unique_name, "SUM", num_shards=num_shards, snapshots=tmp_path, durability="push"
+    ) as shared:
+        # Powers of two, of which a sum shows the ones that are in it.
+        values = [2.0**number for number in range(8)]
+        with in_thread(lambda: [shared.apply_grads(ones(value)) for value in values]) as applied:
+            for name in names:
+                kill(name)
+        assert applied == [[True] * 8]
+        for name in names:
+            kill(name)
+        assert shared.num_accumulated() == 8
+        check_equal(shared.take_grads(8, timeout=LIMIT_S), 255.0)
+        with in_thread(lambda: shared.take_grads(2, timeout=LIMIT_S)) as taken:
+            shared.apply_grads(ones(), 1)
+            for name in names:
+                kill(name)
+            shared.apply_grads(ones(2.0), 1)
+        check_equal(taken[0], 3.0)
+        assert shared.num_accumulated() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_without_snapshots_the_error_of_a_dead_actor_says_so(unique_name, victim):
+    shared = gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2)
+    shared.apply_grads(ones())
+    with in_thread(lambda: shared.take_grads(5, timeout=LIMIT_S)) as taken:
+        kill([unique_name, f"{unique_name}#1"][victim])
+        for call in (lambda: shared.apply_grads(ones()), lambda: shared.take_grads(1, timeout=5)):
+            with pytest.raises(BackendUnavailableError, match=r"pass snapshots= to (have|survive)"):
+                call()
+    assert isinstance(taken[0], BackendUnavailableError)
+    shared.close()
+    with gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2) as again:
+        assert again.apply_grads(ones())
+        check_equal(again.take_grads(1, timeout=LIMIT_S), 1.0)
+
+
+def test_ctrl_c_leaves_no_waiting_take(unique_name):
+    with gr.ray.ConditionalAccumulator("float64", [3], unique_name) as shared:
+        queued = lambda: in_actor(unique_name, lambda lead: len(lead._queue))  # noqa: E731
+
+        def interrupt() -> None:
+            while not queued():
+                pass
+            os.kill(os.getpid(), signal.SIGINT)
+
+        with in_thread(interrupt), pytest.raises(KeyboardInterrupt):
+            shared.take_grad(1, timeout=LIMIT_S)
+        assert queued() == 0
+        with pytest.raises(
+            DeadlineExceededError,
+            match=r"^no gradient within 0\.0 s; step 0: 0 of 2 gradients, 2 missing, 0 dropped as",
+        ):
+            shared.take_grad(2, timeout=0)
+        shared.apply_grad([1.0, 2.0, 3.0])
+        assert shared.take_grad(1, timeout=LIMIT_S).tolist() == [1.0, 2.0, 3.0]
