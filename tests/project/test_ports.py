@@ -125,5 +125,5 @@ def test_a_running_example_listens_nowhere(tmp_path):
 
 def test_a_port_is_found(tmp_path):
     program = tmp_path / "server.py"
-    program.write_text("import socket\nserver = socket.create_server(('localhost', 0))\n")
+    program.write_text("import socket\nserver = socket.create_server(('127.0.0.1', 0))\n")
     assert ports(program) == "ports: ['socket.bind', 'listens']"
