@@ -1,10 +1,10 @@
-"""Actors of ``gradreduce.ray`` in one thread, without Ray: messages take random times, actors die.
+"""Actors of ``gradreduce.ray`` in one thread, without Ray, some of which are killed.
 
 ``load`` imports the package with a stand-in for Ray. A ``World`` runs its actors in an event loop
 whose clock jumps to the next event, so that a seed always gives the same run.
 
-Delivery is Ray's: messages may overtake each other; but for large ones they arrive before a dead
-actor has restarted, those of a dead sender too. If an actor dies before its answer is out, and
+Delivery is Ray's: messages may overtake each other; but for large ones they arrive before a killed
+actor has restarted, those of a killed sender too. If an actor ends before its answer is out, and
 restarts, then Ray sends the message again; else the sender gets ``RayActorError``.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 LIMIT_S = 10_000.0  # of the clock that jumps
-LOST = "an argument that was in the memory of a dead process"
+LOST = "an argument that was in the memory of a process that has ended"
 
 
 class RayError(Exception):
@@ -117,7 +117,7 @@ class _Clock(selectors.DefaultSelector):
 
 
 class MemorySnapshots:
-    """``Snapshots`` in memory; the ``World`` keeps them while an actor is dead.
+    """``Snapshots`` in memory; the ``World`` keeps them while an actor is down.
 
     Args:
         files: number -> state.
@@ -367,12 +367,12 @@ class _Message:
             self._finish(RayTaskError(error))
 
     def _fail(self) -> None:
-        """Sends again, or answers that the actor is dead."""
+        """Sends again, or answers that the actor has ended."""
         has_exited = self._world.actors[self._call[0]].has_exited
         if self._is_repeated and self._sender.is_alive and not has_exited:
             self._world.later(1.0, self.arrive)
         else:
-            self._finish(RayActorError("is dead"))
+            self._finish(RayActorError("has ended"))
 
     def _finish(self, error: Exception | None, value: Any = None) -> None:
         if not self._sender.is_alive:

@@ -1,4 +1,4 @@
-"""Each call counts once, all shards are at the same moment, whatever dies; see ``actor_world``."""
+"""Each call counts once, all shards are at the same moment, whatever ends; see ``actor_world``."""
 
 from __future__ import annotations
 
@@ -136,16 +136,16 @@ class Run:
         for number in range(1, num_applies + 1):
             await self.apply(lead, worker, number)
 
-    async def take_all(self, client: Process, taker: str, workers: Any) -> None:
+    async def take_all(self, client: Process, consumer: str, workers: Any) -> None:
         """Takes until all workers have ended."""
         lead = self.connect(client)
         for number in itertools.count(1):
             if all(each.done() for each in workers):
                 return
-            await self.take(lead, (taker, number), self.world.random.randint(1, 3), polls=3)
+            await self.take(lead, (consumer, number), self.world.random.randint(1, 3), polls=3)
 
     async def play(self, *, a_worker_dies: bool) -> None:
-        """Runs three workers and two takers to their end."""
+        """Runs three workers and two consumers to their end."""
         clients = [Process() for _ in range(5)]
         workers = [
             clients[each].run(
@@ -153,11 +153,11 @@ class Run:
             )
             for each in range(3)
         ]
-        takers = [clients[i].run(self.take_all(clients[i], f"t{i}", workers)) for i in (3, 4)]
+        consumers = [clients[i].run(self.take_all(clients[i], f"t{i}", workers)) for i in (3, 4)]
         if a_worker_dies:
             await asyncio.sleep(self.world.random.random())
             clients[0].end()
-        done, late = await asyncio.wait([*workers, *takers], timeout=500)
+        done, late = await asyncio.wait([*workers, *consumers], timeout=500)
         assert not late
         for each in done:
             if not each.cancelled():
@@ -191,7 +191,7 @@ class Run:
 
 
 def play(modules: SimpleNamespace, seed: int, num_shards: int, period: int) -> None:
-    """A run in which actors die, and sometimes a worker."""
+    """A run in which actors are killed, and sometimes a worker."""
     run = Run(modules, seed, num_shards, period)
     run.kill_chance = run.world.random.choice([0.0, 0.005, 0.02, 0.05])
     a_worker_dies = run.world.random.random() < 0.5
@@ -229,8 +229,8 @@ def test_without_snapshots_a_dead_shard_is_an_error_for_everybody_at_once(
         async def main() -> None:
             work = [Process() for _ in range(3)]
             tasks = [client.run(run.work(client, f"w{i}", 10**6)) for i, client in enumerate(work)]
-            taker = Process()
-            tasks.append(taker.run(run.take(run.connect(taker), ("t", 1), 10**6)))
+            consumer = Process()
+            tasks.append(consumer.run(run.take(run.connect(consumer), ("t", 1), 10**6)))
             await asyncio.sleep(run.world.random.random())
             run.world.kill(run.names[victim % num_shards])
             done, late = await asyncio.wait(tasks, timeout=5)
@@ -278,12 +278,14 @@ def test_takes_complete_in_the_order_of_the_calls(modules, num_shards):
         lead = run.connect(client)
         order: list[str] = []
 
-        async def take(taker: str, num_required: int) -> None:
-            order.append(taker + ":" + ",".join(await run.take(lead, (taker, 1), num_required)))
+        async def take(consumer: str, num_required: int) -> None:
+            order.append(
+                consumer + ":" + ",".join(await run.take(lead, (consumer, 1), num_required))
+            )
 
         takes = []
-        for taker, num_required in (("a", 2), ("b", 1), ("c", 3)):
-            takes.append(client.run(take(taker, num_required)))
+        for consumer, num_required in (("a", 2), ("b", 1), ("c", 3)):
+            takes.append(client.run(take(consumer, num_required)))
             await asyncio.sleep(0.1)
         for number in range(1, 7):
             await run.apply(lead, "w", number)
@@ -298,7 +300,7 @@ def test_the_take_of_a_dead_client_is_dropped_and_blocks_nobody(modules):
 
     async def main() -> None:
         clients = [Process() for _ in range(2)]
-        clients[0].run(run.take(run.connect(clients[0]), ("dead", 1), 3))
+        clients[0].run(run.take(run.connect(clients[0]), ("killed", 1), 3))
         await asyncio.sleep(0.1)
         lead = run.connect(clients[1])
         second = clients[1].run(run.take(lead, ("t", 1), 1))

@@ -107,7 +107,7 @@ class Client:
             DeadlineExceededError: no answer within ``timeout``; whether the command was applied is
                 unknown.
             CancelledError: the actor was closed.
-            BackendUnavailableError: it died, and is not restarted.
+            BackendUnavailableError: it has ended, and is not restarted.
         """
         self._wait_for_unanswered(timeout)
         key = self.next_key() if key is None else key
@@ -178,7 +178,7 @@ class Client:
             self._get(self._lead.close.options(max_task_retries=0).remote())
         except CancelledError:
             pass
-        except BackendUnavailableError:  # the lead is dead, the others may live
+        except BackendUnavailableError:  # the lead has ended, the others may still run
             for shard in range(1, self.num_shards):
                 name = self._settings._replace(shard=shard).actor_name
                 with suppress(ValueError):  # there is none

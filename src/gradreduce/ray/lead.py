@@ -143,10 +143,10 @@ class Lead(Shard):
             others: refer to the messages for the other shards; empty: no command has any.
             origin: of a gradient.
         """
-        ticket, generation = uuid.uuid4().hex, self._generation
+        message_id, generation = uuid.uuid4().hex, self._generation
         try:
             with suppress(RetryError):  # a shard has ended: _ready sees it too
-                calls = [(generation, ticket, each) for each in others]
+                calls = [(generation, message_id, each) for each in others]
                 await self._from_others("stage", calls)
             async with self._lock:
                 await self._ready()
@@ -156,13 +156,13 @@ class Lead(Shard):
                     raise RetryError("staged before the shards went back to a snapshot")
                 if origin is not None:
                     self._note(origin)
-                staged = ticket if others else ""
+                staged = message_id if others else ""
                 answers = await self._run(key, command, arguments, message, staged)
                 await self._serve()
                 return answers
         finally:
             for other in self._others if others else ():
-                other.discard.remote(ticket)
+                other.discard.remote(message_id)
 
     async def _run(
         self,
@@ -170,14 +170,16 @@ class Lead(Shard):
         command: str,
         arguments: Sequence[Any],
         message: Message | None = None,
-        ticket: str = "",
+        message_id: str = "",
     ) -> list[Answer]:
         """Runs a command on all shards; the lock is held."""
         number = self._number + 1
         own = Answer.of(self._execute(key, command, arguments, message))
         if not self._others:
             return [own]
-        calls = [(self._generation, number, key, command, arguments, ticket)] * len(self._others)
+        calls = [(self._generation, number, key, command, arguments, message_id)] * len(
+            self._others
+        )
         self._are_alike = False
         found = await self._from_others("execute", calls)
         self._are_alike = True

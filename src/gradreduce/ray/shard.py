@@ -101,17 +101,17 @@ class Shard:
             self._snapshots = Snapshots(settings.folder, settings.actor_name)
             self._load(self._snapshots.newest())
 
-    async def stage(self, generation: str, ticket: str, message: Message) -> None:
+    async def stage(self, generation: str, message_id: str, message: Message) -> None:
         """Keeps the arrays of a call until ``execute`` or ``discard``.
 
-        Drops those that a lead has sent before it died, and that took longer than its restart.
+        Drops those that a lead has sent before it ended, and that came later than its restart.
         """
         if generation == self._generation:
-            self._staged[ticket] = message
+            self._staged[message_id] = message
 
-    async def discard(self, ticket: str) -> None:
+    async def discard(self, message_id: str) -> None:
         """Drops the arrays of a call that will not be executed."""
-        self._staged.pop(ticket, None)
+        self._staged.pop(message_id, None)
 
     async def execute(  # of one call
         self,
@@ -120,7 +120,7 @@ class Shard:
         key: Key,
         command: str,
         arguments: Sequence[Any],
-        ticket: str,
+        message_id: str,
     ) -> Answer:
         """Runs a command.
 
@@ -130,13 +130,13 @@ class Shard:
             key: of the call.
             command: name of the state's method.
             arguments: for all shards.
-            ticket: of the arrays; empty: there are none.
+            message_id: of the arrays; empty: there are none.
 
         Raises:
             RetryError: a shard was restarted; this one may lack commands or arrays.
         """
         self._check_moment(generation, number - 1)
-        message = self._staged.pop(ticket) if ticket else None
+        message = self._staged.pop(message_id) if message_id else None
         return Answer.of(self._execute(key, command, arguments, message))
 
     async def read(
