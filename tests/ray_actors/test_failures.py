@@ -85,7 +85,7 @@ def test_what_was_acknowledged_survives_the_death_of_every_shard(unique_name, tm
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_without_snapshots_the_error_of_a_dead_actor_says_so(unique_name, victim):
+def test_without_snapshots_the_error_of_a_lost_actor_says_so(unique_name, victim):
     shared = gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2)
     shared.apply_grads(ones())
     with in_thread(lambda: shared.take_grads(5, timeout=LIMIT_S)) as taken:

@@ -144,7 +144,7 @@ class Run:
                 return
             await self.take(lead, (consumer, number), self.world.random.randint(1, 3), polls=3)
 
-    async def play(self, *, a_worker_dies: bool) -> None:
+    async def play(self, *, a_worker_ends: bool) -> None:
         """Runs three workers and two consumers to their end."""
         clients = [Process() for _ in range(5)]
         workers = [
@@ -154,7 +154,7 @@ class Run:
             for each in range(3)
         ]
         consumers = [clients[i].run(self.take_all(clients[i], f"t{i}", workers)) for i in (3, 4)]
-        if a_worker_dies:
+        if a_worker_ends:
             await asyncio.sleep(self.world.random.random())
             clients[0].end()
         done, late = await asyncio.wait([*workers, *consumers], timeout=500)
@@ -194,10 +194,10 @@ def play(modules: SimpleNamespace, seed: int, num_shards: int, period: int) -> N
     """A run in which actors are killed, and sometimes a worker."""
     run = Run(modules, seed, num_shards, period)
     run.kill_chance = run.world.random.choice([0.0, 0.005, 0.02, 0.05])
-    a_worker_dies = run.world.random.random() < 0.5
+    a_worker_ends = run.world.random.random() < 0.5
 
     async def main() -> None:
-        await run.play(a_worker_dies=a_worker_dies)
+        await run.play(a_worker_ends=a_worker_ends)
         found = await run.contents()
         run.check(found)
         if not run.world.num_kills:
@@ -209,7 +209,7 @@ def play(modules: SimpleNamespace, seed: int, num_shards: int, period: int) -> N
 @pytest.mark.parametrize("period", [1, 4])
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
 @pytest.mark.parametrize("some", seeds(12, 600))
-def test_each_call_counts_once_whatever_dies(modules, some, num_shards, period):
+def test_each_call_counts_once_whatever_ends(modules, some, num_shards, period):
     for seed in some:
         try:
             play(modules, seed, num_shards, period)
@@ -220,7 +220,7 @@ def test_each_call_counts_once_whatever_dies(modules, some, num_shards, period):
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_without_snapshots_a_dead_shard_is_an_error_for_everybody_at_once(
+def test_without_snapshots_a_lost_shard_is_an_error_for_everybody_at_once(
     modules, num_shards, victim
 ):
     def play(seed: int) -> None:
@@ -295,7 +295,7 @@ def test_takes_complete_in_the_order_of_the_calls(modules, num_shards):
     run.world.run(main)
 
 
-def test_the_take_of_a_dead_client_is_dropped_and_blocks_nobody(modules):
+def test_the_take_of_a_killed_client_is_dropped_and_blocks_nobody(modules):
     run = Run(modules, 0, 2, 1)
 
     async def main() -> None:
