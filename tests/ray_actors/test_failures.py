@@ -59,7 +59,7 @@ def in_thread(function: Callable[[], Any]) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
-def test_what_was_acknowledged_survives_the_death_of_every_shard(unique_name, tmp_path, num_shards):
+def test_what_was_acknowledged_survives_the_end_of_every_shard(unique_name, tmp_path, num_shards):
     names = [unique_name, f"{unique_name}#1"][:num_shards]
     with gr.ray.AccumulatorSet(
         SPECS, unique_name, "SUM", num_shards=num_shards, snapshots=tmp_path, durability="push"
