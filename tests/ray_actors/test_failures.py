@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.errors import BackendUnavailableError, DeadlineExceededError
+from gradreduce.errors import BackendUnavailableError, CancelledError, DeadlineExceededError
 
 pytestmark = pytest.mark.ray
 LIMIT_S = 20.0
@@ -34,6 +36,17 @@ def in_actor(name: str, function: Callable[[Any], Any]) -> Any:
 
 def kill(name: str) -> None:
     os.kill(in_actor(name, lambda _: __import__("os").getpid()), signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool], *tasks: Any) -> None:
+    """Asks until a condition holds; raises the error of a task that ends before."""
+    import ray
+
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        ended = ray.wait(list(tasks), timeout=0)[0] if tasks else []
+        assert not ray.get(ended), "a task has ended"
+        assert time.monotonic() < end
 
 
 def check_equal(taken: list[np.ndarray], value: float) -> None:
@@ -105,8 +118,7 @@ def test_ctrl_c_leaves_no_waiting_take(unique_name):
         queued = lambda: in_actor(unique_name, lambda lead: len(lead._queue))  # noqa: E731
 
         def interrupt() -> None:
-            while not queued():
-                pass
+            wait_until(lambda: queued() == 1)
             os.kill(os.getpid(), signal.SIGINT)
 
         with in_thread(interrupt), pytest.raises(KeyboardInterrupt):
@@ -119,3 +131,33 @@ def test_ctrl_c_leaves_no_waiting_take(unique_name):
             shared.take_grad(2, timeout=0)
         shared.apply_grad([1.0, 2.0, 3.0])
         assert shared.take_grad(1, timeout=LIMIT_S).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_takes_of_tasks_wait_in_order_and_close_cancels_them(unique_name):
+    import ray
+
+    @ray.remote(num_cpus=1)
+    def take(accumulator: Any, num_required: int) -> list[float]:
+        return accumulator.take_grad(num_required, timeout=LIMIT_S).tolist()
+
+    with gr.ray.ConditionalAccumulator("float64", [1], unique_name) as shared:
+        queued = lambda: in_actor(unique_name, lambda lead: len(lead._queue))  # noqa: E731
+        tasks = []
+        for num_required in (2, 1):
+            tasks.append(take.remote(shared, num_required))
+            wait_until(lambda: queued() == len(tasks), *tasks)
+        assert shared.apply_grad([1.0], 0)
+        assert shared.apply_grad([3.0], 0)
+        assert not shared.apply_grad([5.0], 0)  # the take of both has set step 1
+        assert shared.apply_grad([7.0], 1)
+        assert ray.get(tasks, timeout=LIMIT_S) == [[2.0], [7.0]]
+        assert shared.num_dropped == 1
+        waiting = take.remote(shared, 1)
+        wait_until(lambda: queued() == 1, waiting)
+        other = pickle.loads(pickle.dumps(shared))
+        shared.close()
+        with pytest.raises(CancelledError):
+            ray.get(waiting, timeout=LIMIT_S)
+        for each in (shared, other):
+            with pytest.raises(CancelledError, match=f"^{unique_name!r} was closed$"):
+                each.apply_grad([1.0])

@@ -378,7 +378,9 @@ class ConditionalAccumulator(SharedAccumulator):
 
     def __reduce__(self) -> Any:
         *arguments, options = self._made_by
-        return partial(type(self), **options.for_others()), tuple(arguments)
+        others = options.for_others()
+        del others["num_shards"]  # is always 1
+        return partial(type(self), **others), tuple(arguments)
 
     def apply_grad(self, grad: Any, local_step: int | Variable = DEFAULT_STEP) -> bool:
         """Adds a gradient unless it is stale; see ``AccumulatorSet.apply_grads``."""
