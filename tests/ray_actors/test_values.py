@@ -88,6 +88,19 @@ def test_a_set_is_its_accumulators_called_together(unique_name, reduction_type, 
             assert counts(other) == counts(own[0])
 
 
+def test_other_float_dtypes_are_cast_when_asked(unique_name):
+    specs = {"dense": ("float32", [2]), "rows": ("float32", [3, 1], True)}
+    grads = [np.array([1.0, 2.0]), gr.IndexedSlices(np.array([[3.0]]), [1])]
+    with gr.ray.AccumulatorSet(specs, unique_name) as shared:
+        with pytest.raises(ValueError, match="pass cast=True"):
+            shared.apply_grads(grads)
+        assert shared.apply_grads(grads, cast=True)
+        dense, rows = shared.take_grads(1, timeout=30)
+        assert dense.tolist() == [1.0, 2.0]
+        assert rows.values.tolist() == [[3.0]]
+        assert dense.dtype == rows.values.dtype == np.float32
+
+
 RULES = {
     "sgd": lambda: gr.GradientDescentOptimizer(0.25),
     "momentum": lambda: gr.MomentumOptimizer(lambda: 0.25, 0.5, use_nesterov=True),

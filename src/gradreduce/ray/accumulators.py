@@ -23,7 +23,7 @@ from gradreduce.arrays.types import ReductionType
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.checkpoint import anything, checked, downloader, equal, mapped
-from gradreduce.device import Buffer, as_dtype
+from gradreduce.device import Buffer, as_dtype, as_flag
 from gradreduce.errors import about
 
 from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec, as_slices
@@ -132,10 +132,10 @@ class SharedAccumulator:
     # -- gradients --------------------------------------------------------------------------------
 
     @StreamScope()
-    def _apply(self, grads: Sequence[Any], local_step: int | Variable) -> bool:
+    def _apply(self, grads: Sequence[Any], local_step: int | Variable, cast: bool) -> bool:
         """Adds a gradient to each accumulator; adds all or drops all."""
-        step = as_step("local_step", local_step)
-        checked_grads = [self._checked(index, grad) for index, grad in enumerate(grads)]
+        step, cast = as_step("local_step", local_step), as_flag("cast", cast)
+        checked_grads = [self._checked(index, grad, cast) for index, grad in enumerate(grads)]
         messages = []
         for shard in range(1 + max(self._spec.shards)):
             buffers = [
@@ -147,13 +147,13 @@ class SharedAccumulator:
         )
         return bool(kept[0])
 
-    def _checked(self, index: int, grad: Any) -> list[Buffer]:
+    def _checked(self, index: int, grad: Any, cast: bool) -> list[Buffer]:
         """Checks a gradient; returns the Buffers that represent it."""
         state = self._states[index]
         try:
             if isinstance(grad, PerReplica):
                 raise TypeError("a PerReplica is not one gradient: apply the gradient of each")
-            found = state.storage.checked(state, slices_of(grad), False)
+            found = state.storage.checked(state, slices_of(grad), cast)
             if isinstance(found, IndexedSlices) and self._spec.specs[index].is_sparse:
                 shape = numbers(list(found.dense_shape or ()), as_dtype("int64"))
                 parts = [found.indices, found.values, shape]
@@ -255,7 +255,13 @@ class AccumulatorSet(SharedAccumulator):
         *arguments, options = self._made_by
         return partial(type(self), **options.for_others()), tuple(arguments)
 
-    def apply_grads(self, grads: Sequence[Any], local_step: int | Variable = DEFAULT_STEP) -> bool:
+    def apply_grads(
+        self,
+        grads: Sequence[Any],
+        local_step: int | Variable = DEFAULT_STEP,
+        *,
+        cast: bool = False,
+    ) -> bool:
         """Adds one gradient to each accumulator; adds all or drops all.
 
         Waits until the actor has added them, so that a slow one slows its workers.
@@ -264,6 +270,7 @@ class AccumulatorSet(SharedAccumulator):
             grads: one for each accumulator, in order: an array of any library, a number or nested
                 list, or IndexedSlices. Read before this returns.
             local_step: see ``gr.ConditionalAccumulator.apply_grad``.
+            cast: see there.
 
         Returns:
             True if all were added, False if all were dropped because the step is stale.
@@ -282,7 +289,7 @@ class AccumulatorSet(SharedAccumulator):
                 f"grads has {len(grads)} entries, the set has {len(self._states)}; pass one "
                 "gradient for each accumulator"
             )
-        return self._apply(grads, local_step)
+        return self._apply(grads, local_step, cast)
 
     def take_grads(
         self, num_required: int | Variable, *, timeout: float | None = None
@@ -382,9 +389,11 @@ class ConditionalAccumulator(SharedAccumulator):
         del others["num_shards"]  # is always 1
         return partial(type(self), **others), tuple(arguments)
 
-    def apply_grad(self, grad: Any, local_step: int | Variable = DEFAULT_STEP) -> bool:
+    def apply_grad(
+        self, grad: Any, local_step: int | Variable = DEFAULT_STEP, *, cast: bool = False
+    ) -> bool:
         """Adds a gradient unless it is stale; see ``AccumulatorSet.apply_grads``."""
-        return self._apply([grad], local_step)
+        return self._apply([grad], local_step, cast)
 
     def take_grad(self, num_required: int | Variable, *, timeout: float | None = None) -> Any:
         """Blocks until there are ``num_required`` gradients; see ``AccumulatorSet.take_grads``."""
@@ -420,17 +429,20 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
         grad_values: Any,
         grad_shape: Sequence[int] | None = None,
         local_step: int | Variable = DEFAULT_STEP,
+        *,
+        cast: bool = False,
     ) -> bool:
         """Adds rows unless they are stale; see ``gr.SparseConditionalAccumulator.apply_grad``."""
         if kind_of(grad_values) == "native" and not is_array(grad_values):
             grad_values = numbers(grad_values, self._states[0].dtype)
-        return self._apply([IndexedSlices(grad_values, grad_indices, grad_shape)], local_step)
+        slices = IndexedSlices(grad_values, grad_indices, grad_shape)
+        return self._apply([slices], local_step, cast)
 
     def apply_indexed_slices_grad(
-        self, grad: Any, local_step: int | Variable = DEFAULT_STEP
+        self, grad: Any, local_step: int | Variable = DEFAULT_STEP, *, cast: bool = False
     ) -> bool:
         """Adds IndexedSlices, or a tensor of ``torch.sparse_coo``, unless they are stale."""
-        return self._apply([grad], local_step)
+        return self._apply([grad], local_step, cast)
 
     def take_grad(
         self, num_required: int | Variable, *, timeout: float | None = None
