@@ -370,9 +370,14 @@ class _Message:
         """Sends again, or answers that the actor has ended."""
         has_exited = self._world.actors[self._call[0]].has_exited
         if self._is_repeated and self._sender.is_alive and not has_exited:
-            self._world.later(1.0, self.arrive)
+            self._world.later(1.0, self._send_again)
         else:
             self._finish(RayActorError("has ended"))
+
+    def _send_again(self) -> None:
+        """Sends again, if the sender has not ended meanwhile: it is the sender that does so."""
+        if self._sender.is_alive:
+            self.arrive()
 
     def _finish(self, error: Exception | None, value: Any = None) -> None:
         if not self._sender.is_alive:
