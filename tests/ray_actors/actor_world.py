@@ -173,7 +173,8 @@ class Process:
     def end(self) -> None:
         """Ends it at once: none of its code runs any more, and what it sends does not leave."""
         self.is_alive = False
-        for task in list(self.tasks):
+        own = sorted(getattr(self.instance, "_running", ()), key=lambda task: task.get_name())
+        for task in [*self.tasks, *own]:
             task.cancel()
 
 

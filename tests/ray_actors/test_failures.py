@@ -161,3 +161,26 @@ def test_takes_of_tasks_wait_in_order_and_close_cancels_them(unique_name):
         for each in (shared, other):
             with pytest.raises(CancelledError, match=f"^{unique_name!r} was closed$"):
                 each.apply_grad([1.0])
+
+
+def test_a_killed_worker_loses_its_own_gradient_only(unique_name):
+    import ray
+
+    @ray.remote(num_cpus=1, max_retries=0)
+    def work(shared: Any) -> None:
+        while True:
+            shared.apply_grads(ones())
+
+    with gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", num_shards=2) as shared:
+        for _ in range(3):
+            before = shared.num_accumulated()
+            task = work.remote(shared)
+            wait_until(lambda: shared.num_accumulated() >= before + 5, task)  # noqa: B023
+            ray.cancel(task, force=True)
+            with pytest.raises(ray.exceptions.RayError):
+                ray.get(task, timeout=LIMIT_S)
+        assert shared.apply_grads(ones())
+        count = shared.num_accumulated()
+        check_equal(shared.take_grads(count, timeout=LIMIT_S), count)
+        for name in (unique_name, f"{unique_name}#1"):
+            assert in_actor(name, lambda shard: len(shard._staged)) == 0

@@ -376,3 +376,27 @@ def test_a_lost_message_leaves_nothing_with_the_other_shards(modules):
         assert (await run.contents())["history"] == ["w.1", "w.2"]
 
     run.world.run(main)
+
+
+@pytest.mark.parametrize("polls", range(12))
+def test_a_call_that_ray_cancels_is_run_on_all_shards_or_none(modules, polls):
+    run = Run(modules, 0, 3, 0)
+
+    async def main() -> None:
+        lead = run.connect(Process())
+        await run.apply(lead, "w", 1)
+        messages = [("w.2", shard) for shard in range(3)]
+        key = ("w", 2)
+        call = asyncio.ensure_future(
+            run.lead.call(key, "apply", ("w.2",), messages[0], messages[1:])
+        )
+        await asyncio.sleep(polls * 0.005)
+        call.cancel()
+        await asyncio.sleep(1)
+        await run.apply(lead, "w", 3)
+        assert (await run.contents())["history"] in (["w.1", "w.2", "w.3"], ["w.1", "w.3"])
+        for name in run.names:
+            assert run.world.actors[name].instance._staged == {}
+        assert not run.lead._running
+
+    run.world.run(main)

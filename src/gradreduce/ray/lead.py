@@ -15,9 +15,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, NamedTuple
 
 import ray
@@ -99,6 +100,23 @@ def start_shard(settings: Settings, make_state: Callable[[Settings], ShardState]
     return actor.remote(settings, make_state)
 
 
+def _to_its_end(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
+    """Returns a method of the lead that goes on where Ray cancels a call of it.
+
+    ``ray.cancel`` of a task cancels the calls that the task waits for too, at any ``await``; then
+    some shards would have run a command that others have not.
+    """
+
+    @wraps(method)
+    async def run(self: Lead, *args: Any, **kwargs: Any) -> Any:
+        task = asyncio.ensure_future(method(self, *args, **kwargs))
+        self._running.add(task)  # the event loop itself has weak references only
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    return run
+
+
 class Lead(Shard):
     """Shard 0; see the module.
 
@@ -118,12 +136,14 @@ class Lead(Shard):
         self._fault = ""
         self._closed = False
         self._lock = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
         self._queue: dict[Key, QueuedTake] = {}
         self._workers: dict[str, tuple[int, int, float]] = {}
         self._asked = asyncio.Event()
 
     # -- commands ---------------------------------------------------------------------------------
 
+    @_to_its_end
     async def call(
         self,
         key: Key,
@@ -236,6 +256,7 @@ class Lead(Shard):
 
     # -- reads ------------------------------------------------------------------------------------
 
+    @_to_its_end
     async def read_all(self, command: str, arguments: Sequence[Any]) -> list[Answer]:
         """Runs a method that changes nothing on all shards, between two commands."""
         async with self._lock:
@@ -247,6 +268,7 @@ class Lead(Shard):
         calls = [(self._generation, self._number, command, arguments)] * len(self._others)
         return [own, *await self._from_others("read", calls)]
 
+    @_to_its_end
     async def ask(self, method: str, arguments: Sequence[Any]) -> Any:
         """Calls a method of this shard's state that concerns no tensor."""
         async with self._lock:
@@ -268,6 +290,7 @@ class Lead(Shard):
 
     # -- takes ------------------------------------------------------------------------------------
 
+    @_to_its_end
     async def take(self, key: Key, num_required: int, seconds: float) -> list[Answer] | str:
         """Takes, or waits for gradients; takes complete in the order of their first calls.
 
@@ -291,6 +314,7 @@ class Lead(Shard):
         queued.seen = time.monotonic()
         return queued.done.result() if queued.done.done() else self._state.missing(num_required)
 
+    @_to_its_end
     async def withdraw(self, key: Key) -> list[Answer] | None:
         """Drops a waiting take; if it has completed, returns the answers."""
         async with self._lock:
@@ -382,6 +406,7 @@ class Lead(Shard):
         await self.go_back(max(numbers), generation)
         self._are_alike = True
 
+    @_to_its_end
     async def end(self) -> None:
         """Closes: waiting takes and later calls raise; removes snapshots, and ends all actors."""
         async with self._lock:
