@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,7 +174,7 @@ def test_a_killed_worker_loses_its_own_gradient_only(unique_name):
             shared.apply_grads(ones())
 
     with gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", num_shards=2) as shared:
-        for _ in range(3):
+        for _ in range(2):
             before = shared.num_accumulated()
             task = work.remote(shared)
             wait_until(lambda: shared.num_accumulated() >= before + 5, task)  # noqa: B023
@@ -184,3 +186,96 @@ def test_a_killed_worker_loses_its_own_gradient_only(unique_name):
         check_equal(shared.take_grads(count, timeout=LIMIT_S), count)
         for name in (unique_name, f"{unique_name}#1"):
             assert in_actor(name, lambda shard: len(shard._staged)) == 0
+
+
+def test_a_shard_with_a_damaged_snapshot_has_all_go_back_to_the_one_before(unique_name, tmp_path):
+    with gr.ray.AccumulatorSet(
+        SPECS, unique_name, "SUM", num_shards=2, snapshots=tmp_path, durability=2
+    ) as shared:
+        for number in range(7):
+            shared.apply_grads(ones(2.0**number))
+        kill(f"{unique_name}#1")
+        assert shared.state_dict()["accumulators"][0]["num_accumulated"] == 6
+        newest = tmp_path / f"{unique_name}.6.snapshot"
+        newest.write_bytes(newest.read_bytes()[:-1])
+        kill(unique_name)
+        assert shared.state_dict()["accumulators"][0]["num_accumulated"] == 4
+        check_equal(shared.take_grads(4, timeout=LIMIT_S), 15.0)
+
+
+def test_a_call_that_was_given_up_is_applied_once_and_no_second_is_sent(unique_name):
+    with gr.ray.AccumulatorSet(SPECS, unique_name, "SUM") as patient:
+        hasty = gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", timeout=1.0)
+        assert patient.apply_grads(ones())
+        pid = in_actor(unique_name, lambda _: __import__("os").getpid())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            text = f"no answer from the actor {unique_name!r} within 1 s"
+            for _ in range(2):
+                with pytest.raises(DeadlineExceededError, match=f"^{re.escape(text)}$"):
+                    hasty.apply_grads(ones(2.0))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        check_equal(patient.take_grads(2, timeout=LIMIT_S), 3.0)
+        assert patient.num_accumulated() == 0
+
+
+def test_another_definition_of_a_name_is_an_error_that_changes_nothing(unique_name):
+    with gr.ray.AccumulatorSet(SPECS, unique_name) as shared:
+        shared.apply_grads(ones())
+        other = {**SPECS, "w": ("float32", [20_000])}
+        for what, make in {
+            "specs": lambda: gr.ray.AccumulatorSet(other, unique_name),
+            "reduction_type": lambda: gr.ray.AccumulatorSet(SPECS, unique_name, "SUM"),
+            "names": lambda: gr.ray.ConditionalAccumulator("float64", [3], unique_name),
+            "shards": lambda: gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2),
+            "kind": lambda: gr.ray.AGNCenter(unique_name),
+        }.items():
+            with pytest.raises(ValueError, match=f"^the actor {unique_name!r} has {what} "):
+                make()
+        check_equal(shared.take_grads(1, timeout=LIMIT_S), 1.0)
+
+
+def listening(pid: int | str) -> set[str]:
+    """The TCP sockets on which a process listens."""
+    links = [
+        str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()
+    ]
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    lines = [
+        line.split()
+        for file in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(file).read_text().splitlines()[1:]
+    ]
+    return {line[1] for line in lines if line[3] == "0A" and line[9] in inodes}
+
+
+def test_no_port_is_opened_beside_those_of_ray(unique_name):
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Empty:
+        def pid(self) -> int:
+            return os.getpid()
+
+    empty = Empty.remote()
+    usual = len(listening(ray.get(empty.pid.remote(), timeout=LIMIT_S)))
+    before = listening("self")
+    with gr.ray.AccumulatorSet(SPECS, unique_name) as shared:
+        shared.apply_grads(ones())
+        shared.take_grads(1, timeout=LIMIT_S)
+        assert len(listening(in_actor(unique_name, lambda _: __import__("os").getpid()))) == usual
+        assert listening("self") == before
+
+
+def test_nothing_grows_with_the_number_of_calls(unique_name):
+    def held(lead: Any) -> list[int]:
+        names = ("_staged", "_queue", "_calls", "_workers", "_running")
+        return [len(getattr(lead, name, ())) for name in names] + [len(lead._state._taken)]
+
+    with gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2) as shared:
+        for number in range(50):
+            shared.apply_grads(ones(), number)
+            shared.take_grads(1, timeout=LIMIT_S)
+        wait_until(lambda: in_actor(unique_name, held) == [0, 0, 1, 1, 0, 0])
+        wait_until(lambda: in_actor(f"{unique_name}#1", held) == [0] * 6)
