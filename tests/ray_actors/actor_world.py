@@ -154,7 +154,7 @@ class Process:
     Attributes:
         tasks: what runs in it.
         is_alive: whether it has not ended.
-        has_exited: whether an actor has ended itself, and does not restart.
+        has_exited: whether an actor has ended and does not restart.
         instance: the object of an actor.
     """
 
@@ -229,7 +229,7 @@ class World:
         self.actors: dict[str, Process] = {}
         self.files: dict[str, dict[int, Any]] = {}
         self.num_kills = 0
-        self._made: dict[str, Callable[[Process], Any]] = {}
+        self._made: dict[str, Callable[[], Any]] = {}
         self._has_snapshots, self.on_message = has_snapshots, on_message
         self._starting = Process()
 
@@ -266,32 +266,27 @@ class World:
         return self._start(settings, make_state)
 
     def _start(self, settings: Any, make_state: Callable[[Any], Any]) -> Handle:
-        name, sender = settings.actor_name, self._starting
-        if name not in self.actors:
+        name = settings.actor_name
+        if name not in self.actors or self.actors[name].has_exited:
             lead, shard = self.modules.lead.Lead, self.modules.shard.Shard
 
-            def make(process: Process) -> Any:
-                before, self._starting = self._starting, process
-                try:
-                    return (shard if settings.shard else lead)(settings, make_state)
-                finally:
-                    self._starting = before
-
-            self._made[name] = make
+            self._made[name] = lambda: (shard if settings.shard else lead)(settings, make_state)
             self._make(name)
+        sender = self.actors[settings.name] if settings.shard else self._starting
         return Handle(self, sender, name)
 
     def _make(self, name: str) -> None:
         process = self.actors[name] = Process()
-        process.instance = self._made[name](process)
+        process.instance = self._made[name]()
 
-    def kill(self, name: str) -> None:
-        """Kills an actor; it restarts after a while if it has snapshots."""
+    def kill(self, name: str, *, for_good: bool = False) -> None:
+        """Kills an actor; it restarts after a while if it has snapshots, but not for good."""
         process = self.actors[name]
         if process.is_alive:
             self.num_kills += 1
             process.end()
-            if self._has_snapshots:
+            process.has_exited = for_good or not self._has_snapshots
+            if not process.has_exited:
                 self.later(5.0, lambda: self._make(name), least=0.05)
 
     def state(self, name: str) -> Any:

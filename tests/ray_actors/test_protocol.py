@@ -244,6 +244,35 @@ def test_without_snapshots_a_lost_shard_is_an_error_for_everybody_at_once(
         play(seed)
 
 
+@pytest.mark.parametrize("period", [1, 4])
+def test_a_shard_that_ray_does_not_restart_is_started_again(modules, period):
+    run = Run(modules, 0, 3, period)
+
+    async def main() -> None:
+        lead = run.connect(Process())
+        for number in (1, 2, 3, 4):
+            await run.apply(lead, "w", number)
+        for number, victim in enumerate(run.names[1:], 5):
+            run.world.kill(victim, for_good=True)
+            await asyncio.wait_for(run.apply(lead, "w", number), 60)
+        found = (await run.contents())["history"]
+        assert found == (run.acknowledged if period == 1 else [*run.acknowledged[:4], "w.6"])
+
+    run.world.run(main)
+
+
+def test_without_snapshots_a_new_lead_clears_the_shards_of_a_dead_one(modules):
+    run = Run(modules, 0, 2, 0)
+
+    async def main() -> None:
+        await run.apply(run.connect(Process()), "w", 1)
+        run.world.kill("a")
+        await asyncio.wait_for(run.apply(run.connect(Process()), "v", 1), 60)
+        assert (await run.contents())["history"] == ["v.1"]
+
+    run.world.run(main)
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.whole_product
 def test_a_take_whose_answer_is_lost_does_not_take_again(modules, seed):

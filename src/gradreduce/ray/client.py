@@ -186,9 +186,12 @@ class Client:
 
     def _answered(self, method: Any, *arguments: Any, timeout: float | None = None) -> Any:
         """Calls a method of the lead until it answers; fetches the arrays of the answer."""
+        limit = self._limit(timeout)
+        end = None if limit is None else time.monotonic() + limit
         while True:
+            left = None if end is None else max(0.0, end - time.monotonic())
             try:
-                found = self._get(method.remote(*arguments), timeout)
+                found = self._get(method.remote(*arguments), left)
                 if isinstance(found, list):
                     return [each.fetched() if isinstance(each, Answer) else each for each in found]
                 return found
@@ -227,9 +230,12 @@ class Client:
             if "INTENDED_USER_EXIT" in str(error):
                 raise CancelledError(f"{self.name!r} was closed") from None
             # Ray's text has a paragraph of hints behind it.
-            reason = str(error).rpartition(" is dead because ")[2].partition(".")[0]
+            reason = str(error).rpartition(" is dead because ")[2].partition(". ")[0].rstrip(".")
+            hint = "make it again: it continues from its snapshots"
+            if self._settings.folder is None:
+                hint = "pass snapshots= to have it restarted"
             raise BackendUnavailableError(
-                f"the actor {self.name!r} has ended: {reason}; pass snapshots= to have it restarted"
+                f"the actor {self.name!r} has ended: {reason}; {hint}"
             ) from None
 
 

@@ -128,10 +128,8 @@ class Lead(Shard):
     def __init__(self, settings: Settings, make_state: Callable[[Settings], ShardState]) -> None:
         self._calls: dict[str, list[Any]] = {}  # caller -> number of its last call, command, value
         super().__init__(settings, make_state)
-        self._others = [
-            start_shard(settings._replace(shard=shard), make_state)
-            for shard in range(1, settings.num_shards)
-        ]
+        self._make_state = make_state
+        self._others = self._start_others()
         self._are_alike = not self._others  # whether all shards have run the same commands
         self._fault = ""
         self._closed = False
@@ -140,6 +138,13 @@ class Lead(Shard):
         self._queue: dict[Key, QueuedTake] = {}
         self._workers: dict[str, tuple[int, int, float]] = {}
         self._asked = asyncio.Event()
+
+    def _start_others(self) -> list[Any]:
+        """Returns the actors of the other shards; starts those that do not exist."""
+        return [
+            start_shard(self._settings._replace(shard=shard), self._make_state)
+            for shard in range(1, self._settings.num_shards)
+        ]
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -385,22 +390,23 @@ class Lead(Shard):
         self._check_open()
         if self._are_alike:
             return
+        numbers = set(await self.snapshots())
+        generation = uuid.uuid4().hex
         try:
-            numbers = set(await self.snapshots())
             for found in await self._from_others("snapshots", [()] * len(self._others)):
                 numbers &= set(found)
-            generation = uuid.uuid4().hex
             if numbers:
                 calls = [(max(numbers), generation)] * len(self._others)
                 await self._from_others("go_back", calls)
         except RetryError:
-            if self._settings.folder is not None:
+            if numbers:
+                self._others = self._start_others()  # Ray does not restart what ray.kill has ended
                 raise
-            numbers = set()
         if not numbers:
             self._fault = (
-                f"{self._settings.name!r} has lost a shard, and its shards have no snapshot of the "
-                "same moment: close it; pass snapshots= to survive this"
+                f"{self._settings.name!r} cannot go on: a shard has ended, or a call has failed on "
+                "some shards, and they have no common snapshot: close it, and make it again; pass "
+                "snapshots= to survive this"
             )
             self._check_open()
         await self.go_back(max(numbers), generation)
@@ -414,7 +420,7 @@ class Lead(Shard):
             for queued in self._queue.values():
                 queued.done.set_exception(CancelledError("TakeGrad operation was cancelled"))
             self._queue = {}
-        closed = [other.close.remote() for other in self._others]
+        closed = [other.close.options(max_task_retries=0).remote() for other in self._others]
         await asyncio.gather(*closed, return_exceptions=True)  # each has ended
 
 

@@ -157,7 +157,8 @@ class Shard:
     async def snapshots(self) -> list[int]:
         """Returns the numbers of the states that this shard can go back to."""
         if self._snapshots is None:
-            return [] if self._number else [0]
+            # The lead may be a new one, and this shard that of an earlier lead.
+            return [] if self._number and not self._settings.shard else [0]
         numbers = self._snapshots.numbers()
         return numbers if len(numbers) > 1 else [0, *numbers]
 
