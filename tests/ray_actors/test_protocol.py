@@ -261,7 +261,7 @@ def test_a_shard_that_ray_does_not_restart_is_started_again(modules, period):
     run.world.run(main)
 
 
-def test_without_snapshots_a_new_lead_clears_the_shards_of_a_dead_one(modules):
+def test_without_snapshots_a_new_lead_clears_the_shards_of_a_killed_one(modules):
     run = Run(modules, 0, 2, 0)
 
     async def main() -> None:
