@@ -92,7 +92,11 @@ def test_which_of_many_accumulators_is_wrong_is_told(mesh, big, many):
         ),
         ([*dense[:17], some], [ONES] * 18, r"grads\[17\], for accumulator 'some': Shape mismatch"),
         (dense, [ONES] * 299, "grads has 299 entries, accumulators has 300; pass one"),
-        ([*dense[:17], 3], [ONES] * 18, r"accumulators\[17\]=3 must be an accumulator"),
+        (
+            [*dense[:17], 3],
+            [ONES] * 18,
+            r"accumulators\[17\]=3 must be an accumulator of this process",
+        ),
         (dense[0], [ONES], "accumulators=<Cond.* must be a list of accumulators"),
         (
             [*dense, dense[3]],

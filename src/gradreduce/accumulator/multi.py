@@ -197,7 +197,10 @@ def _checked(accumulators: Any) -> tuple[AccumulatorState, ...]:
     mesh_state = None
     for index, each in enumerate(accumulators):
         if not isinstance(each, ConditionalAccumulatorBase):
-            raise TypeError(f"accumulators[{index}]={brief(each)} must be an accumulator")
+            raise TypeError(
+                f"accumulators[{index}]={brief(each)} must be an accumulator of this process; for "
+                "those of gr.ray use an AccumulatorSet"
+            )
         state = each.accumulator_ref
         if state in seen:
             raise ValueError(

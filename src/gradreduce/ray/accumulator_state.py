@@ -18,10 +18,13 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import ReductionType
 from gradreduce.backends import open_mesh
 from gradreduce.device import Device, accumulate_dtype, as_dtype
+from gradreduce.errors import BackendUnavailableError
 
 from .messages import Layout, Message, specs_of
 from .shard import Settings
 from .shard_state import Key, ShardState
+
+MAX_TAKEN = 16  # results of callers that may have been killed before they arrived
 
 
 class AccumulatorSpec(NamedTuple):
@@ -113,7 +116,10 @@ class AccumulatorSetState(ShardState):
         """Takes the gradient of each accumulator, of which there are enough."""
         taken = take_grads(self._accumulators, num_required, timeout=0, output_type="numpy")
         caller, number = key
+        self._taken.pop(caller, None)
         self._taken[caller] = (number, arrays_of(taken))
+        while len(self._taken) > MAX_TAKEN:
+            del self._taken[next(iter(self._taken))]
         return self.taken(caller)
 
     def set_global_step(self, step: int, message: None) -> None:
@@ -144,6 +150,8 @@ class AccumulatorSetState(ShardState):
 
     def taken(self, caller: str) -> Message:
         """Returns what a caller has taken last."""
+        if caller not in self._taken:
+            raise BackendUnavailableError("the gradients of this take are lost: take again")
         _, arrays = self._taken[caller]
         return Layout(specs_of(arrays)).message(arrays)
 

@@ -248,6 +248,8 @@ class AccumulatorSet(SharedAccumulator):
         options = SharedOptions(num_shards, num_gpus, snapshots, durability, worker, timeout)
         self._made_by = (specs, shared_name, reduction_type, options)
         by_name = specs if isinstance(specs, Mapping) else {str(i): x for i, x in enumerate(specs)}
+        if not by_name:
+            raise ValueError("specs is empty: pass a spec for each accumulator")
         found = [AccumulatorSpec(*each) for each in by_name.values()]
         super().__init__(list(by_name), found, shared_name, reduction_type, options)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SPARSE, SparseSum
@@ -71,13 +72,16 @@ class RemoteRegistry:
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        self._here: set[int] = set()  # workers of this process that have begun
 
     def begin(self, task_index: int) -> None:
         """Registers a worker."""
         self._client.ask("begin", task_index)
+        self._here.add(task_index)
 
     def end(self, task_index: int) -> None:
         """Unregisters a worker."""
+        self._here.discard(task_index)
         self._client.ask("end", task_index)
 
     def clear_failure(self, task_index: int) -> None:
@@ -86,6 +90,7 @@ class RemoteRegistry:
 
     def mark_failed(self, task_index: int, error: BaseException) -> None:
         """Records that an exception ended a worker."""
+        self._here.discard(task_index)
         self._client.ask("mark_failed", task_index, f"{type(error).__name__}: {error}")
 
     def wait_for(self, num_worker: int, timeout: float) -> None:
@@ -94,7 +99,14 @@ class RemoteRegistry:
         Raises:
             DeadlineExceededError: some are missing; the message lists them.
         """
-        begun = self._client.wait_for("begun", num_worker, timeout)
+        end = time.monotonic() + timeout
+        while True:
+            left = max(0.0, end - time.monotonic())
+            begun = self._client.wait_for("begun", num_worker, left)
+            if len(begun) >= num_worker or not left:
+                break
+            for task in list(self._here):  # an actor that was restarted does not know them
+                self._client.ask("begin", task)
         if len(begun) < num_worker:
             missing = [task for task in range(num_worker) if task not in begun]
             raise DeadlineExceededError(
@@ -461,6 +473,17 @@ class AGNCenter(LocalCenter):
 
     def __repr__(self) -> str:
         return f"<AGNCenter {self._client.name!r} on Ray>"
+
+    @property
+    def name(self) -> str:
+        """The name of the actor."""
+        return self._client.name
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def variables(self) -> list[Variable]:
         """Returns center variables and their slots, sorted by name; fetched when they are read."""

@@ -294,7 +294,7 @@ class CenterShardState(ShardState):
     def load_center(self, state: Mapping[str, Any], message: None) -> None:
         """Loads a state of the whole center."""
         self._ready(state)()
-        self._dense = None
+        self._dense = self._saved_slots = None
         self._center.fault = None
 
     def _check_known(self, names: Sequence[Sequence[str]]) -> None:

@@ -153,14 +153,16 @@ class Client:
         return self._answered(self._lead.ask, method, arguments)
 
     def wait_for(self, method: str, least: int, timeout: float) -> list[Any]:
-        """Waits until the list that a method of the lead's state returns has so many entries."""
-        end = time.monotonic() + timeout
-        while True:
-            left = max(0.0, end - time.monotonic())
-            seconds = min(left, self._poll_seconds)
-            found: list[Any] = self._get(self._lead.wait_for.remote(method, least, seconds))
-            if len(found) >= least or not left:
-                return found
+        """Returns a list of the lead's state; waits at most a second until it is long enough.
+
+        Args:
+            method: of the state, returns the list.
+            least: entries to wait for.
+            timeout: seconds to wait, if less than one.
+        """
+        seconds = min(timeout, self._poll_seconds)
+        found: list[Any] = self._get(self._lead.wait_for.remote(method, least, seconds))
+        return found
 
     def workers(self) -> list[WorkerInfo]:
         """Returns what the lead knows of each worker."""
