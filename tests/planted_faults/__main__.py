@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -167,6 +168,10 @@ def chosen(words: Sequence[str]) -> list[Fault]:
         ]  # fmt: skip
     for fault in faults:
         fault.planted(ROOT)  # raises now, not after minutes
+    lacking = [fault for fault in faults if fault.needs and not find_spec(fault.needs)]
+    for fault in lacking:
+        sys.stdout.write(f"left out, {fault.needs} is not installed: {fault.name}\n")
+    faults = [fault for fault in faults if fault not in lacking]
     if not faults:
         sys.exit(f"no planted fault has one of {words} in its name, file or test")
     return faults

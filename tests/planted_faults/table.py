@@ -23,6 +23,7 @@ class Fault:
         new: the text that replaces it.
         test: pytest's node id; its first failure counts.
         says: text that the failure prints.
+        needs: a package without which the test is skipped; then the fault is not planted.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Fault:
     new: str
     test: str
     says: str = ""
+    needs: str = ""
 
     def planted(self, root: Path) -> str:
         """The text of the file with the fault in it.
