@@ -73,7 +73,7 @@ def in_thread(function: Callable[[], Any]) -> Iterator[list[Any]]:
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("num_shards", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_what_was_acknowledged_survives_the_end_of_every_shard(unique_name, tmp_path, num_shards):
     names = [unique_name, f"{unique_name}#1"][:num_shards]
     with gr.ray.AccumulatorSet(
@@ -99,7 +99,7 @@ def test_what_was_acknowledged_survives_the_end_of_every_shard(unique_name, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_without_snapshots_the_error_of_a_lost_actor_says_so(unique_name, victim):
     shared = gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2)
     shared.apply_grads(ones())
@@ -268,6 +268,7 @@ def test_no_port_is_opened_beside_those_of_ray(unique_name):
         assert listening("self") == before
 
 
+@pytest.mark.exhaustive
 def test_nothing_grows_with_the_number_of_calls(unique_name):
     def held(lead: Any) -> list[int]:
         names = ("_staged", "_queue", "_calls", "_workers", "_running")
