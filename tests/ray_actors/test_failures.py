@@ -275,8 +275,28 @@ def test_nothing_grows_with_the_number_of_calls(unique_name):
         return [len(getattr(lead, name, ())) for name in names] + [len(lead._state._taken)]
 
     with gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2) as shared:
-        for number in range(50):
+        for number in range(1000):
             shared.apply_grads(ones(), number)
             shared.take_grads(1, timeout=LIMIT_S)
         wait_until(lambda: in_actor(unique_name, held) == [0, 0, 1, 1, 0, 0])
         wait_until(lambda: in_actor(f"{unique_name}#1", held) == [0] * 6)
+
+
+def test_workers_in_other_processes_are_waited_for(unique_name):
+    import ray
+
+    def start(center: Any, task_index: int, seconds: float) -> str:
+        getter = gr.AGNCustomGetter(gr.default_mesh()[0], center=center)
+        gr.get_variable("w", np.zeros(1, np.float32), custom_getter=getter)
+        optimizer = gr.AGNOptimizer(gr.GradientDescentOptimizer(1.0), 2, getter)
+        with optimizer.make_session_run_hook(False, task_index, wait_timeout=seconds):
+            return "started"
+
+    with gr.ray.AGNCenter(unique_name) as center:
+        missing = "after 0.1 s 1 of 2 workers have started, [0]; 1 of [1] are missing"
+        with pytest.raises(DeadlineExceededError, match=f"^{re.escape(missing)}$"):
+            start(center, 0, 0.1)
+        assert center.failed_workers == (0,)
+        other = ray.remote(num_cpus=1)(start).remote(center, 1, LIMIT_S)
+        assert start(center, 0, LIMIT_S) == ray.get(other, timeout=LIMIT_S) == "started"
+        assert center.failed_workers == ()

@@ -104,17 +104,38 @@ def test_other_float_dtypes_are_cast_when_asked(unique_name):
         assert dense.dtype == rows.values.dtype == np.float32
 
 
+def rule_of_a_program() -> type[gr.Optimizer]:
+    """Returns a class that is sent by value, as one of the program that runs."""
+
+    class Summing(gr.Optimizer):
+        _slot_names = ("total",)
+        _hyperparameters = ("rate",)
+
+        def __init__(self, rate: float) -> None:
+            super().__init__("Summing")
+            self.rate = rate
+
+        def _apply(self, variable: Any, slots: dict[str, Any], gradient: Any) -> None:
+            slots["total"] += gradient
+            variable -= self.rate * slots["total"]
+
+    return Summing
+
+
+Summing = rule_of_a_program()
 RULES = {
     "sgd": lambda: gr.GradientDescentOptimizer(0.25),
     "momentum": lambda: gr.MomentumOptimizer(lambda: 0.25, 0.5, use_nesterov=True),
     "adam": lambda: gr.AdamOptimizer(0.25),
     "masters": lambda: gr.AdamOptimizer(0.25, master_dtype="float32"),
+    "python": lambda: Summing(0.25),
 }
 MODES = {
     "dense": {},
     "halves": {"dtype": "bfloat16"},
     "sparse": {"is_sparse": True},
     "scaled": {"distance_scale": 0.5},
+    "replicas": {"num_replicas": 2, "reset_momentum": True},
     "all": {"dtype": "float16", "is_sparse": True, "distance_scale": 0.5},
 }
 
@@ -124,9 +145,10 @@ class Worker:
 
     def __init__(
         self, center: Any, rule: str, *, dtype: str = "float32", is_sparse: bool = False,
-        distance_scale: float | None = None,
+        num_replicas: int = 1, **options: Any,
     ) -> None:  # fmt: skip
-        self.getter = gr.AGNCustomGetter(gr.default_mesh().devices[0], center=center)
+        place = gr.default_mesh()[:num_replicas] if num_replicas > 1 else gr.default_mesh()[0]
+        self.getter = gr.AGNCustomGetter(place, center=center)
         self._is_sparse = is_sparse
         self.variables = [
             gr.get_variable(
@@ -136,7 +158,7 @@ class Worker:
             for number, shape in enumerate([(3,), (6, 2), BIG])
         ]  # fmt: skip
         self.optimizer = gr.AGNOptimizer(
-            RULES[rule](), 2, self.getter, communication_period=2, distance_scale=distance_scale
+            RULES[rule](), 2, self.getter, communication_period=2, **options
         )
 
     def step(self, seed: int) -> None:
@@ -169,10 +191,9 @@ def test_workers_that_take_turns_train_as_in_one_process(unique_name, rule, mode
                 workers[turn].step(seed)
             if seed % 4 == 0:
                 check_same(found[turn].values(), wanted[turn].values())
-        assert [(each.name, each.step) for each in shared.workers()] == [
-            ("first", 6),
-            ("second", 2),
-        ]
+        # The second pushed once, after one push of the first, and has pulled nothing before.
+        found_workers = [each[:3] for each in shared.workers()]
+        assert found_workers == [("first", 6, 0), ("second", 2, 1)]
         names = [variable.name for variable in local.variables()]
         assert [variable.name for variable in shared.variables()] == names
         state = local.state_dict()
@@ -187,3 +208,16 @@ def test_workers_that_take_turns_train_as_in_one_process(unique_name, rule, mode
         assert [each.name for each in again.workers()] == ["first"]
     finally:
         shared.close()
+
+
+def test_a_class_that_two_programs_define_alike_is_one_rule(unique_name):
+    centers = [gr.ray.AGNCenter(unique_name) for _ in range(2)]
+    with centers[0]:
+        for center, rate in zip(centers, (0.5, 0.25), strict=True):
+            getter = gr.AGNCustomGetter(gr.default_mesh()[0], center=center)
+            weights = gr.get_variable("w", np.zeros(2, np.float32), custom_getter=getter)
+            rule = rule_of_a_program()(rate)
+            optimizer = gr.AGNOptimizer(rule, 2, getter, communication_period=1)
+            optimizer.apply_gradients([(np.ones(2, np.float32), weights)])
+        # total is 1, then 2, at the center: - 0.5 * 1 - 0.25 * 2
+        assert weights.numpy().tolist() == [-1.0, -1.0]

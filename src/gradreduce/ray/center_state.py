@@ -211,6 +211,10 @@ class CenterShardState(ShardState):
 
     def join(self, rule: Rule, message: None) -> None:
         """Takes a worker's rule; the first one makes the slots that a snapshot has."""
+        known = self._optimizer
+        if known is not None and _full_name(rule.kind) == _full_name(type(known)):
+            # Of a program that sends its class by value, each process may send another object.
+            rule = rule._replace(kind=type(known))
         optimizer = rule.optimizer()
         self._center.join(optimizer)
         self._dense = None
@@ -441,6 +445,10 @@ class CenterShardState(ShardState):
         if state["center"]["optimizer"] is not None:
             self._saved_rule = state["center"]["optimizer"]["optimizer"]
             self._saved_slots = state["center"]["optimizer"]["slots"]
+
+
+def _full_name(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
 
 
 def description(num_shards: int) -> dict[str, Any]:
