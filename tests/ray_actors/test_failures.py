@@ -188,6 +188,7 @@ def test_a_killed_worker_loses_its_own_gradient_only(unique_name):
             assert in_actor(name, lambda shard: len(shard._staged)) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_shard_with_a_damaged_snapshot_has_all_go_back_to_the_one_before(unique_name, tmp_path):
     with gr.ray.AccumulatorSet(
         SPECS, unique_name, "SUM", num_shards=2, snapshots=tmp_path, durability=2
@@ -282,6 +283,7 @@ def test_nothing_grows_with_the_number_of_calls(unique_name):
         wait_until(lambda: in_actor(f"{unique_name}#1", held) == [0] * 6)
 
 
+@pytest.mark.exhaustive
 def test_workers_in_other_processes_are_waited_for(unique_name):
     import ray
 
