@@ -221,6 +221,27 @@ def test_a_call_that_was_given_up_is_applied_once_and_no_second_is_sent(unique_n
         assert patient.num_accumulated() == 0
 
 
+def test_after_a_push_was_given_up_a_start_begins_another(unique_name):
+    with gr.ray.AGNCenter(unique_name, timeout=1.0) as center:
+        getter = gr.AGNCustomGetter(gr.default_mesh()[0], center=center)
+        weights = gr.get_variable("w", np.zeros(2, np.float32), custom_getter=getter)
+        rule = gr.GradientDescentOptimizer(1.0)
+        optimizer = gr.AGNOptimizer(rule, 1, getter, communication_period=1)
+        pairs = [(np.ones(2, np.float32), weights)]
+        optimizer.apply_gradients(pairs)
+        pid = in_actor(unique_name, lambda _: __import__("os").getpid())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineExceededError):
+                optimizer.apply_gradients(pairs)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        optimizer.get_init_op(0)()  # behind the push, which the actor has made meanwhile
+        assert weights.numpy().tolist() == [-2.0, -2.0]
+        optimizer.apply_gradients(pairs)
+        assert weights.numpy().tolist() == [-3.0, -3.0]
+
+
 def test_another_definition_of_a_name_is_an_error_that_changes_nothing(unique_name):
     with gr.ray.AccumulatorSet(SPECS, unique_name) as shared:
         shared.apply_grads(ones())

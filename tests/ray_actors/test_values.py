@@ -175,6 +175,16 @@ class Worker:
         return [var.numpy() for var in [*self.variables, *centers]]
 
 
+def train_from(center: Any, worker: Worker, state: Any) -> None:
+    """Pushes, loads a state, and pushes again, to the slots that were loaded."""
+    worker.step(20)
+    worker.step(21)
+    center.load_state_dict(state)
+    worker.optimizer.get_init_op(0)()
+    worker.step(22)
+    worker.step(23)
+
+
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rule", RULES)
@@ -199,9 +209,9 @@ def test_workers_that_take_turns_train_as_in_one_process(unique_name, rule, mode
         state = local.state_dict()
         saved = shared.state_dict()["variables"]
         check_same([saved[name] for name in state["variables"]], list(state["variables"].values()))
-        found[0].step(20)
-        found[0].step(21)
-        shared.load_state_dict(state)
+        for center, workers in ((local, wanted), (shared, found)):
+            train_from(center, workers[0], state)
+        check_same(found[0].values(), wanted[0].values())
         check_same([each.numpy() for each in shared.variables()],
                    [each.numpy() for each in local.variables()])  # fmt: skip
         again.leave()

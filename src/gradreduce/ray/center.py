@@ -255,6 +255,7 @@ class RemoteCenter(Center):
         with DeferInterrupts():
             connection = self._connection(variables)
             connection.clock = self._write(optimizer, by_name, names, answers)
+            connection.number += 1  # a push that failed before is not made again
             then()
 
     def leave(self) -> None:
