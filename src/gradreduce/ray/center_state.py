@@ -71,7 +71,7 @@ class PushRequest(NamedTuple):
 
 
 class DenseKey(NamedTuple):
-    """What pushes have in common for which one plan is enough.
+    """What pushes must have in common to use the same plan.
 
     Attributes:
         names: of the variables.
@@ -97,14 +97,13 @@ class DensePush:
     launch and a download for each dtype.
 
     Args:
-        key: see below.
+        key: what the pushes have in common.
         rows: for each variable what its update writes; see ``PushedVariable``.
         optimizer: of the rule; its kernels are compiled.
         device: of the variables.
 
     Attributes:
-        key: names of the variables, form of the message, settings of a push, and the rule: of all
-            pushes that it can make.
+        key: the same; another push needs another plan.
     """
 
     def __init__(
