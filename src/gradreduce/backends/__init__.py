@@ -109,6 +109,11 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
         TypeError: ``peer_access`` or ``strict`` is no boolean, ``schedule_seed`` no integer.
         ValueError: another wrong argument or environment variable, named in the text; or a
             ``process_group`` of nccl alone, which cannot be used for these devices.
+
+    Example:
+        >>> with gr.open_mesh([0, 0, 1, 1], backend="sim") as mesh:
+        ...     print(mesh, [device.physical for device in mesh])
+        <Mesh sim [0, 0, 1, 1]> [0, 0, 1, 1]
     """
     check_processes(processes, process_group, communicator)
     seconds = as_deadline(timeout, "timeout")
