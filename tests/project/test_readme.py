@@ -24,15 +24,25 @@ def libraries_of(block: str) -> list[pytest.MarkDecorator]:
     return [*marks, pytest.mark.ray] if "gr.ray." in block else marks
 
 
-BLOCKS = [
-    pytest.param(
-        block, id=f"{path.relative_to(ROOT).as_posix()}-{number}", marks=libraries_of(block)
+IMPORTS = "import numpy as np\nimport gradreduce as gr\n"
+
+
+def without_imports(block: str) -> str:
+    return block.replace("import numpy as np\n", "").replace("import gradreduce as gr\n", "")
+
+
+# The README shows the imports once. A block of two pages runs once: with Ray that saves a second.
+BLOCKS = {
+    without_imports(block): pytest.param(
+        IMPORTS + block if path == README else block,
+        id=f"{path.relative_to(ROOT).as_posix()}-{number}",
+        marks=libraries_of(block),
     )
     for path in PAGES
     for number, block in enumerate(blocks_of(path), 1)
     if "sklearn" not in block  # has a test of its own below
     and "sys.argv" not in block  # has one in tests/pytorch/test_docs.py
-]
+}.values()
 
 
 def printed_lines(block: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import re
@@ -88,11 +89,14 @@ def in_one_process(tmp_path, monkeypatch):
 
 
 def test_the_readme_shows_the_change_from_one_script_to_the_other():
+    before, after, _ = (script.splitlines() for script in scripts())
+    changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
     (diff,) = blocks(README, "diff")
-    lines = [(line[:1] or " ", line[1:]) for line in diff.splitlines()]
-    for script, sign in zip(scripts(), "-+", strict=False):
-        assert script.splitlines() == [line for kind, line in lines if kind in f" {sign}"]
-    assert sum(kind == "+" for kind, _ in lines) == 5  # as both pages say
+    for sign in "+-":
+        assert [line[0] + line[2:] for line in changed if line[0] == sign] == [
+            line for line in diff.splitlines() if line[0] == sign
+        ]
+    assert sum(line[0] == "+" for line in changed) == 5  # as both pages say
 
 
 def test_two_processes_compute_the_bits_of_ddp(states):
