@@ -23,9 +23,24 @@ from .validate import as_step
 class ConditionalAccumulatorBase(NotCopied):
     """Base class of dense and sparse accumulators (tf.ConditionalAccumulatorBase).
 
-    A context manager: leaving it closes the accumulator. All methods may be called from any
-    thread, but not from a signal handler, which may interrupt a call of the same accumulator: set
-    a flag there instead.
+    An accumulator is a context manager: leaving it closes the accumulator. Any thread may call its
+    methods. A signal handler may not, because it may interrupt a call of the same accumulator: set
+    a flag in the handler instead.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> with gr.ConditionalAccumulator("float32", device=mesh) as accumulator:
+        ...     accumulator.set_global_step(3)
+        ...     accumulator.apply_grad([1.0], local_step=2)  # stale
+        ...     accumulator.apply_grad([1.0], local_step=3)
+        False
+        True
+        >>> accumulator.num_dropped
+        1
+        >>> accumulator.num_accumulated()
+        Traceback (most recent call last):
+            ...
+        gradreduce.errors.CancelledError: the accumulator 'conditional_accumulator' was closed
     """
 
     _copy_hint = "pass its state_dict(), and load that into a new one"
@@ -52,12 +67,12 @@ class ConditionalAccumulatorBase(NotCopied):
 
     @property
     def accumulator_ref(self) -> AccumulatorState:
-        """The shared state: the same object for equal ``shared_name``."""
+        """The state. Accumulators with the same ``shared_name`` return the same object."""
         return self._state
 
     @property
     def name(self) -> str:
-        """The last component of the constructor's ``name``: ``"y"`` for ``"Q/x/y"``."""
+        """The last component of the name passed to the constructor: ``"y"`` for ``"Q/x/y"``."""
         return self._name
 
     @property
@@ -93,16 +108,17 @@ class ConditionalAccumulatorBase(NotCopied):
     def set_global_step(self, new_global_step: int | Variable, name: str | None = None) -> None:
         """Sets the step; logs a warning if it is smaller than before.
 
-        Gradients in the sum stay. Waiting takes are not affected.
+        Gradients in the sum stay. Waiting takes are not affected. The host waits only if it must
+        download the value of a Variable.
 
         Args:
-            new_global_step: an integer, possibly negative, or a Variable that holds one, on any
-                device.
+            new_global_step: an integer, which may be negative, or a Variable on any device that
+                holds one.
             name: ignored; TensorFlow's name of the operation.
 
         Raises:
-            TypeError: ``new_global_step`` is neither.
-            InvalidArgumentError: it does not fit in int64.
+            TypeError: ``new_global_step`` is neither an integer nor a Variable.
+            InvalidArgumentError: ``new_global_step`` does not fit in int64.
             CancelledError: the accumulator was closed.
         """
         self._state.set_step(as_step("new_global_step", new_global_step))
@@ -110,7 +126,7 @@ class ConditionalAccumulatorBase(NotCopied):
     def close(self) -> None:
         """Frees the sum; waiting takes and all later calls raise ``CancelledError``.
 
-        It may be called twice.
+        A second ``close`` does nothing.
         """
         close(self._state)
 
@@ -119,36 +135,50 @@ class ConditionalAccumulatorBase(NotCopied):
     ) -> dict[str, Any]:
         """Returns a snapshot of the accumulator in host memory, for a checkpoint.
 
-        Other threads may apply and take meanwhile: a copy of each partial sum is queued under the
-        lock, in new memory on its device, and the host waits for the copies after releasing it.
-        Waiting takes are not saved.
+        The call copies each partial sum on its device and waits until the host has the copies.
+        Other threads may apply and take during that wait. Waiting takes are not saved.
 
         Args:
             deadline: seconds from now for the copies to reach the host; after that the mesh fails.
-            output_type: of the arrays, ``"numpy"``, or ``"torch"`` for tensors on the CPU, so that
-                ``torch.load`` needs no ``weights_only=False``.
+            output_type: the type of the arrays: ``"numpy"``, or ``"torch"`` for CPU tensors, which
+                ``torch.load`` can read with ``weights_only=True``.
 
         Returns:
-            A dict of new objects, for pickle, or for JSON except for the arrays in it:
-            ``"format"``, the kind of accumulator and the version of these keys;
-            ``"dtype"``, ``"reduction_type"``, ``"shape"``, as constructed (the shape as a list);
-            ``"global_step"``, ``"num_accumulated"``, ``"num_dropped"``, integers;
-            ``"sum_shape"``, the shape of the gradients in the sum, as a list;
-            ``"kind"``, the array type that the next take returns: that of the first gradient in
-            the sum;
-            ``"partial_sums"``, a list with an array for each device, in mesh order, in the
-            accumulate dtype (float32 for float16 and bfloat16, so nothing is rounded), or None for
-            a device without gradients. A sparse accumulator has a dict instead of each array:
-            ``"indices"`` (int64, ascending), ``"num_touches"`` (int64, the number of gradients
-            that touched each index) and ``"values"``, the rows. With nothing in the sum the last
-            three keys are None, None and a list of None.
+            A dict of new objects. It can be pickled; all of it except the arrays fits into JSON.
+
+            - ``"format"``: the kind of accumulator and the version of these keys.
+            - ``"dtype"``, ``"reduction_type"``, ``"shape"``: the constructor's arguments, the shape
+              as a list.
+            - ``"global_step"``, ``"num_accumulated"``, ``"num_dropped"``: integers.
+            - ``"sum_shape"``: the shape of the gradients in the sum, as a list. None if the sum is
+              empty.
+            - ``"kind"``: the array type that the next take returns, which is the type of the first
+              gradient in the sum. None if the sum is empty.
+            - ``"partial_sums"``: a list with an array for each device, in mesh order, or None for a
+              device without gradients. Arrays have the accumulate dtype (float32 for float16 and
+              bfloat16), so that nothing is rounded. A sparse accumulator has a dict instead of each
+              array: ``"indices"`` (int64, ascending), ``"num_touches"`` (int64, the number of
+              gradients that touched each index) and ``"values"`` (the rows).
 
         Raises:
             CancelledError: the accumulator was closed.
             BackendUnavailableError: its mesh was closed, or a device failed.
-            CollectiveError: its mesh has failed, or failed meanwhile, possibly by the deadline.
-            ValueError: ``deadline`` is not a number above 0, another ``output_type``, or PyTorch is
-                not imported.
+            CollectiveError: its mesh had failed, or failed during the call, also by the deadline.
+            ValueError: ``deadline`` is not a number above 0, ``output_type`` is unknown, or it is
+                ``"torch"`` and PyTorch is not imported.
+
+        Example:
+            >>> mesh = gr.open_mesh(1, backend="sim")
+            >>> accumulator = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
+            >>> accumulator.apply_grad([1.0, 2.0])
+            True
+            >>> state = accumulator.state_dict()
+            >>> state["num_accumulated"], state["partial_sums"]
+            (1, [array([1., 2.], dtype=float32)])
+            >>> other = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
+            >>> other.load_state_dict(state)
+            >>> other.take_grad(1)
+            array([1., 2.], dtype=float32)
         """
         return saved_state(self._state, downloader(as_deadline(deadline), output_type))
 
@@ -157,25 +187,26 @@ class ConditionalAccumulatorBase(NotCopied):
 
         On error, the accumulator is unchanged. The state may come from another backend, but must
         have the same number of devices. The step is set without a warning, even if it is smaller
-        than before. The next take returns the same bits as it would have when the state was saved.
-        Waiting takes keep their place in the queue; those that now have enough gradients complete
-        before this returns.
+        than before. The next take returns the same bits as the accumulator that was saved.
+        Waiting takes keep their place in the queue. Those that now have enough gradients complete
+        before this method returns. Example: see ``state_dict``.
 
         Args:
-            state: from ``state_dict``, or as a checkpoint format returns it: tuples, lists or
-                arrays for lists, zero-dimensional arrays for numbers and strings, tensors for
-                arrays. It is copied. A ``"kind"`` of CuPy means NumPy on simulated devices.
+            state: from ``state_dict``. It is copied. Other types that checkpoint formats return are
+                accepted: tuples or arrays for lists, zero-dimensional arrays for numbers and
+                strings, tensors for arrays. On simulated devices, the ``"kind"`` ``"cupy"`` is read
+                as NumPy.
 
         Raises:
-            KeyError: a key is missing or unknown.
+            KeyError: a key is missing or unknown. The messages of this error and of the next two
+                name the key.
             TypeError: a value has a wrong type.
-            ValueError: the state has another kind of accumulator, ``dtype``, ``reduction_type``,
-                ``shape`` or number of devices; its numbers contradict each other; or its
-                ``"kind"`` belongs to a library that is not imported. The message of these three
-                errors names the key.
+            ValueError: the state belongs to an accumulator with another class, ``dtype``,
+                ``reduction_type``, ``shape`` or number of devices; its numbers contradict each
+                other; or its ``"kind"`` belongs to a library that is not imported.
             CancelledError: the accumulator was closed.
             BackendUnavailableError: its mesh was closed, or a device failed.
-            CollectiveError: its mesh has failed, or failed meanwhile.
+            CollectiveError: its mesh had failed, or failed during the call.
         """
         ready_state(self._state, state)()
 
@@ -183,6 +214,6 @@ class ConditionalAccumulatorBase(NotCopied):
         return self
 
     def __exit__(self, *error: object) -> None:
-        # After a fork, the child leaves the sum to its parent.
+        # In a forked child, the sum still belongs to the parent process.
         if not self._state.mesh_state.is_inherited:
             self.close()

@@ -1,6 +1,6 @@
-"""Saves the state of an accumulator, and validates and loads it; see ``gradreduce.checkpoint``.
+"""Saves, validates and loads the state of an accumulator; see ``gradreduce.checkpoint``.
 
-A state can be loaded by any backend, with the same number of devices.
+A state can be loaded on any backend with the same number of devices.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from gradreduce.errors import CollectiveError, about
 from .state import AccumulatorState
 from .take_queue import complete_ready
 
-# How many partial sums a state has; and a function that returns the part of a validated state that
-# is loaded here.
+# The number of partial sums in a state; and a function that takes a validated state and returns the
+# part of it that this process loads.
 Replicas = tuple[int, Callable[[dict[str, Any]], dict[str, Any]]]
 
 
 def saved_state(state: AccumulatorState, download: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns a snapshot of the state; see ``ConditionalAccumulatorBase.state_dict``.
 
-    Copies are queued under the lock, because later applies add in place; the host waits for them
-    after releasing it.
+    Copies are queued while the lock is held, because later additions overwrite the sums. The host
+    releases the lock before it waits for the copies.
 
     Args:
         state: the accumulator.
@@ -52,7 +52,8 @@ def saved_state(state: AccumulatorState, download: Callable[[Any], Any]) -> dict
             ],
         }
     made: dict[str, Any] = download(copies)
-    if state.mesh_state.has_failed(generation):  # and was reset before a download could fail
+    # If the mesh failed and was reset before the download, the download has raised no error.
+    if state.mesh_state.has_failed(generation):
         raise CollectiveError(
             "the mesh failed while the state of an accumulator was saved; load an older checkpoint"
         )
@@ -62,15 +63,16 @@ def saved_state(state: AccumulatorState, download: Callable[[Any], Any]) -> dict
 def ready_state(
     state: AccumulatorState, saved: Any, where: str = "state", replicas: Replicas | None = None
 ) -> Callable[[], None]:
-    """Validates a state and uploads it; the returned function loads it.
+    """Validates a saved state and uploads it; returns a function that loads it.
 
-    It replaces everything under the lock; see ``ConditionalAccumulatorBase.load_state_dict``.
+    That function replaces the contents of the accumulator while it holds the lock; see
+    ``ConditionalAccumulatorBase.load_state_dict``.
 
     Args:
         state: the accumulator.
-        saved: its state.
-        where: the name of that, for errors.
-        replicas: None if the state has a partial sum for each of the devices.
+        saved: the saved state.
+        where: the name of ``saved``, for error messages.
+        replicas: None if ``saved`` has a partial sum for each of the devices.
     """
     generation = state.mesh_state.generation
     num_sums, own = replicas or (len(state.devices), dict)
@@ -102,7 +104,8 @@ def ready_state(
         with state.lock:
             state.check_open()
             state.check_devices()
-            if state.mesh_state.has_failed(generation):  # then reset: uploads may be incomplete
+            # If the mesh failed and was reset, the uploads may be incomplete.
+            if state.mesh_state.has_failed(generation):
                 raise CollectiveError(
                     "the mesh failed while the state of an accumulator was loaded; load it again"
                 )
@@ -130,7 +133,7 @@ def _schema(state: AccumulatorState, is_empty: bool, num_sums: int) -> dict[str,
 
 
 def _sum_shape(state: AccumulatorState, where: str, saved: Any) -> tuple[int, ...]:
-    """Checks the shape of the sums, whose first extent may be -1."""
+    """Validates the saved shape of the sums, whose first entry may be -1."""
     found = plain(saved)
     extents = [integer(UNKNOWN)] * (len(found) if isinstance(found, list) else 0)
     shape = tuple(checked(where, found, extents))
@@ -143,7 +146,7 @@ def _sum_shape(state: AccumulatorState, where: str, saved: Any) -> tuple[int, ..
 
 
 def _kind(backend: str, where: str, saved: Any) -> Kind:
-    """Checks the array type that the next take returns."""
+    """Validates the saved array type of the next take."""
     kind = plain(saved)
     if kind == "cupy" and backend == "sim":
         return "native"  # simulated devices return NumPy arrays

@@ -17,7 +17,7 @@ from .state import AccumulatorState, Storage
 from .take_queue import cancel_waiting, discard_sums
 from .validate import DTYPES, as_shape
 
-# Weak references: dropping the last accumulator of a name frees its device memory.
+# Weak references, so that the device memory is freed with the last accumulator of a name.
 _shared: weakref.WeakValueDictionary[str, AccumulatorState] = weakref.WeakValueDictionary()
 _lock = ModuleLock()
 
@@ -33,8 +33,8 @@ def create_state(
 ) -> AccumulatorState:
     """Returns the state of a new accumulator, or the one registered as ``shared_name``.
 
-    A state that was closed or inherited across a fork is replaced, even if it is still referenced.
-    See ``ConditionalAccumulator`` for arguments and errors.
+    A registered state that was closed, or inherited by a fork, is replaced, even if accumulators
+    still refer to it. See ``ConditionalAccumulator`` for arguments and errors.
     """
     found = as_dtype(dtype)
     if found.name not in DTYPES:
@@ -56,7 +56,7 @@ def create_state(
 def _placed(
     device: DeviceLike | Mesh | None, shared_name: str, mesh: Mesh | None
 ) -> tuple[tuple[Device, ...], bool]:
-    """The devices of an accumulator, and whether they are a mesh."""
+    """Returns the devices of an accumulator, and whether its results are ``Mirrored``."""
     with _lock.lock:
         shared = _shared.get(shared_name)
     if shared is not None and not shared.closed:
@@ -76,7 +76,7 @@ def _registered(
     Args:
         shared_name: the constructor's argument.
         state: created from the constructor's other arguments.
-        cross_device_ops: the constructor's, if passed.
+        cross_device_ops: the constructor's argument.
 
     Raises:
         ValueError: the name is registered with other arguments.
@@ -115,6 +115,6 @@ def _registered(
 
 
 def _settings_of(cross_device_ops: CrossDeviceOps) -> object:
-    """A key that is equal for CrossDeviceOps that reduce in the same way."""
+    """Returns a key that is equal for CrossDeviceOps that reduce in the same way."""
     settings = getattr(cross_device_ops, "settings", cross_device_ops)
     return type(cross_device_ops).reduce_batch, settings

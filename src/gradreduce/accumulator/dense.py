@@ -22,30 +22,49 @@ from .validate import DEFAULT_STEP
 
 
 class ConditionalAccumulator(ConditionalAccumulatorBase):
-    """Sums fresh gradients, and returns their mean or sum once enough have arrived.
+    """Sums dense gradients, and returns their mean or sum once enough have arrived.
+
+    Gradients of an earlier step than the accumulator's are stale and are dropped.
+    Source: ``tf.ConditionalAccumulator``.
 
     Args:
-        dtype: float16, bfloat16, float32 or float64; 16-bit ones are summed in float32.
-        shape: of the gradients; None for any, None entries for any extent. The first gradient
-            after a take fixes the unknown extents until the next take.
+        dtype: dtype of gradients and results: float16, bfloat16, float32 or float64. 16-bit
+            gradients are summed in float32.
+        shape: shape of the gradients; None for any shape, and an entry of None for any extent. The
+            first gradient after a take fixes unknown extents until the next take.
         shared_name: if not empty, all accumulators of this name in the process share one state,
             until it is closed or the last of them is deleted.
-        name: of the accumulator.
+        name: name of the accumulator, for error messages.
         reduction_type: ``"MEAN"``, which divides by the number of gradients, or ``"SUM"``.
-        device: a device, its name (``"gpu:1"``), a ``torch.device``, or a mesh: then each of
-            its devices keeps a partial sum, and a take all-reduces them. Default: the device of the
-            accumulator named ``shared_name``, else device 0 of ``gr.default_mesh()``. Names are
-            looked up in the same mesh, or in that of ``cross_device_ops``.
-        cross_device_ops: any ``CrossDeviceOps``; reduces the partial sums of a mesh.
-            ``take_grads`` reduces accumulators with the same one in one batch. Default: one
-            ``AllReduceCrossDeviceOps`` for all. The ``reduce_batch`` of your own subclass is called
-            while the accumulators are locked: it must not use them.
+        device: a device, its name (``"gpu:1"``), a ``torch.device``, or a mesh. On a mesh, each
+            device keeps a partial sum, and a take all-reduces the partial sums. Default: the device
+            of the accumulator named ``shared_name``, or device 0 of ``gr.default_mesh()``. A name
+            is looked up in the mesh of that accumulator, of ``cross_device_ops``, or the default
+            mesh.
+        cross_device_ops: a ``CrossDeviceOps`` that reduces the partial sums of a mesh.
+            ``take_grads`` reduces accumulators with the same ``CrossDeviceOps`` in one batch.
+            Default: an ``AllReduceCrossDeviceOps`` that all accumulators share. If you write a
+            subclass, its ``reduce_batch`` must not use accumulators, because they are locked when
+            it is called.
 
     Raises:
-        TypeError: the dtype is not supported, ``device`` is neither a device nor a mesh, or
+        TypeError: ``dtype`` is not supported, ``device`` is neither a device nor a mesh, or
             ``cross_device_ops`` is not a ``CrossDeviceOps``.
         ValueError: ``reduction_type`` is unknown, an extent is negative, the mesh does not have
             the device, or ``shared_name`` exists with other arguments.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> accumulator = gr.ConditionalAccumulator("float32", [2], device=mesh)
+        >>> with gr.replica(1):  # the device that the next array goes to
+        ...     accumulator.apply_grad([1.0, 2.0], local_step=0)
+        True
+        >>> accumulator.apply_grad([3.0, 6.0], local_step=0)
+        True
+        >>> accumulator.take_grad(2).values  # the mean, on both devices
+        (array([2., 4.], dtype=float32), array([2., 4.], dtype=float32))
+        >>> accumulator.apply_grad([5.0, 5.0], local_step=0)  # stale: global_step is now 1
+        False
     """
 
     def __init__(
@@ -68,26 +87,29 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         self, grad: Any, local_step: int | Variable = DEFAULT_STEP, name: str | None = None, *,
         cast: bool = False,
     ) -> bool:  # fmt: skip
-        """Adds a gradient unless it is stale (``local_step`` below the accumulator's step).
+        """Adds a gradient, or drops it if it is stale.
 
-        A later step than the accumulator's is not stale. A stale gradient is only checked for dtype
-        and shape; nothing is launched. Does not wait for a device. May complete waiting takes.
+        A gradient is stale if ``local_step`` is below ``global_step``. A step above ``global_step``
+        is not stale. The dtype and shape of a stale gradient are checked, but nothing is launched.
+        The call does not wait for a device. It completes waiting takes that now have enough
+        gradients.
 
         Args:
-            grad: an array, number or nested list; IndexedSlices, which are converted to a dense
-                array (without a ``dense_shape`` they have the accumulator's shape, if that is
-                known); or a ``PerReplica`` of either, each replica of which counts as one gradient,
-                in order. It is added on its own device if the accumulator uses that one, else on
-                the accumulator's first device. When this returns, work on its library's current
-                stream may overwrite it. A host array goes to the device of the enclosing
-                ``gr.replica``, else to the first.
+            grad: an array, a number or a nested list; IndexedSlices, which are converted to a dense
+                array; or a ``PerReplica`` of these, each replica of which counts as one gradient,
+                added in order. IndexedSlices without a ``dense_shape`` get the accumulator's shape,
+                if it is known. A gradient is added on its own device if the accumulator uses that
+                device, otherwise on the accumulator's first device. A host array goes to the device
+                of the enclosing ``gr.replica``, otherwise to the first. After the call, work on the
+                current stream of the array's library may overwrite the array.
             local_step: the ``global_step`` with which the gradient was computed: an int64, or a
-                Variable that holds one. The first drop of a gradient without it logs a warning.
+                Variable that holds one. The first time that a gradient without ``local_step`` is
+                dropped, a warning is logged.
             name: ignored; TensorFlow's name of the operation.
             cast: convert an array of another float dtype instead of raising ``ValueError``.
 
         Returns:
-            True if it was added, False if it was dropped.
+            True if the gradient was added, False if it was dropped.
 
         Raises:
             ValueError: the dtype or the shape differs from the constructor's, replicas differ in
@@ -95,6 +117,17 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             DeviceMismatchError: the gradient is on a device of another mesh.
             InvalidArgumentError: the shape differs from that of the gradients in the sum.
             CancelledError: the accumulator was closed.
+
+        Example:
+            >>> mesh = gr.open_mesh(1, backend="sim")
+            >>> accumulator = gr.ConditionalAccumulator("float32", device=mesh)
+            >>> step = accumulator.global_step  # read before the gradient is computed
+            >>> accumulator.apply_grad(np.float32([1, 2]), local_step=step)
+            True
+            >>> accumulator.apply_grad(np.float64([1, 2]), local_step=step, cast=True)
+            True
+            >>> accumulator.num_accumulated()
+            2
         """
         return apply_grads([self], [grad], local_step, cast=cast)
 
@@ -110,26 +143,43 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         """Blocks until the sum has ``num_required`` gradients; returns their mean or sum.
 
         All gradients in the sum are included, and MEAN divides by their number. Takes complete in
-        the order of the calls. Afterwards the sum is empty, and the step is one higher.
+        the order of the calls. After the take the sum is empty and ``global_step`` is one higher.
 
         Args:
-            num_required: at least 1; an integer, or a Variable that holds one.
+            num_required: an integer of at least 1, or a Variable that holds one.
             name: ignored; TensorFlow's name of the operation.
             timeout: seconds to wait for gradients; None waits without limit.
-            output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: the
-                array type of the result. Default: that of the first gradient.
-            deadline: seconds for the devices to compute the result, from when enough gradients
-                have arrived; after that the mesh fails. A ``timeout`` has no such effect.
+            output_type: the array type of the result: ``"numpy"``, ``"cupy"``, ``"torch"``,
+                ``"jax"`` or ``"buffer"``. Default: the type of the first gradient.
+            deadline: seconds for the devices to compute the result, counted from when enough
+                gradients have arrived; after that the mesh fails. An expired ``timeout`` does not
+                make the mesh fail.
 
         Returns:
-            An array on the accumulator's device; over a mesh a ``Mirrored``. The caller owns it.
+            An array on the accumulator's device; for an accumulator over a mesh, a ``Mirrored``.
+            The caller owns it.
 
         Raises:
             InvalidArgumentError: ``num_required`` is less than 1.
             DeadlineExceededError: the timeout expired; nothing was taken.
-            CancelledError: the accumulator was closed, or the mesh failed while this waited.
+            CancelledError: the accumulator was closed, or the mesh failed during the wait.
             CollectiveError: the mesh has failed.
             ValueError: ``deadline`` is not a number above 0.
+
+        Example:
+            >>> mesh = gr.open_mesh(1, backend="sim")
+            >>> accumulator = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
+            >>> accumulator.apply_grad([1.0, 2.0])
+            True
+            >>> accumulator.apply_grad([3.0, 4.0])
+            True
+            >>> accumulator.take_grad(1)  # two have arrived, and both are in the mean
+            array([2., 3.], dtype=float32)
+            >>> try:
+            ...     accumulator.take_grad(1, timeout=0.01)
+            ... except gr.DeadlineExceededError:
+            ...     print("no new gradient within 10 ms")
+            no new gradient within 10 ms
         """
         return take_grads(
             [self], num_required, timeout=timeout, output_type=output_type, deadline=deadline

@@ -1,8 +1,8 @@
 """Partial sums of dense gradients: adds gradients with one launch for each GPU.
 
-The first gradient after a take is copied with a cast into new memory, later ones are added in
-place: nothing is zeroed, and the host does not wait for a device. A take all-reduces the sums of a
-mesh, and divides those of one device, in place where it can.
+The first gradient after a take is copied into new memory, in the accumulate dtype. Later gradients
+are added in place. No memory is zeroed, and the host does not wait for a device. A take all-reduces
+the sums of a mesh, and divides the sums of one device, in place if the result has the same dtype.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DenseStorage(Storage):
             state.cross_device_ops.compile_for(state.devices, acc_dtype, state.dtype)
 
     def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> Any:
-        """See ``Storage``; IndexedSlices without a shape get the accumulator's, if known."""
+        """See ``Storage``. IndexedSlices without a shape get the accumulator's, if known."""
         wanted = state.shape
         if isinstance(grad, IndexedSlices):
             check_dtype(state, grad.dtype, cast)
@@ -84,7 +84,7 @@ class DenseStorage(Storage):
         return grad
 
     def converted(self, state: AccumulatorState, checked: Any) -> Addend:
-        """See ``Storage``; makes IndexedSlices dense."""
+        """See ``Storage``. Converts IndexedSlices to dense arrays."""
         if not isinstance(checked, IndexedSlices):
             index, array = to_sum_device(state, checked)
         else:
@@ -100,11 +100,11 @@ class DenseStorage(Storage):
             )
 
     def allocate(self, additions: Sequence[Addition]) -> None:
-        """See ``Storage``; a first gradient is copied with a cast, later ones are added.
+        """See ``Storage``. The first gradient of a sum is copied, later ones are added.
 
-        Several gradients for one sum are added in order, in one launch if they have one dtype, with
-        the same bits as one call for each. New sums that a take may pack are allocated back to
-        back, so that it need not.
+        Several gradients for one sum are added in order, in one launch if they have the same dtype.
+        The result has the same bits as if each gradient was added by its own call. New sums of one
+        device and dtype are allocated back to back, so that a take need not pack them.
         """
         fresh = []
         for each in additions:
@@ -139,7 +139,7 @@ class DenseStorage(Storage):
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack
     ) -> dict[AccumulatorState, tuple[Part, ...]]:
-        """See ``Storage``; sums may be reduced or divided in place."""
+        """See ``Storage``. Sums may be reduced or divided in place."""
         taken: dict[AccumulatorState, tuple[Part, ...]] = {}
         batches: dict[_Batch, list[AccumulatorState]] = {}
         apart: _Divisions = defaultdict(list)
@@ -157,8 +157,8 @@ class DenseStorage(Storage):
             elif divisor != 1:
                 in_place[divisor].append((total, out))
             taken[state] = (out,)
-        # A batch allocates its memory before its first launch; but what follows may fail to do so,
-        # and then the sums of the batch must be intact.
+        # A batch may overwrite its sums only if nothing is allocated after it: a later allocation
+        # that fails must leave the sums of the batch intact.
         consume = guard if len(batches) == 1 and not taken else None
         for (_, divisor, reducer), together in batches.items():
             reduced = reducer.reduce_buffers(
@@ -181,7 +181,7 @@ class DenseStorage(Storage):
         return UNKNOWN not in shape and (wanted is None or compatible(shape, wanted))
 
     def save(self, total: Any) -> Buffer:
-        """See ``Storage``; an array."""
+        """See ``Storage``. Returns an array."""
         return checkpoint.copied(total)
 
     def load(
@@ -196,7 +196,7 @@ DENSE = DenseStorage()
 
 
 def _names_of(states: Sequence[AccumulatorState]) -> list[str]:
-    """Returns the names of tensors; empty where several accumulators have the default name."""
+    """Returns the names of the tensors; empty if they do not tell the accumulators apart."""
     names = [state.tensor or state.name for state in states]
     is_each_named = len({*names}) == len(names) or all([state.tensor for state in states])
     return names if is_each_named else []
@@ -208,8 +208,8 @@ def _allocate_flat(
     """Allocates the partial sums of each device and dtype back to back in one flat buffer.
 
     Args:
-        sums: of each its device, the dtype of its accumulator, and its shape.
-        zeros: fill them with zeros.
+        sums: device, accumulator dtype and shape of each sum.
+        zeros: fill the sums with zeros.
     """
     made: dict[int, Buffer] = {}
     groups: dict[tuple[Device, DType], list[int]] = {}
@@ -224,10 +224,10 @@ def _allocate_flat(
 
 
 def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
-    """The partial sums of each state; zeros for a device without gradients.
+    """Returns the partial sums of each state; zeros for a device without gradients.
 
-    The zeros of a device are allocated like sums that were added together: so the packing does not
-    depend on which devices have gradients.
+    The zeros of a device are allocated back to back, like sums that were added together. So the
+    packing does not depend on which devices have gradients.
     """
     sums = [
         (device, state.dtype, state.sum_shape or ())

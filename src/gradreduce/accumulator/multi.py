@@ -1,7 +1,7 @@
-"""Applies to or takes from several accumulators in one call, all or none.
+"""``apply_grads`` and ``take_grads``, which use several accumulators in one call.
 
 A call holds the locks of all its accumulators. A stale gradient launches nothing.
-Source: own; TensorFlow has one accumulator to a call.
+Source: own; in TensorFlow a call uses one accumulator.
 """
 
 from __future__ import annotations
@@ -43,21 +43,38 @@ def apply_grads(
 ) -> bool:
     """Adds one gradient to each accumulator; adds all or drops all.
 
-    Each GPU gets one launch for all gradients of one dtype that are the first since a take, one for
-    those that are not, and one for the sparse gradients of one dtype.
+    All gradients are dropped if ``local_step`` is stale for one of the accumulators. On error,
+    nothing was added. The call does not wait for a device. Each GPU adds all sparse gradients of
+    one dtype in one launch. It adds dense gradients of one dtype in at most two launches: one for
+    those that are the first in their sum, one for the others.
 
     Args:
-        accumulators: each at most once.
-        grads: one for each; see ``ConditionalAccumulator.apply_grad``.
-        local_step: of all of them; see there.
-        cast: see there.
+        accumulators: dense or sparse accumulators of one mesh, each at most once.
+        grads: a gradient for each accumulator; see ``ConditionalAccumulator.apply_grad`` and
+            ``SparseConditionalAccumulator.apply_indexed_slices_grad``.
+        local_step: the step of all gradients; see ``ConditionalAccumulator.apply_grad``.
+        cast: see ``ConditionalAccumulator.apply_grad``.
 
     Returns:
-        True if all were added, False if all were dropped because the step is stale for one.
+        True if all gradients were added, False if all were dropped.
 
     Raises:
-        ValueError: the numbers of accumulators and gradients differ, an accumulator is passed
-            twice, or as in ``apply_grad``. Nothing was added.
+        ValueError: the numbers of accumulators and gradients differ, or an accumulator is passed
+            twice.
+        TypeError: ``accumulators`` is not a list of accumulators of this process.
+        DeviceMismatchError: the accumulators are on devices of different meshes.
+        Exception: any error of ``apply_grad``; the message names the gradient.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> weight = gr.ConditionalAccumulator("float32", [2], device=mesh.devices[0])
+        >>> bias = gr.ConditionalAccumulator("float32", [], device=mesh.devices[0])
+        >>> gr.apply_grads([weight, bias], [[1.0, 2.0], 3.0], local_step=0)
+        True
+        >>> gr.take_grads([weight, bias], 1)
+        [array([1., 2.], dtype=float32), array(3., dtype=float32)]
+        >>> gr.apply_grads([weight, bias], [[1.0, 2.0], 3.0], local_step=0)  # stale
+        False
     """
     step, cast = as_step("local_step", local_step), as_flag("cast", cast)
     states, grads = _checked(accumulators), tuple(grads)
@@ -92,12 +109,12 @@ def apply_grads(
 
 
 def is_stale(states: Sequence[AccumulatorState], local_step: int) -> bool:
-    """Whether gradients of this step are stale for any of the states."""
+    """Returns whether gradients of this step are stale for any of the states."""
     return any([local_step < state.step for state in states])
 
 
 def _dropped(states: Sequence[AccumulatorState], counts: Sequence[int], local_step: int) -> bool:
-    """Whether gradients are stale; then counts them as dropped. All locks must be held.
+    """Returns whether gradients are stale, and counts stale ones. All locks must be held.
 
     Raises:
         CancelledError: an accumulator was closed.
@@ -120,7 +137,7 @@ def _for_each(
     arguments: Iterable[tuple[Any, ...]],
     states: Sequence[AccumulatorState],
 ) -> list[T]:
-    """Calls the function for each state; errors begin with its name."""
+    """Calls the function for each state; error messages begin with the accumulator's name."""
     made = []
     for index, each in enumerate(arguments):
         try:
@@ -134,7 +151,7 @@ def _for_each(
 
 
 def _check_sum_shape(pending: PendingGradient) -> None:
-    """Checks shapes against the sum's; validation checked the constructor's.
+    """Checks that gradients fit the sum; ``validate`` has compared them with the constructor.
 
     Raises:
         InvalidArgumentError: a shape differs, or an index is too large.
@@ -148,8 +165,8 @@ def _check_sum_shape(pending: PendingGradient) -> None:
 def _add(pending_gradients: Sequence[PendingGradient]) -> None:
     """Launches the additions, and updates the sums and counts.
 
-    A failure between the first launch in place and the update of the counts leaves sums with
-    undefined contents: then their devices are marked as failed.
+    If anything fails between the first launch in place and the update of the counts, the contents
+    of the sums are undefined, and their devices are marked as failed.
     """
     additions = additions_of(pending_gradients)
     for launch in additions.out_of_place:
@@ -167,11 +184,11 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
 
 
 def _warn_of_default(states: Sequence[AccumulatorState]) -> None:
-    """Warns once for each accumulator that a gradient came without ``local_step``."""
+    """Logs a warning, once for each accumulator, about a gradient without ``local_step``."""
     untold = [state for state in states if state.step > DEFAULT_STEP and not state.has_warned]
     for state in untold:
         state.has_warned = True
-    if untold:  # a handler may do anything: no lock is held
+    if untold:  # no lock is held, because a log handler may use accumulators
         log_warning(
             __name__,
             "accumulator %r is at step %d and dropped a gradient without local_step, which "
@@ -186,8 +203,8 @@ def _checked(accumulators: Any) -> tuple[AccumulatorState, ...]:
 
     Raises:
         TypeError: ``accumulators`` is not a list of accumulators.
-        ValueError: there are none, or one is passed twice.
-        DeviceMismatchError: they are on devices of different meshes.
+        ValueError: the list is empty, or an accumulator is passed twice.
+        DeviceMismatchError: the accumulators are on devices of different meshes.
     """
     if isinstance(accumulators, ConditionalAccumulatorBase):
         raise TypeError(
@@ -229,28 +246,43 @@ def take_grads(
 ) -> list[Any]:
     """Blocks until each accumulator has ``num_required`` gradients, then takes from all.
 
-    The call joins all queues at once, so that two such calls do not deadlock. Dense accumulators
-    over a mesh are reduced in one batch if they have the same ``cross_device_ops`` and divisor.
-    Results that were added or taken together may share one block of memory, which is freed with the
-    last of them. Ctrl-C while this waits takes nothing; Ctrl-C in the moment in which the take
-    completes discards the result.
+    Two such calls cannot deadlock, because a call joins the queues of all its accumulators at once.
+    Dense accumulators over a mesh are reduced in one batch if they have the same
+    ``cross_device_ops`` and divisor. Gradients that were added or taken together may share one
+    block of memory, which is freed when none of them is used any more. Ctrl-C during the wait takes
+    nothing. Ctrl-C at the moment when the take completes discards the result.
 
     Args:
-        accumulators: each at most once.
-        num_required: of each, at least 1; an integer, or a Variable that holds one.
+        accumulators: dense or sparse accumulators of one mesh, each at most once.
+        num_required: the number of gradients that each must have: an integer of at least 1, or a
+            Variable that holds one.
         timeout: seconds to wait for gradients; None waits without limit.
         output_type: see ``ConditionalAccumulator.take_grad``.
-        deadline: see there.
+        deadline: see ``ConditionalAccumulator.take_grad``.
 
     Returns:
-        One gradient for each accumulator, as its ``take_grad`` returns it.
+        One gradient for each accumulator: what ``ConditionalAccumulator.take_grad`` or
+        ``SparseConditionalAccumulator.take_indexed_slices_grad`` returns.
 
     Raises:
         InvalidArgumentError: ``num_required`` is less than 1.
+        TypeError: ``accumulators`` is not a list of accumulators of this process.
         ValueError: ``accumulators`` is empty, or has an accumulator twice.
+        DeviceMismatchError: the accumulators are on devices of different meshes.
         DeadlineExceededError: the timeout expired; nothing was taken.
-        CancelledError: an accumulator was closed, or the mesh failed while this waited.
+        CancelledError: an accumulator was closed, or the mesh failed during the wait.
         CollectiveError: the mesh has failed.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> weight = gr.ConditionalAccumulator("float32", [2], device=mesh.devices[0])
+        >>> table = gr.SparseConditionalAccumulator("float32", [9, 1], device=mesh.devices[0])
+        >>> rows = gr.IndexedSlices(np.float32([[4]]), [8], (9, 1))
+        >>> gr.apply_grads([weight, table], [[1.0, 2.0], rows])
+        True
+        >>> grad, rows = gr.take_grads([weight, table], num_required=1, timeout=60)
+        >>> grad, rows.indices
+        (array([1., 2.], dtype=float32), array([8]))
     """
     required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
     as_result_kind(output_type, "native")  # checked before anything is taken
@@ -268,11 +300,11 @@ def take_grads(
 def take_now(
     accumulators: Sequence[ConditionalAccumulatorBase], num_required: int
 ) -> list[Any] | None:
-    """As ``take_grads`` without blocking; the entry of an empty accumulator is None.
+    """Takes from all accumulators without waiting; returns None if it cannot.
 
-    Takes if at least one accumulator has ``num_required`` gradients and no other take waits;
-    otherwise returns None and takes nothing. The step of every accumulator goes up by one, also of
-    empty ones.
+    It takes if at least one accumulator has ``num_required`` gradients and no other take waits. The
+    step of every accumulator then increases by one, even if it is empty. The entry of an empty
+    accumulator is None.
     """
     states = [each.accumulator_ref for each in accumulators]
     with locked(states):
@@ -291,7 +323,7 @@ def _results_of(
     taken: Sequence[Taken],
     output_type: OutputType | None = None,
 ) -> list[Any]:
-    """Converts the taken Buffers to the arrays that callers get."""
+    """Converts the taken Buffers to the arrays that the call returns."""
     results: list[Any] = []
     with StreamScope():
         for state, (parts, first) in zip(states, taken, strict=True):

@@ -26,35 +26,56 @@ from .validate import DEFAULT_STEP
 
 
 class SparseConditionalAccumulator(ConditionalAccumulatorBase):
-    """Sums fresh sparse gradients, and returns their mean or sum once enough arrived.
+    """Sums sparse gradients, and returns their mean or sum once enough have arrived.
 
-    Rows of the same index are added: first within each gradient, in order, then gradient by
-    gradient. Indices may be unsorted and may repeat. Memory is allocated for the rows that any
-    gradient touched, at most twice as much. One launch adds a gradient, after a copy if the sum
-    outgrows its memory, and one small upload transfers its indices; indices on a GPU are first
-    downloaded, and the host waits for that.
+    A sparse gradient is a list of rows, each with the index that it has in a larger array. Indices
+    may be unsorted and may repeat. Rows with the same index are added, first those of one gradient,
+    in order, then gradient by gradient. Gradients of an earlier step than the accumulator's are
+    stale and are dropped. Source: ``tf.SparseConditionalAccumulator``.
+
+    Memory is allocated for the indices that gradients touched, and for at most as many rows again.
+    A gradient is added by one launch and one small upload of its indices. If the sum outgrows its
+    memory, it is copied first. The host waits only to download indices from a GPU.
 
     Args:
-        dtype: of the values: float16, bfloat16, float32 or float64; 16-bit ones are summed in
-            float32.
-        shape: of the whole array, ``(rows, …)``; None or () for any, None entries for any extent.
-            Gradients may have more dimensions.
+        dtype: dtype of the values: float16, bfloat16, float32 or float64. 16-bit values are summed
+            in float32.
+        shape: shape of the whole array, ``(rows, …)``; None or () for any shape, and an entry of
+            None for any extent. Gradients may have more dimensions.
         shared_name: if not empty, all accumulators of this name in the process share one state,
             until it is closed or the last of them is deleted.
-        name: of the accumulator.
-        reduction_type: ``"MEAN"``, which divides each row by the number of gradients that touched
-            it, not by the number of all gradients, or ``"SUM"``.
-        device: see ``ConditionalAccumulator``. Over a mesh, each device keeps a partial
-            sum, and a take merges their rows on the first device, in mesh order.
-        cross_device_ops: an ``AllReduceCrossDeviceOps``, whose mesh names devices. Rows are merged
-            without it, on the first device.
+        name: name of the accumulator, for error messages.
+        reduction_type: ``"SUM"``; or ``"MEAN"``, which divides each row by the number of gradients
+            that touched its index, not by the number of all gradients.
+        device: see ``ConditionalAccumulator``. On a mesh, each device keeps a partial sum, and a
+            take merges their rows on the first device, in mesh order.
+        cross_device_ops: an ``AllReduceCrossDeviceOps``. Only its mesh is used, to look up names of
+            devices.
 
     Raises:
-        TypeError: the dtype is not supported, ``device`` is neither a device nor a mesh, or
-            ``cross_device_ops`` is not a ``CrossDeviceOps``, or over a mesh not an
+        TypeError: ``dtype`` is not supported, ``device`` is neither a device nor a mesh, or
+            ``cross_device_ops`` is not a ``CrossDeviceOps``, or, on a mesh, not an
             ``AllReduceCrossDeviceOps``.
         ValueError: ``reduction_type`` is unknown, an extent is negative, the mesh does not have
             the device, or ``shared_name`` exists with other arguments.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> accumulator = gr.SparseConditionalAccumulator(
+        ...     "float32", [1000, 2], device=mesh.devices[0]
+        ... )
+        >>> accumulator.apply_grad([7, 2], [[1.0, 1.0], [2.0, 2.0]])
+        True
+        >>> accumulator.apply_grad([7], [[3.0, 3.0]])
+        True
+        >>> indices, values, shape = accumulator.take_grad(2)
+        >>> indices
+        array([2, 7])
+        >>> values  # two gradients touched row 7, one touched row 2
+        array([[2., 2.],
+               [2., 2.]], dtype=float32)
+        >>> shape
+        (1000, 2)
     """
 
     def __init__(
@@ -84,30 +105,32 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         *,
         cast: bool = False,
     ) -> bool:
-        """Adds rows unless they are stale (``local_step`` below the accumulator's step).
+        """Adds a gradient, or drops it if it is stale (``local_step`` below ``global_step``).
+
+        A gradient without rows is counted too. On error, nothing was added.
 
         Args:
-            grad_indices: the row number of each, ``(num_rows,)``: integers of any dtype, library
-                and order. A gradient without rows counts too, and touches no row.
-            grad_values: the rows, ``(num_rows, …)``: an array of any library, or a nested list.
-                When this returns, work on its library's current stream may overwrite it. A host
-                array goes to the device of the enclosing ``gr.replica``,
-                else to the first.
-            grad_shape: of the whole array, if known; -1 as its first entry if only that is unknown.
-                That of the first gradient after a take bounds the indices of later ones, and is
-                the shape of the result.
-            local_step: the ``global_step`` with which they were computed; see
-                ``ConditionalAccumulator.apply_grad``. A later one is not stale.
+            grad_indices: the index of each row, ``(num_rows,)``: integers of any dtype, in any
+                order, in an array of any library or a list.
+            grad_values: the rows, ``(num_rows, …)``: an array of any library, or a nested list. A
+                host array goes to the device of the enclosing ``gr.replica``, otherwise to the
+                first device. After the call, work on the current stream of the array's library may
+                overwrite the array.
+            grad_shape: the shape of the whole array, if known; its first entry may be -1 for
+                unknown. The shape in the first gradient after a take is the shape of the result,
+                and limits the indices of later gradients.
+            local_step: the ``global_step`` with which the gradient was computed; see
+                ``ConditionalAccumulator.apply_grad``.
             name: ignored; TensorFlow's name of the operation.
             cast: convert values of another float dtype instead of raising ``ValueError``.
 
         Returns:
-            True if they were added, False if dropped.
+            True if the gradient was added, False if it was dropped.
 
         Raises:
             InvalidArgumentError: (a ``ValueError``) the numbers of indices and rows differ, an
-                index is negative or too large, or a shape does not fit the accumulator's or that
-                of the gradients in the sum. Nothing was added.
+                index is negative or too large, or a shape does not fit the accumulator's shape or
+                the gradients in the sum.
             ValueError: the values have another dtype.
             TypeError: the indices are not integers.
             CancelledError: the accumulator was closed.
@@ -125,19 +148,31 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         *,
         cast: bool = False,
     ) -> bool:
-        """As ``apply_grad``, with indices and rows in one object.
+        """Adds a gradient whose indices and rows are one object, or drops it if it is stale.
 
         Args:
-            grad: IndexedSlices, or a tensor of ``torch.sparse_coo`` with one sparse dimension; or a
-                ``PerReplica`` of them, each of which counts as one gradient and is added on its
-                own device.
+            grad: IndexedSlices, or a PyTorch tensor in ``torch.sparse_coo`` layout with one sparse
+                dimension; or a ``PerReplica`` of these, each replica of which counts as one
+                gradient and is added on its own device.
             local_step: see ``apply_grad``.
             name: ignored; TensorFlow's name of the operation.
             cast: see ``apply_grad``.
 
+        Returns:
+            True if the gradient was added, False if it was dropped.
+
         Raises:
-            TypeError: ``grad`` is anything else.
-            ValueError, CancelledError: as in ``apply_grad``.
+            TypeError: ``grad`` has another type.
+            ValueError, CancelledError: see ``apply_grad``.
+
+        Example:
+            >>> mesh = gr.open_mesh(1, backend="sim")
+            >>> accumulator = gr.SparseConditionalAccumulator("float32", device=mesh.devices[0])
+            >>> grad = gr.IndexedSlices(np.float32([[1, 2]]), [4], dense_shape=(8, 2))
+            >>> accumulator.apply_indexed_slices_grad(grad)
+            True
+            >>> accumulator.take_indexed_slices_grad(1)
+            IndexedSlices(indices=[4], values=float32[1, 2], dense_shape=(8, 2))
         """
         return apply_grads([self], [grad], local_step, cast=cast)
 
@@ -150,18 +185,20 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         output_type: OutputType | None = None,
         deadline: float | None = None,
     ) -> tuple[Any, Any, Any]:
-        """As ``take_indexed_slices_grad``, but returns indices, rows and shape.
+        """Does what ``take_indexed_slices_grad`` does, and returns indices, rows and shape.
+
+        It raises the same errors. Example: see the class.
 
         Args:
-            num_required: see there.
+            num_required: see ``take_indexed_slices_grad``.
             name: ignored; TensorFlow's name of the operation.
-            timeout: see there.
-            output_type: see there.
-            deadline: see there.
+            timeout: see ``take_indexed_slices_grad``.
+            output_type: see ``take_indexed_slices_grad``.
+            deadline: see ``take_indexed_slices_grad``.
 
         Returns:
-            The indices, a NumPy array of int64, ascending; the rows, an array of the type of the
-            first gradient, over a mesh a ``Mirrored``; and the shape of the whole array.
+            The indices, an ascending NumPy array of int64; the rows, an array of ``output_type``
+            or, for an accumulator over a mesh, a ``Mirrored``; and the shape of the whole array.
         """
         taken = as_slices(
             self.take_indexed_slices_grad(
@@ -187,27 +224,28 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         """Blocks until the sum has ``num_required`` gradients; returns their mean or sum.
 
         All gradients in the sum are included. MEAN divides each row by the number of gradients that
-        touched it. Takes complete in the order of the calls. Afterwards the sum is empty, and the
-        step is one higher.
+        touched its index. Takes complete in the order of the calls. After the take the sum is empty
+        and ``global_step`` is one higher.
 
         Args:
-            num_required: at least 1; an integer, or a Variable that holds one.
+            num_required: an integer of at least 1, or a Variable that holds one.
             name: ignored; TensorFlow's name of the operation.
             timeout: seconds to wait for gradients; None waits without limit.
-            output_type: the array type of the values. Default: that of the first gradient; see
-                ``ConditionalAccumulator.take_grad``.
+            output_type: the array type of the values; see ``ConditionalAccumulator.take_grad``.
+                Default: the type of the first gradient.
             deadline: see ``ConditionalAccumulator.take_grad``.
 
         Returns:
-            IndexedSlices with every index once, ascending, on the accumulator's device; over a mesh
-            a ``Mirrored`` of them; tensors of ``torch.sparse_coo`` if the first gradient was one.
-            The caller owns them. The first entry of ``dense_shape`` is the accumulator's, else that
-            of the first gradient, else -1.
+            IndexedSlices on the accumulator's device, with ascending indices that do not repeat;
+            for an accumulator over a mesh, a ``Mirrored`` of them. If the first gradient was a
+            ``torch.sparse_coo`` tensor, such tensors. The caller owns them. The first entry of
+            ``dense_shape`` is the accumulator's if known, otherwise that of the first gradient if
+            known, otherwise -1.
 
         Raises:
             InvalidArgumentError: ``num_required`` is less than 1.
             DeadlineExceededError: the timeout expired; nothing was taken.
-            CancelledError: the accumulator was closed, or the mesh failed while this waited.
+            CancelledError: the accumulator was closed, or the mesh failed during the wait.
             CollectiveError: the mesh has failed.
             ValueError: ``deadline`` is not a number above 0.
         """

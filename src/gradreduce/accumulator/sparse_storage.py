@@ -1,10 +1,11 @@
 """Partial sums of sparse gradients: adds rows, and merges and divides them at a take.
 
-A sum holds the rows that any gradient touched, in order of arrival (``ops/row_index.py``). One
-launch adds to existing rows and appends new ones; when memory runs out, the rows are copied into
-twice as much. At a take, one launch merges the rows of a sum in the order of their indices, and
-divides each by the number of gradients that touched it. Over a mesh, the rows of all devices are
-first copied to the first one, in mesh order, and the result is copied once to each GPU.
+A sum holds a row for each index that any gradient touched, in order of arrival
+(``ops/row_index.py``). One launch adds to existing rows and appends new ones. When the memory is
+full, the rows are copied into twice as much. At a take, one launch sorts the rows of a sum by index
+and divides each by the number of gradients that touched its index. Over a mesh, the rows of all
+devices are first copied to the first device, in mesh order, and the result is copied once to each
+GPU.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class SparseSum:
     """The partial sum of sparse gradients on one device.
 
     Attributes:
-        slots: which row holds which index, and how many gradients touched it.
-        values: ``(capacity, …)``, in the accumulate dtype; rows from ``slots.num_rows`` on are not
-            initialized.
+        slots: the index of each row, and how many gradients touched it.
+        values: ``(capacity, …)``, in the accumulate dtype. Rows from ``slots.num_rows`` on are
+            uninitialized.
     """
 
     slots: RowIndex
@@ -57,7 +58,7 @@ class SparseSum:
 
 
 class SparseStorage(Storage):
-    """Stores the rows that any gradient touched, in the accumulate dtype, in order of arrival."""
+    """Stores a row for each index that a gradient touched, in the accumulate dtype."""
 
     format = "gradreduce sparse accumulator 1"
 
@@ -85,7 +86,7 @@ class SparseStorage(Storage):
             ops.prepare_segment_sum(device, state.dtype, accumulate_dtype(state.dtype))
 
     def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> IndexedSlices:
-        """See ``Storage``; only IndexedSlices, possibly with more dimensions."""
+        """See ``Storage``. Gradients may have more dimensions than the accumulator's shape."""
         if not isinstance(grad, IndexedSlices):
             raise TypeError(
                 f"a SparseConditionalAccumulator expects IndexedSlices, got {type(grad).__name__}"
@@ -96,7 +97,7 @@ class SparseStorage(Storage):
         return grad
 
     def converted(self, state: AccumulatorState, checked: IndexedSlices) -> Addend:
-        """See ``Storage``; the first extent is the accumulator's, if known."""
+        """See ``Storage``. The first extent is the accumulator's, if known."""
         index, rows = to_sum_device(state, checked.values)
         first = UNKNOWN if checked.dense_shape is None else checked.dense_shape[0]
         if state.shape and state.shape[0] is not None:
@@ -104,7 +105,7 @@ class SparseStorage(Storage):
         return Addend(index, rows, (first, *rows.shape[1:]), plan_segments(checked.indices))
 
     def check_sum_shape(self, gradient: Addend, wanted: tuple[int, ...]) -> None:
-        """See ``Storage``; also checks the indices."""
+        """See ``Storage``. Also checks the indices."""
         shape, indices = gradient.shape, gradient.segments.indices  # unique and ascending
         known = (None if UNKNOWN in (shape[0], wanted[0]) else wanted[0], *wanted[1:])
         if not compatible(shape, known):
@@ -118,11 +119,11 @@ class SparseStorage(Storage):
             )
 
     def allocate(self, additions: Sequence[Addition]) -> None:
-        """See ``Storage``; copies the rows of sums that outgrow their memory."""
+        """See ``Storage``. Copies the rows of sums that outgrow their memory."""
         outs: list[Buffer] = []
         moved: list[Buffer] = []
         for each in additions:
-            # A gradient without rows launches nothing that would check it.
+            # A gradient without rows launches nothing, so no launch would check the device.
             each.device.mesh_state.check_usable(each.device)
             before, capacity, slots, steps = each.total, 0, RowIndex.none(), []
             if before is not None:
@@ -162,17 +163,17 @@ class SparseStorage(Storage):
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack
     ) -> dict[AccumulatorState, tuple[Part, ...]]:
-        """See ``Storage``; the sums are unchanged."""
+        """See ``Storage``. The sums are unchanged."""
         return {state: _merged(state) for state in states}
 
     def fits(self, shape: tuple[int, ...], wanted: tuple[int | None, ...] | None) -> bool:
-        """See ``Storage``; the first extent may be unknown, and there may be more."""
+        """See ``Storage``. The first extent may be unknown; there may be more dimensions."""
         wanted = wanted or (None,)
         first = shape[: len(wanted)]
         return UNKNOWN not in shape[1:] and compatible(first, wanted)
 
     def save(self, total: Any) -> dict[str, Any]:
-        """See ``Storage``; a dict of arrays, in the order of the indices."""
+        """See ``Storage``. Returns a dict of arrays, in the order of the indices."""
         slots, copy = total.slots, checkpoint.copied(total.rows)
         return {
             "indices": slots.indices.copy(),
@@ -183,7 +184,7 @@ class SparseStorage(Storage):
     def load(
         self, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
     ) -> Callable[[Device], SparseSum]:
-        """See ``Storage``; the new memory has no spare capacity."""
+        """See ``Storage``. The new memory has no spare capacity."""
         rows = saved.get("indices") if isinstance(saved, Mapping) else None
         num_rows = rows.shape[0] if rows is not None and is_array(rows) and rows.shape else 0
         vector = checkpoint.array((num_rows,), as_dtype("int64"))
@@ -206,7 +207,7 @@ SPARSE = SparseStorage()
 
 
 def _check_shape(wanted: tuple[int | None, ...], slices: IndexedSlices) -> None:
-    """Checks slices against the accumulator's shape, which may have fewer dimensions."""
+    """Checks that slices fit the accumulator's shape, which may have fewer dimensions."""
     if slices.dense_shape is not None:
         first, *row = slices.dense_shape
         _check_extents("shape", wanted, (None if first == UNKNOWN else first, *row))

@@ -34,15 +34,15 @@ Taken = tuple[tuple[Part, ...], Kind]
 
 @dataclass(eq=False, slots=True)
 class PendingTake:
-    """A waiting take, queued at each of its accumulators.
+    """A waiting take, which is in the queue of each of its accumulators.
 
     Attributes:
         states: the accumulators that it takes from.
         num_required: the number of gradients that each must have.
         deadline: seconds for the devices to compute the result; None without limit.
-        done: set when it has left all queues, with a result or an error.
+        done: set when the take has left all queues, with a result or an error.
         taken: for each state, its gradient on each of its devices, and the array type to return.
-        error: raised when it completes.
+        error: the error that the waiting call raises; None if the take succeeds.
     """
 
     states: tuple[AccumulatorState, ...]
@@ -53,18 +53,18 @@ class PendingTake:
     error: BaseException | None = None
 
     def is_first_of(self, state: AccumulatorState) -> bool:
-        """Whether it is first in the queue of an accumulator, whose lock must be held."""
+        """Whether the take is first in the queue of ``state``, whose lock must be held."""
         return bool(state.queue) and state.queue[0] is self
 
     def is_ready(self) -> bool:
-        """Whether it is first in every queue and all have enough; all locks must be held."""
+        """Whether it is first in all queues and all sums have enough; locks must be held."""
         for state in self.states:
             if state.closed or state.count < self.num_required or not self.is_first_of(state):
                 return False
         return True
 
     def leave(self) -> None:
-        """Removes it from every queue; all locks must be held."""
+        """Removes the take from every queue; all locks must be held."""
         for state in self.states:
             if self in state.queue:
                 state.queue.remove(self)
@@ -76,28 +76,31 @@ class AccumulatorState:
     """The state of an accumulator, shared by all with the same ``shared_name``.
 
     Attributes:
-        dtype: of gradients and results.
-        shape: what gradients must fit; None for anything, None entries for any extent.
+        dtype: the dtype of gradients and results.
+        shape: the shape that gradients must have; None for any shape, and an entry of None for any
+            extent.
         reduction_type: ``"MEAN"`` or ``"SUM"``.
-        devices: one partial sum is kept on each.
+        devices: the devices that keep a partial sum each.
         over_mesh: whether results are ``Mirrored`` on all devices.
         cross_device_ops: reduces the partial sums of a mesh at a take.
-        storage: of the partial sums.
-        number: order of creation, in which locks are taken.
-        name: of its first accumulator, for errors.
-        tensor: the name of its variable, in what a take does; empty: it has none.
-        mesh_state: of the devices.
-        lock: guards everything below; raises in a forked child.
-        count: gradients in the sum.
-        step: gradients of an earlier one are stale.
-        num_dropped: stale ones so far.
+        storage: adds to the partial sums and takes them.
+        number: counts states in order of creation; locks are acquired in this order.
+        name: the name of the first accumulator with this state, for error messages.
+        tensor: the name of the variable whose gradients are summed, for the operation log; empty if
+            unknown.
+        mesh_state: the ``MeshState`` of the devices.
+        lock: guards the attributes below; raises in a forked child.
+        count: the number of gradients in the sum.
+        step: the current step; gradients of an earlier step are stale.
+        num_dropped: the number of stale gradients so far.
         has_warned: whether a drop of a gradient without ``local_step`` was logged.
-        sum_shape: of the gradients in the sum; None without any. For sparse ones that of the whole
-            array, -1 as its first entry if that is unknown.
-        totals: the partial sum of each device, in the accumulate dtype; None without gradients.
-        kind: of the first gradient kept since the last take.
+        sum_shape: the shape of the gradients in the sum; None if the sum is empty. For sparse
+            gradients the shape of the whole array, whose first entry is -1 if it is unknown.
+        totals: the partial sum of each device, in the accumulate dtype; None for a device without
+            gradients.
+        kind: the array type of the first gradient in the sum.
         queue: waiting takes, first in, first out.
-        closed: whether every further call is an error.
+        closed: whether the accumulator was closed; then all calls raise ``CancelledError``.
     """
 
     dtype: DType
@@ -144,7 +147,7 @@ class AccumulatorState:
         with self.lock:
             self.check_open()
             before, self.step = self.step, step
-        if step < before:  # a handler may do anything: no lock is held
+        if step < before:  # no lock is held, because a log handler may use accumulators
             log_warning(
                 __name__,
                 "Attempt to set current_global_step_ to smaller value: current %d >= new %d",
@@ -166,9 +169,9 @@ class Addend(NamedTuple):
 
     Attributes:
         device_index: index in ``AccumulatorState.devices`` of the device whose sum it is added to.
-        values: its array, or its rows.
-        shape: of the gradient as a whole.
-        segments: of rows: ``Segments`` of those that have the same index.
+        values: the array of a dense gradient, or the rows of a sparse one.
+        shape: the shape of the gradient; for a sparse one the shape of the whole array.
+        segments: for a sparse gradient, the ``Segments`` of rows that have the same index.
     """
 
     device_index: int
@@ -182,7 +185,7 @@ class PendingGradient(NamedTuple):
 
     Attributes:
         state: the accumulator.
-        parts: each counts as one gradient; those of one device are added in this order.
+        parts: the gradient of each replica. Parts of the same device are added in this order.
         kind: the type of the caller's arrays.
     """
 
@@ -199,11 +202,11 @@ class Addition:
         state: the accumulator.
         device_index: index of the device in ``state.devices``.
         device: that device.
-        total: the sum before the call, None without; ``Storage.allocate`` sets it to the sum
-            after the call, whose new memory is uninitialized until the launches.
+        total: the sum before the call, or None if it was empty. ``Storage.allocate`` replaces it by
+            the sum after the call, whose new memory is uninitialized until the launches.
         gradients: in the order of addition.
-        in_place: whether the launches write memory of the sum before the call.
-        steps: one launch adds each; ``Storage.allocate`` sets them.
+        in_place: whether the launches overwrite the memory of the sum before the call.
+        steps: what each launch adds; set by ``Storage.allocate``.
     """
 
     state: AccumulatorState
@@ -220,10 +223,9 @@ class Additions:
     """Prepared additions of gradients to partial sums: memory is allocated.
 
     Attributes:
-        sums: that change.
-        out_of_place: launches that write new memory; on error, the existing sums are unchanged.
-        in_place: launches that add to sums; after an error, contents of existing ones are
-            undefined.
+        sums: the sums that change.
+        out_of_place: launches that write new memory. If one fails, existing sums are unchanged.
+        in_place: launches that overwrite existing sums. If one fails, their contents are undefined.
     """
 
     sums: list[Addition]
@@ -234,12 +236,14 @@ class Additions:
 class Storage(ABC):
     """How accumulators store their partial sums: as dense arrays, or as rows with indices.
 
-    What ``AccumulatorState.totals`` has for a device with gradients only its storage knows. All
-    accumulators of a kind share one storage, so that a call on several of them shares launches.
+    Only the storage knows the type of the entries of ``AccumulatorState.totals``. All dense
+    accumulators share one storage, and all sparse ones, so that a call on several accumulators can
+    share launches.
 
     Attributes:
-        format: identifies the kind of accumulator and the version of a checkpoint's layout.
-        overwrites: whether ``take`` may overwrite sums; then it comes after those that do not.
+        format: identifies the kind of accumulator and the version of its checkpoints.
+        overwrites: whether ``take`` may overwrite sums. Storages that do are called last, so that
+            an error of the others leaves all sums intact.
     """
 
     format: str
@@ -258,13 +262,13 @@ class Storage(ABC):
         """Checks the gradient of a replica; returns an array or IndexedSlices.
 
         Raises:
-            TypeError: it is not an array, or not IndexedSlices for sparse sums.
+            TypeError: it is not an array or, for sparse sums, not IndexedSlices.
             ValueError: its dtype or shape does not fit the accumulator's.
         """
 
     @abstractmethod
     def converted(self, state: AccumulatorState, checked: Any) -> Addend:
-        """Converts a checked gradient; see ``to_sum_device`` for where."""
+        """Converts a checked gradient, on the device that ``to_sum_device`` selects."""
 
     @abstractmethod
     def check_sum_shape(self, gradient: Addend, wanted: tuple[int, ...]) -> None:
@@ -276,7 +280,7 @@ class Storage(ABC):
 
     @abstractmethod
     def allocate(self, additions: Sequence[Addition]) -> None:
-        """Sets ``total``, ``in_place`` and ``steps`` of each; may write only new memory."""
+        """Sets ``total``, ``in_place`` and ``steps`` of each; must not write existing sums."""
 
     @abstractmethod
     def command(
@@ -285,7 +289,7 @@ class Storage(ABC):
         """Prepares a launch that adds one step to each of several sums of a GPU.
 
         Returns:
-            The devices whose memory it accesses, first the one that launches; and the launch.
+            The devices whose memory the launch accesses, and the launch. The first device launches.
         """
 
     @abstractmethod
@@ -295,8 +299,9 @@ class Storage(ABC):
         """Returns the gradient of each state on each of its devices.
 
         Args:
-            states: each with at least one gradient.
-            guard: if sums are overwritten, this marks their devices as failed on an error.
+            states: each has at least one gradient.
+            guard: enter ``fail_on_partial_write`` here before sums are overwritten. It marks their
+                devices as failed if anything fails before the caller has reset the states.
         """
 
     @abstractmethod
@@ -305,27 +310,27 @@ class Storage(ABC):
 
     @abstractmethod
     def save(self, total: Any) -> Any:
-        """Queues a copy of a partial sum; the result is part of what ``checkpoint`` downloads."""
+        """Queues a copy of a partial sum; returns what ``checkpoint`` downloads for it."""
 
     @abstractmethod
     def load(
         self, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
     ) -> Callable[[Device], Any]:
-        """Validates a saved partial sum; the result uploads it into new memory.
+        """Validates a saved partial sum; returns a function that uploads it into new memory.
 
         Args:
-            name: of the entry, for errors.
+            name: the name of the entry, for error messages.
             saved: the entry.
-            dtype: of the accumulator.
-            shape: of the sum.
-            count: gradients in the sum.
+            dtype: the dtype of the accumulator.
+            shape: the shape of the sum.
+            count: the number of gradients in the sum.
         """
 
 
 def additions_of(pending_gradients: Sequence[PendingGradient]) -> Additions:
-    """Prepares additions; all locks are held. On error, nothing has changed.
+    """Prepares additions; all locks must be held. On error, nothing has changed.
 
-    Each GPU adds the n-th steps of all sums of a storage in one launch.
+    On each GPU, one launch adds the n-th step of all sums of a storage.
     """
     sums: dict[tuple[AccumulatorState, int], Addition] = {}
     by_storage: dict[Storage, list[Addition]] = {}

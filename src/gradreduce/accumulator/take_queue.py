@@ -16,12 +16,12 @@ from .state import AccumulatorState, PendingTake, Storage, Taken, locked
 def take_locked(states: Sequence[AccumulatorState]) -> list[Taken]:
     """Takes the gradient of each state and resets it; all locks must be held.
 
-    Sums may be reduced or divided in place: if anything fails between that and the reset, their
-    devices are marked as failed.
+    Sums may be reduced or divided in place. If anything fails between this and the reset, the
+    devices of these sums are marked as failed.
 
     Returns:
-        For each state its gradient on each of its devices, empty without gradients; and the array
-        type to return.
+        For each state a pair: its gradient on each of its devices, which is an empty tuple for an
+        empty sum; and the array type to return.
     """
     taken: dict[AccumulatorState, tuple[Part, ...]] = {}
     by_storage: dict[Storage, list[AccumulatorState]] = {}
@@ -50,7 +50,7 @@ def join(pending_take: PendingTake) -> None:
     with locked(pending_take.states):
         for state in pending_take.states:
             state.check_open()
-            state.check_devices()  # else it would wait without end
+            state.check_devices()  # no gradient can arrive on a failed device
         for state in pending_take.states:
             state.queue.append(pending_take)
         complete_ready(pending_take.states, held=True)
@@ -74,13 +74,13 @@ def await_take(pending_take: PendingTake, timeout: float | None) -> None:
         try:
             raise error
         finally:
-            del error  # else its traceback, which holds this frame, would keep the sums alive
+            del error  # its traceback refers to this frame, and so would keep the sums alive
 
 
 def withdraw(pending_take: PendingTake, timeout: float | None = None) -> None:
     """Removes an incomplete take from all queues, after a timeout or an error.
 
-    Takes behind it complete if they are ready.
+    Later takes complete if they are now ready.
     """
     with DeferInterrupts():
         _cancel([pending_take], lambda: DeadlineExceededError(_missing(pending_take, timeout)))
@@ -89,7 +89,8 @@ def withdraw(pending_take: PendingTake, timeout: float | None = None) -> None:
 def close(state: AccumulatorState) -> None:
     """Closes an accumulator, frees its sum, and cancels waiting takes.
 
-    Takes of several accumulators leave all their queues; takes behind them complete if ready.
+    A take that waits for several accumulators leaves all their queues. Later takes complete if they
+    are now ready.
     """
     with state.lock:
         state.closed = True
@@ -100,12 +101,12 @@ def close(state: AccumulatorState) -> None:
 def discard_sums(state: AccumulatorState) -> None:
     """Discards partial sums after a mesh failure, because they may be half written.
 
-    The step stays, so that later gradients of this step are added.
+    The step is unchanged, so that later gradients of this step are added.
     """
     with state.lock:
         num_discarded, step = state.count, state.step
         state.reset(step)
-    if num_discarded:  # a handler may do anything: no lock is held
+    if num_discarded:  # no lock is held, because a log handler may use accumulators
         log_warning(
             __name__,
             "accumulator %r at step %d discarded %d gradients: its mesh failed",
@@ -128,7 +129,7 @@ def cancel_waiting(state: AccumulatorState) -> None:
 def _cancel(pending_takes: Sequence[PendingTake], make_error: Callable[[], Exception]) -> None:
     """Removes incomplete takes from all queues, so that their calls raise the error.
 
-    Takes behind them complete if they are ready.
+    Later takes complete if they are now ready.
     """
     for each in pending_takes:
         with locked(each.states):
@@ -141,15 +142,16 @@ def _cancel(pending_takes: Sequence[PendingTake], make_error: Callable[[], Excep
 def complete_ready(states: Sequence[AccumulatorState], *, held: bool = False) -> None:
     """Completes the takes that are ready.
 
-    A call that adds gradients does so twice: with all locks held, so that a take that waits gets
-    just the gradients that it requires; and without, because of takes that also need other states.
+    A call that adds gradients calls this function twice. The first time it holds all locks, so that
+    no other thread adds gradients before a waiting take completes. The second time it holds none,
+    because a waiting take may also need the locks of other states.
 
     Args:
-        states: whose first takes may be ready.
-        held: the caller holds their locks: takes that also need other states are left out. Else it
-            holds no lock.
+        states: the accumulators whose first take may be ready.
+        held: True if the caller holds the locks of all ``states``; takes that also need other
+            states are skipped. False if it holds no lock.
     """
-    waiting = [state for state in states if state.queue]  # mostly nobody waits
+    waiting = [state for state in states if state.queue]  # usually empty
     while waiting:
         state = waiting.pop()
         if not state.queue:
@@ -165,7 +167,7 @@ def complete_ready(states: Sequence[AccumulatorState], *, held: bool = False) ->
 
 
 def _complete(pending_take: PendingTake) -> None:
-    """Completes a take; on error, the waiting call raises it and the sums stay."""
+    """Completes a take. On error, the waiting call raises it and the sums are unchanged."""
     devices = (device for state in pending_take.states for device in state.devices)
     try:
         with DeferInterrupts(), deadline_scope("take_grad", pending_take.deadline, devices):
@@ -176,7 +178,7 @@ def _complete(pending_take: PendingTake) -> None:
 
 
 def missing(state: AccumulatorState, num_required: int) -> str:
-    """Returns what a take still waits for, for a message."""
+    """Returns how many gradients a take has and needs, as part of a message."""
     return (
         f"step {state.step}: {state.count} of {num_required} gradients, "
         f"{max(0, num_required - state.count)} missing, {state.num_dropped} dropped as stale"
@@ -184,7 +186,7 @@ def missing(state: AccumulatorState, num_required: int) -> str:
 
 
 def _missing(pending_take: PendingTake, timeout: float | None) -> str:
-    """The message of a timeout: which accumulators lack gradients, at most five."""
+    """Returns the message of a timeout, with at most five accumulators that lack gradients."""
     several, required = len(pending_take.states) > 1, pending_take.num_required
     parts = []
     for index, state in enumerate(pending_take.states):
@@ -197,4 +199,4 @@ def _missing(pending_take: PendingTake, timeout: float | None) -> str:
             + ("" if is_first else ", behind another take")
         )
     rest = f"; and {len(parts) - 5} more" if len(parts) > 5 else ""
-    return f"no gradient within {timeout} s; {'; '.join(parts[:5])}{rest}"
+    return f"not enough gradients within {timeout} s; {'; '.join(parts[:5])}{rest}"

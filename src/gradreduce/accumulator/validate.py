@@ -33,9 +33,9 @@ def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingG
     """Checks the gradient of each replica, and converts it for the accumulator's storage.
 
     Raises:
-        TypeError: it is not an array, or not IndexedSlices for a sparse accumulator.
-        ValueError: it has another dtype, without ``cast``, or a shape that does not fit; or the
-            mesh has no device for the enclosing ``gr.replica``.
+        TypeError: it is not an array or, for a sparse accumulator, not IndexedSlices.
+        ValueError: it has another dtype and ``cast`` is False; its shape does not fit; or the mesh
+            has no device for the enclosing ``gr.replica``.
         InvalidArgumentError: rows do not fit the accumulator's shape.
         DeviceMismatchError: it is on another mesh.
     """
@@ -60,7 +60,7 @@ def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
 
 
 def _replicas_of(state: AccumulatorState, grad: Any) -> Sequence[Any]:
-    """The gradient of each replica, on the accumulator's mesh; dense ones of one shape."""
+    """Returns the gradient of each replica; checks their mesh, and the shapes of dense ones."""
     if not isinstance(grad, PerReplica):
         return (grad,)
     if grad.devices[0].mesh_state is not state.mesh_state:
@@ -80,10 +80,11 @@ def _replicas_of(state: AccumulatorState, grad: Any) -> Sequence[Any]:
 
 
 def to_sum_device(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
-    """The index of the device whose sum a gradient is added to, and its Buffer.
+    """Returns the index of the device whose sum a gradient is added to, and the gradient's Buffer.
 
-    That is the gradient's own device, if the accumulator uses it, else the first. A host array is
-    uploaded to the device of the enclosing ``gr.replica``, else to the first.
+    The device is the gradient's own if the accumulator uses it, otherwise the accumulator's first.
+    A host array is uploaded to the device of the enclosing ``gr.replica`` if the accumulator uses
+    it, otherwise to the first.
 
     Raises:
         ValueError: the mesh has no device for the enclosing ``gr.replica``.
@@ -97,7 +98,7 @@ def to_sum_device(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
 
 
 def check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
-    """Raises ``ValueError`` for another dtype, or with ``cast`` for a non-float dtype."""
+    """Raises ``ValueError`` if a gradient has another dtype that ``cast`` may not convert."""
     if dtype == state.dtype:
         return
     converts = dtype.name in DTYPES and dtype.isnative

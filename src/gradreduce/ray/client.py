@@ -146,7 +146,7 @@ class Client:
         if taken is not None:
             self._lead.delivered.remote(key)
             return taken
-        raise DeadlineExceededError(f"no gradient within {limit} s; {found}")
+        raise DeadlineExceededError(f"not enough gradients within {limit} s; {found}")
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the lead's state that concerns no tensor."""
