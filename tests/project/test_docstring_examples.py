@@ -123,9 +123,6 @@ MISSING = set(
     AdagradOptimizer
     AdamOptimizer
     AdamWOptimizer
-    ConditionalAccumulator
-    ConditionalAccumulatorBase
-    ConditionalAccumulatorBase.state_dict
     DynamicLossScale
     GradientDescentOptimizer
     LionOptimizer
@@ -137,10 +134,8 @@ MISSING = set(
     Optimizer.prepare
     Optimizer.state_dict
     RMSPropOptimizer
-    SparseConditionalAccumulator
     SyncStep
     SyncStep.state_dict
-    apply_grads
     autodiff.logsumexp
     autodiff.relu
     autodiff.sigmoid
@@ -156,7 +151,6 @@ MISSING = set(
     ray.SparseConditionalAccumulator
     ray.WorkerInfo
     ray.init
-    take_grads
     torch.DataParallel
     torch.Optimizer
     torch.ReduceScatter
