@@ -205,7 +205,7 @@ def _names_of(states: Sequence[AccumulatorState]) -> list[str]:
 def _allocate_flat(
     sums: Sequence[tuple[Device, DType, tuple[int, ...]]], *, zeros: bool = False
 ) -> list[Buffer]:
-    """Allocates the partial sums of each device and dtype back to back in one flat buffer.
+    """Allocates partial sums back to back, in one flat buffer for each device and dtype.
 
     Args:
         sums: device, accumulator dtype and shape of each sum.

@@ -148,7 +148,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         *,
         cast: bool = False,
     ) -> bool:
-        """Adds a gradient whose indices and rows are one object, or drops it if it is stale.
+        """Adds a gradient that is one object, or drops it if it is stale.
 
         Args:
             grad: IndexedSlices, or a PyTorch tensor in ``torch.sparse_coo`` layout with one sparse

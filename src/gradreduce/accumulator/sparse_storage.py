@@ -234,7 +234,7 @@ def _check_extents(
 
 
 def _merged(state: AccumulatorState) -> tuple[Part, ...]:
-    """Merges the rows of all devices on the first one, and copies the result to the others."""
+    """Merges the rows of all devices on the first, and copies the result to all."""
     totals, home = [total for total in state.totals if total is not None], state.devices[0]
     slots = [total.slots for total in totals]
     plan, divisor = merged_row_index(slots, mean=state.reduction_type == "MEAN")

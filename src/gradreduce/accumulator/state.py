@@ -57,7 +57,7 @@ class PendingTake:
         return bool(state.queue) and state.queue[0] is self
 
     def is_ready(self) -> bool:
-        """Whether it is first in all queues and all sums have enough; locks must be held."""
+        """Whether the take can complete: first in all queues, enough gradients; needs all locks."""
         for state in self.states:
             if state.closed or state.count < self.num_required or not self.is_first_of(state):
                 return False

@@ -80,7 +80,7 @@ def _replicas_of(state: AccumulatorState, grad: Any) -> Sequence[Any]:
 
 
 def to_sum_device(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
-    """Returns the index of the device whose sum a gradient is added to, and the gradient's Buffer.
+    """Returns the index of the device that adds a gradient, and the gradient's Buffer.
 
     The device is the gradient's own if the accumulator uses it, otherwise the accumulator's first.
     A host array is uploaded to the device of the enclosing ``gr.replica`` if the accumulator uses
