@@ -81,6 +81,13 @@ def test_comments_beside_prints_are_compared():
     assert sum(len(printed_lines(block)) for path in PAGES for block in blocks_of(path)) > 15
 
 
+def test_only_texts_of_tensorflow_are_left_out():
+    """Blocks of Python that do not run have the language "py"."""
+    for page in PAGES:
+        for block in re.findall(r"```py\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            assert "import tensorflow" in block and "gradreduce" not in block, page.name
+
+
 def test_the_training_example_trains_every_copy_alike():
     (code,) = [block for path in PAGES for block in blocks_of(path) if "sklearn" in block]
     names = {"__name__": "block"}
