@@ -32,7 +32,7 @@ class DynamicLossScale:
 
     It shrinks when gradients overflow, and grows when they have not for a while.
 
-    Args:
+    Attributes:
         init_scale: the scale at first.
         growth_factor: by which it is multiplied after ``growth_interval`` updates without a
             skipped one; above 1.

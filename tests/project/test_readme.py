@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.repo
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [page for page in (README, *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
+PAGES = [page for page in (README, *sorted((ROOT / "docs").rglob("*.md"))) if page.is_file()]
 
 
 def blocks_of(path: Path) -> list[str]:
@@ -119,6 +119,27 @@ def test_every_link_leads_to_a_file_or_a_heading():
             assert not anchor or anchor in anchors_of(file), (page.name, target)
 
 
-def test_the_readme_leads_to_every_page():
+def tables_of_contents() -> dict[str, list[Path]]:
+    """The pages in the tables of contents of the site, by their captions."""
+    found: dict[str, list[Path]] = {}
+    for page in PAGES[1:]:
+        text = page.read_text(encoding="utf-8")
+        for options, names in re.findall(r"```{toctree}\n((?::.*\n)*)([^`]*)```", text):
+            caption = re.search(r":caption: (.*)", options)
+            found.setdefault(caption[1] if caption else page.name, []).extend(
+                page.parent / f"{name}.md"
+                for name in re.findall(r"^(?:.*<)?(\S+?)>?$", names, re.M)
+            )
+    return found
+
+
+def test_every_page_is_in_a_table_of_contents():
+    listed = [page for pages in tables_of_contents().values() for page in pages]
+    assert sorted([*listed, ROOT / "docs/index.md"]) == sorted(PAGES[1:])
+
+
+def test_the_readme_leads_to_every_guide():
     text = README.read_text(encoding="utf-8")
-    assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text] == []
+    guides = tables_of_contents()["Guides"]
+    assert len(guides) > 5
+    assert [page.name for page in guides if f"(docs/{page.name})" not in text] == []

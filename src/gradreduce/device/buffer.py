@@ -157,6 +157,8 @@ class Buffer(NotCopied):
         block: the memory it looks into.
         array_owner: of a Buffer made from an argument, and of its views: the kind of array whose
             memory it is, or ``"copy"`` if it holds a copy of one; None for every other.
+        array: the backend's array of this memory; None until it is used for the first time.
+        flat: the same in one dimension, without a reference to the block; for backends.
     """
 
     _copy_hint = "pass buffer.numpy(), and upload it with device.put(array)"
