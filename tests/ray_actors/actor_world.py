@@ -89,7 +89,7 @@ def load() -> Iterator[SimpleNamespace]:
     attribute = vars(gradreduce).pop("ray", None)
     sys.modules["ray"] = _stand_in()
     try:
-        names = ("shard", "shard_state", "lead", "client")
+        names = ("shard", "shard_state", "lead", "client", "messages", "center", "center_state")
         yield SimpleNamespace(
             **{name: importlib.import_module(f"gradreduce.ray.{name}") for name in names}
         )

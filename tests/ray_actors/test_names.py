@@ -1,9 +1,10 @@
-"""Names of actors, which are also names of files."""
+"""Names of actors, which are also names of files; specs of their accumulators."""
 
 from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 import gradreduce as gr
@@ -28,3 +29,10 @@ def test_any_other_string_is_refused(name):
 def test_what_is_no_string_is_refused():
     with pytest.raises(TypeError, match=re.escape("shared_name=7 must be a string")):
         gr.ray.cluster.check_name("shared_name", 7)
+
+
+@pytest.mark.parametrize("spec", ["float32", np.float32, ("float32", [2], True, 1), ()])
+def test_a_spec_that_is_no_tuple_of_the_arguments_is_an_error(spec):
+    text = "] must be (dtype, shape) or (dtype, shape, is_sparse)"
+    with pytest.raises(TypeError, match=rf"^specs\['a'\]=.* {re.escape(text[2:])}$"):
+        gr.ray.AccumulatorSet({"a": spec}, "name")

@@ -29,8 +29,25 @@ class Tally:
     clock = 0
 
     def __init__(self, settings: Any) -> None:
-        self.shard = settings.shard
+        self.shard, self._checks_all = settings.shard, settings.period == 4
+        self.registered: set[int] = set()
         self.load(None)
+
+    def may_raise(self, command: str) -> bool:
+        return command == "fail_on" or (command == "apply" and self._checks_all)
+
+    def check(self, command: str, shard: Any, message: Any) -> None:
+        if command == "apply":
+            assert message == (shard, self.shard)  # its name
+        elif shard == self.shard:
+            raise ArithmeticError(f"on shard {shard}")
+
+    def fail_on(self, shard: int, message: None) -> bool:
+        assert shard != self.shard
+        return True
+
+    def register(self, tasks: Any) -> None:
+        self.registered |= set(tasks)
 
     def apply(self, name: str, message: Any) -> bool:
         if message != (name, self.shard):
@@ -360,6 +377,43 @@ def test_a_call_whose_snapshot_cannot_be_written_changes_nothing(modules, num_sh
         run.world.actors[run.names[failing % num_shards]].instance._snapshots.is_full = False
         await run.apply(lead, "w", 2)
         assert (await run.contents())["held"] == ["w.1", "w.2"]
+
+    run.world.run(main)
+
+
+@pytest.mark.parametrize("period", [0, 4])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_call_that_fails_on_one_shard_changes_none(modules, period, failing):
+    run = Run(modules, 0, 3, period)
+
+    async def main() -> None:
+        lead = run.connect(Process())
+        await run.apply(lead, "w", 1)
+        for number in (2, 3):
+            with pytest.raises(ArithmeticError, match=f"^on shard {failing}$"):
+                await answer_of(
+                    modules,
+                    lambda: lead.call.remote(("w", number), "fail_on", (failing,)),  # noqa: B023
+                )
+        found = await answer_of(modules, lambda: lead.call.remote(("w", 4), "fail_on", (3,)))
+        assert [each.value for each in found] == [True] * 3
+        await run.apply(lead, "w", 5)
+        assert (await run.contents())["history"] == ["w.1", "w.5"]  # nothing went back
+
+    run.world.run(main)
+
+
+def test_a_gradient_registers_its_worker_with_a_restarted_lead(modules):
+    run = Run(modules, 0, 1, 1)
+
+    async def main() -> None:
+        lead = run.connect(Process())
+        await run.apply(lead, "w", 1)
+        run.world.kill("a")
+        origin = modules.lead.Origin("w", 2, 0, (5,))
+        sent = (("w", 2), "apply", ("w.2",), ("w.2", 0), (), origin)
+        await answer_of(modules, lambda: lead.call.remote(*sent))
+        assert run.lead._state.registered == {5}
 
     run.world.run(main)
 

@@ -24,7 +24,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.checkpoint import anything, checked, downloader, equal, mapped
 from gradreduce.device import Buffer, as_dtype, as_flag
-from gradreduce.errors import about
+from gradreduce.errors import about, brief
 
 from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec, as_slices
 from .client import Client, SharedOptions, shards_for
@@ -250,7 +250,7 @@ class AccumulatorSet(SharedAccumulator):
         by_name = specs if isinstance(specs, Mapping) else {str(i): x for i, x in enumerate(specs)}
         if not by_name:
             raise ValueError("specs is empty: pass a spec for each accumulator")
-        found = [AccumulatorSpec(*each) for each in by_name.values()]
+        found = [_as_spec(name, each) for name, each in by_name.items()]
         super().__init__(list(by_name), found, shared_name, reduction_type, options)
 
     def __reduce__(self) -> Any:
@@ -459,6 +459,14 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
         """Blocks until there are ``num_required`` gradients; returns their mean or sum."""
         taken: IndexedSlices = self._take(num_required, timeout)[0]
         return taken
+
+
+def _as_spec(name: str, spec: Any) -> AccumulatorSpec:
+    if not isinstance(spec, (tuple, list)) or not 1 <= len(spec) <= 3:
+        raise TypeError(
+            f"specs[{name!r}]={brief(spec)} must be (dtype, shape) or (dtype, shape, is_sparse)"
+        )
+    return AccumulatorSpec(*spec)
 
 
 def _nbytes(shape: Sequence[int | None] | None, itemsize: int, num_shards: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 import time
 import uuid
 import weakref
@@ -72,17 +73,23 @@ class RemoteRegistry:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._here: set[int] = set()  # workers of this process that have begun
+        # Workers of this process that have begun, and the thread of each.
+        self._here: dict[int, int] = {}
 
     def begin(self, task_index: int) -> None:
         """Registers a worker."""
         self._client.ask("begin", task_index)
-        self._here.add(task_index)
+        self._here[task_index] = threading.get_ident()
 
     def end(self, task_index: int) -> None:
         """Unregisters a worker."""
-        self._here.discard(task_index)
+        self._here.pop(task_index, None)
         self._client.ask("end", task_index)
+
+    def of_this_thread(self) -> tuple[int, ...]:
+        """Returns the workers that have begun in this thread."""
+        here = threading.get_ident()
+        return tuple([task for task, thread in list(self._here.items()) if thread == here])
 
     def clear_failure(self, task_index: int) -> None:
         """Removes a worker from those that failed."""
@@ -90,7 +97,7 @@ class RemoteRegistry:
 
     def mark_failed(self, task_index: int, error: BaseException) -> None:
         """Records that an exception ended a worker."""
-        self._here.discard(task_index)
+        self._here.pop(task_index, None)
         self._client.ask("mark_failed", task_index, f"{type(error).__name__}: {error}")
 
     def wait_for(self, num_worker: int, timeout: float) -> None:
@@ -125,7 +132,8 @@ class RemoteCenter(Center):
     """
 
     def __init__(self, client: Client, devices: tuple[Device, ...], worker: str) -> None:
-        self.devices, self.registry = devices, RemoteRegistry(client)
+        self.devices = devices
+        self.registry: RemoteRegistry = RemoteRegistry(client)
         self._client, self._worker = client, worker
         self._shards: dict[str, int] = {}
         self._workers: weakref.WeakKeyDictionary[WorkerVariables, Connection] = (
@@ -221,7 +229,12 @@ class RemoteCenter(Center):
         """See ``Center``."""
         connection = self._connection(variables)
         key = connection.key_of(variables.sums)
-        origin = Origin(self._worker + connection.suffix, variables.num_steps, connection.clock)
+        origin = Origin(
+            self._worker + connection.suffix,
+            variables.num_steps,
+            connection.clock,
+            self.registry.of_this_thread(),
+        )
         settings = {name: getattr(optimizer, name) for name in optimizer._settings}
         by_name = {var.name: var for var in variables.sums}
 

@@ -177,6 +177,8 @@ class CenterShardState(ShardState):
         self._shards: dict[str, int] = {}
         self._num_pushes = 0
         self._dense: DensePush | None = None  # the last one
+        # Launches a push by a Python rule, which was computed when it was checked.
+        self._checked: Callable[[], None] | None = None
         # Slots of a snapshot, and the name of their rule, until a worker joins.
         self._saved_slots: dict[str, Any] | None = None
         self._saved_rule = ""
@@ -226,21 +228,27 @@ class CenterShardState(ShardState):
 
     def push(self, request: PushRequest, message: Message) -> Message:
         """Updates the center by the sums of a worker, and pulls these variables."""
-        if self._optimizer is None:
-            raise NotJoinedError("the rule of the center is unknown: create an AGNOptimizer")
-        self._check_known(request.names)
-        self._center.check_usable()
-        names, optimizer = request.names[self._shard], self._optimizer
-        vars(optimizer).update(request.settings)
+        optimizer = self._check_push(request)
+        names = request.names[self._shard]
         is_dense = request.config.gamma is None and optimizer._rule is not None
         if names and is_dense and request.sparse.isdisjoint(names):
             answer = self._push_dense(optimizer, names, request, message)
         else:
+            launch, self._checked = self._checked, None
             if names:
-                self._push(optimizer, names, request, message)
+                (launch or self._ready_push(names, request, message))()
             answer = self._values(names)
         self._num_pushes += 1
         return answer._replace(value=(self._num_pushes, answer.value))
+
+    def _check_push(self, request: PushRequest) -> Optimizer:
+        """Checks that a push can be made; returns the optimizer with the settings of the push."""
+        if self._optimizer is None:
+            raise NotJoinedError("the rule of the center is unknown: create an AGNOptimizer")
+        self._check_known(request.names)
+        self._center.check_usable()
+        vars(self._optimizer).update(request.settings)
+        return self._optimizer
 
     def _push_dense(
         self, optimizer: Optimizer, names: Sequence[str], request: PushRequest, message: Message
@@ -256,10 +264,23 @@ class CenterShardState(ShardState):
         failed = partial(self._center.mark_push_failed, request.config.task)
         return self._dense.run(request.scalars, message, failed)
 
-    def _push(
-        self, optimizer: Optimizer, names: Sequence[str], request: PushRequest, message: Message
-    ) -> None:
-        """Pushes sums of any kind."""
+    def may_raise(self, command: str) -> bool:
+        """See ``ShardState``; a Python rule may raise because of the values of one variable."""
+        return command == "push" and self._optimizer is not None and self._optimizer._rule is None
+
+    def check(self, command: str, request: PushRequest, message: Message) -> None:
+        """See ``ShardState``; keeps what the rule computes for the push."""
+        self._checked = None
+        self._check_push(request)
+        if names := request.names[self._shard]:
+            self._checked = self._ready_push(names, request, message)
+
+    def _ready_push(
+        self, names: Sequence[str], request: PushRequest, message: Message
+    ) -> Callable[[], None]:
+        """Computes a push of sums of any kind; returns a function that launches it."""
+        optimizer = self._optimizer
+        assert optimizer is not None
         if optimizer._rule is None:
             vars(optimizer).update(zip(optimizer._hyperparameters, request.scalars, strict=True))
         centers = [self._center.variables[name] for name in names]
@@ -271,7 +292,8 @@ class CenterShardState(ShardState):
             for name, written, total, then in zip(names, rows, sums, last, strict=True)
         ]
         failed = partial(self._center.mark_push_failed, request.config.task)
-        PushPlan(pushed, optimizer, request.config, failed).run(request.scalars, lambda: None)
+        launch = PushPlan(pushed, optimizer, request.config, failed).ready(request.scalars)
+        return partial(launch, lambda: None)
 
     def _operands(
         self, names: Sequence[str], request: PushRequest, message: Message
@@ -396,6 +418,11 @@ class CenterShardState(ShardState):
     def begin(self, task_index: int) -> None:
         """Registers a worker; see ``WorkerRegistry``."""
         self._center.registry.begin(task_index)
+
+    def register(self, tasks: Sequence[int]) -> None:
+        """See ``ShardState``."""
+        for task in set(tasks).difference(self.begun()):
+            self.begin(task)
 
     def end(self, task_index: int) -> None:
         """Unregisters a worker."""

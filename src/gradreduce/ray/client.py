@@ -29,6 +29,7 @@ from .messages import Message
 from .shard import Answer, RetryError, Settings
 from .shard_state import Key, ShardState
 
+START_SECONDS = 60.0  # a new actor is a new process, which takes some seconds to start
 POLL_SECONDS = 1.0  # how long a lead keeps a take that waits, before its client asks again
 
 
@@ -53,7 +54,8 @@ class Client:
         settings: of shard 0.
         make_state: returns an empty state for a shard.
         description: what the actor has to be; see ``ShardState.describe``.
-        timeout: seconds that a call waits for its answer; None: as long as the actor lives.
+        timeout: seconds that a call waits for its answer, and the first one, which may wait for the
+            start of the actor, at least 60; None: as long as the actor lives.
 
     Raises:
         ValueError: the actor of this name is something else.
@@ -68,12 +70,15 @@ class Client:
     ) -> None:
         cluster.init()
         self.name, self.num_shards = settings.name, settings.num_shards
-        self._settings, self._timeout = settings, as_timeout(timeout)
+        limit = as_timeout(timeout)
+        self._settings = settings
+        self._timeout = None if limit is None else max(limit, START_SECONDS)
         # Less than the time for an answer.
         self._poll_seconds = min(POLL_SECONDS, math.inf if timeout is None else timeout / 2)
         self._lead = start_shard(settings, make_state)
         self._caller = _Caller()
         found = self.ask("describe")
+        self._timeout = limit
         for name, wanted in description.items():
             if found.get(name) != wanted:
                 had = f"{name} {brief(found.get(name))}"

@@ -41,11 +41,14 @@ class Origin(NamedTuple):
         worker: its name.
         step: number of its gradient or step.
         clock: that of the state when the worker read what the gradient was computed from.
+        tasks: task indices that the thread has registered; a lead that was restarted does not know
+            them.
     """
 
     worker: str
     step: int
     clock: int
+    tasks: tuple[int, ...] = ()
 
 
 class WorkerInfo(NamedTuple):
@@ -199,6 +202,10 @@ class Lead(Shard):
     ) -> list[Answer]:
         """Runs a command on all shards; the lock is held."""
         number = self._number + 1
+        if self._others and self._state.may_raise(command):
+            checks = [(self._generation, self._number, command, arguments, message_id)]
+            await self._from_others("check", checks * len(self._others))
+            self._state.check(command, *arguments, message)
         own = Answer.of(self._execute(key, command, arguments, message))
         if not self._others:
             return [own]
@@ -362,6 +369,8 @@ class Lead(Shard):
     # -- workers ----------------------------------------------------------------------------------
 
     def _note(self, origin: Origin) -> None:
+        if origin.tasks:
+            self._state.register(origin.tasks)
         staleness = max(0, self._state.clock - origin.clock)
         _set_last(self._workers, origin.worker, (origin.step, staleness, time.monotonic()))
 

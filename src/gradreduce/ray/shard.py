@@ -139,6 +139,18 @@ class Shard:
         message = self._staged.pop(message_id) if message_id else None
         return Answer.of(self._execute(key, command, arguments, message))
 
+    async def check(
+        self,
+        generation: str,
+        number: int,
+        command: str,
+        arguments: Sequence[Any],
+        message_id: str,
+    ) -> None:
+        """Raises what the command after ``number`` would raise; changes nothing."""
+        self._check_moment(generation, number)
+        self._state.check(command, *arguments, self._staged.get(message_id))
+
     async def read(
         self, generation: str, number: int, command: str, arguments: Sequence[Any]
     ) -> Answer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Key = tuple[str, int]  # of a call: the caller, and its number
@@ -41,6 +41,14 @@ class ShardState(ABC):
     def load(self, state: dict[str, Any] | None) -> None:
         """Replaces the state by a saved one; None: by that of a new state."""
 
+    def may_raise(self, command: str) -> bool:
+        """Whether a command may raise on one shard only, so that ``check`` is called before it."""
+        return False
+
+    def check(self, command: str, *arguments: Any) -> None:
+        """Raises what a command would raise; called on all shards before it."""
+        raise NotImplementedError
+
     # -- accumulators only ------------------------------------------------------------------------
 
     def forget(self, key: Key) -> None:
@@ -53,4 +61,10 @@ class ShardState(ABC):
 
     def missing(self, num_required: int) -> str:
         """Returns what a take still waits for, for a message."""
+        raise NotImplementedError
+
+    # -- centers only -----------------------------------------------------------------------------
+
+    def register(self, tasks: Sequence[int]) -> None:
+        """Registers workers that are not registered, because the actor was restarted."""
         raise NotImplementedError

@@ -8,6 +8,7 @@ pulls to memory that the GPU can access. For sparse sums and Python rules, the u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from gradreduce import ops
@@ -169,27 +170,39 @@ class PushPlan:
         return found
 
     def run(self, scalars: Scalars, then: Callable[[], None]) -> None:
-        """Launches the push; a failure before its first launch leaves the center unchanged.
+        """Calls ``ready``, and the function that it returns."""
+        self.ready(scalars)(then)
 
-        A later failure, even of the launch that gathers rows, is part-way: ``failed`` is called.
+    def ready(self, scalars: Scalars) -> Callable[[Callable[[], None]], None]:
+        """Computes a Python rule; returns a function that launches the push.
+
+        A failure before its first launch leaves the center unchanged. A later failure, even of the
+        launch that gathers rows, is part-way: ``failed`` is called. The function has one argument,
+        which it calls after the launches; an error in it means that the push failed part-way.
 
         Args:
             scalars: of the rule.
-            then: called after the launches; an error in it means that the push failed part-way.
         """
-        mesh_state = self._mesh_state
         lead = {"global": (self._config.period,), "plain": ()}
-        with mesh_state.label_scope(self._label):
+        with self._mesh_state.label_scope(self._label):
             launches = [
                 self._optimizer._ready(job, (*lead[variant], *scalars), writer, variant)
                 for job, writer, variant in self._jobs
             ]
-            with mesh_state.on_partial_failure(self._failed), mesh_state.launch_lock:
-                for launch in launches:
-                    launch()
-                for out, value in self._pulls:
-                    copy_over(out.device, out, value)
-                then()
+        return partial(self._launch, launches)
+
+    def _launch(self, launches: Sequence[Callable[[], None]], then: Callable[[], None]) -> None:
+        mesh_state = self._mesh_state
+        with (
+            mesh_state.label_scope(self._label),
+            mesh_state.on_partial_failure(self._failed),
+            mesh_state.launch_lock,
+        ):
+            for launch in launches:
+                launch()
+            for out, value in self._pulls:
+                copy_over(out.device, out, value)
+            then()
 
 
 def _is_in_reach(pushed: PushedVariable) -> bool:

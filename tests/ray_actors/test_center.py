@@ -1,0 +1,224 @@
+"""A center on shards of this process, without Ray: what a push costs, changes and keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ray_actors.actor_world import load
+
+import gradreduce as gr
+
+SHAPES = {"a": (3,), "b": (5, 2), "big": (200, 100)}
+MORE = {"big": 1}  # launches of tensors that travel alone; the simulation does not copy them
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[SimpleNamespace]:
+    with load() as found:
+        yield found
+
+
+def message(modules, arrays):
+    return modules.messages.Layout(modules.messages.specs_of(arrays)).message(arrays)
+
+
+def first_array(modules, answer):
+    return modules.messages.Layout.of(answer.form).arrays(answer)[0]
+
+
+def state_of(modules, optimizer):
+    """The state of an actor with the variables, and a function that pushes ones to them."""
+    of_state, push_config = modules.center_state, gr.optim.agn.push.PushConfig
+    state = of_state.CenterShardState(modules.shard.Settings("counts", 0, 1, None, 1, 0))
+    for name, shape in SHAPES.items():
+        state.create(name, message(modules, [np.zeros(shape, np.float32)]))
+    state.join(modules.center._rule_of(optimizer), None)
+    scalars = tuple(getattr(optimizer, name) for name in optimizer._hyperparameters)
+
+    def push(names):
+        config = push_config(2, None, "w")
+        request = of_state.PushRequest([names], frozenset(), config, scalars, {})
+        return state.push(
+            request, message(modules, [np.ones(SHAPES[name], np.float32) for name in names])
+        )
+
+    return state, push
+
+
+@pytest.mark.parametrize("names", [["a", "b"], ["a", "b", "big"]])
+def test_small_tensors_are_one_upload_one_launch_and_one_download(modules, names):
+    state, push = state_of(modules, gr.GradientDescentOptimizer(0.5))
+    push(names)
+    with state._device.mesh_state.log.journal() as journal:
+        answer = push(names)
+    found = Counter(record.name or record.kind for record in journal.records)
+    alone = sum(MORE.get(name, 0) for name in names)
+    assert found == {"upload": 1, "global_sgd": 1 + alone, "download": 1}
+    for array in modules.messages.Layout.of(answer.form).arrays(answer):
+        assert (array == -0.5).all()
+
+
+def test_another_set_of_variables_is_planned_anew(modules):
+    _, push = state_of(modules, gr.GradientDescentOptimizer(0.5))
+    for names in (["a", "b"], ["b", "a"], ["b"]):
+        answer = push(names)
+    assert (first_array(modules, answer) == -0.75).all()
+
+
+def test_a_push_after_a_load_updates_the_loaded_slots(modules):
+    state, push = state_of(modules, gr.MomentumOptimizer(1.0, 1.0))
+    saved = state.save()["center"]  # before the slots were made
+    push(["b"])
+    push(["b"])
+    state.load_center(saved, None)
+    # With 0.5 twice in its momentum, the next step would be 1.5.
+    assert (first_array(modules, push(["b"])) == -0.5).all()
+    (slot,) = state._center.slot_variables()
+    assert (slot.numpy() == 0.5).all()
+
+
+class Client:
+    """Stands for a ``Client`` and its lead; the shards are in this process.
+
+    Args:
+        modules: of gradreduce.ray.
+        num_shards: number of shards.
+    """
+
+    def __init__(self, modules: SimpleNamespace, num_shards: int) -> None:
+        self._modules, self.num_shards = modules, num_shards
+        self.restart()
+
+    def restart(self) -> None:
+        """Replaces the shards by new ones, which have no snapshot."""
+        settings = self._modules.shard.Settings("c", 0, self.num_shards, None, 1, 0)
+        self.states = [
+            self._modules.center_state.CenterShardState(settings._replace(shard=shard))
+            for shard in range(self.num_shards)
+        ]
+
+    def call(self, command: str, *arguments: Any, messages: Any = (), **options: Any) -> list[Any]:
+        sent = messages or [None] * self.num_shards
+        if self.states[0].may_raise(command):
+            for state, each in reversed(list(zip(self.states, sent, strict=True))):
+                state.check(command, *arguments, each)
+        return [
+            getattr(state, command)(*arguments, each)
+            for state, each in zip(self.states, sent, strict=True)
+        ]
+
+    def read(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(state, method)(*arguments) for state in self.states]
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.states[0], method)(*arguments)
+
+
+def worker_of(modules, client, names, rule):
+    """A worker's optimizer that pushes at each step, and its variables."""
+    device = gr.default_mesh().devices[0]
+    center = gr.AGNCenter()
+    center._shared = modules.center.RemoteCenter(client, center.devices, "w")
+    getter = gr.AGNCustomGetter(device, center=center)
+    variables = [gr.get_variable(each, np.zeros(2), custom_getter=getter) for each in names]
+    return gr.AGNOptimizer(rule, 2, getter, communication_period=1), variables
+
+
+def test_after_a_loss_the_sums_go_to_the_shards_that_now_have_the_variables(modules):
+    client = Client(modules, 2)
+    optimizer, variables = worker_of(modules, client, "ab", gr.GradientDescentOptimizer(1.0))
+    optimizer.apply_gradients([(np.ones(2), variable) for variable in variables])
+    where = [client.ask("shard_of", name) for name in "ab"]
+    client.restart()
+    worker_of(modules, client, "ba", gr.GradientDescentOptimizer(1.0))  # another worker is first
+    assert [client.ask("shard_of", name) for name in "ab"] == where[::-1]
+    optimizer.apply_gradients([(np.full(2, 4.0), variable) for variable in variables])
+    assert [variable.numpy().tolist() for variable in variables] == [[-4.0, -4.0]] * 2
+
+
+class Fussy(gr.Optimizer):
+    """A Python rule that raises at a shard if told to."""
+
+    _slot_names = ("total",)
+    _hyperparameters = ("rate",)
+    in_worker = True
+    limit = 10.0
+
+    def __init__(self, rate: float) -> None:
+        super().__init__("Fussy")
+        self.rate = rate
+
+    def _apply(self, variable: Any, slots: dict[str, Any], gradient: Any) -> None:
+        slots["total"] += gradient
+        variable -= self.rate * slots["total"]
+        if not self.in_worker and gradient.max() > self.limit:
+            raise ArithmeticError("too large")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_python_rule_that_raises_on_one_shard_changes_none(modules, failing, monkeypatch):
+    client = Client(modules, 2)
+    optimizer, variables = worker_of(modules, client, "abcd", Fussy(0.5))
+    other, others = worker_of(modules, client, "abcd", Fussy(0.5))
+
+    def center() -> list[list[float]]:
+        states = [each["variables"] for each in client.read("state")]
+        return [(states[0] | states[1])[name].tolist() for name in "abcd"]
+
+    push = client.call
+
+    def in_actor(command, *arguments, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(Fussy, "in_worker", False)
+            return push(command, *arguments, **options)
+
+    monkeypatch.setattr(client, "call", in_actor)
+    optimizer.apply_gradients([(np.ones(2), variable) for variable in variables])
+    assert center() == [[-0.5, -0.5]] * 4
+    grads = [np.full(2, 100.0 if number == failing else 2.0) for number in range(4)]
+    for _ in range(2):  # the second call makes the push again
+        with pytest.raises(ArithmeticError, match=r"^too large$"):
+            optimizer.apply_gradients(list(zip(grads, variables, strict=True)))
+        assert center() == [[-0.5, -0.5]] * 4
+    other.apply_gradients([(np.ones(2), variable) for variable in others])
+    assert center() == [[-1.5, -1.5]] * 4
+    optimizer.get_init_op(0)()  # drops the sums that the rule does not take
+    optimizer.apply_gradients([(np.ones(2), variable) for variable in variables])
+    assert center() == [[-3.0, -3.0]] * 4
+    assert client.ask("names") == list("abcd")
+    assert [state._num_pushes for state in client.states] == [3, 3]
+
+
+def test_a_push_names_the_tasks_that_its_thread_has_registered(modules, monkeypatch):
+    client, sent = Client(modules, 1), []
+    optimizer, (weights,) = worker_of(modules, client, "a", gr.GradientDescentOptimizer(1.0))
+    call = client.call
+
+    def watched(command, *arguments, origin=None, **options):
+        if origin is not None:
+            sent.append(origin.tasks)
+        return call(command, *arguments, **options)
+
+    monkeypatch.setattr(client, "call", watched)
+
+    def step():
+        optimizer.apply_gradients([(np.ones(2), weights)])
+
+    with optimizer.make_session_run_hook(False, 3):
+        step()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(step).result()
+    step()
+    assert sent == [(3,), (), ()]
+    client.restart()
+    client.states[0].register((3,))
+    client.states[0].register((3,))
+    assert client.ask("begun") == [3]
+    client.states[0].end(3)
+    assert client.ask("begun") == []
