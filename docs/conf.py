@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -27,10 +28,13 @@ project = "gradreduce"
 version = release = gradreduce.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 nitpicky = True
+nitpick_ignore_regex = [("py:class", ".*"), ("py:exc", ".*")]  # types, many of other libraries
 html_theme = "furo"
 html_title = f"gradreduce {release}"
 html_copy_source = False
 html_show_copyright = False
+toc_object_entries_show_parents = "hide"
+python_maximum_signature_line_length = 90
 
 # --- pages ----------------------------------------------------------------------------------------
 
@@ -90,24 +94,46 @@ autodoc_default_options = {
     "special-members": "__call__",
 }
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
-# Names of other libraries.
-nitpick_ignore_regex = [("py:(class|exc)", r"(?!gradreduce\.)\w+\..*")]
+autodoc_typehints = "none"  # see types_of; signatures stay short
 napoleon_numpy_docstring = False
 
 COLON = "\ue000"  # a character that no docstring has
 
 
-def hide_colons(app: Sphinx, what: str, name: str, obj: Any, options: Any, text: list[str]) -> None:
-    """Hides colons that napoleon would take for the end of a type: ours are in sentences."""
-    first = 0 if what in ("attribute", "property") else None
+def types_of(function: Any) -> dict[str, str]:
+    """The types of a function's parameters, as its source has them."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    types = {each.name: each.annotation for each in parameters if each.annotation is not each.empty}
+    return {
+        name: kind if isinstance(kind, str) else inspect.formatannotation(kind)
+        for name, kind in types.items()
+    }
+
+
+def before_napoleon(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, text: list[str]
+) -> None:
+    """Adds types to "Args"; hides colons that napoleon would take for the end of a type."""
+    types = types_of(obj)
+    section = ""
     for number, line in enumerate(text):
-        if number == first or (number and text[number - 1] == "Returns:"):
+        if line.endswith(":") and line[:1].isupper():
+            section = line
+        elif section == "Args:" and (found := re.match(r"    ([\w, *]+): ", line)):
+            of_names = {types.get(each.strip(" *"), "") for each in found[1].split(",")}
+            if len(of_names) == 1 and (only := of_names.pop()):
+                text[number] = f"    {found[1]} ({only}): {line[found.end() :]}"
+        elif text[number - 1] == "Returns:" or (number == 0 and what in ("attribute", "property")):
             text[number] = line.replace(":", COLON)
 
 
-def show_colons(app: Sphinx, what: str, name: str, obj: Any, options: Any, text: list[str]) -> None:
-    """Shows them again, behind napoleon."""
+def after_napoleon(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, text: list[str]
+) -> None:
+    """Shows the colons again."""
     text[:] = [line.replace(COLON, ":") for line in text]
 
 
@@ -131,8 +157,8 @@ def check_reference(app: Sphinx, env: BuildEnvironment) -> None:
 
 def setup(app: Sphinx) -> None:
     """Connects the functions of this file."""
-    app.connect("autodoc-process-docstring", hide_colons, priority=400)
-    app.connect("autodoc-process-docstring", show_colons, priority=600)
+    app.connect("autodoc-process-docstring", before_napoleon, priority=400)
+    app.connect("autodoc-process-docstring", after_napoleon, priority=600)
     app.connect("env-check-consistency", check_reference)
     app.connect("source-read", on_source_read)
     app.connect("include-read", on_include_read)
