@@ -45,7 +45,7 @@ PUSH = "a communication, sgd"
 SPREAD, WORKERS, SPLIT_SIZE, CENTER_DEVICES = "ten workers push", 10, 25_000_000, 4
 
 NOT_YET = "nothing yet: no GPU was there, 2026-11"
-BESIDE = "the table of bench/README.md, 2026-11"
+BESIDE = "docs/benchmarks.md, 2026-11"
 # name -> an optimizer, how often a variable's bytes are read or written, and the gain over
 # PyTorch's fused optimizer and an addition that is promised for a GPU
 RULES: dict[str, tuple[Callable[[], gr.Optimizer], int, float]] = {

@@ -54,7 +54,7 @@ MEASURED = {  # on an AMD EPYC virtual machine with 2 cores, 2026-11, load avera
     ("numpy", "flat"): "1.01 to 1.04", ("compiled", "num_packs=0"): "0.86 to 1.09",
     ("compiled", "num_packs=1"): "1.14 to 1.49", ("compiled", "flat"): "0.67 to 0.91",
 }  # fmt: skip
-BESIDE = "the table of bench/README.md, 2026-11"
+BESIDE = "docs/benchmarks.md, 2026-11"
 MOST = {
     "numpy": (1.5, 2.5, 1.5),
     "compiled": (1.1, 2.0, 1.1),

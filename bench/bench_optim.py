@@ -39,7 +39,7 @@ ROWS, WIDTH, NUM_ROWS, QUICK_ROWS = 20_000, 64, 100_000, 100
 SPARSE = "sparse adam, lazy"
 
 NOT_YET = "nothing yet: no GPU was there, 2026-11"
-BESIDE = "the table of bench/README.md, 2026-11"
+BESIDE = "docs/benchmarks.md, 2026-11"
 # name -> an optimizer, and how often a variable's bytes are read or written
 RULES: dict[str, tuple[Callable[[], gr.Optimizer], int]] = {
     "sgd": (lambda: gr.GradientDescentOptimizer(0.1), 3),
