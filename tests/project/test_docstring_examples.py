@@ -115,25 +115,7 @@ MISSING = set(
     replica
     show_versions
 
-    AGNCenter
-    AGNCenter.start_worker
-    AGNCustomGetter
-    AGNOptimizer
-    AGNOptimizer.make_session_run_hook
-    AdagradOptimizer
-    AdamOptimizer
-    AdamWOptimizer
     DynamicLossScale
-    GradientDescentOptimizer
-    LionOptimizer
-    MomentumOptimizer
-    Optimizer
-    Optimizer.apply_gradients
-    Optimizer.compute_gradients
-    Optimizer.minimize
-    Optimizer.prepare
-    Optimizer.state_dict
-    RMSPropOptimizer
     SyncStep
     SyncStep.state_dict
     autodiff.logsumexp
@@ -141,7 +123,6 @@ MISSING = set(
     autodiff.sigmoid
     autodiff.softmax_cross_entropy
     autodiff.stop_gradient
-    clip_by_global_norm
     embedding_lookup
     jax.all_reduce
     ray.AGNCenter

@@ -15,14 +15,14 @@ from .optimizer import Optimizer, Scalars
 
 
 def _is_torch(eps_mode: str) -> bool:
-    """Whether epsilon is added where PyTorch adds it."""
+    """Validates ``eps_mode``; returns whether epsilon is added where PyTorch adds it."""
     if eps_mode not in ("tensorflow", "torch"):
         raise ValueError(f"eps_mode={brief(eps_mode)} must be 'tensorflow' or 'torch'")
     return eps_mode == "torch"
 
 
 class _DecayingOptimizer(Optimizer):
-    """Base of rules by which a gradient of zero changes a variable, for its moments decay."""
+    """Base of rules that change a variable even where its gradient is zero."""
 
     def __init__(self, name: str, *, lazy: bool, master_dtype: Any) -> None:
         super().__init__(name, master_dtype=master_dtype)
@@ -30,7 +30,7 @@ class _DecayingOptimizer(Optimizer):
 
     @property
     def lazy(self) -> bool:
-        """Whether a sparse gradient updates only its rows."""
+        """Whether a sparse gradient updates only its rows; set by the constructor."""
         return not self._densifies
 
 
@@ -40,26 +40,38 @@ class AdamOptimizer(_DecayingOptimizer):
     ``m += (1 - beta1) * (gradient - m)``, ``v += (1 - beta2) * (gradient ** 2 - v)``, then
     ``variable -= lr * m / (sqrt(v) + epsilon)`` with ``lr = learning_rate * sqrt(1 - p2) / (1 -
     p1)``. The slots ``"m"`` and ``"v"`` start at zero. The powers p1 and p2 start at beta1 and
-    beta2; each update multiplies them by beta1 and beta2 afterwards. There is one pair for the
-    optimizer, whichever variables an update has.
+    beta2; after each update they are multiplied by beta1 and beta2. All variables of the optimizer
+    share these powers.
+
+    ``learning_rate``, ``beta1``, ``beta2`` and ``epsilon`` are numbers, or callables or Variables
+    that are read at each update. They can be set later, as attributes.
 
     Args:
-        learning_rate: a number, or a callable or Variable that is read at each update; can be
-            set later.
-        beta1: decay of the first moment, at least 0 and below 1; likewise.
-        beta2: decay of the second moment, at least 0 and below 1; likewise.
-        epsilon: added to a square root; likewise.
+        learning_rate: see above.
+        beta1: decay of the first moment, at least 0 and below 1.
+        beta2: decay of the second moment, at least 0 and below 1.
+        epsilon: see ``eps_mode``.
         use_locking: no effect; for compatibility with TensorFlow.
-        name: of the optimizer.
-        lazy: whether a sparse gradient updates only its rows. If not, as in TensorFlow, it counts
-            as zero in all other rows, whose moments decay and which change too.
+        name: name of the optimizer.
+        lazy: whether a sparse gradient updates only its rows. If False, as in TensorFlow, the
+            gradient is zero in all other rows: their moments decay, and the rows change too.
         master_dtype: see ``Optimizer``.
         eps_mode: ``"tensorflow"`` adds epsilon to ``sqrt(v)``, as above. ``"torch"`` adds it to
             ``sqrt(v / (1 - p2))``, as torch.optim.Adam does. Can be set later.
 
     Raises:
-        ValueError: ``beta1`` or ``beta2`` is out of range, or another ``eps_mode``, here or at an
-            update.
+        ValueError: ``beta1`` or ``beta2`` is out of range, or ``eps_mode`` is unknown. An update
+            raises it too, if these were set later.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> w = gr.Variable(np.float32([1, -1]), "w", device=mesh)
+        >>> optimizer = gr.AdamOptimizer(learning_rate=0.5)
+        >>> optimizer.apply_gradients([(np.float32([4, -4]), w)])
+        >>> w.numpy().round(3)  # the first step has the size of the learning rate
+        array([ 0.5, -0.5], dtype=float32)
+        >>> optimizer.get_slot_names()
+        ['m', 'v']
     """
 
     _rule = update_rules.adam
@@ -88,8 +100,7 @@ class AdamOptimizer(_DecayingOptimizer):
     def variables(self) -> list[Variable]:
         """Returns the slots, ``beta1_power`` and ``beta2_power``, sorted by name.
 
-        The powers are stored on the host, and their Variables are copies: to set them, use
-        ``load_state_dict``.
+        The Variables of the two powers are copies. To change the powers, use ``load_state_dict``.
         """
         slots = super().variables()
         powers = [
@@ -116,21 +127,31 @@ class AdamWOptimizer(AdamOptimizer):
     PyTorch's epsilon: ``variable -= learning_rate / (1 - p1) * m / (sqrt(v / (1 - p2)) +
     epsilon)``.
 
+    Hyperparameters are numbers, or callables or Variables that are read at each update. They can be
+    set later, as attributes.
+
     Args:
-        learning_rate: a number, or a callable or Variable that is read at each update; can be
-            set later.
-        beta1: decay of the first moment, at least 0 and below 1; likewise.
-        beta2: decay of the second moment, at least 0 and below 1; likewise.
-        epsilon: added to the square root of the corrected second moment; likewise.
-        weight_decay: fraction of a variable, times the learning rate, that an update subtracts;
-            likewise.
-        name: of the optimizer.
-        lazy: whether a sparse gradient updates only its rows, and only they decay. If not, all
-            rows decay, as with a dense gradient that is zero there.
+        learning_rate: see above.
+        beta1: decay of the first moment, at least 0 and below 1.
+        beta2: decay of the second moment, at least 0 and below 1.
+        epsilon: see above.
+        weight_decay: an update subtracts this fraction of a variable, times the learning rate.
+        name: name of the optimizer.
+        lazy: whether a sparse gradient updates only its rows, so that only these rows decay. If
+            False, the gradient is zero in all other rows, and all rows decay.
         master_dtype: see ``Optimizer``.
 
     Raises:
-        ValueError: ``beta1`` or ``beta2`` is out of range, here or at an update.
+        ValueError: ``beta1`` or ``beta2`` is out of range. An update raises it too, if they were
+            set later.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> w = gr.Variable(np.float32([4, 4]), "w", device=mesh)
+        >>> optimizer = gr.AdamWOptimizer(learning_rate=0.5, weight_decay=0.5)
+        >>> optimizer.apply_gradients([(np.float32([4, 0]), w)])
+        >>> w.numpy().round(3)  # decay to 3, then a step of -0.5 where there is a gradient
+        array([2.5, 3. ], dtype=float32)
     """
 
     _rule = update_rules.adamw
@@ -156,23 +177,34 @@ class LionOptimizer(_DecayingOptimizer):
     """Lion: the sign of a moving mean, with decoupled weight decay (arXiv:2302.06675).
 
     ``variable *= 1 - learning_rate * weight_decay``, ``variable -= learning_rate * sign(beta1 * m +
-    (1 - beta1) * gradient)``, then ``m = beta2 * m + (1 - beta2) * gradient``. The slot ``"m"``
-    starts at zero; Adam has two. Each update moves an element by the learning rate: the paper
-    recommends a third to a tenth of AdamW's, and a weight decay that is larger by as much.
+    (1 - beta1) * gradient)``, then ``m = beta2 * m + (1 - beta2) * gradient``. ``m`` is the only
+    slot; it starts at zero. An update moves each element by the learning rate. Therefore the paper
+    recommends a learning rate that is 3 to 10 times smaller than AdamW's, and a weight decay that
+    is 3 to 10 times larger.
+
+    Hyperparameters are numbers, or callables or Variables that are read at each update. They can be
+    set later, as attributes.
 
     Args:
-        learning_rate: a number, or a callable or Variable that is read at each update; can be
-            set later.
-        beta1: of the mean whose sign counts, at least 0 and below 1; likewise.
-        beta2: of the mean that is kept, at least 0 and below 1; likewise.
-        weight_decay: fraction of a variable, times the learning rate, that an update subtracts;
-            likewise.
-        name: of the optimizer.
+        learning_rate: see above.
+        beta1: decay of the mean whose sign is used, at least 0 and below 1.
+        beta2: decay of the mean that the slot keeps, at least 0 and below 1.
+        weight_decay: an update subtracts this fraction of a variable, times the learning rate.
+        name: name of the optimizer.
         lazy: see ``AdamWOptimizer``.
         master_dtype: see ``Optimizer``.
 
     Raises:
-        ValueError: ``beta1`` or ``beta2`` is out of range, here or at an update.
+        ValueError: ``beta1`` or ``beta2`` is out of range. An update raises it too, if they were
+            set later.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> w = gr.Variable(np.float32([1, 1]), "w", device=mesh)
+        >>> optimizer = gr.LionOptimizer(learning_rate=0.25)
+        >>> optimizer.apply_gradients([(np.float32([4, -0.1]), w)])
+        >>> w.numpy()
+        array([0.75, 1.25], dtype=float32)
     """
 
     _rule = update_rules.lion
@@ -205,15 +237,23 @@ class AdagradOptimizer(Optimizer):
     sqrt(accumulator)``. A sparse gradient updates only its rows.
 
     Args:
-        learning_rate: a number, or a callable or Variable that is read at each update; can be
-            set later.
+        learning_rate: a number, or a callable or Variable that is read at each update. It can be
+            set later, as an attribute.
         initial_accumulator_value: initial value of the slot ``"accumulator"``; above 0.
         use_locking: no effect; for compatibility with TensorFlow.
-        name: of the optimizer.
+        name: name of the optimizer.
         master_dtype: see ``Optimizer``.
 
     Raises:
         ValueError: ``initial_accumulator_value`` is not above 0.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> w = gr.Variable(np.float32([1]), "w", device=mesh)
+        >>> optimizer = gr.AdagradOptimizer(learning_rate=0.5, initial_accumulator_value=7.0)
+        >>> optimizer.apply_gradients([(np.float32([3]), w)])
+        >>> w.numpy()  # 1 - 0.5 * 3 / sqrt(7 + 9)
+        array([0.625], dtype=float32)
     """
 
     _rule = update_rules.adagrad
@@ -244,30 +284,42 @@ class RMSPropOptimizer(Optimizer):
     """RMSProp optimizer (tf.train.RMSPropOptimizer).
 
     ``rms += (1 - decay) * (gradient ** 2 - rms)``, ``mom = momentum * mom + learning_rate *
-    gradient / sqrt(rms + epsilon)``, then ``variable -= mom``. The slot ``"rms"`` starts at
-    one, ``"momentum"`` at zero. A sparse gradient updates only its rows.
+    gradient / sqrt(rms + epsilon)``, then ``variable -= mom``. The slot ``"rms"`` starts at one,
+    the slot ``"momentum"`` at zero. A sparse gradient updates only its rows.
 
-    If centered, it divides by the standard deviation: with the slot ``"mg"``, which starts at zero,
-    ``mg += (1 - decay) * (gradient - mg)``, and the divisor is ``sqrt(rms - mg ** 2 + epsilon)``.
+    With ``centered``, the gradient is divided by its standard deviation: ``mg += (1 - decay) *
+    (gradient - mg)``, and the divisor is ``sqrt(rms - mg ** 2 + epsilon)``. The slot ``"mg"``
+    starts at zero.
+
+    ``learning_rate``, ``decay``, ``momentum`` and ``epsilon`` are numbers, or callables or
+    Variables that are read at each update. They can be set later, as attributes.
 
     Args:
-        learning_rate: a number, or a callable or Variable that is read at each update; can be
-            set later.
-        decay: of the mean of squares; likewise.
-        momentum: fraction of the previous step that is added; likewise.
-        epsilon: added under the square root; likewise.
+        learning_rate: see above.
+        decay: decay of the mean of squares.
+        momentum: fraction of the previous step that is added.
+        epsilon: see ``eps_mode``.
         use_locking: no effect; for compatibility with TensorFlow.
-        centered: whether to divide by the standard deviation.
-        name: of the optimizer.
+        centered: see above.
+        name: name of the optimizer.
         master_dtype: see ``Optimizer``.
-        eps_mode: ``"tensorflow"`` adds epsilon under the root, as above. ``"torch"`` adds it to the
-            root, and ``"rms"`` starts at zero: then a step is that of torch.optim.RMSprop with
-            ``alpha=decay``, as long as the learning rate is constant. (PyTorch multiplies the
-            momentum by the current learning rate; here each gradient keeps its own.) Can be set
-            later; slots that exist stay as they are.
+        eps_mode: ``"tensorflow"`` adds epsilon inside the square root, as above. ``"torch"`` adds
+            it to the square root, and ``"rms"`` starts at zero. Then a step equals that of
+            torch.optim.RMSprop with ``alpha=decay``, if the learning rate is constant. If it
+            changes, the steps differ: PyTorch multiplies the momentum by the current learning rate,
+            and this optimizer multiplies each gradient by the rate of its own step. Can be set
+            later; existing slots keep their values.
 
     Raises:
-        ValueError: another ``eps_mode``, here or at an update.
+        ValueError: ``eps_mode`` is unknown. An update raises it too, if it was set later.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> w = gr.Variable(np.float32([1]), "w", device=mesh)
+        >>> optimizer = gr.RMSPropOptimizer(learning_rate=0.5, decay=0.5)
+        >>> optimizer.apply_gradients([(np.float32([1]), w)])
+        >>> w.numpy()  # rms stays 1, so the step is 0.5 * 1 / 1
+        array([0.5], dtype=float32)
     """
 
     _rule = update_rules.rmsprop
@@ -296,7 +348,7 @@ class RMSPropOptimizer(Optimizer):
 
     @property
     def centered(self) -> bool:
-        """Whether it divides by the standard deviation of the gradients."""
+        """Whether gradients are divided by their standard deviation; set by the constructor."""
         return self._rule is update_rules.rmsprop_centered
 
     def _slot_start(self, name: str) -> float:

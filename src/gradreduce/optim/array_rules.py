@@ -18,25 +18,26 @@ OnArrays = Callable[[Any, dict[str, Any], Any], object]  # should return None
 
 
 def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
-    """Begins a job, and runs a Python rule on copies; returns a rule that copies the results back.
+    """Runs a Python rule on copies; returns a rule that copies the results back.
 
-    So state is unchanged if the rule raises, and no lock is held while it runs.
+    Because it runs on copies, variables and slots are unchanged if it raises. No lock is held while
+    it runs. This function also calls ``job.begin``.
 
     Args:
-        apply: ``apply(variable, slots, gradient)`` changes the first two in place; they are NumPy
-            or CuPy arrays. For a half with a master, ``variable`` is the master.
-        names: of the slots.
-        job: of the update.
+        apply: ``apply(variable, slots, gradient)`` changes the first two in place. The arguments
+            are NumPy or CuPy arrays. For a variable with a master, ``variable`` is the master.
+        names: the names of the slots.
+        job: the job of the update.
     """
     job.begin()
     outs: list[Buffer] = []
     values: list[Buffer] = []
     for row in job.updates:
         copied = _copied(row, job.leader)
-        changed = copied[-len(names) - 1 :]  # from a master on, if there is one
+        changed = copied[-len(names) - 1 :]  # the master if there is one, else the variable; slots
         _call(apply, names, [*changed, row[-1]], job.leader)
         if len(copied) > len(changed):
-            copied[0] = changed[0]  # a master is rounded once, to its variable
+            copied[0] = changed[0]  # the copy below rounds the master to its variable
         outs += row[:-1]
         values += copied
     for out, value in zip(outs, values, strict=True):
@@ -45,7 +46,7 @@ def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
 
 
 def _copied(row: Update, leader: Device) -> list[Buffer]:
-    """Copies the written operands; resets a master that does not round to its variable."""
+    """Copies the written operands; sets a master that does not round to its variable."""
     made = [leader.empty(operand.shape, operand.dtype) for operand in row[:-1]]
     ops.pack(made, row[:-1], device=leader)
     if len(row) > 2 and made[1].dtype != made[0].dtype:
@@ -60,7 +61,7 @@ def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], lead
         with StreamScope():
             variable, *slots, gradient = [from_buffer(each, "native") for each in buffers]
         by_name = dict(zip(names, slots, strict=True))
-        with on_gpu_of(leader):  # where CuPy computes
+        with on_gpu_of(leader):  # CuPy computes on its current GPU
             made = apply(variable, by_name, _only_read(gradient, leader))
     if made is not None:  # a rule that returns its result has changed nothing
         name = getattr(apply, "__qualname__", "_apply")
@@ -79,7 +80,7 @@ def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], lead
 
 
 def _only_read(gradient: Any, leader: Device) -> Any:
-    """Protects a gradient, which may be the caller's memory, from writes by the rule."""
+    """Returns a gradient that the rule cannot overwrite: it may be the caller's memory."""
     if leader.mesh_state.backend != "sim":
         return gradient.copy()  # CuPy has no read-only arrays
     view = gradient.view()

@@ -1,7 +1,8 @@
 """Saves slots and hyperparameters, and validates and loads them; see ``gradreduce.checkpoint``.
 
-Float16 and bfloat16 slots are saved as float32. Hyperparameters that are callables or Variables
-belong to the program: they are saved as None, and a load leaves those of the optimizer as they are.
+Float16 and bfloat16 slots are saved as float32. Hyperparameters that are callables or Variables are
+saved as None. A load does not replace hyperparameters that are None in the state, or callables or
+Variables in the optimizer.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def slots_schema(slots: Slots, owners: Mapping[str, Variable]) -> dict[str, Chec
 
 
 def ready_slots(slots: Slots, values: Mapping[Variable, Mapping[str, Any]]) -> Callable[[], None]:
-    """Makes slots with these values; the returned function replaces those that exist."""
+    """Creates slots with these values; returns a function that replaces the existing slots."""
     made: dict[str, dict[Variable, Variable]] = {name: {} for name in slots.by_name}
     for var, of_var in values.items():
         for name, value in of_var.items():
@@ -52,7 +53,7 @@ def ready_slots(slots: Slots, values: Mapping[Variable, Mapping[str, Any]]) -> C
 
 
 def saved_number(value: Any) -> Any:
-    """Returns a hyperparameter as a state has it: None for a callable or Variable."""
+    """Returns the saved value of a hyperparameter: None for a callable or Variable."""
     return None if _is_computed(value) else plain(value)
 
 
@@ -61,16 +62,16 @@ def _is_computed(value: Any) -> bool:
 
 
 def power(where: str, saved: Any) -> float:
-    """Checks a power of a decay."""
+    """Validates a saved power of a decay."""
     return value_of(where, plain(saved), is_decay=True)
 
 
 def number_like(own: Any, *, is_decay: bool) -> Check:
-    """Returns a check for a hyperparameter, which returns what the optimizer gets.
+    """Returns a check for a saved hyperparameter; the check returns the value to load.
 
     Args:
-        own: what the optimizer has: a number, bool, string, callable or Variable.
-        is_decay: whether it must be at least 0 and below 1.
+        own: the value that the optimizer has: a number, bool, string, callable or Variable.
+        is_decay: whether the value must be at least 0 and below 1.
     """
 
     def check(where: str, saved: Any) -> Any:

@@ -54,30 +54,41 @@ def clip_by_global_norm(
 ) -> tuple[list[Any], Any]:
     """Scales gradients so that their global norm is at most ``clip_norm``.
 
-    Each becomes ``t * clip_norm * min(1 / norm, 1 / clip_norm)`` (tf.clip_by_global_norm). The norm
-    is summed in float64 in a fixed order: the same bits every time, on every backend. The number of
-    launches depends on the number of dtypes, not of tensors; the host does not wait.
+    Each tensor ``t`` becomes ``t * clip_norm * min(1 / norm, 1 / clip_norm)``. The norm is the
+    square root of the sum of the squares of all elements. It is computed in float64, in a fixed
+    order, so that it has the same bits every time and on every backend. The number of launches
+    depends on the number of dtypes, not on the number of tensors. The host waits only for
+    ``use_norm``. Source: ``tf.clip_by_global_norm``.
 
     Args:
-        t_list: float arrays of any library, Buffers, ``IndexedSlices`` (clipped by their values;
-            rows of the same index are not added, as in TensorFlow), and None, which stays None.
-            Or ``Mirrored`` tensors, all on the same devices: each device clips its own copies.
+        t_list: a list of float arrays of any library, Buffers, ``IndexedSlices``, and None, which
+            stays None. Or a list of ``Mirrored`` tensors on the same devices: each device clips its
+            own copies. For ``IndexedSlices`` the values are clipped; as in TensorFlow, rows with
+            the same index are not added first.
         clip_norm: the largest norm; above 0.
-        use_norm: a norm to use instead of the computed one: a number, or an array of one element,
-            which the host waits for.
+        use_norm: the norm, if you know it: a number, or an array of one element. Default: the norm
+            is computed.
         name: ignored; TensorFlow's name of the operation.
-        output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: the
-            kind of the results. Default: that of each tensor.
+        output_type: the array type of the results: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"``
+            or ``"buffer"``. Default: each result has the type of its tensor.
 
     Returns:
-        New arrays on the device of the first tensor, and the norm. If an element is infinite or
-        NaN, so is the norm, and all results are NaN. ``Mirrored`` tensors give ``Mirrored`` ones.
+        A list of new arrays on the device of the first tensor, and the norm. If an element is
+        infinite or NaN, the norm is infinite or NaN, and all results are NaN. For ``Mirrored``
+        tensors, the results and the norm are ``Mirrored``.
 
     Raises:
         TypeError: ``t_list`` is not a list or tuple, a tensor is not an array or is ``PerReplica``
             (reduce it first), or only some tensors are ``Mirrored``.
         ValueError: ``clip_norm`` is not above 0, a tensor is not of a float dtype, or ``Mirrored``
             tensors are on different devices.
+
+    Example:
+        >>> clipped, norm = gr.clip_by_global_norm([np.float32([3, 0]), np.float32([4])], 2.5)
+        >>> clipped
+        [array([1.5, 0. ], dtype=float32), array([2.], dtype=float32)]
+        >>> norm
+        array(5., dtype=float32)
     """
     if not isinstance(t_list, list | tuple):
         raise TypeError(f"t_list should be a list or tuple, got {type(t_list).__name__}")

@@ -31,7 +31,8 @@ def ready_gradients(  # those of compute_gradients
     """Validates the arguments of ``compute_gradients``.
 
     Returns:
-        A function that differentiates, and returns the value of the loss and the pairs.
+        A function that differentiates the loss. It returns the value of the loss and a list of
+        pairs (gradient, variable).
     """
     gate = -1
     with suppress(TypeError):
@@ -61,15 +62,16 @@ def gradients_of_replicas(
     """Computes the gradients of each replica of a worker, one after the other.
 
     Args:
-        gradients: called once per replica, inside its ``gr.replica`` and on its GPU.
-        devices: of the replicas.
+        gradients: a function of ``ready_gradients``, which is called once per replica, inside its
+            ``gr.replica`` and on its GPU.
+        devices: the devices of the replicas.
 
     Returns:
-        The value of the loss of each replica; and for each variable a ``PerReplica`` of its
-        gradients, or None if no replica has one.
+        The value of the loss of each replica, and for each variable a pair (gradient, variable).
+        The gradient is a ``PerReplica``, or None if no replica has one.
 
     Raises:
-        ValueError: only some replicas have a gradient of a variable.
+        ValueError: a variable has a gradient on some replicas but not on all.
     """
     values: list[Any] = []
     found: list[dict[Variable, Any]] = []

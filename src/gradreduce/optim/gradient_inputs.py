@@ -48,22 +48,22 @@ def check_global_step(global_step: Any) -> None:
 
 
 def ready_count(global_step: Variable | None) -> Callable[[], None]:
-    """Returns a function that adds one to ``global_step``; what can fail is done here."""
+    """Prepares everything that can fail; returns a function that adds one to ``global_step``."""
     return _nothing if global_step is None else global_step._ready_add(1)
 
 
 def _nothing() -> None:
-    """Does nothing: there is no ``global_step``."""
+    """Used without a ``global_step``."""
 
 
 def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Variable]]:
-    """Validates pairs and returns the gradients that are not None, and their variables.
+    """Validates pairs; returns the gradients that are not None, and their variables.
 
     Raises:
-        ValueError: no pair, a variable twice, or None for every gradient.
-        TypeError: an item that is not a pair of a gradient and a Variable.
-        InvalidVariableError: a variable with a gradient is not of a float dtype.
-        RuntimeError: called inside a loss that has read one of the variables.
+        ValueError: there is no pair, a variable is in two pairs, or all gradients are None.
+        TypeError: an item is not a pair of a gradient and a Variable.
+        InvalidVariableError: a variable with a gradient does not have a float dtype.
+        RuntimeError: the call is made inside a loss that has read one of the variables.
     """
     try:
         pairs = list(grads_and_vars)
@@ -98,7 +98,7 @@ def _check_pairs(pairs: Sequence[Any]) -> None:
         grad, var = pair
         if not isinstance(var, Variable):
             raise InvalidVariableError(f"grads_and_vars[{index}]: {brief(var)} is not a Variable")
-        if grad is not None and not var.trainable:  # a trainable one holds floats
+        if grad is not None and not var.trainable:  # trainable Variables always hold floats
             check_float(var)
 
 
@@ -113,13 +113,13 @@ def to_variables(
 
     Args:
         gradients: one for each variable.
-        variables: of the gradients.
-        cross_device_ops: reduces.
+        variables: the variables of the gradients.
+        cross_device_ops: reduces ``PerReplica`` gradients.
 
     Raises:
-        ValueError: a gradient of another shape, dtype or device than its variable, or rows that
+        ValueError: a gradient has another shape, dtype or device than its variable, or rows that
             the variable does not have.
-        TypeError: a gradient that is not an array.
+        TypeError: a gradient is not an array.
     """
     placed = [_placed(grad, var) for grad, var in zip(gradients, variables, strict=True)]
     wait_for_inputs([buffer_of(part) for grad in placed for part in _parts(grad)])
@@ -140,7 +140,7 @@ def _parts(grad: GradientValue) -> Sequence[Part]:
 
 
 def _placed(grad: Any, var: Variable) -> GradientValue:
-    """Converts a gradient to a Buffer or IndexedSlices of one, unless distributed; checks it."""
+    """Validates a gradient. Converts one that is not distributed to Buffers."""
     if isinstance(grad, PerReplica | Mirrored):
         grad._discard_copies()
         if set(grad.devices) != set(var.devices):
@@ -163,7 +163,7 @@ def _placed(grad: Any, var: Variable) -> GradientValue:
 
 
 def _converted(grad: Any, var: Variable) -> Part:
-    first = var._buffers[0]  # memory that is written is checked in ``begin_writes``
+    first = var._buffers[0]  # a write is checked later, by ``begin_writes``
     try:
         grad = as_slices(grad)
         if isinstance(grad, IndexedSlices):
@@ -193,7 +193,7 @@ def _check_rows(slices: IndexedSlices, var: Variable) -> None:
 
 
 def _colocated(grad: Part | Mirrored, var: Variable) -> Colocated:
-    """Returns a gradient for each copy of a variable, copied to other physical devices."""
+    """Returns a gradient for each copy of a variable; one array for each physical device."""
     if isinstance(grad, Mirrored):
         by_device = dict(zip(grad.devices, grad.parts, strict=True))
         return tuple([by_device[device] for device in var.devices])
@@ -208,8 +208,8 @@ def _colocated(grad: Part | Mirrored, var: Variable) -> Colocated:
 
 
 def made_dense(gradients: Sequence[Colocated], variables: Sequence[Variable]) -> list[Colocated]:
-    """Converts sparse gradients to dense ones; one array per physical device."""
-    found = {  # by id: the copies on one physical device share theirs
+    """Converts sparse gradients to dense ones, with one array on each physical device."""
+    found = {  # by id, because the copies on one physical device share a gradient
         id(part): IndexedSlices.of(part.values, part.indices, var.shape)
         for parts, var in zip(gradients, variables, strict=True)
         for part in parts
@@ -222,14 +222,14 @@ def made_dense(gradients: Sequence[Colocated], variables: Sequence[Variable]) ->
 def check_no_overlap(
     variables: Sequence[Variable], gradients: Sequence[Colocated], written: ops.Ranges
 ) -> None:
-    """Raises if a gradient shares memory with what the update writes.
+    """Raises ``ValueError`` if a gradient shares memory with what the update writes.
 
-    A launch reads all gradients while it writes all variables, in no order.
+    A launch reads gradients and writes variables in any order.
 
     Args:
         variables: one for each gradient, for the message.
-        gradients: memory that is read.
-        written: memory that is written.
+        gradients: the gradients that are read.
+        written: the memory that is written.
 
     Raises:
         ValueError: they overlap.

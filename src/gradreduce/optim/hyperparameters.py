@@ -1,4 +1,4 @@
-"""Hyperparameters: numbers, or callables and Variables that give one for each update."""
+"""Hyperparameters: numbers, or callables and Variables that are read at each update."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Number = float | Variable | Callable[[], float]
 
 
 def as_number(name: str, value: Number, *, is_decay: bool = False) -> Number:
-    """Validates a hyperparameter; converts anything but a callable or Variable to float.
+    """Validates a hyperparameter; converts it to float unless it is a callable or Variable.
 
     Raises:
-        TypeError: it is none of these.
-        ValueError: a string that is not a number, a Variable that is not a scalar, or a decay that
-            is not at least 0 and below 1.
+        TypeError: it cannot be converted to float.
+        ValueError: it is a string that is not a number, a Variable that is not a scalar, or a decay
+            that is below 0 or not below 1.
     """
     if isinstance(value, Variable):
         if value.shape:
@@ -28,7 +28,7 @@ def as_number(name: str, value: Number, *, is_decay: bool = False) -> Number:
 
 
 def value_of(name: str, value: Number, *, is_decay: bool = False) -> float:
-    """Returns the current value; reading a Variable waits for its device."""
+    """Returns the current value. Reading a Variable waits for its device."""
     found: Any = value() if callable(value) else value
     if isinstance(found, Variable):
         found = found.numpy()
@@ -52,7 +52,7 @@ def text_of(value: Any) -> str:
 
 
 def check_decay(name: str, value: float) -> None:
-    """Raises unless a number is at least 0 and below 1."""
+    """Raises ``ValueError`` unless a number is at least 0 and below 1."""
     if not 0 <= value < 1:
         raise ValueError(f"{name}={brief(value)} must be at least 0 and below 1")
 
@@ -72,10 +72,10 @@ def no_attribute(owner: str, name: str, known: Sequence[str], holder: str = "") 
     """Returns the error for setting an attribute that an optimizer does not have.
 
     Args:
-        owner: class of the optimizer.
-        name: of the attribute.
-        known: names that can be set.
-        holder: object that has them, if not the optimizer itself.
+        owner: name of the optimizer's class.
+        name: name of the attribute.
+        known: the names that can be set.
+        holder: the object that has these attributes, if it is not the optimizer itself.
     """
     from difflib import get_close_matches
 

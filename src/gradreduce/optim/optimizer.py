@@ -1,6 +1,6 @@
 """Base class of optimizers: validates gradients, manages slots, launches the update.
 
-Its members are those of tf.train.Optimizer.
+Source: tf.train.Optimizer, whose public methods it has.
 """
 
 from __future__ import annotations
@@ -52,28 +52,30 @@ _FORMAT = "gradreduce optimizer 2"
 
 
 class Optimizer(NotCopied):
-    """Base class of optimizers; subclass it to write an update rule.
+    """Base class of optimizers (tf.train.Optimizer); subclass it to write an update rule.
 
-    A subclass names its slots in ``_slot_names`` and overrides two methods: ``_apply`` changes one
-    variable and its slots, given as arrays, and ``_slot_start`` returns the initial value of a
-    slot. The base class handles the rest: gradients of every kind, sparse ones (``_apply`` gets
-    the rows that they touch, each once), mirrored variables, masters and errors. Attributes that
-    it names in ``_hyperparameters`` must be numbers, and are in its ``state_dict``.
+    A subclass names its slots in ``_slot_names`` and overrides ``_apply``, which updates the arrays
+    of one variable and its slots. It may override ``_slot_start``, which returns the initial value
+    of a slot. The base class does the rest: it accepts gradients of every type, sparse gradients
+    (``_apply`` gets each row that they touch once), mirrored variables and masters. Attributes
+    named in ``_hyperparameters`` must be numbers. They are saved in the ``state_dict``.
 
-    For subclasses and wrappers of this library, such as ``AGNOptimizer``: ``_rule`` is the compiled
-    rule (None: ``_apply`` is called), ``_slots`` has the slots, ``_slot_start`` their first values,
-    ``_hyperparameters`` and ``_settings`` name the attributes that can be set. ``_next_update``,
-    ``_compile``, ``_colocated_gradients``, ``_ready`` and ``_launch`` are the parts of an update;
-    ``_queued_state`` and ``_ready_state`` are those of a checkpoint.
+    You cannot set a public attribute that an optimizer of this library does not have:
+    ``optimizer.lr = 1`` raises ``AttributeError``. A subclass outside of the library may have any
+    attributes.
 
-    Setting a public attribute that an optimizer of this library does not have, such as
-    ``optimizer.lr``, raises ``AttributeError``; a subclass may have any.
+    Protected members for code of this library, such as ``AGNOptimizer``: ``_rule`` is the compiled
+    rule, or None if ``_apply`` is called. ``_slots`` has the slots. ``_hyperparameters`` and
+    ``_settings`` name the attributes that can be set. ``_next_update``, ``_compile``,
+    ``_colocated_gradients``, ``_ready`` and ``_launch`` are the parts of an update;
+    ``_queued_state`` and ``_ready_state`` are the parts of a checkpoint.
 
     Args:
-        name: of the optimizer.
-        master_dtype: ``"float32"`` keeps a float32 master of each float16 and bfloat16 variable,
-            from which it is rounded at every update, and float32 slots. None: slots have the
-            variable's dtype. Assigning to a variable between updates overrides its master.
+        name: name of the optimizer.
+        master_dtype: ``"float32"`` keeps a float32 copy, the master, of each float16 and bfloat16
+            variable, and float32 slots. An update changes the master and rounds it to the variable.
+            If you assign to a variable, the next update starts from the assigned value. None: no
+            masters, and slots have the variable's dtype.
 
     Attributes:
         GATE_NONE: gradients may be used as soon as they are computed.
@@ -82,8 +84,22 @@ class Optimizer(NotCopied):
             have no effect: an update is one launch over all variables.
 
     Raises:
-        TypeError: the name is not a string.
-        ValueError: the name is empty, or ``master_dtype`` is something else.
+        TypeError: ``name`` is not a string.
+        ValueError: ``name`` is empty, or ``master_dtype`` is neither None nor float32.
+
+    Example:
+        >>> class DecreasingSteps(gr.Optimizer):
+        ...     _slot_names = ("count",)
+        ...     def _apply(self, variable, slots, gradient):
+        ...         slots["count"] += 1
+        ...         variable -= gradient / slots["count"]
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> w = gr.Variable(np.float32([1, 2]), "w", device=mesh)
+        >>> optimizer = DecreasingSteps("decreasing")
+        >>> for _ in range(2):
+        ...     optimizer.apply_gradients([(np.float32([0.5, 1]), w)])
+        >>> w.numpy()
+        array([0.25, 0.5 ], dtype=float32)
     """
 
     _copy_hint = "pass its state_dict(), and load that into a new one"
@@ -127,17 +143,19 @@ class Optimizer(NotCopied):
     # -- the two hooks ----------------------------------------------------------------------------
 
     def _apply(self, variable: Any, slots: dict[str, Any], gradient: Any) -> None:
-        """Updates ``variable`` and ``slots`` in place from ``gradient``; elementwise.
+        """Updates ``variable`` and ``slots`` in place from ``gradient``, elementwise.
 
-        Called for each copy of each variable, in no order. Plain NumPy: ``variable -= 0.1 *
-        gradient``. If it raises, state is unchanged; to return anything is a ``ValueError``.
+        Override this in a subclass, in plain NumPy: ``variable -= 0.1 * gradient``. It is called
+        for each copy of each variable, in any order. It must return None. If it raises, no
+        variable or slot is changed.
 
         Args:
-            variable: a NumPy array, or a CuPy array on GPUs: a whole copy, or the rows that a
+            variable: a NumPy array, or a CuPy array on GPUs. It is a whole copy, or the rows that a
                 sparse gradient touches, or a one-dimensional part of a copy
-                (``SyncStep(…, shard_optimizer=True)``); float32 for a half that has a master.
-            slots: by name, arrays of the same shape; replacing one is a ``ValueError``.
-            gradient: of the same shape; read-only (enforced for NumPy; for CuPy it is a copy).
+                (``SyncStep(…, shard_optimizer=True)``). If the variable has a master, it is the
+                master, in float32.
+            slots: arrays of the same shape, by name. Change them in place; do not replace them.
+            gradient: an array of the same shape; read-only for NumPy, a copy for CuPy.
         """
         raise NotImplementedError(f"{type(self).__name__} has no update rule: override _apply")
 
@@ -145,15 +163,15 @@ class Optimizer(NotCopied):
         """Returns the initial value of slot ``name``; 0 unless overridden."""
         return 0.0
 
-    # -- what the rules of this library override instead, which are kernels ------------------------
+    # -- overridden by the rules of this library, which are kernels -------------------------------
 
     _is_elementwise = True  # whether parts of a variable can be updated one by one
     _densifies = False  # whether a sparse gradient changes all rows
     _hyperparameters: tuple[str, ...] = ()  # attributes: numbers, or callables
     _settings: tuple[str, ...] = ()  # other attributes that may be set
 
-    _decays: tuple[str, ...] = ()  # those hyperparameters that must be at least 0 and below 1
-    _power_names: tuple[str, ...] = ()  # powers of decays, which are state besides slots
+    _decays: tuple[str, ...] = ()  # hyperparameters that must be at least 0 and below 1
+    _power_names: tuple[str, ...] = ()  # powers of decays, which are saved with the slots
 
     def _next_update(self, powers: Scalars) -> tuple[Scalars, Scalars]:
         """Returns the scalars of the next update, and the powers after it.
@@ -161,7 +179,7 @@ class Optimizer(NotCopied):
         Called once per update, before any launch.
 
         Args:
-            powers: before the update; empty before the first one.
+            powers: the powers before this update; empty before the first one.
         """
         scalars = tuple(
             [
@@ -176,12 +194,12 @@ class Optimizer(NotCopied):
         known = (*self._hyperparameters, *self._settings, "cross_device_ops")
         return no_attribute(type(self).__name__, name, known)
 
-    _rule: ops.UpdateRule | None = None  # has kernels, used in place of ``_apply``, and slots
+    _rule: ops.UpdateRule | None = None  # names the kernels, used instead of ``_apply``, and slots
     # -- members ----------------------------------------------------------------------------------
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
-        """Reduces ``PerReplica`` gradients by MEAN; can be set.
+        """The ``CrossDeviceOps`` that reduces ``PerReplica`` gradients by MEAN; can be set.
 
         Default: ``AllReduceCrossDeviceOps()``.
         """
@@ -196,11 +214,11 @@ class Optimizer(NotCopied):
         self._cross_device_ops = cross_device_ops
 
     def get_name(self) -> str:
-        """The name given to the constructor."""
+        """Returns the name that was passed to the constructor."""
         return self._name
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Returns the slot ``name`` of ``var`` (a master is ``"master"``), or None."""
+        """Returns the slot ``name`` of ``var``, or None; a master is the slot ``"master"``."""
         return self._slots.by_name.get(name, {}).get(var)
 
     def get_slot_names(self) -> list[str]:
@@ -208,7 +226,7 @@ class Optimizer(NotCopied):
         return sorted(name for name, slots in self._slots.by_name.items() if slots)
 
     def variables(self) -> list[Variable]:
-        """Returns every Variable that holds state of the optimizer, sorted by name."""
+        """Returns all Variables with state of the optimizer, such as slots, sorted by name."""
         return self._slots.all()
 
     @StreamScope()
@@ -222,24 +240,37 @@ class Optimizer(NotCopied):
     ) -> bool | None:
         """Updates every variable by its gradient, with one launch per GPU.
 
+        The call does not wait for a device. On error, variables and slots are unchanged.
+
         Args:
-            grads_and_vars: pairs. A gradient is None (the variable stays as it is), an array of
-                the variable's shape and dtype, ``IndexedSlices`` of its rows (those of the same
-                index are added first), a ``Mirrored`` of either on its devices, or a
-                ``PerReplica`` on them, which is reduced by MEAN first. Gradients are only read;
-                after this returns, the current stream of their library may overwrite them. Small
-                NumPy arrays are copied together.
-            global_step: a Variable that is incremented by one afterwards.
+            grads_and_vars: pairs (gradient, variable). A gradient is an array with the shape and
+                dtype of the variable, or ``IndexedSlices`` of its rows, which may repeat; or a
+                ``Mirrored`` of these on the devices of the variable; or a ``PerReplica`` of these,
+                which is reduced by MEAN first; or None, which leaves the variable unchanged.
+                Gradients are only read. After the call, work on the current stream of their library
+                may overwrite them.
+            global_step: a Variable that is incremented by one after the update.
             name: ignored; TensorFlow's name of the operation.
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
 
+        Returns:
+            None. (``AGNOptimizer`` returns whether it communicated.)
+
         Raises:
-            ValueError: no pair, None for every gradient, a variable twice, a gradient of another
-                shape, dtype or device than its variable, with rows that it has not, or in the
-                memory of a variable that is written, a ``global_step`` that is not a scalar, or
-                a ``deadline`` that is not above 0. On error, state is unchanged.
-            TypeError: a gradient that is not an array, or a variable that is not a Variable of
-                floats.
+            ValueError: there is no pair, all gradients are None, a variable is in two pairs, a
+                gradient has another shape, dtype or device than its variable, rows that the
+                variable does not have, or memory that the update writes, ``global_step`` is not a
+                scalar, or ``deadline`` is not above 0.
+            TypeError: a gradient is not an array, or a variable is not a Variable of floats.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> w = gr.Variable(np.float32([1, 2]), "w", device=mesh)
+            >>> optimizer = gr.GradientDescentOptimizer(0.5)
+            >>> grad = gr.PerReplica([np.float32([0, 2]), np.float32([2, 4])], mesh)
+            >>> optimizer.apply_gradients([(grad, w)])  # the mean is [1, 3]
+            >>> w.numpy()
+            array([0.5, 0.5], dtype=float32)
         """
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)
@@ -273,53 +304,72 @@ class Optimizer(NotCopied):
     ) -> Any:
         """Computes the gradients of ``loss`` with respect to variables.
 
-        This is the first half of ``minimize``.
+        This is the first half of ``minimize``. The host does not wait for the gradients or for the
+        value of the loss.
+
+        A few rules for a loss of NumPy functions:
+
+        - An operation without a derivative rule raises ``NotImplementedError``.
+        - Values that another thread computes are constants. During the call, no other thread may
+          write to a Variable.
+        - If the loss overwrites an array that does not depend on a Variable, the derivatives use
+          its last values.
+        - ``h += y`` binds ``h`` to a new value; other names of the old value still have that one.
+        - On several GPUs, the loss selects its GPU by ``with cupy.cuda.Device(...)``. The backward
+          pass selects the same GPUs by itself.
 
         Args:
             loss: a function without arguments that reads Variables and returns the value to
-                minimize (of an array: the sum of its elements). It uses NumPy functions, on NumPy
-                or CuPy arrays; an operation without a gradient raises ``NotImplementedError``. It
-                may return a PyTorch tensor, which PyTorch differentiates (PyTorch's functions take
-                a Variable as a tensor). It may be a generator of terms, such as the losses of
-                micro-batches: each is differentiated and freed before the next is computed, and
-                their gradients are combined like other terms. Values that another thread computes
-                are constants. Do not write to a Variable from another thread during the call. If
-                the loss overwrites a constant array, its last values count. ``h += y`` creates a
-                new value that other names of ``h`` do not see. To compute on a GPU other than
-                CuPy's current one, use ``with cupy.cuda.Device(...)`` in the loss; the backward
-                pass selects its GPUs itself.
-            var_list: Variables, or one. Default: the trainable ones that ``loss`` reads, in the
-                order of the first read.
+                minimize. If it returns an array, the sum of the elements is minimized. It uses
+                NumPy functions, on NumPy or CuPy arrays. Or it uses PyTorch's functions, which
+                accept a Variable as a tensor, and returns a tensor, which PyTorch differentiates.
+                It may be a generator of losses, for example of micro-batches: each loss is
+                differentiated and freed before the next one is computed, and the gradients are
+                summed as ``aggregation_method`` says.
+            var_list: a list of Variables, or one Variable. Default: the trainable Variables that
+                ``loss`` reads, in the order in which it reads them first.
             gate_gradients: ``GATE_NONE``, ``GATE_OP`` or ``GATE_GRAPH``; no effect.
-            aggregation_method: how the terms of a gradient are summed: one term for each use of
-                a tensor; with PyTorch and JAX, one for each loss.
+            aggregation_method: how the terms of a gradient are summed. A gradient has one term for
+                each use of the variable or, with PyTorch and JAX, one term for each loss.
             colocate_gradients_with_ops: no effect.
-            grad_loss: the gradient with respect to ``loss``, of its shape; default: ones. For a
-                generator, that of each term.
-            engine: ``"jax"``: ``loss`` is a JAX function, for ``jax.value_and_grad``. It is called
-                twice, and reads Variables by ``variable.read("jax")`` and by operators with JAX
-                arrays. Read them outside ``jax.jit``, and pass them in.
+            grad_loss: the gradient with respect to the value of ``loss``, an array of its shape.
+                For a generator, it is used for each loss. Default: ones.
+            engine: ``"jax"`` if ``loss`` is a JAX function, which ``jax.value_and_grad``
+                differentiates. It is called twice. It reads Variables by ``variable.read("jax")``
+                and by operators with JAX arrays, outside ``jax.jit``.
             return_loss: whether to return the value of the loss too.
 
         Returns:
-            A pair (gradient, variable) for each variable. A gradient is an array of the
-            variable's shape and dtype; ``IndexedSlices``, if the variable was only looked up by
-            ``gr.embedding_lookup`` or ``np.take(variable, rows, axis=0)``, all on one device; or
-            None, if the loss does not use the variable. The caller owns it. With ``return_loss`` a
-            tuple of the value of the loss and these pairs. The value is a plain one, copied, in
-            the library of the loss; of a generator the list of its terms' values, and of a worker
-            of AGN with several replicas the list of theirs. The host does not wait for it.
+            A list of pairs (gradient, variable), or, with ``return_loss``, a tuple of the value of
+            the loss and this list. The caller owns gradients and value.
+
+            A gradient is an array of the variable's shape and dtype. It is ``IndexedSlices`` if the
+            loss used the variable only in ``gr.embedding_lookup`` or ``np.take(variable, rows,
+            axis=0)``, on one device. It is None if the loss did not use the variable.
+
+            The value is an array of the library that the loss used. For a generator it is the list
+            of its values. For an AGN worker with several replicas it is the list of their values.
 
         Raises:
-            ValueError: an invalid ``gate_gradients``, ``aggregation_method`` or ``engine``, a
-                ``colocate_gradients_with_ops`` that is not a bool, a ``grad_loss`` of another shape
-                than the loss or not of real numbers, or no variable.
-            InvalidVariableError: (a ``TypeError`` and a ``ValueError``) ``var_list`` holds
-                something else than Variables of floats, or the loss returned no float.
-            RuntimeError: ``loss`` is not callable; or, with ``engine="jax"``, reads a Variable in a
-                function that JAX caches.
-            NotImplementedError: called inside a loss; or the loss contains an operation without a
-                derivative rule.
+            ValueError: ``gate_gradients``, ``aggregation_method`` or ``engine`` is invalid,
+                ``colocate_gradients_with_ops`` is not a bool, ``grad_loss`` has another shape than
+                the value of the loss or does not hold real numbers, or there is no variable.
+            InvalidVariableError: (a ``TypeError`` and a ``ValueError``) ``var_list`` has an item
+                that is not a Variable of floats, or the loss did not return a float.
+            RuntimeError: ``loss`` is not callable; or, with ``engine="jax"``, the loss reads a
+                Variable in a function that JAX caches.
+            NotImplementedError: the loss contains an operation without a derivative rule, or this
+                method is called inside a loss.
+
+        Example:
+            >>> mesh = gr.open_mesh(1, backend="sim")
+            >>> w = gr.Variable(np.float32([1, 3]), "w", device=mesh.devices[0])
+            >>> optimizer = gr.GradientDescentOptimizer(0.5)
+            >>> value, pairs = optimizer.compute_gradients(lambda: np.sum(w * w), return_loss=True)
+            >>> value
+            np.float32(10.0)
+            >>> pairs
+            [(array([2., 6.], dtype=float32), <Variable 'w' float32[2] on sim:0>)]
         """
         return_loss = as_flag("return_loss", return_loss)
         gradients = ready_gradients(
@@ -330,7 +380,7 @@ class Optimizer(NotCopied):
         return (value, pairs) if return_loss else pairs
 
     def _differentiated(self, gradients: Callable[[], tuple[Any, Pairs]]) -> tuple[Any, Pairs]:
-        """Differentiates; AGN overrides it to do so for each replica."""
+        """Calls ``gradients``; AGN overrides this to call it for each replica."""
         return gradients()
 
     def minimize(  # noqa: PLR0913  # the signature of TensorFlow
@@ -352,22 +402,32 @@ class Optimizer(NotCopied):
         Args:
             loss: see ``compute_gradients``.
             global_step: see ``apply_gradients``.
-            var_list: see there.
-            gate_gradients: see there.
-            aggregation_method: see there.
+            var_list: see ``compute_gradients``.
+            gate_gradients: no effect; see ``compute_gradients``.
+            aggregation_method: see ``compute_gradients``.
             colocate_gradients_with_ops: no effect.
             name: ignored.
-            grad_loss: see there.
-            engine: see there.
-            deadline: see ``apply_gradients``; it starts when the loss has been differentiated.
+            grad_loss: see ``compute_gradients``.
+            engine: see ``compute_gradients``.
+            deadline: see ``apply_gradients``; it starts when the gradients are computed.
 
         Returns:
-            What ``apply_gradients`` returns: None, or for AGN whether it communicated.
+            None. (``AGNOptimizer`` returns whether it communicated.)
 
         Raises:
-            ValueError: the loss uses none of the variables; and what the two methods raise.
+            ValueError: the loss uses none of the variables.
+            Exception: any error of ``compute_gradients`` and ``apply_gradients``.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> w = gr.Variable(np.float32([1, 3]), "w", device=mesh)
+            >>> step = gr.Variable(0, "step", trainable=False, device=mesh)
+            >>> optimizer = gr.GradientDescentOptimizer(0.25)
+            >>> optimizer.minimize(lambda: np.sum(w * w), global_step=step)
+            >>> w.numpy(), int(step)
+            (array([0.5, 1.5], dtype=float32), 1)
         """
-        as_deadline(deadline)  # a wrong one is told before the loss is called
+        as_deadline(deadline)  # an invalid one raises before the loss is called
         options = (var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops)
         pairs = self.compute_gradients(loss, *options, grad_loss, engine=engine)
         return self.apply_gradients(pairs, global_step, name, deadline=deadline)
@@ -375,44 +435,67 @@ class Optimizer(NotCopied):
     def state_dict(
         self, *, deadline: float | None = None, output_type: str = "numpy"
     ) -> dict[str, Any]:
-        """Returns the state of the optimizer as host data, without the variables. Waits for them.
+        """Returns the state of the optimizer as host data, for a checkpoint.
+
+        The values of the variables are not included. The call waits for the devices.
 
         Args:
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
             output_type: see ``ConditionalAccumulator.state_dict``.
 
         Returns:
-            A dict of new objects: ``"format"``; ``"optimizer"``, the name of the class;
-            ``"hyperparameters"``, the attributes that can be set (``"learning_rate"``), by name:
-            numbers, and None for callables and Variables, which belong to the program;
-            ``"powers"``, Adam's, or None before the first update; and ``"slots"``, arrays by the
-            names of the variable and of the slot, masters included (float32 of float16 and
-            bfloat16).
+            A dict of new objects.
+
+            - ``"format"``: the version of these keys.
+            - ``"optimizer"``: the name of the class.
+            - ``"hyperparameters"``: the attributes that can be set (``"learning_rate"``), by name.
+              The value is None for callables and Variables, because your program creates them.
+            - ``"powers"``: the powers of Adam's decays; None before the first update.
+            - ``"slots"``: arrays by the names of the variable and of the slot, masters included.
+              Float16 and bfloat16 slots are saved as float32.
 
         Raises:
-            ValueError: two variables with slots have the same name, another ``output_type``, or
-                PyTorch is not imported.
+            ValueError: two variables with slots have the same name, ``output_type`` is unknown, or
+                it is ``"torch"`` and PyTorch is not imported.
             CollectiveError: the mesh has failed.
+
+        Example:
+            >>> mesh = gr.open_mesh(1, backend="sim")
+            >>> w = gr.Variable(np.float32([1]), "w", device=mesh)
+            >>> optimizer = gr.MomentumOptimizer(0.5, momentum=0.9)
+            >>> optimizer.apply_gradients([(np.float32([2]), w)])
+            >>> state = optimizer.state_dict()
+            >>> state["slots"]
+            {'w': {'momentum': array([2.], dtype=float32)}}
+            >>> other = gr.MomentumOptimizer(0.1, momentum=0.5)
+            >>> other.load_state_dict(state, [w])
+            >>> other.learning_rate
+            0.5
         """
         download = downloader(as_deadline(deadline), output_type)
         state: dict[str, Any] = download(self._queued_state())
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
-        """Restores a ``state_dict``, also of another process or backend.
+        """Restores a ``state_dict``, which may come from another process or backend.
 
-        Replaces all slots, and all hyperparameters that are numbers both in the state and here, as
-        in PyTorch: to continue with another one, set it afterwards. On error, state is unchanged.
+        All slots are replaced. As in PyTorch, hyperparameters are replaced too: to continue with
+        another learning rate, set it after the load. Hyperparameters that are callables or
+        Variables, here or in the saved optimizer, are kept. On error, the optimizer is unchanged.
+        Example: see ``state_dict``.
 
         Args:
-            state: from an optimizer of the same class.
-            variables: one or several, matched by name; at least those that the state has slots of.
+            state: the ``state_dict`` of an optimizer of the same class.
+            variables: a Variable, or a list of Variables: at least those with slots in ``state``.
+                They are found by their names.
 
         Raises:
-            KeyError: a key is missing or unknown, or there are slots of a variable not passed.
-            TypeError: a value of another type.
-            ValueError: another class, format or ``eps_mode``, a slot of another shape or dtype, two
-                variables of the same name, or a decay or power that is not at least 0 and below 1.
+            KeyError: a key is missing or unknown, or ``state`` has slots of a variable that is not
+                in ``variables``.
+            TypeError: a value has a wrong type.
+            ValueError: the class, format or ``eps_mode`` differs, a slot has another shape or
+                dtype, two variables have the same name, or a decay or power is below 0 or not below
+                1.
         """
         those = [variables] if isinstance(variables, Variable) else variables
         load = self._ready_state(state, those)
@@ -420,7 +503,7 @@ class Optimizer(NotCopied):
             load()
 
     def _queued_state(self, slots: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Queues copies of the state, see ``state_dict``; ``slots`` replaces ``queued_slots``."""
+        """Queues copies of the state (see ``state_dict``), with ``slots`` if it is passed."""
         names = (*self._hyperparameters, *self._settings)
         return {
             "format": _FORMAT,
@@ -436,13 +519,14 @@ class Optimizer(NotCopied):
         where: str = "state",
         placed: Callable[[SlotValues], SlotValues] | None = None,
     ) -> Callable[[], None]:
-        """Validates a state and allocates memory; the returned function loads it.
+        """Validates a state and allocates memory; returns a function that loads it.
 
         Args:
             state: see ``load_state_dict``.
-            variables: see there.
-            where: the name of the state, for errors.
-            placed: converts the arrays of slots, ``[variable][slot]``, to those of this optimizer.
+            variables: see ``load_state_dict``.
+            where: the name of the state, for error messages.
+            placed: converts the arrays of the saved slots, ``[variable][slot]``, to the arrays that
+                the slots of this process get. None: they are the same.
         """
         slots, owners = self._slots, by_name(variables)
         numbers = {
@@ -470,14 +554,23 @@ class Optimizer(NotCopied):
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles the kernels for these variables and creates their slots.
 
-        ``apply_gradients`` does it too; call this first where a later failure must be excluded.
+        ``apply_gradients`` does the same at its first call. Call ``prepare`` before it to get
+        compilation errors and out-of-memory errors early.
+
+        Example:
+            >>> mesh = gr.open_mesh(1, backend="sim")
+            >>> w = gr.Variable(np.float32([1, 2]), "w", device=mesh)
+            >>> optimizer = gr.AdamOptimizer()
+            >>> optimizer.prepare([w])
+            >>> optimizer.get_slot(w, "v").numpy()
+            array([0., 0.], dtype=float32)
         """
         self._check_hyperparameters()
         self._compile(variables, "plain")
         self._slots.make(variables, self._slot_start)
 
     def _compile(self, variables: Sequence[Variable], *variants: ops.Variant) -> None:
-        """Compiles variants of the rule for variables, unless it is in Python."""
+        """Compiles variants of the rule for variables; does nothing for a Python rule."""
         if (rule := self._rule) is not None:
             kinds = {
                 (device, var.dtype, self._slots.state_dtype(var))
@@ -504,9 +597,13 @@ class Optimizer(NotCopied):
         plan: Plan | None,
         others: Sequence[Buffer] = (),
     ) -> Sequence[Part]:
-        """Validates gradients and returns, for each copy of each variable, a colocated one.
+        """Validates gradients; returns a colocated gradient for each copy of each variable.
 
-        Without a plan, ``others`` is what the call writes besides the variables and their slots.
+        Args:
+            gradients: one for each variable.
+            variables: the variables of the update.
+            plan: the plan of these variables, if there is one.
+            others: without a plan, what the call writes besides the variables and their slots.
         """
         if plan is not None and (plain := plan.plain(gradients)) is not None:
             return plain
@@ -518,20 +615,20 @@ class Optimizer(NotCopied):
         return [part for parts in found for part in parts]
 
     def _count_update(self) -> None:
-        """Counts an update that changes no variable, as where other processes have all shards."""
+        """Counts an update without a variable, for a process that has no shard of any."""
         _, powers = self._next_update(self._slots.powers)
         self._slots.commit(powers)
 
     def _check_hyperparameters(self) -> None:
-        for name in self._hyperparameters:  # may have been set to anything meanwhile
+        for name in self._hyperparameters:  # users may have set them to anything
             as_number(name, getattr(self, name), is_decay=name in self._decays)
 
     def _change(self, plan: Plan, parts: Sequence[Part], count: Callable[[], None]) -> None:
-        """Runs the rule on all copies of all variables: one job for each physical device.
+        """Runs the rule on all copies of variables, one job for each physical device.
 
         Args:
-            plan: of the variables.
-            parts: for each copy its gradient.
+            plan: the plan of the variables.
+            parts: the gradient of each copy.
             count: increments the global step.
         """
         if plan.shared:
@@ -548,20 +645,20 @@ class Optimizer(NotCopied):
         powers: Scalars,
         count: Callable[[], None],
     ) -> None:
-        """Launches an update and counts it; if it fails part-way, the devices fail.
+        """Launches an update and counts it. If it fails part-way, the devices are marked failed.
 
         Args:
-            launches: in this order.
-            devices: that they write.
-            label: names the variables in the log.
-            powers: of the rule after the update.
+            launches: called in this order.
+            devices: the devices that the launches write.
+            label: names the variables in the operation log.
+            powers: the powers of the rule after the update.
             count: called after the launches.
         """
         mesh_state = devices[0].mesh_state
         with DeferInterrupts():
             with mesh_state.launch_lock, mesh_state.fail_on_partial_write(devices):
                 thread = mesh_state.thread
-                before, thread.label = thread.label, label  # a scope would take a microsecond
+                before, thread.label = thread.label, label  # label_scope would take 1 µs longer
                 try:
                     for launch in launches:
                         launch()
@@ -578,7 +675,7 @@ class Optimizer(NotCopied):
         writer: LaunchBatch | None,
         variant: ops.Variant = "plain",
     ) -> Callable[[], None]:
-        """Returns a function that launches a job; computes a Python rule right away."""
+        """Returns a function that launches a job. A Python rule is computed right away."""
         if (rule := self._rule) is not None:
             return partial(job.run, by_kernel(ops.RULE_KERNELS[rule, variant], scalars, writer))
         return partial(job.end, run_python_rule(self._apply, self._slot_names, job))

@@ -17,11 +17,23 @@ class GradientDescentOptimizer(Optimizer):
     ``variable -= learning_rate * gradient``.
 
     Args:
-        learning_rate: a number, or a callable or Variable that is read at each update; can be
-            set later.
+        learning_rate: a number, or a callable or Variable that is read at each update. It can be
+            set later, as an attribute.
         use_locking: no effect; for compatibility with TensorFlow.
-        name: of the optimizer.
+        name: name of the optimizer.
         master_dtype: see ``Optimizer``.
+
+    Raises:
+        TypeError, ValueError: see ``Optimizer``.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> w = gr.Variable(np.float32([1, 2]), "w", device=mesh)
+        >>> optimizer = gr.GradientDescentOptimizer(learning_rate=0.5)
+        >>> optimizer.minimize(lambda: np.sum(3 * w))
+        >>> w.numpy()
+        array([-0.5,  0.5], dtype=float32)
+        >>> optimizer.learning_rate = 0.25  # for the next updates
     """
 
     _rule = update_rules.sgd
@@ -41,19 +53,35 @@ class GradientDescentOptimizer(Optimizer):
 class MomentumOptimizer(Optimizer):
     """Gradient descent with momentum (tf.train.MomentumOptimizer).
 
-    ``moment = momentum * moment + gradient``, then ``variable -= learning_rate * moment``; with
-    Nesterov ``variable -= learning_rate * gradient + learning_rate * momentum * moment``. The
-    moment is the slot ``"momentum"``, which starts at zero, on the variable's devices. A sparse
-    gradient updates only its rows, and their moment.
+    ``moment = momentum * moment + gradient``, then ``variable -= learning_rate * moment``, or, with
+    ``use_nesterov``, ``variable -= learning_rate * gradient + learning_rate * momentum * moment``.
+    The moment is the slot ``"momentum"``, which starts at zero. A sparse gradient updates only its
+    rows of the variable and of the moment.
+
+    ``learning_rate`` and ``momentum`` are numbers, or callables or Variables that are read at each
+    update. They can be set later, as attributes.
 
     Args:
-        learning_rate: a number, or a callable or Variable that is read at each update; can be
-            set later.
-        momentum: likewise.
+        learning_rate: see above.
+        momentum: see above; the fraction of the moment that an update keeps.
         use_locking: no effect; for compatibility with TensorFlow.
-        name: of the optimizer.
+        name: name of the optimizer.
         use_nesterov: whether to use Nesterov's momentum; can be set later.
         master_dtype: see ``Optimizer``.
+
+    Raises:
+        TypeError, ValueError: see ``Optimizer``.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> w = gr.Variable(np.float32([8]), "w", device=mesh)
+        >>> optimizer = gr.MomentumOptimizer(learning_rate=1.0, momentum=0.5)
+        >>> for _ in range(2):
+        ...     optimizer.apply_gradients([(np.float32([1]), w)])
+        >>> w.numpy()  # 8 - 1 - 1.5
+        array([5.5], dtype=float32)
+        >>> optimizer.get_slot(w, "momentum").numpy()
+        array([1.5], dtype=float32)
     """
 
     _settings = ("use_nesterov",)

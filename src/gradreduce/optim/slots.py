@@ -1,6 +1,6 @@
-"""Slots: the state of an optimizer for each variable, with float32 masters.
+"""Slots: the state of an optimizer for each variable, and float32 masters.
 
-A slot has its copies on the devices of its variable.
+A slot has a copy on each device of its variable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradreduce.errors import brief
 
 from .gradient_inputs import check_float
 
-MASTER = "master"  # the slot that holds the unrounded values of a half
+MASTER = "master"  # the slot with the unrounded values of a float16 or bfloat16 variable
 
 
 class Slots:
@@ -24,16 +24,17 @@ class Slots:
 
     Args:
         kind: class of the optimizer.
-        owner: name of the optimizer; slots are named ``variable/owner``, ``variable/owner_1`` …
-        names: of the slots of its rule, in the order of the rule's arguments.
-        master_dtype: None, or float32: float16 and bfloat16 get float32 masters and slots.
+        owner: name of the optimizer. Slots are named ``variable/owner``, ``variable/owner_1`` …
+        names: names of the slots, in the order of the rule's arguments.
+        master_dtype: float32 if float16 and bfloat16 variables get float32 masters and slots, or
+            None.
         power_names: names of the powers of decays that the rule keeps.
 
     Attributes:
         powers: the powers of decays; empty before the first update.
 
     Raises:
-        ValueError: another ``master_dtype``.
+        ValueError: ``master_dtype`` is neither None nor float32.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Slots:
 
     @property
     def rule(self) -> tuple[type, tuple[str, ...], bool]:
-        """What the slots of all workers of a center have in common."""
+        """The rule of the slots, which all workers of a center must share."""
         return self.kind, self.names, self.has_masters
 
     def wants_master(self, var: Variable) -> bool:
@@ -75,7 +76,7 @@ class Slots:
 
     @contextmanager
     def rollback_on_error(self) -> Iterator[None]:
-        """Removes the slots made inside if something raises before ``commit``."""
+        """Removes slots that were created in this context if it raises before ``commit``."""
         self._before = {name: dict(slots) for name, slots in self.by_name.items()}
         try:
             yield
@@ -94,11 +95,11 @@ class Slots:
         """Creates the missing slots of variables.
 
         Args:
-            variables: whose slots are created.
+            variables: the variables of the slots.
             start: returns the initial value of a slot, by its name.
 
         Raises:
-            InvalidVariableError: a variable is not of a float dtype.
+            InvalidVariableError: a variable does not have a float dtype.
         """
         for var in variables:
             check_float(var)
@@ -110,13 +111,13 @@ class Slots:
                     self.by_name[name][var] = made
 
     def update_master(self, var: Variable) -> None:
-        """Copies a variable, which was assigned to, to its master if it has one."""
+        """Copies a variable to its master, if it has one, after an assignment."""
         master = self.by_name[MASTER].get(var) if self.has_masters else None
         if master is not None:
             _copy_to_master(master, var)
 
     def named(self, var: Variable, name: str, value: float = 0.0) -> Variable:
-        """Returns a new slot of a variable, filled with a number and not registered."""
+        """Creates a slot of a variable, filled with ``value``, outside of ``by_name``."""
         if name == MASTER:
             last = f"/{MASTER}"
         else:

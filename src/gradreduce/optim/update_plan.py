@@ -1,7 +1,8 @@
-"""Plans the launches that update many variables, once for many steps.
+"""Plans the launches that update many variables; a plan is used for many steps.
 
-A sparse gradient is merged first, row by row. The rows that it touches are taken out of the
-variable and its slots, updated like any other operands in the same launch, and put back.
+For a sparse gradient, rows with the same index are added first. The rows that the gradient touches
+are copied out of the variable and its slots, updated in the same launch as other operands, and
+copied back.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ class Plan:
     """Reusable plan for updates of the same variables in the same order.
 
     Args:
-        variables: to update; their slots exist.
-        slots: of the optimizer.
-        rule: None for a Python rule.
-        totals: for each variable, sums that an update writes too, one for each copy.
+        variables: the variables to update; their slots exist.
+        slots: the slots of the optimizer.
+        rule: the compiled rule; None for a Python rule.
+        totals: for each variable, sums that the update writes too, one for each copy.
 
     Attributes:
-        shared: those variables whose memory is that of a module's parameters.
+        shared: the variables that share memory with parameters of a PyTorch module.
         written: for each copy of each variable, the buffers that an update writes.
-        devices: of each copy.
-        label: names the variables in the log.
-        ranges: address ranges of those buffers.
-        rule: the rule, or None.
+        devices: the device of each copy.
+        label: names the variables in the operation log.
+        ranges: the address ranges of the buffers in ``written``.
+        rule: the compiled rule; None for a Python rule.
         indices_by_gpu: for each physical device, the indices of the copies there.
         writers: for each physical device, the result of ``writer_of``.
     """
@@ -63,7 +64,7 @@ class Plan:
         self.label = PackInfo(range(len(variables)), names=[each.name for each in variables])
         self.shared = [var for var in variables if var._parameters]
         self.rule = rule
-        self._slots = slots.by_name  # another one, when a checkpoint was loaded
+        self._slots = slots.by_name  # a checkpoint that is loaded later replaces this dict
         self.written = [row for var in variables for row in slots.rows(var)]
         for row, total in zip(self.written, chain(*totals), strict=False):
             row.append(total)
@@ -82,13 +83,13 @@ class Plan:
     def is_valid_for(
         self, variables: Sequence[Variable], slots: Slots, rule: ops.UpdateRule | None
     ) -> bool:
-        """Whether it is of these variables, slots and rule."""
+        """Whether the plan was made for these variables, slots and rule."""
         if rule is not self.rule or slots.by_name is not self._slots:
             return False
         return len(variables) == len(self.variables) and all(map(is_, variables, self.variables))
 
     def jobs(self, gradients: Sequence[Part]) -> list[tuple[Job, LaunchBatch | None]]:
-        """Returns a job for each physical device, with its launcher if that can run the job."""
+        """Returns a job for each physical device, and its writer if all gradients are dense."""
         found: list[tuple[Job, LaunchBatch | None]] = []
         for indices, writer in zip(self.indices_by_gpu, self.writers, strict=True):
             written = [self.written[index] for index in indices]
@@ -97,10 +98,11 @@ class Plan:
         return found
 
     def plain(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
-        """Returns the gradients as Buffers if all are on their devices or host arrays.
+        """Returns gradients as Buffers if all are on their devices or on the host.
 
-        A fast path with one test per gradient. None if a gradient is anything else. Whether one
-        shares memory with what is written is checked only at new addresses.
+        Returns None if a gradient is anything else. This is a fast path with one test for each
+        gradient. Overlaps with memory that the update writes are checked only if an address
+        differs from the last call.
         """
         found = None if self._has_copies else self._as_buffers(gradients)
         if found is not None:
@@ -114,7 +116,7 @@ class Plan:
         is_external = False
         for grad, (device, dtype, shape) in zip(gradients, self._wanted, strict=True):
             if type(grad) is not Buffer:
-                # A Python rule may keep its arguments.
+                # A Python rule may keep its arguments, so they must not be in reused memory.
                 return self._staging.staged(gradients) if self.rule is not None else None
             if grad.device is not device or grad.dtype is not dtype or grad.shape != shape:
                 return None
@@ -125,7 +127,7 @@ class Plan:
 
 
 def writer_of(leader: Device, rows: Sequence[Sequence[Buffer]]) -> LaunchBatch | None:
-    """Returns a faster launcher of rows if one launch can update all; else None."""
+    """Returns a ``LaunchBatch`` of these rows, or None if they need more than one launch."""
     kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in rows}
     return LaunchBatch(leader, rows) if len(kinds) == 1 else None
 
@@ -146,13 +148,13 @@ class Job:
     Args:
         written: for each copy of a variable, the buffers that its update writes, the variable
             first.
-        gradients: of each copy, on the same physical device.
+        gradients: the gradient of each copy, on the same physical device.
         others: devices of other operands.
 
     Attributes:
-        leader: device of the first copy; its compute queue launches.
-        updates: the rows for the rule.
-        is_dense: whether ``updates`` has all of ``written``, in its order.
+        leader: the device of the first copy, whose compute queue launches.
+        updates: the operands of the rule, a row for each copy.
+        is_dense: whether all gradients are dense, so that ``updates`` has the order of ``written``.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class Job:
             )
 
     def _add_sparse(self, pairs: Sequence[tuple[Sequence[Buffer], IndexedSlices]]) -> None:
-        """Plans new memory for the rows of gradients, each index once, and of what is written."""
+        """Allocates memory for the merged rows of gradients and the rows that they update."""
         leader = self.leader
         merges: list[tuple[Buffer, Buffer, ops.Segments]] = []
         takes: list[tuple[Buffer, Buffer, ops.Segments]] = []
@@ -210,13 +212,13 @@ class Job:
         self._after = [ops.segment_sum_command(wholes, rows, singles, into=indices, device=leader)]
 
     def begin(self) -> None:
-        """Waits for the other devices' streams, and gathers the rows of sparse gradients."""
+        """Waits for the streams of the other devices, and gathers rows for sparse gradients."""
         join_streams(self.leader, self._devices)
         for launch in self._before:
             launch()
 
     def end(self, rule: Rule) -> None:
-        """Launches the rule, scatters rows back, and makes the other streams wait for that."""
+        """Launches the rule, scatters rows back, and makes the other streams wait."""
         rule(self.updates, self.leader)
         for launch in self._after:
             launch()

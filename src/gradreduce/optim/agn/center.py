@@ -1,7 +1,7 @@
 """The AGN center: variables and slots that the workers of one training share.
 
-Its lock is held while a push is planned and launched and while variables and slots are created, but
-not while the host waits for a device.
+A lock is held while a push is planned and launched, and while variables and slots are created. It
+is not held while the host waits for a device.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class CenterState(Center):
     """The state of a center in this process.
 
     Args:
-        devices: of the variables.
+        devices: the devices of the variables.
 
     Attributes:
-        variables: by the names that the workers use.
-        slots: of the variables; None before the first optimizer.
-        version: how often a checkpoint has replaced the slots.
-        fault: why pushes are rejected; None if they are not.
+        variables: the variables, by the names that the workers use.
+        slots: the slots of the variables; None before the first optimizer joins.
+        version: how many times a checkpoint has replaced the slots.
+        fault: why pushes are rejected; None if they are accepted.
     """
 
     registry: Registry
@@ -61,7 +61,7 @@ class CenterState(Center):
         return self._mutex
 
     def variable_for(self, name: str, local: Variable) -> Variable:
-        """See ``Center``; the variable goes to the device with the fewest bytes."""
+        """See ``Center``. The variable goes to the device with the fewest bytes."""
         with self.lock:
             found = self.variables.get(name)
             if found is None:
@@ -80,7 +80,7 @@ class CenterState(Center):
         self._slots_of_rule(optimizer)
 
     def _slots_of_rule(self, optimizer: Optimizer) -> Slots:
-        """Returns the center's slots, which the first optimizer creates."""
+        """Returns the center's slots, after a check of the rule; the first call creates them."""
         with self.lock:
             own, slots = optimizer._slots, self.slots
             if slots is None:
@@ -129,9 +129,9 @@ class CenterState(Center):
     def written_by_update(
         self, optimizer: Optimizer, centers: Sequence[Variable]
     ) -> list[list[Buffer]]:
-        """Creates missing slots of center variables, and returns ``PushedVariable.written``.
+        """Creates missing slots of center variables; returns ``PushedVariable.written``.
 
-        A loaded checkpoint may have had no slots.
+        Slots can be missing at each push, because a checkpoint without slots may have been loaded.
         """
         with self.lock:
             self.check_usable()
@@ -230,21 +230,32 @@ def check_same_tensor(
 class AGNCenter(NotCopied):
     """Center variables and their slots, shared by the workers of one training.
 
-    A center variable is created when the first worker creates its variable of that name, with the
-    same value; slots are created by the first push. Variables are distributed over the devices:
-    each goes to the device with the fewest bytes, so that pushes of many workers do not queue on
-    one GPU. All methods are thread-safe.
+    The first worker that creates a variable of a name also creates the center variable, with the
+    same value. The first push creates the slots. Each new variable goes to the device with the
+    fewest bytes, so that pushes of many workers do not queue on one GPU. All methods are
+    thread-safe. Source: ``tf.contrib.opt.AGNOptimizer``, whose center is on parameter servers.
 
     Args:
-        mesh: devices of the variables: a mesh, a part of one, or a device, its name (``"gpu:1"``)
-            or a ``torch.device``, in ``gr.default_mesh()``. Default: all devices of that mesh.
+        mesh: the devices of the variables: a mesh, a part of one, or a device. A device may be
+            passed as its name (``"gpu:1"``) or as a ``torch.device``, in ``gr.default_mesh()``.
+            Default: all devices of ``gr.default_mesh()``.
 
     Attributes:
-        devices: of the variables.
+        devices: the devices of the variables.
 
     Raises:
-        TypeError: ``mesh`` is something else.
-        ValueError: a name of a device that the default mesh does not have.
+        TypeError: ``mesh`` has a wrong type.
+        ValueError: the default mesh does not have the device.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> center = gr.AGNCenter(mesh)
+        >>> getter = gr.AGNCustomGetter(mesh.devices[1], center=center)
+        >>> w = gr.get_variable("w", np.float32([4]), custom_getter=getter)
+        >>> center.variables()
+        [<Variable 'global_center_variable/w' float32[1] on sim:0>]
+        >>> center.variables()[0].numpy()
+        array([4.], dtype=float32)
     """
 
     _copy_hint = "pass its state_dict(), and load that into a new one"
@@ -254,7 +265,8 @@ class AGNCenter(NotCopied):
         self.devices: tuple[Device, ...] = as_devices(location, "mesh=")
         check_one_process(self.devices[0], "AGNCenter")
         self._state = CenterState(self.devices)
-        # Getters and optimizers use only this, which a center in another process sets instead.
+        # Getters and optimizers use only this attribute. For a center in another process it is
+        # another implementation of ``Center``.
         self._shared: Center = self._state
 
     def __repr__(self) -> str:
@@ -276,7 +288,7 @@ class AGNCenter(NotCopied):
 
     @property
     def failed_workers(self) -> tuple[int, ...]:
-        """Task indices of the workers that an exception ended, in that order."""
+        """The task indices of workers that an exception ended, in the order of the exceptions."""
         registry = self._state.registry
         with registry.lock:
             return tuple(registry.failed)
@@ -284,17 +296,35 @@ class AGNCenter(NotCopied):
     def start_worker(self, task_index: int, work: Callable[[], object]) -> threading.Thread:
         """Runs a worker in its own thread.
 
+        If an exception ends the worker, the other workers continue, and ``failed_workers`` contains
+        its task index.
+
         Args:
-            task_index: of the worker.
-            work: function to run, called without arguments.
+            task_index: the number of the worker, from 0 on.
+            work: the function to run, which is called without arguments.
 
         Returns:
-            The running daemon thread; call its ``join``, which raises the exception that ended the
-            worker, if any. Other workers continue, and ``failed_workers`` contains the task index.
+            The running daemon thread. Call its ``join``, which raises the exception that ended the
+            worker, if there was one.
 
         Raises:
-            TypeError: a ``task_index`` that is not an integer, or ``work`` is not callable.
-            ValueError: a negative ``task_index``.
+            TypeError: ``task_index`` is not an integer, or ``work`` is not callable.
+            ValueError: ``task_index`` is negative.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> center = gr.AGNCenter(mesh)
+            >>> def work():
+            ...     getter = gr.AGNCustomGetter(mesh.devices[0], center=center)
+            ...     w = gr.get_variable("w", np.float32([4]), custom_getter=getter)
+            ...     inner = gr.GradientDescentOptimizer(0.25)
+            ...     optimizer = gr.AGNOptimizer(inner, 1, getter, communication_period=2)
+            ...     with optimizer.make_session_run_hook(True, 0):
+            ...         for _ in range(4):
+            ...             optimizer.minimize(lambda: np.sum(2 * w))
+            >>> center.start_worker(0, work).join()
+            >>> center.variables()[0].numpy()
+            array([3.], dtype=float32)
         """
         if not callable(work):
             raise TypeError(f"work={work!r} is not callable")
@@ -308,17 +338,18 @@ class AGNCenter(NotCopied):
     def state_dict(
         self, *, deadline: float | None = None, output_type: str = "numpy"
     ) -> dict[str, Any]:
-        """Returns the state of center variables and slots as host data.
+        """Returns center variables and slots as host data, for a checkpoint.
 
-        Float16 and bfloat16 are returned as float32. The state is consistent: it contains each push
-        completely or not at all. Waits for the devices.
+        Float16 and bfloat16 values are saved as float32. The state is consistent: it contains each
+        push completely or not at all. The call waits for the devices.
 
         Args:
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
             output_type: see ``ConditionalAccumulator.state_dict``.
 
         Raises:
-            ValueError: another ``output_type``, or PyTorch is not imported.
+            ValueError: ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not
+                imported.
             CollectiveError: the mesh has failed, or a push failed part-way.
         """
         download, center = downloader(as_deadline(deadline), output_type), self._state
@@ -329,22 +360,23 @@ class AGNCenter(NotCopied):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        r"""Restores a ``state_dict``, also of another process or backend.
+        """Restores a ``state_dict``, which may come from another process or backend.
 
-        A center that rejects pushes, because one failed part-way, is usable again. If the state is
-        invalid, nothing changes; if a device fails part-way, the center rejects pushes. Concurrent
-        pushes of workers run before or after the load.
+        Workers must first create the variables in ``state`` and, if it has slots, an
+        ``AGNOptimizer``. Load the states of the workers after that of the center.
+
+        If the center rejected pushes, because one had failed part-way, it accepts them again. If
+        ``state`` is invalid, nothing changes. If a device fails during the load, the center rejects
+        pushes. Pushes of other threads run before or after the load.
 
         Args:
-            state: of a center with variables of the same names. Workers must have created these
-                variables, and their ``AGNOptimizer``\ s if there are slots. Load the workers
-                afterwards.
+            state: the ``state_dict`` of a center with variables of the same names.
 
         Raises:
-            KeyError: a key is missing or unknown, or a variable that no worker has created.
-            TypeError: a value of another type.
-            ValueError: another format or rule, slots although no worker has an
-                ``AGNOptimizer``, or an array of another shape or dtype.
+            KeyError: a key is missing or unknown, or no worker has created a variable.
+            TypeError: a value has a wrong type.
+            ValueError: the format or rule differs, there are slots and no worker has an
+                ``AGNOptimizer``, or an array has another shape or dtype.
         """
         center = self._state
         with DeferInterrupts(), center.lock:

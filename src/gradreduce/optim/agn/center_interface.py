@@ -1,4 +1,4 @@
-"""What AGN workers use of a center, in this process or in another one."""
+"""The interface of a center for AGN workers; the center may be in another process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .worker_variables import WorkerVariables
 
 
 class Center(ABC):
-    """A center, as getters and optimizers of workers use it; methods are thread-safe.
+    """The methods of a center that getters and optimizers call; they are thread-safe.
 
     Attributes:
-        devices: the devices of the workers must be in their mesh.
-        registry: of the workers.
+        devices: devices of the mesh that the devices of the workers must belong to.
+        registry: the ``Registry`` of the workers.
     """
 
     devices: tuple[Device, ...]
@@ -31,15 +31,16 @@ class Center(ABC):
         """Returns the center variable of a name; the first call creates it from ``local``.
 
         Raises:
-            ValueError: it has another shape or dtype.
+            ValueError: the center variable has another shape or dtype than ``local``.
         """
 
     @abstractmethod
     def join(self, optimizer: Optimizer) -> None:
-        """Registers an optimizer; the first one defines the rule.
+        """Registers an optimizer. The first one defines the rule.
 
         Raises:
-            ValueError: an optimizer of another class, or with other slots or masters.
+            ValueError: the optimizer has another class, other slots or other masters than the first
+                one.
         """
 
     @abstractmethod
@@ -61,24 +62,25 @@ class Center(ABC):
         """Compiles the kernels of a push and creates the slots of center variables.
 
         Args:
-            optimizer: of the worker, which has joined.
-            variables: of the worker.
-            of: those of the variables that are pushed.
+            optimizer: the worker's optimizer, which has joined.
+            variables: all variables of the worker.
+            of: the variables that will be pushed.
             config: settings of the push.
 
         Raises:
-            KeyError: a variable that the worker's getter did not create.
+            KeyError: the worker's getter did not create a variable.
         """
 
     @abstractmethod
     def written_by_push(self, variables: WorkerVariables) -> list[Buffer]:
-        """Returns memory of this process that a push writes besides the worker's variables."""
+        """Returns the memory in this process that a push writes, except the worker's variables."""
 
     @abstractmethod
     def push_scope(self) -> AbstractContextManager[None]:
         """Returns a context manager for a local step and the push that belongs to it.
 
-        It defers Ctrl-C, so that both are made or none, unless a push waits for another process.
+        It defers Ctrl-C, so that both are made or neither. A push that waits for another process
+        can be interrupted.
         """
 
     @abstractmethod
@@ -90,19 +92,19 @@ class Center(ABC):
         scalars: Scalars,
         then: Callable[[], None],
     ) -> None:
-        """Updates the center by ``variables.sums``, and pulls: one push.
+        """Updates the center by ``variables.sums``, and pulls.
 
-        A failure before the center has changed leaves everything unchanged; the worker then calls
-        this again with the same sums.
+        If it fails before the center has changed, nothing has changed, and the worker calls this
+        again with the same sums.
 
         Args:
-            optimizer: of the worker; its slots exist.
-            variables: of the worker; those that have sums get the center's values, and so do their
-                masters.
+            optimizer: the worker's optimizer; its slots exist.
+            variables: the worker's variables. The pull overwrites variables that have sums, and
+                their masters.
             config: settings of the push.
-            scalars: of the rule.
-            then: called at the end, while Ctrl-C is deferred; replaces the sums and records what
-                was pulled.
+            scalars: the scalars of the rule.
+            then: called at the end, while Ctrl-C is deferred. It replaces the sums and records the
+                values that were pulled.
         """
 
     @abstractmethod
@@ -112,8 +114,8 @@ class Center(ABC):
         """Copies the center to a worker's variables and masters.
 
         Args:
-            optimizer: of the worker.
-            variables: of the worker; all are overwritten.
-            then: called at the end, while Ctrl-C is deferred; clears the sums and records what was
-                pulled.
+            optimizer: the worker's optimizer.
+            variables: the worker's variables, which are all overwritten.
+            then: called at the end, while Ctrl-C is deferred. It clears the sums and records the
+                values that were pulled.
         """

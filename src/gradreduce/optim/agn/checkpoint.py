@@ -1,4 +1,4 @@
-"""Saves the state of an AGN center, and validates and loads it; see ``gradreduce.checkpoint``."""
+"""Saves, validates and loads the state of an AGN center; see ``gradreduce.checkpoint``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def queued_center(variables: Mapping[str, Variable], slots: Slots | None) -> dic
 def ready_center(
     variables: Mapping[str, Variable], slots: Slots | None, state: Any
 ) -> Callable[[], None]:
-    """Validates a center's state and allocates memory; the returned function loads it."""
+    """Validates a center's state and allocates memory; returns a function that loads it."""
     if slots is None and isinstance(state, Mapping) and state.get("optimizer") is not None:
         raise ValueError("state['optimizer'] has slots; create the workers' AGNOptimizers first")
     owners = checkpoint.by_name(variables.values())

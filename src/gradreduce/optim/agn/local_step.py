@@ -1,7 +1,7 @@
-"""Local steps of a worker: update variables, and add the gradients to the sums of the period.
+"""Local steps of a worker: update variables, and add gradients to the period's sums.
 
-With a compiled rule, dense gradients need one launch for both. For sparse gradients and Python
-rules, the update is that of ``Optimizer``, and the addition is apart.
+With a compiled rule, one launch does both for dense gradients. For sparse gradients and Python
+rules, the update is that of ``Optimizer``, and separate launches add the gradients.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .sums import Sum, Sums, dense_sum, pending_rows
 
 
 class LocalStep(NamedTuple):
-    """A local step, with all memory and plans.
+    """A planned local step, with all memory allocated.
 
     Attributes:
-        launches: in this order.
-        sums: of the period afterwards.
-        plan: of the dense gradients; None without any, and for a Python rule.
-        devices: that the launches write.
-        label: names the variables in the log.
+        launches: called in this order.
+        sums: the sums of the period after the step.
+        plan: the plan for dense gradients; None if there are none, or for a Python rule.
+        devices: the devices that the launches write.
+        label: names the variables in the operation log.
     """
 
     launches: Sequence[Callable[[], None]]
@@ -45,10 +45,10 @@ class LocalStep(NamedTuple):
 class LocalPlan(Plan):
     """Plan for local steps of the same variables with dense gradients.
 
-    It can be used in each step that follows one of its own.
+    It can be used again if the last step used it.
 
     Args:
-        optimizer: its rule is a kernel; its slots of the variables exist.
+        optimizer: has a compiled rule and slots of the variables.
         sums: for each variable the memory of its sum, on each device.
     """
 
@@ -60,12 +60,13 @@ class LocalPlan(Plan):
         """Returns a step: one launch for each physical device.
 
         Args:
-            gradients: dense, for each copy of each variable.
-            scalars: of the rule.
-            sums: of the period so far: those of the plan, or none of its variables.
+            gradients: the dense gradient of each copy of each variable.
+            scalars: the scalars of the rule.
+            sums: the sums of the period so far. Either all variables of the plan have a sum, which
+                is in the plan's memory, or none has.
         """
         first = self.variables[0] not in sums
-        if first:  # gradients are written there, not added
+        if first:  # the launch writes gradients to the sums and does not add
             sums = {**sums, **self._sums} if sums else self._sums
         launches = [
             self._optimizer._ready(job, (int(first), *scalars), writer, "local")
@@ -85,12 +86,12 @@ def local_step(
     """Plans a step with gradients of any kind.
 
     Args:
-        optimizer: of the rule; its slots of the variables exist.
+        optimizer: has the rule and slots of the variables.
         variables: each once.
         parts: for each copy of each variable, a colocated gradient.
-        scalars: of the rule.
-        sums: of the period so far.
-        last: plan of the last step, which is used again if it fits.
+        scalars: the scalars of the rule.
+        sums: the sums of the period so far.
+        last: the plan of the last step, which is used again if it is valid for this step.
     """
     left = iter(parts)
     dense: dict[Variable, Colocated] = {}

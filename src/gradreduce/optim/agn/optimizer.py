@@ -36,42 +36,63 @@ from .worker_checkpoint import load_worker, queued_worker
 class AGNOptimizer(Optimizer):
     """Accumulates gradients locally and pushes their mean to the center once per period.
 
-    Create one for each worker, with its own getter and inner optimizer; workers are usually
-    threads. Each ``apply_gradients`` updates the worker's variables by the inner rule and sums the
-    gradients. Every ``communication_period`` calls, the sum divided by the period updates the
-    center variables by the same rule, with slots that all workers share. Then the center variables
-    are copied to the worker's variables and replace its local progress; the slots of the worker's
-    variables are not changed by this pull. Adam's powers belong to the worker and advance with both
-    updates. Pushes of different workers do not interleave. In a step that communicates,
-    hyperparameters are read twice, once for each update.
+    Create an AGNOptimizer for each worker, with its own getter and inner optimizer. Workers are
+    usually threads. Each ``apply_gradients`` updates the worker's variables by the inner rule and
+    adds the gradients to a sum. Every ``communication_period`` calls, it also pushes and pulls:
+
+    - Push: the sum divided by the period updates the center variables by the same rule. All workers
+      share the slots of the center variables. Pushes of different workers do not interleave.
+    - Pull: the center variables are copied to the worker's variables, which loses the worker's
+      local progress. The slots of the worker's variables are not changed.
+
+    Adam's powers belong to the worker and advance with local and center updates. Hyperparameters
+    are read once for each local update and once for each center update.
 
     If the worker has several replicas, ``compute_gradients`` and ``minimize`` call the loss once
-    for each, inside ``gr.replica(i)``, with i its index among the worker's devices: there a
-    Variable is that replica's copy, ``PerReplica.get()`` its value, and its GPU is CuPy's current
-    one. The gradients are ``PerReplica``, which ``apply_gradients`` reduces by MEAN. Called inside
-    a ``gr.replica``, they compute the gradients of that replica only.
+    for each replica, inside ``gr.replica(i)``, where i counts the worker's devices. In it, a
+    Variable is read on that replica, ``PerReplica.get()`` returns that replica's value, and CuPy's
+    current GPU is that replica's. The gradients are ``PerReplica``, which ``apply_gradients``
+    reduces by MEAN. If you call the two methods inside a ``gr.replica``, they compute the gradients
+    of that replica only.
 
-    The result of a training is in the center variables; gradients of an unfinished period are not
-    pushed. Periods, learning rates and ``distance_scale`` may differ between workers.
+    After the training, read the center variables. Gradients of an unfinished period are not pushed.
+    Periods, learning rates and ``distance_scale`` may differ between workers.
+
+    Source: ``tf.contrib.opt.AGNOptimizer``; arXiv 1710.02368.
 
     Args:
-        optimizer: the rule for local and center updates.
-        num_worker: number of workers; the hook can wait for them.
+        optimizer: the inner optimizer, whose rule makes the local and the center updates.
+        num_worker: number of workers; ``make_session_run_hook`` can wait for them.
         custom_getter: the worker's ``AGNCustomGetter``, which created the variables.
-        communication_period: local steps between two pushes, at least 1.
+        communication_period: number of local steps in a period, at least 1.
         use_locking: no effect: push, center update and pull are always atomic.
-        name: of the optimizer.
-        distance_scale: each element of a mean is divided by ``d**2 / distance_scale + 1``, with d
-            the distance that the center has moved since this worker's last pull; about 1e-4 lets
-            many workers with a short period converge. None: no scaling.
-        reset_momentum: whether a pull sets the worker's momentum to zero: the slots that the inner
-            optimizer names ``"momentum"`` or ``"m"``.
+        name: name of the optimizer.
+        distance_scale: divide each element of a mean by ``d**2 / distance_scale + 1``, where d is
+            the distance that the center has moved since this worker's last pull. A value of about
+            1e-4 lets many workers with a short period converge. None: do not divide.
+        reset_momentum: whether a pull sets the worker's momentum to zero, which is in the slots
+            ``"momentum"`` or ``"m"``.
 
     Raises:
-        ValueError: a period or ``num_worker`` less than 1, a ``distance_scale`` that is not above
-            0 (at least 1.2e-38, the smallest normal float32), an empty name, another rule than the
-            center's other workers have, or a getter or inner optimizer of another AGNOptimizer.
-        TypeError: an argument of another type.
+        ValueError: a period or ``num_worker`` is less than 1, ``distance_scale`` is not above 0 (at
+            least 1.2e-38, the smallest normal float32), the name is empty, the center's other
+            workers have another rule, or another AGNOptimizer uses the getter or inner optimizer.
+        TypeError: an argument has a wrong type.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> getter = gr.AGNCustomGetter(mesh.devices[1], center=gr.AGNCenter(mesh))
+        >>> w = gr.get_variable("w", np.float32([4]), custom_getter=getter)
+        >>> inner = gr.GradientDescentOptimizer(0.5)
+        >>> optimizer = gr.AGNOptimizer(inner, 1, getter, communication_period=2)
+        >>> optimizer.apply_gradients([(np.float32([1]), w)])  # a local step
+        False
+        >>> w.numpy(), getter.center_variable(w).numpy()
+        (array([3.5], dtype=float32), array([4.], dtype=float32))
+        >>> optimizer.apply_gradients([(np.float32([3]), w)])  # pushes the mean, 2; pulls
+        True
+        >>> w.numpy(), getter.center_variable(w).numpy()
+        (array([3.], dtype=float32), array([3.], dtype=float32))
     """
 
     _is_elementwise = False  # a push needs whole variables
@@ -127,12 +148,12 @@ class AGNOptimizer(Optimizer):
 
     @property
     def local_step(self) -> Variable:
-        """Number of steps of this worker, a read-only int32 Variable."""
+        """The number of steps of this worker, a read-only int32 Variable."""
         return self._step
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
-        """Reduces the ``PerReplica`` gradients of a worker with several replicas; can be set."""
+        """The ``CrossDeviceOps`` that reduces ``PerReplica`` gradients; can be set."""
         return self._inner.cross_device_ops
 
     @cross_device_ops.setter
@@ -140,7 +161,7 @@ class AGNOptimizer(Optimizer):
         self._inner.cross_device_ops = cross_device_ops
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Returns the slot ``name`` of a worker's or a center variable, or None."""
+        """Returns the slot ``name`` of a worker's variable or center variable, or None."""
         found = self._inner.get_slot(var, name)
         return self._center.slot(var, name) if found is None else found
 
@@ -168,31 +189,29 @@ class AGNOptimizer(Optimizer):
         *,
         deadline: float | None = None,
     ) -> bool:
-        """Runs a local step and, every ``communication_period`` steps, a push, update and pull.
+        """Runs a local step and, every ``communication_period`` steps, a push and a pull.
 
-        A variable without a gradient in the whole period is neither pushed nor pulled. For float16
-        and bfloat16, the mean of rows, and the mean for a Python rule, is first rounded to that
-        dtype.
+        A variable without a gradient in the whole period is neither pushed nor pulled. Means of
+        float16 and bfloat16 gradients are rounded to that dtype before the center update if the
+        gradients are sparse or the rule is written in Python.
+
+        If arguments are invalid, nothing changes. If a push fails before it has changed the center,
+        the local step is kept, and the next call first repeats the push, which may fail again.
+        Ctrl-C takes effect after the step and its push are launched and counted.
 
         Args:
-            grads_and_vars: see ``Optimizer.apply_gradients``; variables from the getter.
-            global_step: a Variable that is incremented by one with each communication.
+            grads_and_vars: see ``Optimizer.apply_gradients``; the variables are from the getter.
+            global_step: a Variable that is incremented by one with each push.
             name: ignored.
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
 
         Returns:
-            Whether it communicated.
+            True if it pushed and pulled, otherwise False.
 
         Raises:
-            KeyError: a variable that the getter did not create.
-            ValueError: see ``Optimizer.apply_gradients``.
-            TypeError: see there.
-            CollectiveError: the center rejects pushes, because one failed part-way.
-
-        If arguments are invalid, state is unchanged. If a communication fails before it has changed
-        the center, the local step was made, and the next call first makes the missing push, which
-        may fail too. Ctrl-C takes effect after the step, and the push that belongs to it, are
-        launched and counted.
+            KeyError: the getter did not create a variable.
+            ValueError, TypeError: see ``Optimizer.apply_gradients``.
+            CollectiveError: the center rejects pushes, because a push failed part-way.
         """
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)
@@ -203,23 +222,37 @@ class AGNOptimizer(Optimizer):
         """Compiles the kernels for these variables and creates slots of worker and center.
 
         Raises:
-            KeyError: a variable that the getter did not create.
+            KeyError: the getter did not create a variable.
         """
         self._worker.prepare(variables)
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
         """Returns a function that copies the center to this worker.
 
+        Call the function before the worker's first step, or use ``make_session_run_hook``.
+
         Args:
-            task_index: of the worker.
+            task_index: the number of the worker, from 0 on.
 
         Returns:
-            A callable that copies the center to the local variables and clears their
-            accumulations. It does not wait for other workers.
+            A function without arguments that copies the center to the local variables and clears
+            the sums of their gradients. It does not wait for other workers.
 
         Raises:
-            ValueError: the getter has created no trainable variable, or a negative ``task_index``.
-            TypeError: a ``task_index`` that is not an integer.
+            ValueError: the getter has created no trainable variable, or ``task_index`` is negative.
+            TypeError: ``task_index`` is not an integer.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> center = gr.AGNCenter(mesh)
+            >>> for task, value in enumerate([1.0, 2.0]):  # the first worker sets the center
+            ...     getter = gr.AGNCustomGetter(mesh.devices[task], center=center)
+            ...     w = gr.get_variable("w", np.float32([value]), custom_getter=getter)
+            ...     optimizer = gr.AGNOptimizer(gr.GradientDescentOptimizer(0.5), 2, getter)
+            ...     optimizer.get_init_op(task)()
+            ...     print(w.numpy())
+            [1.]
+            [1.]
         """
         as_count("task_index", task_index, least=0)
         if not self._worker.variables.centers:
@@ -232,15 +265,31 @@ class AGNOptimizer(Optimizer):
     ) -> AGNHook:
         """Returns a context manager that registers the worker and copies the center to it.
 
+        Train inside the context. If an exception leaves it, the center records the worker in
+        ``failed_workers``.
+
         Args:
             is_chief: ignored: center variables are initialized when they are created.
-            task_index: of the worker, from 0 on.
-            wait_timeout: seconds to wait until ``num_worker`` different task indices have started;
-                None: do not wait.
+            task_index: the number of the worker, from 0 on.
+            wait_timeout: seconds to wait, on entering, until ``num_worker`` workers with different
+                task indices have started. None: do not wait.
 
         Raises:
-            ValueError: see ``get_init_op``; or a ``wait_timeout`` that is not a number.
-            TypeError: an argument of another type.
+            ValueError: see ``get_init_op``; or ``wait_timeout`` is not a number.
+            TypeError: an argument has a wrong type.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> center = gr.AGNCenter(mesh)
+            >>> getter = gr.AGNCustomGetter(mesh.devices[1], center=center)
+            >>> w = gr.get_variable("w", np.float32([4]), custom_getter=getter)
+            >>> inner = gr.GradientDescentOptimizer(0.25)
+            >>> optimizer = gr.AGNOptimizer(inner, 1, getter, communication_period=2)
+            >>> with optimizer.make_session_run_hook(is_chief=True, task_index=0):
+            ...     for _ in range(4):  # two pushes
+            ...         pushed = optimizer.minimize(lambda: np.sum(2 * w))
+            >>> center.variables()[0].numpy()
+            array([3.], dtype=float32)
         """
         start, limit = self.get_init_op(task_index), as_timeout(wait_timeout, "wait_timeout")
         task = as_count("task_index", task_index, least=0)
@@ -249,19 +298,19 @@ class AGNOptimizer(Optimizer):
     def state_dict(
         self, *, deadline: float | None = None, output_type: str = "numpy"
     ) -> dict[str, Any]:
-        """Returns the state of the worker as host data.
+        """Returns the state of the worker as host data, for a checkpoint.
 
-        It has variables, sums, inner optimizer and ``local_step``. With the center's
-        ``state_dict``, taken while no worker steps, training continues with the same bits. Waits
-        for the devices.
+        The state has variables, sums of gradients, inner optimizer and ``local_step``. To continue
+        a training with the same bits, save the ``state_dict`` of all workers and of the center
+        while no worker runs a step. The call waits for the devices.
 
         Args:
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
             output_type: see ``ConditionalAccumulator.state_dict``.
 
         Raises:
-            ValueError: two variables have the same name, another ``output_type``, or PyTorch is not
-                imported.
+            ValueError: two variables have the same name, ``output_type`` is unknown, or it is
+                ``"torch"`` and PyTorch is not imported.
             CollectiveError: the mesh has failed.
         """
         download = downloader(as_deadline(deadline), output_type)
@@ -271,19 +320,19 @@ class AGNOptimizer(Optimizer):
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None
     ) -> None:
-        """Restores a ``state_dict``, also of another process or backend.
+        """Restores a ``state_dict``, which may come from another process or backend.
 
-        The inner optimizer gets the saved hyperparameters, see ``Optimizer.load_state_dict``. On
-        error, state is unchanged.
+        The inner optimizer gets the saved hyperparameters; see ``Optimizer.load_state_dict``. On
+        error, the worker is unchanged.
 
         Args:
-            state: of a worker with the same inner rule.
+            state: the ``state_dict`` of a worker with the same inner rule.
             variables: ignored; the getter's variables are used.
 
         Raises:
-            KeyError: a key is missing or unknown, or a variable that the getter did not create.
-            TypeError: a value of another type.
-            ValueError: another format or rule, or an array of another shape or dtype.
+            KeyError: a key is missing or unknown, or the getter did not create a variable.
+            TypeError: a value has a wrong type.
+            ValueError: the format or rule differs, or an array has another shape or dtype.
         """
         load_worker(self._worker, state)
 

@@ -1,8 +1,9 @@
 """Pushes mean gradients of a period to the center, updates it, and pulls.
 
-With a compiled rule, one launch on each of the center's GPUs normalizes dense sums, updates, and
-pulls to memory that the GPU can access. For sparse sums and Python rules, the update is that of
-``Optimizer``: mean, update and pull are apart.
+With a compiled rule and dense sums, one launch on each of the center's GPUs divides the sums,
+updates the center, and writes the result also to variables that the GPU can access. For sparse sums
+and Python rules, the update is that of ``Optimizer``, and separate launches compute the mean and
+copy the result.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class PushConfig(NamedTuple):
     """Settings of a worker's pushes.
 
     Attributes:
-        period: steps between two pushes; sums are divided by it.
+        period: the number of steps in a period; sums are divided by it.
         gamma: ``distance_scale``, or None.
-        task: name of the worker, for messages.
+        task: the name of the worker, for error messages.
     """
 
     period: int
@@ -47,15 +48,15 @@ class PushConfig(NamedTuple):
 
 
 class PushedVariable(NamedTuple):
-    """Memory of one variable of a push, with shape and dtype of the variable unless said otherwise.
+    """The memory of one variable that a push reads and writes.
 
     Attributes:
-        name: of the worker's variable, for the log.
-        written: what the update of the center writes: the center's variable, its master if it has
-            one, and its slots. The push runs on the device of the variable.
-        total: the sum; a dense one is only read on the first device.
-        pulled: for each copy of the worker's variable, what the new value is copied to: the
-            variable, and its master if it has one. Empty: the value is only in ``written``.
+        name: the name of the worker's variable, for the operation log.
+        written: what the update of the center writes: the center variable, its master if it has
+            one, and its slots. The push runs on the device of the center variable.
+        total: the sum of gradients. A dense sum is read only on its first device.
+        pulled: for each copy of the worker's variable, where the new value is written: the
+            variable, and its master if it has one. Empty if the worker is in another process.
         last_pulled: the center's value at the worker's last pull, if there is a distance scaling.
     """
 
@@ -67,18 +68,19 @@ class PushedVariable(NamedTuple):
 
 
 class PushPlan:
-    """One push of a worker, with all memory; ``run`` launches it.
+    """A planned push of a worker, with all memory allocated; ``run`` launches it.
 
-    The lock of the center must be held from its creation, which reads the center, until it ran.
+    The lock of the center must be held from the creation of a plan, which reads the center, until
+    ``run`` has returned.
 
     Args:
         pushed: the memory of each variable, at least one; the slots exist.
-        optimizer: of the rule; its kernels are compiled.
+        optimizer: has the rule, whose kernels are compiled.
         config: settings of the push.
         failed: called with the error if the push fails part-way.
 
     Attributes:
-        is_reusable: whether it can run again: it holds no temporary memory.
+        is_reusable: whether the plan can run again, because it has no temporary memory.
     """
 
     def __init__(
@@ -104,14 +106,14 @@ class PushPlan:
     def _plan(self, group: Sequence[PushedVariable]) -> None:
         """Plans the push of variables whose center copies are on one physical device."""
         leader, optimizer = group[0].written[0].device, self._optimizer
-        fused: list[ops.Update] = []  # what one launch writes, and the sum
+        fused: list[ops.Update] = []  # rows of the fused launch: what it writes, and the sum
         apart: list[tuple[Sequence[Buffer], Part]] = []  # what an update writes, and the mean
-        means: list[tuple[Buffer, Buffer]] = []  # and the sums that they are computed from
+        means: list[tuple[Buffer, Buffer]] = []  # a mean, and the sum that it is computed from
         for each, (total, indices) in zip(group, self._accessible(leader, group), strict=True):
             written, (first, *others) = each.written, each.pulled or [()]
             if optimizer._rule is not None and indices is None:
-                # The kernel writes its result, and that of the master, twice: here to the same
-                # memory if nothing is pulled.
+                # The kernel writes the variable, and its master, to two places: the center and the
+                # worker. If nothing is pulled, both are the memory of the center.
                 wanted = first or written[: len(written) - len(optimizer._slots.names)]
                 targets = [
                     out if can_access(leader, out) else leader.empty(out.shape, out.dtype)
@@ -141,9 +143,9 @@ class PushPlan:
     def _accessible(
         self, leader: Device, group: Sequence[PushedVariable]
     ) -> list[tuple[Buffer, ops.Indices | None]]:
-        """Returns sums that a device can access, and the indices of rows.
+        """Returns sums, in memory that a device can access, and indices of their rows.
 
-        They are scaled by the distance that the center has moved.
+        With a distance scaling, the sums are scaled.
         """
         found: list[tuple[Buffer, ops.Indices | None]] = []
         scalings: list[tuple[Buffer, Buffer, Buffer, Buffer]] = []
@@ -176,12 +178,12 @@ class PushPlan:
     def ready(self, scalars: Scalars) -> Callable[[Callable[[], None]], None]:
         """Computes a Python rule; returns a function that launches the push.
 
-        A failure before its first launch leaves the center unchanged. A later failure, even of the
-        launch that gathers rows, is part-way: ``failed`` is called. The function has one argument,
-        which it calls after the launches; an error in it means that the push failed part-way.
+        The argument ``then`` of that function is called after the launches. If the function fails
+        before its first launch, the center is unchanged. A later failure, even of the launch that
+        gathers rows or of ``then``, counts as part-way: ``failed`` is called.
 
         Args:
-            scalars: of the rule.
+            scalars: the scalars of the rule.
         """
         lead = {"global": (self._config.period,), "plain": ()}
         with self._mesh_state.label_scope(self._label):

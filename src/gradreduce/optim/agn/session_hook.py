@@ -1,4 +1,4 @@
-"""Threads of AGN workers: registers them, waits for all of them, and keeps who has failed."""
+"""Threads of AGN workers: registers them, waits for all, and records failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradreduce.errors import DeadlineExceededError, listed, log_warning
 
 
 class WorkerRegistry(Protocol):
-    """What hooks and threads of workers use of a ``Registry``, in this process or another one."""
+    """The interface of a ``Registry``, which may be in another process."""
 
     def begin(self, task_index: int) -> None:
         """See ``Registry``."""
@@ -36,10 +36,10 @@ class Registry:
     """The workers of a center that have begun, ended and failed.
 
     Args:
-        mesh_state: of the center's devices.
+        mesh_state: the ``MeshState`` of the center's devices.
 
     Attributes:
-        failed: task indices of the workers that an exception ended, in that order.
+        failed: task indices of the workers that an exception ended, in the order of the exceptions.
     """
 
     def __init__(self, mesh_state: MeshState) -> None:
@@ -62,7 +62,7 @@ class Registry:
             return sorted(self._begun)
 
     def begin(self, task_index: int) -> None:
-        """Registers a worker, which is no longer among those that failed."""
+        """Registers a worker, and removes it from ``failed``."""
         with self.lock:
             self._begun.add(task_index)
             self._ended.discard(task_index)
@@ -73,11 +73,11 @@ class Registry:
         """Unregisters a worker. After all have ended, workers that begin form a new round."""
         with self.lock:
             self._ended.add(task_index)
-            if self._ended >= self._begun:  # waiters still hold the old sets
+            if self._ended >= self._begun:  # new sets, because waiters still read the old ones
                 self._begun, self._ended = set(), set()
 
     def clear_failure(self, task_index: int) -> None:
-        """Removes a worker from those that failed."""
+        """Removes a worker from ``failed``."""
         with self.lock:
             if task_index in self.failed:
                 self.failed.remove(task_index)
@@ -92,14 +92,15 @@ class Registry:
         log_warning(
             "gradreduce.agn",
             "worker %d failed, the other workers continue: %s: %s",
-            task_index, type(error).__name__, str(error),  # as text: a handler may store the record
+            # As text, because a handler may keep the record, and an error refers to its frames.
+            task_index, type(error).__name__, str(error),
         )  # fmt: skip
 
     def wait_for(self, num_worker: int, timeout: float) -> None:
-        """Blocks until ``num_worker`` workers have begun, including those that failed since.
+        """Blocks until ``num_worker`` workers have begun; workers that failed later count too.
 
         Raises:
-            DeadlineExceededError: some are missing; the message lists them.
+            DeadlineExceededError: some workers are missing; the message lists them.
         """
         with self.lock:
             here = self._begun
@@ -121,12 +122,12 @@ class Registry:
 class WorkerThread(threading.Thread):
     """A thread whose ``join`` raises the exception that ended it.
 
-    After it has ended it holds no reference to objects of the training.
+    After it has ended, it does not keep objects of the training alive.
 
     Args:
-        task_index: of the worker.
-        work: function to run.
-        registry: learns of the exception if ``work`` raises.
+        task_index: the number of the worker.
+        work: the function to run.
+        registry: records the exception if ``work`` raises.
     """
 
     def __init__(
@@ -135,13 +136,13 @@ class WorkerThread(threading.Thread):
         super().__init__(target=work, name=f"agn-worker-{task_index}", daemon=True)
         self._task, self._registry = task_index, registry
         self._error: BaseException | None = None
-        self._said = ""  # text of the error that join() has raised
+        self._said = ""  # text of the exception that join() has raised
 
     def run(self) -> None:
         """Runs the worker's function."""
         try:
             super().run()
-        except BaseException as error:  # raised by join()
+        except BaseException as error:  # join() raises it
             self._error = error
             self._registry.mark_failed(self._task, error)
             _clear_frames(error)
@@ -149,11 +150,11 @@ class WorkerThread(threading.Thread):
     def join(self, timeout: float | None = None) -> None:
         """Waits until the worker has ended, and raises the exception that ended it.
 
-        The first call raises that exception and drops it, because its traceback refers to frames of
-        the caller. Later calls raise a ``RuntimeError`` with its text.
+        The first call raises that exception and drops it, because its traceback keeps frames of the
+        caller alive. Later calls raise a ``RuntimeError`` with its text.
 
         Args:
-            timeout: seconds; afterwards ``is_alive()`` says whether it has ended.
+            timeout: seconds to wait; None without limit. After a timeout, ``is_alive()`` is True.
         """
         super().join(timeout)
         if self.is_alive():
@@ -187,13 +188,13 @@ def _clear_frames(error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class AGNHook:
-    """Context manager around a worker's training that registers it with the center.
+    """Context manager for a worker's training; registers the worker with the center.
 
     Entering calls ``begin`` and ``after_create_session``, leaving calls ``end``. Exceptions
     propagate, and the center adds the worker to its ``failed_workers``.
 
-    Its fields are the registry of the center, the function that copies the center to the worker,
-    the worker's task index, the number of workers to wait for, and for how many seconds (None: do
+    The fields are the registry of the center, the function that copies the center to the worker,
+    the worker's task index, the number of workers to wait for, and the seconds to wait (None: do
     not wait).
     """
 
@@ -211,11 +212,11 @@ class AGNHook:
         """Waits for the other workers if a timeout was set, and copies the center.
 
         Args:
-            session: ignored; TensorFlow's.
-            coord: ignored; TensorFlow's.
+            session: ignored; an argument of TensorFlow.
+            coord: ignored; an argument of TensorFlow.
 
         Raises:
-            DeadlineExceededError: fewer workers than ``num_worker`` have started in time; the
+            DeadlineExceededError: fewer than ``num_worker`` workers have started in time; the
                 message lists the missing ones.
         """
         if self._timeout is not None:
@@ -226,7 +227,7 @@ class AGNHook:
         """Unregisters the worker. After all have ended, workers that begin form a new training.
 
         Args:
-            session: ignored; TensorFlow's.
+            session: ignored; an argument of TensorFlow.
         """
         self._registry.end(self._task)
 

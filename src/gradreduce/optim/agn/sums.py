@@ -1,4 +1,4 @@
-"""Sums of the gradients of a period: dense arrays, or rows as long as every gradient is sparse."""
+"""Sums of the gradients of a period: rows if all gradients are sparse, else arrays."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, accumulate_dtype, copied_to
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
-# In the accumulate dtype: an array on each device of the variable, or rows on the first one.
+# In the accumulate dtype: an array on each device of the variable, or rows on its first device.
 Sum = tuple[Buffer, ...] | SparseSum
 Sums = Mapping[Variable, Sum]
 
 
 def dense_sum(var: Variable, total: Sum | None, *, fill: bool = True) -> tuple[Buffer, ...]:
-    """Returns a sum as arrays, in new memory unless it has that form.
+    """Returns a sum as arrays, converted from rows or newly allocated if necessary.
 
     Args:
         var: the variable.
-        total: its sum; None: it is zero.
-        fill: whether the memory of a zero is filled, not left uninitialized.
+        total: the sum of its gradients; None for zero.
+        fill: whether to fill new arrays with zeros; otherwise they are uninitialized.
     """
     if isinstance(total, tuple):
         return total
@@ -37,7 +37,7 @@ def dense_sum(var: Variable, total: Sum | None, *, fill: bool = True) -> tuple[B
 
 
 def merged_rows(shape: tuple[int, ...], total: SparseSum) -> IndexedSlices:
-    """Returns a sum of rows in the order of their indices, in new memory."""
+    """Returns the rows of a sum in the order of their indices, in new memory."""
     plan, _ = ops.merged_row_index([total.slots], mean=False)
     (rows,) = coalesced([total.rows], [plan])
     return IndexedSlices.of(rows, plan.indices, shape)
@@ -46,7 +46,7 @@ def merged_rows(shape: tuple[int, ...], total: SparseSum) -> IndexedSlices:
 def pending_rows(
     var: Variable, total: SparseSum | None, gradient: IndexedSlices
 ) -> PendingGradient:
-    """Prepares a sparse gradient, on the first device, for addition to a sum of rows."""
+    """Prepares a sparse gradient on the first device for a sum of rows."""
     state = AccumulatorState(var.dtype, var.shape, "SUM", var.devices[:1], False, _NO_OPS, SPARSE)
     state.totals = [total]
     SPARSE.prepare(state, gradient.dtype)

@@ -1,7 +1,7 @@
 """Variables of an AGN worker: local copies, sums of gradients, and the step counter.
 
-The sum of a period is zero after a push, and ``local_step`` is counted on the host. Their buffers
-are written when they are read, which saves a launch in each step.
+``local_step`` and sums that are zero are kept on the host. Their buffers are written only when they
+are read, which saves a launch in each step.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class LazyVariable(Variable):
     """A read-only Variable whose buffers are computed when they are read.
 
     Args:
-        name: of the Variable.
-        read: returns the buffers.
+        name: the name of the Variable.
+        read: computes the buffers.
     """
 
     def __init__(self, name: str, read: Callable[[], tuple[Buffer, ...]]) -> None:
@@ -46,7 +46,7 @@ class LazyVariable(Variable):
     def _buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]  # which a plain one keeps
         return self._read()
 
-    def _sources(self, value: Any) -> NoReturn:  # of ``assign`` and ``assign_add``
+    def _sources(self, value: Any) -> NoReturn:  # called by ``assign`` and ``assign_add``
         raise TypeError(f"{self.name!r} is read-only: only its optimizer writes it")
 
 
@@ -60,8 +60,8 @@ class Accumulation(LazyVariable):
     """The sum of the gradients of a worker's variable since its last push.
 
     Its dtype is the accumulate dtype: float32 for float16 and bfloat16. Reading a sparse sum
-    returns a dense array but does not make the sum dense, because an update of rows differs from
-    one by an array that is zero elsewhere.
+    returns a dense array, and the sum stays sparse: an update by rows has another result than an
+    update by an array that is zero in all other rows.
 
     Args:
         local: the worker's variable.
@@ -93,24 +93,40 @@ class Accumulation(LazyVariable):
 class AGNCustomGetter(NotCopied):
     """Creates the local, center and accumulation copies of a worker's variables.
 
-    Create one for each worker and pass it as ``custom_getter`` to ``gr.get_variable``. A trainable
-    variable ``n`` is on the worker; its sum of gradients ``grad_variable/n`` starts at zero. The
-    center has ``global_center_variable/n``; the first worker to create ``n`` sets its value. Other
-    variables are only on the worker. If a worker's initial values differ from the center's, use the
-    hook of its ``AGNOptimizer``, or ``get_init_op``, before its first step.
+    Create a getter for each worker, and pass it as ``custom_getter`` to ``gr.get_variable``. For a
+    trainable variable ``n`` there are three copies. The variable itself is on the worker. The sum
+    of its gradients, ``grad_variable/n``, starts at zero. The center variable
+    ``global_center_variable/n`` is created by the first worker that creates ``n``, with its value.
+    Variables that are not trainable are only on the worker.
+
+    If a worker's initial values differ from the center's, enter the hook of its ``AGNOptimizer``,
+    or call its ``get_init_op``, before the first step. Source: ``tf.contrib.opt.AGNCustomGetter``.
 
     Args:
         worker_device: the worker's device, its name (``"gpu:1"``) or a ``torch.device``, in the
-            mesh of ``center``, else in ``gr.default_mesh()``; or a part of a mesh: then the worker
-            has several replicas, and its variables are mirrored there.
-        center: has the center variables. Default: the process-wide center, over the mesh of the
-            first getter, which exists as long as one of its getters. So drop the getters of a
-            training before the next one, or give each training its own center.
+            mesh of ``center`` or, without ``center``, in ``gr.default_mesh()``. Or a part of a
+            mesh: then the worker has several replicas, and its variables are mirrored on these
+            devices.
+        center: the ``AGNCenter``. Default: a center that all getters of the process share, over the
+            mesh of the first getter. It exists as long as one of these getters. For a second
+            training in the same process, delete the getters of the first, or create a center for
+            each training.
 
     Raises:
         DeviceMismatchError: the worker's device does not belong to the center's mesh.
-        TypeError: an argument of another type.
-        ValueError: a name of a device that the mesh does not have.
+        TypeError: an argument has a wrong type.
+        ValueError: the mesh does not have the device.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> getter = gr.AGNCustomGetter(mesh.devices[1], center=gr.AGNCenter(mesh))
+        >>> w = gr.get_variable("w", np.float32([4]), custom_getter=getter)
+        >>> w
+        <Variable 'w' float32[1] on sim:1>
+        >>> getter.center_variable(w)
+        <Variable 'global_center_variable/w' float32[1] on sim:0>
+        >>> getter.accumulation(w).numpy()
+        array([0.], dtype=float32)
     """
 
     _copy_hint = "create one for each worker"
@@ -156,9 +172,7 @@ class AGNCustomGetter(NotCopied):
         reuse: bool = False,
         **options: Any,
     ) -> Variable:
-        """Creates a variable; called by ``gr.get_variable``.
-
-        With ``reuse``, returns the variable that this getter has created.
+        """Creates a variable, or with ``reuse`` finds one; called by ``gr.get_variable``.
 
         Raises:
             ValueError: this getter has already created a trainable variable of this name, or the
@@ -183,15 +197,16 @@ class AGNCustomGetter(NotCopied):
         return local
 
     def center_variable(self, var: Variable) -> Variable:
-        """Returns the center copy of a worker's variable.
+        """Returns the center variable of a worker's variable.
 
-        Pushes continue while it is read; for a consistent state use the center's ``state_dict``.
+        Other workers may push while you read it. For a consistent state of several variables, use
+        the center's ``state_dict``.
 
         Args:
             var: a variable that this getter created.
 
         Raises:
-            KeyError: another variable.
+            KeyError: this getter did not create ``var``.
         """
         return self._shared.center_of(var)
 
@@ -205,13 +220,13 @@ class AGNCustomGetter(NotCopied):
             var: a variable that this getter created.
 
         Raises:
-            KeyError: another variable.
+            KeyError: this getter did not create ``var``.
         """
         self._shared.center_of(var)
         return self._accumulations[var]
 
 
-# Getters of the process-wide center, which exists as long as one of them.
+# Getters of the process-wide center. Only they refer to it, so that it is freed with the last one.
 _sharing: weakref.WeakSet[AGNCustomGetter] = weakref.WeakSet()
 _sharing_lock = ModuleLock()
 

@@ -1,7 +1,7 @@
 """Runs the local steps of an AGN worker, and its pushes when they are due.
 
-All that can fail in a local step is done before its first launch. A step with dense gradients of
-the same variables is planned once, and so is a push that needs no temporary memory.
+Everything in a local step that can fail is done before its first launch. Steps with dense gradients
+of the same variables share one plan. So do pushes that need no temporary memory.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Worker:
     """State and steps of one worker.
 
     Args:
-        inner: its optimizer, for worker and center.
-        variables: of its getter.
-        center: receives its pushes.
-        config: of its pushes.
-        resets: whether a pull sets its momentum to zero.
+        inner: the inner optimizer, for worker and center.
+        variables: the variables of the worker's getter.
+        center: receives the pushes.
+        config: the settings of the pushes.
+        resets: whether a pull sets the worker's momentum to zero.
 
     Attributes:
-        inner: the optimizer.
-        variables: the same.
-        config: of its pushes.
-        is_due: whether a push must be made, because it failed before it changed the center.
+        inner: see above.
+        variables: see above.
+        config: see above.
+        is_due: whether a push must be repeated, because it failed before it changed the center.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Worker:
         self.inner, self.variables, self.config = inner, variables, config
         self._center, self._resets = center, resets
         self.is_due = False
-        self._local: LocalPlan | None = None  # of the last step, if it was dense
+        self._local: LocalPlan | None = None  # the plan of the last step, if it was dense
 
     def apply(
         self,
@@ -67,8 +67,8 @@ class Worker:
         Args:
             gradients: one for each variable.
             variables: each once.
-            global_step: counts the pushes; or None.
-            seconds: until the deadline, from ``as_deadline``.
+            global_step: a Variable that counts the pushes, or None.
+            seconds: the seconds until the deadline, from ``as_deadline``.
         """
         inner, makes_up = self.inner, self.is_due
         plan = None if makes_up else self._local
@@ -81,7 +81,7 @@ class Worker:
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
             sums = self.variables.sums.values() if plan is None else ()
             others = [copy for total in sums if isinstance(total, tuple) for copy in total]
-            if makes_up:  # this push writes the center before the step reads gradients
+            if makes_up:  # the repeated push writes the center before the step reads gradients
                 others += self._center.written_by_push(self.variables)
             parts = inner._colocated_gradients(gradients, variables, plan, others)
             if makes_up:
@@ -99,9 +99,9 @@ class Worker:
         plan: LocalPlan | None,
         global_step: Variable | None,
     ) -> None:
-        """Runs a local step, and a push if due."""
+        """Runs a local step, and a push if it is due."""
         inner, shared = self.inner, self.variables
-        # A callable may raise; nothing has been created yet.
+        # Called first, because a hyperparameter may be a callable that raises.
         scalars, powers = inner._next_update(inner._slots.powers)
         is_due = not (self.variables.num_steps + 1) % self.config.period
         if is_due:
@@ -123,10 +123,10 @@ class Worker:
                 push()
 
     def prepare(self, variables: Sequence[Variable]) -> None:
-        """Compiles the kernels of a step and a push, and creates slots of worker and center.
+        """Compiles kernels of step and push, and creates slots of worker and center.
 
         Raises:
-            KeyError: a variable that the getter did not create.
+            KeyError: the getter did not create a variable.
         """
         inner = self.inner
         for var in variables:
@@ -135,7 +135,7 @@ class Worker:
         inner._compile(variables, "local")
         self._center.prepare(inner, self.variables, variables, self.config)
         for var in variables if self.config.gamma is not None else ():
-            # Without a start, the worker's initial values count as pulled.
+            # If the worker has not pulled yet, its initial values count as pulled.
             if var not in self.variables.pulled:
                 self.variables.pulled[var] = copied_to(var.devices[0], var.buffers[0])
 
@@ -144,12 +144,12 @@ class Worker:
     def _ready_push(
         self, powers: Scalars, variables: Sequence[Variable], global_step: Variable | None
     ) -> Callable[[], None]:
-        """Returns a function that pushes the sums; what it asks of the caller is done here.
+        """Validates a push; returns a function that pushes the sums.
 
         Args:
-            powers: of the inner optimizer at the push.
-            variables: of the step before the push.
-            global_step: counts the pushes; or None.
+            powers: the powers of the inner optimizer at the push.
+            variables: the variables of the step before the push.
+            global_step: a Variable that counts the pushes, or None.
         """
         inner, shared = self.inner, self.variables
         pairs = [(var, shared.centers[var]) for var in {*shared.sums, *variables}]
@@ -170,7 +170,7 @@ class Worker:
         return partial(self._center.push, inner, shared, self.config, scalars, pushed)
 
     def _record_pull(self, variables: Iterable[Variable]) -> None:
-        """Copies variables, which were pulled, for the distance scaling."""
+        """Copies variables after a pull; the distance scaling needs their values."""
         for var in variables:
             kept = self.variables.pulled[var]
             copy_over(kept.device, kept, var.buffers[0])

@@ -1,4 +1,4 @@
-"""Saves the state of an AGN worker, and validates and loads it; see ``gradreduce.checkpoint``."""
+"""Saves, validates and loads the state of an AGN worker; see ``gradreduce.checkpoint``."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def load_worker(worker: Worker, state: Any) -> None:
 
 
 def _sum_of(var: Variable) -> Check:
-    """Returns a check for a dense sum, an array, or a sparse one, a dict."""
+    """Returns a check for a saved sum: an array, or a dict if it is sparse."""
     dense = checkpoint.array(var.shape, var.dtype)
 
     def check(where: str, saved: Any) -> Any:
-        if isinstance(saved, Mapping):  # pushes do not divide by its counts
+        if isinstance(saved, Mapping):  # any count is allowed: pushes do not use counts
             return SPARSE.load(where, saved, var.dtype, var.shape, 2**63 - 1)
         return dense(where, saved)
 
@@ -85,7 +85,7 @@ def _sum_of(var: Variable) -> Check:
 
 
 def _uploaded(total: Any, var: Variable) -> Any:
-    """Uploads what ``_sum_of`` has checked."""
+    """Uploads a sum that ``_sum_of`` has checked."""
     if callable(total):
         return total(var.devices[0])
     return tuple([device.upload(total) for device in var.devices])

@@ -1,4 +1,4 @@
-"""Variables of an AGN worker, as its getter, its optimizer and the center share them."""
+"""The variables of an AGN worker, shared by its getter, its optimizer and the center."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ class WorkerVariables:
     """The trainable variables of a worker.
 
     Attributes:
-        centers: the center's copy of each, in the order of creation.
-        sums: of their gradients since the last push; replaced, never changed.
-        pulled: the value of the center at the last pull, on the first device; used by the distance
-            scaling.
-        num_steps: number of local steps.
-        last_push: of a center in this process: the plan of the last push if it can run again, its
-            sums, and the version of the center.
+        centers: the center variable of each variable, in the order of creation.
+        sums: the sums of gradients since the last push. A new mapping replaces this one; its items
+            are not changed.
+        pulled: the value of each center variable at the last pull, on the worker's first device;
+            used by the distance scaling.
+        num_steps: the number of local steps.
+        last_push: the plan of the last push if it can run again, its sums, and the version of the
+            center. Used by a center in this process.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,7 @@ class WorkerVariables:
         self.last_push: tuple[PushPlan, Sums, int] | None = None
 
     def center_of(self, var: Any) -> Variable:
-        """Returns the center's copy of a variable; ``KeyError`` for one of another getter."""
+        """Returns the center variable of ``var``; raises ``KeyError`` if there is none."""
         found = self.centers.get(var) if isinstance(var, Variable) else None
         if found is None:
             raise KeyError(f"{var!r} was not created by this AGNCustomGetter")
