@@ -65,10 +65,10 @@ class Optimizer(NotCopied):
     attributes.
 
     Protected members for code of this library, such as ``AGNOptimizer``: ``_rule`` is the compiled
-    rule, or None if ``_apply`` is called. ``_slots`` has the slots. ``_hyperparameters`` and
-    ``_settings`` name the attributes that can be set. ``_next_update``, ``_compile``,
-    ``_colocated_gradients``, ``_ready`` and ``_launch`` are the parts of an update;
-    ``_queued_state`` and ``_ready_state`` are the parts of a checkpoint.
+    rule, or None if ``_apply`` is called. ``_slots`` has the slots, and ``_slot_start`` returns
+    their first values. ``_hyperparameters`` and ``_settings`` name the attributes that can be set.
+    ``_next_update``, ``_compile``, ``_colocated_gradients``, ``_ready`` and ``_launch`` are the
+    parts of an update; ``_queued_state`` and ``_ready_state`` are the parts of a checkpoint.
 
     Args:
         name: name of the optimizer.

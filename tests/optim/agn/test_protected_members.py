@@ -17,7 +17,7 @@ SOURCES = sorted(Path(agn.__file__).parent.glob("*.py"))
 
 def documented() -> set[str]:
     paragraphs = inspect.getdoc(gr.Optimizer).split("\n\n")
-    (paragraph,) = [each for each in paragraphs if each.startswith("For subclasses and wrappers")]
+    (paragraph,) = [each for each in paragraphs if each.startswith("Protected members")]
     return set(re.findall(r"``(_\w+)``", paragraph)) - {"_apply"}
 
 
