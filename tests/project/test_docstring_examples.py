@@ -71,7 +71,6 @@ MISSING = set(
     AllReduceCrossDeviceOps.profile
     AllReduceCrossDeviceOps.reduce_scatter
     BackendUnavailableError
-    Buffer
     CancelledError
     CaptureError
     CollectiveError
@@ -80,7 +79,6 @@ MISSING = set(
     CrossDeviceOps.broadcast
     CrossDeviceOps.reduce
     DeadlineExceededError
-    Device
     DeviceMismatchError
     HierarchicalCopyAllReduce
     IndexedSlices
@@ -88,12 +86,6 @@ MISSING = set(
     IndexedSlices.to_dense
     InvalidArgumentError
     InvalidVariableError
-    Mesh
-    Mesh.flat_buffer
-    Mesh.flight_record
-    Mesh.journal
-    Mesh.reset
-    Mesh.trace
     Mirrored
     MixedDtypesError
     NcclAllReduce

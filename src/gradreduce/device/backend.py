@@ -1,7 +1,7 @@
 """The backend interface: the operations that a backend implements.
 
-``Device`` checks arguments, waits where it must and records; then it calls these. ``README.md``
-beside this file lists what every backend promises.
+``Device`` checks arguments, queues waits and records the operation; then it calls these methods.
+``README.md`` beside this file lists what every backend promises.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the queue has passed it; does not wait."""
+        """Whether the queue has passed this position; does not wait."""
 
 
 class Backend(ABC):
-    """The operations that a backend implements; those with a default only where it differs."""
+    """The operations of a backend; it overrides those with a default only where it differs."""
 
     # -- memory and arrays ------------------------------------------------------------------------
 
@@ -43,9 +43,9 @@ class Backend(ABC):
         """Returns ``array`` as a Buffer of this device, shared if possible, else copied.
 
         Args:
-            array: in host memory, or on this device's GPU.
-            address: of its first element, from a caller who knows it: a library may know it faster
-                than NumPy does.
+            array: an array in host memory, or on this device's GPU.
+            address: the address of the first element, if the caller knows it: other libraries find
+                it faster than NumPy.
         """
 
     @abstractmethod
@@ -54,14 +54,14 @@ class Backend(ABC):
 
     @abstractmethod
     def _adopt(self, array: Any, writable: bool) -> Buffer:
-        """Wraps the caller's memory; raises as ``Device.adopt`` does. Waits for nothing."""
+        """Wraps the caller's memory without waiting; raises as ``Device.adopt`` does."""
 
     @abstractmethod
     def _allocate(self, nbytes: int) -> Block:
-        """Allocates a block of the pool, for use in the order of the compute queue."""
+        """Allocates a block from the pool; the compute queue may use it first."""
 
     def _recycle(self, raw: Any, nbytes: int) -> None:  # noqa: B027
-        """Returns a freed block's memory to the pool; no queue uses it any more.
+        """Returns the memory of a freed block, which no queue uses, to the pool.
 
         Default: the pool takes it when the last reference to ``raw`` is dropped, as CuPy's does.
         """
@@ -78,19 +78,19 @@ class Backend(ABC):
 
     @abstractmethod
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
-        """Queues a copy of a host array, which is read before this returns."""
+        """Queues a copy of a host array; the array is read before this returns."""
 
     @abstractmethod
     def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
-        """Returns a host copy after the compute queue's work; None if the wait ended first."""
+        """Waits for the compute queue, then returns a host copy; None without success."""
 
     @abstractmethod
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
-        """Queues a copy; one end is this device's."""
+        """Queues a copy; ``dst``, ``src`` or both are on this device."""
 
     @abstractmethod
     def _prepare(self, kernel: Kernel, template: Template) -> None:
-        """Compiles, under a lock, what is not compiled yet."""
+        """Compiles the kernel under a lock, unless it is compiled already."""
 
     @abstractmethod
     def _resolved(
@@ -103,31 +103,31 @@ class Backend(ABC):
     ) -> Command:
         """Returns a command that queues a kernel over rows that all have work.
 
-        It keeps what it needs to be called again, but not the operands' blocks.
+        The command can be called again. It does not keep the operands' blocks alive.
         """
 
     def run_on_host(
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
     ) -> bool:
-        """Runs a kernel on one row of small host arrays, without Buffers, before it returns.
+        """Runs a kernel at once on one row of small host arrays, without Buffers.
 
-        Making Buffers of three arrays of a hundred numbers takes five times as long as adding
-        them. Recorded as any launch.
+        Making Buffers of three arrays of a hundred numbers takes five times as long as adding them.
+        The run is recorded like any launch.
 
         Args:
-            kernel: an elementwise one.
-            row: flat arrays of the elements that kernels know, the written ones first.
-            scalars: as the kernel declares them.
+            kernel: an elementwise kernel.
+            row: 1-D arrays with dtypes that kernels know; those that are written come first.
+            scalars: the scalar arguments, in the order in which the kernel declares them.
 
         Returns:
-            False if this device does not do that; then nothing was done.
+            False if this device does not support it; then nothing was done.
         """
         return False
 
     def _captured(self, devices: Sequence[Device], command_list: CommandList) -> Command:
-        """Returns a command that does what the list does, on these devices, this one first.
+        """Returns one command that does the work of the list on ``devices``.
 
-        Default: it submits each command of the list.
+        This device is the first of them. Default: a command that submits each command of the list.
         """
         return command_list.run
 
@@ -139,48 +139,48 @@ class Backend(ABC):
 
     @abstractmethod
     def _wait(self, mark: Mark, queue: User) -> None:
-        """Makes ``queue``, or a caller's stream, wait for another queue's or stream's mark."""
+        """Makes ``queue``, or a caller's stream, wait for a mark of another queue or stream."""
 
     @abstractmethod
     def _synchronize(self, wait_policy: WaitPolicy, queues: Sequence[Queue] = QUEUES) -> bool:
-        """Waits on the host for these queues; False if the wait ended first."""
+        """Waits on the host for these queues; returns False if the wait ended early."""
 
     @abstractmethod
     def _abandon(self, seconds: float) -> bool:
-        """Empties all queues, for ``reset``; False if that takes more than ``seconds``.
+        """Empties all queues, for ``reset``; returns False if that takes more than ``seconds``.
 
-        What was queued need not have been done, but all marks count as passed.
+        Queued work may be dropped, but all marks count as passed.
         """
 
     def _is_capturing(self, stream: Stream) -> bool:
         """Whether a caller's stream records a CUDA graph, or must wait for one that does.
 
-        Asked before ``_mark`` and ``_wait`` get a stream.
+        Called before a stream is passed to ``_mark`` or ``_wait``.
 
         Raises:
-            DeviceMismatchError: no stream is this backend's, which is the default.
+            DeviceMismatchError: this backend has no streams (the default).
         """
         raise DeviceMismatchError(
             f"stream={handle_of(stream):#x} was passed, but {self} has no streams"
         )
 
     def _on_stream(self, queue: Queue, call: Callable[[int], None]) -> None:
-        """Calls with the handle of a queue's stream, to which the call submits work."""
+        """Calls ``call``, which submits work, with the handle of a queue's stream."""
         raise NotImplementedError("simulated devices have no streams")
 
     def _hardware_name(self) -> str:
-        """Names the physical device among those of all machines, where NCCL can use it."""
+        """Returns a name of the physical device that is unique among all machines, for NCCL."""
         raise NotImplementedError("simulated devices are no hardware")
 
     def _reached(self, event: Event) -> bool:
-        """Returns ``event.done``, for an event of this device; notices a failed device."""
+        """Returns ``event.done`` for an event of this device; detects a failed device."""
         return event.done
 
-    def _progress(self) -> None:  # noqa: B027  # most work by themselves
-        """Runs queues that otherwise run only while the host waits."""
+    def _progress(self) -> None:  # noqa: B027  # most queues run by themselves
+        """Runs queues that run only while the host waits."""
 
     def _activate(self) -> AbstractContextManager[object]:
-        """Context of many calls: its GPU is the current one, so that none of them switches."""
+        """Context manager for many calls: makes its GPU current, so that no call has to."""
         return nullcontext()
 
     def _is_waiting(self, queue: Queue) -> bool:
@@ -190,16 +190,16 @@ class Backend(ABC):
     # -- waits that a backend leaves out ----------------------------------------------------------
 
     def _needs_order(self) -> bool:
-        """Whether its queues must wait for each other; not where work is done when submitted."""
+        """Whether its queues need waits: False if submitting an operation completes it."""
         return True
 
     def _others(self, devices: Iterable[Device]) -> list[Device]:
-        """The devices whose compute queue is another one than this one's."""
+        """Returns the devices whose compute queue is not this device's compute queue."""
         return [each for each in devices if each is not self]
 
     def _comes_behind(self, device: Device, queue: Queue) -> bool:
-        """Whether later work of its compute queue runs after all that queue holds now.
+        """Whether later work of this compute queue runs after all present work of ``queue``.
 
-        False also where it is not known.
+        ``queue`` belongs to ``device``. False if that is unknown.
         """
         return False

@@ -22,43 +22,43 @@ class Attached(Protocol):
     """Parameters whose gradients share one block; made by ``FlatBuffer.attach``."""
 
     def replaced(self) -> list[Any]:
-        """Parameters whose ``.grad`` is not its view; raises if one does not fit."""
+        """Returns parameters whose ``.grad`` is not their view; raises if one does not fit."""
 
     def attach_again(self, block: Block, replaced: list[Any]) -> None:
-        """Copies these gradients to their views, and makes the views the ``.grad`` again."""
+        """Copies these gradients into their views, and sets ``.grad`` to the views again."""
 
 
 Queue = Literal["compute", "transfer"]
-Stream = Any  # a caller's: a raw handle, or the backend's own object, which keeps it from its end
+Stream = Any  # of a caller: a raw handle, or the backend's object, which keeps the stream alive
 User = Queue | Stream
-# Handles of default streams: of the GPU that is current, the second of each thread its own.
+# Handles of the current GPU's default streams: the legacy one, and the one of each thread.
 LEGACY, PER_THREAD = 1, 2
 MAX_READERS = 16  # ranges of a block that are tracked separately
-ALIGNMENT = 16  # bytes: one vector access of a kernel, and what NCCL wants of a buffer's start
-_NO_READERS: dict[Any, Mark] = {}  # of most blocks; never written
+ALIGNMENT = 16  # bytes: one vector access of a kernel; NCCL wants it for buffers too
+_NO_READERS: dict[Any, Mark] = {}  # shared by all blocks without readers; never written
 
 
 class Block:
     """One allocation, shared by every Buffer that is a view of it.
 
     Attributes:
-        device: the logical device it is on.
-        raw: the backend's own handle; it keeps the memory alive. None once that is given back.
-        address: of its first byte.
-        nbytes: its size.
-        owned: from our pool (True), or adopted from a caller's array (False).
+        device: the logical device that the memory is on.
+        raw: the backend's handle, which keeps the memory alive. None after the memory is returned.
+        address: the address of the first byte.
+        nbytes: the size in bytes.
+        owned: True for memory of our pool, False for a caller's array.
         writable: False for a caller's read-only array.
-        peer_mapped: whether launches of peers can access it.
-        gaps: of one made by ``mesh.flat_buffer``: how many bytes behind the end of each tensor (in
-            bytes from the start) are nobody's; None of any other.
-        attached: of one made by ``mesh.flat_buffer``: whose gradients lie in it (``attach``).
-        readers: of each range of bytes the last copy that reads it on each queue, marked; the next
-            writer waits.
-        touched: queues other than its home queue that used it, and callers' streams that were
-            shown it; if the block is freed with any, its memory is held until they have passed.
-            None where nobody asks.
-        last_user: the queue that was added last.
-        remains: what is left of it when it is freed; not set where nobody asks.
+        peer_mapped: whether launches on peer devices can access the memory.
+        gaps: for a flat buffer: maps the end of each tensor (in bytes from the start) to the number
+            of unused bytes after it. None for other blocks.
+        attached: for a flat buffer: the parameters whose gradients are in it (``attach``).
+        readers: for each range of bytes and each queue, a mark after the last copy that reads the
+            range. The next writer waits for it.
+        touched: the queues other than the device's compute queue that used the block, and callers'
+            streams that may use it. A freed block keeps its memory until they have passed. None if
+            the backend does not need it.
+        last_user: the queue that was added to ``touched`` last.
+        remains: keeps the memory after the block is freed; not set if the backend does not need it.
     """
 
     __slots__ = (
@@ -68,7 +68,7 @@ class Block:
 
     remains: FreedBlock
 
-    # Written out: a call makes one for each array, and a dataclass takes twice as long.
+    # Not a dataclass, which takes twice as long: a call makes a block for each array.
     def __init__(
         self, device: Device, raw: Any, address: int, nbytes: int, owned: bool, writable: bool
     ) -> None:
@@ -96,27 +96,28 @@ class Block:
         with self.device.mesh_state.readers_lock:
             if self.readers is _NO_READERS:
                 self.readers = {}
-            if len(self.readers) >= MAX_READERS:  # one for each queue: the last says it for all
+            if len(self.readers) >= MAX_READERS:  # keep the last mark of each queue
                 last = {(key[0], key[1]): mark for key, mark in self.readers.items()}
                 self.readers = {(*key, 0, self.nbytes): mark for key, mark in last.items()}
-            # Last in the order of the dictionary too, which is that of the marks of each queue.
+            # Removed first, so that the dictionary keeps the marks of each queue in order.
             self.readers.pop((mark.device, mark.queue, start, start + part.nbytes), None)
             self.readers[mark.device, mark.queue, start, start + part.nbytes] = mark
 
     def readers_of(self, part: Buffer) -> Iterator[Mark]:
-        """Yields the marks that a writer of ``part`` must wait for; removes each after the wait.
+        """Yields the marks that a writer of ``part`` must wait for; then removes each.
 
-        A pack is filled while its neighbour in the same flat buffer is still being copied away.
+        Marks are per range of bytes: a pack is filled while another pack of the same flat buffer is
+        still being copied.
         """
         start, stop = part.offset, part.offset + part.nbytes
         for key, mark in list(self.readers.items()):
             if key[2] < stop and start < key[3]:
-                yield mark  # and keeps it if Ctrl-C ends the wait
+                yield mark  # Ctrl-C during the caller's wait keeps the mark
                 if self.readers.get(key) is mark:
                     self.readers.pop(key, None)
 
     def readers_between(self, start: int, stop: int) -> list[Mark]:
-        """Returns, and keeps, the marks that a writer of these bytes must wait for."""
+        """Returns the marks that a writer of these bytes must wait for, without removing them."""
         readers = list(self.readers.items())
         return [mark for key, mark in readers if key[2] < stop and start < key[3]]
 
@@ -125,12 +126,12 @@ class FreedBlock(ref[Block]):
     """Weak reference to a block that keeps its memory after the block is collected.
 
     Attributes:
-        raw: the backend's handle, which still keeps the memory. None for a caller's array that
-            need not outlive the block.
-        nbytes: its size.
-        touched: queues other than its home queue that used it, and callers' streams.
-        owned: from our pool, whose order is that of the device's compute queue; a caller's memory
-            is in nobody's order that we know.
+        raw: the backend's handle, which keeps the memory alive. None for a caller's array that need
+            not outlive the block.
+        nbytes: the size in bytes.
+        touched: see ``Block``.
+        owned: True for memory of our pool, which is reused in the order of the device's compute
+            queue. False for a caller's memory: its next use is in an unknown order.
     """
 
     __slots__ = ("nbytes", "owned", "raw", "touched")
@@ -144,21 +145,30 @@ class FreedBlock(ref[Block]):
 class Buffer(NotCopied):
     """A contiguous array (C order, fixed shape and dtype) on one logical device.
 
-    Never made by hand: ``Device.put``, ``empty``, ``zeros`` and ``upload`` make one, ``view``
-    another one on the same memory.
+    Made by ``Device.put``, ``empty``, ``zeros`` and ``upload``, not by its constructor. ``view``
+    makes another Buffer on the same memory.
 
     Attributes:
         device: the logical ``Device``.
-        shape: of the array.
+        shape: the shape of the array.
         dtype: a NumPy dtype (bfloat16 is that of ml_dtypes).
         size: number of elements.
         nbytes: number of bytes.
-        address: of the first element; a device address on a GPU.
-        block: the memory it looks into.
-        array_owner: of a Buffer made from an argument, and of its views: the kind of array whose
-            memory it is, or ``"copy"`` if it holds a copy of one; None for every other.
-        array: the backend's array of this memory; None until it is used for the first time.
-        flat: the same in one dimension, without a reference to the block; for backends.
+        address: the address of the first element; on a GPU a device address.
+        block: the memory that contains the array.
+        array_owner: for a Buffer made from a caller's array, and for its views: the library of that
+            array (``"numpy"``, ``"torch"``, …), or ``"copy"`` if the Buffer holds a copy. Else
+            None.
+        array: the backend's array of this memory; None until its first use.
+        flat: a 1-D array of the same memory, which does not keep the block alive; for backends.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> buffer = mesh[0].upload(np.arange(4, dtype="float32"))
+        >>> buffer
+        Buffer(shape=(4,), dtype=float32, device='sim:0')
+        >>> buffer.view(2, (2,)).numpy()
+        array([2., 3.], dtype=float32)
     """
 
     _copy_hint = "pass buffer.numpy(), and upload it with device.put(array)"
@@ -179,25 +189,24 @@ class Buffer(NotCopied):
         self.nbytes = self.size * dtype.itemsize
         self.address = block.address + offset
         self.array_owner: str | None = None
-        self.array = array  # the backend's array of this memory, made when first asked for
-        self.flat: Any = None  # likewise what its work sees of pool memory, without the block
+        self.array = array  # the backend's array of this memory, made at its first use
+        self.flat: Any = None  # likewise what queued work uses; it does not keep the block
 
     @property
     def offset(self) -> int:
-        """Of the first element in the block, in bytes."""
+        """The position of the first element in the block, in bytes."""
         return self.address - self.block.address
 
     def view(self, start: int, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Buffer:
         """Returns a Buffer on part of this memory, without a copy; keeps the block alive.
 
         Args:
-            start: first element, counted in this buffer's dtype.
-            shape: of the view.
-            dtype: of the view; default this one's. Bytes are looked at anew, not converted.
+            start: the first element, counted in this buffer's dtype.
+            shape: the shape of the view.
+            dtype: the dtype of the view, which reinterprets the bytes. Default: this buffer's.
 
         Raises:
-            ValueError: the view would reach outside this buffer, or start between two of the
-                addresses that its dtype may have.
+            ValueError: the view exceeds this buffer, or its start is not aligned for its dtype.
         """
         dtype = self.dtype if dtype is None else dtype
         offset = start * self.dtype.itemsize
@@ -222,16 +231,17 @@ class Buffer(NotCopied):
         """Makes one view of this dtype for each part, without the checks of ``view``.
 
         Args:
-            starts: first element of each.
-            sizes: elements of each.
-            shapes: of each; default ``(size,)``.
+            starts: the first element of each part.
+            sizes: the number of elements of each part.
+            shapes: the shape of each part; default ``(size,)``.
         """
         block, device, dtype = self.block, self.device, self.dtype
         address, itemsize, flat = self.address, dtype.itemsize, self.flat
         shapes = [(size,) for size in sizes] if shapes is None else shapes
         made, new = [], Buffer.__new__
         for start, size, shape in zip(starts, sizes, shapes, strict=True):
-            # Not by `__init__`: a reduction makes two parts of each tensor on each device.
+            # Without `__init__`, which is slower: a reduction makes two parts per tensor and
+            # device.
             part = new(Buffer)
             part.block, part.device, part.dtype = block, device, dtype
             part.shape, part.size, part.nbytes = shape, size, size * itemsize
@@ -244,7 +254,7 @@ class Buffer(NotCopied):
     def numpy(self, *, deadline: float | None = None) -> np.ndarray:
         """Returns a copy in host memory; waits for the device, at most ``deadline`` seconds.
 
-        See ``Device.download``, which raises.
+        Raises what ``Device.download`` raises.
         """
         return self.device.download(self, deadline=deadline)
 
@@ -256,9 +266,9 @@ class Mark(NamedTuple):
     """A position in a device's queue that another queue can wait for.
 
     Attributes:
-        device: whose queue.
-        queue: which of its two.
-        event: the backend's own token.
+        device: the device of the queue.
+        queue: ``compute`` or ``transfer``.
+        event: the backend's event.
     """
 
     device: Device
@@ -267,7 +277,7 @@ class Mark(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether the queue is known to have passed it; does not wait."""
+        """Whether the queue is known to have passed this position; does not wait."""
         return self.device._reached(self.event)
 
 
@@ -279,10 +289,10 @@ class FlatLayout:
     """Offsets of tensors in a flat buffer, in elements, each aligned to a vector.
 
     Attributes:
-        offsets: first element of each tensor.
-        sizes: elements of each tensor.
-        spans: elements from each tensor's start to the next one's (its size and the gap).
-        size: elements of the flat buffer; a multiple of the unit.
+        offsets: the first element of each tensor.
+        sizes: the number of elements of each tensor.
+        spans: the number of elements from each tensor's start to the next (size and gap).
+        size: the number of elements of the flat buffer, a multiple of the alignment.
     """
 
     offsets: tuple[int, ...]
@@ -292,7 +302,7 @@ class FlatLayout:
 
 
 def as_elements(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Views buffers as elements of the kernels: complex as pairs, signed integers as unsigned."""
+    """Views buffers with the kernels' dtypes: complex as pairs, signed integers as unsigned."""
     viewed = []
     for buffer in buffers:
         element = ELEMENT_OF[buffer.dtype]
@@ -303,7 +313,7 @@ def as_elements(buffers: Sequence[Buffer]) -> list[Buffer]:
 
 
 def same_dtypes(rows: Iterable[Row]) -> list[list[Row]]:
-    """Groups rows by the dtypes of their first and last operand and the number of operands."""
+    """Groups rows by dtypes of first and last operand and number of operands."""
     groups: dict[tuple[int, int, int], list[Row]] = {}  # by id: hashing a dtype is slow
     for row in rows:
         groups.setdefault((id(row[0].dtype), id(row[-1].dtype), len(row)), []).append(row)
@@ -311,13 +321,13 @@ def same_dtypes(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def by_template(groups: Iterable[Sequence[Row]]) -> dict[tuple[str, str, int], list[Row]]:
-    """Views rows as elements, and joins those of one launch.
+    """Views rows as ``as_elements`` does, and joins the groups of one launch.
 
     Args:
-        groups: see ``same_dtypes``.
+        groups: the result of ``same_dtypes``.
 
     Returns:
-        Keyed by the element of the outputs, that of the inputs, and the number of operands.
+        Rows by the element type of the outputs, that of the inputs, and the number of operands.
     """
     launches: dict[tuple[str, str, int], list[Row]] = {}
     for rows in groups:
@@ -335,16 +345,16 @@ def handle_of(stream: Stream) -> int:
 
 
 def overlap(buffer: Buffer, other: Buffer) -> bool:
-    """Whether two Buffers share a byte, whichever device each belongs to."""
+    """Whether two Buffers share a byte, also if they belong to different devices."""
     return (
         buffer.address < other.address + other.nbytes
         and other.address < buffer.address + buffer.nbytes
-        and buffer.nbytes > 0 < other.nbytes  # an empty one inside the other shares none
+        and buffer.nbytes > 0 < other.nbytes  # an empty Buffer inside the other shares no byte
     )
 
 
 def compatible(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
-    """Whether ``shape`` matches ``wanted``, where None fits any dimension."""
+    """Whether ``shape`` matches ``wanted``, in which None matches any extent."""
     return len(shape) == len(wanted) and all(
         known is None or extent == known for extent, known in zip(shape, wanted, strict=True)
     )
@@ -354,9 +364,9 @@ def flat_layout(sizes: Sequence[int], itemsize: int) -> FlatLayout:
     """Lays out tensors of ``sizes`` elements one after another, aligned to 16 bytes.
 
     Args:
-        sizes: elements of each tensor, in order; zero is allowed and takes no space.
-        itemsize: bytes of an element. Give the *narrower* of two dtypes to get offsets in
-            elements that are 16-byte boundaries in both.
+        sizes: the number of elements of each tensor, in order; 0 takes no space.
+        itemsize: the size of an element in bytes. For two dtypes pass the smaller size: then the
+            offsets are multiples of 16 bytes in both.
     """
     unit = max(1, ALIGNMENT // itemsize)
     spans = tuple(-(-size // unit) * unit for size in sizes)

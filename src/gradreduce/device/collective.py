@@ -1,7 +1,6 @@
 """The interface of a collective library.
 
-All of it runs on one queue of each of the buffers' devices, at most one buffer on each physical
-device.
+A collective runs on one queue of each device, with at most one buffer on each physical device.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ NOT_CAPTURED = (
 
 
 def bytes_sent(name: str, nbytes: int, num_ranks: int) -> int:
-    """Returns the bytes that each rank of a collective sends to the next one, as in a ring."""
+    """Returns the bytes that each rank of a ring sends in a collective."""
     if name == "all_reduce":
         return 2 * (num_ranks - 1) * nbytes // num_ranks
-    if name == "reduce":  # all but the root send
+    if name == "reduce":  # every rank but the root sends
         return (num_ranks - 1) * nbytes // num_ranks
     return (num_ranks - 1) * nbytes
 
@@ -44,11 +43,11 @@ class CollectiveCall(NamedTuple):
 
     Attributes:
         name: ``all_reduce``, ``reduce``, ``broadcast`` or ``all_gather``.
-        inputs: of each rank what is read, on its device.
-        outputs: of each rank what is written; of a broadcast, and of the ranks of a reduce that are
-            not the root, the inputs.
-        root: of a reduce or broadcast.
-        queue: of each device.
+        inputs: for each rank the buffer that is read, on its device.
+        outputs: for each rank the buffer that is written. In a broadcast, and for the ranks of a
+            reduce that are not the root, the inputs.
+        root: the root rank of a reduce or broadcast.
+        queue: the queue of each device that runs the call.
     """
 
     name: str
@@ -61,8 +60,8 @@ class CollectiveCall(NamedTuple):
 class Collective(ABC):
     """Collectives over one buffer on each physical device, each on a queue of that device.
 
-    As a launch does, a collective waits only for copies that still read what it writes: else what
-    it reads and writes must be ready for its queue.
+    Like a launch, a collective waits only for copies that still read its outputs. The caller queues
+    all other waits.
     """
 
     def __init__(self, mesh_state: MeshState) -> None:
@@ -82,15 +81,15 @@ class Collective(ABC):
         """Sets every buffer to the sum of all sources (default: the buffers, in place).
 
         Args:
-            buffers: one on each physical device; overwritten.
-            sources: of each buffer one that lies where it does, alike; itself or apart from all
-                buffers. Only read.
-            queue: of each device.
+            buffers: one buffer on each physical device; overwritten.
+            sources: for each buffer a source on the same device, of its size and dtype: the buffer
+                itself, or memory that overlaps no buffer.
+            queue: the queue of each device that runs the call.
 
         Raises:
-            CollectiveError: no buffer, two on one physical device, one that is read-only, or
-                sizes or dtypes differ.
-            DeviceMismatchError: a buffer is of another mesh.
+            CollectiveError: there is no buffer, two are on one physical device, one is read-only,
+                or sizes or dtypes differ.
+            DeviceMismatchError: a buffer belongs to another mesh.
         """
         sources = buffers if sources is None else sources
         self._check("all_reduce", buffers, buffers)
@@ -103,7 +102,7 @@ class Collective(ABC):
     ) -> None:
         """Sets ``output`` to the sum of all sources, on the device of ``sources[root]``.
 
-        It may be that source itself. Raises as ``all_reduce`` does.
+        ``output`` may be that source itself. Raises what ``all_reduce`` raises.
         """
         self._check_rank("reduce", root, sources)
         self._check("reduce", sources, [output])
@@ -122,16 +121,17 @@ class Collective(ABC):
     ) -> None:
         """Concatenates all inputs into every output, in order; raises as ``all_reduce`` does.
 
-        Each output lies where its input does and has the size of all inputs together.
+        Each output is on its input's device and has the total size of all inputs.
         """
         self._check("all_gather", inputs, outputs)
         self._check_outputs("all_gather", outputs, inputs, sum(each.size for each in inputs))
         self._call(CollectiveCall("all_gather", inputs, outputs, None, queue))
 
-    def connect(self, devices: Sequence[Device]) -> None:  # noqa: B027  # not every one must
+    def connect(self, devices: Sequence[Device]) -> None:  # noqa: B027  # optional
         """Connects these devices, one on each physical device, in this order.
 
-        A call does it too; but whoever launches something first wants to fail before that.
+        A collective does that too. Call this first if a failure must come before other work is
+        launched.
         """
 
     @contextmanager
@@ -140,7 +140,7 @@ class Collective(ABC):
         yield
 
     def _check_rank(self, name: str, root: int, buffers: Sequence[Buffer]) -> None:
-        """Raises unless there is a buffer of this rank."""
+        """Raises ``CollectiveError`` unless ``root`` is the rank of a buffer."""
         if not 0 <= root < len(buffers):
             raise CollectiveError(
                 f"{name}: root={root} must be from 0 to {len(buffers) - 1}, the last buffer"
@@ -149,7 +149,7 @@ class Collective(ABC):
     def _check_outputs(
         self, name: str, outputs: Sequence[Buffer], inputs: Sequence[Buffer], size: int
     ) -> None:
-        """Raises unless each output has the device and dtype of its input, and this size."""
+        """Raises unless each output has its input's device and dtype, and the size ``size``."""
         wanted = [(each.device, size, each.dtype) for each in inputs]
         if [(each.device, each.size, each.dtype) for each in outputs] != wanted:
             raise CollectiveError(
@@ -183,7 +183,7 @@ class Collective(ABC):
         """Submits a group of calls; logs one record for each rank of each call.
 
         Args:
-            command: gives them, each time it is called.
+            command: submits the calls, each time it is called.
             calls: at least one.
         """
         used = [buffer for call in calls for buffer in (*call.inputs, *call.outputs)]
@@ -195,9 +195,9 @@ class Collective(ABC):
         for queue, buffer in read:
             buffer.device._before_write(buffer, queue)
         thread = mesh_state.thread
-        thread.num_submitted += 1  # before: one that fails may have been given to some devices
+        thread.num_submitted += 1  # before: a call that fails may have reached some devices
         started = time.perf_counter_ns() if mesh_state.log.num_traces else 0
-        with mesh_state.recording_commands(None):  # its fences are its own
+        with mesh_state.recording_commands(None):  # the command queues its own waits
             command()
         records = [
             Record("collective", call.name, each.device.index, -1, each.nbytes, call.queue)

@@ -1,8 +1,8 @@
 """Records the commands of one thread, so that they can be submitted again.
 
-A reduction runs once while a command list is open. Each launch, copy, wait and collective is kept
-as a function that submits it again, with the arguments, tables and memory of the first time: to
-replay the list allocates nothing, checks no operand and builds no table.
+A reduction runs once while a command list is open. The list keeps each launch, copy, wait and
+collective as a function that submits it again with the same arguments, tables and memory. A replay
+allocates nothing, checks no operand and builds no table.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Command = Callable[[], None]
 
 
 class WrittenSpans:
-    """The memory that repeated work writes: of each block one span that covers all of it.
+    """The memory that repeated work writes: one span of bytes for each block.
 
     Args:
-        written: by the work, on compute queues.
+        written: the buffers that the work writes, on compute queues.
     """
 
     def __init__(self, written: Iterable[Buffer]) -> None:
         self._spans: dict[int, tuple[Block, int, int]] = {}  # first and last byte
-        self._seen: object = None  # the last copy in the mesh when it was asked
+        self._seen: object = None  # the mesh's last copy at the last call
         for part in written:
             block, start, stop = part.block, part.offset, part.offset + part.nbytes
             _, low, high = self._spans.get(id(block), (block, start, stop))
@@ -44,17 +44,17 @@ class WrittenSpans:
         for block, start, stop in self._spans.values():
             for mark in block.readers_between(start, stop):
                 block.device.wait(mark)
-        self._seen = seen  # last: Ctrl-C may end the loop
+        self._seen = seen  # at the end: Ctrl-C may end the loop
 
 
 class Operation(NamedTuple):
-    """What a thread submitted by one command; its operands stay alive.
+    """One submitted command, which can be submitted again; keeps its operands alive.
 
     Attributes:
-        command: submits it again.
-        records: of it in the log: one; none of waits; of a collective one for each rank.
-        rows: its operands; of a collective those of each rank.
-        num_written: operands of each row that it writes: the first ones.
+        command: submits the operation again.
+        records: its records in the log: one, none for a wait, one for each rank of a collective.
+        rows: the operands; for a collective one row for each rank.
+        num_written: the number of operands in each row that are written; they come first.
     """
 
     command: Command
@@ -67,8 +67,8 @@ class _MarkAgain:
     """Makes a mark in each replay.
 
     Attributes:
-        mark: of the first time, with the event of the last replay.
-        is_waited_for: whether anybody waits for it.
+        mark: the mark of the last replay.
+        is_waited_for: whether an operation waits for the mark.
     """
 
     def __init__(self, mark: Mark) -> None:
@@ -84,8 +84,8 @@ class _MarkAgain:
 class CommandList:
     """The operations that a thread submitted while this was open, in order.
 
-    Marks made before it was opened are not waited for when it is replayed: whoever replays it says
-    what comes before, and replays it only behind itself (``join`` at its end does that).
+    A replay does not wait for marks that were made before the list was opened. The caller makes the
+    replay wait for earlier work, and for the previous replay.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class CommandList:
         self.add(again)
 
     def waited(self, device: Device, mark: Mark, queue: Queue) -> None:
-        """Records a wait, unless its mark is older than this list."""
+        """Records a wait, unless the mark was made before this list was opened."""
         again = self._marks.get(id(mark))
         if again is not None:
             again.is_waited_for = True

@@ -13,12 +13,12 @@ from .pending_calls import PendingCall
 def deadline_scope(
     call: str, deadline: float | None, devices: Iterable[Device]
 ) -> AbstractContextManager[object]:
-    """Context manager: submitted work finishes in time, or its mesh fails.
+    """Context manager: if the submitted work misses the deadline, its mesh fails.
 
     Args:
-        call: what to call it in the error.
-        deadline: seconds from now, from ``as_deadline``; None for ever, which costs nothing.
-        devices: all that it works on; of one mesh, as a rule.
+        call: the name of the call in errors.
+        deadline: seconds from now, from ``as_deadline``; None for no deadline.
+        devices: all devices that the work uses; usually of one mesh.
     """
     return nullcontext() if deadline is None else _deadline_scope(call, deadline, devices)
 

@@ -20,12 +20,13 @@ _FreedUsers = tuple[FreedBlock, list[tuple["Device", User]]]
 class DeferredFree:
     """Freed blocks of one device whose memory may still be in use.
 
-    Takes no lock: blocks are freed anywhere, in any thread, and what is called then is C. A Python
-    finalizer could be cut short by Ctrl-C, and the memory would be free while work still uses it.
+    Takes no lock: a block can be freed at any point of any thread. The weak reference calls
+    ``freed.append``, which is C code: Ctrl-C could interrupt a Python finalizer, and memory that is
+    still in use would be freed.
 
     Attributes:
-        held: all whose memory is not free, those of living blocks too.
-        freed: those of blocks that were freed since the last ``drain``.
+        held: one entry for each block whose memory is not free, living blocks included.
+        freed: the entries of blocks that were freed since the last ``drain``.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class DeferredFree:
         self._deferred: deque[tuple[FreedBlock, list[Any]]] = deque()
 
     def track(self, block: Block) -> Block:
-        """Tracks a block, and holds its memory until it can be freed."""
+        """Tracks a block, and keeps its memory until it can be freed."""
         freed = FreedBlock(block, self.freed.append)
         freed.raw, freed.nbytes = block.raw, block.nbytes
         freed.touched = block.touched = set()
@@ -50,14 +51,13 @@ class DeferredFree:
         self.held.discard(freed)
 
     def drain(self, home: Device) -> None:
-        """Returns to the pool of ``home`` the memory that no queue uses any more.
+        """Returns freed memory that no queue uses any more to the pool of ``home``.
 
-        What another queue has used is held until that queue has passed the place where it
-        is now: only then may the compute queue, in whose order the pool hands memory out, write it.
-        So is what a caller's stream was shown, whose own order nobody else knows.
+        The pool hands out memory in the order of the compute queue. Memory that another queue or a
+        caller's stream has used is therefore kept until their present work is done.
         """
         try:
-            for _ in range(len(self.freed)):  # one that must wait comes back
+            for _ in range(len(self.freed)):  # a block that must wait is appended again
                 self._free_or_defer(self.freed.popleft(), home)
             for _ in range(len(self._deferred)):
                 freed, events = self._deferred.popleft()
@@ -65,13 +65,13 @@ class DeferredFree:
                     self.free(freed, home)
                 else:
                     self._deferred.append((freed, events))
-        except IndexError:  # another thread was faster
+        except IndexError:  # another thread has drained it
             pass
 
     def join(self, home: Device, wait: Callable[[Any], None]) -> None:
-        """Returns all deferred memory to the pool: the home queue waits for the marks.
+        """Returns all deferred memory to the pool; the home queue waits for its marks.
 
-        A caller's memory stays deferred: the order of its next user is unknown.
+        A caller's memory stays deferred: its next use is in an unknown order.
         """
         with suppress(IndexError):
             for _ in range(len(self._deferred)):
@@ -84,8 +84,8 @@ class DeferredFree:
                     self._deferred.append((freed, marks))
 
     def used_by(self, stream: Stream) -> list[_FreedUsers]:
-        """Freed blocks that were exposed to a caller's stream; for ``passed``."""
-        # PER_THREAD names this thread's stream; those of other threads may still use the memory.
+        """Returns the freed blocks that a caller's stream may use; for ``passed``."""
+        # PER_THREAD is this thread's stream only; other threads' streams may still use the memory.
         if not self.freed or handle_of(stream) == PER_THREAD:
             return []
         handle = handle_of(stream)
@@ -97,10 +97,10 @@ class DeferredFree:
         return found
 
     def passed(self, freed_users: Iterable[_FreedUsers]) -> None:
-        """Removes a stream as a user: the compute queue has waited for it.
+        """Removes a stream from the users, after the compute queue has waited for it.
 
-        So in a training loop, where a call brings arrays of the stream that had the last results,
-        their memory is at hand at once, however far the host is ahead.
+        In a training loop the memory of the last results can then be reused at once, even if the
+        host is far ahead of the device.
         """
         for freed, users in freed_users:
             freed.touched.difference_update(users)
@@ -109,7 +109,7 @@ class DeferredFree:
         users = list(freed.touched)
         if not freed.owned:
             self._defer(freed, [*users, (home, "compute")], home)
-        # All work is done when it is submitted, or its home queue comes behind all who used it.
+        # Free now if submitting completes all work, or if the home queue runs after all users.
         elif not (home.defers or home.mesh_state.failed) or all(
             isinstance(queue, str) and home._comes_behind(device, cast("Queue", queue))
             for device, queue in users
@@ -119,13 +119,13 @@ class DeferredFree:
             self._defer(freed, users, home)
 
     def _defer(self, freed: FreedBlock, users: list[tuple[Device, User]], home: Device) -> None:
-        """Defers a block until marks pass; for ever where no mark can be made."""
+        """Keeps a block's memory until marks pass; for ever without marks."""
         if not any(device.physical in home.mesh_state.failed for device, _ in users):
             with suppress(BackendUnavailableError):  # failed meanwhile
-                # In every thread PER_THREAD is another stream; LEGACY waits for all of them.
+                # PER_THREAD is a different stream in each thread; LEGACY waits for all of them.
                 users = [(who, LEGACY if _is(user, PER_THREAD) else user) for who, user in users]
                 if any(who._is_capturing(user) for who, user in users if not isinstance(user, str)):
-                    self.freed.append(freed)  # until a caller's capture has ended
+                    self.freed.append(freed)  # try again when the caller's capture has ended
                 else:
                     self._deferred.append((freed, [who._mark(user) for who, user in users]))
 

@@ -1,4 +1,4 @@
-"""Devices: check arguments, wait where they must, record, and call the ``Backend``.
+"""Devices: check arguments, queue waits, record operations, and call the ``Backend``.
 
 ``README.md`` beside this file lists what every backend promises.
 """
@@ -34,17 +34,26 @@ if TYPE_CHECKING:
 class Device(NotCopied, Backend):
     """One logical device: memory, and two queues of work, ``compute`` and ``transfer``.
 
-    Several logical devices may share a physical one. A backend implements what ``Backend`` names;
-    the rest is the same code everywhere: no backend can forget a fence, a check or a record.
+    Several logical devices may share a physical one. Most users pass devices on and do not call
+    their methods. A backend implements the methods of ``Backend``. Checks, waits between queues and
+    records are the same code for all backends.
 
     Attributes:
-        mesh_state: what it shares with the other devices of its mesh.
-        index: logical number, the place in the whole mesh.
-        physical: number of the physical device (the GPU ordinal).
-        mesh: the whole mesh that it was opened with.
+        mesh_state: the state that the devices of a mesh share.
+        index: the logical number: the position in the whole mesh.
+        physical: the number of the physical device (the GPU ordinal).
+        mesh: the whole mesh that the device was opened with.
         freed: memory of freed blocks, until ``drain`` takes it back.
-        external_buffers: those of the mesh.
-        defers: whether work may still be waiting when the call that gave it has returned.
+        external_buffers: the external buffers of the mesh.
+        defers: whether a call may return before the work that it has submitted is done.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> mesh[1]
+        <device sim:1 on physical 1>
+        >>> buffer = mesh[1].upload(np.arange(3.0))
+        >>> mesh[1].download(buffer)
+        array([0., 1., 2.])
     """
 
     _copy_hint = "open a mesh by gr.open_mesh where it is needed"
@@ -76,19 +85,20 @@ class Device(NotCopied, Backend):
         """Allocates a Buffer from this device's pool; its content is undefined.
 
         Raises:
-            MemoryError: there is no more, though the pools of the whole mesh were trimmed first.
+            MemoryError: there is not enough memory, even after trimming the pools of the whole
+                mesh.
         """
         if min(shape, default=0) < 0:
             raise ValueError(f"shape={shape} has a negative extent")
         return self.allocate(tuple(shape), as_dtype(dtype))
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> Buffer:
-        """As ``empty``, of a shape and dtype that are checked."""
+        """Like ``empty``, for a shape and dtype that are checked already."""
         self.mesh_state.check_usable(self)
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             block = self._allocate(nbytes)
-        except MemoryError:  # pools of other devices may hold memory of the same GPU, or host
+        except MemoryError:  # pools of other devices may hold memory of the same GPU or host
             block = None
         if block is None:
             for device in self.mesh.devices:
@@ -116,16 +126,17 @@ class Device(NotCopied, Backend):
     def adopt(self, array: Any, stream: Stream | None = None, *, writable: bool = True) -> Buffer:
         """Wraps the caller's memory in a Buffer; the compute queue waits for ``stream``.
 
-        What lies in a flat buffer of this device comes back on the block of that.
+        If the array is part of a flat buffer of this device, the result is a view of that flat
+        buffer.
 
         Args:
-            array: contiguous, of a dtype that can be added; its memory must be this device's.
-            stream: that filled it, or its raw handle; None for a host array.
-            writable: False where its library promises that it never changes.
+            array: a contiguous array on this device, of a dtype that can be added.
+            stream: the stream that filled it, or its raw handle; None for a host array.
+            writable: False if the array's library promises that it never changes.
 
         Raises:
             CaptureError: ``stream`` is capturing a CUDA graph.
-            DeviceMismatchError: the memory is not this device's.
+            DeviceMismatchError: the array is not on this device.
             ValueError: the array is not contiguous.
         """
         self.mesh_state.check_usable(self)
@@ -139,38 +150,39 @@ class Device(NotCopied, Backend):
     def release(self, buffer: Buffer, stream: Stream | None = None, *, waited: bool = False) -> Any:
         """Returns the backend's array of ``buffer``'s memory, without a copy.
 
-        ``stream`` (None: the host) waits for our compute queue. Of the backend's own class, not a
-        raw handle, it is remembered: the array may be dropped while it is still used there.
+        ``stream`` (None: the host) waits for our compute queue. If it is a stream object, not a raw
+        handle, the array may be dropped while the stream still uses it.
 
         Args:
-            buffer: of this device.
-            stream: of the caller, or its raw handle.
-            waited: whether ``stream`` waits already for all that was queued for ``buffer``.
+            buffer: a buffer of this device.
+            stream: the caller's stream, or its raw handle.
+            waited: whether ``stream`` already waits for all work queued for ``buffer``.
 
         Raises:
             CaptureError: ``stream`` is capturing a CUDA graph.
-            DeviceMismatchError: the buffer is another device's.
+            DeviceMismatchError: the buffer is on another device.
         """
         self.mesh_state.check_usable(self)
-        waited = waited and not buffer.block.readers  # for which our queue waits only now
+        waited = waited and not buffer.block.readers  # our queue waits for readers below
         if stream is not None and not waited:
             self.check_stream(stream)
         if buffer.device is not self:
             raise DeviceMismatchError(
                 f"{self.name}.release: {buffer} is on another device: call release there"
             )
-        self._before_write(buffer, "compute")  # whoever gets the array may write it
+        self._before_write(buffer, "compute")  # the caller may write the array
         if not waited and (stream is not None or self.defers):
             self.block_stream(stream)
-        if stream is not None and not isinstance(stream, int):  # which may have ended when asked
+        if stream is not None and not isinstance(stream, int):  # a handle may be stale
             buffer.block.record_stream(stream)
         return self._array_of(buffer)
 
     def check_stream(self, stream: Stream) -> None:
         """Raises ``CaptureError`` for a caller's stream that is capturing a CUDA graph.
 
-        To be asked before a queue waits for the stream, which would draw the queue into the
-        graph, or the stream for a queue, which would invalidate the capture.
+        Call this before the first wait between a queue and the stream. If the queue waited for the
+        stream, the queue would become part of the capture; if the stream waited for the queue, the
+        capture would become invalid.
         """
         if self._is_capturing(stream):
             raise CaptureError(
@@ -184,11 +196,11 @@ class Device(NotCopied, Backend):
     def wait_for_stream(self, stream: Stream, *, checked: bool = False) -> None:
         """Makes the compute queue wait for a caller's stream.
 
-        All devices of a GPU share that queue's stream, so it is enough to say it to one.
+        The devices of a GPU share one compute stream, so one of them is enough.
 
         Args:
-            stream: of the caller.
-            checked: whether the caller has said ``check_stream``.
+            stream: the caller's stream.
+            checked: whether ``check_stream`` was called already.
 
         Raises:
             CaptureError: ``stream`` is capturing a CUDA graph.
@@ -205,7 +217,7 @@ class Device(NotCopied, Backend):
     def block_stream(self, stream: Stream | None) -> None:
         """Makes a caller's stream (None: the host) wait for the compute queue.
 
-        Say ``check_stream`` before the work for which it waits.
+        Call ``check_stream`` before submitting the work that the stream waits for.
         """
         self.mesh_state.check_usable(self)
         if stream is not None:
@@ -219,13 +231,13 @@ class Device(NotCopied, Backend):
         """Copies a host array to a Buffer; does not wait for the copy.
 
         Args:
-            array: contiguous or not; may be changed as soon as this returns.
-            out: a Buffer of this device, of the array's shape and dtype, to write into; default a
-                new one.
-            queue: which of the device's queues copies.
+            array: any host array, contiguous or not; it may be changed as soon as this returns.
+            out: the Buffer to write, on this device, of the array's shape and dtype. Default: a new
+                one.
+            queue: the queue that copies.
 
         Raises:
-            DeviceMismatchError: ``out`` is another device's.
+            DeviceMismatchError: ``out`` is on another device.
             ValueError: ``out`` has another shape or dtype, or is read-only.
         """
         self.mesh_state.check_usable(self)
@@ -240,7 +252,7 @@ class Device(NotCopied, Backend):
                 "of the array"
             )
         check_writable(buffer)
-        if queue != "compute":  # a recycled block belongs to its last owner until then
+        if queue != "compute":  # the compute queue may still use recycled memory
             self.wait(self.mark("compute"), queue=queue)
             self._touch([buffer.block], queue)
         self._before_write(buffer, queue)
@@ -252,7 +264,7 @@ class Device(NotCopied, Backend):
         """Returns a host copy of ``buffer``; waits for the compute queue.
 
         Args:
-            buffer: of this device, or one in its reach.
+            buffer: a buffer that this device can access.
             deadline: seconds from now; if they pass first, the mesh fails.
 
         Raises:
@@ -266,7 +278,7 @@ class Device(NotCopied, Backend):
         number = log.append(Record("download", "", self.index, -1, buffer.nbytes))
         generation = self.mesh_state.generation
         host = self._download(buffer, wait_policy)
-        # A collective that is aborted lets its queue go on: what comes behind it is worth nothing.
+        # An aborted collective lets its queue continue: results of later work are wrong.
         if host is None or self.mesh_state.has_failed(generation):
             raise self.mesh_state.abort_wait(f"a download of {buffer}", self, wait_policy)
         log.mark_finished(number, self, "compute")
@@ -277,8 +289,8 @@ class Device(NotCopied, Backend):
     ) -> None:
         """Exchanges buffers with other processes; ``move`` sends and receives host arrays.
 
-        Default: by way of host memory, for which the host waits. What ``sends`` hold is ready for
-        ``queue``, and the compute queue does not overtake it.
+        Default: copies through host memory, and the host waits. The buffers of ``sends`` must be
+        ready for ``queue``, and the compute queue must not run ahead of it.
         """
         outgoing = [(rank, bytes_of(self.download(buffer))) for rank, buffer in sends]
         incoming = [(rank, np.empty(buffer.shape, buffer.dtype)) for rank, buffer in receives]
@@ -289,7 +301,7 @@ class Device(NotCopied, Backend):
     def _exchange_on_gpu(
         self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: GpuMove
     ) -> None:
-        """Queues an exchange of memory of this GPU; the host does not wait."""
+        """Queues an exchange of this GPU's memory; the host does not wait."""
         for _, buffer in receives:
             self._before_write(buffer, queue)
         self._touch({buffer.block for _, buffer in (*sends, *receives)}, queue)
@@ -298,7 +310,7 @@ class Device(NotCopied, Backend):
     def mark_failed(self, reason: str) -> None:
         """Marks the device as failed: later uses raise ``BackendUnavailableError``.
 
-        Of its physical device, that is: the logical ones on it share their fate.
+        All logical devices of the same physical device fail together.
         """
         self.mesh_state.check_process()
         self.mesh_state.mark_failed(self.physical, reason)
@@ -308,14 +320,14 @@ class Device(NotCopied, Backend):
     def copy(self, dst: Buffer, src: Buffer, *, queue: Queue = "compute") -> None:
         """Copies ``src`` to ``dst`` (same shape and dtype) on a queue of this device.
 
-        Three fences, none for the caller to remember: the queue waits for what the source's
-        device has queued, and for what the destination's device has queued (its block may be a
-        recycled one); and the next writer of the source waits for this copy. To *read* ``dst``
-        on another queue or device, ``mark`` this one and ``wait`` there.
+        The queue waits for earlier work of the source's device and of the destination's device. The
+        next writer of the source waits for this copy. To *read* ``dst`` on another queue or device,
+        call ``mark`` here and ``wait`` there.
 
         Raises:
-            ValueError: size or dtype differ, or ``dst`` is read-only.
-            DeviceMismatchError: neither end is this device's, or one is of another mesh.
+            ValueError: sizes or dtypes differ, or ``dst`` is read-only.
+            DeviceMismatchError: neither ``dst`` nor ``src`` is on this device, or one is of another
+                mesh.
         """
         self.mesh_state.check_usable(self)
         if dst.dtype != src.dtype or dst.size != src.size:
@@ -340,7 +352,7 @@ class Device(NotCopied, Backend):
         self._submit(partial(self._copy, dst, src, queue), record, [(dst, src)], 1)
         if src.device is not self or queue != "compute":
             src.block.record_reader(self.mark(queue), src)
-            self.mesh_state.last_read = object()  # after it: who sees this one sees the reader too
+            self.mesh_state.last_read = object()  # last: a thread that sees it sees the reader too
 
     def launch(
         self,
@@ -353,14 +365,14 @@ class Device(NotCopied, Backend):
     ) -> None:
         """Launches ``kernel`` once over the rows of a table; does not wait for the device.
 
-        Fences nothing but copies that still read what it writes: who changes queue or device
-        says ``mark`` and ``wait``. Operands may lie on any logical device of this physical one,
-        or of a peer if their memory is mapped for peers. Rows without work (size zero, as a rule)
-        are left out; nothing is launched when none remains.
+        The queue waits only for copies that still read the outputs. A caller that changes queue or
+        device calls ``mark`` and ``wait``. Operands may be on any logical device of this physical
+        device, or on a peer if their memory is mapped for peers. Rows without work (usually of size
+        0) are left out; if no row remains, nothing is launched.
 
         Raises:
-            DeviceMismatchError: an operand is out of reach.
-            ValueError: a row would write memory that is read-only.
+            DeviceMismatchError: the device cannot access an operand.
+            ValueError: an operand that the kernel writes is read-only.
         """
         self.mesh_state.check_usable(self)
         if kernel.items is None:
@@ -381,7 +393,7 @@ class Device(NotCopied, Backend):
             check_writable(operand)
         if not is_here or queue != "compute":
             self._touch(blocks, queue)
-        # Of all of them, not of one for each block: each waits for the readers of its own bytes.
+        # For each operand, not for each block: readers are tracked per range of bytes.
         for operand in written:
             self._before_write(operand, queue)
         self._launch(kernel, template, rows, scalars, queue, crossing)
@@ -391,7 +403,7 @@ class Device(NotCopied, Backend):
     ) -> None:
         """Launches over one row: a Buffer that was just allocated, and inputs on this device.
 
-        As ``launch``, which would check what the allocation has checked, and wait for nothing.
+        Like ``launch``, without checks and waits that a new output does not need.
         """
         if row[0].size:
             self._launch(kernel, template, [row], scalars, "compute", 0)
@@ -458,7 +470,7 @@ class Device(NotCopied, Backend):
         self.drop_free_memory()
 
     def drop_free_memory(self) -> None:
-        """As ``trim``, also for a closed mesh; a failed device frees nothing."""
+        """Like ``trim``, also for a closed mesh; a failed device frees nothing."""
         if self.physical not in self.mesh_state.failed:
             self.drain()
             self._trim()
@@ -503,8 +515,8 @@ class Device(NotCopied, Backend):
     ) -> None:
         """Runs a launch or copy, counts it for ``fail_on_partial_write`` and logs it.
 
-        What was cut short may have begun, and counts; where work is deferred an ``Exception`` comes
-        before it, and Ctrl-C anywhere.
+        An interrupted operation counts, because it may have begun. On devices that defer work, an
+        ``Exception`` means that it has not begun; Ctrl-C may come at any time.
         """
         log = self.mesh_state.log
         if log.num_traces:

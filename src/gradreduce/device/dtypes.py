@@ -1,9 +1,9 @@
 """Element types, the dtype each is accumulated in, and argument conversion.
 
-One table for the whole library. A kernel knows eight *elements*: two 16-bit floats, two floats
-and four unsigned integers. Everything else is a view as one of those: adding int32 modulo
-2**32 is adding uint32 (and signed overflow is undefined in C++, unsigned is not), adding
-complex64 is adding pairs of float32. Only where integers are divided does the sign count.
+A kernel knows eight *elements*: two 16-bit floats, two floats and four unsigned integers. Other
+dtypes are viewed as one of these: int32 as uint32 (the sums are equal modulo 2**32, and C++ leaves
+signed overflow undefined), complex64 as pairs of float32. The sign matters only where integers are
+divided.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 
 from gradreduce.errors import brief
 
-DType = np.dtype  # for modules that name a dtype and import no array library
+DType = np.dtype  # for annotations in modules that may not import NumPy
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -28,8 +28,8 @@ class Element:
 
     Attributes:
         name: the element's dtype name, a key of ``ELEMENTS``.
-        lanes: how many elements make one item of the dtype (2 for complex, else 1).
-        viewed: the dtype to look at the memory as; None if it is the array's own.
+        lanes: the number of elements in one item of the dtype (2 for complex, else 1).
+        viewed: the dtype as which the memory is viewed; None if it is the array's own.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Element:
     viewed: np.dtype | None = None
 
 
-# element name -> (type in the .cu text, dtype it is added in)
+# element name -> (type in the .cu text, dtype in which it is added)
 ELEMENTS: dict[str, tuple[str, str]] = {
     "float16": ("f16", "float32"),
     "bfloat16": ("bf16", "float32"),
@@ -48,8 +48,8 @@ ELEMENTS: dict[str, tuple[str, str]] = {
     "uint32": ("u32", "uint32"),
     "uint64": ("u64", "uint64"),
 }
-# What a template argument may be named -> its type in the .cu text. The signed integers are no
-# elements: by default a kernel sees unsigned ones in their place.
+# Name of a template argument -> its type in the .cu text. Signed integers are not elements: most
+# kernels see them as unsigned.
 C_TYPES: dict[str, str] = {
     **{name: c_type for name, (c_type, _) in ELEMENTS.items()},
     **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
@@ -69,9 +69,9 @@ ELEMENT_OF: dict[np.dtype, Element] = {
     np.dtype("complex64"): _viewed("float32", 2),
     np.dtype("complex128"): _viewed("float64", 2),
 }
-# Each to itself: one object for all equal dtypes, which code may compare by identity.
+# Maps each dtype to itself: equal dtypes become one object, so code may compare them with `is`.
 _CANONICAL: dict[Any, np.dtype] = {dtype: dtype for dtype in ELEMENT_OF}
-# Of each NumPy 2.0 makes some dtype, as every NumPy makes float64 of None.
+# NumPy 2.0 converts each of these to some dtype, as every NumPy converts None to float64.
 _ABSTRACT = {
     np.number, np.integer, np.signedinteger, np.unsignedinteger,
     np.inexact, np.floating, np.complexfloating,
@@ -82,19 +82,19 @@ _ACCUMULATE = {np.dtype("float16"): np.dtype("float32"), BFLOAT16: np.dtype("flo
 def as_dtype(dtype: DTypeLike) -> np.dtype:
     """Converts a name, a type or a dtype (PyTorch's too) to a NumPy dtype.
 
-    Equal dtypes give the same object.
+    Equal dtypes return the same object.
 
     Raises:
-        TypeError: not a dtype (None is none), not in native byte order, or one that cannot be
+        TypeError: not a dtype (None is not), not in native byte order, or a dtype that cannot be
             added (bool, strings, objects, dates).
     """
-    try:  # isinstance takes five times as long: np.dtype has a metaclass
+    try:  # isinstance is five times slower: np.dtype has a metaclass
         return _CANONICAL[dtype]
     except (KeyError, TypeError):  # not canonical, or not hashable
         pass
     if dtype is None or (isinstance(dtype, type) and dtype in _ABSTRACT):
         raise TypeError(f"dtype={brief(dtype)} names no NumPy dtype")
-    if type(dtype).__module__ == "torch":  # found by its name: it is not imported for this
+    if type(dtype).__module__ == "torch":  # by name: does not import PyTorch
         dtype = str(dtype).removeprefix("torch.")
     try:
         found = BFLOAT16 if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
@@ -109,10 +109,10 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def as_index(value: Any) -> int:
-    """As ``operator.index``, but rejects booleans of Python and NumPy.
+    """Like ``operator.index``, but rejects booleans of Python and NumPy.
 
     Raises:
-        TypeError: no integer of any library.
+        TypeError: ``value`` is not an integer of any library.
     """
     if isinstance(value, bool | np.bool_):
         raise TypeError(f"{brief(value)} is a boolean, not an integer")
@@ -123,7 +123,7 @@ def as_flag(name: str, value: Any) -> bool:
     """Converts a boolean of Python or NumPy to ``bool``.
 
     Raises:
-        TypeError: anything else, arrays and numbers too.
+        TypeError: ``value`` is something else, such as an array or a number.
     """
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name}={brief(value)} must be True or False")

@@ -16,10 +16,10 @@ from .op_log import Record
 from .pending_calls import Label, PendingCall
 from .process_group import Description, Message, Parcel, ProcessError, ProcessGroup
 
-# A group of NCCL holds what goes to so many processes, and so many parcels to each: at most 128
-# sends and as many receives.
+# A group of NCCL sends to at most 8 processes, and at most 16 parcels to each: together at most 128
+# sends and 128 receives.
 _GROUP_DISTANCES, _GROUP_PARCELS = 8, 16
-# How long an exchange looks for the reason when another process is late, and a little more.
+# Somewhat longer than an exchange needs to find out why another process is late.
 _REPORT_SECONDS = 1.5
 
 
@@ -28,14 +28,13 @@ def exchange(
 ) -> None:
     """Queues an exchange with the other processes; the host may wait for it.
 
-    As a launch does, it fences nothing by itself: what it reads and writes must be ready for the
-    queue.
+    Like a launch, an exchange queues no waits: the buffers must be ready for the queue.
 
     Args:
-        device: on which all buffers are.
-        sends: in the order in which the other process receives them.
-        receives: which are overwritten.
-        queue: of ``device``.
+        device: the device of all buffers.
+        sends: buffers to send, in the order in which the other process receives them.
+        receives: buffers to receive into, which are overwritten.
+        queue: the queue of ``device``.
 
     Raises:
         CollectiveError: another process did not answer in time, or ended; the mesh has failed.
@@ -48,7 +47,7 @@ def exchange(
     queued = _exchange_by_host if group.move_on_gpu is None else _exchange_on_gpu
 
     def command() -> None:
-        with mesh_state.recording_commands(None):  # its fences are its own
+        with mesh_state.recording_commands(None):  # the command queues its own waits
             queued(device, sends, receives, queue, label, group)
 
     written = [buffer for _, buffer in receives]
@@ -66,13 +65,14 @@ def _exchange_by_host(
     label: Label | None,
     group: ProcessGroup,
 ) -> None:
-    seconds = _seconds(device.mesh_state, group)  # of each call of a prepared step
+    seconds = _seconds(device.mesh_state, group)  # applies to each call of a prepared step
     tag = group.next_tag()
 
     call = device.mesh_state.thread.pending_call
 
     def move(outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-        # A watchdog would not know which process is late.
+        # The exchange reports a missed deadline itself: the watchdog cannot tell which process is
+        # late.
         reports = nullcontext() if call is None else call.reporting_itself(_REPORT_SECONDS)
         with reports, _failing(device.mesh_state, group, label):
             group.exchange(outgoing, incoming, tag, seconds)
@@ -105,17 +105,15 @@ def batches(
 ) -> list[tuple[list[Parcel], list[Parcel]]]:
     """Cuts an exchange into groups of NCCL, at the same places in every process.
 
-    NCCL itself cuts a group that is too large, but at another place in each process, and these
-    parts wait for each other for ever (NVIDIA/Megatron-LM#7189, pytorch/pytorch#174942).
+    NCCL itself cuts a group that is too large, but at different places in each process. The parts
+    then wait for each other for ever (NVIDIA/Megatron-LM#7189, pytorch/pytorch#174942).
 
     Args:
-        rank: of this process.
+        rank: the rank of this process.
         size: the number of processes.
-        sends: in the order in which the other process receives them.
-        receives: in the order in which the other process sends them.
-
-    Returns:
-        Sends and receives of each group, in order.
+        sends: parcels, in the order in which the other process receives them.
+        receives: parcels, in the order in which the other process sends them.
+    Returns: The sends and receives of each group, in order.
     """
     found: dict[tuple[int, int], tuple[list[Parcel], list[Parcel]]] = {}
     for side, parcels in enumerate((sends, receives)):
@@ -131,10 +129,10 @@ def batches(
 
 @contextmanager
 def _failing(mesh_state: MeshState, group: ProcessGroup, label: Label | None) -> Iterator[None]:
-    """Context manager: if an exchange fails inside, so does the mesh, and the others are told.
+    """Context manager: a failing exchange fails the mesh and notifies the other processes.
 
     Raises:
-        CollectiveError: for a ``ProcessError``, or what a watchdog has said of an aborted one.
+        CollectiveError: a ``ProcessError`` was raised, or the watchdog has failed the mesh.
     """
     try:
         yield
@@ -142,7 +140,7 @@ def _failing(mesh_state: MeshState, group: ProcessGroup, label: Label | None) ->
         reason = _reason(group, error, group.called if label is None else str(label))
         fail(mesh_state, reason)
         raise CollectiveError(reason) from error
-    except BaseException as error:  # Ctrl-C too: the others wait for what was not sent
+    except BaseException as error:  # Ctrl-C too: the other processes wait for data that is not sent
         mesh_state.raise_failure(error)
         what = group.called if label is None else f"the exchange of {label}"
         fail(mesh_state, _stopped(what, error))
@@ -150,13 +148,15 @@ def _failing(mesh_state: MeshState, group: ProcessGroup, label: Label | None) ->
 
 
 class PendingExchange(PendingCall):
-    """An exchange between GPUs, until it is done and the others are known to make the same calls.
+    """A pending exchange between GPUs.
+
+    It is resolved when it is done and all processes are known to make the same calls.
 
     Args:
-        what: names its tensors.
+        what: the names of its tensors.
         seconds: the deadline.
-        device: on whose queue it is.
-        group: of the processes.
+        device: the device whose queue runs it.
+        group: the processes.
     """
 
     def __init__(self, what: str, seconds: float, device: Device, group: ProcessGroup) -> None:
@@ -181,7 +181,8 @@ def agree(device: Device, description: Description) -> None:
     """Compares a call with the other processes before its first operation; see ``ProcessGroup``.
 
     Raises:
-        InvalidArgumentError, CollectiveError: they make another call, or none; the mesh has failed.
+        InvalidArgumentError, CollectiveError: another process makes another call, or none. The mesh
+            has failed.
     """
     mesh_state = device.mesh_state
     group = mesh_state.process_group
@@ -193,7 +194,7 @@ def agree(device: Device, description: Description) -> None:
         except (InvalidArgumentError, CollectiveError) as error:
             fail(mesh_state, str(error))
             raise
-        except BaseException as error:  # the others have read that this process makes the call
+        except BaseException as error:  # the others have read that this process makes this call
             fail(mesh_state, _stopped(group.called, error))
             raise
 
@@ -202,7 +203,7 @@ def agree(device: Device, description: Description) -> None:
 
 @contextmanager
 def agreed(device: Device, description: Description) -> Iterator[None]:
-    """Context manager: agrees; if the call raises inside, the others are told and the mesh fails.
+    """Context manager: calls ``agree``, then does what ``telling_others`` does.
 
     Raises:
         InvalidArgumentError, CollectiveError: see ``agree``.
@@ -212,12 +213,12 @@ def agreed(device: Device, description: Description) -> Iterator[None]:
     agree(device, description)
     with telling_others(device):
         yield
-        # Calls of empty tensors have no exchange in which it is left.
+        # A call with empty tensors has no exchange that would post the kept notice.
         _run_again_too(device, group.post_kept)
 
 
 def _run_again_too(device: Device, command: Callable[[], None]) -> None:
-    """Runs a command, now and in each call of a step that is being prepared."""
+    """Runs a command now, and in each call of a step that is being prepared."""
     command()
     command_list = device.mesh_state.thread.command_list
     if command_list is not None:
@@ -226,9 +227,9 @@ def _run_again_too(device: Device, command: Callable[[], None]) -> None:
 
 @contextmanager
 def telling_others(device: Device) -> Iterator[None]:
-    """Context manager: if it raises inside, the other processes are told and the mesh fails.
+    """Context manager: an error inside fails the mesh and notifies the other processes.
 
-    For what must not be left out between two exchanges; without effect in one process.
+    For work that all processes must do between two exchanges. With one process it does nothing.
     """
     try:
         yield
@@ -241,12 +242,12 @@ def telling_others(device: Device) -> Iterator[None]:
 
 
 def _stopped(what: str, error: BaseException) -> str:
-    """Says why a process's mesh has failed; errors of the others name the process before it."""
+    """Returns why the mesh has failed; other processes write this process's name before it."""
     return f"stopped in {what}: {error!r}"
 
 
 def fail(mesh_state: MeshState, reason: str) -> None:
-    """Marks a mesh over several processes as failed, and tells the others why."""
+    """Marks a mesh over several processes as failed, and tells the other processes why."""
     group = mesh_state.process_group
     assert group is not None, "only a mesh over several processes has others"
     group.tell_failure(reason)
@@ -264,12 +265,12 @@ def _seconds(mesh_state: MeshState, group: ProcessGroup) -> float:
 def exchange_all(
     device: Device, own: Sequence[Buffer], shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[Buffer]:
-    """Sends buffers to all other processes; returns those of all processes, in order.
+    """Sends buffers to all other processes; returns the buffers of all processes, in order.
 
     Args:
-        device: on which they are; on its compute queue.
-        own: this process's, of one dtype, at least one.
-        shapes: of the buffers of each process.
+        device: the device of the buffers; its compute queue runs the exchange.
+        own: the buffers of this process: at least one, all of one dtype.
+        shapes: the shapes of the buffers of each process.
     """
     group = device.mesh_state.process_group
     assert group is not None
@@ -286,12 +287,12 @@ def exchange_all(
 def exchange_numbers(
     device: Device, numbers: Sequence[int], counts: Sequence[int]
 ) -> list[list[int]]:
-    """Sends numbers to all other processes; returns those of each process. The host waits.
+    """Sends integers to all other processes; returns those of all processes. The host waits.
 
     Args:
-        device: whose compute queue orders it.
-        numbers: this process's.
-        counts: how many numbers each process has.
+        device: the device whose compute queue runs the exchange.
+        numbers: the numbers of this process.
+        counts: how many numbers each process sends.
     """
     own = device.upload(np.array(numbers, np.int64))
     found = exchange_all(device, [own], [[(count,)] for count in counts])
@@ -299,6 +300,6 @@ def exchange_numbers(
 
 
 def _reason(group: ProcessGroup, error: ProcessError, what: str) -> str:
-    """Describes a failed exchange: which process, of which tensors, and why if it has said so."""
+    """Describes a failed exchange: the process, the tensors, and the reason if it is known."""
     why = group.reason_for(error.rank) if error.rank >= 0 else None
     return f"{what}: {why or f'process {error.rank} of {group.size} {error}'}"

@@ -1,7 +1,6 @@
 """Finds the flat buffer that an array of another library is a part of.
 
-An array that lies in one of them is known by its address alone, whichever library made it and
-however often it was viewed since.
+The search compares addresses only: it works for arrays and views of any library.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from .buffer import Block
 class ExternalBuffers:
     """The flat buffers of one mesh, found by address.
 
-    Memory that lies in a live block is that block's: two live blocks share none, and the block
-    keeps its own. A freed block, or one being freed in another thread, is never found, so memory
-    that was freed and allocated again is not taken for the old.
+    Live blocks do not overlap, so an address belongs to at most one of them. A freed block, or one
+    that another thread is freeing, is not found. Memory that was freed and allocated again is
+    therefore not taken for the old block.
 
     Attributes:
-        is_used: whether there ever was one.
+        is_used: whether a flat buffer was ever added.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # for adding; blocks are freed, and looked up, without
-        # In the order of their addresses; replaced as a whole, so that a reader needs no lock.
+        self._lock = threading.RLock()  # held to add blocks; finding and freeing need none
+        # Sorted by address; replaced as a whole, so that readers need no lock.
         self._known: tuple[list[int], list[ref[Block]]] = ([], [])
         self.is_used = False
 
     def add(self, *blocks: Block) -> None:
-        """Adds blocks, for as long as they live, and removes freed ones."""
+        """Adds blocks, without keeping them alive, and removes freed ones."""
         with self._lock:
             live = [block for block in (each() for each in self._known[1]) if block is not None]
             live += blocks

@@ -34,17 +34,30 @@ class Step(Protocol):
 class FlatBuffer:
     """Tensors stored one after another in one block on each device of a mesh.
 
-    Made by ``mesh.flat_buffer``. Gradients that lie in it are not packed again by an all-reduce of
-    all of them, or of a run of them in this order (with others of the same dtype between or beside
-    them the batch needs another layout, and is packed), and other GPUs may read them where they
-    are: as ``views``, or as ``arrays`` of any library,
-    which are known by their memory when they come back, however they were viewed since. An array
-    lives as long as anything that shares its memory; the flat buffer object need not be kept.
+    Made by ``mesh.flat_buffer``. An all-reduce of all of its gradients, or of several consecutive
+    ones in this order, uses this memory as its pack and copies nothing into another. If the batch
+    has other gradients of the same dtype too, it is packed as usual. Other GPUs may read the memory
+    in place.
+
+    Pass gradients as ``views``, or as ``arrays`` of any library. An array or a view of it is
+    recognized by its address. Arrays keep the memory alive; the FlatBuffer need not be kept.
 
     Attributes:
-        buffers: the flat buffer of each device, in mesh order; gaps are zero.
-        views: ``views[device][tensor]``, the tensors in it.
-        names: of the tensors, in order; empty until they have some.
+        buffers: the flat buffer of each device, in mesh order. Gaps between tensors are zero.
+        views: ``views[device][tensor]``, a Buffer for each tensor.
+        names: the names of the tensors, in order; empty if they have none.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> flat = mesh.flat_buffer([(2,), (3,)], "float32")
+        >>> step = flat.prepare_all_reduce(gr.ReduceOp.SUM)
+        >>> gradients = flat.arrays()
+        >>> for rank in range(2):
+        ...     gradients[rank][0][:] = rank + 1
+        ...     gradients[rank][1][:] = 10
+        >>> _ = step()
+        >>> gradients[0][0], gradients[0][1]
+        (array([3., 3.], dtype=float32), array([20., 20., 20.], dtype=float32))
     """
 
     buffers: tuple[Buffer, ...]
@@ -52,7 +65,7 @@ class FlatBuffer:
     names: list[str] = field(default_factory=list, repr=False, compare=False)
     _kinds: set[str | None] = field(default_factory=set, repr=False, compare=False)
 
-    # ``arrays`` and ``reduce`` set these: this module may not import them.
+    # Set by the packages ``arrays`` and ``reduce``, which this module may not import.
     array_converter: ClassVar[ModuleType]
     prepare_step: ClassVar[Callable[[FlatBuffer, Any, Any, float | None], Step]]
 
@@ -91,15 +104,16 @@ class FlatBuffer:
     def arrays(self, output_type: str | None = None) -> list[list[Any]]:
         """Returns ``arrays[device][tensor]``: arrays of a library on the same memory.
 
-        Fill them, or let others do. For the gradients of PyTorch's parameters call ``attach``.
+        Write gradients into them. For the gradients of PyTorch parameters call ``attach``.
 
         Args:
             output_type: ``"numpy"``, ``"cupy"``, ``"torch"`` or ``"buffer"``. Default: NumPy on the
                 simulation, CuPy on GPUs.
 
         Raises:
-            ValueError: JAX, whose arrays are never written; NumPy of a GPU's memory, or CuPy of
-                the simulation's; a library that is not imported, or an unknown name.
+            ValueError: ``output_type`` is ``"jax"`` (its arrays cannot be written), ``"numpy"`` on
+                GPUs, ``"cupy"`` on the simulation, an unknown name, or a library that is not
+                imported.
         """
         made: list[list[Any]] = self.array_converter.shared(self.views, output_type)
         self._kinds.add(output_type)
@@ -108,30 +122,33 @@ class FlatBuffer:
     def attach(self, parameters: Iterable[Any]) -> None:
         """Sets the ``.grad`` of PyTorch parameters to the views: ``backward()`` adds into them.
 
-        Gradients that are there are copied into the views; where ``.grad`` is None the view becomes
-        zero. ``zero()`` and every call of a prepared or captured step over this memory then do the
-        same for each ``.grad`` that is not its view any more, before they launch anything. So
-        ``optimizer.zero_grad()`` is allowed, and a parameter that was not used since contributes
-        zero. (Momentum and weight decay then move it, as they do where ``.grad`` is zero.) It costs
-        an allocation and a copy for each parameter, though: ``zero()`` and
-        ``zero_grad(set_to_none=False)`` keep the views. A frozen parameter (``requires_grad`` is
-        False) without a gradient contributes zero too, and its ``.grad`` stays None.
+        Existing gradients are copied into the views. Where ``.grad`` is None, the view becomes
+        zero. If somebody replaces a ``.grad`` later, ``zero()`` and each call of a prepared or
+        captured step over this memory copy it and set the view again, before they launch anything.
+        So ``optimizer.zero_grad()`` is allowed, but it costs an allocation and a copy for each
+        parameter; ``zero()`` and ``zero_grad(set_to_none=False)`` keep the views.
 
-        Parameters are held weakly. Attaching others replaces them.
+        A parameter without a gradient contributes zero. Its ``.grad`` becomes the view, so momentum
+        and weight decay still change it, unless it is frozen (``requires_grad`` is False): then
+        ``.grad`` stays None.
+
+        Parameters are held weakly. Attaching other parameters replaces them.
+
+        Example: see ``docs/pytorch.md``.
 
         Args:
-            parameters: ``parameters[device][tensor]``, tensors of the shapes and dtype of this
-                flat buffer, on its devices; none twice. Or a module for each device, or its
-                ``named_parameters()``: then errors, and the log of a ``prepare_all_reduce`` that is
-                called after this, have the names.
+            parameters: ``parameters[device][tensor]``: tensors of the shapes and dtype of this flat
+                buffer, on its devices, each once. Or for each device a module or its
+                ``named_parameters()``: then errors and the log of a later ``prepare_all_reduce``
+                use the names.
 
         Raises:
-            ValueError: another number of devices or tensors, names that differ between devices, a
-                parameter twice, a tensor that is no leaf, or a parameter or its gradient of another
-                shape, dtype or layout. No ``.grad`` was changed. Later calls that find such a
-                gradient raise the same, before they change anything.
-            TypeError: what is no tensor of PyTorch, or no list of them for each device.
-            DeviceMismatchError: a parameter on another device than its view.
+            ValueError: wrong number of devices or tensors, names that differ between devices, a
+                repeated parameter, a tensor that is not a leaf, or a parameter or gradient of
+                another shape, dtype or layout. No ``.grad`` was changed. Later calls that find such
+                a gradient raise the same error before they change anything.
+            TypeError: ``parameters`` is not a list of PyTorch tensors for each device.
+            DeviceMismatchError: a parameter is on another device than its view.
             BackendUnavailableError: the mesh is closed, or a device failed.
         """
         names = self.names.copy()
@@ -150,22 +167,21 @@ class FlatBuffer:
     ) -> Step:
         """Returns a prepared step that reduces all tensors in place, once per call.
 
-        Each call comes behind what the current streams of the libraries of ``arrays`` and
-        ``attach`` hold, and they behind it; for arrays in host memory the host waits. It reduces
-        once when it is made, too: make it before the first gradients are computed.
+        Each call waits for earlier work on the current streams of the libraries of ``arrays`` and
+        ``attach``, and these streams wait for it. For arrays in host memory the host waits.
+        Preparing reduces once, too: prepare before the first gradients are computed.
 
         Args:
             op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
-            cross_device_ops: an ``AllReduceCrossDeviceOps``. Default: one by NCCL, in one pack.
-            deadline: of this first time: seconds from now in which the devices must be done, or
-                the mesh fails.
+            cross_device_ops: an ``AllReduceCrossDeviceOps``. Default: NCCL with one pack.
+            deadline: seconds from now for this first reduction; if it takes longer, the mesh fails.
 
         Returns:
-            A ``PreparedStep``. Its ``results`` are one ``Mirrored`` for each tensor, of the views.
+            A ``PreparedStep``. Its ``results`` are one ``Mirrored`` of the views for each tensor.
 
         Raises:
-            ValueError: ``op`` is no ``ReduceOp``, ``cross_device_ops`` cannot prepare, there is
-                no tensor, or an attached gradient does not fit; see ``attach``.
+            ValueError: ``op`` is not a ``ReduceOp``, ``cross_device_ops`` cannot prepare a step,
+                there is no tensor, or an attached gradient does not fit (see ``attach``).
             BackendUnavailableError, CollectiveError: what ``AllReduceCrossDeviceOps.prepare``
                 raises.
         """
@@ -174,11 +190,11 @@ class FlatBuffer:
     def zero(self, *, deadline: float | None = None) -> None:
         """Sets every element to zero, with one fill on each device.
 
-        In order with the libraries of ``arrays``: adopts before, releases after. An attached
-        ``.grad`` that was replaced is its view again.
+        Calls ``adopt`` before and ``release`` after. Sets an attached ``.grad`` that was replaced
+        to its view again.
 
         Args:
-            deadline: seconds from now in which the devices must be done, or the mesh fails.
+            deadline: seconds from now; if the devices take longer, the mesh fails.
 
         Raises:
             BackendUnavailableError: the mesh is closed, or a device failed. Nothing was cleared.
@@ -215,7 +231,7 @@ class FlatBuffer:
         On the simulation, where a host array has no stream, the host waits.
 
         Args:
-            deadline: seconds from now in which the devices must be done, or the mesh fails.
+            deadline: seconds from now; if the devices take longer, the mesh fails.
 
         Raises:
             BackendUnavailableError: the mesh is closed, or a device failed.

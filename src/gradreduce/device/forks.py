@@ -1,4 +1,4 @@
-"""What must be made again in a forked child process."""
+"""Renews module-level state in a forked child process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import threading
 from collections.abc import Callable
 
-# How often this process came out of a fork. Asking for the process number instead is a system
-# call, up to 1.5 us in a virtual machine, on the way of every array.
+# The number of forks between the first process and this one. Comparing process ids instead would
+# cost a system call for every array, up to 1.5 us in a virtual machine.
 forks = [0]
 
 
@@ -25,10 +25,11 @@ after_fork(_forked)
 
 
 class ModuleLock:
-    """A module-level lock that is free in a forked child, whoever held it before.
+    """A module-level lock that is free in each forked child.
 
     Attributes:
-        lock: re-entrant, for ``with``: Ctrl-C in a context manager of our own could leave it held.
+        lock: a re-entrant lock. Use it by ``with``: Ctrl-C in a context manager written in Python
+            could leave it held.
     """
 
     def __init__(self) -> None:

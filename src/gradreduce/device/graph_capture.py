@@ -1,8 +1,8 @@
-"""Captures recorded commands, and runs them again as one piece.
+"""Captures recorded commands, and runs them again as one operation.
 
-On GPUs that is a CUDA graph, in the simulation the list of commands. The streams that record are
-nobody else's, so other threads may use the devices meanwhile, and a capture that fails leaves
-nothing behind.
+On GPUs the operation is a CUDA graph, in the simulation the list of commands. The capture uses
+streams of its own. Other threads may therefore use the devices meanwhile, and a failed capture has
+no effect.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class _NoCollection:
-    """Context manager: Python collects no garbage, in any number of threads.
+    """Context manager: disables Python's garbage collection; several threads may be inside.
 
-    What it finds may free GPU memory or wait for a GPU, which CUDA forbids to a thread that
-    captures: the capture would be invalid.
+    A finalizer may free GPU memory or wait for a GPU. In a thread that captures, CUDA forbids both
+    and invalidates the capture.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class _NoCollection:
         after_fork(self._begin)
 
     def _begin(self) -> None:
-        """Starts with no thread inside, also in a forked child."""
+        """Sets the number of threads inside to 0; also in a forked child."""
         self._lock = threading.RLock()
         self._num_inside = 0
         if self._was_enabled:
@@ -64,18 +64,18 @@ _no_collection = _NoCollection()
 
 
 class Capture:
-    """The commands of a list as one piece, which ``submit`` runs.
+    """The commands of a list as one operation, which ``submit`` runs.
 
-    Nothing is run now. The piece is behind all that the compute queues of the devices hold, and
-    they go on behind it. It is logged as if each command had been called. The list, and the memory
-    that its commands use, stay alive with it.
+    The constructor runs nothing. The operation waits for earlier work of the devices' compute
+    queues, and later work of these queues waits for it. It is logged as if each command were
+    called. The capture keeps the list and the memory of its commands alive.
 
     Args:
-        devices: of one mesh, at least one; ``check_peers`` has checked them.
-        command_list: closed; its commands use no other devices.
+        devices: at least one device, all of one mesh; call ``check_peers`` first.
+        command_list: a closed list whose commands use no other devices.
 
     Raises:
-        CaptureError: CUDA cannot make a graph of it.
+        CaptureError: CUDA cannot make a graph of the commands.
         BackendUnavailableError: the mesh is closed, or a device has failed.
     """
 
@@ -87,7 +87,7 @@ class Capture:
         for device in self._devices:
             self._mesh_state.check_usable(device)
         thread = self._mesh_state.thread
-        pending_call, thread.pending_call = thread.pending_call, None  # whose marks are not its
+        pending_call, thread.pending_call = thread.pending_call, None  # no marks in the capture
         try:
             with _no_collection, self._mesh_state.recording_commands(None):
                 self._mesh_state.capturing.add(threading.get_ident())
@@ -97,7 +97,7 @@ class Capture:
             thread.pending_call = pending_call
         self._records = [each for part in command_list.operations for each in part.records]
         labels = [each.label for each in self._records if each.label is not None]
-        # One for all of them: what a call costs is not to depend on what is in it.
+        # One record for all commands: the cost of a call must not depend on their number.
         self._record = Record(
             "launch",
             "captured step",
@@ -108,7 +108,7 @@ class Capture:
         )
 
     def submit(self) -> None:
-        """Runs the captured work on devices that have been checked; the host does not wait."""
+        """Submits the captured work; the caller has checked the devices. The host does not wait."""
         leader, mesh_state = self._leader, self._mesh_state
         with mesh_state.launch_lock, mesh_state.pack_scope(self._record.label, self._devices):
             join_streams(leader, self._others)

@@ -16,12 +16,12 @@ _HELD_SECONDS = 1.0
 class DeferInterrupts:
     """Context manager: handles Ctrl-C only when the block ends.
 
-    Blocks nest; the outermost defers. What the handler of SIGINT was handles it then, such as
-    Python's own, which raises KeyboardInterrupt. Nothing is deferred in other threads than the main
-    one, which never handle signals, and where SIGINT has no handler in Python.
+    Blocks nest; the outermost one defers. At its end the previous SIGINT handler is called;
+    Python's default handler raises KeyboardInterrupt. The block does nothing in threads other than
+    the main thread, which do not handle signals, or if SIGINT has no Python handler.
 
-    A block launches work and counts it, and waits for locks at most. If it hangs all the same,
-    another Ctrl-C a second or more after the first is handled at once.
+    A block must not wait for anything but locks. If it hangs, another Ctrl-C a second or more after
+    the first one is handled at once.
     """
 
     __slots__ = ("_handler", "_since")
@@ -33,13 +33,13 @@ class DeferInterrupts:
             return
         handler = _signal.getsignal(SIGINT)
         if callable(handler) and type(handler) is not DeferInterrupts:
-            self._handler = handler  # before `signal`, behind which nothing is interrupted
+            self._handler = handler  # before `signal`: afterwards Ctrl-C calls this object
             _signal.signal(SIGINT, self)
 
     def __exit__(self, *error: object) -> None:
         if self._handler is None:
             return
-        if _signal.getsignal(SIGINT) is self:  # else somebody has set another handler inside
+        if _signal.getsignal(SIGINT) is self:  # else the block has set another handler
             _signal.signal(SIGINT, self._handler)
         if self._since is not None:
             self._handler(SIGINT, None)

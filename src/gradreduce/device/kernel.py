@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 Arrays = Sequence[np.ndarray]
 Template = tuple[str | int, ...]
 
-# Of NVRTC. -fmad=false: the references round after every operation. CuPy appends -ftz=true to every
-# build, so subnormals are flushed on a GPU and kept by NumPy.
+# Options for NVRTC. -fmad=false: the references round after every operation. CuPy always adds
+# -ftz=true, so subnormals are flushed to zero on a GPU and kept by NumPy.
 OPTIONS = ("-std=c++17", "-fmad=false")
 
 
@@ -31,27 +31,28 @@ OPTIONS = ("-std=c++17", "-fmad=false")
 class Kernel:
     """One kernel: its CUDA source and its NumPy reference.
 
-    A launch gives it a table of rows. A row holds the 1-D operands of one tensor, the written
-    ones first; every row of a launch has the same number of operands and the same dtypes. An
-    *elementwise* kernel makes element i of what it writes from elements i of what it reads, and
-    the operands of a row have as many elements each. Any other one says in ``items`` how much
-    work a row is; its operands may have different sizes.
+    A launch passes a table of rows to the kernel. A row holds the 1-D operands of one tensor; those
+    that are written come first. All rows of a launch have the same number of operands and the same
+    dtypes. An *elementwise* kernel computes element i of its outputs from elements i of its inputs,
+    and all operands of a row have the same size. Any other kernel computes in ``items`` how much
+    work a row is, and its operands may have different sizes.
 
     Attributes:
-        name: the entry in the ``.cu`` file; the reference is ``_<name>_reference``.
-        source: stem of the file in ``kernels/`` that holds the entry.
-        reference: the NumPy reference: ``reference(rows, *scalars)``. The rows of an elementwise
-            kernel may be cut anywhere along their elements; all others come whole. Several threads
-            may call it, each with rows of its own.
+        name: the function in the ``.cu`` file; the reference is ``_<name>_reference``.
+        source: the stem of the file in ``kernels/``.
+        reference: the NumPy reference: ``reference(rows, *scalars)``. It may be called with parts
+            of the rows of an elementwise kernel, but with whole rows of any other. Several threads
+            may call it at once, with different rows.
         scalars: ``(name, "int64" | "float64")`` of every argument after the table, in order.
-        templates: every instantiation that a host build holds, as template arguments: names of
-            ``C_TYPES`` and integers. NVRTC compiles what is asked for, when it is asked for.
-        writes: how many operands of each row, counted from the first, are written; or the name
-            of the scalar that says so. Everything behind them is only read.
-        items: the items of work that operands of these sizes make: what the chunks of the table
-            count. None: elementwise, one for each element of the first operand.
-        streams: whether the reference needs no scratch for a row of two operands of one dtype in
-            which that is added: it goes over each of them once.
+        templates: the template arguments of every instantiation in a host build: names of
+            ``C_TYPES`` and integers. NVRTC compiles an instantiation at its first use.
+        writes: how many operands of each row are written, counted from the first; or the name of
+            the scalar that holds this number. The other operands are only read.
+        items: a function that returns the number of work items for operands of given sizes; a
+            launch divides them into chunks. None: an elementwise kernel, with one item for each
+            element of the first operand.
+        streams: whether the reference reads each operand once and needs no scratch memory, for a
+            row of two operands whose dtype is also the accumulate dtype.
     """
 
     name: str
@@ -64,14 +65,14 @@ class Kernel:
     streams: bool = False
 
     def num_written(self, scalars: Sequence[int | float]) -> int:
-        """Returns how many operands of each row a launch with these scalars writes."""
+        """Returns the number of operands per row that a launch with these scalars writes."""
         if isinstance(self.writes, int):
             return self.writes
         names = [name for name, _ in self.scalars]
         return int(scalars[names.index(self.writes)])
 
     def num_items(self, row: Row) -> int:
-        """Returns the items of work of a row; rows without any are not launched."""
+        """Returns the number of work items of a row; rows with 0 are not launched."""
         if self.items is None:
             return row[0].size
         return self.items([operand.size for operand in row])
@@ -91,28 +92,28 @@ class Kernel:
 def kernels_folder() -> Path:
     """Returns the folder of the shipped ``.cu`` files.
 
-    Beside the package in a wheel, beside ``src/`` in a checkout (editable installs too).
+    It is in the package's folder in a wheel, and beside ``src/`` in a checkout or editable install.
 
     Raises:
-        FileNotFoundError: neither place has them.
+        FileNotFoundError: there is no such folder.
     """
-    from pathlib import Path  # takes as long to import as ten modules of this package
+    from pathlib import Path  # its import takes as long as ten modules of this package
 
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "kernels", package.parent.parent / "kernels"):
         if (folder / "common.cuh").is_file():
             return folder
     raise FileNotFoundError(
-        f"no kernels folder beside {package} nor beside its checkout: the installation is damaged"
+        f"no kernels folder beside {package} or in its checkout: reinstall gradreduce"
     )
 
 
 @cache
 def kernel_text(stem: str) -> str:
-    """Returns ``kernels/<stem>.cu`` with the headers that it includes inlined.
+    """Returns ``kernels/<stem>.cu`` with its included headers inlined.
 
-    Pasted, not included, because CuPy's on-disk cache is keyed by the source text and would miss
-    a changed header. ``#line`` makes the compiler's errors point into the shipped files.
+    CuPy's compile cache is keyed by the source text, and would miss a change in an included header.
+    ``#line`` lets compiler errors name lines of the shipped files.
     """
     folder = kernels_folder()
     parts: list[str] = []

@@ -1,4 +1,4 @@
-"""Repeated launches that write the same operands, which are checked once."""
+"""Checks operands once for several launches that write them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class LaunchBatch:
     """The operands that a step writes, checked once for all its launches.
 
     Args:
-        device: whose compute queue launches.
-        rows: of each row what is written; it stays alive.
+        device: the device whose compute queue launches.
+        rows: the operands that are written, by row; they stay alive.
 
     Raises:
-        DeviceMismatchError: an operand is out of reach.
+        DeviceMismatchError: the device cannot access an operand.
         ValueError: an operand is read-only.
     """
 
@@ -33,7 +33,7 @@ class LaunchBatch:
             check_accessible(device, operand)
             check_writable(operand)
         self._is_full = all([row[0].size for row in rows])
-        self._read: Any = None  # the last copy that a writer had to wait for, when it was waited
+        self._read: Any = None  # the mesh's ``last_read`` at the last wait for readers
 
     def launch(
         self,
@@ -42,16 +42,16 @@ class LaunchBatch:
         rows: Sequence[Row],
         scalars: Sequence[int | float],
     ) -> None:
-        """As ``Device.launch``, for rows of the constructor with one more operand each.
+        """Like ``Device.launch``, for the constructor's rows with one more operand each.
 
         Args:
-            kernel: elementwise.
-            template: which instantiation.
-            rows: the same rows in the same order, each with an operand behind them that is read.
-            scalars: as the kernel declares them.
+            kernel: an elementwise kernel.
+            template: the template arguments.
+            rows: the constructor's rows in the same order, each with one input at its end.
+            scalars: the scalar arguments, in the order in which the kernel declares them.
 
         Raises:
-            DeviceMismatchError: what is read is out of reach.
+            DeviceMismatchError: the device cannot access an input.
         """
         device = self._device
         mesh_state = device.mesh_state
@@ -68,8 +68,8 @@ class LaunchBatch:
         device._launch(kernel, template, rows, scalars, "compute", crossing)
 
     def _fence(self) -> None:
-        """Makes the queue wait for copies that still read what is written."""
-        # First: a copy that comes now is seen the next time.
+        """Makes the queue wait for copies that still read the outputs."""
+        # Read first, so that the next call sees a copy that is made meanwhile.
         read = self._device.mesh_state.last_read
         if read is not self._read:
             for operand in self._operands:

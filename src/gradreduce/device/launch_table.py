@@ -6,16 +6,16 @@ element of the first operand, unless the kernel says otherwise (``Kernel.items``
 
     words of a row:  first chunk │ items │ elements of the last operand │ aligned │ address, …
 
-A block takes a chunk and finds its row: among words that came with the launch by binary search over
-the first words (all threads of a block search alike, so nothing diverges); in a table in device
-memory, where a search would be a chain of loads that wait for each other, by one look into the map
-behind the rows, which holds the row of every chunk. So one huge and many tiny tensors share the
-blocks evenly. ``elements of the last operand`` differs from ``items`` only where a kernel pads
-(pack) or is not elementwise (segment_sum); ``aligned`` is 1 where every address is a whole number
-of vectors, else 0.
+A block takes a chunk and finds its row. In a small table, which is passed by value, it searches the
+first words (all threads of a block take the same steps, so they do not diverge). In a table in
+device memory a search would be a chain of dependent loads; there the block reads one word of the
+map behind the rows, which holds the row of every chunk. Huge and tiny tensors thus share the blocks
+evenly. ``elements of the last operand`` differs from ``items`` only if a kernel pads (pack) or is
+not elementwise (segment_sum). ``aligned`` is 1 if every address is a multiple of the vector size,
+else 0.
 
-The struct below is ``Table`` in ``kernels/common.cuh``, byte for byte; a test compares the two. A
-training step whose addresses do not change finds its tables in the cache and uploads none.
+The struct below equals ``Table`` in ``kernels/common.cuh`` byte for byte; a test compares them. A
+training step whose addresses do not change finds its tables in the cache and uploads nothing.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ import numpy as np
 
 from .buffer import ALIGNMENT, Row
 
-# Kernel parameters are limited to 4 KiB before CUDA 12.1 and sm_70; this leaves 400 bytes for
-# the table's head and the scalars. 448 words are 74 rows of two operands.
+# Before CUDA 12.1 and sm_70, kernel parameters take at most 4 KiB. 448 words (74 rows of two
+# operands) leave 400 bytes for the head of the table and the scalars.
 INLINE_WORDS = 448
 ROW_HEADER = 4
-# Items, on the simulation. A multiple of every vector's lanes.
+# In items, for the simulation; a multiple of all vector lengths.
 CHUNK_SIZE = 16_384
 
 _ADDRESS = attrgetter("address")
 
 TABLE = np.dtype(
     [
-        ("words", np.int64),  # address of rows and map, or 0: the rows are inline, without a map
+        ("words", np.int64),  # address of the rows and the map; 0: inline rows, no map
         ("num_rows", np.int64),
         ("row_words", np.int64),
         ("first_chunk", np.int64),
@@ -59,10 +59,10 @@ def row_words(
     """Returns the words of all rows, ``(num_rows, row_words)``, and the number of chunks.
 
     Args:
-        items: int64, ``(num_rows,)``: of each row, not zero; ``Kernel.num_items`` says how many.
-        last_sizes: int64, ``(num_rows,)``: elements of each row's last operand.
+        items: int64, ``(num_rows,)``: the items of each row, from ``Kernel.num_items``; not 0.
+        last_sizes: int64, ``(num_rows,)``: the number of elements of each row's last operand.
         addresses: int64, ``(num_rows, num_operands)``.
-        chunk_size: items of a chunk.
+        chunk_size: the number of items in a chunk.
     """
     words = np.empty((len(items), ROW_HEADER + addresses.shape[1]), np.int64)
     ends = np.cumsum(-(-items // chunk_size))
@@ -88,10 +88,10 @@ def struct(
 
     Args:
         words: int64, ``(num_rows, row_words)``, at least one row.
-        num_chunks: chunks in it.
-        address: where the device sees the words and the map behind them; 0 puts the words inline,
-            where they must fit.
-        chunk_size: items of a chunk.
+        num_chunks: the number of chunks in the table.
+        address: the device address of the words, followed by the map. 0: the words are inline, and
+            must fit.
+        chunk_size: the number of items in a chunk.
     """
     table = np.zeros(1, TABLE)
     head = table[0]
@@ -104,7 +104,7 @@ def struct(
     return table
 
 
-# 8 MiB of host memory, and at most as much on the device; then all tables are dropped.
+# 8 MiB of host memory, and at most as much on the device. A larger cache is emptied.
 CACHED_WORDS = 1 << 20
 
 
@@ -112,9 +112,9 @@ class Table(NamedTuple):
     """The parts of a pointer table that a launch needs.
 
     Attributes:
-        struct: what the kernel takes by value; never written.
-        num_chunks: how many there are.
-        held: what keeps the words that are not inline; None if they are.
+        struct: the struct that the kernel takes by value; never written.
+        num_chunks: the number of chunks.
+        held: keeps the memory of words that are not inline alive; None for inline words.
         argument: the struct as the backend passes it to a kernel.
     """
 
@@ -128,7 +128,8 @@ class Tables:
     """The cached tables of one device; thread-safe.
 
     Args:
-        upload: puts words where the device sees them: their address, and what keeps them.
+        upload: copies words to the device; returns their address and an object that keeps them
+            alive.
         as_argument: makes the ``argument`` of a table from its struct. Default: its address.
     """
 
@@ -143,12 +144,12 @@ class Tables:
         self._num_words = 0
 
     def find(self, rows: Sequence[Row], items: Sequence[int], chunk_size: int) -> Table:
-        """Returns the table of these rows; makes it if it is missing.
+        """Returns the table of these rows from the cache, or makes it.
 
         Args:
-            rows: the operands of each row, at least one row.
-            items: of each row, the items of work; not zero.
-            chunk_size: items of a chunk.
+            rows: the operands of each row; at least one row.
+            items: the number of work items of each row; not 0.
+            chunk_size: the number of items in a chunk.
         """
         sizes = [row[-1].size for row in rows]
         addresses = map(_ADDRESS, chain.from_iterable(rows))
@@ -157,7 +158,7 @@ class Tables:
         found = self._made.get(key)
         if found is None:
             found = self._make(np.frombuffer(looked, np.int64), len(rows), chunk_size)
-            if self._num_words > CACHED_WORDS:  # of addresses that are not used any more, as a rule
+            if self._num_words > CACHED_WORDS:  # mostly for addresses that are no longer used
                 self._made.clear()
                 self._num_words = 0
             self._made[key] = found

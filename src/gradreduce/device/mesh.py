@@ -34,13 +34,19 @@ _REPORT_SECONDS = 5.0
 class Mesh(NotCopied):
     """An ordered tuple of logical devices that share collectives and a journal.
 
-    A context manager: leaving it closes the mesh, after which its Buffers raise
-    ``BackendUnavailableError``. ``mesh[0]`` is a device. A part of a mesh (``mesh[0:2]``,
-    ``mesh[[0, 3]]``) has the same devices and is taken wherever a mesh is; closing it closes the
-    whole.
+    Made by ``gr.open_mesh``. As a context manager it closes the mesh at the end of the block; then
+    its Buffers raise ``BackendUnavailableError``. ``mesh[0]`` is a device. A part of a mesh
+    (``mesh[0:2]``, ``mesh[[0, 3]]``) is a Mesh of the same devices; closing it closes the whole
+    mesh.
 
     Attributes:
-        devices: this process's logical devices, in order; as many as a ``PerReplica`` has values.
+        devices: the logical devices of this process, in order. A ``PerReplica`` has one value for
+            each of them.
+
+    Example:
+        >>> with gr.open_mesh(4, backend="sim") as mesh:
+        ...     print(len(mesh), mesh[0].name, len(mesh[1:3]))
+        4 sim:0 2
     """
 
     _copy_hint = "open one by gr.open_mesh where it is needed"
@@ -54,14 +60,14 @@ class Mesh(NotCopied):
     ) -> None:
         self.devices = tuple(devices)
         for device in devices:
-            vars(device).setdefault("mesh", self)  # the first mesh that is made of it is the whole
+            vars(device).setdefault("mesh", self)  # the first mesh of a device is the whole mesh
         self.mesh_state = mesh_state
         self._make_collective = collective
         self._on_close = on_close
 
     @property
     def num_replicas(self) -> int:
-        """Logical devices over all processes; what MEAN divides by. Of a part: its devices."""
+        """The number of logical devices of all processes, or of a part's devices."""
         group = self.mesh_state.process_group
         if group is None or len(self.devices) < group.counts[group.rank]:
             return len(self.devices)
@@ -69,7 +75,7 @@ class Mesh(NotCopied):
 
     @property
     def process_index(self) -> int:
-        """The rank of this process, from 0."""
+        """The rank of this process; 0 if there is only one."""
         group = self.mesh_state.process_group
         return 0 if group is None else group.rank
 
@@ -86,7 +92,7 @@ class Mesh(NotCopied):
 
     @property
     def collective(self) -> Collective:
-        """Collectives over the physical devices; made at the first use, shared by all parts.
+        """The collectives of the physical devices; made at the first use, shared by all parts.
 
         Raises:
             BackendUnavailableError: NCCL is missing, or the mesh is from before a fork.
@@ -100,7 +106,16 @@ class Mesh(NotCopied):
         return by_physical(self.devices)
 
     def journal(self) -> AbstractContextManager[Journal]:
-        """Records launches, copies, bytes and waits of the devices while the block runs."""
+        """Records launches, copies, bytes and waits of the devices while the block runs.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> gradients = [[np.ones(5)], [np.ones(5)]]
+            >>> with mesh.journal() as journal:
+            ...     _ = gr.all_reduce(gradients, mesh=mesh)
+            >>> [(record.name, record.device) for record in journal.of("collective")]
+            [('all_reduce', 0), ('all_reduce', 1)]
+        """
         self.mesh_state.check_process()
         return self.mesh_state.log.journal()
 
@@ -112,28 +127,30 @@ class Mesh(NotCopied):
 
         The file has one complete event for each operation of the journal, by device and queue, in
         the Trace Event Format that ``ui.perfetto.dev`` and ``chrome://tracing`` open. Its times are
-        the host's: an event lasts while the host submits the operation. On simulated devices
-        without ``schedule_seed=`` that is the time in which it runs; on GPUs use ``nvtx=True``
-        under Nsight Systems for times of the GPU. Uploads, fills and the host's waits last
-        0 microseconds. The file is written when the block ends, by an error too.
-
-        Example::
-
-            with mesh.trace("step.json"):
-                step(terms)
+        host times: an event lasts while the host submits the operation. On simulated devices
+        without ``schedule_seed=`` the operation runs in that time. For times of a GPU use
+        ``nvtx=True`` with Nsight Systems. Uploads, fills and the host's waits last 0 microseconds.
+        The file is written when the block ends, also after an error.
 
         Args:
-            path: of the file, which is replaced; None: none is written.
-            nvtx: show an NVTX range for each pack or tensor, named as in the flight record, around
-                the calls that submit its work. The simulation has none.
+            path: the file to write; an existing file is replaced. None: no file.
+            nvtx: on GPUs, make an NVTX range around the calls that submit the work of each pack or
+                tensor, named as in the flight record.
 
         Returns:
-            A context manager, with the block's ``Journal``.
+            A context manager that returns the ``Journal`` of the block.
 
         Raises:
             ValueError: ``path`` is a folder or a device, or in a folder that does not exist.
-            TypeError: ``nvtx`` is no boolean.
+            TypeError: ``nvtx`` is not a boolean.
             OSError: the file cannot be written.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> with mesh.trace("step.json") as journal:
+            ...     _ = gr.all_reduce([[np.ones(5)], [np.ones(5)]], mesh=mesh)
+            >>> journal.launches > 0
+            True
         """
         state = self.mesh_state
         state.check_process()
@@ -150,16 +167,22 @@ class Mesh(NotCopied):
     def flat_buffer(
         self, shapes: Sequence[Sequence[int]] | Mapping[str, Sequence[int]], dtype: DTypeLike
     ) -> FlatBuffer:
-        """Allocates zeros on every device for tensors of these shapes, laid out as a pack.
+        """Allocates one flat buffer of zeros on every device, for tensors of these shapes.
 
         Args:
-            shapes: of the tensors, in the order in which they will be reduced; or by name, for
-                errors and the log of ``prepare_all_reduce``.
-            dtype: of all of them.
+            shapes: the shapes of the tensors, in the order in which they will be reduced. A dict
+                also names the tensors, for errors and the log of ``prepare_all_reduce``.
+            dtype: the dtype of all tensors.
 
         Raises:
-            TypeError: ``shapes`` is no list, or ``dtype`` cannot be added.
-            ValueError: a shape is no list of integers from 0 up.
+            TypeError: ``shapes`` is not a list or dict, or ``dtype`` cannot be added.
+            ValueError: a shape is not a list of integers of at least 0.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> flat = mesh.flat_buffer({"w": (2, 3), "b": (3,)}, "float32")
+            >>> flat.names, [array.shape for array in flat.arrays()[0]]
+            (['w', 'b'], [(2, 3), (3,)])
         """
         return FlatBuffer.on(self.devices, shapes, dtype)
 
@@ -167,24 +190,36 @@ class Mesh(NotCopied):
         """Blocks the host until every queue of every device is empty.
 
         Args:
-            deadline: seconds from now, for all of them; if they pass first, the mesh fails.
+            deadline: seconds from now for all devices; if it passes first, the mesh fails.
 
         Raises:
             CollectiveError: the deadline passed, or the mesh failed meanwhile.
             BackendUnavailableError: a device has failed, or the mesh closed.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> _ = mesh[0].zeros((4,), "float32")
+            >>> mesh.synchronize(deadline=10)
         """
         seconds = as_deadline(deadline)
         end = None if seconds is None else time.monotonic() + seconds
         for device in self.devices:
-            # A queue that is empty by then has come to its end in time.
+            # After the deadline, a queue that is empty has still finished in time.
             rest = None if end is None else max(end - time.monotonic(), 1e-6)
             device.synchronize(deadline=rest)
 
     def flight_record(self) -> list[FlightEntry]:
         """Returns the last 1,000 operations of the whole mesh, oldest first.
 
-        Always kept. Which of them are done is worked out now: ``done`` is False for what is not
-        known to be over. Waits for no device, and works on a failed or closed mesh.
+        The record is always kept. This call finds out which operations are done; ``done`` is False
+        if that is unknown. It waits for no device, and works on a failed or closed mesh.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> _ = mesh[1].zeros((4,), "float32")
+            >>> entry = mesh.flight_record()[-1]
+            >>> entry.kind, entry.device, entry.nbytes, entry.done
+            ('fill', 1, 16, True)
         """
         mesh_state = self.mesh_state
         mesh_state.check_process()
@@ -194,24 +229,25 @@ class Mesh(NotCopied):
     def reset(self, *, timeout: float | None = 30.0) -> None:
         """Makes the whole mesh usable again after a deadline has passed.
 
-        Waits until the communicators are aborted and the queues empty. On the simulation what
-        never ran is dropped. Communicators are made again at their next use. **What unfinished work
-        would have written is undefined**: Buffers, Variables and results of the time before hold
-        whatever they hold. Accumulators over these devices are empty afterwards, at the global
-        step that they had. Prepared steps can be called again. Failed devices stay failed.
+        Waits until the communicators are aborted and the queues are empty; the simulation drops
+        queued work. Communicators are made again at their next use. **Memory that unfinished work
+        would have written is undefined**: assign Buffers, Variables and results again before using
+        them. Accumulators on these devices are empty afterwards and keep their global step.
+        Prepared steps can be called again. Failed devices stay failed.
 
-        A mesh that has not failed is left as it is. Calls of other threads should have come back
-        (they raise) before.
+        Does nothing if the mesh has not failed. Calls of other threads raise when the mesh fails;
+        reset after they have returned.
 
         Args:
-            timeout: seconds to wait at most; None for ever.
+            timeout: seconds to wait at most; None: no limit.
 
         Raises:
-            CollectiveError: a device or communicator does not come to its end in time; named. The
-                mesh cannot be used yet, and may be reset later. A failed mesh over several
-                processes cannot be reset: they do not know how far each has come.
+            CollectiveError: a device or communicator does not finish in time; reset the mesh again
+                later. Or the mesh has several processes: such a mesh cannot be reset.
             BackendUnavailableError: the mesh is closed.
-            ValueError: ``timeout`` is no number above 0.
+            ValueError: ``timeout`` is not a number above 0.
+
+        Example: see ``docs/debugging.md``.
         """
         reset(self.devices[0].mesh.devices, timeout)
 
@@ -224,15 +260,17 @@ class Mesh(NotCopied):
         """Closes the mesh and all its parts; may be called twice.
 
         Raises:
-            BackendUnavailableError: the mesh is from before a fork: it is the parent's to close.
-            CollectiveError: another process has not closed its mesh in time; this one is closed.
+            BackendUnavailableError: the mesh was opened before a fork; only the parent process can
+                close it.
+            CollectiveError: another process has not closed its mesh in time; the mesh of this
+                process is closed.
 
-        Over several processes the host waits until the others close theirs too, at most for the
-        ``timeout`` of ``open_mesh``. A mesh that has failed waits for nobody.
+        With several processes the host waits until the other processes close their mesh too, at
+        most for the ``timeout`` of ``open_mesh``. A failed mesh does not wait.
         """
         self.mesh_state.check_process()
         self._finish_exchanges()
-        if self.mesh_state.reason is not None:  # memory of queues that are stuck is kept by then
+        if self.mesh_state.reason is not None:  # then the memory of stuck queues is kept
             self.mesh_state.failure_reported.wait(_REPORT_SECONDS)
         self.mesh_state.close()
         try:
@@ -244,7 +282,7 @@ class Mesh(NotCopied):
                 device.drop_free_memory()
 
     def _finish_exchanges(self) -> None:
-        """Waits for queued exchanges, before the others hear that this process leaves."""
+        """Waits for queued exchanges, before the other processes are told that this one leaves."""
         mesh_state = self.mesh_state
         group = mesh_state.process_group
         if group is None or group.move_on_gpu is None or mesh_state.is_closed:
@@ -256,13 +294,13 @@ class Mesh(NotCopied):
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.mesh_state.is_inherited:  # a child that ends may leave the parent's block
+        if self.mesh_state.is_inherited:  # a forked child may leave the parent's block
             return
         state = self.mesh_state
         is_usable = not state.is_closed and state.reason is None
         several = state.process_group is not None and is_usable
         if several and isinstance(error[1], Exception | KeyboardInterrupt):
-            # Nothing to wait for: the others cannot go on without this process.
+            # Do not wait: the other processes cannot continue without this one.
             fail(self.mesh_state, f"left its mesh by {error[1]!r}")
         self.close()
 
@@ -281,9 +319,10 @@ class Mesh(NotCopied):
         """Returns the device at an index, or a sub-mesh for a slice or list.
 
         Raises:
-            TypeError: anything else, booleans too, which as a mask would mean other places.
-            IndexError: the mesh has no such place.
-            ValueError: a part without a device, or with one twice.
+            TypeError: ``part`` is something else. Booleans are not accepted: as a mask they would
+                select other devices.
+            IndexError: the mesh has no device of this index.
+            ValueError: the part would have no device, or one twice.
         """
         indices = np.arange(len(self))[part] if isinstance(part, slice) else np.asarray(part)
         if indices.ndim > 1 or (indices.size and indices.dtype.kind not in "iu"):

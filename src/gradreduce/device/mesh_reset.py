@@ -30,7 +30,7 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
         return min(max(0.0, end - time.monotonic()), TIMEOUT_MAX)
 
     def empty_queues() -> None:
-        mesh_state.log.drop()  # before marks pass that nothing came to
+        mesh_state.log.drop()  # before marks pass whose work was not done
         alive = [device for device in devices if device.physical not in mesh_state.failed]
         stuck = [device for device in alive if not device._abandon(rest())]
         _need(not stuck, f"these queues have not finished: {names_of(stuck)}")

@@ -27,9 +27,9 @@ from .watchdog import Watchdog
 if TYPE_CHECKING:
     from .device import Device
 
-# What is called when a mesh is closed, and when it is reset.
+# Callbacks for closing a mesh, and for resetting it.
 _Listener = tuple[Callable[[Any], None], Callable[[Any], None]]
-# Writing the flight record must not delay the failure of a mesh on a file system that hangs.
+# A hanging file system must not delay the failure of a mesh while the flight record is written.
 _WRITE_SECONDS = 2.0
 
 
@@ -38,32 +38,34 @@ class MeshState:
 
     Attributes:
         backend: ``"sim"`` or ``"cuda"``.
-        peer_access: for all pairs of physical devices or none, or the pairs that have it; see
-            ``peers``.
-        process_group: the processes whose replicas are summed; None: this one alone.
-        prepared: what was compiled for its devices, so that nobody asks twice.
-        plans: what was planned for its devices, by the settings that it depends on.
-        external_buffers: flat buffers, whose memory comes back as arrays of other libraries.
-        log: what the devices were given.
-        thread: the log's, of the calling thread.
-        on_wake: what to call, in a thread of its own, so that who waits in a queue looks again.
-        on_failure: what to call when the mesh fails, in that thread; it must not wait.
-        library_error: what the collective library says is wrong, for the watchdog, which asks it.
-        library_finished: whether the library has ended what it did when the mesh failed, within so
-            many seconds.
-        nvtx: NVTX ranges of a GPU backend; None: it has none.
-        flight_path: where the log is written when the mesh fails; empty: nowhere.
-        launch_lock: held around each collective group and each multi-device plan, so that every
-            device sees those of all threads in one order.
-        readers_lock: held for a moment while a reader of a block is recorded.
-        failed: physical devices that are of no more use, and why.
-        last_read: another object after each copy that a writer must wait for.
-        reason: why the mesh has failed; None while it has not.
+        peer_access: True or False for all pairs of physical devices, or the set of pairs that have
+            it; see ``peers``.
+        process_group: the processes whose replicas are summed; None: one process.
+        prepared: the kernels and devices for which ``prepare`` was called already.
+        plans: the packing plans of its devices, by the settings that they depend on.
+        external_buffers: the flat buffers, whose memory other libraries pass back as their arrays.
+        log: the operation log.
+        thread: the log's state of the calling thread.
+        on_wake: callbacks that make threads which wait in a queue check again; called in a thread
+            of their own.
+        on_failure: callbacks for a failure of the mesh, called in the same thread; they must not
+            wait.
+        library_error: the watchdog calls it to get an error of the collective library.
+        library_finished: waits up to so many seconds until the library has aborted its work after a
+            failure; returns whether it has.
+        nvtx: the NVTX ranges of a GPU backend; None for the simulation.
+        flight_path: the file into which the log is written when the mesh fails; empty: none.
+        launch_lock: held while a collective group or a multi-device plan is submitted, so that all
+            devices get the work of all threads in the same order.
+        readers_lock: held while a reader of a block is recorded.
+        failed: failed physical devices, each with the reason.
+        last_read: replaced by a new object after each copy that a writer must wait for.
+        reason: why the mesh has failed; None if it has not.
         failure_reported: set when the mesh has failed and all waiting threads are woken.
-        reset_lock: held by the one thread that makes it usable again.
-        generation: how often the mesh was made usable again.
-        is_closed: whether it was closed.
-        capturing: numbers of the threads that capture recorded commands.
+        reset_lock: held by the thread that resets the mesh.
+        generation: how often the mesh was reset.
+        is_closed: whether the mesh was closed.
+        capturing: the ids of the threads that capture recorded commands.
     """
 
     process_group: ProcessGroup | None = None
@@ -78,7 +80,7 @@ class MeshState:
         self.prepared: set[Hashable] = set()
         self.plans: dict[Hashable, Any] = {}
         self._listeners: WeakKeyDictionary[Any, _Listener] = WeakKeyDictionary()
-        self._listeners_lock = threading.RLock()  # no finalizer takes it
+        self._listeners_lock = threading.RLock()  # finalizers do not take it
         self.on_failure: list[Callable[[], None]] = []
         self.on_wake: list[Callable[[], None]] = []
         self.library_error: Callable[[], str | None] = lambda: None
@@ -112,14 +114,14 @@ class MeshState:
     def add_listener(
         self, key: Any, on_close: Callable[[Any], None], on_reset: Callable[[Any], None]
     ) -> None:
-        """Adds callbacks that are called with ``key`` as long as it lives.
+        """Adds callbacks, which are called with ``key`` while it is alive.
 
         Args:
-            key: with its ``devices``.
-            on_close: when the mesh is closed or fails, or one of the key's devices fails: who
-                waits for work on them would wait for ever.
-            on_reset: when the mesh is made usable again: what the key keeps in device memory may
-                be half written.
+            key: an object with an attribute ``devices``; held weakly.
+            on_close: called when the mesh is closed or fails, or one of the key's devices fails,
+                because threads that wait for work on them would wait for ever.
+            on_reset: called when the mesh is reset, because the key's device memory may be half
+                written.
         """
         with self._listeners_lock:
             self._listeners[key] = (on_close, on_reset)
@@ -139,15 +141,15 @@ class MeshState:
     def mark_failed(self, physical: int, reason: str) -> None:
         """Marks a physical device as failed: later uses raise with the first reason.
 
-        Who waits for work on it is woken, by another thread: whoever meets a fault may hold the
-        locks that waking takes.
+        Another thread wakes the threads that wait for work on it, because the calling thread may
+        hold the locks that this needs.
         """
         if physical in self.failed:
             return
         self.failed[physical] = reason
         self._notify(partial(self._wake, physical))
 
-    # -- what a thread does -----------------------------------------------------------------------
+    # -- state of the calling thread --------------------------------------------------------------
 
     @contextmanager
     def recording_commands(self, command_list: CommandList | None) -> Iterator[None]:
@@ -162,8 +164,8 @@ class MeshState:
     def on_partial_failure(self, then: Callable[[BaseException], None]) -> Iterator[None]:
         """Context manager: calls ``then`` if work fails after part of it was submitted.
 
-        A failure before this thread's first launch, copy or collective inside changed nothing.
-        After it ``then`` is called with the error, which goes on.
+        A failure before this thread's first launch, copy or collective in the block changed
+        nothing. After it, ``then`` is called with the error, which is then raised.
         """
         before = self.thread.num_submitted
         try:
@@ -176,9 +178,8 @@ class MeshState:
     def fail_on_partial_write(self, devices: Iterable[Device]) -> AbstractContextManager[None]:
         """Context manager: marks the devices as failed if an in-place update fails half way.
 
-        If it fails half way the state is half of the old and half of the new, and nobody may use
-        it. A failed mesh does not fail again: what its memory holds after a reset is
-        nobody's promise anyway.
+        After such a failure the state is half old and half new, and must not be used. A mesh that
+        has failed already stays as it is: after a reset its memory is undefined anyway.
         """
 
         def mark_all_failed(error: BaseException) -> None:
@@ -193,18 +194,18 @@ class MeshState:
         return self.on_partial_failure(mark_all_failed)
 
     def pack_scope(self, pack_info: Label | None, devices: Iterable[Device] = ()) -> PackScope:
-        """Context manager: labels this thread's work with the packs that it is for.
+        """Context manager: labels this thread's work with its packs.
 
         The log and the error of a deadline contain the label.
 
         Args:
-            pack_info: what.
-            devices: that have to come to it, and through it. Default: all of the call.
+            pack_info: the label.
+            devices: the devices that work on the packs. Default: all devices of the call.
         """
         return PackScope(self.log, pack_info, tuple(devices), marks=True)
 
     def label_scope(self, label: Label) -> PackScope:
-        """Context manager: labels this thread's work in the log; deadlines do not look at it."""
+        """Context manager: labels this thread's work in the log, but not in deadline errors."""
         return PackScope(self.log, label, (), marks=False)
 
     # -- deadlines --------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ class MeshState:
 
     @property
     def is_guarded(self) -> bool:
-        """Whether a deadline was ever set; from then on host waits poll."""
+        """Whether a deadline was ever set; since then host waits poll."""
         return self._watchdog is not None
 
     def guard(self) -> Watchdog:
@@ -223,18 +224,18 @@ class MeshState:
         self.check_process()
         with self._watchdog_lock:
             if self._watchdog is None:
-                with DeferInterrupts():  # Ctrl-C would leave a started thread that nobody ends
+                with DeferInterrupts():  # Ctrl-C would leave a started thread that is never ended
                     self._watchdog = Watchdog(self)
             return self._watchdog
 
     @contextmanager
     def watched(self, pending_call: PendingCall) -> Iterator[None]:
-        """Context manager: the work submitted inside finishes in time, or the mesh fails."""
+        """Context manager: if work submitted inside misses its deadline, the mesh fails."""
         for device in pending_call.devices:
             self.check_usable(device)
         before, self.thread.pending_call = self.thread.pending_call, pending_call
         try:
-            self.guard().take(pending_call)  # first: to mark a queue that is full may never end
+            self.guard().take(pending_call)  # first: marking a full queue may block for ever
             pending_call.mark_queues(None, leaves=False)
             yield
             pending_call.mark_queues(None, leaves=True)
@@ -248,8 +249,8 @@ class MeshState:
     def fail(self, reason: str) -> None:
         """Marks the mesh as failed: every later use raises with the first reason.
 
-        Takes no lock. Who waits is woken by another thread, which takes those that it needs; the
-        flight record is written before anybody can see that the mesh has failed.
+        Takes no lock. Another thread wakes waiting threads and takes the locks that this needs. The
+        flight record is written before the failure becomes visible.
         """
         failures = self._failures
         failures.append(reason)
@@ -261,29 +262,29 @@ class MeshState:
         self._notify(self._notify_waiters)
 
     def abort_wait(self, what: str, device: Device, wait_policy: WaitPolicy) -> Exception:
-        """Returns the error of a host wait that ended early; the mesh has failed then."""
+        """Returns the error for a host wait that ended early; marks the mesh as failed."""
         try:
             self.check_usable(device)
         except (BackendUnavailableError, CollectiveError) as error:
             return error
         if wait_policy.is_late:
             reason = f"the deadline for {what} passed: {self._stuck(device)}"
-            self.guard().take(partial(self.fail, reason))  # in a thread that no Ctrl-C cuts short
+            self.guard().take(partial(self.fail, reason))  # Ctrl-C does not interrupt that thread
             while self.reason is None and not self.is_closed:
                 time.sleep(1e-3)
         return self._failure_error(self._last_reason)
 
     def clear_failure(self) -> None:
-        """Clears the failure; for ``reset``, which has done everything else."""
+        """Clears the failure, as the last step of ``reset``."""
         self.prepared.clear()
         self.plans.clear()
-        # One C call: Ctrl-C finds all of them changed, or none.
+        # One C call: Ctrl-C cannot come between the changes.
         vars(self).update(
             generation=self.generation + 1, failure_reported=Done(), _failures=deque(), reason=None
         )
 
     def _stuck(self, device: Device) -> str:
-        """Describes what a late device waits for, which may be another device's work."""
+        """Describes what a late device waits for, possibly work of another device."""
         devices = device.mesh.devices
         late = self.log.late_devices(devices)
         if not late:
@@ -293,7 +294,7 @@ class MeshState:
         entries = [
             entry
             for entry in self.log.entries(devices, fresh=False)
-            if not entry.done and entry.kind != "sync"  # which is nothing that a queue does
+            if not entry.done and entry.kind != "sync"  # a host wait, not work of a queue
         ]
         first = next((each for each in entries if devices[each.device] in late), None)
         number = 0
@@ -317,9 +318,9 @@ class MeshState:
         write_flight(self.flight_path, mesh, reason, entries, self.process_group)
 
     def _notify(self, call: Callable[[], None]) -> None:
-        """Calls it in a new thread, or in the watchdog's if no thread can start.
+        """Calls it in a new thread, or in the watchdog's if none starts.
 
-        Else the calling thread, though it may hold a lock that others wait for.
+        Without a watchdog it runs in the calling thread, which may hold locks.
         """
         watchdog = self._watchdog
         run_in_thread(call, otherwise=call if watchdog is None else partial(watchdog.take, call))
@@ -331,7 +332,7 @@ class MeshState:
         self.failure_reported.set()
 
     def _wake(self, physical: int | None) -> None:
-        """Wakes the threads that wait for one physical device (None: for any)."""
+        """Wakes threads that wait for a physical device; None: for any device."""
         for call in self.on_wake:
             call()
         for waiting, (wake, _) in self.listeners():
@@ -344,8 +345,9 @@ class MeshState:
         """Raises if the device cannot be used.
 
         Raises:
-            BackendUnavailableError: it has failed, or what ``check_open`` raises.
-            CollectiveError: its mesh has failed.
+            BackendUnavailableError: the device has failed, the mesh is closed, or it was opened
+                before a fork.
+            CollectiveError: the mesh has failed.
             CaptureError: this thread is capturing, so the call comes from a signal handler.
         """
         if self.is_closed or self.capturing or self._forks != forks[0]:
@@ -364,7 +366,7 @@ class MeshState:
             )
 
     def check_open(self) -> None:
-        """Raises ``BackendUnavailableError`` for a closed mesh, or one from before a fork."""
+        """Raises ``BackendUnavailableError`` for a closed mesh, or one opened before a fork."""
         if self.is_closed:
             raise BackendUnavailableError(
                 f"the mesh of this {self.backend} device was closed; gr.open_mesh() opens another"
@@ -377,9 +379,9 @@ class MeshState:
         return self._forks != forks[0]
 
     def check_process(self) -> None:
-        """Raises ``BackendUnavailableError`` for a mesh from before a fork.
+        """Raises ``BackendUnavailableError`` for a mesh that was opened before a fork.
 
-        Asked before a lock is taken: a thread that holds it may exist in the parent only.
+        Call it before taking a lock: the lock may be held by a thread of the parent process.
         """
         if self._forks != forks[0]:
             raise BackendUnavailableError(
@@ -388,7 +390,7 @@ class MeshState:
             )
 
     def raise_failure(self, cause: BaseException) -> None:
-        """Raises the error of a failed mesh instead of what its abort has caused."""
+        """If the mesh has failed, raises its error; ``cause`` only followed from it."""
         reason = self.reason
         if reason is not None and isinstance(cause, Exception):
             raise self._failure_error(reason) from cause

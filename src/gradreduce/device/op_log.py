@@ -1,8 +1,8 @@
 """The operation log of a mesh, and its views: journals and the flight record.
 
-Each operation is appended once, as one ``Record``. A journal gets the records of the time while it
-is open; tests count them. The log itself keeps the last 1,000: the flight record is these, and
-which of them are done, which is computed only when it is asked.
+Each operation is appended once, as one ``Record``. A journal collects the records that are made
+while it is open. The log itself keeps the last 1,000 records. The flight record is a list of these;
+which of them are done is found out when it is requested.
 """
 
 from __future__ import annotations
@@ -33,36 +33,35 @@ if TYPE_CHECKING:
     from .pending_calls import Label, PendingCall
     from .process_group import ProcessGroup
 
-# The kinds whose bytes leave a device for another.
+# Operations that may move bytes from one device to another.
 CROSSING = ("launch", "copy", "collective", "exchange")
 Kind = Literal["launch", "copy", "collective", "exchange", "fill", "upload", "download", "sync"]
 LENGTH = 1000  # operations
-_MARKS = 256  # events kept: enough to distinguish two queues of 64 devices
-_LOOK_SECONDS = 0.005  # for marks that are made to see how far the queues are
+_MARKS = 256  # events kept: two for each queue of 64 devices
+_LOOK_SECONDS = 0.005  # how long a flight record waits for marks that it makes itself
 QUEUES: tuple[Queue, ...] = ("compute", "transfer")
-_numbers = count(1)  # of the files of this process
+_numbers = count(1)  # for the file names of this process's meshes
 
 
-@dataclass(slots=True, unsafe_hash=True)  # frozen, each would take a microsecond longer
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, which is a microsecond slower
 class Record:
-    """One operation that was submitted to a device; not to be changed.
+    """One operation that was submitted to a device; do not change it.
 
     Attributes:
         kind: ``launch``, ``copy``, ``collective``, ``exchange`` (with other processes), ``fill``,
             ``upload``, ``download`` or ``sync``.
-        name: the kernel or collective; ``captured step`` for the one launch of a whole capture;
-            empty for the rest.
-        device: logical index of the device whose queue did it.
-        source: logical index of the device a copy read from; -1 for everything else.
-        nbytes: bytes that left a device. A copy: its size. A launch: the operands that lie on
-            another physical device than the queue. A collective: the size of one buffer, on the
-            record of each of its devices. An exchange: what is sent to other processes. An upload
-            or download: its size, host to device.
+        name: the kernel or collective; ``captured step`` for the launch of a whole capture; else
+            empty.
+        device: the logical index of the device whose queue runs it.
+        source: the logical index of the device that a copy reads; -1 for other operations.
+        nbytes: the bytes that it moves. Copy, upload, download, fill: the size of the memory.
+            Launch: the size of operands on other physical devices. Collective: the size of one
+            buffer, in the record of each device. Exchange: the size of what is sent to other
+            processes.
         queue: ``compute`` or ``transfer``.
-        num_rows: rows of a launch's pointer table (how many tensors it served), or operations in
-            a capture; else 0.
-        label: the packs and tensors that it is for; None if unknown.
-        phase: what it does for them, such as ``pack`` or ``unpack``; empty if unknown.
+        num_rows: the number of rows (tensors) of a launch, or of operations in a capture; else 0.
+        label: the packs and tensors that it works on; None if unknown.
+        phase: the step of the reduction, such as ``pack`` or ``unpack``; empty if unknown.
     """
 
     kind: Kind
@@ -78,7 +77,7 @@ class Record:
 
 @dataclass(repr=False)
 class Journal:
-    """The records made inside a ``with mesh.journal()`` block, in call order."""
+    """The records that were made inside a ``with mesh.journal()`` block, in order."""
 
     records: list[Record] = field(default_factory=list)
 
@@ -99,12 +98,12 @@ class Journal:
 
     @property
     def copies(self) -> int:
-        """The number of copies from device to device (the same one included)."""
+        """The number of copies from device to device, also within one device."""
         return len(self.of("copy"))
 
     @property
     def bytes(self) -> int:
-        """Bytes that crossed from one device to another by copy, collective or launch."""
+        """The number of bytes that copies, collectives and launches moved between devices."""
         return sum(record.nbytes for record in self.records if record.kind in CROSSING)
 
     @property
@@ -123,17 +122,17 @@ class FlightEntry:
     """A ``Record`` in the flight record.
 
     Attributes:
-        sequence: its number in the mesh, from 1, in the order of submission.
-        kind: see ``Record``, as the next five.
+        sequence: the number of the operation in the mesh, from 1, in the order of submission.
+        kind: see ``Record``; also for the next five.
         name: the kernel or collective.
-        device: logical index of the device whose queue it is in.
-        source: logical index of the device a copy reads from.
-        nbytes: bytes that leave a device.
-        num_rows: tensors that a launch serves, or operations of a captured step.
-        tensors: what it is for: ``"pack 3 of 8 (tensors 5 to 9)"``; empty if unknown.
+        device: the logical index of the device whose queue runs it.
+        source: the logical index of the device that a copy reads.
+        nbytes: the bytes that it moves.
+        num_rows: the tensors of a launch, or the operations of a captured step.
+        tensors: the packs and tensors: ``"pack 3 of 8 (tensors 5 to 9)"``; empty if unknown.
         queue: ``compute`` or ``transfer``.
-        done: whether it is known to be over. What was not when the mesh was reset never is: the
-            simulation has dropped it, and what GPUs did of it in a failed mesh is worth nothing.
+        done: whether it is known to be done. False for ever if it was not done when the mesh was
+            reset.
     """
 
     sequence: int
@@ -152,15 +151,17 @@ _OF_RECORD = {each.name for each in fields(FlightEntry)} - {"sequence", "tensors
 
 
 class ThreadState(threading.local):
-    """What one thread works for on a mesh, and who is told.
+    """What one thread is working on in a mesh, and what records its commands.
 
     Attributes:
-        label: of its records.
-        phase: of its records.
-        command_list: records its commands; None: nobody does.
-        pending_call: the call with a deadline that it is in.
-        num_submitted: launches, copies and collectives; see ``MeshState.on_partial_failure``.
-        started: while a trace is open, when it began to submit an operation, in nanoseconds; or 0.
+        label: the label of its records.
+        phase: the phase of its records.
+        command_list: records its commands; None: not recorded.
+        pending_call: the call with a deadline that the thread is in; or None.
+        num_submitted: the number of launches, copies and collectives; see
+            ``MeshState.on_partial_failure``.
+        started: the time in nanoseconds when it began to submit the operation; 0 if no trace is
+            open.
     """
 
     label: Label | None = None
@@ -172,26 +173,26 @@ class ThreadState(threading.local):
 
 
 class Ranges(Protocol):
-    """Ranges of a profiler, such as NVTX, of the calling thread."""
+    """The calling thread's ranges in a profiler, such as NVTX."""
 
     def push(self, text: str) -> None:
-        """Begins a range inside the one that is open."""
+        """Begins a range inside the open one."""
 
     def pop(self) -> None:
-        """Ends the last one that was begun."""
+        """Ends the range that was begun last."""
 
 
 _QueueOf = tuple[int, str]  # logical index of a device, and one of its queues
 
 
 class OpLog:
-    """The operations of one mesh: appended once each, by all threads, without a lock.
+    """The operations of one mesh; all threads append to it without a lock.
 
     Attributes:
-        ring: number and record of the last ones.
-        thread: what the calling thread works for.
-        num_traces: how many traces are open.
-        ranges: of a profiler, which shows a range for each label; None: nobody asked.
+        ring: the number and record of the last operations.
+        thread: the state of the calling thread.
+        num_traces: the number of open traces.
+        ranges: the profiler's ranges, one for each label; None: no profiler.
     """
 
     ranges: Ranges | None = None
@@ -200,14 +201,14 @@ class OpLog:
         self.num_traces = 0
         self.ring: deque[tuple[int, Record]] = deque(maxlen=LENGTH)
         self.thread = ThreadState()
-        self._numbers = count(1)  # of the next one; drawn when it has been given
+        self._numbers = count(1)  # drawn after an operation was submitted
         self._journals: tuple[Journal, ...] = ()
         self._lock = threading.RLock()  # to open and close journals
         # The number of the last operation before a mark, and the mark.
         self._marks: deque[tuple[int, Mark]] = deque(maxlen=_MARKS)
-        # Up to which number a queue is over, without a mark: by what the host waited for.
+        # The last operation of each queue that a wait of the host has shown to be done.
         self._over: dict[_QueueOf, int] = {}
-        self._dropped: set[int] = set()  # by resets: operations that are never done
+        self._dropped: set[int] = set()  # operations that a reset has dropped
 
     @contextmanager
     def journal(self) -> Iterator[Journal]:
@@ -217,7 +218,7 @@ class OpLog:
 
     @contextmanager
     def timed_journal(self, records: list[Record]) -> Iterator[Journal]:
-        """As ``journal``, with a list that looks at the clock; submissions note when they begin."""
+        """Like ``journal``, for a list that stores times; submissions store when they begin."""
         with self._opened(Journal(records)) as journal:
             with self._lock:
                 self.num_traces += 1
@@ -247,13 +248,11 @@ class OpLog:
         """Labels and logs an operation that was submitted: later marks come after it.
 
         Args:
-            record: of it, new.
-            command: submits it again, for this thread's command list; None: it cannot be.
-            rows: the operands, written ones first.
-            num_written: how many operands of each row it writes.
-
-        Returns:
-            Its number.
+            record: a new record of it.
+            command: submits it again, for this thread's command list; None: it cannot be repeated.
+            rows: the operands; those that are written come first.
+            num_written: the number of operands that are written in each row.
+        Returns: The number of the operation.
         """
         thread = self.thread
         record.label, record.phase = thread.label, thread.phase
@@ -265,8 +264,8 @@ class OpLog:
         """Logs an operation that was submitted again.
 
         Args:
-            record: as it was logged the first time.
-            parts: for journals: what a captured step did.
+            record: the record of the first time.
+            parts: for journals: the records of a captured step's operations.
         """
         number = next(self._numbers)
         self.ring.append((number, record))
@@ -275,13 +274,13 @@ class OpLog:
         return number
 
     def mark_finished(self, number: int, device: Device, *queues: Queue) -> None:
-        """Records that the host saw these queues finish, up to an operation number."""
+        """Records that these queues have finished all operations up to ``number``."""
         for queue in queues:
             key = device.index, queue
             self._over[key] = max(number, self._over.get(key, 0))
 
     def marked(self, mark: Mark) -> None:
-        """Records a mark that has just been made for any reason."""
+        """Records a mark that has just been made."""
         if self.ring:
             self._marks.append((self.ring[-1][0], mark))
 
@@ -289,9 +288,9 @@ class OpLog:
         """Returns all entries, oldest first.
 
         Args:
-            devices: of the whole mesh.
-            fresh: mark every queue now and look whether the marks pass at once, for some
-                milliseconds; otherwise only marks that were made anyway are looked at.
+            devices: all devices of the mesh.
+            fresh: mark every queue now, and wait some milliseconds for these marks to pass.
+                Otherwise only marks that exist already are queried.
         """
         submitted = sorted(self.ring.copy())  # by their numbers
         if fresh and submitted:
@@ -311,7 +310,7 @@ class OpLog:
     def late_devices(self, devices: Sequence[Device]) -> list[Device]:
         """Returns the devices whose queues are not empty.
 
-        Without those whose queues are known to wait for another device, if any is left then.
+        Leaves out devices whose queues are known to wait for another device, unless all do.
         """
         passed = {(mark.device, mark.queue) for mark in self._query_marks(devices) if mark.passed}
         queues = [(device, queue) for device in devices for queue in QUEUES]
@@ -320,14 +319,14 @@ class OpLog:
         return list(dict.fromkeys(device for device, _ in stuck or late))
 
     def drop(self) -> None:
-        """Closes open entries for a reset: what is not known to be done stays so."""
+        """For a reset: entries that are not known to be done now never become done."""
         entries = self.entries((), fresh=False)
         self._over = self._reached()
         self._dropped = {each.sequence for each in entries if not each.done}
         self._marks.clear()
 
     def _reached(self) -> dict[_QueueOf, int]:
-        """Returns the number up to which each queue is known to be done."""
+        """Returns the number of the last operation that each queue is known to have done."""
         reached = dict(self._over)
         for last, mark in self._marks.copy():
             key = mark.device.index, mark.queue
@@ -336,7 +335,7 @@ class OpLog:
         return reached
 
     def _query_marks(self, devices: Sequence[Device]) -> list[Mark]:
-        """Marks all queues in a new thread, because a driver whose queue is full may block.
+        """Marks all queues in a new thread: a driver with a full queue may block.
 
         Returns:
             The marks that could be made.
@@ -365,7 +364,7 @@ class OpLog:
 class PackScope:
     """See ``MeshState.pack_scope``. A class, because a generator is three times slower.
 
-    Without a deadline it costs a label, and no mark.
+    Makes marks only if the call has a deadline.
     """
 
     __slots__ = ("_before", "_devices", "_log", "_marks", "_pack_info", "_ranges")
@@ -407,16 +406,16 @@ class PackScope:
 
 
 def flight_path(wanted: str) -> str:
-    """Returns a mesh's path: ``flight.json`` gives ``flight.4711-1.json``.
+    """Returns the flight record's path of a mesh, such as ``flight.4711-1.json``.
 
-    Of process 4711 the first mesh. What is there and no regular file, such as a device or a FIFO,
-    is written to itself.
+    That is the path for ``flight.json``, process 4711 and its first mesh. A path that is a device
+    or a FIFO is returned unchanged.
 
     Args:
-        wanted: the value of ``GRADREDUCE_FLIGHT_RECORD``; empty: nowhere.
+        wanted: the value of ``GRADREDUCE_FLIGHT_RECORD``; if empty, nothing is written.
 
     Raises:
-        ValueError: nothing can be written there.
+        ValueError: the path cannot be written.
     """
     from pathlib import Path
 
@@ -434,7 +433,7 @@ def flight_path(wanted: str) -> str:
             raise OSError("it is a symbolic link; name the file itself")
         number = f"{os.getpid()}-{next(_numbers)}"
         target = target.with_name(f"{target.stem}.{number}{target.suffix}")
-        _write_part(target, b"", mode=0o600).unlink()  # as it will be when the mesh fails
+        _write_part(target, b"", mode=0o600).unlink()  # tests that it can be written later
     except OSError as error:
         raise ValueError(
             f"GRADREDUCE_FLIGHT_RECORD={wanted!r} cannot be written: {error.strerror or error}; "
@@ -448,17 +447,18 @@ def write_flight(
 ) -> None:
     """Writes mesh, reason and entries as JSON, completely or not at all.
 
-    The object is ``{"mesh": …, "reason": …, "entries": [{…}, …]}``; in one of several processes it
-    has the fields of ``ProcessGroup.flight_record`` too, and the file's name has the rank.
+    The object is ``{"mesh": …, "reason": …, "entries": [{…}, …]}``.
 
-    Does not raise: its caller has a worse error to report. A failure is logged.
+    With several processes it also has the fields of ``ProcessGroup.flight_record``, and the file's
+    name contains the rank. A failure to write is logged and not raised, so that it does not hide
+    why the mesh failed.
 
     Args:
-        path: from ``flight_path``.
-        mesh: which one.
+        path: the result of ``flight_path``.
+        mesh: the name of the mesh.
         reason: why it failed.
-        entries: of its record.
-        group: its processes; None: this one alone.
+        entries: the entries of its flight record.
+        group: its processes; None: one process.
     """
     from pathlib import Path
 
@@ -483,7 +483,7 @@ def write_flight(
 
 
 def _is_special(path: Path) -> bool:
-    """Whether the path is a device or a FIFO, which is written to, not replaced."""
+    """Whether the path is a device or a FIFO, which is not replaced."""
     return path.exists() and not (path.is_file() or path.is_dir())
 
 
@@ -491,12 +491,12 @@ def replace_file(target: Path, content: bytes, *, mode: int) -> None:
     """Replaces ``target`` by a regular file, completely or not at all; follows no link.
 
     Args:
-        target: what has this name is replaced.
-        content: of the file.
-        mode: of the file, less the bits of the process's mask.
+        target: the file to replace or make.
+        content: the new content.
+        mode: the permissions, less those of the process's umask.
 
     Raises:
-        OSError: nothing was changed, and nothing is left behind.
+        OSError: the file cannot be written. It was not changed, and no other file is left.
     """
     part = _write_part(target, content, mode=mode)
     try:
@@ -507,7 +507,7 @@ def replace_file(target: Path, content: bytes, *, mode: int) -> None:
 
 
 def _write_part(target: Path, content: bytes, *, mode: int) -> Path:
-    """Writes a new file of a random name beside ``target``, synced to disk."""
+    """Writes a new file with a random name beside ``target``, and syncs it to disk."""
     part = target.with_name(f"{target.name}.{os.urandom(8).hex()}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:

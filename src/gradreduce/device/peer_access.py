@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def can_access(device: Device, operand: Buffer) -> bool:
     """Whether a launch on ``device`` can access ``operand``, which is of the same mesh.
 
-    Memory of the same physical device, and of a peer what is mapped for its peers.
+    True for memory of the same physical device, and for memory of a peer that is mapped for peers.
     """
     here, there = device.physical, operand.device.physical
     return here == there or (device.mesh_state.peers(here, there) and operand.block.peer_mapped)
@@ -27,9 +27,9 @@ def check_accessible(device: Device, operand: Buffer) -> None:
     """Raises unless a launch on ``device`` can access ``operand``.
 
     Raises:
-        DeviceMismatchError: it is of another mesh, or of a device that is no peer, or a caller's
-            memory on a peer that is not mapped for its peers.
-        BackendUnavailableError: its device has failed.
+        DeviceMismatchError: the operand is of another mesh, on a device that is not a peer, or in a
+            caller's memory on a peer that is not mapped for peers.
+        BackendUnavailableError: the operand's device has failed.
     """
     home = operand.device
     if home is device:
@@ -48,7 +48,7 @@ def check_accessible(device: Device, operand: Buffer) -> None:
 
 
 def check_all_accessible(device: Device, homes: Iterable[Device], rows: Iterable[Row]) -> int:
-    """Checks all operands, which lie on ``homes``; returns the bytes that cross a link."""
+    """Checks all operands, which are on ``homes``; returns the bytes that cross a link."""
     here, mesh_state = device.physical, device.mesh_state
     if all([home.physical == here and home.mesh_state is mesh_state for home in homes]):
         return 0

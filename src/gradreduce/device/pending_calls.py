@@ -1,7 +1,7 @@
 """Calls with a deadline: their marks, and which devices are late.
 
-Marks are made only for calls that have a deadline: one on each queue when the call begins, one
-before and one after each pack, one when the call has given everything.
+Only calls with a deadline make marks: one on each queue when the call begins, before and after each
+pack, and when the call has submitted all its work.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .op_log import QUEUES
 if TYPE_CHECKING:
     from .device import Device
 
-# How long the host sleeps between two looks at a device that it waits for: short at first, because
-# most work is over in no time, and never so long that it is felt.
+# Seconds that the host sleeps between two polls of a device: short at first, because most work ends
+# soon.
 _FIRST_PAUSE, _LAST_PAUSE = 20e-6, 1e-3
-# What deadlines are counted by; a test puts a clock of its own here.
+# The clock of deadlines; tests replace it.
 now = time.monotonic
 
 
@@ -35,14 +35,14 @@ def as_deadline(deadline: float | None, name: str = "deadline") -> float | None:
     """Validates a deadline: seconds above 0, or None for no limit.
 
     Raises:
-        ValueError: anything else.
+        ValueError: ``deadline`` is something else.
     """
     if deadline is None:
         return None
     number = isinstance(deadline, Real) and not isinstance(deadline, bool)
     if not number or not deadline > 0:  # NaN is not
         raise ValueError(f"{name}={brief(deadline)} must be a number of seconds above 0, or None")
-    return float(min(deadline, sys.float_info.max))  # an integer may be above all floats
+    return float(min(deadline, sys.float_info.max))  # an integer may exceed the largest float
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class PackInfo:
     """Names the tensors and packs that are reduced together.
 
     Attributes:
-        tensors: places in the batch, in order.
-        packs: numbers of the packs, from 1, in order; empty where nothing is packed.
-        num_packs: of how many.
-        names: of the tensors, in order; empty: they have none.
+        tensors: the positions of the tensors in the batch, in order.
+        packs: the numbers of the packs, from 1, in order; empty if tensors are not packed.
+        num_packs: the number of packs of the batch.
+        names: the names of the tensors, in order; empty if they have none.
     """
 
     tensors: Sequence[int]
@@ -71,7 +71,7 @@ class PackInfo:
         return f"{_numbered('pack', self.packs)} of {self.num_packs} ({tensors})"
 
 
-Label = PackInfo | str  # in errors and in the log only its text is used
+Label = PackInfo | str  # errors and the log use its text
 
 
 def _numbered(noun: str, numbers: Sequence[int]) -> str:
@@ -85,17 +85,17 @@ def _numbered(noun: str, numbers: Sequence[int]) -> str:
 
 
 def names_of(devices: Iterable[Device]) -> str:
-    """``"sim:1, sim:2"``, each once; 5 at most."""
+    """Returns ``"sim:1, sim:2"``: the names of the devices, each once, at most 5."""
     return listed(dict.fromkeys(device.name for device in devices))
 
 
 class _Stage(NamedTuple):
-    """A point that every device has to pass.
+    """A point of a call that every device has to pass.
 
     Attributes:
-        pack_info: the packs after the point, or before it; None for the whole call.
+        pack_info: the packs; None for the whole call.
         leaves: whether the point is after the packs; else it is before them.
-        marks: on every queue of every device.
+        marks: a mark on every queue of every device.
     """
 
     pack_info: Label | None
@@ -107,12 +107,12 @@ class PendingCall:
     """One call with a deadline.
 
     Attributes:
-        call: its name.
-        seconds: the deadline, as it was given.
-        devices: that it works on.
-        submitted: whether the call has given all its work to the devices.
-        dropped: whether nobody wants to know any more: the call has raised.
-        generation: of the mesh; after a reset nobody wants to know of calls before it.
+        call: the name of the call.
+        seconds: the deadline as passed by the user.
+        devices: the devices that the call works on.
+        submitted: whether the call has submitted all its work.
+        dropped: whether the call has raised, so that its deadline no longer matters.
+        generation: the mesh's ``generation``; calls from before a reset no longer matter.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PendingCall:
     def mark_queues(
         self, pack_info: Label | None, *, leaves: bool, devices: Iterable[Device] = ()
     ) -> None:
-        """Marks the current end of both queues of these devices (default: all of the call)."""
+        """Marks the end of both queues of these devices (default: all devices of the call)."""
         marks = []
         for device in dict.fromkeys(devices) or self.devices:
             for queue in QUEUES:
@@ -145,7 +145,7 @@ class PendingCall:
 
     @contextmanager
     def reporting_itself(self, seconds: float) -> Iterator[None]:
-        """Context manager: what runs inside keeps the deadline, and says so within ``seconds``."""
+        """Context manager: code inside checks the deadline and reports it within ``seconds``."""
         self._expires += seconds
         try:
             yield
@@ -156,19 +156,19 @@ class PendingCall:
     def is_resolved(self) -> bool:
         """Whether the call needs no more checks.
 
-        Looks at all marks, also behind one that has not passed: a GPU that has met a fault is
-        noticed by being asked.
+        Queries all marks, also those behind a mark that has not passed: a query also detects a GPU
+        that has failed.
         """
         if self.dropped or not self.submitted:
             return self.dropped
         return all([mark.passed for mark in self._stages[-1].marks])
 
     def failure(self) -> str | None:
-        """Returns why it can never be over, if that is known before the deadline."""
+        """Returns why the call can never finish, if that is known before the deadline."""
         return None
 
     def failed_devices(self) -> list[Device]:
-        """Returns failed devices that have not finished their work."""
+        """Returns the failed devices that have not finished their work."""
         marks = self._stages[-1].marks if self._stages else ()
         return [
             mark.device
@@ -188,7 +188,7 @@ class PendingCall:
 
     def _late(self, index: int, stage: _Stage, late: Sequence[Mark]) -> str:
         pack_info = stage.pack_info
-        if pack_info is None and not stage.leaves:  # the call's begin: its first pack is missing
+        if pack_info is None and not stage.leaves:  # the begin of the call
             later = (each.pack_info for each in self._stages[index + 1 :])
             pack_info = next((each for each in later if each is not None), None)
         what = self.call if pack_info is None else str(pack_info)
@@ -200,11 +200,11 @@ class PendingCall:
 
 
 class WaitPolicy:
-    """How long the host waits: until a deadline, a failed device or a failed mesh.
+    """Decides when a host wait ends early: deadline, failed device or failed mesh.
 
     Args:
-        device: that it waits for.
-        seconds: the deadline; None for ever.
+        device: the device that the host waits for.
+        seconds: the deadline; None: no limit.
     """
 
     def __init__(self, device: Device, seconds: float | None = None) -> None:
@@ -215,7 +215,7 @@ class WaitPolicy:
     def polls(self) -> bool:
         """Whether to poll instead of waiting in the driver, which has no timeout.
 
-        So where there is a deadline, and everywhere in a mesh that has seen one.
+        True for a wait with a deadline, and for every wait after the mesh's first deadline.
         """
         return self._expires != math.inf or self._device.mesh_state.is_guarded
 
@@ -226,7 +226,7 @@ class WaitPolicy:
 
     @property
     def is_over(self) -> bool:
-        """Whether waiting any longer is useless."""
+        """Whether waiting longer is useless."""
         mesh_state = self._device.mesh_state
         gone = mesh_state.reason is not None or mesh_state.is_closed
         return gone or self._device.physical in mesh_state.failed or self.is_late
@@ -239,9 +239,9 @@ class WaitPolicy:
         return min(max(0.0, self._expires - now()), threading.TIMEOUT_MAX)
 
     def until(self, done: Callable[[], bool]) -> bool:
-        """Polls until ``done()`` or the wait is over; returns whether it is done.
+        """Polls until ``done()`` or until the wait ends early; returns whether it is done.
 
-        What is done in a failed mesh need not be so by itself: an aborted collective ends too.
+        In a failed mesh work may count as done without a result: an aborted collective ends too.
         """
         pause = _FIRST_PAUSE
         while not done():

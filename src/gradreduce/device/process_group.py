@@ -1,8 +1,8 @@
-"""The processes of a mesh: bytes from one to another, and notices that all can read.
+"""The processes of a mesh: transfers between two, and notices that all can read.
 
 A reduction over several processes exchanges terms and results by ``exchange``. Before a process
-runs a plan for the first time it compares it with the others' (``agree``): a difference would hang,
-or add tensors that do not belong together.
+runs a plan for the first time, it compares the plan with those of the other processes (``agree``).
+A difference would cause a hang, or sums of unrelated tensors.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from .buffer import Buffer
     from .device import Device
 
-# The rank of another process, and a flat array of bytes that goes to it or comes from it.
+# The rank of another process, and a flat array of bytes to send to it or receive from it.
 Message = tuple[int, np.ndarray]
-# The rank of another process, and a buffer that goes to it or comes from it.
+# The rank of another process, and a buffer to send to it or receive from it.
 Parcel = tuple[int, "Buffer"]
 # Sends and receives host arrays.
 Move = Callable[[Sequence[Message], Sequence[Message]], None]
-# Queues sends and receives of memory of a GPU, whose number and stream handle come last.
+# Queues sends and receives of GPU memory; the last arguments are the GPU and its stream handle.
 GpuMove = Callable[[Sequence[Parcel], Sequence[Parcel], int, int], None]
-# Notices and descriptions of this many calls are kept.
+# The number of calls whose notices and descriptions are kept.
 _KEPT_CALLS = 1024
-# A process remembers so many different calls. It compares one that it has forgotten again.
+# The number of different calls that a process remembers. It compares a forgotten call again.
 _KNOWN_CALLS = 256
-# How long a process that lost another waits for a notice that tells why.
+# How long a process waits for a notice that says why another process has ended.
 _REASON_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
 _MOST_TAGS = (1 << 28) - 1
@@ -48,8 +48,9 @@ class Description(NamedTuple):
     """What a call does, for the comparison with other processes.
 
     Attributes:
-        digest: equal for equal calls.
-        text: JSON: what all processes must agree in, by name; and the names of the tensors.
+        digest: a hash, equal for equal calls.
+        text: JSON with the values on which all processes must agree, by name, and with the names of
+            the tensors.
     """
 
     digest: str
@@ -62,9 +63,9 @@ class Description(NamedTuple):
         """Describes a call by JSON values.
 
         Args:
-            what: they.
-            names: of its tensors, for errors; empty: they have none.
-            compared: whether processes must agree in the names, too.
+            what: the values, by name.
+            names: the names of the tensors, for errors; empty if they have none.
+            compared: whether the processes must agree on the names, too.
         """
         text = json.dumps({**what, "names": names} if names else what, default=str)
         digested = text if compared else json.dumps(what, default=str)
@@ -75,9 +76,9 @@ class Call(NamedTuple):
     """A call of this process.
 
     Attributes:
-        number: from 0.
-        description: what it does.
-        history: equal where all calls until this one are equal.
+        number: the number of the call, from 0.
+        description: what the call does.
+        history: a hash of all calls up to this one.
     """
 
     number: int
@@ -86,18 +87,19 @@ class Call(NamedTuple):
 
 
 class ProcessGroup(ABC):
-    """The processes of a mesh, as one of them sees the others.
+    """The processes of a mesh, seen from one of them.
 
     Attributes:
-        rank: of this process, from 0.
+        rank: the rank of this process, from 0.
         size: the number of processes.
-        timeout: seconds that a call waits for another process, unless its own deadline is earlier.
+        timeout: seconds that a call waits for another process, unless the call has an earlier
+            deadline.
         counts: the number of logical devices of each process.
-        confirmed: number of the last call that ``look`` has found equal in all processes.
+        confirmed: the number of the last call that ``look`` has found equal in all processes.
         sends_host_memory: whether ``exchange`` works.
-        gpu_library: what may move memory of GPUs: ``"host"``, by way of host memory; ``"nccl"``, a
-            communicator of this mesh; ``"group"``, ``exchange_on_gpu``.
-        move_on_gpu: what moves it, once that is known; None: it goes by way of host memory.
+        gpu_library: how GPU memory can be moved: ``"host"``: through host memory; ``"nccl"``: by a
+            communicator of this mesh; ``"group"``: by ``exchange_on_gpu``.
+        move_on_gpu: the function that moves GPU memory; None: it moves through host memory.
     """
 
     sends_host_memory = True
@@ -112,13 +114,13 @@ class ProcessGroup(ABC):
         self._is_closed = False
         self._calls = 0
         self._last_calls: deque[Call] = deque(maxlen=_KEPT_CALLS)
-        self._call = ""  # number and digest of the last one
+        self._call = ""  # number and digest of the last call
         self._exchanges = 0  # in that call
         self.confirmed = -1
         self._looked_at: Call | None = None
-        self._unknown: set[int] = set()  # processes that have not come to it, as far as is known
+        self._unknown: set[int] = set()  # processes that are not known to have made it
         self._next_look = 0.0
-        # Digest of each call that was compared: number of its description. Least recent first.
+        # Digest of each compared call -> number of its description; least recently used first.
         self._known: dict[str, int] = {}
 
     @property
@@ -127,22 +129,22 @@ class ProcessGroup(ABC):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def rank_of(self, replica: int) -> int:
-        """Returns the rank of the process of a replica, of all processes' numbers."""
+        """Returns the rank of the process that has a replica, counted over all processes."""
         return bisect_right(list(accumulate(self.counts)), replica)
 
-    # -- what a launcher's library does -----------------------------------------------------------
+    # -- implemented by each library --------------------------------------------------------------
 
     @abstractmethod
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
     ) -> None:
-        """Sends and receives arrays; returns when all have arrived, and all sent may be reused.
+        """Sends and receives arrays; returns when all of them may be reused.
 
         Args:
-            sends: in the order in which the other process receives them.
-            receives: which are overwritten.
-            tag: from ``next_tag``; what is sent with another is not received.
-            seconds: for all of them.
+            sends: arrays to send, in the order in which the other process receives them.
+            receives: arrays to receive into, which are overwritten.
+            tag: the result of ``next_tag``; messages with another tag are not received.
+            seconds: the time limit for all of them.
 
         Raises:
             ProcessError: another process did not answer within ``seconds``, or ended.
@@ -154,42 +156,43 @@ class ProcessGroup(ABC):
         """Queues sends and receives of GPU memory; only where ``gpu_library`` is ``"group"``.
 
         Args:
-            sends: not empty each, in the order in which the other process receives them.
-            receives: which are overwritten.
-            gpu: number of the GPU.
-            stream: handle of its stream, in whose order it happens.
+            sends: buffers to send, none of size 0, in the order in which the other process receives
+                them.
+            receives: buffers to receive into, which are overwritten.
+            gpu: the number of the GPU.
+            stream: the handle of the stream that runs the exchange.
 
         Raises:
-            CollectiveError: the library refuses.
+            CollectiveError: the library reports an error.
         """
         raise NotImplementedError
 
     @abstractmethod
     def post(self, key: str, text: str) -> None:
-        """Leaves a notice for the others, without waiting; replaces an earlier one of this key.
+        """Posts a notice for the other processes without waiting; replaces one of the same key.
 
         Raises:
-            CollectiveError: nobody can read it any more.
+            CollectiveError: the notice cannot be posted any more.
         """
 
     def post_soon(self, key: str, text: str) -> None:
-        """As ``post``, or later: in ``post_kept``, which the next notice and exchange call too."""
+        """Like ``post``, but may wait for ``post_kept``, the next notice or the next exchange."""
         self.post(key, text)
 
-    def post_kept(self) -> None:  # noqa: B027  # not every one keeps some
-        """Leaves the notice that ``post_soon`` has kept."""
+    def post_kept(self) -> None:  # noqa: B027  # optional
+        """Posts the notice that ``post_soon`` has kept."""
 
     @abstractmethod
     def read(self, rank: int, key: str, seconds: float) -> str | None:
         """Returns another process's notice; None if none has come within ``seconds``."""
 
-    def close(self) -> None:  # noqa: B027  # not every one must
-        """Releases what this group has made."""
+    def close(self) -> None:  # noqa: B027  # optional
+        """Releases the resources of this group."""
 
     def leave(self, failure: str | None) -> None:
-        """Tells the others that this process leaves, waits until they do, and closes.
+        """Tells the other processes that this one leaves, waits until they leave, and closes.
 
-        A process whose mesh has failed waits for nobody.
+        A process whose mesh has failed does not wait.
 
         Args:
             failure: why the mesh has failed; None: it has not.
@@ -212,10 +215,10 @@ class ProcessGroup(ABC):
             self.close()
 
     def leave_at_exit(self, how: str) -> None:
-        """Tells the others that this process ends without closing its mesh.
+        """Tells the other processes that this one ends without closing its mesh.
 
         Args:
-            how: for an error of another process, without the name of this one.
+            how: how it ends, for errors of the other processes; without the name of this process.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -226,17 +229,17 @@ class ProcessGroup(ABC):
             self.post("closed", f"{self._calls} {how}")
 
     def tell_failure(self, reason: str) -> None:
-        """Tells the others why this process's mesh has failed."""
+        """Tells the other processes why the mesh of this process has failed."""
         with suppress(CollectiveError):  # the others may be gone
             self.post("failed", reason)
 
     def leave_unopened(self, reason: str) -> None:
-        """Tells the others that this process cannot open its mesh, and closes.
+        """Tells the other processes that this one cannot open its mesh, and closes.
 
-        Waits a moment for them to read it: this process may hold the store.
+        Waits a moment for them to read the notice, because this process may run the store.
 
         Args:
-            reason: without the name of this process.
+            reason: the reason, without the name of this process.
         """
         self._is_closed = True
         with suppress(CollectiveError):
@@ -245,7 +248,7 @@ class ProcessGroup(ABC):
         self.close()
 
     def _wait_for_leaving(self, seconds: float) -> list[int]:
-        """Waits until all others have failed or closed their mesh; returns who has not in time."""
+        """Waits until other processes close or fail; returns the ranks of those that are late."""
         end = time.monotonic() + seconds
         missing = []
         for rank in self.others:
@@ -257,17 +260,17 @@ class ProcessGroup(ABC):
                     break
         return missing
 
-    # -- what follows from it ---------------------------------------------------------------------
+    # -- the same for all libraries ---------------------------------------------------------------
 
     def agree(self, description: Description, seconds: float) -> None:
-        """Compares a call that is about to run with the same call of all other processes.
+        """Compares a call that is about to run with the calls of all other processes.
 
-        A process that remembers such a call leaves its notice, and does not wait; so one process
-        may have forgotten it and another not.
+        A process that remembers an equal call only posts its notice and does not wait. This works
+        also if another process has forgotten the call.
 
         Args:
-            description: of the call.
-            seconds: for the others' notices.
+            description: the description of the call.
+            seconds: how long to wait for notices of the other processes.
 
         Raises:
             InvalidArgumentError: another process makes another call.
@@ -307,15 +310,14 @@ class ProcessGroup(ABC):
 
     @property
     def called(self) -> str:
-        """The last call, for errors: its number, what it is, and its first tensors."""
+        """The last call, for errors: its number, name and first tensors."""
         call = self.last_call
         return "open_mesh" if call is None else f"call {call.number} ({_summary(call.description)})"
 
     def flight_record(self) -> dict[str, Any]:
         """Returns this process and its last calls as JSON values.
 
-        The last call is not known to be done, the earlier ones are: an exchange ends before the
-        next call begins.
+        All calls but the last are known to be done, because an exchange ends before the next call.
         """
         calls = self._last_calls.copy()
         last = self._calls - 1
@@ -332,30 +334,32 @@ class ProcessGroup(ABC):
     def next_tag(self) -> int:
         """Returns the tag of the next exchange: equal in processes that make the same calls.
 
-        Processes whose calls differ though each is known exchange nothing: their tags differ.
+        Processes with different calls have different tags, so they do not exchange wrong data, even
+        if each remembers its call and does not compare it.
         """
         self._exchanges += 1
         return crc32(f"{self._call} {self._exchanges}".encode()) & _MOST_TAGS
 
     @property
     def last_call(self) -> Call | None:
-        """The last call that was compared, or is being compared; None before the first."""
+        """The last call that was or is being compared; None before the first."""
         return self._last_calls[-1] if self._last_calls else None
 
     def difference(self, rank: int, call: Call, end: float = 0.0) -> str | None:
         """Describes how another process's call differs from this one's.
 
         Args:
-            rank: of that process.
-            call: of this process.
-            end: until when it waits for the other's.
+            rank: the rank of that process.
+            call: the call of this process.
+            end: the time until which to wait for the other process's call.
 
         Returns:
-            The difference; empty if there is none; None if that process has not called in time.
+            The difference; empty if there is none; None if the other process has not made its call
+            in time.
         """
         number, own, history = call
         while True:
-            # Looked up first: a process may leave its notice and go.
+            # Checked before the notice is read: a process may post a notice and then leave.
             is_last = time.monotonic() >= end or self.has_gone(rank) is not None
             seconds = min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))
             text = self.read(rank, _key(number), 0.0 if is_last else seconds)
@@ -365,9 +369,9 @@ class ProcessGroup(ABC):
             if is_last:
                 return None
             if found:
-                time.sleep(1e-3)  # an older notice of the same key
+                time.sleep(1e-3)  # the notice of an older call has the same key
         _, digest, place, other_history = found
-        # One that is so far ahead has left this call behind: its notice is replaced.
+        # The process is so far ahead that its notice of this call was replaced.
         if int(found[0]) > number or (digest, other_history) == (own.digest, history):
             return ""
         if digest == own.digest:
@@ -379,7 +383,7 @@ class ProcessGroup(ABC):
         )
 
     def describe_missing(self, ranks: Sequence[int], what: str, seconds: float) -> str:
-        """Describes processes that have not come to ``what``, and why, as far as it is known."""
+        """Describes processes that have not come to ``what``, with the reason if it is known."""
         names = f"process{'es' if len(ranks) > 1 else ''} {listed(ranks)}"
         have = "have" if len(ranks) > 1 else "has"
         text = f"{names} of {self.size} {have} not come to {what}"
@@ -387,7 +391,7 @@ class ProcessGroup(ABC):
         return f"{text}: {'; '.join(reasons)}" if reasons else f"{text} within {seconds:.3g} s"
 
     def reason_for(self, rank: int) -> str | None:
-        """Returns why a process did not take part in an exchange, if it can be known."""
+        """Returns why a process did not take part in an exchange; None if unknown."""
         reasons = self.reasons([rank])
         if reasons:
             return reasons[0]
@@ -395,7 +399,7 @@ class ProcessGroup(ABC):
         return (self.difference(rank, call) or None) if call is not None else None
 
     def describe_late(self, seconds: float) -> str | None:
-        """Describes the processes that have not come to this one's last call; None: all have."""
+        """Describes processes that have not made this one's last call; None if all have."""
         call = self.last_call
         if call is None:
             return None
@@ -403,13 +407,13 @@ class ProcessGroup(ABC):
         return self.describe_missing(late, self.called, seconds) if late else None
 
     def look(self) -> str | None:
-        """Looks, without waiting, whether the others make this process's calls.
+        """Checks, without waiting, whether the other processes make this process's calls.
 
-        For a watchdog, while GPUs exchange: nothing else compares calls that each process has made
-        before. Takes a twentieth of its thread's time at most.
+        The watchdog calls it while GPUs exchange, because ``agree`` does not wait for calls that a
+        process remembers. Takes at most a twentieth of the watchdog's time.
 
         Returns:
-            Why one does not; None if that is not known.
+            Why a process makes other calls; None if no difference is known.
         """
         begin = time.monotonic()
         if begin < self._next_look:
@@ -421,7 +425,7 @@ class ProcessGroup(ABC):
             self._next_look = end + 19 * (end - begin)
 
     def _difference_of_all(self) -> str | None:
-        """Compares one call after the other, but not each: its history stands for those before."""
+        """Compares the newest calls; the history of a call covers all calls before it."""
         call = self._looked_at or self.last_call
         if call is None or call.number == self.confirmed:
             return None
@@ -438,7 +442,7 @@ class ProcessGroup(ABC):
         return None
 
     def reasons(self, ranks: Sequence[int], seconds: float = _REASON_SECONDS) -> list[str]:
-        """Returns why these processes failed or left, as far as they have said so."""
+        """Returns why these processes failed or left, for those that have posted it."""
         end = time.monotonic() + seconds
         found = []
         for rank in ranks:
@@ -451,7 +455,7 @@ class ProcessGroup(ABC):
         return found
 
     def has_gone(self, rank: int) -> str | None:
-        """Returns why a process will not take part in this one's last call; None if unknown."""
+        """Returns why a process cannot take part in this one's last call; None if unknown."""
         failed = self.read(rank, "failed", 0.0)
         if failed is not None:
             return failed
@@ -465,7 +469,7 @@ class ProcessError(CollectiveError):
     """Another process did not send or receive in time, or ended.
 
     Attributes:
-        rank: of that process.
+        rank: the rank of that process.
     """
 
     def __init__(self, rank: int, text: str) -> None:
@@ -492,35 +496,35 @@ def check_one_process(device: Device, what: str, instead: str = IN_STEP) -> None
 
 
 def _key(number: int) -> str:
-    """Returns the key of a call's notice."""
+    """Returns the key for the notice of a call."""
     return f"call/{number % _KEPT_CALLS}"
 
 
 def digest_of(content: bytes | memoryview) -> str:
     """Returns 15 hexadecimal digits of the SHA-256: a number that fits in int64."""
-    from hashlib import sha256  # loads OpenSSL, which takes as long as ten of our modules
+    from hashlib import sha256  # loads OpenSSL, as slow as ten of our modules
 
     return sha256(content).hexdigest()[:15]
 
 
 def bytes_of(array: np.ndarray) -> np.ndarray:
-    """Returns an array's memory as bytes; it is contiguous."""
+    """Returns the memory of a contiguous array as bytes."""
     return array.reshape(-1).view(np.uint8)
 
 
 def _summary(description: Description) -> str:
-    """Names a call and its first tensor."""
+    """Returns the name of a call and its first tensors."""
     what = json.loads(description.text)
     tensors = _named(what)
     return f"{what['call']}, tensors: {listed(tensors, 2)}" if tensors else what["call"]
 
 
 def _named(what: Mapping[str, Any]) -> list[str]:
-    """Returns the tensors of a call: their names, if they have any, dtypes and shapes."""
+    """Returns texts for the tensors of a call: name (if any), dtype and shape."""
     tensors, names = what["tensors"], what.get("names")
     if not names:
         return list(tensors)
-    return [  # a SyncStep lists indices of its variables
+    return [  # a SyncStep lists the indices of its variables
         name if isinstance(each, int) else f"{name} {each}"
         for name, each in zip(names, tensors, strict=True)
     ]
@@ -551,7 +555,7 @@ def _describe_difference(ours: str, theirs: str | None, rank: int, other: int) -
     pairs = [
         (mine, others),
         (names, other_names),
-    ]  # names differ only where dtypes and shapes agree
+    ]  # names are compared only where dtypes and shapes agree
     one, two = next(pair for pair in pairs if pair[0] != pair[1])
     index = next(index for index, each in enumerate(one) if [each] != two[index : index + 1])
     place: Any = index

@@ -1,8 +1,8 @@
-"""Waits between the streams of devices, above all of co-located ones.
+"""Waits between the streams of devices, mostly of co-located ones.
 
-Co-located devices share launches: one of them, the leader, launches for all. It says
-``join_streams`` before, so that its queue comes behind theirs, and ``fork_streams`` after, so that
-theirs come behind it.
+Co-located devices are logical devices of one physical device. One of them, the leader, launches for
+all. It calls ``join_streams`` before the launch, so that its queue waits for theirs, and
+``fork_streams`` after it, so that their queues wait for its queue.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
 
 
 def join_streams(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
-    """Makes the leader's queue wait for what the others hold so far.
+    """Makes the leader's queue wait for the present work of the others.
 
-    Say it after the last allocation: memory comes in the order of its device's compute queue.
+    Call it after the last allocation, because memory is allocated in the order of its device's
+    compute queue.
     """
     join_streams_each((leader,), others, queue)
 
 
 def join_streams_each(leaders: Sequence[Device], others: Iterable[Device], queue: Queue) -> None:
-    """As ``join_streams`` for several leaders; marks each of the others once."""
+    """Like ``join_streams`` for several leaders; marks each of the others once."""
     if not leaders or not leaders[0]._needs_order():
         return
     joined = dict.fromkeys(others)
@@ -50,7 +51,7 @@ def join_streams_each(leaders: Sequence[Device], others: Iterable[Device], queue
 
 
 def fork_streams(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
-    """Makes the others' queues wait for what the leader's queue holds so far."""
+    """Makes the queues of the others wait for the present work of the leader's queue."""
     if not leader._needs_order():
         return
     forked = dict.fromkeys(others)
@@ -64,11 +65,11 @@ def fork_streams(leader: Device, others: Iterable[Device], queue: Queue = "compu
 def ensure_accessible(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
     """Returns ``buffer`` itself if launches of ``device`` can access it, else a copy.
 
-    ``join_streams`` afterwards, with the device of what this returns, and ``fork_streams`` to it;
-    and if another queue than ``compute`` copied, its mark must be waited for.
+    The caller then calls ``join_streams`` and ``fork_streams`` with the device of the result. If
+    ``queue`` is not ``compute``, the caller also waits for a mark of it.
 
     Raises:
-        BackendUnavailableError: its device has failed.
+        BackendUnavailableError: the buffer's device has failed.
     """
     if _is_read(device, buffer):
         return buffer
@@ -78,12 +79,12 @@ def ensure_accessible(device: Device, buffer: Buffer, queue: Queue = "compute") 
 
 
 def to_accessible(device: Device, buffer: Buffer) -> Buffer:
-    """As ``ensure_accessible``, but copies with ``copy_over``."""
+    """Like ``ensure_accessible``, but copies with ``copy_over``."""
     return buffer if _is_read(device, buffer) else to_local(device, buffer)
 
 
 def to_local(device: Device, buffer: Buffer) -> Buffer:
-    """As ``to_accessible``, but copies a peer's memory too; co-located memory stays."""
+    """Like ``to_accessible``, but also copies a peer's memory; co-located memory is not copied."""
     if buffer.device.physical == device.physical:
         return buffer
     return copied_to(device, buffer)
@@ -97,7 +98,7 @@ def copied_to(device: Device, buffer: Buffer) -> Buffer:
 
 
 def _is_read(device: Device, buffer: Buffer) -> bool:
-    """Whether launches of ``device`` can read it in place; raises if its device has failed."""
+    """Whether launches of ``device`` can read the buffer in place; raises if its device failed."""
     if not can_access(device, buffer):
         return False
     check_accessible(device, buffer)
@@ -107,8 +108,8 @@ def _is_read(device: Device, buffer: Buffer) -> bool:
 def copy_over(device: Device, dst: Buffer, src: Buffer) -> None:
     """Copies to ``device``; the source's device waits if a caller may write the source.
 
-    Then one wait of that device makes the caller's stream wait until its memory was read. In an
-    all-reduce every device comes behind all that read its memory as it is.
+    The caller's stream, which waits for that device, then waits until its memory was read. In an
+    all-reduce this is not needed: every device waits for all readers of its memory.
     """
     device.copy(dst, src)
     if src.device is not device and (not src.block.owned or src.block.gaps is not None):

@@ -1,7 +1,7 @@
 """Traces of operations in the Trace Event Format, which Perfetto and chrome://tracing show.
 
-Source: "Trace Event Format", the document of Chrome's trace viewer: complete events (``X``) and
-metadata (``M``); times are in microseconds.
+Source: "Trace Event Format", the specification of Chrome's trace viewer: complete events (``X``)
+and metadata (``M``); times are in microseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Event = dict[str, Any]
 
 
 class TimedRecord(NamedTuple):
-    """An operation with the host's times, in nanoseconds, and the thread that submitted it."""
+    """An operation with its host times in nanoseconds, and the thread that submitted it."""
 
     record: Record
     start: int
@@ -55,7 +55,7 @@ def trace_path(path: str | os.PathLike[str]) -> Path:
     """Returns the absolute path of a file that can be made or replaced.
 
     Raises:
-        ValueError: it is a folder or a device, or in a folder that does not exist.
+        ValueError: the path is a folder or a device, or in a folder that does not exist.
     """
     target = Path(path).absolute()
     if not target.parent.is_dir() or (target.exists() and not target.is_file()):
@@ -68,9 +68,9 @@ def traced(log: OpLog, path: Path | None, names: Mapping[int, str]) -> Iterator[
     """Context manager: opens a journal, and writes its trace when the block ends.
 
     Args:
-        log: of the mesh.
-        path: of the file; None: nothing is written.
-        names: logical index -> name of a device.
+        log: the log of the mesh.
+        path: the file to write; None: no file.
+        names: the name of each device, by logical index.
     """
     records = TimedRecords(log.thread)
     begin = time.perf_counter_ns()
@@ -114,13 +114,13 @@ def event_of(
     """Returns the complete event of one operation.
 
     Args:
-        kind: see ``Record``, as the next three.
-        name: if empty, the event has the kind as its name.
-        device: the process of the event, because viewers group by process.
-        queue: its thread.
-        start: microseconds.
-        duration: microseconds.
-        details: what a viewer shows when the event is selected; JSON.
+        kind: see ``Record``; also for the next three.
+        name: the name of the event; if empty, the kind is its name.
+        device: becomes the process of the event, because viewers group events by process.
+        queue: becomes the thread of the event.
+        start: the start in microseconds.
+        duration: the duration in microseconds.
+        details: JSON values that a viewer shows for a selected event.
     """
     return {
         "name": name or kind,
@@ -135,7 +135,7 @@ def event_of(
 
 
 def trace_text(events: Iterable[Event], names: Mapping[int, str]) -> bytes:
-    """Returns a file with these events, and with the names of devices and queues."""
+    """Returns a file's content: these events and the names of devices and queues."""
     named: list[Event] = []
     for device, name in names.items():
         named.append(_metadata("process_name", device, 0, name))

@@ -1,7 +1,7 @@
-"""Waits and threads that stay consistent when a signal handler interrupts them.
+"""Waits and threads that stay consistent when Ctrl-C interrupts them.
 
-``threading.Event`` and ``Thread.start`` are Python code: Ctrl-C in the middle of one leaves its
-inner lock held. Here one C call makes each step.
+``threading.Event`` and ``Thread.start`` are Python code: Ctrl-C inside them leaves their lock held.
+Here each step is one C call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Done:
 
     def __init__(self) -> None:
         self._is_set = False
-        self._lock = Lock()  # held until it is set
+        self._lock = Lock()  # held until the event is set
         self._lock.acquire()
 
     def is_set(self) -> bool:
@@ -30,7 +30,7 @@ class Done:
         return self._is_set
 
     def set(self) -> None:
-        """See ``threading.Event``; by one thread at a time."""
+        """See ``threading.Event``; one thread at a time may call it."""
         if not self._is_set:
             self._is_set = True
             self._lock.release()
@@ -38,12 +38,12 @@ class Done:
     def wait(self, timeout: float | None = None) -> bool:
         """See ``threading.Event``; ``timeout`` is at most ``threading.TIMEOUT_MAX``."""
         if not self._is_set and self._lock.acquire(timeout=-1 if timeout is None else timeout):
-            self._lock.release()  # for the next who waits
+            self._lock.release()  # for the next thread that waits
         return self._is_set
 
 
 class Waiters:
-    """Threads that wait for state that a lock guards; replaces ``Condition``."""
+    """Threads that wait for a state protected by a lock; replaces ``Condition``."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
@@ -52,10 +52,10 @@ class Waiters:
     def until(
         self, ready: Callable[[], bool], rest: Callable[[], float | None] = lambda: None
     ) -> None:
-        """Waits until ``ready()`` is true; it is called with the lock held.
+        """Waits until ``ready()`` is true; ``ready`` is called with the lock held.
 
-        It is asked at first, after each ``notify`` and after ``rest()`` seconds. The caller must
-        not hold the lock: while it waits nobody holds it.
+        It is called at first, after each ``notify``, and after ``rest()`` seconds. The caller must
+        not hold the lock, which is free during the wait.
         """
         while True:
             with self._lock:
@@ -73,10 +73,10 @@ class Waiters:
 
 
 def acquired_in_time(lock: Any, seconds: float, call: Callable[[], object]) -> bool:
-    """Makes the call under the lock, if it is free in time; returns whether it was."""
+    """Makes the call under the lock, if that is free in time; returns whether."""
     taken: list[bool] = []
     try:
-        taken.extend(map(lock.acquire, (True,), (seconds,)))  # taken and listed, or neither
+        taken.extend(map(lock.acquire, (True,), (seconds,)))  # one C call takes and lists it
         if True in taken:
             call()
         return True in taken
@@ -90,11 +90,11 @@ def run_in_thread(
 ) -> Done:
     """Runs work that may block in a daemon thread.
 
-    Where no thread can be started ("can't start new thread") the calling one does ``otherwise``,
-    by default the work.
+    If no thread can be started ("can't start new thread"), the calling thread runs ``otherwise``,
+    by default the work itself.
 
     Returns:
-        Set when the work has ended.
+        A ``Done`` that is set when the work has ended.
     """
     done = Done()
 

@@ -1,7 +1,7 @@
 """The watchdog thread of a mesh: checks that calls finish before their deadline.
 
-It polls marks and takes no lock of ours; nor does whoever hands it something, or ends it, which
-may be a collected mesh: ``SimpleQueue.put`` may be called anywhere, by the collector too.
+The thread polls marks and takes no lock of this package. Other threads pass it calls by
+``SimpleQueue.put``, which is safe anywhere, also in a finalizer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .pending_calls import PendingCall, names_of
 if TYPE_CHECKING:
     from .mesh_state import MeshState
 
-# Between two looks: what is over soon is let go soon, and what takes long is not looked at often.
+# Seconds between two checks: short for new calls, longer for calls that take long.
 _FIRST_LOOK, _LAST_LOOK = 1e-3, 20e-3
 _Inbox = SimpleQueue[PendingCall | Callable[[], None] | None]
 
@@ -37,7 +37,7 @@ class Watchdog:
         finalize(mesh_state, self._inbox.put, None).atexit = False
 
     def take(self, arrived: PendingCall | Callable[[], None]) -> None:
-        """Starts to watch a call with a deadline; or calls a function, once."""
+        """Starts to watch a call with a deadline; or calls a function once."""
         self._inbox.put(arrived)
 
     def end(self) -> None:
@@ -46,7 +46,7 @@ class Watchdog:
 
 
 def _watch(mesh_state: ReferenceType[MeshState], inbox: _Inbox) -> None:
-    """Runs the thread, which keeps the mesh alive only while a call is open."""
+    """Runs the thread, which keeps the mesh alive only while a call is pending."""
     calls: list[PendingCall] = []
     pause = _FIRST_LOOK
     while True:
@@ -68,7 +68,7 @@ def _watch(mesh_state: ReferenceType[MeshState], inbox: _Inbox) -> None:
 
 
 def _check_calls(mesh_state: MeshState | None, calls: list[PendingCall]) -> list[PendingCall]:
-    """Returns calls that are still open; fails the mesh if one is late or failed."""
+    """Returns the pending calls; fails the mesh if one is late or failed."""
     if mesh_state is None or mesh_state.reason is not None:
         return []
     reason = None
@@ -82,7 +82,7 @@ def _check_calls(mesh_state: MeshState | None, calls: list[PendingCall]) -> list
                 or next(filter(None, (each.failure() for each in calls)), None)
                 or _lateness(calls)
             )
-    except Exception as error:  # of a driver: nobody would look any more, and nobody know
+    except Exception as error:  # of a driver: without this, the thread would end unnoticed
         reason = f"the devices cannot be queried: {error!r}"
     if reason is None:
         return calls
@@ -93,7 +93,7 @@ def _check_calls(mesh_state: MeshState | None, calls: list[PendingCall]) -> list
 def _failure(mesh_state: MeshState, calls: list[PendingCall]) -> str | None:
     for pending in calls if mesh_state.failed else ():
         if pending.failed_devices():
-            _progress(pending)  # lets the other devices finish what they can
+            _progress(pending)  # lets the other devices finish as much as possible
         gone = pending.failed_devices()
         if gone:
             why = mesh_state.failed[gone[0].physical]
