@@ -102,7 +102,6 @@ MISSING = set(
     assert_mirrored
     checkpoint.join
     checkpoint.split
-    default_mesh
     get_variable
     replica
     show_versions

@@ -1,16 +1,18 @@
 """Opens meshes: picks the backend and the devices.
 
-The only module that reads environment variables, except ``XDG_CACHE_HOME``:
+This module reads all environment variables but ``XDG_CACHE_HOME``:
 
-* ``GRADREDUCE_BACKEND``: ``sim`` or ``cuda``, when ``open_mesh`` is given none.
-* ``GRADREDUCE_SIM_DEVICES``: how many simulated devices, when it is given none (default 4).
+* ``GRADREDUCE_BACKEND``: ``sim`` or ``cuda``; the default of ``open_mesh(backend=)``.
+* ``GRADREDUCE_SIM_DEVICES``: the default number of simulated devices (4 if not set).
 * ``GRADREDUCE_SIM_STRICT``: ``1`` fills fresh simulated memory with NaN.
-* ``GRADREDUCE_FLIGHT_RECORD``: ``flight.json``; when a mesh fails its flight record is written to
-  ``flight.<process>-<mesh>.json`` beside it, or to ``/dev/stderr``, a device or a FIFO itself.
-* ``GRADREDUCE_SIM_THREADS``: host threads that run simulated launches (default: the cores).
-* What launchers of several processes set: torchrun ``WORLD_SIZE`` and ``LOCAL_RANK``, Open MPI
-  ``OMPI_COMM_WORLD_SIZE`` and ``OMPI_COMM_WORLD_LOCAL_RANK``, MPICH and Intel MPI ``PMI_SIZE`` and
-  ``MPI_LOCALRANKID``, srun ``SLURM_STEP_NUM_TASKS`` and ``SLURM_LOCALID``.
+* ``GRADREDUCE_FLIGHT_RECORD``: a path such as ``flight.json``. When a mesh fails, its flight record
+  is written to ``flight.<process>-<mesh>.json`` in the same folder. If the path is a device or a
+  FIFO, such as ``/dev/stderr``, the record is written to it.
+* ``GRADREDUCE_SIM_THREADS``: the number of host threads that run simulated launches (default: the
+  number of cores).
+* Variables that launchers of several processes set: torchrun ``WORLD_SIZE`` and ``LOCAL_RANK``,
+  Open MPI ``OMPI_COMM_WORLD_SIZE`` and ``OMPI_COMM_WORLD_LOCAL_RANK``, MPICH and Intel MPI
+  ``PMI_SIZE`` and ``MPI_LOCALRANKID``, srun ``SLURM_STEP_NUM_TASKS`` and ``SLURM_LOCALID``.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from gradreduce.errors import BackendUnavailableError, brief, log_warning
 
 __all__ = ["default_mesh", "open_mesh"]
 
-# Devices of a mesh, and threads: more are a mistake, and would take all memory to be built.
+# Limit for devices of a mesh and for threads. A larger number is a mistake and would need too much
+# memory.
 MOST = 1024
 Backend = Literal["cuda", "sim"]
 Launcher = Literal["torchrun", "mpi", "slurm", "auto", "none"]
@@ -65,50 +68,56 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
     strict: bool | None = None,
     schedule_seed: int | None = None,
 ) -> Mesh:
-    """Opens devices as a mesh; a backend given by name is never replaced by another.
+    """Opens devices as a mesh; never replaces the requested backend by another.
 
     Args:
-        devices: how many logical devices, one on each physical one; or the physical device of
-            each logical one: ``[0, 0, 1, 1]`` are four on two. Default: every visible GPU; in one
-            of several processes the GPU of its local rank, or GPU 0 if only one is visible; in the
-            simulation ``GRADREDUCE_SIM_DEVICES`` (4). At most 1,024.
-        backend: ``"sim"`` or ``"cuda"``. Default: ``GRADREDUCE_BACKEND``, else GPUs if CuPy sees
-            any, else the simulation, with a logged warning that says why.
-        processes: the launcher that has started the processes whose replicas are summed:
-            ``"torchrun"``, ``"mpi"`` (mpiexec), ``"slurm"`` (srun), or ``"auto"``, the one that is
-            detected. torchrun's and srun's use torch.distributed's default group, or make it with
-            gloo (on GPUs with nccl too) and destroy it when the mesh closes. ``"none"``: this
-            process alone. Default: this process alone; an error if a launcher has started several.
-        process_group: instead of ``processes``, a ``torch.distributed`` group of any processes. It
-            moves memory of GPUs where it has nccl for them, else by way of host memory.
-        communicator: instead of ``processes``, an mpi4py communicator. NCCL moves memory of GPUs.
-        devices_per_process: instead of ``devices``, how many logical devices this process has; on
-            GPUs they share the GPU of its local rank.
-        timeout: seconds that this process waits for another one: here, and in each later call
-            that has no earlier deadline. None: for ever.
-        peer_access: simulation only: whether a launch may touch another physical device's memory.
-            Without it every byte is copied. Or the pairs of physical devices that have it.
-        kernels: simulation only: what runs a kernel. ``"numpy"``: its NumPy reference;
-            ``"compiled"``: the shipped ``.cu`` text built by g++; for tests ``"exact"`` and
-            ``"sanitized"``, builds with a GPU's geometry.
-        strict: simulation only: fill fresh memory with NaN (integers: 0xA5 bytes). Default
-            ``GRADREDUCE_SIM_STRICT``, else no.
-        schedule_seed: simulation only: run the device queues in a random order that the fences
-            allow, each seed in another one (0: as late as can be, 1: as early), and turn freed
-            memory to NaN. For tests of code that queues work. Default: work runs at once.
+        devices: the number of logical devices, each on its own physical device; or a list with the
+            physical device of each: ``[0, 0, 1, 1]`` means four logical devices on two physical
+            ones. At most 1,024. Default: every visible GPU; with several processes the GPU of the
+            local rank (GPU 0 if only one is visible); in the simulation ``GRADREDUCE_SIM_DEVICES``
+            or 4.
+        backend: ``"cuda"`` for GPUs, ``"sim"`` for simulated devices. Default:
+            ``GRADREDUCE_BACKEND``; else GPUs if CuPy sees any; else the simulation, with a logged
+            warning that says why.
+        processes: the launcher of the processes whose replicas are summed together: ``"torchrun"``,
+            ``"mpi"`` (mpiexec), ``"slurm"`` (srun), or ``"auto"`` to detect it. ``"none"``: sum in
+            this process only. Default: this process only, and an error if a launcher has started
+            several. Under torchrun and srun the mesh uses torch.distributed's default group. If
+            there is none, the mesh makes it with gloo (on GPUs also nccl) and destroys it when it
+            closes.
+        process_group: instead of ``processes``, a ``torch.distributed`` group. GPU memory travels
+            by its nccl backend if it has one, else through host memory.
+        communicator: instead of ``processes``, an mpi4py communicator. GPU memory travels by NCCL.
+        devices_per_process: instead of ``devices``, the number of logical devices of this process;
+            on GPUs they share the GPU of its local rank.
+        timeout: seconds that this call, and each later call without an earlier deadline, waits for
+            other processes. None: no limit.
+        peer_access: simulation only: True if a launch can access the memory of other physical
+            devices, False if memory must be copied; or the set of pairs of physical devices that
+            can access each other.
+        kernels: simulation only: ``"numpy"`` runs the NumPy reference of each kernel,
+            ``"compiled"`` the shipped ``.cu`` text built by g++. For tests: ``"exact"`` and
+            ``"sanitized"``, builds that run each GPU thread.
+        strict: simulation only: fill fresh memory with NaN (integers: 0xA5 bytes). Default:
+            ``GRADREDUCE_SIM_STRICT``, else False.
+        schedule_seed: simulation only, for tests of code that queues work: run the queues in a
+            random order that the waits between them allow, and fill freed memory with NaN. 0 runs
+            work as late as possible, 1 as early as possible, any other seed in its own order.
+            Default: None; work runs at once.
 
     Returns:
-        A mesh of new devices; meshes work side by side and share no memory.
+        A mesh of new devices. Several meshes can be open at once; they share no memory.
 
     Raises:
-        BackendUnavailableError: the backend asked for cannot run here; the text says what to
+        BackendUnavailableError: the requested backend cannot run here; the error says what to
             install.
-        RuntimeError: this is one of several processes, and none of ``processes``,
+        RuntimeError: a launcher has started several processes, and none of ``processes``,
             ``process_group`` and ``communicator`` is passed.
-        CollectiveError: another process does not open the mesh in time, or opens it otherwise.
-        TypeError: ``peer_access`` or ``strict`` is no boolean, ``schedule_seed`` no integer.
-        ValueError: another wrong argument or environment variable, named in the text; or a
-            ``process_group`` of nccl alone, which cannot be used for these devices.
+        CollectiveError: another process does not open the mesh in time, or uses other arguments.
+        TypeError: ``peer_access`` or ``strict`` is not a boolean, or ``schedule_seed`` not an
+            integer.
+        ValueError: another argument or environment variable is wrong; the error names it. Or
+            ``process_group`` has only nccl, which cannot be used for these devices.
 
     Example:
         >>> with gr.open_mesh([0, 0, 1, 1], backend="sim") as mesh:
@@ -144,7 +153,7 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
 
 
 def _is_one_of(name: Any, names: Container[str]) -> bool:
-    """Whether it is one of these strings; an array is not."""
+    """Whether ``name`` is one of these strings; False for an array."""
     return isinstance(name, str) and name in names
 
 
@@ -156,14 +165,14 @@ def _seed(seed: int) -> int:
 
 
 def _own_gpus(num_gpus: int) -> Sequence[int]:
-    """Returns every visible GPU, or the one of the local rank under a launcher."""
+    """Returns all visible GPUs; under a launcher the GPU of the local rank."""
     if num_gpus == 1 or detect(os.environ) is None:
         return range(num_gpus)
     launched = first_number(os.environ, _LOCAL_RANKS, 0)
     if launched is None:
         names = ", ".join(_LOCAL_RANKS)
         raise BackendUnavailableError(
-            f"no environment variable tells this process's local rank ({names}): pass devices=, a "
+            f"no environment variable ({names}) has this process's local rank: pass devices=, a "
             f"list of the GPUs to use, of {num_gpus}"
         )
     name, rank = launched
@@ -209,7 +218,7 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
     num_gpus = streams.visible_gpus()
     if devices is None:
         devices = own = _own_gpus(num_gpus)
-        if per_process is not None:  # in turns, if there are several
+        if per_process is not None:  # several GPUs are assigned in turn
             devices = [own[index % len(own)] for index in range(_checked_number(per_process))]
     placement = _placement(devices)
     if max(placement) >= num_gpus:
@@ -244,7 +253,7 @@ def _cuda_backend() -> tuple[ModuleType, ModuleType, ModuleType]:
     """Imports the CUDA backend: its modules ``device``, ``nccl`` and ``streams``.
 
     Raises:
-        BackendUnavailableError: CuPy is missing or sees no GPU; says what to install.
+        BackendUnavailableError: CuPy is missing or sees no GPU; the error says what to install.
     """
     if importlib.util.find_spec("cupy") is None:
         raise BackendUnavailableError(f"CuPy is not installed; {INSTALL_CUDA}")
@@ -264,14 +273,19 @@ _default_lock = ModuleLock()
 
 
 def default_mesh() -> Mesh:
-    """Returns the mesh that ``mesh=None`` means: one ``open_mesh()`` shared by all callers.
+    """Returns the mesh that ``mesh=None`` means, which all callers share.
 
-    In one of several processes it is the first mesh that was opened. A closed one is replaced at
-    the next call, or there by the next that is opened; so is one from before a fork.
+    The first call opens it by ``open_mesh()``. After it was closed, or in a forked child, the next
+    call opens a new one. With several processes it is the first open mesh that the program has
+    opened; ``default_mesh`` does not open one.
 
     Raises:
-        RuntimeError: this is one of several processes, and none is open; see ``open_mesh``.
+        RuntimeError: a launcher has started several processes, and no mesh is open.
         ValueError, BackendUnavailableError: what ``open_mesh`` raises.
+
+    Example:
+        >>> gr.default_mesh() is gr.default_mesh()
+        True
     """
     with _default_lock.lock:
         if _open_default() is None:
@@ -280,14 +294,14 @@ def default_mesh() -> Mesh:
 
 
 def _offer_as_default(mesh: Mesh) -> None:
-    """Makes a mesh the default one, if it is the first in one of several processes."""
+    """With several processes, makes the first mesh the default mesh."""
     with _default_lock.lock:
         if detect(os.environ) is not None and _open_default() is None:
             _default.append(mesh)
 
 
 def _open_default() -> Mesh | None:
-    """Returns the default mesh if it is open; the lock is held."""
+    """Returns the default mesh if it is open; the caller holds the lock."""
     if _default:
         try:
             _default[0].mesh_state.check_open()
@@ -306,7 +320,7 @@ def _backend_from_environment() -> Backend:
     try:
         _cuda_backend()
     except BackendUnavailableError as error:
-        if first_number(os.environ, _LOCAL_RANKS, 1) is None:  # one process of each node says so
+        if first_number(os.environ, _LOCAL_RANKS, 1) is None:  # one process of each node warns
             _warn_once(str(error))
         return "sim"
     return "cuda"
@@ -323,10 +337,10 @@ def _warn_once(why: str) -> None:
 
 
 def _checked_number(devices_per_process: int) -> int:
-    """Returns a number of devices.
+    """Returns the number of devices as an integer.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: it is not a number from 1 to ``MOST``.
     """
     with suppress(TypeError):
         number = as_index(devices_per_process)
@@ -360,7 +374,7 @@ def _integer(variable: str, default: int, *, minimum: int = 1) -> int:
     text = os.environ.get(variable, "")
     if not text:
         return default
-    # The length first: int() refuses thousands of digits with an error of its own.
+    # Check the length first: int() raises another error for thousands of digits.
     if not text.isdecimal() or len(text) > 9 or not minimum <= int(text) <= MOST:
         raise ValueError(
             f"{variable}={reprlib.repr(text)} must be a number from {minimum} to {MOST}"

@@ -1,4 +1,4 @@
-"""Finds devices by name, as written here, in TensorFlow and in PyTorch."""
+"""Finds devices by their names here, in TensorFlow and in PyTorch."""
 
 from __future__ import annotations
 
@@ -38,20 +38,21 @@ def is_device_like(value: object) -> TypeGuard[DeviceLike]:
 def as_device(value: object, label: str, mesh: Mesh | None = None) -> Device:
     """Returns the device that an argument names.
 
-    The number in a name is that of the logical device: with several on one GPU it is not the
-    GPU's. Simulated devices stand for GPUs and answer to ``"gpu:1"`` too. A ``torch.device`` is a
-    GPU, and means the first logical device there.
+    The number in a name is the index of the logical device; it differs from the GPU's if several
+    logical devices share a GPU. ``"gpu:1"`` also names a simulated device. A ``torch.device`` means
+    the first logical device on that GPU.
 
     Args:
-        value: a device; ``"gpu:1"`` or ``"sim:0"``; TensorFlow's ``"/gpu:1"`` and
-            ``"/device:GPU:1"``, with or without a job, replica and task in front, which are not
-            looked at; or ``torch.device("cuda:1")``.
-        label: what errors write before it: ``"device="``.
-        mesh: in whose whole mesh a name is looked up. Default: ``gr.default_mesh()``.
+        value: a Device; ``"gpu:1"`` or ``"sim:0"``; TensorFlow's ``"/gpu:1"`` or
+            ``"/device:GPU:1"`` (a job, replica and task before it are ignored); or
+            ``torch.device("cuda:1")``.
+        label: the text before the value in errors, such as ``"device="``.
+        mesh: a mesh, or a part of the mesh, in which a name is looked up. Default:
+            ``gr.default_mesh()``.
 
     Raises:
-        TypeError: none of these.
-        ValueError: not such a name, or the mesh has no such device.
+        TypeError: ``value`` is none of these.
+        ValueError: the name is not valid, or the mesh has no such device.
     """
     if isinstance(value, Device):
         return value
@@ -67,10 +68,10 @@ def as_device(value: object, label: str, mesh: Mesh | None = None) -> Device:
 
 
 def as_devices(value: object, label: str, mesh: Mesh | None = None) -> tuple[Device, ...]:
-    """As ``as_device``; returns all devices for a mesh.
+    """Like ``as_device``; for a mesh returns all its devices.
 
     Raises:
-        TypeError: neither a mesh nor what ``as_device`` takes.
+        TypeError: ``value`` is neither a mesh nor a device as in ``as_device``.
         ValueError: what ``as_device`` raises.
     """
     if isinstance(value, Mesh):

@@ -1,8 +1,8 @@
 """Dry-run devices: record launches, copies and waits without executing them.
 
-The flow itself runs, on Buffers without memory, so its plan is what it does, by construction: no
-second description of it could grow out of date. Nothing is allocated, compiled or waited for.
-Other processes are not asked either: they count as sending what this one sends.
+A plan is made by running the reduction itself on Buffers without memory, so there is no second
+description of it that could become wrong. Nothing is allocated, compiled or waited for. Other
+processes take no part: the dry run assumes that they send what this one sends.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.device.process_group import Description, Message, Move, Parcel, ProcessGroup
 from gradreduce.errors import DeviceMismatchError
 
-_ADDRESS_BITS = 44  # bits: blocks of up to 16 TiB lie this far apart
+_ADDRESS_BITS = 44  # the distance of blocks, which have up to 16 TiB
 
 
 class DryRunMesh:
     """A mesh of dry-run devices, and Buffers like those of another mesh.
 
     Args:
-        placement: the physical device of each logical one.
-        backend: its name.
-        peer_access: between which physical devices.
-        processes: of several processes the rank of this one, and the number of devices of each.
+        placement: the physical device of each logical device.
+        backend: the name of the backend.
+        peer_access: the pairs of physical devices that have it.
+        processes: for several processes: the rank of this one, and the number of devices of each.
 
     Attributes:
-        mesh: as many devices, on the same physical ones, with the same peer access.
+        mesh: the mesh of dry-run devices.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DryRunMesh:
 
     @classmethod
     def like(cls, mesh: Mesh) -> Self:
-        """Makes one that a flow cannot distinguish from the whole of ``mesh``."""
+        """Makes a dry-run copy of the whole of ``mesh``."""
         whole = mesh.devices[0].mesh
         group = whole.mesh_state.process_group
         processes = None if group is None else (group.rank, group.counts)
@@ -81,7 +81,10 @@ class DryRunMesh:
         return cls(physical, whole.backend, whole.mesh_state.peer_access, processes)
 
     def buffer(self, original: Buffer) -> Buffer:
-        """Makes a Buffer like one that stays alive; shares a block where the originals do."""
+        """Makes a Buffer like ``original``; shares a block if the originals do.
+
+        ``original`` must stay alive.
+        """
         block = original.block
         made = self._blocks.get(id(block))
         if made is None:
@@ -92,13 +95,13 @@ class DryRunMesh:
 
 
 class _DryRunEvent:
-    """Every event: no work is queued."""
+    """An event that is always done, because no work is queued."""
 
     done = True
 
 
 class DryRunDevice(Device):
-    """A device that checks and records calls, and has neither memory nor queues."""
+    """A device that checks and records calls, without memory and queues."""
 
     def __init__(
         self, mesh_state: MeshState, index: int, physical: int, starts: Iterator[int]
@@ -138,14 +141,14 @@ class DryRunDevice(Device):
         return _DryRunEvent()
 
     def _trim(self) -> None:
-        """Does nothing, as do the methods below that would write or wait."""
+        """Does nothing, like the methods below that would write or wait."""
 
     def _prepare(self, kernel: Kernel, template: Template) -> None: ...
 
     def _fill_zero(self, buffer: Buffer) -> None: ...
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
-        dst.block.raw = array  # the flow may read numbers and indices of rows
+        dst.block.raw = array  # the reduction may read numbers and row indices
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None: ...
 
@@ -162,7 +165,7 @@ class DryRunDevice(Device):
     def _exchange(
         self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: Move
     ) -> None:
-        """Receives from each process what is sent to it: again from the start, if it sends more."""
+        """Receives what is sent to each process, repeated if more is expected."""
         sent = {to: cycle([each for rank, each in sends if rank == to]) for to, _ in sends}
         for rank, buffer in receives:
             array = next(sent[rank]).block.raw if rank in sent else None
@@ -179,7 +182,7 @@ class DryRunDevice(Device):
 
 
 class DryRunGroup(ProcessGroup):
-    """A group whose other processes are not asked."""
+    """A process group whose other processes take no part."""
 
     def __init__(self, rank: int, counts: tuple[int, ...]) -> None:
         super().__init__(rank, len(counts), 1.0)

@@ -1,7 +1,7 @@
 """Compiles the shipped ``.cu`` files with NVRTC for each GPU.
 
-One lazy program for each instantiation that is asked for: NVRTC takes 0.05 to 0.1 s for it, and
-CuPy keeps the result on disk, keyed by the text (into which headers are pasted) and the options.
+Each instantiation is compiled at its first use, in 0.05 to 0.1 s. CuPy keeps the result on disk,
+keyed by the text (with headers inlined) and the options.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class LoadedKernel(NamedTuple):
 
     Attributes:
         function: called as ``function(grid, block, arguments, stream=…)``.
-        blocks: full blocks that fit on a multiprocessor at once, by its registers.
+        blocks: the number of full blocks that fit on a multiprocessor at once, given its registers.
     """
 
     function: Any
@@ -31,10 +31,16 @@ _lock = ModuleLock()
 
 
 def load_kernel(kernel: Kernel, template: Template, ordinal: int, threads: int) -> LoadedKernel:
-    """Returns one instantiation on the current GPU, ``ordinal``; ``threads`` of a full block.
+    """Returns one instantiation for the current GPU.
+
+    Args:
+        kernel: the kernel.
+        template: the template arguments.
+        ordinal: the number of the current GPU.
+        threads: the number of threads of a full block.
 
     Raises:
-        RuntimeError: NVRTC refused the text; its messages point into the ``.cu`` file.
+        RuntimeError: NVRTC cannot compile the text; its messages name lines of the ``.cu`` file.
     """
     key = (kernel, template, ordinal)
     found = _functions.get(key)
@@ -55,7 +61,8 @@ def _compile(kernel: Kernel, template: Template) -> Any:
     text = kernel_text(kernel.source)
     try:
         module = cupy.RawModule(code=text, options=OPTIONS, name_expressions=(expression,))
-        # .kernel is the loaded function of the current GPU: RawKernel would look it up each call.
+        # .kernel is the loaded function of the current GPU, which RawKernel would look up in each
+        # call.
         return module.get_function(expression).kernel
     except cupy.cuda.compiler.CompileException as error:
         raise RuntimeError(f"NVRTC cannot compile {expression}:\n{error}") from error

@@ -1,10 +1,9 @@
 """The CUDA device, through CuPy: two streams, a memory pool, copies and launches.
 
-The two non-blocking streams are made once; all devices of a mesh on one GPU share them. Memory
-comes from a CuPy pool of this device's own, always allocated on the compute stream, so that a freed
-block can be used again at once. A block that another queue has used is freed later by
-``Device.drain``, when that queue has passed: CuPy's pool knows one stream for each block and has no
-``record_stream``.
+All devices of a mesh on one GPU share its two non-blocking streams. Each device has its own CuPy
+memory pool and always allocates on the compute stream, so a freed block can be reused at once.
+CuPy's pool knows one stream for each block and has no ``record_stream``: a block that another queue
+has used is freed later, by ``Device.drain``, when that queue has passed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, cast
 import cupy
 import numpy as np
 from cupy.cuda import runtime
-from cupy.cuda.function import CNumpyArray as Argument  # CuPy would make one at every launch
+from cupy.cuda.function import CNumpyArray as Argument  # CuPy makes one at every launch otherwise
 
 from gradreduce.device import (
     Block,
@@ -51,12 +50,12 @@ from .graph import captured_graph, recording
 from .libcuda import is_of_cuda_malloc
 from .streams import FATAL, Gpu, StreamState
 
-# Between two looks at a queue that must come to its end before a mesh is usable again.
+# Seconds between two polls of a queue that must be empty before a mesh can be reset.
 _LOOK_SECONDS = 1e-3
-# What queues of failed meshes may use for ever, from their failure on: in the middle of a
-# garbage collection it would be too late. None of it is freed before its queues have finished.
+# Memory that queues of failed meshes may still use. It is added when the mesh fails, because during
+# a garbage collection it would be too late, and freed only after its queues have finished.
 _RETAINED: dict[int, Any] = {}
-# The streams of each device until its ``__del__``, before which a collection might end them.
+# Keeps the streams of each device alive until its ``__del__``.
 _STREAMS: dict[int, Any] = {}
 
 
@@ -67,9 +66,9 @@ def _scalar_arguments(
     """Converts scalars to the types that the kernel declares, for CuPy.
 
     Args:
-        kernel: declares the types.
-        scalars: to convert.
-        cache_key: differs where equal scalars have different bits: 0.0 and -0.0.
+        kernel: the kernel, which declares the types.
+        scalars: the scalars to convert.
+        cache_key: distinguishes equal scalars with different bits: 0.0 and -0.0.
     """
     kinds: dict[str, Any] = {"int64": np.int64, "float64": np.float64}
     declared = zip(kernel.scalars, scalars, strict=True)
@@ -80,13 +79,13 @@ class CudaDevice(Device):
     """A logical device on the GPU ``physical``; several may share one GPU.
 
     Args:
-        mesh_state: of its mesh.
+        mesh_state: the state of its mesh.
         index: see ``Device``.
         physical: see ``Device``.
-        stream_states: of each GPU of the mesh that has a device; this one adds its GPU's.
+        stream_states: the stream states of the mesh, by GPU; the first device of a GPU adds them.
 
     Attributes:
-        gpu: makes its GPU the current one.
+        gpu: a context manager that makes the device's GPU current.
     """
 
     defers = True
@@ -104,8 +103,8 @@ class CudaDevice(Device):
             stream_states[physical] = {queue: StreamState(self.gpu) for queue in QUEUES}
         self._stream_states = stream_states[physical]
         self._streams = {queue: state.stream for queue, state in self._stream_states.items()}
-        # Pinned memory and the event behind the copy that uses it; pinned memory that is dropped
-        # is handed out again at once, so Ctrl-C must not come between a copy and its entry here.
+        # Pinned memory, and an event after the copy that uses it. CuPy reuses dropped pinned memory
+        # at once, so Ctrl-C must not come between a copy and its entry here.
         self._staging: deque[tuple[Any, Any]] = deque()
         self._staging_lock = threading.Lock()
         with self.gpu:
@@ -118,9 +117,9 @@ class CudaDevice(Device):
     def close(self) -> None:
         """Waits for queued work, so that its memory is not reused too early.
 
-        Not for a failed mesh, whose queues may never end: what they may use is never freed.
+        Does not wait for a failed mesh, whose queues may never end; their memory is kept.
         """
-        with suppress(BackendUnavailableError):  # a failed device has nothing left to wait for
+        with suppress(BackendUnavailableError):  # a failed device has no running work
             if self.mesh_state.reason is None:
                 self._synchronize(WaitPolicy(self))
                 self.drain()
@@ -131,8 +130,8 @@ class CudaDevice(Device):
         """Protects memory that queued work still uses, for a mesh that was not closed."""
         if sys.is_finalizing():
             return
-        _kept = _STREAMS.pop(id(self), None)  # until this returns
-        with suppress(BackendUnavailableError):  # closed, failed, or from before a fork
+        _kept = _STREAMS.pop(id(self), None)  # keeps the streams alive until this returns
+        with suppress(BackendUnavailableError):  # closed, failed, or opened before a fork
             self.mesh_state.check_open()
             if self.mesh_state.reason is None and (self._staging or self._deferred_free.held):
                 self.mesh_state.check_usable(self)
@@ -151,7 +150,8 @@ class CudaDevice(Device):
     def _stream(self, queue: Queue) -> Any:
         """Returns the stream to submit to; inside a capture, the stream that records it.
 
-        Say ``_submitted`` when that is done. It is said here too, for Ctrl-C in between.
+        Call ``_submitted`` after submitting. This method calls it too, for the case that Ctrl-C
+        comes in between.
         """
         state = self._stream_states[queue]
         state.submitted()
@@ -165,7 +165,7 @@ class CudaDevice(Device):
         with self.gpu:
             try:
                 call(self._stream(queue).ptr)
-            finally:  # a part of it may have been submitted
+            finally:  # after an error too: some work may have been submitted
                 self._submitted(queue)
 
     def _hardware_name(self) -> str:
@@ -191,7 +191,7 @@ class CudaDevice(Device):
             other = cast("CudaDevice", mark.device)
             state.wait(other._stream_states.get(mark.queue), mark.event)
             return
-        # A caller's, or one that records.
+        # A caller's stream, or the stream that records.
         stream = queue if state is None else recording.stream_of(state)
         with self.gpu:
             runtime.streamWaitEvent(handle_of(stream), mark.event.ptr)
@@ -208,7 +208,7 @@ class CudaDevice(Device):
         return [each for each in devices if each.physical != self.physical]
 
     def _comes_behind(self, device: Device, queue: Queue) -> bool:
-        same_gpu = device.physical == self.physical  # and fails with it
+        same_gpu = device.physical == self.physical  # and fails together with it
         states = self._stream_states
         return same_gpu and states["compute"].comes_behind(states[queue])
 
@@ -231,7 +231,7 @@ class CudaDevice(Device):
             if block is not None and block.device is self:
                 return Buffer(block, address - block.address, array.shape, dtype)
         block = Block(self, array, address, nbytes, owned=False, writable=writable)
-        if self.mesh_state.peer_access and nbytes:  # else nobody asks
+        if self.mesh_state.peer_access and nbytes:  # else it is not needed
             with self.gpu:
                 block.peer_mapped = is_of_cuda_malloc(address)
         return Buffer(self._deferred_free.track(block), 0, array.shape, dtype, array)
@@ -245,7 +245,7 @@ class CudaDevice(Device):
     def put(self, array: Any, address: int | None = None) -> Buffer:
         """See ``Backend.put``: a CuPy array of this GPU is shared if contiguous, else copied.
 
-        In the order of CuPy's current stream. A host array is copied.
+        Waits for CuPy's current stream. A host array is copied.
 
         Raises:
             DeviceMismatchError: the array is on another GPU.
@@ -267,7 +267,7 @@ class CudaDevice(Device):
                 pointer = self._pool.malloc(max(1, nbytes))
         except MemoryError as error:
             raise MemoryError(self._shortage(nbytes)) from error
-        self._submitted("compute")  # memory in its order: whoever works for us must come behind it
+        self._submitted("compute")  # memory comes in stream order: others wait for it
         block = Block(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
         return self._deferred_free.track(block)
 
@@ -285,7 +285,7 @@ class CudaDevice(Device):
         )
 
     def _trim(self) -> None:
-        """Frees memory that queued work still uses, too: cudaFree waits for the GPU."""
+        """Also frees memory that queued work still uses: cudaFree waits for the GPU."""
         if id(self._pool) in _RETAINED:
             return
         self.drain()
@@ -316,7 +316,7 @@ class CudaDevice(Device):
         self._submitted(queue)
 
     def _drop_staging(self) -> None:
-        """Releases pinned memory whose copies are done; other threads may add some meanwhile."""
+        """Releases pinned memory whose copies are done; other threads may add entries."""
         with self._staging_lock:
             while self._staging and self._staging[0][1].done:
                 self._staging.popleft()
@@ -335,7 +335,7 @@ class CudaDevice(Device):
                     host.ctypes.data, buffer.address, nbytes,
                     runtime.memcpyDeviceToHost, stream.ptr,
                 )  # fmt: skip
-            if polls:  # the copy writes it after the wait has ended, too
+            if polls:  # the copy may still write it after the wait has ended early
                 self._staging.append((pinned, self.gpu.event(stream)))
         self._submitted("compute")
         if not self._host_waits(wait_policy, [stream]):
@@ -350,7 +350,7 @@ class CudaDevice(Device):
             if dst.device.physical == src.device.physical:
                 kind = runtime.memcpyDeviceToDevice
                 runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
-            elif recording.streams is not None:  # a graph takes no memcpyPeerAsync
+            elif recording.streams is not None:  # a graph cannot contain memcpyPeerAsync
                 kind = runtime.memcpyDefault
                 runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
             else:
@@ -377,7 +377,7 @@ class CudaDevice(Device):
         with (
             self.gpu,
             self.mesh_state.recording_commands(None),
-        ):  # a table is uploaded once, however often used
+        ):  # a table is uploaded once and used often
             geometry = self._geometry
             function, blocks = load_kernel(kernel, template, self.physical, geometry.threads)
             if kernel.items is None:
@@ -386,10 +386,10 @@ class CudaDevice(Device):
                 items = [kernel.num_items(row) for row in rows]
             total, itemsize = sum(items), min([each.dtype.itemsize for each in rows[0]])
             table = self._tables.find(rows, items, geometry.chunk_size(total, itemsize, blocks))
-            if table.held is not None and queue != "compute":  # on which it was uploaded
+            if table.held is not None and queue != "compute":  # the queue of the upload
                 self._touch([table.held.block], queue)
                 self.wait(self.mark("compute"), queue=queue)
-            # 0.0 == -0.0, but a product with it is not: such scalars are told apart by their text.
+            # 0.0 == -0.0, but products with them differ: distinguish such scalars by their text.
             cache_key = repr(scalars) if 0 in scalars else ""
             arguments = (table.argument, *_scalar_arguments(kernel, tuple(scalars), cache_key))
         block = geometry.block(total, table.num_chunks, itemsize)
@@ -407,11 +407,11 @@ class CudaDevice(Device):
         return held.address, held
 
     def _reached(self, event: Any) -> bool:
-        """See ``Backend._reached``; marks a GPU as failed if it met a fatal error."""
+        """See ``Backend._reached``; marks a GPU as failed after a fatal error."""
         return self._is_over(runtime.eventQuery(event.ptr))
 
     def _is_over(self, status: int) -> bool:
-        """Whether a query says done; a fatal error marks the GPU as failed."""
+        """Whether a query's status means done; a fatal error marks the GPU as failed."""
         if status in FATAL:
             self.mesh_state.mark_failed(self.physical, str(runtime.CUDARuntimeError(status)))
         return status == 0
@@ -423,7 +423,7 @@ class CudaDevice(Device):
         return True
 
     def _host_waits(self, wait_policy: WaitPolicy, streams: Iterable[Any]) -> bool:
-        """Waits on the host: in the driver only where no deadline was ever set."""
+        """Waits on the host; in the driver only if no deadline was ever set."""
         if not wait_policy.polls:
             with self.gpu:
                 for stream in streams:
@@ -439,11 +439,11 @@ class CudaDevice(Device):
         return all([self._is_over(status) for status in found])
 
     def _abandon(self, seconds: float) -> bool:
-        """Drops nothing: aborted collectives end, and later work runs on."""
+        """Drops nothing: aborted collectives end, and later work runs."""
         end = time.monotonic() + seconds
         while not self._is_idle():
             if self.physical in self.mesh_state.failed:
-                break  # and stays so
+                break  # no work is submitted meanwhile, so it stays idle
             if time.monotonic() >= end:
                 return False
             time.sleep(_LOOK_SECONDS)

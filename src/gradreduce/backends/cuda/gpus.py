@@ -14,10 +14,10 @@ class Gpu:
     """One visible GPU.
 
     Attributes:
-        name: of its model.
+        name: the name of the model.
         compute_capability: such as ``"9.0"``.
-        nbytes: of its memory.
-        peers: for each visible GPU, whether CUDA says that this one can access its memory.
+        nbytes: the size of its memory.
+        peers: for each visible GPU, whether this one can access its memory, according to CUDA.
     """
 
     name: str
@@ -30,7 +30,7 @@ def list_gpus() -> tuple[Gpu, ...]:
     """Returns the visible GPUs, in CUDA's order; creates no context on them.
 
     Raises:
-        BackendUnavailableError: no driver, or no GPU.
+        BackendUnavailableError: there is no driver or no GPU.
     """
     numbers = range(visible_gpus())
     found = []
@@ -51,6 +51,6 @@ def list_gpus() -> tuple[Gpu, ...]:
 
 
 def cuda_versions() -> dict[str, str]:
-    """Returns the CUDA version of the driver, and that of the runtime that CuPy uses."""
+    """Returns the CUDA versions of the driver and of the runtime that CuPy uses."""
     versions = {"driver": runtime.driverGetVersion(), "runtime": runtime.runtimeGetVersion()}
     return {name: f"{each // 1000}.{each % 1000 // 10}" for name, each in versions.items()}

@@ -1,7 +1,7 @@
 """Captures recorded commands as a CUDA graph.
 
-The streams that record are made for it: CUDA puts whatever any thread gives to a recording stream
-into the graph, and lets nothing wait for it meanwhile. The devices' own streams stay usable.
+A capture records on new streams. CUDA puts the work of all threads on a recording stream into the
+graph, and nothing may wait for such a stream. The devices' own streams stay usable.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class _Recording(threading.local):
     """The streams that record what this thread submits.
 
     Attributes:
-        streams: of each queue that records; None: this thread captures nothing.
+        streams: the recording stream of each queue; None if this thread does not capture.
     """
 
     streams: Mapping[StreamState, Any] | None = None
 
     def stream_of(self, state: StreamState) -> Any:
-        """Returns the stream that takes the work of a queue."""
+        """Returns the stream to which work of a queue is submitted."""
         return state.stream if self.streams is None else self.streams.get(state, state.stream)
 
 
@@ -41,15 +41,15 @@ recording = _Recording()
 def captured_graph(command_list: CommandList, states: Mapping[StreamState, Gpu]) -> Command:
     """Captures commands as a graph; returns a command that launches it.
 
-    In CUDA's thread-local mode: what other threads do, allocations too, is their own affair.
+    Uses CUDA's thread-local mode: other threads may do anything meanwhile, also allocate.
 
     Args:
-        command_list: of which nothing is run now.
-        states: all queues that the commands use, each with what makes its GPU current; the one
-            that the graph is launched to first.
+        command_list: the commands; nothing is run now.
+        states: all queues that the commands use, each with the Gpu that makes its GPU current. The
+            graph is launched on the first.
 
     Raises:
-        CaptureError: CUDA cannot make a graph of it.
+        CaptureError: CUDA cannot make a graph of the commands.
     """
     streams = {}
     for state, gpu in states.items():
@@ -85,7 +85,7 @@ def captured_graph(command_list: CommandList, states: Mapping[StreamState, Gpu])
 
 
 def _ended(home: StreamState, gpu: Gpu, origin: Any, others: list[tuple[Any, Gpu]]) -> Any:
-    """Ends the capture of ``origin``, behind the other streams; returns the graph."""
+    """Joins the other streams into ``origin`` and ends its capture; returns the graph."""
     try:
         for stream, other in others:
             ended = other.event(stream)

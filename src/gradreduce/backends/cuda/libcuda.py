@@ -1,11 +1,11 @@
-"""Asks the CUDA driver what CuPy does not: how memory was allocated."""
+"""Asks the CUDA driver how memory was allocated, which CuPy does not offer."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
 
-_IS_LEGACY_CUDA_IPC_CAPABLE = 10  # CUpointer_attribute: whether cudaIpcGetMemHandle takes it
+_IS_LEGACY_CUDA_IPC_CAPABLE = 10  # a CUpointer_attribute: cudaIpcGetMemHandle accepts the memory
 
 
 @cache
@@ -17,10 +17,11 @@ def _library() -> ctypes.CDLL | None:
 
 
 def is_of_cuda_malloc(address: int) -> bool:
-    """Whether memory is of cudaMalloc, which is mapped for all peers; False if unknown.
+    """Whether memory is from cudaMalloc, so mapped for all peers; False if unknown.
 
-    Memory of cudaMallocAsync, of virtual memory management and managed memory is not. Only memory
-    of cudaMalloc can be shared by legacy CUDA IPC. Untested on GPU hardware.
+    Memory from cudaMallocAsync or virtual memory management, and managed memory, is not mapped for
+    peers. The test: only memory from cudaMalloc can be shared by legacy CUDA IPC. Untested on GPU
+    hardware.
     """
     library, answer = _library(), ctypes.c_int(0)
     if library is None:

@@ -1,7 +1,7 @@
 """Finds the libnccl files of this process, and the last error text of NCCL.
 
-CuPy exposes neither. Only files that are loaded already are asked, and only where
-``/proc/self/maps`` names them: elsewhere nothing is said.
+CuPy exposes neither. This module reads ``/proc/self/maps``, and loads no further library. On
+systems without that file it finds nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAPS, _NAME = Path("/proc/self/maps"), "libnccl.so"
 
 
 def error_details() -> str:
-    """Returns details for an NCCL error: its last text, and several libnccl files."""
+    """Returns details for an NCCL error: its last text, and whether several libnccl are loaded."""
     found = list(libraries())
     texts = dict.fromkeys(text for _, text in found if text)
     return "".join(f"; last NCCL error: {text}" for text in texts) + several_text(found)
@@ -25,14 +25,14 @@ def error_details() -> str:
 
 @cache
 def warn_of_several() -> None:
-    """Warns, once, if this process has loaded several libnccl files."""
+    """Warns once if this process has loaded several libnccl files."""
     text = several_text(list(libraries()))
     if text:
         warnings.warn(f"NCCL may fail or hang{text}", RuntimeWarning, stacklevel=2)
 
 
 def several_text(found: list[tuple[str, str]]) -> str:
-    """Returns what to say of several files; empty for one or none."""
+    """Returns a warning about several files; empty for one or none."""
     if len(found) < 2:
         return ""
     files = ", ".join(file for file, _ in found)
@@ -43,7 +43,7 @@ def several_text(found: list[tuple[str, str]]) -> str:
 
 
 def libraries() -> Iterator[tuple[str, str]]:
-    """Yields path and version of each file, and the text of its last error."""
+    """Yields for each file its path with version, and the text of its last error."""
     try:
         lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

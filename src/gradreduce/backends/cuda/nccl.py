@@ -1,6 +1,6 @@
 """Collectives by NCCL: one process drives all its GPUs; and exchanges with other processes.
 
-Drives ``cupy.cuda.nccl`` directly: ``cupyx.distributed`` knows no bfloat16 and no mean.
+Uses ``cupy.cuda.nccl`` directly: ``cupyx.distributed`` supports neither bfloat16 nor a mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError, listed
 from .device import CudaDevice
 from .libnccl import error_details, warn_of_several
 
-# element -> NCCL's number for it; NCCL has no 16-bit integers: who adds them gathers them
+# element -> NCCL's number for it; NCCL has no 16-bit integers, which are gathered and then added
 _TYPES = {
     "float16": "NCCL_FLOAT16",
     "bfloat16": "NCCL_BFLOAT16",
@@ -42,9 +42,9 @@ _METHODS = {
     "broadcast": "broadcast",
     "all_gather": "allGather",
 }
-_PROCESSES = ()  # in place of GPUs: the communicator of this process among others
+_PROCESSES = ()  # key of the communicator with other processes, in place of GPUs
 ABORT_SECONDS = 10.0
-# How long an abort waits for a thread that is inside of NCCL.
+# Seconds that an abort waits for a thread that is inside of NCCL.
 INSIDE_SECONDS = 2.0
 _ASKED_SECONDS = 1e-4
 _LOOK_SECONDS = 20e-3
@@ -53,7 +53,7 @@ _FIRST_TO_ABORT_IN_GROUPS = 22200  # NCCL 2.22.0, as get_version() spells it
 
 
 class _Ready(NamedTuple):
-    """One collective, not yet sent, and the arguments of each rank: all but the stream."""
+    """One collective to send, and the arguments of each rank without the stream."""
 
     call: CollectiveCall
     arguments: tuple[tuple[int, ...], ...]
@@ -63,9 +63,9 @@ class _Ranks(NamedTuple):
     """The ranks of new communicators that belong to this process.
 
     Attributes:
-        gpus: of each rank.
+        gpus: the GPU of each rank.
         size: the number of ranks in all processes.
-        identity: by which they find each other; None if this process has all ranks.
+        identity: the id by which they find each other; None if this process has all ranks.
     """
 
     gpus: dict[int, int]
@@ -74,7 +74,7 @@ class _Ranks(NamedTuple):
 
 
 class _Open(threading.local):
-    """The calls of a thread's open group; None outside of any."""
+    """The calls of a thread's open group; None if no group is open."""
 
     calls: list[_Ready] | None = None
 
@@ -83,10 +83,12 @@ class _Cliques:
     """Communicators that are made and aborted together.
 
     Attributes:
-        lock: held while one of them is used: every GPU sees the groups of all threads in one order.
-        made: GPUs in the order of their ranks -> their communicators; those of this process.
-        aborted: whether nobody may use them any more.
-        asked: whether the watchdog is asking one for errors, which must not be freed meanwhile.
+        lock: held while one of them is used, so that all GPUs get the groups of all threads in the
+            same order.
+        made: maps GPUs, in the order of their ranks, to their communicators in this process.
+        aborted: whether they must not be used any more.
+        asked: whether the watchdog is asking one of them for errors; it must not be freed
+            meanwhile.
     """
 
     def __init__(self) -> None:
@@ -96,11 +98,11 @@ class _Cliques:
         self.aborted = False
 
     def communicators(self) -> list[Any]:
-        """Returns all of them, without a lock."""
+        """Returns all communicators, without a lock."""
         return [each for clique in list(self.made.values()) for each in clique]
 
     def check(self) -> None:
-        """Raises ``CollectiveError`` if they were aborted while the caller waited for the lock."""
+        """Raises ``CollectiveError`` if the communicators were aborted meanwhile."""
         if self.aborted:
             raise CollectiveError(
                 "NCCL: the communicators were aborted; call mesh.reset() to use the mesh again"
@@ -110,10 +112,10 @@ class _Cliques:
 class NcclCollective(Collective):
     """NCCL collectives; makes one communicator per physical device at the first call.
 
-    A group's calls are kept until it ends and sent together: communicators that are made inside
-    an NCCL group are not ready before it ends, and a block that raises must have sent nothing.
+    The calls of a group are kept until it ends, and sent together.
 
-    ``loaded`` comes before the first call.
+    A communicator that is made inside an NCCL group is not ready before the group ends, and a block
+    that raises must not have sent anything. Call ``loaded`` before the first collective.
     """
 
     _nccl: Any
@@ -121,17 +123,17 @@ class NcclCollective(Collective):
     def __init__(self, mesh_state: MeshState) -> None:
         super().__init__(mesh_state)
         self._cliques = _Cliques()
-        self._pending: set[Done] = set()  # threads that make communicators, or abort them
+        self._pending: set[Done] = set()  # of threads that make communicators, or abort them
         self._open = _Open()
         mesh_state.on_failure.append(self.abort)
         mesh_state.library_error = self.error
         mesh_state.library_finished = self.ended
 
     def loaded(self) -> NcclCollective:
-        """Imports the library; returns this.
+        """Imports the library; returns this object.
 
         Raises:
-            BackendUnavailableError: CuPy finds no libnccl; the text names the wheel to install.
+            BackendUnavailableError: CuPy finds no libnccl; the error names the wheel to install.
         """
         self._nccl = _nccl()
         warn_of_several()
@@ -144,7 +146,7 @@ class NcclCollective(Collective):
             CollectiveError: NCCL does not sum this dtype.
         """
         first = call.inputs[0]
-        count, kind = first.nbytes, self._nccl.NCCL_UINT8  # any dtype, as bytes
+        count, kind = first.nbytes, self._nccl.NCCL_UINT8  # bytes of any dtype
         last = [] if call.root is None else [call.root]
         if call.name in ("all_reduce", "reduce"):
             count, kind = self._typed(first)
@@ -165,31 +167,31 @@ class NcclCollective(Collective):
 
     @property
     def version(self) -> int:
-        """NCCL's version, as ``ncclGetVersion`` returns it."""
+        """NCCL's version as ``ncclGetVersion`` returns it, such as 22200."""
         return int(self._nccl.get_version())
 
     def make_id(self) -> bytes:
-        """Returns an id, by which one process of each GPU finds the others.
+        """Returns an id by which the processes of a communicator find each other.
 
         Raises:
-            CollectiveError: NCCL cannot make one, with its own text.
+            CollectiveError: NCCL cannot make an id; the error contains NCCL's text.
         """
         return bytes(self._run("get_unique_id", self._nccl.get_unique_id))
 
     def join_processes(
         self, device: Device, identity: bytes, rank: int, size: int, seconds: float
     ) -> None:
-        """Makes this process's communicator, when all processes do; the host waits.
+        """Makes this process's communicator; the host waits until all processes do.
 
         Args:
-            device: whose GPU is this process's.
-            identity: of ``make_id`` in one of the processes.
-            rank: of this process.
+            device: a device on this process's GPU.
+            identity: the id that one process made by ``make_id``.
+            rank: the rank of this process.
             size: the number of processes.
-            seconds: for the others.
+            seconds: how long to wait for the other processes.
 
         Raises:
-            CollectiveError: NCCL cannot connect them, or not in time.
+            CollectiveError: NCCL cannot connect the processes, or not in time.
         """
         cliques = self._cliques
         with cliques.lock:
@@ -199,7 +201,7 @@ class NcclCollective(Collective):
     def exchange(
         self, sends: Sequence[Parcel], receives: Sequence[Parcel], gpu: int, stream: int
     ) -> None:
-        """See ``ProcessGroup.exchange_on_gpu``; ``join_processes`` comes before it."""
+        """See ``ProcessGroup.exchange_on_gpu``; call ``join_processes`` first."""
         cliques = self._cliques
         with cliques.lock:
             cliques.check()
@@ -215,7 +217,7 @@ class NcclCollective(Collective):
         """See ``Collective.connect``.
 
         Raises:
-            CollectiveError: NCCL cannot connect them, with its own text.
+            CollectiveError: NCCL cannot connect the GPUs; the error contains NCCL's text.
         """
         cliques = self._cliques
         with cliques.lock:
@@ -241,10 +243,11 @@ class NcclCollective(Collective):
         self.ended(ABORT_SECONDS)
 
     def abort(self) -> None:
-        """Aborts the communicators; waits for nothing, not even for a lock.
+        """Aborts the communicators without waiting, not even for a lock.
 
-        Whoever holds one may be the one that hangs. All are marked first, so that nobody uses
-        one any more, and then aborted, which is what frees them; later calls make new ones.
+        The thread that holds a lock may be the one that hangs. All communicators are first marked,
+        so that they are not used any more, and then aborted, which frees them. Later calls make new
+        ones.
         """
         cliques, self._cliques = self._cliques, _Cliques()
         cliques.aborted = True
@@ -254,7 +257,7 @@ class NcclCollective(Collective):
     def ended(self, seconds: float) -> bool:
         """Whether every abort and initialisation is done; waits for at most ``seconds``.
 
-        An initialisation that its caller has left counts.
+        That includes an initialisation whose caller has stopped waiting.
         """
         end = time.monotonic() + seconds
         for done in list(self._pending):
@@ -265,7 +268,7 @@ class NcclCollective(Collective):
     def error(self) -> str | None:
         """Returns NCCL's asynchronous error since the last call; does not wait."""
         cliques = self._cliques
-        cliques.asked = True  # before the question whether they are aborted: no lock is needed
+        cliques.asked = True  # set before `aborted` is read, so that no lock is needed
         try:
             for communicator in () if cliques.aborted else cliques.communicators():
                 self._check_async(communicator)
@@ -278,7 +281,7 @@ class NcclCollective(Collective):
     # -- sending ----------------------------------------------------------------------------------
 
     def _send(self, calls: Sequence[_Ready]) -> None:
-        """Sends calls as one NCCL group; without it several GPUs of a process deadlock."""
+        """Sends calls as one NCCL group; several GPUs of a process would deadlock without it."""
         if calls:
             self._submit(partial(self._group, calls), [each.call for each in calls])
 
@@ -297,8 +300,8 @@ class NcclCollective(Collective):
             finally:
                 try:
                     self._run("groupEnd", self._nccl.groupEnd)
-                finally:  # one that fails may have launched on some of the GPUs
-                    for call, _ in calls:  # only now, all of them
+                finally:  # after a failure too: some GPUs may have got the call
+                    for call, _ in calls:  # for all calls, after the group
                         for buffer in call.inputs:
                             cast("CudaDevice", buffer.device)._submitted(call.queue)
 
@@ -316,7 +319,7 @@ class NcclCollective(Collective):
         try:
             return call(*arguments)
         except (self._nccl.NcclError, KeyError) as error:
-            # CuPy raises KeyError(result) for results that are newer than its table of them.
+            # CuPy raises KeyError(result) for results that its table does not have yet.
             said = f"result {error}" if isinstance(error, KeyError) else error
             raise CollectiveError(f"NCCL {name}: {said}{error_details()}") from error
 
@@ -349,18 +352,18 @@ class NcclCollective(Collective):
     ) -> None:
         """Makes the communicators of this process's ranks.
 
-        NCCL's initialisation may hang and cannot be interrupted, so a thread of its own is in it:
-        the caller comes back when its mesh fails, when the time is over, or by Ctrl-C.
+        NCCL's initialisation may hang and cannot be interrupted, so it runs in a new thread. The
+        caller returns when its mesh fails, after the time limit, or by Ctrl-C.
         """
         end = time.monotonic() + seconds
         failed: list[Exception] = []
-        with DeferInterrupts():  # or nobody waits for a thread that has begun
+        with DeferInterrupts():  # Ctrl-C here would leave a thread that nobody waits for
             done = run_in_thread(partial(self._initialise, cliques, key, ranks, failed))
             self._pending.add(done)
         while not done.wait(_LOOK_SECONDS):
             self._mesh_state.check_usable(device)
             if time.monotonic() >= end:
-                cliques.aborted = True  # the thread sees it, if it ever comes back
+                cliques.aborted = True  # the thread checks it, if it ever returns
                 self._pending.discard(done)
                 raise CollectiveError(
                     f"NCCL has not connected {ranks.size} processes within {seconds:.3g} s"
@@ -375,9 +378,9 @@ class NcclCollective(Collective):
     ) -> None:
         """Makes communicators in one NCCL group, one for each rank of this process.
 
-        CuPy's ``initAll`` would hold the interpreter lock until it is over, hung or not. Nobody
-        else sees them before the group has ended: to abort them earlier would free what NCCL's
-        own threads write (NVIDIA/nccl#1797).
+        CuPy's ``initAll`` would hold the GIL until it returns, even if it hangs. The communicators
+        become visible only after the group has ended: an earlier abort would free memory that
+        NCCL's own threads write (NVIDIA/nccl#1797).
         """
         name = f"initialisation of GPUs {listed(ranks.gpus.values(), 8)}"
         made: list[Any] = []
@@ -390,10 +393,10 @@ class NcclCollective(Collective):
                         made.append(self._run(name, self._nccl.NcclCommunicator, *arguments))
         except Exception as error:
             failed.append(error)
-            self._abort(made)  # else CuPy would destroy them, which is for whole ones
+            self._abort(made)  # else CuPy would call destroy, which incomplete ones do not support
             return
         # After Ctrl-C two threads may make communicators of the same GPUs. An abort that began
-        # before this line has not found these.
+        # before this line does not see these.
         is_second = cliques.made.setdefault(key, made) is not made
         if is_second or (cliques.aborted and cliques.made.pop(key, None) is not None):
             self._abort(made)
@@ -408,31 +411,31 @@ class NcclCollective(Collective):
 
     def _abort_cliques(self, cliques: _Cliques) -> None:
         # ncclCommAbort also frees the communicator, which a thread inside of groupEnd still uses:
-        # wait for it (no other comes in). If it does not come out in time it hangs, and only the
-        # abort can release it.
+        # wait for that thread (no other can enter). If it does not return in time it hangs, and
+        # only the abort can end it.
         acquired_in_time(cliques.lock, INSIDE_SECONDS, lambda: None)
         while cliques.asked:
             time.sleep(_ASKED_SECONDS)
         communicators = []
         while cliques.made:
-            with suppress(KeyError):  # the thread that made the last ones has taken them
+            with suppress(KeyError):  # the thread that has just made them aborts them itself
                 communicators += cliques.made.popitem()[1]
         self._abort(communicators)
 
     def _abort(self, communicators: Sequence[Any]) -> None:
-        """Aborts communicators, all at once where NCCL can.
+        """Aborts communicators, all at once if this NCCL can.
 
-        One by one, each waits for all work of its GPU, also of those that are not aborted yet
-        (NVIDIA/nccl#1013).
+        Aborted one by one, each waits for all work of its GPU, also for communicators that are not
+        aborted yet (NVIDIA/nccl#1013).
         """
         at_once = self._nccl.get_version() >= _FIRST_TO_ABORT_IN_GROUPS
         with suppress(CollectiveError), self._grouped("abort") if at_once else nullcontext():
             for communicator in communicators:
-                with suppress(self._nccl.NcclError):  # the others must be ended all the same
+                with suppress(self._nccl.NcclError):  # the others must be aborted too
                     communicator.abort()
 
     def _typed(self, buffer: Buffer) -> tuple[int, int]:
-        """Returns count and NCCL type of a buffer's elements, for a sum."""
+        """Returns the count and the NCCL type of a buffer's elements, for a sum."""
         element = element_of(buffer.dtype)
         name = _TYPES.get(element.name)
         if name is None:
@@ -443,9 +446,10 @@ class NcclCollective(Collective):
 
 
 def _nccl() -> Any:
-    """Imports CuPy's NCCL module; raises where libnccl is missing.
+    """Imports CuPy's NCCL module; raises if libnccl is missing.
 
-    CuPy then warns; where a filter makes that an error it is what the import raises.
+    In that case CuPy warns. If a filter turns the warning into an error, the import raises that
+    error.
     """
     try:
         from cupy.cuda import nccl

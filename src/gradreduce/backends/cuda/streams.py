@@ -1,8 +1,8 @@
 """GPUs, peer access and fatal errors; and the stream of each queue with its waits.
 
-Devices that share a GPU share its streams, so they never wait for each other. To record an event
-and to wait for it cost the host a microsecond each, so the end of a queue is recorded once, and
-nobody waits for the same event twice.
+Devices that share a GPU share its streams, so they need no waits between them. Recording an event
+and waiting for it cost the host a microsecond each. Therefore the end of a queue is recorded once,
+and no queue waits for the same event twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cupy.cuda import nvtx, runtime
 from gradreduce.device import Device, Stream, handle_of
 from gradreduce.errors import BackendUnavailableError, CaptureError, log_warning
 
-# A GPU has at most eight peers where no NVSwitch connects them.
+# CUDA errors. Without an NVSwitch a GPU has at most eight peers.
 _ALREADY_ENABLED, _TOO_MANY_PEERS = 704, 711
 
 
@@ -28,19 +28,19 @@ class NvtxRanges:
     """NVTX ranges of the calling thread, which Nsight Systems shows."""
 
     def push(self, text: str) -> None:
-        """Begins a range inside the one that is open."""
+        """Begins a range inside the open one."""
         nvtx.RangePush(text)
 
     def pop(self) -> None:
-        """Ends the last one that was begun."""
+        """Ends the range that was begun last."""
         nvtx.RangePop()
 
 
 def visible_gpus() -> int:
-    """Returns how many GPUs CuPy sees.
+    """Returns the number of GPUs that CuPy sees.
 
     Raises:
-        BackendUnavailableError: no driver, or no GPU.
+        BackendUnavailableError: there is no driver or no GPU.
     """
     try:
         found = int(runtime.getDeviceCount())
@@ -52,7 +52,7 @@ def visible_gpus() -> int:
 
 
 def enable_peer_access(physicals: Sequence[int]) -> set[tuple[int, int]]:
-    """Enables peer access where it works; returns those pairs."""
+    """Enables peer access where it works; returns the pairs of GPUs that have it."""
     pairs = permutations(physicals, 2)
     return {(here, there) for here, there in pairs if _is_peer(here, there)}
 
@@ -70,7 +70,7 @@ def _is_peer(here: int, there: int) -> bool:
                 raise
         if _is_intact(here, there):
             return True
-        runtime.deviceDisablePeerAccess(there)  # copies between the two go through the host then
+        runtime.deviceDisablePeerAccess(there)  # copies between the two then go through the host
     log_warning(
         "gradreduce",
         "copies between GPUs %d and %d corrupt data, so their peer access is not used. An IOMMU "
@@ -102,9 +102,9 @@ def _is_intact(here: int, there: int) -> bool:
     return bool((back == page).all())
 
 
-# After these CUDA answers every later call of the process with the same error, or the device is
-# gone. The runtime (``CUDARuntimeError``) and the driver (``CUDADriverError``, of launches) share
-# the numbers.
+# After one of these errors the device is unusable, or every later CUDA call of the process returns
+# the same error. The runtime (``CUDARuntimeError``) and the driver (``CUDADriverError``, for
+# launches) use the same numbers.
 FATAL = frozenset({
     4,  # the driver shuts down
     214, 220,  # an uncorrectable error of memory or NVLink
@@ -116,19 +116,19 @@ FATAL = frozenset({
 })  # fmt: skip
 
 
-# Errors of stream captures: the capture is invalid then, the device stays usable.
+# Errors of stream captures: they invalidate the capture; the device stays usable.
 _CAPTURE = frozenset(range(900, 909))
-# CUDA's error of a default stream on whose GPU a blocking stream is capturing.
+# CUDA's error for a default stream while a blocking stream of its GPU is capturing.
 _CAPTURE_IMPLICIT = 906
 
 
 class Gpu:
     """Context manager: makes a GPU current; marks it as failed on a fatal error.
 
-    Every driver call of ours is inside of one.
+    Every CUDA call of this package is made inside of one.
 
     Attributes:
-        device: CuPy's.
+        device: CuPy's device.
     """
 
     def __init__(self, owner: Device) -> None:
@@ -137,17 +137,17 @@ class Gpu:
 
     def event(self, stream: Stream) -> Any:
         """Records an event at the end of a stream of this GPU."""
-        with self:  # which the event belongs to, and whose default stream a handle may name
+        with self:  # the GPU of the event, and of the default streams' handles
             event = cupy.cuda.Event(disable_timing=True)
             runtime.eventRecord(event.ptr, handle_of(stream))
         return event
 
     def is_capturing(self, stream: Stream) -> bool:
         """Whether a stream of this GPU is capturing, or must wait for one that is."""
-        with self:  # whose default stream a handle may name
+        with self:  # handles of default streams mean the current GPU
             try:
                 return bool(runtime.streamIsCapturing(handle_of(stream)))
-            except RuntimeError as error:  # without a status: its capture is invalid
+            except RuntimeError as error:  # has no status if the capture is invalid
                 if getattr(error, "status", _CAPTURE_IMPLICIT) != _CAPTURE_IMPLICIT:
                     raise
                 return True
@@ -159,7 +159,7 @@ class Gpu:
         if error is None:
             self.device.__exit__()
             return
-        with suppress(runtime.CUDARuntimeError):  # this fails on a failed device, too
+        with suppress(runtime.CUDARuntimeError):  # fails on a failed device
             self.device.__exit__()
         if getattr(error, "status", 0) in FATAL:
             self._owner.mark_failed(str(error))
@@ -176,26 +176,26 @@ class Gpu:
 
 
 class StreamState:
-    """The stream of one queue of all devices on a GPU, and what it waits for already.
+    """The stream of one queue for all devices on a GPU, with its waits.
 
-    Whoever gives it something says ``submitted()`` before, since Ctrl-C may come right behind the
-    work, and again afterwards: another thread that asks for its end in between must not later take
-    this for its end.
+    A caller calls ``submitted()`` before it submits work, because Ctrl-C may come right after the
+    work, and again afterwards: if another thread marked the end in between, that mark must not
+    count as the end.
 
     Args:
-        gpu: makes its GPU the current one.
+        gpu: a context manager that makes the GPU current.
 
     Attributes:
-        stream: CuPy's.
+        stream: CuPy's stream.
     """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         with gpu:
             self.stream = cupy.cuda.Stream(non_blocking=True)
-        self._end = object()  # another one after whatever was given
-        self._marked: tuple[object, Any] = (None, None)  # an end, and the event there
-        # Of others the last event that it waits for.
+        self._end = object()  # replaced by a new object after each submission
+        self._marked: tuple[object, Any] = (None, None)  # an end, and the event at it
+        # For each other stream the last event that this one waits for.
         self._behind: dict[StreamState, Any] = {}
 
     def submitted(self) -> None:
@@ -204,7 +204,7 @@ class StreamState:
 
     def mark(self) -> Any:
         """Returns an event at the end of the stream, reused if nothing followed it."""
-        end = self._end  # read first: work that another thread submits meanwhile changes it
+        end = self._end  # read first: another thread may submit work meanwhile
         last, event = self._marked
         if last is not end:
             event = self._gpu.event(self.stream)
@@ -212,16 +212,16 @@ class StreamState:
         return event
 
     def wait(self, other: StreamState | None, event: Any) -> None:
-        """Makes later work wait for an event of another queue; None: of a caller's stream."""
+        """Makes later work wait for an event of ``other``; None: of a caller's stream."""
         if other is self or (other is not None and self._behind.get(other) is event):
             return
         with self._gpu:
             self.stream.wait_event(event)
         self.submitted()
-        if other is not None:  # last: whoever sees it sees the new end too
+        if other is not None:  # last: a thread that sees it sees the new end too
             self._behind[other] = event
 
     def comes_behind(self, other: StreamState) -> bool:
-        """Whether its later work runs after all that the other queue holds now."""
+        """Whether later work of this queue runs after all present work of the other queue."""
         end, event = other._marked
         return other is self or (end is other._end and self._behind.get(other) is event)

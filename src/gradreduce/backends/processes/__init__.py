@@ -1,1 +1,1 @@
-"""Meshes over several processes: how they are found, and how bytes are sent."""
+"""Meshes over several processes: finds the processes, and moves bytes between them."""

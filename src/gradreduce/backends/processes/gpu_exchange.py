@@ -1,4 +1,4 @@
-"""Decides how bytes travel between the GPUs of several processes, and connects them."""
+"""Decides how data moves between the GPUs of several processes, and connects them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
     from gradreduce.backends.cuda.nccl import NcclCollective
 
 _LOOK_SECONDS = 5e-3
-# From NCCL 2.30 on it lets ranks share a GPU where this is 1.
+# From NCCL 2.30 on, ranks may share a GPU if this variable is 1.
 _SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def describe_gpus(mesh: Mesh, group: ProcessGroup) -> dict[str, Any]:
-    """Returns what the other processes must know of this one's GPUs, as JSON values.
+    """Returns what other processes must know about this one's GPUs, as JSON values.
 
     Returns:
-        ``"gpus"``: their names, different where NCCL takes them together, unless none is to be
-        used; ``"nccl"``: its version, 0 where the mesh makes no communicator.
+        ``"gpus"``: the names of its GPUs; empty if NCCL is not used. If NCCL lets processes share a
+        GPU, a name contains the rank, so that no two are equal. ``"nccl"``: NCCL's version; 0 if
+        the mesh makes no communicator.
     """
     if mesh.backend != "cuda" or group.gpu_library == "host":
         return {"gpus": [], "nccl": 0}
@@ -45,20 +46,20 @@ def describe_gpus(mesh: Mesh, group: ProcessGroup) -> dict[str, Any]:
 def choose_gpu_move(
     mesh: Mesh, group: ProcessGroup, notices: Sequence[Mapping[str, Any]], end: float
 ) -> GpuMove | None:
-    """Decides how bytes travel; all processes decide the same.
+    """Decides how data moves; all processes decide the same.
 
     Args:
-        mesh: of this process.
-        group: of all.
-        notices: ``describe_gpus`` of each process.
-        end: until when the processes open their meshes.
+        mesh: the mesh of this process.
+        group: all processes.
+        notices: the result of ``describe_gpus`` of each process.
+        end: the time until which the processes open their meshes.
 
     Returns:
-        What moves memory of GPUs; None: it goes by way of host memory.
+        The function that moves GPU memory; None: it moves through host memory.
 
     Raises:
-        ValueError: the group sends no host memory, but must.
-        CollectiveError: NCCL does not connect the processes.
+        ValueError: the group cannot send host memory, but has to.
+        CollectiveError: NCCL cannot connect the processes.
     """
     obstacle = _obstacle(mesh, group, notices)
     if obstacle is None:
@@ -72,13 +73,13 @@ def choose_gpu_move(
         )
     if group.gpu_library != "host" and mesh.backend == "cuda" and group.rank == 0:
         log_warning(
-            "gradreduce", "GPUs of several processes exchange by way of host memory: %s", obstacle
+            "gradreduce", "GPUs of several processes exchange through host memory: %s", obstacle
         )
     return None
 
 
 def _obstacle(mesh: Mesh, group: ProcessGroup, notices: Sequence[Mapping[str, Any]]) -> str | None:
-    """Returns why NCCL cannot move the bytes; None if it can."""
+    """Returns why NCCL cannot move the data; None if it can."""
     if mesh.backend != "cuda":
         return "the devices of the mesh are simulated"
     if group.gpu_library == "host":
@@ -97,7 +98,7 @@ def _obstacle(mesh: Mesh, group: ProcessGroup, notices: Sequence[Mapping[str, An
 
 
 def _communicator(mesh: Mesh, group: ProcessGroup, end: float) -> GpuMove:
-    """Makes a communicator of all processes; process 0 makes its id."""
+    """Makes a communicator of all processes; process 0 makes the id."""
     collective = _nccl(mesh)
     if group.rank == 0:
         try:
@@ -118,13 +119,13 @@ def _communicator(mesh: Mesh, group: ProcessGroup, end: float) -> GpuMove:
 
 
 def connect_gpus(mesh: Mesh, group: ProcessGroup, end: float) -> None:
-    """Exchanges a byte with every process, for which the host waits.
+    """Exchanges a byte with every other process; the host waits.
 
-    NCCL connects two processes at their first exchange, and the host waits inside of it: no later
-    exchange does.
+    NCCL connects two processes at their first exchange, during which the host waits inside NCCL.
+    After this call no exchange has to.
 
     Raises:
-        CollectiveError: another process does not come in time; the mesh has failed.
+        CollectiveError: another process is late. The mesh has failed.
     """
     device = mesh.devices[0]
     failed: list[BaseException] = []
@@ -144,5 +145,5 @@ def connect_gpus(mesh: Mesh, group: ProcessGroup, end: float) -> None:
 
 
 def _nccl(mesh: Mesh) -> NcclCollective:
-    """Returns the mesh's NCCL; raises ``BackendUnavailableError`` where libnccl is missing."""
+    """Returns the mesh's NCCL; raises ``BackendUnavailableError`` if libnccl is missing."""
     return cast("NcclCollective", mesh.collective)

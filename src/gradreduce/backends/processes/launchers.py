@@ -24,25 +24,25 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError, brief
 
 from .gpu_exchange import choose_gpu_move, connect_gpus, describe_gpus
 
-# The first port that a SLURM job's number selects, and how many there are: above those in which
-# services listen.
+# The range of ports, of which a SLURM job's number selects one: above the ports of services.
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
 _FOREVER = 365.0 * 24 * 3600  # seconds
-# How long a process that opens no mesh takes at most to tell the others why.
+# Limit of the time in which a process that cannot open a mesh tells the others why.
 _TELL_SECONDS = 30.0
 _LOOK_SECONDS = 0.05
 _REPORT_SECONDS = 1.0
 LAUNCHERS = ("auto", "none", "torchrun", "mpi", "slurm")
-# What launchers say of the number of processes, the one that may start another first.
+# The variables in which launchers set the number of processes. A launcher that may be started by
+# another one comes first.
 _NUM_PROCESSES = (
     ("torchrun", "WORLD_SIZE"),
     ("mpi", "OMPI_COMM_WORLD_SIZE"),
     ("mpi", "PMI_SIZE"),
     ("slurm", "SLURM_STEP_NUM_TASKS"),
 )
-# Those of open meshes, and the process that has opened them.
+# The groups of open meshes -> id of the process that has opened them.
 _open_groups: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-# What the processes of a mesh must agree in.
+# The values on which the processes of a mesh must agree.
 _ALIKE = {
     "backend": "the backend of gradreduce",
     "version": "the version of gradreduce",
@@ -51,11 +51,11 @@ _ALIKE = {
 
 
 def check_processes(processes: Any, process_group: Any, communicator: Any) -> None:
-    """Checks the arguments of ``open_mesh`` that say which processes share the mesh.
+    """Checks the arguments of ``open_mesh`` that name the processes of the mesh.
 
     Raises:
-        ValueError: several of them, or an unknown launcher.
-        RuntimeError: none of them, in one of several processes.
+        ValueError: several of them are passed, or the launcher is unknown.
+        RuntimeError: none is passed, but a launcher has started several processes.
     """
     named = {
         "processes": processes, "process_group": process_group, "communicator": communicator
@@ -79,12 +79,11 @@ def check_processes(processes: Any, process_group: Any, communicator: Any) -> No
 def join_processes(
     mesh: Mesh, processes: str | None, process_group: Any, communicator: Any, timeout: float | None
 ) -> None:
-    """Makes a new mesh one of several processes, if the arguments of ``open_mesh`` say so.
+    """Connects a new mesh with other processes, if the arguments of ``open_mesh`` say so.
 
     Raises:
-        BackendUnavailableError: the launcher has not started this process, or its library is
-            missing.
-        CollectiveError: another process does not open the mesh in time, or opens it otherwise.
+        BackendUnavailableError: the launcher has not started this process, or a library is missing.
+        CollectiveError: another process does not open the mesh in time, or uses other arguments.
     """
     on_gpus = mesh.backend == "cuda"
     group = _opened(processes, process_group, communicator, timeout, on_gpus=on_gpus)
@@ -115,7 +114,7 @@ atexit.register(_leave_at_exit)
 def telling_processes(
     processes: str | None, process_group: Any, communicator: Any, timeout: float | None
 ) -> Iterator[None]:
-    """Context manager: tells the other processes of an error inside, for which they would wait.
+    """Context manager: tells the other processes, which would wait, about an error inside.
 
     Args:
         processes: see ``open_mesh``.
@@ -127,7 +126,7 @@ def telling_processes(
         yield
     except Exception as error:
         seconds = _TELL_SECONDS if timeout is None else min(timeout, _TELL_SECONDS)
-        with suppress(Exception):  # the first error counts
+        with suppress(Exception):  # raise the first error
             group = _opened(processes, process_group, communicator, seconds, on_gpus=False)
             if group is not None:
                 group.leave_unopened(_reason_of(error))
@@ -139,8 +138,8 @@ def _reason_of(error: BaseException) -> str:
 
 
 def _meet(mesh: Mesh, group: ProcessGroup) -> None:
-    """Tells the others what this process has, compares it with theirs, and connects GPUs."""
-    from importlib.metadata import version  # takes longer to import than this package's own modules
+    """Compares the settings of this process with those of the others, and connects GPUs."""
+    from importlib.metadata import version  # slow to import
 
     here = {
         "devices": len(mesh.devices),
@@ -176,13 +175,13 @@ def _meet(mesh: Mesh, group: ProcessGroup) -> None:
 
 
 def _tell_failure(mesh_state: MeshState, group: ProcessGroup) -> None:
-    """Tells the others what a watchdog has found; waits a moment, as a store may not answer."""
+    """Tells the other processes what the watchdog has found, without a long wait."""
     done = run_in_thread(partial(group.tell_failure, str(mesh_state.reason)))
     done.wait(_REPORT_SECONDS)
 
 
 def _notice(group: ProcessGroup, rank: int, end: float) -> str | None:
-    """Returns what a process says when it opens its mesh; None if it does not."""
+    """Returns the notice of a process that opens its mesh; None without one."""
     while True:
         is_last = group.has_gone(rank) is not None or time.monotonic() >= end
         text = group.read(rank, "open", 0.0 if is_last else _LOOK_SECONDS)
@@ -191,7 +190,7 @@ def _notice(group: ProcessGroup, rank: int, end: float) -> str | None:
 
 
 def detect(environment: Mapping[str, str]) -> str | None:
-    """Returns the launcher that has started this process as one of several, or None."""
+    """Returns the launcher that has started several processes, this one included; or None."""
     for name, variable in _NUM_PROCESSES:
         if first_number(environment, [variable], 2) is not None:
             return name
@@ -201,7 +200,7 @@ def detect(environment: Mapping[str, str]) -> str | None:
 def first_number(
     environment: Mapping[str, str], variables: Sequence[str], minimum: int
 ) -> tuple[str, int] | None:
-    """Returns the first of these variables that is a number of at least ``minimum``."""
+    """Returns the first of these variables whose value is an integer of at least ``minimum``."""
     for name in variables:
         text = environment.get(name, "")
         if text.isdecimal() and int(text) >= minimum:
@@ -217,7 +216,7 @@ def _opened(
     *,
     on_gpus: bool,
 ) -> ProcessGroup | None:
-    """Opens the processes of a launcher or of a library's group; None: this process alone."""
+    """Returns the group of a launcher or library; None: this process only."""
     launcher = detect(os.environ) if processes == "auto" else processes
     timeout = _FOREVER if seconds is None else seconds
     if isinstance(process_group, ProcessGroup):
@@ -249,12 +248,13 @@ def _imported(module: str, extra: str) -> Any:
 
 
 def slurm_address(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
-    """Returns rank, number of processes, and the first one's host and port, of a SLURM step.
+    """Returns rank, number of processes, first host and port of a SLURM step.
 
-    Steps of one job may run at the same time, so that each has a port of its own.
+    Steps of one job may run at the same time, so each has its own port.
 
     Raises:
-        BackendUnavailableError: srun has not started this process, or not with all of the others.
+        BackendUnavailableError: srun has not started this process, or has started only a part of
+            the processes.
     """
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
     missing = [name for name in names if name not in environment]
@@ -263,7 +263,7 @@ def slurm_address(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
             f"processes='slurm': {', '.join(missing)} is not set: start this script by srun"
         )
     rank, size, nodes, job = [environment[name] for name in names]
-    if int(rank) >= int(size):  # parts of a heterogeneous step count their tasks apart
+    if int(rank) >= int(size):  # each part of a heterogeneous step counts its own tasks
         raise BackendUnavailableError(
             f"processes='slurm': SLURM_PROCID={rank}, but SLURM_STEP_NUM_TASKS={size}: in a "
             "heterogeneous step pass process_group="

@@ -1,8 +1,8 @@
 """Processes of an MPI communicator, by mpi4py.
 
-Only buffers in host memory, because GPUs exchange by NCCL, and only mpi4py's calls for buffers
-(``Isend``, ``Irecv``), which pickle nothing. Imported only where a communicator is used: importing
-it starts MPI.
+MPI moves only host memory; GPUs exchange by NCCL. Only mpi4py's calls for buffers are used
+(``Isend``, ``Irecv``), which do not pickle. This module is imported only if a communicator is used,
+because its import starts MPI.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from mpi4py import MPI
 from gradreduce.device.process_group import Message, ProcessError, ProcessGroup
 from gradreduce.errors import CollectiveError, brief
 
-_NOTICE = 0  # its tag; those of data are above
-_SPIN_SECONDS = 2e-3  # for what is about to arrive; then the core is left to others
+_NOTICE = 0  # tag of notices; data has higher tags
+_SPIN_SECONDS = 2e-3  # polls without sleeping for so long, then sleeps between polls
 _PAUSE_SECONDS = 2e-4
-_LOOK_SECONDS = 0.05  # for notices of processes that an exchange waits for
-# How long a process that ends all others lets them report their errors.
+_LOOK_SECONDS = 0.05  # between two checks for notices of processes that an exchange waits for
+# Seconds that a process waits before it ends all others, so that they can report errors.
 _REPORT_SECONDS = 1.0
 # Requests of exchanges that have failed. They keep the memory that MPI may still access.
 _abandoned: list[Any] = []
-# Why this process must end all processes when it exits, instead of waiting for them in MPI's end.
+# Why this process must abort all processes at its exit, instead of waiting in MPI_Finalize.
 _abort_reasons: set[str] = set()
 
 
 class MpiGroup(ProcessGroup):
-    """Sends and receives in a copy of a communicator, which keeps its messages apart.
+    """Sends and receives in a duplicate of a communicator, so that messages do not mix.
 
     Args:
-        communicator: an intracommunicator of mpi4py.
+        communicator: an mpi4py intracommunicator.
         timeout: see ``ProcessGroup``.
 
     Raises:
@@ -52,14 +52,14 @@ class MpiGroup(ProcessGroup):
             )
         super().__init__(communicator.Get_rank(), communicator.Get_size(), timeout)
         self._notices: dict[tuple[int, str], str] = {}
-        self._posted: list[tuple[Any, bytes]] = []  # requests, and what they still read
+        self._posted: list[tuple[Any, bytes]] = []  # requests, and the memory that they still read
         self._communicator: Any = None
         self._has_failed = False
         self._most_tags = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         self._meet(communicator)
 
     def _meet(self, communicator: Any) -> None:
-        """Copies the communicator; waits first, because ``Idup`` cannot name who is missing."""
+        """Duplicates the communicator; waits first, because ``Idup`` cannot tell who is missing."""
         _abort_reasons.add("opening")
         end = time.monotonic() + self.timeout
         sends = [communicator.Isend(b"", rank, self._most_tags) for rank in self.others]
@@ -106,7 +106,7 @@ class MpiGroup(ProcessGroup):
         """Waits until all requests, with these processes, are done.
 
         Raises:
-            ProcessError: one of them has gone, or is late.
+            ProcessError: one of the processes has ended or is late.
         """
         end = time.monotonic() + seconds
         while not _until(lambda: MPI.Request.Testall(requests), min(_LOOK_SECONDS, seconds)):
@@ -121,7 +121,7 @@ class MpiGroup(ProcessGroup):
                 raise ProcessError(open_ranks[0], f"did not answer within {seconds:.3g} s")
 
     def tell_failure(self, reason: str) -> None:
-        """See ``ProcessGroup.tell_failure``; MPI must not wait for the others at the end."""
+        """See ``ProcessGroup.tell_failure``; at exit MPI must not wait for the others."""
         _abort_reasons.add("a mesh has failed")
         self._has_failed = True
         super().tell_failure(reason)
@@ -148,7 +148,7 @@ class MpiGroup(ProcessGroup):
         return self._notices.get((rank, key))
 
     def close(self) -> None:
-        """See ``ProcessGroup.close``; all processes have come to it, unless the mesh has failed."""
+        """See ``ProcessGroup.close``; all processes call it, unless the mesh has failed."""
         if self._has_failed:
             return
         self._receive_notices()
@@ -156,11 +156,11 @@ class MpiGroup(ProcessGroup):
         self._communicator.Free()
 
     def _receive_notices(self) -> None:
-        """Receives all notices that have arrived; none before the mesh is open."""
+        """Receives all notices that have arrived; does nothing before the mesh is open."""
         if self._communicator is None:
             return
         status = MPI.Status()
-        # Matched probes: another thread cannot receive what this one has seen.
+        # Matched probes: another thread cannot receive the message that this one has found.
         while found := self._communicator.Improbe(MPI.ANY_SOURCE, _NOTICE, status):
             notice = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             found.Recv(notice)
@@ -184,14 +184,14 @@ def _abandon(receives: Sequence[Any], sends: Sequence[Any]) -> None:
     """Cancels receives, and keeps the memory of all requests."""
     _abandoned.extend([*receives, *sends])
     for request in receives:
-        with suppress(MPI.Exception):  # it is done
+        with suppress(MPI.Exception):  # the request is done
             request.Cancel()
 
 
 def _abort() -> None:
-    """Ends all processes, unless nothing has failed.
+    """Ends all processes if something has failed.
 
-    MPI's own end would wait for ever for a process that hangs.
+    MPI_Finalize would wait for ever for a process that hangs.
     """
     if _abort_reasons and not MPI.Is_finalized():
         time.sleep(_REPORT_SECONDS)

@@ -1,6 +1,6 @@
 """Processes of a ``torch.distributed`` process group.
 
-Imported only where such a group is used: ``torch.distributed`` takes seconds to import.
+Imported only if such a group is used: importing ``torch.distributed`` takes seconds.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from gradreduce.device.process_group import (
 )
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, listed
 
-# The first tag: far from those that user code takes.
+# The first tag: far from the tags of user code.
 _FIRST_TAG = 1 << 28
-# Added to a tag: one that no exchange has, of the same connection (gloo picks it by the remainder).
+# Added to a tag this makes a tag that no exchange has, on the same connection (gloo chooses the
+# connection by the remainder of the tag).
 _UNUSED_TAG = 60 << 23
-_LOOK_SECONDS = 0.05  # for notices of processes that an exchange waits for
+_LOOK_SECONDS = 0.05  # between two checks for notices of processes that an exchange waits for
 _OPEN_SECONDS = 0.01
 _PAUSE_SECONDS = 5e-4
-_STORE_SECONDS = 1.0  # for the answer of the store, which may be in a process that is stopped
+_STORE_SECONDS = 1.0  # limit for an answer of the store, whose process may be stopped
 _MOMENT = timedelta(milliseconds=1)
 
 
 class TorchGroup(ProcessGroup):
-    """Sends and receives through a process group; leaves notices in its store.
+    """Sends and receives through a process group; posts notices in its store.
 
     Args:
         group: a process group of which this process is a member.
@@ -71,7 +72,7 @@ class TorchGroup(ProcessGroup):
         self._number = int(name, 16)
         self._kept_notice: tuple[str, str] | None = None
         self._idle: list[_CallingThread] = []
-        self._stuck: _CallingThread | None = None  # whose call of the store has not ended
+        self._stuck: _CallingThread | None = None  # its call of the store has not returned
         if owned or any(each._group is group for each in _owners):
             _owners.append(self)
 
@@ -81,7 +82,7 @@ class TorchGroup(ProcessGroup):
         """See ``ProcessGroup.exchange``."""
         tag = _FIRST_TAG + (tag + self._number) % _FIRST_TAG
         end = time.monotonic() + seconds
-        # The group's own methods: isend and irecv check anew what is known here.
+        # The group's own methods: isend and irecv would check the arguments again.
         calls = [(self._group.recv, *message) for message in receives]
         calls += [(self._group.send, *message) for message in sends]
         ranks = [rank for _, rank, _ in calls]
@@ -104,17 +105,16 @@ class TorchGroup(ProcessGroup):
             if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
                 raise
             rank = ranks[len(done if len(works) == len(ranks) else works)]
-            late = time.monotonic() >= end - 2e-3  # gloo counts milliseconds, and rounds down
+            late = time.monotonic() >= end - 2e-3  # gloo rounds down to milliseconds
             gone = f"has ended, or its connection has broken ({_without_advice(error)})"
             why = f"did not answer within {seconds:.3g} s" if late else gone
             raise ProcessError(rank, why) from error
         self._idle.append(thread)
 
     def _abort(self, tag: int, ranks: Sequence[int]) -> None:
-        """Ends all sends and receives, so that nothing is written later.
+        """Ends all sends and receives, so that they do not write memory later.
 
-        A receive that is late makes gloo close the connections to all processes, and then all
-        waits end.
+        A late receive makes gloo close the connections to all processes, which ends all waits.
         """
         for rank in dict.fromkeys(ranks):
             with suppress(RuntimeError):
@@ -123,10 +123,10 @@ class TorchGroup(ProcessGroup):
     def exchange_on_gpu(
         self, sends: Sequence[Parcel], receives: Sequence[Parcel], gpu: int, stream: int
     ) -> None:
-        """See ``ProcessGroup.exchange_on_gpu``; one batch, by the group's own communicator.
+        """See ``ProcessGroup.exchange_on_gpu``; one batch on the group's own communicator.
 
-        PyTorch's stream for NCCL waits for the current one, which is made ours. Without a timeout
-        ``wait`` makes the current one wait for it, and not the host.
+        Our stream is made PyTorch's current one, for which its NCCL stream waits. ``wait`` without
+        a timeout makes the current stream wait for NCCL's, not the host.
         """
         device = torch.device("cuda", gpu)
 
@@ -146,7 +146,7 @@ class TorchGroup(ProcessGroup):
         sends: Sequence[tuple[int, torch.Tensor]],
         receives: Sequence[tuple[int, torch.Tensor]],
     ) -> list[Any]:
-        """Starts sends and receives of tensors, by ranks in this group; returns their works."""
+        """Starts sends and receives of tensors, by rank in this group; returns their works."""
         batch = [
             dist.P2POp(call, tensor, self._global_ranks[rank], self._group)
             for call, messages in ((dist.irecv, receives), (dist.isend, sends))
@@ -155,7 +155,7 @@ class TorchGroup(ProcessGroup):
         return list(dist.batch_isend_irecv(batch))
 
     def post_soon(self, key: str, text: str) -> None:
-        """See ``ProcessGroup.post_soon``; it takes as long as a tenth of a small exchange."""
+        """See ``ProcessGroup.post_soon``; takes a tenth of the time of a small exchange."""
         self.post_kept()
         self._kept_notice = (key, text)
 
@@ -168,7 +168,7 @@ class TorchGroup(ProcessGroup):
     def post(self, key: str, text: str) -> None:
         """See ``ProcessGroup.post``."""
         self.post_kept()
-        if not self._store_answers(0.0):  # it would wait for ever
+        if not self._store_answers(0.0):  # a call could wait for ever
             raise CollectiveError("the store of the processes does not answer")
         try:
             self._store.set(f"{self.rank}/{key}", text)
@@ -193,7 +193,7 @@ class TorchGroup(ProcessGroup):
         return found
 
     def _store_answers(self, seconds: float) -> bool:
-        """Whether no call of the store is left unanswered, within so many seconds."""
+        """Whether the store has answered all calls, within so many seconds."""
         thread = self._stuck
         if thread is not None:
             with suppress(RuntimeError):
@@ -204,14 +204,14 @@ class TorchGroup(ProcessGroup):
         return True
 
     def _look_up(self, name: str, end: float) -> str | None:
-        while not self._store.check([name]):  # its own wait logs a warning when it ends
+        while not self._store.check([name]):  # store.wait would log a warning at its timeout
             if time.monotonic() >= end:
                 return None
             time.sleep(_PAUSE_SECONDS)
         return bytes(self._store.get(name)).decode()
 
     def _thread(self) -> _CallingThread:
-        try:  # the watchdog's thread takes some, too
+        try:  # the watchdog's thread may take some too
             return self._idle.pop()
         except IndexError:
             return _CallingThread()
@@ -228,18 +228,18 @@ class TorchGroup(ProcessGroup):
 
 # The open groups over a default group that was made here.
 _owners: list[TorchGroup] = []
-# By address. Kept until this process ends, because process 0's may serve the others.
+# By address. Kept until this process ends, because the store of process 0 serves the others.
 _stores: dict[str, Any] = {}
 
 
 class _CallingThread:
-    """A thread for blocking calls of torch, so that the thread that wants them need not block.
+    """A thread that makes blocking calls of torch for another thread.
 
-    They answer no signal. gloo's wait cannot be polled either, and closes all connections if it is
-    cut short; a call of the store may never return if the process that holds it is stopped.
+    These calls ignore signals. gloo's wait cannot be polled, and closes all connections at its
+    timeout. A call of the store may never return if the process of the store is stopped.
 
     Attributes:
-        result: of the last call.
+        result: the result of the last call.
     """
 
     def __init__(self) -> None:
@@ -249,14 +249,14 @@ class _CallingThread:
         start_new_thread(self._run, ())
 
     def start(self, call: Callable[[], Any]) -> None:
-        """Starts a call; the one before has ended."""
+        """Starts a call; the previous one must have ended."""
         self._calls.put(call)
 
     def has_ended(self, seconds: float) -> bool:
         """Whether the call ends within so many seconds.
 
         Raises:
-            Exception: that of the call; torch's are RuntimeErrors.
+            Exception: the error of the call; torch's are RuntimeErrors.
         """
         try:
             error = self._ended.get(timeout=seconds)
@@ -267,7 +267,7 @@ class _CallingThread:
         return True
 
     def stop(self) -> None:
-        """Ends the thread, after its call."""
+        """Ends the thread after its call."""
         self._calls.put(None)
 
     def _run(self) -> None:
@@ -281,40 +281,40 @@ class _CallingThread:
 
 
 def _call(call: Callable[[], Any], seconds: float) -> Any:
-    """Returns what a blocking call of torch returns; Ctrl-C ends the wait for it.
+    """Makes a blocking call of torch and returns its result; Ctrl-C ends the wait.
 
     Raises:
-        CollectiveError: it does not return within so many seconds.
+        CollectiveError: the call does not return within so many seconds.
     """
     thread = _CallingThread()
     thread.start(call)
-    thread.stop()  # when it has returned
+    thread.stop()  # ends when the call has returned
     if not thread.has_ended(seconds):
         raise CollectiveError(f"the store does not answer within {seconds:g} s")
     return thread.result
 
 
 def _wait(works: Sequence[Any], end: float, done: list[Any]) -> None:
-    """Waits for sends and receives until a time of the monotonic clock; lists those done."""
+    """Waits for sends and receives until a monotonic time; appends those done to ``done``."""
     for work in works:
         work.wait(timedelta(seconds=max(1e-3, end - time.monotonic())))
         done.append(work)
 
 
 def _as_cuda_array(buffer: Buffer) -> Any:
-    """Returns what PyTorch takes as bytes of GPU memory, without a copy."""
+    """Returns an object that PyTorch reads as bytes of GPU memory, without a copy."""
     data = (buffer.address, False)  # not read-only
     interface = {"shape": (buffer.nbytes,), "typestr": "|u1", "data": data, "version": 2}
     return SimpleNamespace(__cuda_array_interface__=interface)
 
 
 def _without_advice(error: RuntimeError) -> str:
-    """Returns the first sentence of an error of gloo, without the line of its source."""
+    """Returns the first sentence of a gloo error, without its source line."""
     return re.sub(r"^\[[^]]*:\d+\] ", "", str(error)).partition(". ")[0]
 
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor:
-    """Returns a tensor on an array's memory; PyTorch warns of an array that is read-only."""
+    """Returns a tensor on an array's memory, without PyTorch's warning for read-only arrays."""
     if not array.flags.writeable and array.size:
         address = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
         array = np.ctypeslib.as_array(address)
@@ -322,7 +322,7 @@ def _as_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def open_torchrun(timeout: float, *, on_gpus: bool) -> TorchGroup:
-    """Returns the default group, which is made if there is none, of processes of torchrun."""
+    """Returns the default group of torchrun's processes; makes it if there is none."""
     if dist.is_initialized():
         return TorchGroup(dist.group.WORLD, timeout)
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
@@ -339,10 +339,10 @@ def open_torchrun(timeout: float, *, on_gpus: bool) -> TorchGroup:
 
 
 def open_slurm(address: tuple[int, int, str, int], timeout: float, *, on_gpus: bool) -> TorchGroup:
-    """Returns the default group, which is made if there is none, of processes of srun.
+    """Returns the default group of srun's processes; makes it if there is none.
 
     Args:
-        address: of ``slurm_address``.
+        address: the result of ``slurm_address``.
         timeout: see ``ProcessGroup``.
         on_gpus: whether the mesh has CUDA devices.
     """
@@ -359,7 +359,7 @@ def open_slurm(address: tuple[int, int, str, int], timeout: float, *, on_gpus: b
 
 
 def _connected(address: str, connect: Callable[[], Any], timeout: float) -> Any:
-    """Returns what ``connect`` returns: a store, which is connected once."""
+    """Returns the store of an address; calls ``connect`` only the first time."""
     if address not in _stores:
         try:
             _stores[address] = _call(connect, timeout + _STORE_SECONDS)
@@ -374,13 +374,13 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float, on_gpus: 
     """Makes the default group when all processes have come.
 
     Raises:
-        CollectiveError: some have not, within ``timeout``.
+        CollectiveError: some processes have not come within ``timeout``.
     """
     store, rank, size = address
     store = dist.PrefixStore(_new_name(store, rank, size, timeout), store)
     seconds = timedelta(seconds=timeout)
     store.set_timeout(seconds)
-    # With gloo for host memory, which goes where NCCL cannot: two processes may share a GPU.
+    # gloo for host memory, which is needed where NCCL cannot be used: processes may share a GPU.
     backend = "cpu:gloo,cuda:nccl" if on_gpus and dist.is_nccl_available() else "gloo"
     options = {"store": store, "rank": rank, "world_size": size, "timeout": seconds}
     begun, ended = [[f"{word}/{other}" for other in range(size)] for word in ("begun", "ended")]
@@ -389,7 +389,7 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float, on_gpus: 
         _call(partial(dist.init_process_group, backend, **options), timeout + _STORE_SECONDS)
     except RuntimeError as error:
         missing: list[int] = []
-        with suppress(CollectiveError):  # the store may be in a process that is stopped
+        with suppress(CollectiveError):  # the process of the store may be stopped
             missing = _call(lambda: _absent(store, begun) or _absent(store, ended), _STORE_SECONDS)
         others = [other for other in missing if other != rank]
         raise CollectiveError(
@@ -398,27 +398,27 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float, on_gpus: 
     store.set(ended[rank], "")
     try:
         return TorchGroup(dist.group.WORLD, timeout, owned=True)
-    except BaseException:  # open_mesh may be called again, and makes it anew
+    except BaseException:  # a later open_mesh may make the group again
         dist.destroy_process_group()
         raise
 
 
 def _new_name(store: Any, rank: int, size: int, timeout: float) -> str:
-    """Returns ``_agreed_name``; raises also if the store is in a process that is stopped."""
+    """Like ``_agreed_name``; also raises if the process of the store is stopped."""
     call = partial(_agreed_name, store, rank, size, timeout)
     name: str = _call(call, timeout + _STORE_SECONDS)
     return name
 
 
 def _agreed_name(store: Any, rank: int, size: int, timeout: float) -> str:
-    """Returns a name (hexadecimal digits) that all processes agree on, a new one at each call.
+    """Returns a name (hexadecimal digits) on which all processes agree, new in each call.
 
-    A store may hold what earlier processes have left: torchrun starts processes again with the
-    same one. So each process writes a random number, process 0 writes the list of all, and the list
-    counts when every process has found its number in it.
+    A store may contain values of earlier processes: torchrun restarts processes with the same
+    store. So each process writes a random number, process 0 writes the list of all numbers, and the
+    list is valid when every process has found its number in it.
 
     Raises:
-        CollectiveError: some processes have not come, within ``timeout``.
+        CollectiveError: some processes have not come within ``timeout``.
     """
     here = [f"gradreduce/here/{other}" for other in range(size)]
     everyone = "gradreduce/here"
@@ -426,7 +426,7 @@ def _agreed_name(store: Any, rank: int, size: int, timeout: float) -> str:
     store.set(here[rank], own)
     end = time.monotonic() + timeout
     last = ""
-    names: list[str] = []  # of the lists that have this number
+    names: list[str] = []  # the lists that contain this number
     while True:
         if rank == 0 and all(store.check([key]) for key in here):
             numbers = " ".join(store.get(key).decode() for key in here)
@@ -445,7 +445,7 @@ def _agreed_name(store: Any, rank: int, size: int, timeout: float) -> str:
             continue
         if time.monotonic() >= end:
             keys = [f"{names[-1]}/{other}" for other in range(size)] if names else here
-            # If all were here, only process 0 can be missing: it did not write the list.
+            # If all processes were here, process 0 is missing: it did not write the list.
             raise CollectiveError(_not_come(size, timeout, _absent(store, keys) or [0]))
         time.sleep(_OPEN_SECONDS)
 

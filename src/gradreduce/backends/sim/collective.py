@@ -57,7 +57,7 @@ class SimCollective(Collective):
     """Collectives that sum in the accumulate dtype, in mesh order, and round once."""
 
     def _call(self, call: CollectiveCall) -> None:
-        """Runs a call once when all devices' queues have reached it; they wait for its end."""
+        """Runs a call when all devices' queues have reached it; they wait for it."""
         inputs, outputs = list(map(memory_of, call.inputs)), list(map(memory_of, call.outputs))
         work = partial(without_warnings, _WORK[call.name], inputs, outputs, call.root)
         first, *others = [cast("SimDevice", buffer.device) for buffer in call.inputs]

@@ -1,7 +1,7 @@
 """The simulated device: runs kernels with NumPy, or with ``.cu`` files built for the CPU.
 
-Never pretends: operands are checked, launches, copies and bytes are counted, memory comes from a
-pool and is handed out dirty, as on a GPU.
+It computes true values. As on a GPU, operands are checked, operations are logged, and memory comes
+from a pool with the values of its last use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .pool import SimPool
 from .scheduler import Event, Scheduler
 from .workers import BLOCK_SIZE, Workers
 
-# What NumPy's calls for a block cost beside its elements, in elements added meanwhile.
+# The overhead of NumPy's calls for a block, as the number of elements added in that time.
 CALL_COST = 1 << 11
 
 
@@ -50,12 +50,12 @@ class SimOptions:
     """The options of a simulated mesh.
 
     Attributes:
-        build: of the ``.cu`` text that runs a kernel; None: the NumPy reference runs it.
-        strict: fill fresh memory with NaN (integers: 0xA5 bytes) instead of leaving it as it is.
+        build: the build of the ``.cu`` text that runs kernels; None: the NumPy references.
+        strict: fill fresh memory with NaN (integers: 0xA5 bytes).
         workers: the threads that run launches.
         scheduler: runs the queues of all devices of the mesh.
-        geometry: blocks and threads of a launch in the exact and sanitized builds; any must give
-            the same result, so this one is odd on purpose.
+        geometry: the blocks and threads of a launch in the exact and sanitized builds. The result
+            must not depend on them, so the default values are unusual.
     """
 
     build: str | None
@@ -83,9 +83,9 @@ class SimDevice(Device):
     # -- memory ---------------------------------------------------------------------------------
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> Buffer:
-        """See ``Device.allocate``; ``strict`` fills the memory: reads before writes show."""
+        """See ``Device.allocate``; with ``strict`` fills the memory with NaN."""
         buffer = super().allocate(shape, dtype)
-        memory = memory_of(buffer)  # made here, so that parts of the buffer are slices of it
+        memory = memory_of(buffer)  # made now, so that parts of the buffer are slices of it
         if self.options.strict:
             kind = "f" if buffer.dtype == BFLOAT16 else buffer.dtype.kind
             value: complex = {"f": np.nan, "c": complex(np.nan, np.nan)}.get(kind, 0xA5)
@@ -96,7 +96,7 @@ class SimDevice(Device):
     def _adopt(self, array: Any, writable: bool) -> Buffer:
         if not isinstance(array, np.ndarray):
             raise DeviceMismatchError(f"{self.name} holds host arrays, not {type(array).__name__}")
-        array = np.asarray(array)  # no subclass: np.matrix has no flat view
+        array = np.asarray(array)  # removes subclasses: np.matrix has no flat view
         flags = array.flags
         if not (flags.c_contiguous and flags.aligned):
             raise ValueError(
@@ -119,7 +119,7 @@ class SimDevice(Device):
     def put(self, array: Any, address: int | None = None) -> Buffer:
         """See ``Backend.put``: a NumPy array is shared if contiguous and aligned, else copied.
 
-        Copied too where work is deferred: its owner may change it as soon as the call returns.
+        If work is deferred it is always copied: its owner may change it after the call returns.
         """
         self.mesh_state.check_usable(self)
         if type(array) is not np.ndarray:
@@ -147,7 +147,7 @@ class SimDevice(Device):
         return self._deferred_free.track(block)
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
-        if self.defers:  # who uses it from here on, in the order of the compute queue, reads NaN
+        if self.defers:  # work that still uses it reads NaN
             self.scheduler.submit((self, "compute"), partial(raw.bytes.fill, 0xFF))
         self._pool.release(raw)
 
@@ -178,7 +178,7 @@ class SimDevice(Device):
         outgoing = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in sends if buffer.size]
         incoming = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in receives if buffer.size]
         self.submit(queue, partial(move, outgoing, incoming))
-        if self.defers:  # or this process waits for one that waits for what it has not sent
+        if self.defers:  # else two processes may wait for each other
             self.scheduler.finish((self, queue))
 
     def _prepare(self, kernel: Kernel, template: Template) -> None:
@@ -216,7 +216,7 @@ class SimDevice(Device):
             ]
             return partial(
                 without_warnings, kernel.reference, small, *scalars
-            )  # nothing to cut, nothing to share out
+            )  # one block: nothing to share among threads
         num_written = kernel.num_written(scalars)
         workers = self.options.workers
         blocks: list[list[np.ndarray]] = []
@@ -253,7 +253,7 @@ class SimDevice(Device):
         items = [kernel.num_items(row) for row in rows]
         table = self._tables.find(rows, items, CHUNK_SIZE)
         entry = host_kernel(kernel, build)[template]
-        # Must outlive the work (its ownership need not).
+        # The memory must stay allocated until the work is done; the block need not.
         memory = [operand.block.raw for row in rows for operand in row]
 
         def job(chunks: range, _memory: object) -> None:
@@ -267,7 +267,7 @@ class SimDevice(Device):
     def run_on_host(
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
     ) -> bool:
-        """See ``Backend.run_on_host``: by the NumPy reference."""
+        """See ``Backend.run_on_host``; runs the NumPy reference."""
         plain = not (self.defers or self.options.strict or self.options.build)
         if not plain:
             return False
@@ -301,16 +301,16 @@ class SimDevice(Device):
 
 
 def memory_of(buffer: Buffer) -> np.ndarray:
-    """Returns the flat array that work uses, which does *not* keep the block alive.
+    """Returns the flat array that queued work uses; it does *not* keep the block alive.
 
-    As on a GPU: memory that is freed while work still uses it belongs to somebody else by then.
+    As on a GPU, memory that is freed too early may have another owner when the work runs.
     """
     flat: np.ndarray | None = buffer.flat
     if flat is not None:
         return flat
     block = buffer.block
     if block.owned:
-        start = buffer.offset // buffer.dtype.itemsize  # a slice takes half the time of an array
+        start = buffer.offset // buffer.dtype.itemsize  # slicing is faster than making an array
         made: np.ndarray = block.raw.as_dtype(buffer.dtype)[start : start + buffer.size]
         buffer.flat = made
         return made
@@ -318,7 +318,7 @@ def memory_of(buffer: Buffer) -> np.ndarray:
     if whole.ndim != 1:
         whole = whole.reshape(-1)
     if buffer.array is block.raw:
-        buffer.flat = whole  # of memory that the buffer itself keeps, as its array
+        buffer.flat = whole  # the buffer keeps the memory alive by its array
     if buffer.nbytes == block.nbytes and buffer.dtype is whole.dtype:
         return whole
     part = whole.view(np.uint8)[buffer.offset : buffer.offset + buffer.nbytes]
@@ -326,14 +326,14 @@ def memory_of(buffer: Buffer) -> np.ndarray:
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """Returns a read-only view: a NumPy reference that writes an input fails."""
+    """Returns a read-only view, so that a reference that writes an input fails."""
     view = array[:]
     view.flags.writeable = False
     return view
 
 
 def address_of(array: np.ndarray) -> int:
-    """Returns the address of an array's memory; five times as fast as asking NumPy."""
+    """Returns the address of an array's memory, five times as fast as NumPy."""
     try:
         return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError):  # read-only, empty, or bfloat16

@@ -21,9 +21,9 @@ def without_warnings(
 ) -> Result:
     """Calls ``work`` in a context where NumPy ignores all floating-point errors.
 
-    It replaces ``np.errstate``, which sets a context variable at every call: that costs 0.9 us,
-    and in CPython 3.11 the process crashes if garbage is collected meanwhile and a finalizer, or a
-    signal handler that runs inside one, sets another context variable. Entering a copy of a context
-    sets none.
+    Replaces ``np.errstate``, which sets a context variable in every call. That costs 0.9 us. In
+    CPython 3.11 it can also crash the process: if garbage is collected at that moment, and a
+    finalizer (or a signal handler inside it) sets another context variable. Entering a copy of a
+    context sets no variable.
     """
     return _CONTEXT.copy().run(work, *args, **kwargs)

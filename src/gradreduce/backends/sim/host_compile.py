@@ -2,10 +2,10 @@
 
 Three builds of the same text:
 
-* ``fast``: one CUDA thread as a compile-time constant, so that g++ vectorises the kernel's plain
-  loop; callers split the chunks over host threads. 7 to 70 times faster than looping over threads.
-* ``exact``: every block and thread of a launch in turn, 16-byte vectors and tails as on a GPU.
-* ``sanitized``: exact under AddressSanitizer and UBSan; the process must preload libasan.
+* ``fast``: compiled for one CUDA thread, so that g++ vectorises the kernel's loop; callers split
+  the chunks over host threads. 7 to 70 times faster than a loop over CUDA threads.
+* ``exact``: runs every block and thread of a launch in turn, with 16-byte vectors and tails as on a
+  GPU. * ``sanitized``: ``exact`` with AddressSanitizer and UBSan; the process must preload libasan.
 
 Builds are kept in ``$XDG_CACHE_HOME/gradreduce`` (``~/.cache/gradreduce``) for other processes.
 """
@@ -32,9 +32,9 @@ from gradreduce.device.op_log import replace_file
 from gradreduce.errors import BackendUnavailableError, log_warning
 
 _COMMON = ("-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas")
-# -ffp-contract=off: g++ would fuse w -= rate*g into one rounding and differ from NumPy in 1 to 9 %
-# of float32 results. -fno-strict-aliasing: a kernel reads any element type as 16-byte vectors.
-# -fno-math-errno: a root that reports to errno is a call, and no vector.
+# -ffp-contract=off: otherwise g++ rounds w -= rate*g once, and 1 to 9 % of float32 results differ
+# from NumPy's. -fno-strict-aliasing: a kernel reads all element types as 16-byte vectors.
+# -fno-math-errno: otherwise a square root is a function call and is not vectorised.
 _VALUES = ("-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno")
 BUILDS: dict[str, tuple[str, ...]] = {
     "fast": ("-O3", "-march=native", "-DGRADREDUCE_FAST", *_COMMON, *_VALUES),
@@ -51,9 +51,9 @@ _SCALARS: dict[str, tuple[str, Any]] = {
 _LOCK = ModuleLock()
 
 
-# Of a kernel in a shared library the function of each instantiation, which releases the GIL: called
-# with the address of one element of ``TABLE``, first chunk, end chunk (not an empty range), blocks,
-# threads of a block (the fast build has one of each), and the scalars that the kernel declares.
+# The functions of a kernel in a shared library, one for each instantiation. They release the GIL.
+# Arguments: the address of a ``TABLE`` struct, first chunk, end chunk (above the first), number of
+# blocks, threads per block (both 1 in the fast build), and the scalars that the kernel declares.
 HostKernel = dict[Template, Callable[..., None]]
 
 
@@ -76,11 +76,11 @@ def host_kernel(kernel: Kernel, build: str) -> HostKernel:
     """Builds and loads ``kernel``, or loads it from the cache; may block for seconds.
 
     Raises:
-        BackendUnavailableError: no g++ or a broken one, a build that does not load, or libasan is
-            not preloaded for the sanitized build.
-        RuntimeError: g++ refused the text; its messages point into the ``.cu`` file.
+        BackendUnavailableError: g++ is missing or does not work, the build cannot be loaded, or
+            libasan is not preloaded for the sanitized build.
+        RuntimeError: g++ cannot compile the text; its messages name lines of the ``.cu`` file.
     """
-    # Asked first: libasan ends the process that loads it late.
+    # Check first: libasan ends a process that loads it late.
     if build == "sanitized" and not hasattr(ctypes.CDLL(None), "__asan_init"):
         raise BackendUnavailableError(
             "kernels='sanitized' needs LD_PRELOAD=$(g++ -print-file-name=libasan.so) when Python "
@@ -130,7 +130,7 @@ def find_compiler(build: str) -> str:
     """Returns the path of g++.
 
     Raises:
-        BackendUnavailableError: there is none.
+        BackendUnavailableError: there is no g++.
     """
     compiler = shutil.which("g++")
     if compiler is None:
@@ -146,7 +146,7 @@ def _load(text: str, name: str, build: str) -> ctypes.CDLL:
     """Loads the shared library of ``text``, from the cache if nothing has changed.
 
     Raises:
-        OSError: it does not load.
+        OSError: the library cannot be loaded.
     """
     compiler = find_compiler(build)
     key = "\0".join([text, *BUILDS[build], _target(compiler)]).encode()
@@ -173,7 +173,7 @@ def _compile(compiler: str, text: str, made: Path, build: str) -> Path:
     """Builds ``made``, and leaves its source beside it.
 
     Raises:
-        RuntimeError: the compiler refused the text.
+        RuntimeError: g++ cannot compile the text.
     """
     source = made.with_suffix(".cpp")
     source.write_text(text, encoding="utf-8")
@@ -220,7 +220,7 @@ def _cache_folder() -> Path:
     Raises:
         OSError: there is no home, or the folder cannot be made.
     """
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored where it is relative
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))  # ignored if relative
     try:
         folder = (named if named.is_absolute() else Path.home() / ".cache") / "gradreduce"
     except RuntimeError as error:
@@ -233,12 +233,12 @@ def _cache_folder() -> Path:
 
 @contextmanager
 def _opened_cache(build: str) -> Iterator[Path]:
-    """Opens the cache folder, by a path that stays valid when folders are renamed.
+    """Opens the cache folder by a path that stays valid when folders are renamed.
 
-    Of the sanitized build by its own path: the sanitizer opens the file when it reports an error.
+    For the sanitized build, the plain path: the sanitizer opens the file when it reports an error.
 
     Raises:
-        OSError: there is none, or somebody else can write it: what it holds may be theirs.
+        OSError: there is no folder, or another user can write it and may have put files there.
     """
     folder = _cache_folder()
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -263,7 +263,7 @@ def _is_ours(found: os.stat_result) -> bool:
 
 def _is_valid(path: Path, key: bytes) -> bool:
     """Whether a file is complete and was built by this user for this key."""
-    # Not blocking: to open a FIFO would wait for its writer.
+    # Non-blocking: opening a FIFO would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
         if not _is_ours(os.fstat(descriptor)):
@@ -274,7 +274,7 @@ def _is_valid(path: Path, key: bytes) -> bool:
 
 
 def _checksum(key: bytes, content: bytes) -> bytes:
-    """Returns the checksum at a file's end: of its key and its shared library."""
+    """Returns the checksum of key and library, stored at a file's end."""
     return hashlib.sha256(hashlib.sha256(key).digest() + content).digest()
 
 

@@ -1,7 +1,7 @@
 """The memory pool of a simulated device.
 
-As CuPy's pool does, it keeps freed memory by size and hands it out again as it is, so that code
-which forgets to fill a buffer meets the last owner's values, not zeros.
+Like CuPy's pool, it keeps freed memory by size and hands it out again unchanged. Code that forgets
+to fill a buffer then reads old values, not zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ START = 256  # bytes; cudaMalloc aligns to at least this
 
 
 class _ArrayInterface:
-    """The base of a NumPy array of memory, which keeps an owner alive with the array."""
+    """The base object of a NumPy array, which keeps the memory's owner alive."""
 
     def __init__(self, memory: Memory, owner: object) -> None:
         self.owner = owner
@@ -33,10 +33,10 @@ class Memory:
     """A piece of host memory owned by a pool.
 
     Attributes:
-        bytes: all of it, from an aligned address on.
-        address: of its first byte.
-        nbytes: their number.
-        elements: all of it as elements of the dtype that was asked for last.
+        bytes: all bytes, from an aligned address.
+        address: the address of the first byte.
+        nbytes: the number of bytes.
+        elements: all bytes as an array of the dtype that was last used.
     """
 
     __slots__ = ("_exported", "address", "bytes", "elements", "nbytes")
@@ -51,7 +51,7 @@ class Memory:
         self._exported: Callable[[], np.ndarray | None] = lambda: None
 
     def exported(self, owner: object) -> np.ndarray:
-        """Returns all bytes as an array that keeps ``owner`` alive: the same one while it lives."""
+        """Returns all bytes as an array that keeps ``owner`` alive, the same while it lives."""
         found = self._exported()
         if found is None:
             found = np.asarray(_ArrayInterface(self, owner))
@@ -59,7 +59,7 @@ class Memory:
         return found
 
     def as_dtype(self, dtype: np.dtype) -> np.ndarray:
-        """Returns all of it as an array of ``dtype``."""
+        """Returns all bytes as an array of ``dtype``."""
         found = self.elements
         if found.dtype is not dtype:
             whole = self.nbytes // dtype.itemsize * dtype.itemsize
@@ -70,14 +70,14 @@ class Memory:
 class SimPool:
     """A memory pool with free lists by size, and counters for tests.
 
-    A request takes a free block of its size, in whole granules. Free memory is given back to the
-    system when it comes to more than twice what was ever in use. A signal handler may use the pool
-    in the middle of a call, and may end the call.
+    A request takes a free block of its size, rounded up to granules. Free memory is returned to the
+    system when it exceeds twice the most that was ever in use. A signal handler may use the pool
+    during a call, and may end the call by an exception.
 
     Attributes:
-        live_bytes: handed out and not yet back.
-        free_bytes: kept for later.
-        grown: times the system was asked for memory.
+        live_bytes: the bytes in use.
+        free_bytes: the free bytes that the pool keeps.
+        grown: how often memory was requested from the system.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class SimPool:
                 self.free_bytes -= wanted
                 memory = free.pop()
             else:
-                if self.free_bytes > 2 * self._peak_bytes:  # sizes have changed: do not hoard
+                if self.free_bytes > 2 * self._peak_bytes:  # the sizes of requests have changed
                     self._clear()
                 memory = Memory(wanted)
                 self.grown += 1

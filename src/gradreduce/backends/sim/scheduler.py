@@ -1,8 +1,7 @@
 """Schedulers of the queues of simulated devices.
 
-``Scheduler`` runs work in the call that submits it. ``RandomScheduler`` runs it later, in a
-seeded random order among all that the waits allow: a missing wait gives a wrong result under some
-seed.
+``Scheduler`` runs work in the call that submits it. ``RandomScheduler`` runs it later, in a seeded
+random order that the waits allow. If a wait is missing, the result is wrong for some seed.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ class Event:
 
 
 _PASSED = Event(done=True)
-# What a queue was given: ("work", what to call), ("record", an event), or ("wait", an event).
+# An entry of a queue: ("work", a function), ("record", an event), or ("wait", an event).
 _Entry = tuple[str, Any]
 
 
 class Scheduler:
     """Runs the queues of all devices of a mesh; any hashable key names a queue.
 
-    This one runs work when it is submitted, in that thread, one at a time per queue. What a signal
-    handler gives runs inside the work that it has interrupted.
+    This class runs work when it is submitted, in the same thread, one at a time per queue. Work of
+    a signal handler runs during the work that the handler has interrupted.
 
     Attributes:
         defers: whether work may still be waiting when ``submit`` returns.
@@ -71,12 +70,12 @@ class Scheduler:
         """Waits on the host until the queue is empty.
 
         Returns:
-            False if ``wait_policy`` ended the wait first, or the work was dropped.
+            False if ``wait_policy`` ended the wait early, or the work was dropped.
         """
         return True
 
     def progress(self) -> None:
-        """Runs what can run without a host wait, as a GPU does."""
+        """Runs work that can run without a host wait, as a GPU does."""
 
     def is_waiting(self, queue: Hashable) -> bool:
         """Whether a queue waits for an event that has not passed."""
@@ -95,9 +94,9 @@ class RandomScheduler(Scheduler):
     ``stall`` makes a queue hang, like a GPU whose kernel never ends.
 
     Args:
-        seed: of the order. Seed 0 is fully lazy: nothing runs before the host waits. Seed 1 is
-            eager: after each call everything that can run does. Others mix, each with its own
-            inclination to run early.
+        seed: the seed of the order. Seed 0 is lazy: nothing runs before the host waits. Seed 1 is
+            eager: each call runs all work that can run. Other seeds run some work early, each with
+            its own probability.
     """
 
     defers = True
@@ -106,10 +105,10 @@ class RandomScheduler(Scheduler):
         self._random = random.Random(seed)  # noqa: S311  # an order, not a secret
         self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.5, 0.8)))
         self._queues: dict[Hashable, deque[_Entry]] = {}
-        self._stalled: dict[Hashable, int] = {}  # queue -> what it may still run
+        self._stalled: dict[Hashable, int] = {}  # queue -> number of entries that it may still run
         self._drops = 0
         self._runs = False  # whether work is being chosen or run
-        # Re-entrant: work never submits work, but a freed block may be drained inside a call.
+        # Re-entrant: a freed block may be drained inside a call.
         self._lock = threading.RLock()
         self._waiters = Waiters(self._lock)
 
@@ -137,7 +136,7 @@ class RandomScheduler(Scheduler):
 
         Raises:
             RuntimeError: the queue waits for an event that no queue will pass, or a signal handler
-                waits for what it has interrupted.
+                waits for work that it has interrupted.
         """
         drops, late = self._drops, []
 
@@ -161,7 +160,7 @@ class RandomScheduler(Scheduler):
         return not late and drops == self._drops
 
     def stall(self, queue: Hashable, after: int = 0) -> None:
-        """Stalls a queue after its next ``after`` entries (waits too)."""
+        """Stalls a queue after its next ``after`` entries, waits included."""
         with self._lock:
             self._stalled[queue] = after
 
@@ -216,17 +215,16 @@ class RandomScheduler(Scheduler):
     def _run_one(self) -> bool:
         """Runs the first entry of a random ready queue; False if none is ready.
 
-        Whole, as a device does whatever the host is interrupted by; and none inside another.
+        Ctrl-C does not interrupt the entry, and entries do not nest: work of a device is not
+        affected by interrupts of the host.
         """
         if self._runs:
             return False
-        self._runs = True  # what a signal handler does from here on runs nothing
+        self._runs = True  # from here on a signal handler runs no work
         try:
             ready = [
                 queue
-                for queue, pending in list(
-                    self._queues.items()
-                )  # a handler may submit to a new one
+                for queue, pending in list(self._queues.items())  # a signal handler may add one
                 if self._can_run(pending) and self._stalled.get(queue, 1)
             ]
             if not ready:

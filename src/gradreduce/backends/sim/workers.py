@@ -1,8 +1,8 @@
 """The thread pool that runs launches of simulated devices.
 
-A signal handler may run, and may raise, between any two steps of ``Workers.run`` in the main
-thread. What threads share is therefore changed by single C calls (``SimpleQueue``,
-``dict.setdefault``, ``list.append``), which a handler finds done or not done.
+In the main thread, a signal handler may run and may raise between any two steps of ``Workers.run``.
+Shared state is therefore changed by single C calls (``SimpleQueue``, ``dict.setdefault``,
+``list.append``), which a handler cannot interrupt.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ from queue import SimpleQueue
 from typing import Any
 from weakref import finalize
 
-# Handing work to another thread costs about 50 us: below this many elements one thread is faster.
+# Passing work to another thread costs about 50 us: with fewer elements one thread is faster.
 SPLIT_SIZE = 1 << 18
-# Elements of a reference's block: few enough for its scratch to stay in the cache and for every
-# launch that is spread over threads to be cut, enough for threads not to wait for each other's
-# turn with the interpreter. 8-term add of 8M float32 on two cores, in turns, 2026-11: 2^14 23 ms,
-# 2^16 14.0 ms, 2^17 12.2 ms, 2^18 11.3 ms, 2^20 11.5 ms; 2^17 beats 2^16 at smaller sizes too.
+# Elements in a block of a NumPy reference. Small blocks keep scratch memory in the cache and can be
+# shared among threads. Large blocks make threads wait less for the interpreter lock. Adding 8 terms
+# of 8M float32 on two cores, in turns, 2026-11: 2^14 23 ms, 2^16 14.0 ms, 2^17 12.2 ms, 2^18 11.3
+# ms, 2^20 11.5 ms; 2^17 beats 2^16 at smaller sizes too.
 BLOCK_SIZE = 1 << 17
-# Jobs of a large launch for each thread: one that starts late, or is on a slow core, does fewer.
-# 32 MB arrays on two cores, in turns, 2026-11, ms with 1, 2, 4, 8 and 16 jobs: compiled adam 4.3,
-# 3.9, 3.5, 3.6, 3.6; add_n of two 3.6, 2.5, 2.3, 2.2, 2.4; in NumPy 3.0, 2.1, 2.0, 2.0, 2.0.
+# Jobs of a large launch for each thread. With several, a thread that starts late or runs on a slow
+# core does fewer. 32 MB arrays on two cores, in turns, 2026-11, ms with 1, 2, 4, 8 and 16 jobs:
+# compiled adam 4.3, 3.9, 3.5, 3.6, 3.6; add_n of two 3.6, 2.5, 2.3, 2.2, 2.4; in NumPy 3.0, 2.1,
+# 2.0, 2.0, 2.0.
 JOBS_PER_THREAD = 4
 
 
 class _Batch:
     """The jobs of one ``Workers.run``; each is run by one thread.
 
-    So the caller needs no thread to come: it runs what nobody else has claimed.
+    The caller runs all jobs that no other thread has claimed, so it does not depend on other
+    threads.
     """
 
     __slots__ = ("_claims", "_ended", "_failures", "_jobs", "_news")
 
     def __init__(self, jobs: Sequence[Callable[[], None]]) -> None:
         self._jobs = jobs
-        self._claims: dict[int, object] = {}  # place of a job -> the caller is the batch itself
-        self._ended: list[int] = []  # places of the jobs that another thread has run
-        self._news: SimpleQueue[None] = SimpleQueue()  # one entry for each of these
+        self._claims: dict[int, object] = {}  # job index -> who runs it (self: the caller)
+        self._ended: list[int] = []  # indices of the jobs that another thread has run
+        self._news: SimpleQueue[None] = SimpleQueue()  # one entry for each index in _ended
         self._failures: list[BaseException] = []
 
     def help(self) -> None:
@@ -66,10 +68,10 @@ class _Batch:
             try:
                 raise self._failures[0]
             finally:
-                self._failures.clear()  # else its frames, which hold this, stay alive
+                self._failures.clear()  # else the error's frames keep this batch alive
 
     def drop(self) -> None:
-        """Cancels remaining jobs; returns when none runs, then raises an interruption."""
+        """Cancels remaining jobs; waits for running ones, then raises an interruption."""
         interruption: BaseException | None = None
         while True:
             try:
@@ -83,11 +85,11 @@ class _Batch:
             raise interruption
 
     def _wait(self) -> None:
-        """Waits for the jobs that other threads have started; none starts any more."""
+        """Waits for the jobs that other threads have started; no more are started."""
         others = len([owner for owner in self._claims.values() if owner is not self])
-        while len(self._ended) < others:  # then the news of one of them is still to come
+        while len(self._ended) < others:  # an entry of _news is still to come
             self._news.get()
-        self._jobs = ()  # a thread may come much later, and would keep their memory until then
+        self._jobs = ()  # a late thread would keep the jobs' memory alive
 
 
 def _serve(inbox: SimpleQueue[_Batch | None]) -> None:
@@ -110,14 +112,14 @@ class Workers:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = max(1, num_threads)
         self._inbox: SimpleQueue[_Batch | None] = SimpleQueue()
-        self._threads: list[int] = []  # none is started before the first job
+        self._threads: list[int] = []  # started at the first job
         self._end = finalize(self, _end, self._inbox, self._threads)
         self._end.atexit = False
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Runs all jobs, some in the calling thread; raises a failure after all have ended.
 
-        When it raises, jobs that no thread had begun are left out.
+        When it raises, jobs that no thread had begun do not run.
         """
         if len(jobs) == 1:
             jobs[0]()
@@ -130,19 +132,19 @@ class Workers:
                 self._inbox.put(batch)
             batch.run()
         except BaseException:
-            batch.drop()  # a job that still runs writes memory which the caller may give away
+            batch.drop()  # the caller may free memory that a running job writes
             raise
 
     def _start(self) -> None:
         """Starts the missing threads, or as many as the system allows.
 
-        When two callers come at once it may be some more, which wait for work as the others do.
+        Two simultaneous calls may start some more, which wait for work like the others.
         """
         missing = self.num_threads - 1 - len(self._threads) if self._end.alive else 0
         each = repeat(_serve, missing), repeat((self._inbox,), missing)
-        # One C call, so that each thread is started and listed, or neither. Thread.start waits in
-        # Python code, where an interruption leaves a lock held.
-        with suppress(RuntimeError):  # "can't start new thread": callers do what it would do
+        # One C call starts and lists a thread. Thread.start waits in Python code, where Ctrl-C
+        # leaves a lock held.
+        with suppress(RuntimeError):  # "can't start new thread": the caller runs the jobs
             self._threads.extend(map(start_new_thread, *each))
 
     def close(self) -> None:
@@ -152,10 +154,10 @@ class Workers:
     def block_size(self, size: int, *, streams: bool) -> int:
         """Returns the block size for a NumPy reference's row of ``size`` elements.
 
-        One that streams has nothing that the cache must hold: four blocks for each thread leave
-        none of them without work for long. 64 MB into a sum, in turns with NumPy's ``+=`` on two
-        cores, 2026-11: 1.03 to 1.10 times as long in blocks of 2^17 elements, 0.91 to 0.96 in
-        those of 2^19 or more.
+        A reference that streams needs no cache for scratch memory: it gets four blocks for each
+        thread, which keeps all threads busy. Adding 64 MB to a sum, in turns with NumPy's ``+=`` on
+        two cores, 2026-11: 1.03 to 1.10 times NumPy's time in blocks of 2^17 elements, 0.91 to 0.96
+        in blocks of 2^19 or more.
         """
         return max(BLOCK_SIZE, -(-size // (4 * self.num_threads))) if streams else BLOCK_SIZE
 
@@ -164,12 +166,12 @@ class Workers:
     ) -> list[Any]:
         """Splits ``blocks`` into contiguous parts; small work stays whole.
 
-        One part per thread, or up to ``JOBS_PER_THREAD`` of at least ``BLOCK_SIZE`` elements.
+        Makes one part per thread, or up to ``JOBS_PER_THREAD`` of at least ``BLOCK_SIZE`` elements.
 
         Args:
-            blocks: of work, in their order.
-            size: elements in all of them.
-            costs: of each block, in elements or what takes as long. None: all cost the same.
+            blocks: the blocks of work, in order.
+            size: the number of elements in all blocks.
+            costs: the cost of each block, as a number of elements. None: all are equal.
         """
         if self.num_threads == 1 or len(blocks) == 1 or size < SPLIT_SIZE:
             return [blocks]
