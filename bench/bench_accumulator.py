@@ -35,7 +35,7 @@ MANY_SIZE, QUICK_MANY = 16, 12
 ROWS, WIDTH, INDICES, QUICK_ROWS = 20_000, 64, 100_000, 100  # of a sparse gradient
 ROUNDS = 60  # on a CPU, of which the best one counts
 LOOPS = 4  # of one round, where a call is microseconds: the first finds its caches cold
-# Calls of one loop, where a call is microseconds: a loop as short as a scheduler's slice of time.
+# Calls of one loop, where a call takes microseconds: the loop fits in one time slice.
 NUMBER, QUICK_NUMBER = 50, 10
 LATE = 2**40  # a step that is never stale
 

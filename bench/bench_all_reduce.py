@@ -2,10 +2,10 @@
 
 On GPUs if CuPy finds any, otherwise on four simulated devices with both implementations. For each
 candidate the table gives size, time, algorithm and bus bandwidth (as nccl-tests define them), the
-ratio to the *line*, and the host's time of a call. The line is the time in which a plain copy, in
-the same rounds, reads and writes what an all-reduce must: reads each replica once and writes each
-result once. On a CPU that copy is np.copyto's, in one thread. Reports peers that are not
-installed. Exit status 1 if a floor is violated.
+ratio to the *line*, and the host's time of a call. The line is the time of a plain copy, in the
+same rounds, that reads each replica once and writes each result once, as an all-reduce must. On a
+CPU the copy is np.copyto, in one thread. Reports peers that are not installed. Exit status 1 if a
+floor is violated.
 
     python bench/bench_all_reduce.py [--json FILE] [--quick]
 """
@@ -123,9 +123,9 @@ def check(name: str, results: Sequence[Sequence[np.ndarray]], tensors: Tensors) 
 class Steps:
     """The all-reduces of one implementation over the same tensors, in every way.
 
-    With ``num_packs=0`` a launch reads the gradients where they lie. Those of ``plain`` are
-    uploaded, as results of our operations would be; a user's own NumPy arrays have rows of their
-    own, which include wrapping 644 arrays and their results.
+    With ``num_packs=0`` a launch reads the gradients where they are. The gradients of ``plain`` are
+    uploaded first, like results of our operations. A user's own NumPy arrays have separate rows,
+    whose times include wrapping 644 arrays and their results.
     """
 
     def __init__(self, implementation: str, mesh: Mesh, tensors: Tensors) -> None:

@@ -1,10 +1,10 @@
 """Measures all-reduce over two processes of this machine, compared with their library's own.
 
 Starts two processes by torchrun (gloo), and two by mpiexec, where PyTorch and mpi4py are installed.
-Each process has one simulated device. The line is one raw all-reduce of the library of as many
-bytes, in the same rounds. ResNet-50's gradients in a flat buffer, prepared; the same packed, beside
-NumPy's copy of them into one array; and 161 tiny tensors, prepared and plain. Exit status 1 if a
-floor is violated.
+Each process has one simulated device. The line is one raw all-reduce of that library, with as many
+bytes, in the same rounds. The cases are ResNet-50's gradients in a flat buffer, prepared; the same
+gradients packed, beside NumPy's copy of them into one array; and 161 tiny tensors, prepared and
+plain. Exit status 1 if a floor is violated.
 
     python bench/bench_processes.py [--json FILE] [--quick]
 """
@@ -163,7 +163,7 @@ def run_process(launcher: Launcher, report: Path, *, quick: bool) -> None:
             calls[PASS] = pack_pass(each)
         rounds = QUICK_ROUNDS if quick else TINY_ROUNDS if is_tiny else ROUNDS
         taken = in_turns(calls, barrier, rounds)
-        # Of tiny tensors the best: microseconds are doubled by whatever else the machine does.
+        # For tiny tensors the best round: other work on the machine doubles microseconds.
         of_rounds = min if is_tiny else statistics.median
         found[case] = {name: of_rounds(times) for name, times in taken.items()}
     if mesh.process_index == 0:

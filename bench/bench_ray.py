@@ -1,9 +1,9 @@
 """Measures gr.ray on one machine: AGN centers and accumulators in actors, beside actors of Ray.
 
-Starts a cluster with a small object store, whose pages all have been used after the warm-up. The
-peer is an actor that adds an array in place and returns it, synchronous or asynchronous; for small
-variables it is a round trip of Ray with a small argument. All in turns. Exit status 1 if a floor is
-violated.
+Starts a cluster with a small object store, so that the warm-up uses all of its pages. The peer is
+an actor that adds an array in place and returns it, synchronous or asynchronous; for small
+variables it is a round trip of Ray with a small argument. All candidates run in turns. Exit status
+1 if a floor is violated.
 
     python bench/bench_ray.py [--json FILE] [--quick]
 """

@@ -2,8 +2,8 @@
 
 Mean of replicas in flat buffers by ``hierarchical_copy``, prepared in place and as a plain call: on
 logical devices of GPU 0 if CuPy finds one, otherwise on simulated devices with compiled kernels.
-The copy reads and writes what the all-reduce must, on a CPU in one thread. A size that is more
-than a quarter of the free memory is left out, and the report says so.
+The copy reads and writes as many bytes as the all-reduce must, on a CPU in one thread. A size that
+needs more than a quarter of the free memory is left out, and the report says so.
 
     python bench/bench_scaling.py [--json FILE] [--quick]
 """

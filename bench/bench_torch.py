@@ -1,9 +1,9 @@
 """Measures gr.torch.DataParallel and the hook of DDP on the CPU, compared with PyTorch's own.
 
 Starts two processes by torchrun (gloo), with one simulated device and one thread of PyTorch each.
-Host time of a step on tiny gradients, in one process and in two; memory; how much of the reductions
-of ResNet-18 runs beside its backward; and DDP with our hook beside plain DDP, on the gradients of
-ResNet-50. All in turns. Exit status 1 if a floor is violated.
+Measures the host time of a step on tiny gradients, in one process and in two; memory; how much of
+the reductions of ResNet-18 runs beside its backward; and DDP with our hook beside plain DDP, on the
+gradients of ResNet-50. All candidates run in turns. Exit status 1 if a floor is violated.
 
     python bench/bench_torch.py [--json FILE] [--quick]
 """
@@ -84,7 +84,7 @@ def in_turns(steps: Steps, rounds: int, now: Callable[[], float]) -> dict[str, l
 
 
 def best(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Returns the shortest times: what else the machine does doubles microseconds."""
+    """Returns the shortest times, because other work on the machine doubles microseconds."""
     return {name: min(times) for name, times in taken.items()}
 
 
@@ -316,7 +316,7 @@ def has_cores() -> bool:
 
 
 def hook(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
-    """Measures a backward of DDP with and without our hook, which computes nothing else."""
+    """Measures backward of DDP with and without our hook; the module computes nothing."""
     import torch
     from measure.torch_modules import Given
     from torch.nn.parallel import DistributedDataParallel
@@ -394,7 +394,7 @@ class Bench:
 
     def in_two(self) -> dict[str, Any]:
         """Returns what two processes have measured."""
-        # Freed memory stays the process's: pages that it gets anew take as long as all else.
+        # The process keeps freed memory: getting new pages takes as long as everything else.
         most = str(2**40)
         environment = {**os.environ, "OMP_NUM_THREADS": "1",
                        "MALLOC_TRIM_THRESHOLD_": most, "MALLOC_MMAP_THRESHOLD_": most}  # fmt: skip

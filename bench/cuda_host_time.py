@@ -2,10 +2,10 @@
 
     python bench/cuda_host_time.py OLD [NEW] [--json FILE] [--quick]
 
-OLD and NEW (default: this one) are checkouts. Each runs in a process of its own, with
-``measure/stub_cupy.py`` in CuPy's place; the two take turns, so that load hits both, and are
+OLD and NEW (default: this one) are checkouts. Each runs in its own process, with
+``measure/stub_cupy.py`` instead of CuPy. The two take turns, so that load affects both, and are
 compared by processor time. The gradients are ResNet-50's 161 tensors on eight logical devices of
-one GPU. Needs neither GPU nor CuPy.
+one GPU. Needs neither a GPU nor CuPy.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def calls_of() -> tuple[Any, dict[str, Callable[[], Any]]]:
 
 
 def work() -> None:
-    """Measures what the parent process asks for: a case and a number of calls per line."""
+    """Reads lines with a case and a number of calls from the parent; measures each."""
     mesh, calls = calls_of()
     for call in calls.values():
         for _ in range(3):  # fills caches

@@ -1,9 +1,9 @@
 """Runs the benchmarks one after the other, keeps their figures, and writes docs/benchmarks.md.
 
 Figures go to ``bench/results/cpu/NAME.json``, or ``bench/results/gpu/NAME.json`` where CuPy finds a
-GPU, with machine, versions, command, date and load average. A benchmark that fails or does not end
-in time keeps its earlier file; a violated floor is kept and shown. Run it on a machine that does
-nothing else; ``--busy`` marks the figures of one that does.
+GPU, with machine, versions, command, date and load average. If a benchmark fails or does not end in
+time, its earlier file stays. Figures that violate a floor are written too, and the page shows it.
+Run this on a machine without other work; otherwise ``--busy`` marks the figures.
 
     python bench/record.py [NAME...] [--minutes 10] [--busy]
 """
@@ -34,7 +34,7 @@ DIGITS = 4  # that are kept of a figure
 
 
 def machine() -> dict[str, Any]:
-    """Returns what the figures depend on."""
+    """Returns processor, memory and versions, on which the figures depend."""
     versions = {}
     for library in LIBRARIES:
         try:

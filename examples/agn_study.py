@@ -1,13 +1,13 @@
 """Tests the claims of the AGN paper (arXiv 1710.02368) on handwritten digits.
 
 Asynchronous training is simulated in one process: an event queue orders the steps, so that results
-depend only on the seed. AGN is the library's, with gradient descent as inner optimizer, for which
-TensorFlow's rule is the paper's. n is the number of workers, λ the communication period. The
-trainings that a claim compares have the same total number of steps. Workers, schedule and the
-methods that AGN is compared with are in ``agn_workers.py``.
+depend only on the seed. AGN is the library's, with gradient descent as inner optimizer; with it
+TensorFlow's rule equals the paper's. n is the number of workers, λ the communication period. A
+claim compares trainings with the same total number of steps. ``agn_workers.py`` has the workers,
+the schedule, and the methods that AGN is compared with.
 
-The exit status is 0 if the six claims hold that are known to hold here. Two claims of the paper are
-known not to hold; they are shown but do not count. Nothing here measures speed.
+The exit status is 0 if the six claims hold that are known to hold here. The table shows the two
+other claims too, but they do not count. Speed is not measured.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Compares DistributedDataParallel with and without our hook: bytes that travel, and accuracy.
+"""Compares DistributedDataParallel with and without our hook: bytes sent, and accuracy.
 
     python -m pip install ".[examples,torch]"
     torchrun --nproc-per-node 2 examples/ddp_hook.py
 
-Three trainings on handwritten digits, from the same start and on the same images: plain DDP, DDP
-with ``gr.torch.comm_hook``, and with the hook and a ``wire_dtype`` of 16 bits. ``with_hook`` is the
+Trains three times on handwritten digits, with the same initial weights and images: plain DDP, DDP
+with ``gr.torch.comm_hook``, and DDP with the hook and a 16-bit ``wire_dtype``. ``with_hook`` is the
 part to copy.
 """
 

@@ -1,8 +1,9 @@
-"""Trains in processes that torchrun starts again, in another number, when some are lost or join.
+"""Trains under torchrun, which restarts all processes when one fails or joins.
 
-The training continues from its last checkpoint. The number of replicas stays the same; each process
-gets its share of them. So the weights are those of a run without a failure. ``train``, ``save`` and
-``load`` are the parts to copy. ``README.md`` has the commands.
+After a restart there may be another number of processes. The training continues from its last
+checkpoint. The number of replicas stays the same, and each process has a share of them, so the
+weights are those of a run without a failure. ``train``, ``save`` and ``load`` are the parts to
+copy. ``README.md`` has the commands.
 """
 
 from __future__ import annotations

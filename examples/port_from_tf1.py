@@ -1,11 +1,11 @@
-"""Ports four trainings from TensorFlow 1: each of its calls is a comment above ours.
+"""Ports four trainings from TensorFlow 1; comments show its calls above ours.
 
     python -m pip install ".[examples]"
     python examples/port_from_tf1.py
 
 ``mirrored``, ``conditional_accumulators``, ``sync_replicas`` and ``agn`` train the same network on
-handwritten digits, on four devices. There is no graph: no session and no operation to run, a call
-does its work, and a loss is a function.
+handwritten digits, on four devices. There is no graph and no session: each call runs at once, and a
+loss is a function.
 """
 
 from __future__ import annotations

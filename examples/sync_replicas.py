@@ -14,10 +14,10 @@ The protocol:
   accumulators, updates the variables, and puts tokens with the new global step in a queue: one per
   worker, or one per gradient of an update if that is more.
 
-So a gradient is used at the step at which it was computed, or dropped. As in TensorFlow, workers
-that are on time lose gradients too: those after enough others, and those computed with a token that
-was queued until its step was over. In TensorFlow each variable drops gradients separately; here the
-gradients of a worker are accepted or dropped together.
+So a gradient is used at the step at which it was computed, or dropped. As in TensorFlow, gradients
+of workers that are on time are dropped too, if enough others came first, or if the worker's token
+waited in the queue until its step was over. In TensorFlow each variable drops gradients separately;
+here all gradients of a worker are accepted or dropped together.
 
 The workers are threads, each with its own logical device. A straggler delays some of its gradients
 until the others have made ``--lag`` more updates (an event, not a clock), so all of them are stale.

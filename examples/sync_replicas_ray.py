@@ -8,8 +8,8 @@ The chief is this process, each worker a task of Ray. They share two actors:
   there for ``--replicas-to-aggregate`` gradients, takes their mean, updates the weights, and gives
   them to the board.
 
-So an update waits for no straggler: one that is late loses its gradient, and continues with the
-newest weights. A worker whose process is killed is started again by Ray.
+So no update waits for a straggler: the gradient of a late worker is dropped, and the worker
+continues with the newest weights. If the process of a worker is killed, Ray starts it again.
 
 ``work``, ``lead`` and ``Board`` are the parts to copy. Records and report are those of
 ``sync_replicas.py``.
@@ -52,7 +52,7 @@ POLL_S = 1.0  # how often the chief looks for workers that have failed
 
 @ray.remote(num_cpus=0)
 class Board:
-    """The newest weights and their step; a call of it waits in a thread of its own."""
+    """The newest weights and their step; each waiting call has its own thread."""
 
     def __init__(self) -> None:
         self._step, self._weights = -1, None

@@ -1,11 +1,11 @@
 """Trains a small network on handwritten digits, data-parallel, with gradreduce.
 
-Read ``train`` first: it shows all that a training script needs from the library. With ``--mode
-agn`` the devices train asynchronously; see ``agn_threads.py``, and with ``--engine ray`` also
-``agn_ray.py``. The network and its loss, in NumPy, are in ``digits.py``, the report in
-``report.py``, the command line (``python examples/train_digits.py --help``) in
-``command_line.py``. Each device computes the gradients of its own images, on a GPU with CuPy.
-torchrun, mpiexec and srun start it in several processes, each with its own devices.
+Read ``train`` first: it shows every call that a training script needs. Each device computes the
+gradients of its own images, on a GPU with CuPy. Under torchrun, mpiexec or srun each process has
+its own devices. With ``--mode agn`` the devices train asynchronously: see ``agn_threads.py``, and
+for ``--engine ray`` ``agn_ray.py``. ``digits.py`` has the network and its loss, in NumPy,
+``report.py`` the report, and ``command_line.py`` the command line
+(``python examples/train_digits.py --help``).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ AGGREGATION = {
 def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History:
     """Trains on every device of ``mesh``, with several micro-batches per device and step.
 
-    Every process calls it. All draw the same images for all replicas, and each takes those of its
-    own: however many processes share the replicas, the weights are the same.
+    Every process calls it. All processes draw the same images for all replicas, and each uses those
+    of its own replicas. So the weights do not depend on the number of processes.
     """
     rng = np.random.default_rng(options.seed)
     variables = [

@@ -4,9 +4,10 @@
     python examples/train_jax.py
     mpiexec -n 2 python examples/train_jax.py --devices 2
 
-The first command trains on four devices in one process (on a CPU JAX makes four of it), the second
-on two in each of two processes: the weights are the same. Read ``train`` first: jitted functions
-compute loss and gradients on every device, one call averages them, and optax updates each replica.
+The first command trains on four devices in one process (JAX simulates four devices on a CPU), the
+second on two devices in each of two processes. The weights are the same. Read ``train`` first:
+jitted functions compute loss and gradients on every device, one call averages the gradients, and
+optax updates each replica.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def loss(params: Any, images: Any, labels: Any) -> Any:
 def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History:
     """Trains on every device of ``mesh``; every process calls it.
 
-    All draw the same images for all replicas, and each takes those of its own.
+    All processes draw the same images for all replicas; each uses those of its own replicas.
     """
     rng = np.random.default_rng(options.seed)
     optimizer = optax.sgd(options.learning_rate, momentum=0.9)

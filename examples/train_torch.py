@@ -4,10 +4,10 @@
     python examples/train_torch.py
     torchrun --nproc-per-node 2 examples/train_torch.py
 
-The first command trains on four devices in one process, the second on two in each of two processes:
-the weights are the same. Read ``train`` first. Gradients of several micro-batches are accumulated,
-averaged over all replicas while ``backward`` runs, and clipped by their global norm. ``save`` and
-``resume`` store and restore a training, also in another number of processes.
+The first command trains on four devices in one process, the second on two devices in each of two
+processes. The weights are the same. Read ``train`` first: gradients of several micro-batches are
+accumulated, averaged over all replicas while ``backward`` runs, and clipped by their global norm.
+``save`` and ``resume`` store and restore a training, also in another number of processes.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def accuracy(net: Any, digits: Digits) -> float:
 def save(path: Path | None, number: int, dp: Any, optimizers: Sequence[Any], mesh: gr.Mesh) -> None:
     """Replaces the checkpoint; process 0 does it, whose first replica is like all others."""
     if path is not None and mesh.process_index == 0:
-        temporary = path.with_name(path.name + ".tmp")  # whoever is killed leaves a whole file
+        temporary = path.with_name(path.name + ".tmp")  # a kill leaves a complete file
         state = {"module": dp.module.state_dict(), "optimizer": optimizers[0].state_dict()}
         torch.save({"step": number, **state}, temporary)
         temporary.replace(path)

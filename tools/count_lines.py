@@ -26,7 +26,7 @@ NO_CODE = {
 
 
 def is_docstring(node: ast.stmt) -> bool:
-    """Whether a statement is only a string; documents what it is in, or the name above it."""
+    """Whether a statement is only a string, such as a docstring."""
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)

@@ -3,9 +3,9 @@
     python tools/flight_to_torch.py FOLDER flight.*.rank*.json
     python -m torch.distributed.flight_recorder.fr_trace FOLDER
 
-The files are those that ``GRADREDUCE_FLIGHT_RECORD`` names, of one mesh. A process that was killed
-or stopped leaves none: it is taken to have joined the calls that another process has completed.
-IndexedSlices have the size of one row.
+The files are the flight records of one mesh, which ``GRADREDUCE_FLIGHT_RECORD`` names. A process
+that was killed or stopped has no file; the tool assumes that it joined the calls that another
+process has completed. IndexedSlices have the size of one row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES = {"broadcast": "nccl:broadcast", "a SyncStep": "nccl:barrier"}
 
 
 def convert(records: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Returns what PyTorch's recorder would have dumped in each process.
+    """Returns the dump of PyTorch's recorder for each process.
 
     Args:
         records: at most one of each process.

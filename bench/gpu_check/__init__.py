@@ -3,16 +3,16 @@
 The modules:
 
 * ``__main__``: the command line, and one section after another.
-* ``setting``: what a section is told: fake or real, which GPU, how to start Python.
-* ``identify``: which GPU and which versions there are; the program that looks is a child.
-* ``child``: one command in a process group of its own, with a deadline; nothing survives it.
-* ``record``: the JSON file of a section, true at every moment.
-* ``section``: drives a section: a generator of checks that is told how each has ended.
+* ``setting``: the settings of a section: fake or real, which GPU, how to start Python.
+* ``identify``: finds the GPU and the versions, in a child process.
+* ``child``: runs one command in its own process group, with a deadline, and ends all its processes.
+* ``record``: the JSON file of a section, which is complete at every moment.
+* ``section``: runs a section: a generator that yields checks and gets their results.
 * ``run_first``: the steps of the first section, as a list of checks; ``run_tests``, ``run_nccl``,
   ``run_example``, ``run_bench``, ``run_sanitize``: the other sections, whose checks it shares;
-  ``run_ncu``: what a profiler counts.
+  ``run_ncu``: the counters of a profiler.
 * ``versions``, ``smoke``, ``torch_assert``, ``torch_training``, ``host_costs``, ``launches``,
   ``ranks``, ``copy_rate``: programs that the sections start; ``unpooled``: a plugin of pytest.
 
-This process never imports CuPy: a GPU that hangs hangs a child, which has a deadline.
+This process never imports CuPy. If a GPU hangs, it blocks only a child, which has a deadline.
 """

@@ -14,18 +14,18 @@ from types import FrameType
 
 __all__ = ["Ended", "Stop", "run"]
 
-LOOK_SECONDS = 0.1  # between two looks at the deadline and at the signals
+LOOK_SECONDS = 0.1  # between two checks of the deadline and the signals
 GRACE_SECONDS = 3.0  # from SIGTERM to SIGKILL
 
 
 class Stop:
     """Records signals that ask this program to end.
 
-    A flag, not an exception: raised between the start of a child and the line that keeps it, an
-    exception would leave the child to itself.
+    It sets a flag and raises no exception: an exception right after the start of a child, before
+    the child is stored, would leave the child running.
 
     Attributes:
-        number: of the signal that came, or 0.
+        number: number of the received signal, or 0.
     """
 
     def __init__(self) -> None:
@@ -51,9 +51,9 @@ class Ended:
 
     Attributes:
         status: its exit status; negative if a signal ended it.
-        seconds: that it took.
+        seconds: its duration.
         finished: whether it ended by itself.
-        output: its standard output and standard error, in one.
+        output: its standard output and standard error, together.
     """
 
     status: int
@@ -75,10 +75,10 @@ def run(
 
     Args:
         command: the program and its arguments.
-        log: a file for the output. No pipe: a grandchild that keeps one open would be waited for.
+        log: a file for the output. With a pipe this would wait for grandchildren that keep it open.
         cwd: its current folder.
-        environment: all of its environment.
-        deadline: the moment, by ``time.monotonic``, at which it and its children are killed.
+        environment: its whole environment.
+        deadline: the time, by ``time.monotonic``, at which it and its children are killed.
         stop: ends it early.
     """
     start = time.monotonic()

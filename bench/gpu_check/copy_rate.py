@@ -2,8 +2,8 @@
 
     python -m gpu_check.copy_rate [--json FILE] [--quick]
 
-Counts the bytes that are read and those that are written. Times by the host's clock around many
-copies, all queued before the first has ended, so that the host has no part in the figure.
+Counts the bytes read and the bytes written. The host's clock measures many copies, which are all
+queued before the first has ended, so that the host does not limit the rate.
 """
 
 from __future__ import annotations

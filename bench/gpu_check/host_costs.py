@@ -2,8 +2,8 @@
 
     python -m gpu_check.host_costs [--json FILE] [--quick]
 
-A kernel's table goes to CuPy as an argument that is made once. CuPy also takes the NumPy struct,
-and then makes such an argument at each launch; both are timed.
+A kernel's table is converted once to an argument of CuPy. CuPy also accepts the NumPy struct, and
+then converts it at each launch. Both are measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Identifies the GPU and its software versions; as a program, with CuPy.
+"""Identifies the GPU and its software versions.
 
-``python -m gpu_check.identify FILE`` writes what it found to FILE; exit status 1 if there is no
-GPU, with the reason there. It runs as a child because a broken driver may never answer.
+``python -m gpu_check.identify FILE`` asks CuPy and writes the answers to FILE; without a GPU it
+writes the reason, and the exit status is 1. It runs as a child, because a broken driver may hang.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _git(*arguments: str) -> str:
 def sources() -> str:
     """Returns a hash of all files in ``src`` and ``kernels``, 16 hexadecimal digits.
 
-    They say what ran also where a commit does not: in a copy, or with changed files.
+    It identifies the sources also in a copy without git, or with changed files.
     """
     digest = hashlib.sha256()
     for folder, pattern in (("kernels", "*.cu*"), ("src", "*.py")):

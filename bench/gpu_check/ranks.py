@@ -2,11 +2,11 @@
 
     python -m gpu_check.ranks version|together|apart|hang|cost NUM_RANKS REPORT [--quick]
 
-Everything goes through our own ``NcclCollective``, whose dtypes, counts and calls are what is
-tried; taken away are only its checks that a rank has a GPU to itself. ``apart`` starts itself once
-more for each rank; those processes find each other by an id that the first writes into a file.
-``hang`` does so too, and lets one rank reduce alone until its deadline aborts the communicator.
-``cost`` asks what a call takes of the host, beside the same calls of NCCL given directly.
+All calls go through our own ``NcclCollective``, to test its dtypes, counts and calls; only its
+check that each rank has its own GPU is removed. ``apart`` starts this program again for each rank;
+these processes meet by an id that the first writes to a file. ``hang`` does so too, and lets one
+rank reduce alone until its deadline aborts the communicator. ``cost`` measures the host time of a
+call, and of the same calls of NCCL made directly.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SharingCollective(NcclCollective):
     """``NcclCollective`` without its check that each rank has its own GPU.
 
     Args:
-        communicator: of the one rank that this process has; None if it has all of them.
+        communicator: the communicator of this process's only rank; None if it has all ranks.
     """
 
     def __init__(self, mesh: Mesh, communicator: Any = None) -> None:
@@ -114,7 +114,7 @@ def compare(
     """Tests every collective, dtype and size; returns the number of compared results.
 
     Args:
-        collective: that is tried.
+        collective: the tested collective.
         devices: of this process, one for each of its ranks.
         ours: the ranks of this process.
         ranks: all of them.

@@ -1,7 +1,7 @@
 """The JSON file of a section, rewritten after every change.
 
-It is written before the section begins and after every step of it, each time as a whole: a run
-that is killed leaves what was known by then, with the status ``stopped``.
+It is written as a whole before the section begins and after every step. If the run is killed, the
+file contains the results up to then, with the status ``stopped``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Result:
     """The result of a check.
 
     Attributes:
-        name: of the check.
+        name: name of the check.
         outcome: passed, failed, stopped or skipped.
-        seconds: that it took.
-        figures: what it measured or counted.
+        seconds: its duration.
+        figures: measured and counted figures.
         reason: why it did not pass; empty if it did.
         tail: the end of its output, if it failed or was stopped.
     """
@@ -44,7 +44,7 @@ class Record:
 
     Args:
         path: the file.
-        header: what does not change while the section runs.
+        header: the entries that do not change while the section runs.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:

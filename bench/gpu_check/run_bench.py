@@ -1,7 +1,7 @@
 """Section ``bench``: the rate of a plain copy, and every benchmark.
 
-A benchmark is a file ``bench_*.py`` that takes ``--json FILE`` and ``--quick``; bench/README.md
-says what the two mean.
+A benchmark is a file ``bench_*.py`` that takes ``--json FILE`` and ``--quick``, which
+bench/README.md describes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def program(name: str, module: str, seconds: float, *words: str, **environment: 
     """Runs a module of ``gpu_check`` that takes ``--json FILE`` and ``--quick``.
 
     Args:
-        name: of the check.
-        module: below ``gpu_check``.
+        name: name of the check.
+        module: name of the module in ``gpu_check``.
         seconds: its deadline.
-        words: arguments that come first.
-        environment: what it needs beside the environment of all children.
+        words: the first arguments.
+        environment: variables to add to the environment of all children.
     """
 
     def run(setting: Setting) -> Checks:

@@ -1,9 +1,9 @@
 """Section ``example``: trains on eight logical devices, on one GPU and simulated.
 
-The networks must end as good as each other. Not with the same bits: each backend computes its
-gradients by its own library, and cuBLAS adds the products of a matrix in an order of its own. (On
-the fake CuPy both are NumPy's, and the bits are the same.) What is ours is compared bit by bit in
-the section ``tests``.
+The networks must reach the same accuracy. Their bits differ, because each backend computes its
+gradients by its own library, and cuBLAS adds the products of a matrix in another order. (With the
+fake CuPy both are NumPy's, and the bits are the same.) The section ``tests`` compares our own
+operations bit by bit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Section ``first``: the first checks on a machine with a GPU, in short steps.
 
-What a step shows is needed to read the next one: a wrong sum says nothing where a warning is
-raised as an error, and a slow kernel nothing where sums are wrong. Each check has a deadline of its
-own, those of a step together less than a section has: none can take another's time.
+Each step tests what the next one relies on: sums mean nothing if CuPy raises warnings, and times
+mean nothing if sums are wrong. Each check has its own deadline. The deadlines of a step add up to
+less than the limit of a section, so that no check uses the time of another.
 """
 
 from __future__ import annotations

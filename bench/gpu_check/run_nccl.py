@@ -1,12 +1,12 @@
 """Section ``nccl``: real NCCL with several ranks on one GPU.
 
-NCCL refuses two ranks on one GPU ("Duplicate GPU detected"), but for two ways:
+NCCL refuses two ranks on one GPU ("Duplicate GPU detected"), with two exceptions:
 
 * ``one process``: from NCCL 2.30 on ``NCCL_MULTI_RANK_GPU_ENABLE=1`` allows it, as an experiment:
   about two ranks with the defaults, more with fewer CTAs, without NVLS. It hangs if the GPU's
   resources run out.
-* ``processes``: with every version, one process for each rank, each with a host name of its own
-  and no way to the others but a socket of the loopback device. For correctness only, never speed.
+* ``processes``: with every version, one process for each rank, each with its own host name, which
+  exchange bytes only by sockets of the loopback device. This tests correctness, not speed.
 
 Every check has its own deadline, and a hang ends that check alone.
 """

@@ -1,8 +1,8 @@
 """Section ``sanitize``: compute-sanitizer on a few launches of common kernels.
 
-Under it a launch is many times as slow, so that only small sets end in time. Our kernels have no
-shared memory and no barrier: racecheck has little to find. Every block is a ``cudaMalloc`` of its
-own (``unpooled``), because the sanitizer does not know where a pool's blocks end.
+It slows a launch many times, so that only small sets of tests end in time. Our kernels have no
+shared memory and no barrier, so racecheck has little to find. Every block is allocated by its own
+``cudaMalloc`` (``unpooled``), because the sanitizer does not know where the blocks of a pool end.
 """
 
 from __future__ import annotations

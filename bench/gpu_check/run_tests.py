@@ -1,6 +1,6 @@
 """Section ``tests``: every test that needs a GPU, one pytest process for each file.
 
-A file of its own process each, because a fault on a GPU spoils the process that it happened in.
+Each file runs in its own process, because a fault on a GPU makes its process unusable.
 """
 
 from __future__ import annotations

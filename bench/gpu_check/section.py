@@ -1,7 +1,7 @@
 """Runs the checks of a section one by one, and records each.
 
-A section is a generator. It yields checks, and is sent the result of each, so that what is asked
-next may depend on it. Every check has a deadline of its own: one that hangs leaves the others time.
+A section is a generator: it yields checks and is sent the result of each, on which the next check
+may depend. Every check has its own deadline, so that the others have time if one hangs.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ class Check:
     """A command to run, with its limits.
 
     Attributes:
-        name: for the record; checks of the same name run the same.
+        name: name in the record; checks with the same name are equal.
         command: the program and its arguments.
-        seconds: after which it is stopped; the section's own limit holds besides.
-        environment: what it needs beside the environment of all children.
-        read: its figures, from its output and from files that it left. What this raises makes the
-            check fail.
-        passes: the exit statuses that are no failure.
-        skips: words in the output of a check that failed -> why it cannot be made here.
+        seconds: its deadline; the limit of the section applies too.
+        environment: variables to add to the environment of all children.
+        read: returns its figures, from its output and its files. If this raises, the check fails.
+        passes: the exit statuses that are not a failure.
+        skips: words in the output of a failed check -> why it cannot run here.
     """
 
     name: str
@@ -86,8 +85,8 @@ class Limit:
     """The time limit of a section.
 
     Attributes:
-        seconds: that it has.
-        deadline: by ``time.monotonic``.
+        seconds: the limit.
+        deadline: its end, by ``time.monotonic``.
     """
 
     seconds: float
@@ -106,10 +105,10 @@ def run_section(
     """Runs the checks of a section within its time limit.
 
     Args:
-        section: makes the checks.
-        record: keeps how they ended.
-        setting: has the seconds that all of them have together.
-        stop: ends it early.
+        section: yields the checks.
+        record: gets their results.
+        setting: has the time limit of all checks together.
+        stop: ends the section early.
         done: checks that have run before and are not repeated; those of this section are added.
     """
     done = {} if done is None else done

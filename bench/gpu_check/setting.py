@@ -19,11 +19,11 @@ class Gpu:
     """The first GPU, with its software versions.
 
     Attributes:
-        name: as the driver gives it; ``fake`` for the stand-in, ``none`` where there is no GPU.
+        name: the driver's name; ``fake`` for the fake CuPy, ``none`` if there is no GPU.
         count: how many GPUs there are.
         missing: why there is none; empty if there is one.
         details: memory in bytes, compute capability, number of multiprocessors.
-        versions: of driver, runtime, cupy, nccl, numpy and python; None where it is not known.
+        versions: of driver, runtime, cupy, nccl, numpy and python; None if unknown.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Setting:
     """The settings of a run.
 
     Attributes:
-        fake: whether the stand-in of ``tests/fake_cupy`` is CuPy.
-        gpu: that the run is on.
-        work: a folder for what the checks leave; it is gone after the run.
+        fake: whether ``tests/fake_cupy`` replaces CuPy.
+        gpu: the GPU of the run.
+        work: a folder for files of the checks; it is removed after the run.
         benches: the folder of the benchmarks.
-        limit: seconds that a section has.
-        part: of the section that alone is run; empty for all of it.
+        limit: the time limit of a section, in seconds.
+        part: the only part of the section that runs; empty for all of it.
     """
 
     fake: bool

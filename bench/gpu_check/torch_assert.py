@@ -2,8 +2,8 @@
 
     python -m gpu_check.torch_assert [--json FILE] [--quick]
 
-An index out of bounds is such an assertion. It ruins the CUDA context of the process (error 710,
-``cudaErrorAssert``) for every library in it, so this is a process of its own.
+An index out of bounds fails such an assertion. It makes the CUDA context of the process unusable
+(error 710, ``cudaErrorAssert``) for every library, so this runs in its own process.
 """
 
 from __future__ import annotations

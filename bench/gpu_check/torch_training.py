@@ -2,10 +2,10 @@
 
     python -m gpu_check.torch_training [--json FILE] [--quick]
 
-First in one process with two logical devices of the GPU; then in two processes, which share it and
-reduce by way of the host (gloo). Backward runs on a stream of its own, behind work that takes a
-while: who does not wait for it reads old gradients. Between two steps memory that the gradients had
-is filled by others, from PyTorch's caching allocator.
+Trains first in one process with two logical devices of the GPU, then in two processes, which share
+the GPU and reduce through host memory (gloo). Backward runs on a side stream, after slow work, so
+that code that does not wait for it reads old gradients. Between two steps PyTorch's caching
+allocator reuses the memory of the gradients for other tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def means(step: int) -> list[Any]:
 
 @contextmanager
 def side_stream(device: str) -> Iterator[None]:
-    """Context manager: on a GPU, work goes to another stream, behind some that takes a while."""
+    """Context manager: on a GPU work goes to another stream, after slow work."""
     if device == "cpu":
         yield
         return
@@ -75,7 +75,7 @@ def run_steps(modules: Sequence[Any], first: int, zero: Any, device: str) -> int
     """Computes gradients of each module, and compares them; returns how many were compared.
 
     Args:
-        modules: what is called, one for each replica of this process.
+        modules: the modules to call, one for each replica of this process.
         first: the number of its first replica.
         zero: zeroes all gradients, or drops them where it is called with True.
         device: of PyTorch.

@@ -1,7 +1,7 @@
 """Pytest plugin that allocates each block of GPU memory by its own ``cudaMalloc``.
 
-``-p gpu_check.unpooled``, with a real CuPy. compute-sanitizer knows the ends of allocations; those
-of the blocks that CuPy's pool cuts out of one allocation it does not know.
+``-p gpu_check.unpooled``, with a real CuPy. compute-sanitizer knows where allocations end, but not
+where the blocks end that CuPy's pool cuts out of one allocation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Unpooled"]
 class Unpooled:
     """Replacement for ``cupy.cuda.MemoryPool`` without pooling.
 
-    Freeing is ``cudaFree``, which waits for the GPU, so that no work loses its memory.
+    Memory is freed by ``cudaFree``, which waits for work that uses it.
     """
 
     def malloc(self, size: int) -> Any:

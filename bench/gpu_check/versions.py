@@ -15,7 +15,7 @@ from measure.report import keep, options_of
 
 from .section import find_tool
 
-# Words in the names of packages that have a part in what is tried here.
+# Words in the names of packages that matter here.
 WORDS = ("cuda", "cupy", "gradreduce", "hypothesis", "jax", "ml-dtypes", "nccl", "numpy", "nvidia",
          "pytest", "torch", "triton")  # fmt: skip
 TOOLS = ("nvidia-smi", "ncu", "compute-sanitizer", "g++", "nvcc")

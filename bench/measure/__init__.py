@@ -1,4 +1,4 @@
-"""What benchmarks share: clocks, peers, tables and floors.
+"""Code that benchmarks share: clocks, peers, tables and floors.
 
 The modules:
 

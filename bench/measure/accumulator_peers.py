@@ -1,7 +1,6 @@
 """TensorFlow's conditional accumulator, called eagerly, if it is installed.
 
-Steps and numbers are Python integers, as a training loop has them; the gradient is a tensor that is
-there already.
+Steps and counts are Python integers, as in a training loop; the gradient is an existing tensor.
 """
 
 from __future__ import annotations

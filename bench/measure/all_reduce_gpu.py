@@ -1,9 +1,9 @@
 """All-reduce on GPUs: eight logical devices, two NCCL ranks on one GPU, and all GPUs.
 
-One GPU: times are the GPU's, by events on the stream of the first logical device, which works for
-all of them; the line is a copy from device to device. Several GPUs: calls back to back until all
-queues are empty, on the host's clock, as nccl-tests does; the line there is what NCCL takes when it
-is called directly, in place, on communicators of its own.
+On one GPU events on the stream of the first logical device, which launches for all, measure the
+time; the line is a copy from device to device. On several GPUs the host's clock measures calls back
+to back until all queues are empty, as in nccl-tests; the line is the time of NCCL called directly,
+in place, with its own communicators.
 """
 
 from __future__ import annotations

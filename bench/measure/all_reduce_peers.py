@@ -1,12 +1,11 @@
 """Peers of all-reduce on the CPU: the mean of replicas of many tensors.
 
-``found`` are candidates that have taken their operands; ``absent`` says why a library is left out.
+``found`` are candidates with their operands; ``absent`` says why a library is left out.
 
-NumPy and PyTorch add the replicas of each tensor into the first out, divide it there, and copy it
-into the others; their outs are there before the clock starts. TensorFlow's own two reductions run
-on four logical CPU devices, eagerly as they are called, and once more inside ``tf.function``. The
-results of its ReductionToOneDevice are one memory for all four devices: it writes one replica where
-all others write four.
+NumPy and PyTorch add the replicas of each tensor into the first output, divide it there, and copy
+it into the others; the outputs exist before the clock starts. TensorFlow's own two reductions run
+on four logical CPU devices, eagerly and inside ``tf.function``. The four results of its
+ReductionToOneDevice share one memory: it writes one replica where all others write four.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def _tensorflow(tensors: Tensors) -> dict[str, Call]:
     (cpu,) = tf.config.list_physical_devices("CPU")
     logical = [tf.config.LogicalDeviceConfiguration() for _ in range(num_replicas)]
     tf.config.set_logical_device_configuration(cpu, logical)
-    # There is no public way to a PerReplica but from inside a strategy's run.
+    # No public function makes a PerReplica outside the run of a strategy.
     per_replica = importlib.import_module("tensorflow.python.distribute.values").PerReplica
     pairs = []
     for replicas in tensors:

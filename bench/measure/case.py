@@ -18,11 +18,11 @@ class Case:
     """One operation at one size.
 
     Attributes:
-        name: of the operation, by which floors find it.
-        size: of the operands, in words.
-        nbytes: that it must read and write, together; 0 where that says nothing.
+        name: name of the operation; floors refer to it.
+        size: describes the operands.
+        nbytes: bytes that it must read and write, together; 0 if unknown.
         took: candidate -> its time; ``copy`` is a plain copy that reads and writes ``nbytes``.
-        figures: what else was counted, by name.
+        figures: other measured figures, by name.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Clocks that measure calls in turns with others and with a copy.
 
-On a GPU the time is the GPU's: events around calls queued back to back, behind copies that keep
-the GPU busy until the host has queued them all. A host that needs longer to give work than the GPU
-to do it would else be what is measured.
+On a GPU events measure the time of calls that are queued back to back. Copies queued before them
+keep the GPU busy until the host has queued all calls. Otherwise the clock would measure the host,
+where it needs longer to queue the work than the GPU to do it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Call = Callable[[], Any]
 
 HOST_ROUNDS, GPU_ROUNDS, QUICK_ROUNDS = 25, 9, 2
 WARM_UPS = 2
-# Before each call, until no thread of the last one spins: PyTorch's do for 9 ms, or 15 ms on a busy
-# machine, and keep the next call from their core. After 5 ms Adam's ratio was 1.4 instead of 0.95.
+# Pause before each call, until no thread of the last one spins: PyTorch's threads spin for 9 ms (on
+# a busy machine 15 ms) and keep their core. After 5 ms Adam's ratio was 1.4 instead of 0.95.
 PAUSE_SECONDS = 0.02
 
 LAUNCHES, QUICK_LAUNCHES = 20, 2  # of one round, back to back
@@ -42,9 +42,9 @@ class Took:
     """The time of one call.
 
     Attributes:
-        seconds: until its work was done, on whatever does it.
-        host_seconds: until it returned.
-        host_bound: the GPU has waited for the host, and ``seconds`` says so little of the GPU.
+        seconds: time until its work was done, on GPU or CPU.
+        host_seconds: time until it returned.
+        host_bound: the GPU has waited for the host, so ``seconds`` is not the time of the GPU.
     """
 
     seconds: float
@@ -57,8 +57,8 @@ class After:
     """A call with a preparation before each; the host clock excludes the preparation.
 
     Attributes:
-        before: it.
-        call: the call.
+        before: the preparation.
+        call: the measured call.
     """
 
     before: Call
@@ -84,7 +84,7 @@ class Clock(Protocol):
 
         Args:
             calls: the candidates.
-            nbytes: that the copy reads and writes, together.
+            nbytes: bytes that the copy reads and writes, together.
         """
 
 
@@ -103,7 +103,7 @@ def host_seconds(
 ) -> dict[str, float]:
     """Returns the host time of a call of each candidate: the best of several loops.
 
-    The best, not the median: a few microseconds are doubled by whatever else the machine does.
+    The best, not the median, because other work on the machine doubles a few microseconds.
     """
 
     taken = HostClock(quick, rounds=rounds).in_turns(calls, number, loops)
@@ -125,10 +125,10 @@ class HostClock:
 
     Args:
         quick: few rounds.
-        copy_threads: that copy; default one for each core.
-        of_rounds: reduces the times of a candidate's rounds to one; the best (``min``) on a
-            machine that others keep busy, where a median says how busy.
-        rounds: how many; few with ``quick``.
+        copy_threads: number of threads that copy; default one for each core.
+        of_rounds: reduces the times of a candidate's rounds to one: use the best (``min``) on a
+            busy machine, where a median depends on the other work.
+        rounds: number of rounds; few with ``quick``.
     """
 
     def __init__(
@@ -182,8 +182,7 @@ class HostCopy:
 class GpuClock:
     """Clock for work on the compute stream of a GPU.
 
-    CuPy's current stream is that stream while they are called; who uses another library has it
-    use the stream too.
+    During the calls it is CuPy's current stream. A candidate of another library must use it too.
     """
 
     def __init__(self, device: Any, *, quick: bool) -> None:

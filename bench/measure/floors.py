@@ -29,13 +29,13 @@ class Floor:
     """A bound for one figure of one case.
 
     Attributes:
-        name: what is promised.
+        name: describes the promise.
         case: the name of the case.
-        figure: taken from the case; None where a peer that it needs was left out.
+        figure: returns the figure of a case; None if a peer that it needs was left out.
         sign: ``>=`` or ``<=``.
-        bound: beyond which the floor is broken.
-        measured: the figure that was measured, with chip and date.
-        peers: the libraries that it is a comparison with.
+        bound: the limit of the figure.
+        measured: the measured figure, with chip and date.
+        peers: the libraries that it is compared with.
     """
 
     name: str
@@ -49,8 +49,8 @@ class Floor:
     def check(self, cases: Mapping[str, Case], absent: Mapping[str, str]) -> dict[str, Any]:
         """Returns a JSON object: the floor, the figure, and whether it ``holds``.
 
-        ``holds`` is None where there is nothing to compare with; ``without`` are those of its
-        peers that were left out.
+        ``holds`` is None if there is nothing to compare with; ``without`` lists its peers that were
+        left out.
         """
         case = cases.get(self.case)
         figure = None if case is None else self.figure(case)

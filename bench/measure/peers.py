@@ -1,7 +1,7 @@
 """The same operations by other libraries (peers), out of place.
 
-A peer is asked for an operation by name and gives its candidates, none where it has no such
-operation. What is written is there before the clock starts, unless the operation makes it.
+A peer returns its candidates for the name of an operation, none if it has no such operation.
+Outputs exist before the clock starts, unless the operation allocates them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The measurements of one all-reduce, as a table and as JSON.
 
-Bandwidths are those of nccl-tests: ``algbw`` is the bytes of one replica over the time, ``busbw``
-is ``algbw * 2 (n - 1) / n``, what each of n devices sends over its link if all links work alike;
-with replicas that share a device, it is a figure to compare with others and no link's.
+Bandwidths are those of nccl-tests: ``algbw`` is the bytes of one replica divided by the time.
+``busbw`` is ``algbw * 2 (n - 1) / n``: the rate at which each of n devices sends over its link if
+all links are used alike. With replicas that share a device it is not the rate of a link.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Measured(Protocol):
     """The results of a benchmark.
 
     Attributes:
-        cases: what was timed, by name.
+        cases: the measured cases, by name.
         absent: why a library is missing, by its name.
     """
 
@@ -52,11 +52,11 @@ def report_of(
     """Prints missing libraries, checks the floors, and returns a report for JSON.
 
     Args:
-        implementations: of the kernels that were timed.
-        load: the machine's as the run began.
-        bench: has run its cases.
-        floors: of the machine that it ran on.
-        quick: sizes were tiny: no floor is checked.
+        implementations: implementations of the kernels that were measured.
+        load: the load average of the machine when the run began.
+        bench: the benchmark, after its cases have run.
+        floors: the floors for this kind of machine.
+        quick: sizes were tiny, so no floor is checked.
     """
     for library, why in bench.absent.items():
         print(f"{library}: {why}")

@@ -1,8 +1,8 @@
-"""A CuPy whose calls do nothing: what is left of a call's time is our own Python.
+"""A CuPy whose calls do nothing, so that only our own Python takes time.
 
-``install()`` puts it in CuPy's place. It holds the names that the CUDA backend uses, without any
-check; ``tests/fake_cupy`` is the fake that checks. Memory is a range of numbers, kernels are not
-compiled, events have always passed.
+``install()`` makes ``import cupy`` import it. It has the names that the CUDA backend uses and
+checks nothing; ``tests/fake_cupy`` is the fake that checks. Memory is a range of addresses, kernels
+are not compiled, and events have always passed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _zero(*arguments: Any) -> int:
 
 
 class CUDARuntimeError(RuntimeError):
-    """Never raised."""
+    """An error that is never raised."""
 
     status = 0
 
@@ -96,7 +96,7 @@ class MemoryPointer:
 
 
 class UnownedMemory:
-    """Memory of somebody else."""
+    """Memory that another library owns."""
 
     def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
         self.ptr = ptr
@@ -104,7 +104,7 @@ class UnownedMemory:
 
 
 class PooledMemory:
-    """Memory that goes back to its pool when it is dropped."""
+    """Memory that returns to its pool when it is dropped."""
 
     __slots__ = ("_free", "ptr")
 
@@ -117,7 +117,7 @@ class PooledMemory:
 
 
 class MemoryPool:
-    """Hands out addresses, and those that were freed again."""
+    """Allocates ranges of addresses, and reuses freed ones."""
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""PyTorch modules whose gradients are reduced: some whose backward takes little, and ResNet-18."""
+"""PyTorch modules whose gradients are reduced: some with a trivial backward, and ResNet-18."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Given(nn.Module):  # type: ignore[misc]
         self._at_once = at_once
 
     def forward(self, x: Any) -> Any:
-        """Returns ``x``, which all parameters seem to have made."""
+        """Returns ``x``; for autograd it depends on all parameters."""
         parameters = list(self.weights)
         for start in range(0, len(parameters), self._at_once):
             here = slice(start, start + self._at_once)
@@ -65,7 +65,7 @@ class _Block(nn.Module):  # type: ignore[misc]
             self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(planes))
 
     def forward(self, x: Any) -> Any:
-        """Returns the sum of both paths, without what is below zero."""
+        """Returns the sum of both paths after a ReLU."""
         return (self.main(x) + self.shortcut(x)).relu()
 
 
