@@ -1,0 +1,127 @@
+"""The documentation site, as far as its files say: pages, diagrams, commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from gradreduce.cli.app import command
+
+pytestmark = pytest.mark.repo
+ROOT = Path(__file__).resolve().parents[2]
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+OTHERS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "bench/README.md", "examples/README.md")
+PAGES = [*SITE, *(ROOT / name for name in OTHERS)]
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def tables_of_contents() -> dict[str, list[Path]]:
+    """The pages in the tables of contents of the site, by their captions."""
+    found: dict[str, list[Path]] = {}
+    for page in SITE:
+        for options, names in re.findall(r"```{toctree}\n((?::.*\n)*)([^`]*)```", text_of(page)):
+            caption = re.search(r":caption: (.*)", options)
+            found.setdefault(caption[1] if caption else page.name, []).extend(
+                page.parent / f"{name}.md"
+                for name in re.findall(r"^(?:.*<)?(\S+?)>?$", names, re.MULTILINE)
+            )
+    return found
+
+
+def test_every_page_is_in_a_table_of_contents():
+    listed = [page for pages in tables_of_contents().values() for page in pages]
+    assert sorted([*listed, ROOT / "docs/index.md"]) == SITE
+
+
+def test_the_readme_leads_to_every_guide():
+    text = text_of(ROOT / "README.md")
+    guides = tables_of_contents()["Guides"]
+    assert len(guides) > 5
+    assert [page.name for page in guides if f"(docs/{page.name})" not in text] == []
+
+
+def test_the_first_page_leads_to_every_page():
+    text = text_of(ROOT / "docs/index.md")
+    names = [page.relative_to(ROOT / "docs").as_posix() for page in SITE]
+    inside = [name for name in names if not name.startswith(("api/", "project/"))]
+    assert [name for name in inside if f"({name})" not in text] == ["index.md"]
+
+
+# --- diagrams -------------------------------------------------------------------------------------
+
+
+def diagram_lines() -> list[tuple[str, str]]:
+    """Names and the file that has them, of each line of a diagram."""
+    blocks = re.findall(r"```text\n(.*?)```", text_of(ROOT / "docs/architecture.md"), re.DOTALL)
+    lines = [line for block in blocks[1:] for line in block.splitlines()]
+    return re.findall(r"^[│├└ ]*(\w[\w., ]*?) {2,}([\w/]+\.py)", "\n".join(lines), re.MULTILINE)
+
+
+def test_functions_of_the_diagrams_are_in_their_files():
+    lines = diagram_lines()
+    assert len(lines) > 30
+    for names, file in lines:
+        source = text_of(ROOT / "src/gradreduce" / file)
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"(def|class) {name}\b", source), (name, file)
+
+
+def test_the_tree_has_every_package():
+    (tree, *_) = re.findall(r"```text\n(.*?)```", text_of(ROOT / "docs/architecture.md"), re.DOTALL)
+    package = ROOT / "src/gradreduce"
+    folders = {path.parent.relative_to(package) for path in package.rglob("*.py")}
+    named = {folder.as_posix() for folder in folders} - {"."}
+    assert named == set(re.findall(r"^  .*?((?:\w+/)*\w+)/ ", tree, re.MULTILINE))
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def commands() -> Iterator[tuple[Path, str]]:
+    """Each line of a code block that is indented or of a shell, and each command in a text."""
+    for page in PAGES:
+        text = re.sub(r"\\\n\s*", "", text_of(page))
+        for block in re.findall(r"```(?:bash|console)\n(.*?)```", text, re.DOTALL):
+            yield from ((page, line.removeprefix("$ ")) for line in block.splitlines())
+        outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        yield from ((page, line) for line in re.findall(r"^ {4,}(\S.*)$", outside, re.MULTILINE))
+        yield from ((page, line) for line in re.findall(r"`([^`\n]+)`", outside))
+
+
+def test_programs_of_commands_exist_and_have_their_options():
+    count = 0
+    for page, line in commands():
+        words = line.partition(" #")[0].split()
+        for index, word in enumerate(words):
+            if not re.fullmatch(r"(examples|bench|tools)/\w+\.(py|sh)", word):
+                continue
+            program, count = ROOT / word, count + 1
+            assert program.is_file(), (page.name, line)
+            sources = "".join(map(text_of, program.parent.rglob("*.py")))
+            for option in re.findall(r"--[a-z][\w-]*", " ".join(words[index + 1 :])):
+                assert f'"{option}"' in sources, (page.name, line)
+    assert count > 20
+
+
+def test_commands_of_gradreduce_have_their_options():
+    count = 0
+    for page, line in commands():
+        if not re.match(r"gradreduce [a-z]", line):
+            continue
+        found: click.Command = command
+        for word in shlex.split(line)[1:]:
+            if isinstance(found, click.Group):
+                assert word in found.commands, (page.name, line)
+                found, count = found.commands[word], count + 1
+            elif word.startswith("--"):
+                options = {option for each in found.params for option in each.opts}
+                assert word in options | {"--help"}, (page.name, line)
+    assert count > 10
