@@ -126,8 +126,9 @@ class Run:
         name = f"{worker}.{number}"
         origin = self.modules.lead.Origin(worker, number, 0)
         first, *others = [(name, shard) for shard in range(self.num_shards)]
-        sent = ((worker, number), "apply", (name,), first, others, origin)
-        answers = await answer_of(self.modules, lambda: lead.call.remote(*sent))
+        key = (worker, number)
+        sent = self.modules.lead.Call(key, "apply", (name,), first, others, origin)
+        answers = await answer_of(self.modules, lambda: lead.call.remote(sent))
         assert answers[0].value is True
         self.acknowledged.append(name)
 
@@ -389,13 +390,15 @@ def test_a_call_that_fails_on_one_shard_changes_none(modules, period, failing):
     async def main() -> None:
         lead = run.connect(Process())
         await run.apply(lead, "w", 1)
+
+        def fail_on(number: int, shard: int) -> Any:
+            sent = modules.lead.Call(("w", number), "fail_on", (shard,))
+            return answer_of(modules, lambda: lead.call.remote(sent))
+
         for number in (2, 3):
             with pytest.raises(ArithmeticError, match=f"^on shard {failing}$"):
-                await answer_of(
-                    modules,
-                    lambda: lead.call.remote(("w", number), "fail_on", (failing,)),  # noqa: B023
-                )
-        found = await answer_of(modules, lambda: lead.call.remote(("w", 4), "fail_on", (3,)))
+                await fail_on(number, failing)
+        found = await fail_on(4, 3)
         assert [each.value for each in found] == [True] * 3
         await run.apply(lead, "w", 5)
         assert (await run.contents())["history"] == ["w.1", "w.5"]  # nothing went back
@@ -411,8 +414,8 @@ def test_a_gradient_registers_its_worker_with_a_restarted_lead(modules):
         await run.apply(lead, "w", 1)
         run.world.kill("a")
         origin = modules.lead.Origin("w", 2, 0, (5,))
-        sent = (("w", 2), "apply", ("w.2",), ("w.2", 0), (), origin)
-        await answer_of(modules, lambda: lead.call.remote(*sent))
+        sent = modules.lead.Call(("w", 2), "apply", ("w.2",), ("w.2", 0), (), origin)
+        await answer_of(modules, lambda: lead.call.remote(sent))
         assert run.lead._state.registered == {5}
 
     run.world.run(main)
@@ -451,8 +454,9 @@ def test_a_lost_message_leaves_nothing_with_the_other_shards(modules):
         for place in (0, 1):
             others: list[Any] = [("w.2", 1), ("w.2", 2)]
             others[place] = LOST
+            sent = modules.lead.Call(("w", 2), "apply", ("w.2",), ("w.2", 0), others)
             with pytest.raises(RayTaskError, match="ObjectLostError"):
-                await lead.call.remote(("w", 2), "apply", ("w.2",), ("w.2", 0), others)
+                await lead.call.remote(sent)
         await asyncio.sleep(1)
         assert not any(run.world.actors[name].instance._staged for name in run.names)
         await run.apply(lead, "w", 2)
@@ -469,10 +473,8 @@ def test_a_call_that_ray_cancels_is_run_on_all_shards_or_none(modules, polls):
         lead = run.connect(Process())
         await run.apply(lead, "w", 1)
         messages = [("w.2", shard) for shard in range(3)]
-        key = ("w", 2)
-        call = asyncio.ensure_future(
-            run.lead.call(key, "apply", ("w.2",), messages[0], messages[1:])
-        )
+        sent = modules.lead.Call(("w", 2), "apply", ("w.2",), messages[0], messages[1:])
+        call = asyncio.ensure_future(run.lead.call(sent))
         await asyncio.sleep(polls * 0.005)
         call.cancel()
         await asyncio.sleep(1)

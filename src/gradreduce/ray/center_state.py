@@ -93,12 +93,12 @@ class NotJoinedError(RuntimeError):
 class DensePush:
     """Pushes of the same variables with dense sums, by a compiled rule without distance scaling.
 
-    The memory of small tensors is used again, so that one plan serves all pushes: an upload, a
-    launch and a download for each dtype.
+    The small variables of a dtype, and their slots, are moved to arrays with the layout of the
+    message: a push is an upload, a launch and a download for each dtype.
 
     Args:
-        key: what the pushes have in common.
-        rows: for each variable what its update writes; see ``PushedVariable``.
+        key: what the pushes have in common; its form is also that of the variables.
+        rows: for each name the variable of the center, and its slots.
         optimizer: of the rule; its kernels are compiled.
         device: of the variables.
 
@@ -107,49 +107,45 @@ class DensePush:
     """
 
     def __init__(
-        self, key: DenseKey, rows: Sequence[Sequence[Buffer]], optimizer: Optimizer, device: Device
+        self,
+        key: DenseKey,
+        rows: Sequence[Sequence[Variable]],
+        optimizer: Optimizer,
+        device: Device,
     ) -> None:
         self.key = key
-        self._rows, self._optimizer, self._device = rows, optimizer, device
-        self._sums = Layout.of(key.form)
-        self._sum_packs = self._sums.packs(device)
-        # The variable, and its master if it has one; the update writes small ones to the answer.
-        values = [row[: len(row) - len(optimizer._slots.names)] for row in rows]
-        self._masters = frozenset(
-            name for name, each in zip(key.names, values, strict=True) if len(each) > 1
-        )
-        self._values = [value for each in values for value in each]
-        self._answer = Layout(specs_of(self._values))
-        self._answer_packs = [
-            device.zeros(flat.shape, flat.dtype) for flat in self._answer.packs(device)
-        ]
-        small = self._answer.small(self._answer_packs)
-        pulled = iter([small.get(index, value) for index, value in enumerate(self._values)])
-        self._pulled = [[next(pulled) for _ in each] for each in values]
+        self._optimizer, self._device = optimizer, device
+        self._layout = Layout.of(key.form)
+        self._sums = self._layout.packs(device)
+        columns = [self._layout.moved(device, column) for column in zip(*rows, strict=True)]
+        self._packs = columns[0] if columns else []  # the small variables
+        self._rows = [[each.buffers[0] for each in row] for row in rows]
         self._failed: Callable[[BaseException], None] = lambda error: None
-        self._plan = self._planned(self._sums.small(self._sum_packs))
+        small = zip(*columns, strict=True)
+        self._plan = self._planned(
+            [("small variables", row, total) for row, total in zip(small, self._sums, strict=True)]
+        )
 
     def run(
         self, scalars: Scalars, message: Message, failed: Callable[[BaseException], None]
     ) -> Message:
-        """Pushes the sums of a message; returns the new values, and who has a master."""
+        """Pushes the sums of a message; returns the new values."""
         self._failed = failed
-        self._sums.upload(self._sum_packs, message)
-        rest = self._planned(self._sums.alone(self._device, message))
+        self._layout.upload(self._sums, message)
+        names, alone = self.key.names, self._layout.alone(self._device, message)
+        rest = self._planned(
+            [(names[index], self._rows[index], total) for index, total in alone.items()]
+        )
         self._plan(scalars, partial(rest, scalars, lambda: None))
-        answer = self._answer.message_of(self._answer_packs, self._values)
-        return answer._replace(value=self._masters)
+        return self._layout.message_of(self._packs, [row[0] for row in self._rows])
 
-    def _planned(self, sums: Mapping[int, Buffer]) -> Callable[[Scalars, Callable[[], None]], None]:
-        """Returns the ``run`` of a plan for the sums of some variables, by index."""
-        if not sums:
+    def _planned(
+        self, updates: Sequence[tuple[str, Sequence[Buffer], Buffer]]
+    ) -> Callable[[Scalars, Callable[[], None]], None]:
+        """Returns the ``run`` of a plan: by name what is written, and the sum."""
+        if not updates:
             return lambda scalars, then: then()
-        pushed = [
-            PushedVariable(
-                self.key.names[index], self._rows[index], (total,), [self._pulled[index]]
-            )
-            for index, total in sums.items()
-        ]
+        pushed = [PushedVariable(name, row, (total,), [row[:1]]) for name, row, total in updates]
         fail = lambda error: self._failed(error)  # noqa: E731  # that of the push
         return PushPlan(pushed, self._optimizer, self.key.config, fail).run
 
@@ -229,17 +225,20 @@ class CenterShardState(ShardState):
     def push(self, request: PushRequest, message: Message) -> Message:
         """Updates the center by the sums of a worker, and pulls these variables."""
         optimizer = self._check_push(request)
-        names = request.names[self._shard]
-        is_dense = request.config.gamma is None and optimizer._rule is not None
-        if names and is_dense and request.sparse.isdisjoint(names):
-            answer = self._push_dense(optimizer, names, request, message)
+        names, config = request.names[self._shard], request.config._replace(task="")
+        key = DenseKey(names, message.form, config, optimizer._rule)
+        if self._dense is None or self._dense.key != key:
+            self._dense = self._dense_push(key, optimizer)
+        if self._dense is not None:
+            failed = partial(self._center.mark_push_failed, request.config.task)
+            answer = self._dense.run(request.scalars, message, failed)
         else:
             launch, self._checked = self._checked, None
             if names:
                 (launch or self._ready_push(names, request, message))()
             answer = self._values(names)
         self._num_pushes += 1
-        return answer._replace(value=(self._num_pushes, answer.value))
+        return answer._replace(value=(self._num_pushes, answer.value or frozenset()))
 
     def _check_push(self, request: PushRequest) -> Optimizer:
         """Checks that a push can be made; returns the optimizer with the settings of the push."""
@@ -250,19 +249,16 @@ class CenterShardState(ShardState):
         vars(self._optimizer).update(request.settings)
         return self._optimizer
 
-    def _push_dense(
-        self, optimizer: Optimizer, names: Sequence[str], request: PushRequest, message: Message
-    ) -> Message:
-        """Pushes dense sums; uses the plan of the last such push again if it fits."""
-        config = request.config._replace(task="")
-        key = DenseKey(names, message.form, config, optimizer._rule)
-        if self._dense is None or self._dense.key != key:
-            centers = [self._center.variables[name] for name in names]
-            self._center.prepare_centers(optimizer, centers, config)
-            rows = self._center.written_by_update(optimizer, centers)
-            self._dense = DensePush(key, rows, optimizer, self._device)
-        failed = partial(self._center.mark_push_failed, request.config.task)
-        return self._dense.run(request.scalars, message, failed)
+    def _dense_push(self, key: DenseKey, optimizer: Optimizer) -> DensePush | None:
+        """Plans pushes of dense sums that have the dtypes of their variables, else None."""
+        form = Layout([self._specs[name] for name in key.names]).form
+        if optimizer._rule is None or key.form != form:
+            return None
+        centers = [self._center.variables[name] for name in key.names]
+        self._center.prepare_centers(optimizer, centers, key.config)
+        slots = self._center.slots
+        rows = [[each, *(slots.of(each) if slots else ())] for each in centers]
+        return DensePush(key, rows, optimizer, self._device)
 
     def may_raise(self, command: str) -> bool:
         """See ``ShardState``; a Python rule may raise because of the values of one variable."""

@@ -24,7 +24,7 @@ from gradreduce.errors import (
 from gradreduce.optim.hyperparameters import as_count
 
 from . import cluster
-from .lead import Origin, WorkerInfo, start_shard
+from .lead import Call, Origin, WorkerInfo, start_shard
 from .messages import Message
 from .shard import Answer, RetryError, Settings
 from .shard_state import Key, ShardState
@@ -118,8 +118,8 @@ class Client:
         key = self.next_key() if key is None else key
         first = messages[0] if messages else None
         others = [ray.put(message) for message in messages[1:]]
-        sent = (key, command, arguments, first, others, origin)
-        return self._answered(self._lead.call, *sent, timeout=timeout)
+        sent = Call(key, command, arguments, first, others, origin)
+        return self._answered(self._lead.call, sent, timeout=timeout)
 
     def read(self, method: str, *arguments: Any) -> Any:
         """Runs a method that changes nothing; returns the value or message of each shard."""

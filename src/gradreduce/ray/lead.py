@@ -51,6 +51,26 @@ class Origin(NamedTuple):
     tasks: tuple[int, ...] = ()
 
 
+class Call(NamedTuple):
+    """A call of a command, as one object: Ray needs 50 us for each argument of a call.
+
+    Attributes:
+        key: of the call; a caller's numbers ascend.
+        command: name of the state's method.
+        arguments: for all shards.
+        message: for the lead.
+        others: refer to the messages for the other shards; empty: no command has any.
+        origin: of a gradient.
+    """
+
+    key: Key
+    command: str
+    arguments: Sequence[Any]
+    message: Message | None = None
+    others: Sequence[Any] = ()
+    origin: Origin | None = None
+
+
 class WorkerInfo(NamedTuple):
     """What a lead knows of a worker.
 
@@ -152,44 +172,26 @@ class Lead(Shard):
     # -- commands ---------------------------------------------------------------------------------
 
     @_to_its_end
-    async def call(
-        self,
-        key: Key,
-        command: str,
-        arguments: Sequence[Any],
-        message: Message | None = None,
-        others: Sequence[Any] = (),
-        origin: Origin | None = None,
-    ) -> list[Answer]:
-        """Runs a command once on all shards, however often it is called with the same key.
-
-        Args:
-            key: of the call; a caller's numbers ascend.
-            command: name of the state's method.
-            arguments: for all shards.
-            message: for this shard.
-            others: refer to the messages for the other shards; empty: no command has any.
-            origin: of a gradient.
-        """
-        message_id, generation = uuid.uuid4().hex, self._generation
+    async def call(self, sent: Call) -> list[Answer]:
+        """Runs a command once on all shards, however often it is sent with the same key."""
+        message_id, generation = uuid.uuid4().hex if sent.others else "", self._generation
         try:
             with suppress(RetryError):  # a shard has ended: _ready sees it too
-                calls = [(generation, message_id, each) for each in others]
+                calls = [(generation, message_id, each) for each in sent.others]
                 await self._from_others("stage", calls)
             async with self._lock:
                 await self._ready()
-                if self._is_known(key):
-                    return await self._again(key[0])
+                if self._is_known(sent.key):
+                    return await self._again(sent.key[0])
                 if generation != self._generation:
                     raise RetryError("staged before the shards went back to a snapshot")
-                if origin is not None:
-                    self._note(origin)
-                staged = message_id if others else ""
-                answers = await self._run(key, command, arguments, message, staged)
+                if sent.origin is not None:
+                    self._note(sent.origin)
+                answers = await self._run(*sent[:4], message_id)
                 await self._serve()
                 return answers
         finally:
-            for other in self._others if others else ():
+            for other in self._others if message_id else ():
                 other.discard.remote(message_id)
 
     async def _run(

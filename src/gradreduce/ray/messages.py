@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradreduce import ops
 from gradreduce.arrays.convert import from_buffer
+from gradreduce.arrays.variable import Variable
 from gradreduce.device import (
     Buffer,
     Device,
     DType,
+    LaunchBatch,
     as_dtype,
+    can_access,
+    copy_over,
     flat_layout,
     join_streams,
-    to_accessible,
 )
-from gradreduce.device.buffer import FlatLayout
+from gradreduce.device.buffer import FlatLayout, by_template, same_dtypes
 
 Spec = tuple[tuple[int, ...], DType]  # shape and dtype
 BIG = 1 << 16  # bytes from which a tensor travels alone
@@ -153,12 +156,23 @@ class Layout:
             ops.prepare_pack(device, dtype, dtype)
             outs += flat.parts(layout.offsets, layout.spans)
             terms += [buffers[index] for index in indices]
+        away = [term for term in terms if not can_access(device, term)]
+        copies = {id(term): device.empty(term.shape, term.dtype) for term in away}
+        accessible = [copies.get(id(term), term) for term in terms]
+        others = dict.fromkeys([term.device for term in accessible])
+        launches = [
+            partial(LaunchBatch(device, [row[:1] for row in rows]).launch, ops.PACK, (to, of), rows)
+            for (to, of, _), rows in by_template(
+                same_dtypes(zip(outs, accessible, strict=True))
+            ).items()
+        ]
 
         def pack() -> Message:
-            if outs:
-                accessible = [to_accessible(device, term) for term in terms]
-                join_streams(device, dict.fromkeys([term.device for term in accessible]))
-                ops.pack(outs, accessible, device=device)
+            for term in away:
+                copy_over(device, copies[id(term)], term)
+            join_streams(device, others)
+            for launch in launches:
+                launch((1.0,))
             return self.message_of(packs, buffers)
 
         return pack
@@ -186,6 +200,14 @@ class Layout:
     def packs(self, device: Device) -> list[Buffer]:
         """Returns new memory for the small tensors, uninitialized: a Buffer for each dtype."""
         return [device.empty((each.layout.size,), each.dtype) for each in self._packed]
+
+    def moved(self, device: Device, variables: Sequence[Variable]) -> list[Buffer]:
+        """Moves the small ones of some variables to new flat Buffers, and returns these."""
+        packs = [device.zeros((each.layout.size,), each.dtype) for each in self._packed]
+        for index, part in self.small(packs).items():
+            copy_over(device, part, variables[index].buffers[0])
+            variables[index]._buffers = (part,)
+        return packs
 
     def small(self, packs: Sequence[Buffer]) -> dict[int, Buffer]:
         """Returns the small tensors by index, as views of flat Buffers."""
