@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -118,11 +121,53 @@ def test_actors_import_the_tested_source(cluster):
     assert ray.get(ray.remote(source).remote(), timeout=60) == gr.__file__
 
 
-def test_a_new_cluster_asks_for_a_token(tmp_path):
-    done = processes.run("none", 1, str(PROGRAM), "token", str(tmp_path))
-    assert done.returncode == 0, done.text
+STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+JOINER = """
+import sys
+import gradreduce as gr
+assert gr.ray.ConditionalAccumulator("float32", [3], sys.argv[1]).apply_grad([1.0, 2.0, 3.0])
+"""
 
 
-def test_an_open_cluster_is_joined_with_a_warning(tmp_path):
-    done = processes.run("none", 1, str(PROGRAM), "open", str(tmp_path))
+def test_other_programs_join_the_cluster_with_its_token_only(unique_name):
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    member = {**os.environ, "RAY_ADDRESS": address}
+    stranger = {**member, "RAY_AUTH_MODE": "disabled"}
+    del stranger["RAY_AUTH_TOKEN"]
+    with gr.ray.ConditionalAccumulator("float32", [3], unique_name) as shared:
+        refused, joined = (
+            subprocess.Popen(
+                [sys.executable, "-c", *arguments],
+                env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for arguments, environment in (
+                ((STRANGER, address), stranger), ((JOINER, unique_name), member)
+            )
+        )  # fmt: skip
+        try:
+            assert "AuthenticationError" in refused.communicate(timeout=60)[0]
+            text = joined.communicate(timeout=60)[0]
+            assert joined.returncode == 0, text
+            assert "asks for no token" not in text
+        finally:
+            refused.kill()
+            joined.kill()
+        assert shared.take_grad(1, timeout=60).tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "open",
+        *[
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in ("token", "open_for_a_driver_with_a_token")
+        ],
+    ],
+)
+def test_a_cluster_of_its_own(tmp_path, scenario):
+    """See the scenarios of the program."""
+    done = processes.run("none", 1, str(PROGRAM), scenario, str(tmp_path))
     assert done.returncode == 0, done.text

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import gradreduce as gr
 
@@ -73,22 +75,26 @@ def comes_true(condition: Callable[[], object]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def ended(joined, tmp_path_factory) -> dict[str, tuple[int, str, Path]]:
-    """Exit status, text and folder of a short training by AGN, and of one with backup workers."""
+def ended(cluster, tmp_path_factory) -> dict[str, tuple[int, str, Path]]:
+    """Exit status, text and folder of a short training by AGN, and of one with backup workers.
+
+    Both run in this process, whose workers import the large libraries once for both.
+    """
+    import rich
+
     runs = {
-        "digits": (*AGN, "--micro-batches", "1", "--workers", "2", "--period", "5"),
-        "sync-replicas": ("sync_replicas_ray.py", "--workers", "2", "--late-every", "1"),
+        "digits": (*AGN, "--micro-batches", "1", "--period", "5"),
+        "sync-replicas": ("sync_replicas_ray.py", "--late-every", "1"),
     }
     found = {}
-    with ExitStack() as stack:
-        programs = {
-            name: (stack.enter_context(started(folder, *flags, "--steps", "20", **joined)), folder)
-            for name, flags in runs.items()
-            if (folder := tmp_path_factory.mktemp(name))
-        }
-        for name, (program, folder) in programs.items():
-            text = program.communicate(timeout=ALLOWED_S)[0]
-            found[name] = program.returncode, text, folder
+    for name, (script, *flags) in runs.items():
+        folder = tmp_path_factory.mktemp(name)
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as text:
+            patch.chdir(folder)
+            patch.setattr(rich, "_console", Console(width=100, color_system=None))
+            main = importlib.import_module(Path(script).stem).main
+            status = main([*flags, "--workers", "2", "--steps", "20"])
+        found[name] = status, text.getvalue(), folder
     return found
 
 

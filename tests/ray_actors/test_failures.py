@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.ray_cluster import in_actor
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError, CancelledError, DeadlineExceededError
@@ -26,14 +28,6 @@ SPECS = {"w": ("float64", [20_000]), "b": ("float64", [3])}  # the first travels
 
 def ones(value: float = 1.0) -> list[np.ndarray]:
     return [np.full(20_000, value), np.full(3, value)]
-
-
-def in_actor(name: str, function: Callable[[Any], Any]) -> Any:
-    """Calls a function with the object of an actor, in its process."""
-    import ray
-
-    actor = ray.get_actor(name, namespace="gradreduce")
-    return ray.get(actor.__ray_call__.remote(function), timeout=LIMIT_S)
 
 
 def kill(name: str) -> None:
@@ -73,6 +67,13 @@ def in_thread(function: Callable[[], Any]) -> Iterator[list[Any]]:
     assert not thread.is_alive()
 
 
+@pytest.fixture(scope="module")
+def idle(cluster: None) -> Iterator[Any]:
+    """A set that no test kills."""
+    with gr.ray.AccumulatorSet(SPECS, f"idle-{uuid.uuid4().hex[:8]}") as shared:
+        yield shared
+
+
 @pytest.mark.parametrize("num_shards", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_what_was_acknowledged_survives_the_end_of_every_shard(unique_name, tmp_path, num_shards):
     names = [unique_name, f"{unique_name}#1"][:num_shards]
@@ -85,22 +86,20 @@ def test_what_was_acknowledged_survives_the_end_of_every_shard(unique_name, tmp_
             for name in names:
                 kill(name)
         assert applied == [[True] * 8]
-        for name in names:
-            kill(name)
         assert shared.num_accumulated() == 8
-        check_equal(shared.take_grads(8, timeout=LIMIT_S), 255.0)
-        with in_thread(lambda: shared.take_grads(2, timeout=LIMIT_S)) as taken:
-            shared.apply_grads(ones(), 1)
+        with in_thread(lambda: shared.take_grads(9, timeout=LIMIT_S)) as taken:
             for name in names:
                 kill(name)
-            shared.apply_grads(ones(2.0), 1)
-        check_equal(taken[0], 3.0)
+            shared.apply_grads(ones(256.0))
+        check_equal(taken[0], 511.0)
         assert shared.num_accumulated() == 0
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_without_snapshots_the_error_of_a_lost_actor_says_so(unique_name, victim):
+    import ray
+
     shared = gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2)
     shared.apply_grads(ones())
     with in_thread(lambda: shared.take_grads(5, timeout=LIMIT_S)) as taken:
@@ -110,7 +109,9 @@ def test_without_snapshots_the_error_of_a_lost_actor_says_so(unique_name, victim
                 call()
     assert isinstance(taken[0], BackendUnavailableError)
     shared.close()
-    with gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2) as again:
+    with pytest.raises(ValueError, match="Failed to look up actor"):
+        ray.get_actor(f"{unique_name}#1", namespace="gradreduce")
+    with gr.ray.AccumulatorSet(SPECS, unique_name) as again:
         assert again.apply_grads(ones())
         check_equal(again.take_grads(1, timeout=LIMIT_S), 1.0)
 
@@ -206,12 +207,12 @@ def test_a_shard_with_a_damaged_snapshot_has_all_go_back_to_the_one_before(uniqu
 
 def test_a_call_that_was_given_up_is_applied_once_and_no_second_is_sent(unique_name):
     with gr.ray.AccumulatorSet(SPECS, unique_name, "SUM") as patient:
-        hasty = gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", timeout=1.0)
+        hasty = gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", timeout=0.2)
         assert patient.apply_grads(ones())
         pid = in_actor(unique_name, lambda _: __import__("os").getpid())
         os.kill(pid, signal.SIGSTOP)
         try:
-            text = f"no answer from the actor {unique_name!r} within 1 s"
+            text = f"no answer from the actor {unique_name!r} within 0.2 s"
             for _ in range(2):
                 with pytest.raises(DeadlineExceededError, match=f"^{re.escape(text)}$"):
                     hasty.apply_grads(ones(2.0))
@@ -221,8 +222,8 @@ def test_a_call_that_was_given_up_is_applied_once_and_no_second_is_sent(unique_n
         assert patient.num_accumulated() == 0
 
 
-def test_after_a_push_was_given_up_a_start_begins_another(unique_name):
-    with gr.ray.AGNCenter(unique_name, timeout=1.0) as center:
+def test_after_a_push_was_given_up_a_start_begins_another(unique_name, monkeypatch):
+    with gr.ray.AGNCenter(unique_name) as center:
         getter = gr.AGNCustomGetter(gr.default_mesh()[0], center=center)
         weights = gr.get_variable("w", np.zeros(2, np.float32), custom_getter=getter)
         rule = gr.GradientDescentOptimizer(1.0)
@@ -232,7 +233,8 @@ def test_after_a_push_was_given_up_a_start_begins_another(unique_name):
         pid = in_actor(unique_name, lambda _: __import__("os").getpid())
         os.kill(pid, signal.SIGSTOP)
         try:
-            with pytest.raises(DeadlineExceededError):
+            with monkeypatch.context() as patch, pytest.raises(DeadlineExceededError):
+                patch.setattr(center._client, "_timeout", 0.2)  # only of this push
                 optimizer.apply_gradients(pairs)
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -242,20 +244,19 @@ def test_after_a_push_was_given_up_a_start_begins_another(unique_name):
         assert weights.numpy().tolist() == [-3.0, -3.0]
 
 
-def test_another_definition_of_a_name_is_an_error_that_changes_nothing(unique_name):
-    with gr.ray.AccumulatorSet(SPECS, unique_name) as shared:
-        shared.apply_grads(ones())
-        other = {**SPECS, "w": ("float32", [20_000])}
-        for what, make in {
-            "specs": lambda: gr.ray.AccumulatorSet(other, unique_name),
-            "reduction_type": lambda: gr.ray.AccumulatorSet(SPECS, unique_name, "SUM"),
-            "names": lambda: gr.ray.ConditionalAccumulator("float64", [3], unique_name),
-            "shards": lambda: gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2),
-            "kind": lambda: gr.ray.AGNCenter(unique_name),
-        }.items():
-            with pytest.raises(ValueError, match=f"^the actor {unique_name!r} has {what} "):
-                make()
-        check_equal(shared.take_grads(1, timeout=LIMIT_S), 1.0)
+def test_another_definition_of_a_name_is_an_error_that_changes_nothing(idle):
+    idle.apply_grads(ones(), idle.global_step)
+    other, name = {**SPECS, "w": ("float32", [20_000])}, idle.name
+    for what, make in {
+        "specs": lambda: gr.ray.AccumulatorSet(other, name),
+        "reduction_type": lambda: gr.ray.AccumulatorSet(SPECS, name, "SUM"),
+        "names": lambda: gr.ray.ConditionalAccumulator("float64", [3], name),
+        "shards": lambda: gr.ray.AccumulatorSet(SPECS, name, num_shards=2),
+        "kind": lambda: gr.ray.AGNCenter(name),
+    }.items():
+        with pytest.raises(ValueError, match=f"^the actor {name!r} has {what} "):
+            make()
+    check_equal(idle.take_grads(1, timeout=LIMIT_S), 1.0)
 
 
 def listening(pid: int | str) -> set[str]:
@@ -272,7 +273,7 @@ def listening(pid: int | str) -> set[str]:
     return {line[1] for line in lines if line[3] == "0A" and line[9] in inodes}
 
 
-def test_no_port_is_opened_beside_those_of_ray(unique_name):
+def test_no_port_is_opened_beside_those_of_ray(idle):
     import ray
 
     @ray.remote(num_cpus=0)
@@ -283,11 +284,10 @@ def test_no_port_is_opened_beside_those_of_ray(unique_name):
     empty = Empty.remote()
     usual = len(listening(ray.get(empty.pid.remote(), timeout=LIMIT_S)))
     before = listening("self")
-    with gr.ray.AccumulatorSet(SPECS, unique_name) as shared:
-        shared.apply_grads(ones())
-        shared.take_grads(1, timeout=LIMIT_S)
-        assert len(listening(in_actor(unique_name, lambda _: __import__("os").getpid()))) == usual
-        assert listening("self") == before
+    idle.apply_grads(ones(), idle.global_step)
+    idle.take_grads(1, timeout=LIMIT_S)
+    assert len(listening(in_actor(idle.name, lambda _: __import__("os").getpid()))) == usual
+    assert listening("self") == before
 
 
 @pytest.mark.exhaustive

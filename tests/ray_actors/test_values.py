@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from support.exact_data import FLOATS, exact_data, same
+from support.ray_cluster import in_actor
 
 import gradreduce as gr
 
@@ -185,39 +188,52 @@ def train_from(center: Any, worker: Worker, state: Any) -> None:
     worker.step(23)
 
 
+@pytest.fixture(scope="module")
+def names_of_centers(cluster: None) -> Iterator[dict[int, str]]:
+    """Names of centers by their number of shards; a test uses the actors of the one before."""
+    names = {num_shards: f"center-{uuid.uuid4().hex[:8]}" for num_shards in (1, 2)}
+    yield names
+    for num_shards, name in names.items():
+        gr.ray.AGNCenter(name, num_shards=num_shards).close()
+
+
+# Makes a shard of a center one that has just started; a lambda is sent by value.
+EMPTY = lambda shard: (shard._load(0), vars(shard).get("_workers", {}).clear())[1]  # noqa: E731
+
+
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rule", RULES)
-def test_workers_that_take_turns_train_as_in_one_process(unique_name, rule, mode, num_shards):
+def test_workers_that_take_turns_train_as_in_one_process(names_of_centers, rule, mode, num_shards):
+    name = names_of_centers[num_shards]
     local = gr.AGNCenter(gr.default_mesh())
-    shared = gr.ray.AGNCenter(unique_name, num_shards=num_shards, worker="first")
-    again = gr.ray.AGNCenter(unique_name, num_shards=num_shards, worker="second")
-    try:
-        wanted = [Worker(local, rule, **MODES[mode]) for _ in range(2)]
-        found = [Worker(center, rule, **MODES[mode]) for center in (shared, again)]
-        for seed in range(9):
-            turn = seed % 3 % 2  # they push after other numbers of steps
-            for workers in (wanted, found):
-                workers[turn].step(seed)
-            if seed % 4 == 0:
-                check_same(found[turn].values(), wanted[turn].values())
-        # The second pushed once, after one push of the first, and has pulled nothing before.
-        found_workers = [each[:3] for each in shared.workers()]
-        assert found_workers == [("first", 6, 0), ("second", 2, 1)]
-        names = [variable.name for variable in local.variables()]
-        assert [variable.name for variable in shared.variables()] == names
-        state = local.state_dict()
-        saved = shared.state_dict()["variables"]
-        check_same([saved[name] for name in state["variables"]], list(state["variables"].values()))
-        for center, workers in ((local, wanted), (shared, found)):
-            train_from(center, workers[0], state)
-        check_same(found[0].values(), wanted[0].values())
-        check_same([each.numpy() for each in shared.variables()],
-                   [each.numpy() for each in local.variables()])  # fmt: skip
-        again.leave()
-        assert [each.name for each in again.workers()] == ["first"]
-    finally:
-        shared.close()
+    shared = gr.ray.AGNCenter(name, num_shards=num_shards, worker="first")
+    for shard in [name, *[f"{name}#1"] * (num_shards - 1)]:
+        in_actor(shard, EMPTY)
+    again = gr.ray.AGNCenter(name, num_shards=num_shards, worker="second")
+    wanted = [Worker(local, rule, **MODES[mode]) for _ in range(2)]
+    found = [Worker(center, rule, **MODES[mode]) for center in (shared, again)]
+    for seed in range(9):
+        turn = seed % 3 % 2  # they push after other numbers of steps
+        for workers in (wanted, found):
+            workers[turn].step(seed)
+        if seed % 4 == 0:
+            check_same(found[turn].values(), wanted[turn].values())
+    # The second pushed once, after one push of the first, and has pulled nothing before.
+    found_workers = [each[:3] for each in shared.workers()]
+    assert found_workers == [("first", 6, 0), ("second", 2, 1)]
+    names = [variable.name for variable in local.variables()]
+    assert [variable.name for variable in shared.variables()] == names
+    state = local.state_dict()
+    saved = shared.state_dict()["variables"]
+    check_same([saved[name] for name in state["variables"]], list(state["variables"].values()))
+    for center, workers in ((local, wanted), (shared, found)):
+        train_from(center, workers[0], state)
+    check_same(found[0].values(), wanted[0].values())
+    check_same([each.numpy() for each in shared.variables()],
+               [each.numpy() for each in local.variables()])  # fmt: skip
+    again.leave()
+    assert [each.name for each in again.workers()] == ["first"]
 
 
 def test_a_class_that_two_programs_define_alike_is_one_rule(unique_name):

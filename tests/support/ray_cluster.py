@@ -6,9 +6,10 @@ import os
 import re
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,16 +34,16 @@ def deadline(seconds: float) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """A cluster of 4 CPUs on this machine, whose processes import this gradreduce."""
+    """A cluster of 4 CPUs on this machine, whose processes import this gradreduce and examples."""
     import ray
 
     import gradreduce as gr
 
-    sources = str(Path(gr.__file__).parents[1])
+    sources = (str(Path(gr.__file__).parents[1]), str(Path(__file__).parents[2] / "examples"))
     with pytest.MonkeyPatch.context() as patch:
         # Ray's processes have the environment of the one that starts them.
         path = os.environ.get("PYTHONPATH", "")
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [sources, path])))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [*sources, path])))
         for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
             patch.delenv(name, raising=False)
         patch.setenv("RAY_worker_niceness", "0")  # Ray's 15 starves actors on a busy machine
@@ -60,3 +61,11 @@ def unique_name(request: pytest.FixtureRequest, cluster: None) -> str:
     """A name for an actor that no other test has, in the cluster."""
     test = re.sub(r"\W+", "-", request.node.name)[:80].strip("-")
     return f"{test}-{uuid.uuid4().hex[:8]}"
+
+
+def in_actor(name: str, function: Callable[[Any], Any]) -> Any:
+    """Calls a function with the object of an actor, in its process."""
+    import ray
+
+    actor = ray.get_actor(name, namespace="gradreduce")
+    return ray.get(actor.__ray_call__.remote(function), timeout=START_S)
