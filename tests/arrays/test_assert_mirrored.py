@@ -78,7 +78,7 @@ def test_all_processes_raise_alike(counts, dtype):
                 with pytest.raises(AssertionError) as error:
                     gr.assert_mirrored(variables)
                 texts.append(str(error.value))
-            ops = gr.AllReduceCrossDeviceOps(mesh=mesh)  # the mesh can still be used
+            ops = gr.AllReduceCrossDeviceOps(mesh=mesh)  # the mesh is still usable
             assert ops.all_reduce([[np.ones(2)] for _ in mesh])[0][0].tolist() == [1.0, 1.0]
             return texts
 

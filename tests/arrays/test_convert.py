@@ -1,4 +1,4 @@
-"""Conversion: which arrays come in, whether they are copied, and in which kind they go out."""
+"""Conversion of arrays: which are accepted, which are copied, and the type of results."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def device(mesh):
 
 
 def array_of(library: str):
-    """An object that says it is an array of ``library``."""
-    said = dict.fromkeys(("devices", "get", "layout"))  # what nothing but an array of one has
+    """An object whose type claims to be an array of ``library``."""
+    said = dict.fromkeys(("devices", "get", "layout"))  # of arrays only
     return type("Array", (), {"__module__": library, **said})()
 
 
@@ -87,7 +87,7 @@ def test_simulated_memory_is_no_cupy_array(device):
     ids=repr,
 )
 def test_what_is_no_array_is_refused(device, value):
-    if value in ("torch", "jaxlib", "cupy"):  # what these have besides arrays
+    if value in ("torch", "jaxlib", "cupy"):  # other objects of these libraries
         value = type("Other", (), {"__module__": value})()
     with pytest.raises(TypeError, match="is not an array, a list of numbers or a Buffer"):
         to_buffer(value, device)
@@ -238,7 +238,7 @@ def test_an_array_that_went_out_keeps_its_memory(device):
     buffer = owned(device, np.arange(8, dtype=np.float32))
     array = from_buffer(buffer.view(2, (2, 2)), "numpy")
     assert np.array_equal(array, [[2, 3], [4, 5]])
-    array[0, 0] = 9  # it is the memory, and the caller's
+    array[0, 0] = 9  # the result is the caller's memory
     assert buffer.numpy()[2] == 9
     del buffer
     fresh = [device.empty((8,), "float32") for _ in range(4)]

@@ -1,6 +1,6 @@
 """Real PyTorch tensors on a real GPU: shared both ways, and ordered with PyTorch's own streams.
 
-The same on stand-ins, with every fence checked: ``tests/backends/cuda/test_convert_gpu.py``.
+``tests/backends/cuda/test_convert_gpu.py`` tests the same on the fake CuPy, with every wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradreduce.errors import DeviceMismatchError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "int8", "int64")
-LARGE = 1 << 24  # elements: work that is still running when the next call is made
+LARGE = 1 << 24  # elements, so that the work is still running at the next call
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_calls_are_ordered_with_the_current_stream(mesh, own):
             total = gr.add_n(
                 [to_buffer(term, mesh.devices[0]) for term in terms], output_type="torch"
             )
-            total = total * 2  # of PyTorch's stream, behind our sum
+            total = total * 2  # on PyTorch's stream, after our sum
             assert bool((total == 3 * (2 * turn + 1) * 2).all())
 
 
@@ -101,7 +101,7 @@ def test_tensors_of_a_gpu_that_is_not_current():
 
 
 def test_gradients_that_are_freed_at_the_end_of_a_step(mesh):
-    """Their memory is PyTorch's again when our queue is behind the last use, not before."""
+    """PyTorch may reuse their memory only after our queue's last use."""
     import torch
 
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
@@ -119,7 +119,7 @@ def test_gradients_that_are_freed_at_the_end_of_a_step(mesh):
 
 
 def test_results_that_are_dropped_while_pytorch_reads_them(mesh):
-    """Their memory is ours again when PyTorch's stream is behind the last use, not before."""
+    """We may reuse their memory only after the last use by PyTorch's stream."""
     import torch
 
     device = mesh.devices[0]
@@ -130,7 +130,7 @@ def test_results_that_are_dropped_while_pytorch_reads_them(mesh):
             for turn in range(1, 6):
                 terms = [device.upload(np.full(late.shape, turn, np.float32)) for _ in range(2)]
                 total = gr.add_n(terms, output_type="torch")
-                for _ in range(5):  # behind which PyTorch reads our memory
+                for _ in range(5):  # after this PyTorch reads our memory
                     late = late @ late
                 sums.append(late + total)
                 del total

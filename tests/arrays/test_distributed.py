@@ -1,4 +1,4 @@
-"""PerReplica, Mirrored and gr.replica: which array lies where, and which one a thread means."""
+"""PerReplica, Mirrored and gr.replica: the device of each array, and a thread's replica."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_get_means_the_replica_of_the_thread(mesh, make):
     for index in range(3):
         with gr.replica(index):
             assert value.get()[0] == index
-            assert value.get(mesh.devices[1])[0] == 1  # a device that is named wins
+            assert value.get(mesh.devices[1])[0] == 1  # an explicit device has priority
             assert value.primary[0] == 0
     part = make(arrays(2), mesh[1:])
     with gr.replica(1):
@@ -150,7 +150,7 @@ def test_values_are_a_sequence_of_arrays_in_the_order_of_devices(mesh, make):
 
 
 def test_copies_may_be_forgotten_while_they_are_made(mesh):
-    """As by a call of another thread."""
+    """As if another thread called at the same time."""
     value = gr.PerReplica([np.ones((4, 5), order="F") for _ in mesh], mesh)
 
     class Forgetful(type(value)):
@@ -162,7 +162,7 @@ def test_copies_may_be_forgotten_while_they_are_made(mesh):
 
 
 def test_arrays_of_another_order_are_read_anew_by_each_call(mesh):
-    """Their Buffers in C's order are copies; the arrays may be written between two calls."""
+    """Their C-order Buffers are copies, because the arrays may change between two calls."""
     for order in "CF":
         given = [np.ones((4, 5), order=order) for _ in mesh]
         value, mirrored = gr.PerReplica(given, mesh), gr.Mirrored(given, mesh)
@@ -220,7 +220,7 @@ def test_threads_have_replicas_of_their_own(mesh):
     def work(index):
         seen[index] = [current_replica()]
         with gr.replica(index):
-            together.wait()  # all are inside now
+            together.wait()  # all threads are inside now
             seen[index].append(value.get()[0])
             together.wait()
         seen[index].append(current_replica())

@@ -1,4 +1,4 @@
-"""IndexedSlices: validation, merged rows, whole arrays, and what it costs."""
+"""IndexedSlices: validation, merged rows, dense arrays, and numbers of launches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mesh(request) -> Iterator[gr.Mesh]:
 
 @pytest.fixture(autouse=True)
 def default(mesh, monkeypatch):
-    """Host arrays lie on this mesh."""
+    """The mesh for host arrays."""
     monkeypatch.setattr("gradreduce.backends._default", [mesh])
 
 
@@ -42,7 +42,7 @@ def slices_of(dtype="float32", *, width=5, num_rows=6, seed=0):
 
 
 def merged(slices):
-    """The rows of each index, added in a loop in the accumulate type; the indices in order."""
+    """Adds the rows of each index in a loop, in the accumulate type; indices in order."""
     found = {}
     values = slices.values.astype(accumulate_dtype_of(slices.values.dtype))
     with np.errstate(all="ignore"):
@@ -118,7 +118,7 @@ def test_no_rows():
 
 
 def test_rows_of_rows_are_looked_up():
-    """TensorFlow gathers the outer indices with the inner ones."""
+    """TensorFlow indexes the outer indices by the inner ones."""
     inner = gr.IndexedSlices(np.array([[1.0], [2], [4]]), [2, 0, 2], (3, 1))
     slices = gr.IndexedSlices(inner, [7, 8, 9], (10, 1))
     assert slices.indices.tolist() == [9, 7, 9]
@@ -225,7 +225,7 @@ def test_rows_of_any_shape():
 
 
 def test_nothing_is_shared_and_nothing_written(mesh):
-    for indices in (np.array([1, 0]), np.array([0, 1])):  # where nothing is merged or moved, too
+    for indices in (np.array([1, 0]), np.array([0, 1])):  # also if nothing is merged or moved
         values = np.ones((2, 3), "float32")
         values.flags.writeable = False
         slices = gr.IndexedSlices(values, indices, (2, 3))
@@ -318,7 +318,7 @@ def test_many_tensors_share_launches(mesh):
 
 
 def test_partial_sums_are_wide_and_divided_row_by_row(mesh):
-    """What an accumulator of halves needs: float32 sums, then each row by its own count."""
+    """As an accumulator of float16 needs: float32 sums, each row divided by its own count."""
     slices, plan = slices_of("float16"), plan_segments(np.array(INDICES))
     values = mesh.devices[0].put(slices.values)
     out = mesh.devices[0].empty((plan.num_segments, *values.shape[1:]), as_dtype("float32"))

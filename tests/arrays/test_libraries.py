@@ -30,7 +30,7 @@ def device(mesh):
 
 
 class Library:
-    """What a test needs of a library: arrays from NumPy's and back, by the library's own means."""
+    """Conversions between NumPy and a library, by the library's own functions."""
 
     def __init__(self, name):
         self.name = name
@@ -38,7 +38,7 @@ class Library:
 
     def dtypes(self):
         common = ["float16", "bfloat16", "float32", "int8", "uint8", "int16", "int32", "complex64"]
-        wide = ["float64", "int64", "complex128"]  # JAX has them only in its x64 mode
+        wide = ["float64", "int64", "complex128"]  # JAX has these only in x64 mode
         return common + (wide if self.name == "torch" else [])
 
     def array(self, array):
@@ -322,7 +322,7 @@ def test_an_accumulator_hands_out_the_kind_of_its_first_gradient(library, mesh):
     assert kind_of(mean) == library.name
     assert same(library.numpy(mean), np.full((2, 3), 2, np.float32))
     accumulator.apply_grad(np.full((2, 3), 3, np.float32), local_step=1)
-    assert isinstance(accumulator.take_grad(1), np.ndarray)  # the next one starts anew
+    assert isinstance(accumulator.take_grad(1), np.ndarray)  # the next sum has a new type
     accumulator.apply_grad(terms(library)[0], local_step=2)
     assert isinstance(accumulator.take_grad(1, output_type="numpy"), np.ndarray)
 
@@ -422,7 +422,7 @@ def coo_rows(torch):
 def test_sparse_coo_tensors_come_back_as_such(mesh, monkeypatch):
     torch = Library("torch").module
     coo = [coo_rows(torch), coo_tensor(torch, [[0]], torch.tensor([[10.0, 20]]), (4, 2)).coalesce()]
-    monkeypatch.delattr(torch, "sparse_coo_tensor")  # PyTorch 2.11's warns whatever it is told
+    monkeypatch.delattr(torch, "sparse_coo_tensor")  # it always warns in PyTorch 2.11
     wanted = coo[0].to_dense() + coo[1].to_dense()
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     for coalesce in (False, True):

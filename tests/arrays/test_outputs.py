@@ -1,4 +1,4 @@
-"""Arrays that a call writes in place: which are taken, what is written, and who waits for it."""
+"""Arrays that a call writes in place: which are accepted, their values, and the waits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plain():
 
 
 def write(device, array, dtype=FLOAT) -> np.ndarray:
-    """Writes ``array`` as a call does, with work that may be deferred; what it should hold."""
+    """Writes ``array`` like a call, with deferred work; returns the expected values."""
     values = np.asarray(exact_data(tuple(array.shape), dtype))
     out = as_out(array, device, values.shape, dtype)
     assert (out.buffer.device, out.buffer.shape, out.buffer.dtype) == (device, values.shape, dtype)
@@ -97,7 +97,7 @@ def test_a_buffer_is_itself(mesh):
 
 
 def test_work_that_is_deferred_never_reads_or_writes_a_host_array_later():
-    """The host may use its array before the call and after ``release_outputs`` as it likes."""
+    """The host may use its array freely before the call and after ``release_outputs``."""
     for seed in range(4):
         with gr.open_mesh(1, backend="sim", strict=True, schedule_seed=seed) as mesh:
             device, array = mesh.devices[0], np.full(SHAPE, 5, FLOAT)
@@ -118,7 +118,7 @@ def fixed() -> np.ndarray:
 
 
 def array_of(library: str):
-    """An array that says it is of ``library``, and that it is what is asked for."""
+    """An array that claims to be of ``library`` and to have the expected type."""
     said = {"dtype": FLOAT, "shape": SHAPE, **dict.fromkeys(("devices", "get", "layout"))}
     return type("Array", (), {"__module__": library, **said})()
 

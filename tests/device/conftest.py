@@ -26,7 +26,7 @@ def apart(request) -> Iterator[Mesh]:
 
 @pytest.fixture
 def waits(apart, monkeypatch) -> list[tuple]:
-    """Every wait that a device of ``apart`` is told: who and on which queue, for whose mark."""
+    """Records every wait of a device of ``apart``: the device, its queue, and the mark."""
     told: list[tuple] = []
     cls = type(apart.devices[0])
     original = cls._wait

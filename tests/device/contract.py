@@ -20,7 +20,7 @@ SIZE = 1003  # vectors and a tail
 FLOAT = as_dtype("float32")
 
 simulated = partial(open_mesh, backend="sim")
-# All ways to run a mesh. A new backend is one more line, marked with what it needs.
+# All backends and their variants. Add a line for a new backend, marked with what it needs.
 BACKENDS = [
     pytest.param(partial(simulated, strict=True), id="sim"),
     pytest.param(partial(simulated, strict=False, peer_access=False), id="sim-no_peers"),
@@ -29,7 +29,7 @@ BACKENDS = [
         id="sim-compiled",
         marks=pytest.mark.host,
     ),
-    # Queued work runs as late as the waits allow, as early, or in random valid orders.
+    # Queued work runs as late as possible, as early as possible, or in random valid orders.
     *(
         pytest.param(
             partial(simulated, strict=True, schedule_seed=seed),
@@ -58,7 +58,7 @@ def uploaded(device: Device, seed: int, shape=(SIZE,), dtype=FLOAT) -> Buffer:
 
 @contextmanager
 def in_order(device: Device) -> Iterator[None]:
-    """Inside, operations on the backend's own arrays run on the device's compute queue."""
+    """Inside, operations on arrays of the backend run on the device's compute queue."""
     if device.mesh_state.backend == "sim":
         yield
         return
@@ -75,7 +75,7 @@ def adopted(device: Device, values: np.ndarray) -> Buffer:
 
 
 def unmapped(buffer: Buffer) -> Buffer:
-    """Says that peers cannot access it, as of memory of cudaMallocAsync."""
+    """Marks memory as not accessible by peers, like memory of cudaMallocAsync."""
     buffer.block.peer_mapped = False
     return buffer
 

@@ -101,14 +101,14 @@ spans = st.tuples(st.integers(100, 112), st.integers(0, 8))
 
 @given(spans, spans)
 def test_two_overlap_where_they_share_a_byte(one, other):
-    """One that is empty shares none, wherever it lies."""
+    """An empty Buffer overlaps no other, at any address."""
     left, right = (SimpleNamespace(address=start, nbytes=size) for start, size in (one, other))
     shared = {*range(one[0], sum(one))} & {*range(other[0], sum(other))}
     assert overlap(left, right) == overlap(right, left) == bool(shared)
 
 
 def test_many_readers_of_a_block_are_told_apart_up_to_a_number():
-    """Beyond it the last mark of each queue stands for all that the queue has read."""
+    """Beyond that number the last mark of each queue covers all reads of the queue."""
     with gr.open_mesh(1, backend="sim") as mesh:
         (device,) = mesh.devices
         whole = device.empty((100,), "float32")

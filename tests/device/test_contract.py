@@ -1,7 +1,7 @@
 """Every backend keeps the promises of ``gradreduce/device/README.md``: memory, views, copies.
 
-Launches, queues and the journal are in ``test_contract_launch.py``, who lives how long and what
-ends with a mesh in ``test_contract_lifetime.py``, collectives in ``test_contract_collective.py``.
+``test_contract_launch.py`` tests launches, queues and the journal, ``test_contract_lifetime.py``
+lifetimes and closed meshes, ``test_contract_collective.py`` collectives.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_put_shares_an_array_that_is_in_one_piece(near):
         buffer = device.put(array)
         assert (buffer.device, buffer.shape, buffer.dtype) == (device, array.shape, array.dtype)
         assert same(buffer.numpy(), array)
-        if not device.defers:  # else its owner could change it before the work is done
+        if not device.defers:  # with queued work the owner could change it too early
             assert not buffer.block.owned
             assert buffer.address == array.ctypes.data
             array[...] = 3

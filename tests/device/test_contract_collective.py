@@ -54,7 +54,7 @@ def test_all_reduce_makes_every_buffer_the_sum(mesh, dtype, size):
 
 @pytest.mark.parametrize("queue", ["compute", "transfer"])
 def test_a_collective_runs_on_the_queue_it_is_given(mesh, queue):
-    """And its memory is remembered as that queue's: whoever drops it early must not get it back."""
+    """Its memory counts as used by that queue, so that it is not reused too early."""
     terms = terms_of(FLOAT)
     sources = on_each(mesh, terms)
     sums, rows = ([each.device.zeros((size,), FLOAT) for each in sources]
@@ -76,7 +76,7 @@ def test_a_collective_runs_on_the_queue_it_is_given(mesh, queue):
 
 
 def test_all_reduce_reads_its_sources_and_writes_its_buffers(mesh):
-    """One of the sources is its buffer itself: each rank may be in place or not."""
+    """One source is its own buffer, because each rank may be in place or not."""
     terms = terms_of(FLOAT)
     sources = on_each(mesh, terms)
     buffers = [sources[0], *(each.device.zeros((SIZE,), FLOAT) for each in sources[1:])]
@@ -102,7 +102,7 @@ def test_all_reduce_reads_its_sources_and_writes_its_buffers(mesh):
 def test_the_simulated_collective_adds_in_mesh_order_and_rounds_once(mesh, dtype):
     terms = terms_of(dtype, make=random_data)
     buffers = on_each(mesh, terms)
-    if mesh.backend != "sim":  # NCCL promises neither
+    if mesh.backend != "sim":  # NCCL promises no order and no rounding
         return
     mesh.collective.all_reduce(buffers)
     wide = accumulate_dtype(dtype)
@@ -230,7 +230,7 @@ def read_only(mesh: Mesh, place: int) -> Buffer:
 
 
 def faulty(mesh: Mesh) -> dict[str, list[Buffer]]:
-    """Lists of buffers that no collective takes."""
+    """Lists of buffers that every collective must refuse."""
     first, second, third, beside = (uploaded(mesh.devices[place], place) for place in range(4))
     short = uploaded(mesh.devices[2], 2, (SIZE - 1,))
     integers = uploaded(mesh.devices[2], 2, dtype=as_dtype("int32"))
@@ -292,7 +292,7 @@ def test_all_gather_checks_its_outputs(mesh):
 
 
 def test_a_read_only_buffer_may_be_read_and_not_written(mesh):
-    if mesh.backend != "sim":  # no other library has read-only arrays
+    if mesh.backend != "sim":  # only NumPy has read-only arrays
         return
     fixed = read_only(mesh, 0)
     buffers = [fixed, *(uploaded(mesh.devices[place], place) for place in (1, 2))]

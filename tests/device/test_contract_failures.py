@@ -185,7 +185,7 @@ def test_a_failure_half_way_through_an_accumulation_fails_the_devices(mesh, monk
 
 
 def test_a_collective_counts_as_work_that_was_given(mesh):
-    """It writes in place: what fails behind it is half way through."""
+    """A collective writes in place, so a later failure leaves a half-written state."""
     first, other = mesh.devices[0], mesh.devices[2]
     buffers = [uploaded(first, 1), uploaded(other, 2)]
     with (
@@ -204,7 +204,7 @@ def test_a_collective_counts_as_work_that_was_given(mesh):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("work", ["launch", "copy"])
 def test_work_that_was_cut_short_counts_as_given(mesh, monkeypatch, work, error):
-    """It may have begun: a launch of ten tensors has maybe written nine."""
+    """The launch may have begun: of ten tensors it may have written nine."""
     device = mesh.devices[2]
     buffers = [uploaded(device, 1), uploaded(device, 2)]
 
@@ -219,7 +219,7 @@ def test_work_that_was_cut_short_counts_as_given(mesh, monkeypatch, work, error)
                 device.copy(*buffers)
             else:
                 add(device, *buffers)
-    if error is MemoryError and device.defers:  # it came before the work, which was only to wait
+    if error is MemoryError and device.defers:  # raised before the work, at the wait
         assert device.zeros((1,), FLOAT).numpy() == 0
     else:
         with pytest.raises(BackendUnavailableError, match="a call failed half way"):

@@ -59,7 +59,7 @@ def test_rows_of_size_zero_are_left_out(near):
 
 
 def test_a_row_has_the_work_that_its_kernel_says(near):
-    """One item for each column of a segment: more than its plan has elements, or none at all."""
+    """A row has one item for each column of a segment, also if its plan has fewer elements."""
     device = near.devices[0]
     segments = plan_segments(np.array([4, 1, 4]))
     wide, none = (uploaded(device, 1, (3, width)) for width in (5000, 0))
@@ -144,7 +144,7 @@ def test_no_call_reaches_another_mesh(reopen):
 
 def test_read_only_memory_enters_and_is_never_written(apart):
     near, _, far = apart.devices
-    if apart.backend != "sim":  # no other library has read-only arrays
+    if apart.backend != "sim":  # only NumPy has read-only arrays
         return
     values = data((SIZE,))
     values.flags.writeable = False
@@ -177,7 +177,7 @@ def test_read_only_memory_enters_and_is_never_written(apart):
 
 
 def test_a_call_that_raises_forgets_no_fence(apart):
-    """The next writer still waits for a copy that reads, after a launch that was refused."""
+    """After a refused launch the next writer still waits for a copy that reads."""
     near, _, far = apart.devices
     src, dst = uploaded(near, 1), far.empty((SIZE,), FLOAT)
     far.copy(dst, src)
@@ -241,12 +241,12 @@ def test_a_copy_waits_for_both_ends_and_the_next_writer_for_it(
         waits.clear()
         write()
         assert waits == written
-        write()  # once is enough
+        write()  # the first write is enough
         assert waits == written
 
 
 def test_each_part_of_a_block_waits_for_its_own_readers(apart, waits):
-    """A launch that writes two tensors of one flat buffer, of which the first is copied away."""
+    """Writes two tensors of one flat buffer, while a copy reads the first."""
     near, _, far = apart.devices
     flat = near.empty((2 * SIZE,), FLOAT)
     parts = [flat.view(place * SIZE, (SIZE,)) for place in range(2)]
@@ -283,7 +283,7 @@ def test_a_launch_waits_for_nothing_but_readers(apart, waits, queue):
 
 
 def test_who_touches_a_block_is_remembered(apart):
-    """So that its memory is given away only when those queues have passed."""
+    """Its memory is reused only after those queues have passed."""
     near, beside, far = apart.devices
     block, out = uploaded(near, 1).block, uploaded(near, 2)
     assert block.touched == out.block.touched == set()

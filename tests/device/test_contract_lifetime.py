@@ -1,4 +1,4 @@
-"""Every backend keeps its promises about who lives how long (``device/README.md``)."""
+"""Every backend keeps its promises about lifetimes (``device/README.md``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradreduce.ops.add_n import ADD_N
 
 
 def overwrite(device: Device, num_buffers: int = 4) -> list[Buffer]:
-    """Takes memory of the usual size, as often as some may have come free, and fills it."""
+    """Allocates and fills blocks of the usual size, to overwrite all memory that was freed."""
     return [device.upload(data((SIZE,), seed=99)) for _ in range(num_buffers)]
 
 
@@ -52,7 +52,7 @@ def test_memory_that_another_queue_still_uses_is_not_given_away(apart):
         add(beside, outs[1], source)
         del source
         far.copy(outs[2], make(near, 1))
-        kept = overwrite(near)  # the sources are freed, the work may not have begun
+        kept = overwrite(near)  # the sources are freed, maybe before the work has begun
         apart.synchronize()
         for out in outs:
             assert same(out.numpy(), wanted)
@@ -104,7 +104,7 @@ def test_a_block_freed_in_another_thread_returns_to_its_pool(near):
 
 
 def test_no_python_code_runs_when_a_block_is_freed(near):
-    """Ctrl-C would end it there, and the memory would be free while work still uses it."""
+    """Ctrl-C could interrupt such code and free memory that work still uses."""
     held, seen = [uploaded(near.devices[0], 1)], []
     sys.setprofile(lambda frame, event, called: seen.append(event))
     held.clear()
@@ -127,7 +127,7 @@ def test_a_block_that_the_collector_finds_comes_home(near):
 
 
 def test_many_threads_share_a_device(near):
-    """Each keeps what it wrote, while all take and give back memory of one size."""
+    """Each keeps its values, while all allocate and free memory of one size."""
     device = near.devices[0]
     wrong = []
 
@@ -169,8 +169,8 @@ def test_nothing_grows_with_use(apart):
         gc.collect()
         return tracemalloc.get_traced_memory()[0] - before
 
-    # A leak of the smallest object in a turn, 16 bytes, is in every round. What is left once, and
-    # the small blocks that NumPy keeps for the next array, are in some rounds only.
+    # A leak of one object per turn, at least 16 bytes, appears in every round. Objects that stay
+    # once, and small blocks that NumPy caches, appear in some rounds only.
     tracemalloc.start()
     try:
         assert any(growth(100) < 100 * 8 for _ in range(20))
@@ -200,7 +200,7 @@ def test_two_meshes_work_side_by_side(reopen):
 
 
 def every_call(mesh: Mesh, buffer: Buffer) -> dict:
-    """Each public call on a device or mesh that uses what it was opened with."""
+    """Every public call on a device or mesh that uses its devices."""
     device, other = mesh.devices[0], mesh.devices[1]
     row, template = [[buffer, buffer]], ("float32", "float32", 1)
     nothing = [[buffer.view(0, (0,)), buffer.view(0, (0,))]]
@@ -262,7 +262,7 @@ def test_no_call_works_after_close(near):
     with near.journal() as journal:
         near[0:1].close()  # closing a part closes the whole
         assert survivors(calls) == []
-        near.close()  # twice is fine
+        near.close()  # closing twice is allowed
         with pytest.raises(BackendUnavailableError):
             near.collective.all_gather([out], [buffer])
     assert journal.records == []

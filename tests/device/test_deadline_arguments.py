@@ -1,4 +1,4 @@
-"""What is taken as a deadline, wherever one is."""
+"""Every call with a deadline accepts and refuses the same values."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_deadline_is_a_number_above_zero(mesh, deadline):
 
 
 def test_minimize_has_its_update_done_by_one(mesh, monkeypatch):
-    """Whoever makes it: both pass it on to their own update."""
+    """Every optimizer's ``minimize`` passes the deadline to its own update."""
     getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
     variable = gr.get_variable("w", np.zeros(4, np.float32), custom_getter=getter)
     plain = gr.GradientDescentOptimizer(1.0)

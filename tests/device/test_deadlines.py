@@ -1,4 +1,4 @@
-"""Calls with a deadline: who is named, who is not blocked, and what a failed mesh still does."""
+"""Calls with a deadline: the named device, calls that do not block, and failed meshes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_documentation_quotes_the_message():
 @pytest.mark.parametrize("peers", [True, False])
 @pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
 def test_a_stuck_device_is_named_with_its_pack_and_tensors(clock, algorithm, peers, seed):
-    """The call is not blocked; what waits for its result raises; after a reset all is right."""
+    """The call does not block; waits for its result raise; after a reset it works again."""
     with opened(seed=seed, peer_access=peers) as mesh:
         ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
         stall(mesh.devices[2])
@@ -96,7 +96,7 @@ def test_a_stuck_device_is_named_with_its_pack_and_tensors(clock, algorithm, pee
 
 @pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
 def test_the_pack_at_which_a_device_hangs_is_named(clock, monkeypatch, algorithm):
-    """However far it comes, it is among the late ones; and in time it hangs in every pack."""
+    """A device that hangs at any point is named as late; over the cases it hangs in every pack."""
     monkeypatch.setattr("gradreduce.reduce.pipeline.STAGE_BYTES", 1)
     packs: set[str] = set()
     for after in range(0, 24, 2):
@@ -116,7 +116,7 @@ def test_the_pack_at_which_a_device_hangs_is_named(clock, monkeypatch, algorithm
 
 
 def test_who_has_joined_but_not_finished_is_told_apart(mesh, clock, monkeypatch):
-    """Device 3 hangs inside of the pack: every queue has come to it."""
+    """Device 3 hangs inside the pack, which every queue has joined."""
     ops = gr.NcclAllReduce(1, mesh=mesh)
     add = type(mesh.collective).all_reduce
 
@@ -144,7 +144,7 @@ def test_a_call_that_stands_behind_another_names_the_one_before(mesh, clock):
 
 def test_a_call_that_is_done_in_time_costs_nobody_anything(mesh, clock):
     results = reduce_all(mesh, deadline=30)
-    clock.pass_by(31)  # nothing ran yet: the simulation works while somebody looks
+    clock.pass_by(31)  # nothing has run yet: queued work runs only during a wait
     assert is_right(results)
     mesh.synchronize(deadline=TEST_TIMEOUT)
     assert mesh.mesh_state.reason is None
@@ -268,7 +268,7 @@ def test_takes_that_wait_are_cancelled_and_accumulators_are_empty_after_a_reset(
     consumers = [in_thread(call) for call in calls]
     while not (alone.accumulator_ref.queue and second.accumulator_ref.queue):
         assert all(thread.is_alive() for thread, _ in consumers)
-    clock.pass_by(1000)  # a take that waits for arrivals has no deadline yet
+    clock.pass_by(1000)  # a take that waits for gradients has no deadline yet
     stall(mesh.devices[2])
     reduce_all(mesh, deadline=5)
     clock.pass_by(6)
@@ -376,7 +376,7 @@ def test_a_record_that_cannot_be_written_hides_nothing(clock, tmp_path, monkeypa
 
 
 def test_without_a_deadline_no_mark_is_made_and_no_thread_runs(mesh, monkeypatch):
-    """And with one: two marks for each device and line, on both queues."""
+    """With a deadline the log is the same, and one watchdog thread runs."""
     before = set(watchdogs())  # of meshes before it, which may be ending
     made: list[int] = []
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""One table of dtypes: what enters, what is refused, and in what each is added."""
+"""One table of dtypes: which are accepted, which refused, and their accumulate types."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_added_is_refused(dtype):
 @pytest.mark.parametrize("name", [name for name in NAMES if np.dtype(as_dtype(name)).itemsize > 1])
 def test_foreign_byte_order_is_refused(name):
     foreign = as_dtype(name).newbyteorder("S")
-    if foreign == as_dtype(name):  # ml_dtypes knows no other order
+    if foreign == as_dtype(name):  # ml_dtypes has only the native byte order
         assert name == "bfloat16"
         return
     with pytest.raises(TypeError, match="cannot be added"):
@@ -87,7 +87,7 @@ def test_halves_are_added_in_float32_and_all_else_in_itself(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_mean_of_integers_is_a_float_as_in_tensorflow(dtype):
-    """And that of all else of its own dtype."""
+    """The mean of any other dtype has that dtype."""
     means = {
         **dict.fromkeys(("int8", "uint8", "int16", "uint16"), "float32"),
         **dict.fromkeys(("int32", "uint32", "int64", "uint64"), "float64"),
@@ -121,7 +121,7 @@ def test_a_kernel_can_be_told_the_sign_of_an_integer():
 
 
 def test_a_dtype_of_pytorch_is_found_by_its_name():
-    """Whoever has a tensor writes ``tensor.dtype``; PyTorch is not imported for it."""
+    """Users of PyTorch pass ``tensor.dtype``; PyTorch is not imported for it."""
 
     class Dtype:
         def __init__(self, name):
@@ -146,7 +146,7 @@ def test_dtypes_of_pytorch_itself():
 
 
 def test_equal_dtypes_become_one_object():
-    """Plans are remembered by the identity of dtypes, and that of a freed object may come again."""
+    """Plans are cached by the identity of dtypes, and the id of a freed object may be reused."""
     for other in (np.dtype("float32", metadata={"unit": "m"}), "f4", np.float32):
         assert as_dtype(other) is np.dtype("float32")
     assert as_dtype("longlong") is np.dtype("int64")

@@ -1,4 +1,4 @@
-"""Flat buffers: filled through arrays of any library, known when they come back, never packed."""
+"""Flat buffers: filled through arrays of any library, recognized as arguments, not packed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fill(arrays, seed: int = 0) -> None:
 
 
 def sums(num_replicas: int, seed: int = 0) -> list[np.ndarray]:
-    """What ``fill`` makes of the sums of ``SHAPES``."""
+    """The sums of the values that ``fill`` writes."""
     return [
         np.full(shape, sum(seed + 10 * replica + tensor for replica in range(num_replicas)), "f4")
         for tensor, shape in enumerate(SHAPES)
@@ -90,7 +90,7 @@ def test_what_others_fill_is_reduced_where_it_is(mesh, kind):
             reduced = ops.all_reduce(arrays, SUM)
         launches = [(record.name, record.device) for record in journal.records]
         physicals = len(mesh.by_physical)
-        assert [name for name, _ in launches] == ["all_sum"] * physicals  # nothing else at all
+        assert [name for name, _ in launches] == ["all_sum"] * physicals  # and no other launch
         for row in reduced:
             assert [kind_of(array) for array in row] == [kind_of(each) for each in arrays[0]]
             for array, expected in zip(row, sums(len(mesh), seed), strict=True):
@@ -112,7 +112,7 @@ def test_arrays_and_views_are_the_same_to_a_plan(peer_access):
                 values = [gr.PerReplica(column, mesh) for column in zip(*rows, strict=True)]
                 plans.append(ops.plan(SUM, [(value, value) for value in values]))
             assert plans[0] == plans[1]
-            assert plans[0].launches < plans[2].launches  # which pack first
+            assert plans[0].launches < plans[2].launches  # plans[2] packs first
 
 
 def test_an_array_is_known_however_it_was_viewed_since(mesh, kind):
@@ -130,7 +130,7 @@ def test_an_array_is_known_however_it_was_viewed_since(mesh, kind):
     for copied in (array.T, array[:, ::2]):
         back = to_buffer(copied, device)
         assert back.block is not view.block
-        assert back.block.owned  # a copy, as of any array
+        assert back.block.owned  # a copy, like that of any array
 
 
 def test_what_is_not_external_here_comes_in_as_ever(mesh):
@@ -147,7 +147,7 @@ def test_what_is_not_external_here_comes_in_as_ever(mesh):
     result = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce([[np.zeros(3)] for _ in mesh])
     for other in (*others, result[-1][0]):  # what a plain call returned is the caller's
         assert not to_buffer(other, device).block.owned
-    if len(mesh) > 1:  # one that is given for another device lies there, as any host array
+    if len(mesh) > 1:  # an array passed for another device is copied there
         back = to_buffer(flat.arrays()[0][0], device)
         assert back.device is device
         assert not back.block.owned
@@ -161,7 +161,7 @@ def test_memory_lives_as_long_as_an_array_and_is_not_taken_for_the_old_one_after
     array[...] = 5
     del flat
     gc.collect()
-    kept = device.empty((1000,), "float32")  # strict: filled with NaN
+    kept = device.empty((1000,), "float32")  # strict fills it with NaN
     assert kept.address != start
     assert (np.asarray(array) == 5).all()
     assert to_buffer(array, device).block is block()
@@ -198,7 +198,7 @@ def test_external_memory_is_found_by_all_of_its_bytes(mesh):
 
 
 def test_a_block_that_is_dying_is_not_found(mesh):
-    """Nor in another thread, when its memory may be somebody else's."""
+    """Also in another thread, when its memory may have a new owner."""
     external, found, deferred = ExternalBuffers(), [], DeferredFree()
 
     class Ends(deque):
@@ -272,7 +272,7 @@ def test_only_what_is_nobodys_is_written_between_tensors(mesh):
         assert plans[0].has_gaps
         for out, buffer, moved in zip(laid.outs, flat.buffers, laid.targets, strict=True):
             assert (out.block is buffer.block) == (moved is None) == in_place
-        assert all(moved is None for moved in laid.filling)  # to read past a tensor harms nobody
+        assert all(moved is None for moved in laid.filling)  # reading past a tensor is harmless
 
 
 def test_who_still_reads_a_flat_buffer_is_waited_for():
@@ -367,7 +367,7 @@ def test_shapes_may_be_any_iterables_and_are_integers_from_zero_up():
 
 
 def a_model(mesh, seed: int = 0):
-    """The same layers on each device, a flat buffer of their gradients, attached, and a step."""
+    """Equal layers on each device, an attached flat buffer of their gradients, and a step."""
     torch = importlib.import_module("torch")
     torch.manual_seed(seed)
     models = [torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4)) for _ in mesh]
@@ -385,7 +385,7 @@ def are_views(parameters, flat) -> bool:
 
 
 def steps_of(mesh, flat):
-    """The same reduction in place, by each of the ways to make a step of it."""
+    """Makes a step of the same reduction in place in each possible way."""
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     columns = list(zip(*flat.arrays("torch"), strict=True))
     pairs = [(value, value) for value in (gr.PerReplica(column, mesh) for column in columns)]
@@ -427,7 +427,7 @@ def test_replicas_stay_equal_whatever_zero_grad_does_to_attached_gradients(mesh,
 @pytest.mark.torch
 @pytest.mark.parametrize("made", ["prepare", "capture"])
 def test_steps_of_buffers_wait_for_the_owners_of_attached_gradients(made):
-    """Buffers are nobody's, but these are filled by PyTorch: it must find the sums."""
+    """Buffers have no owner's stream, but PyTorch fills these and must see the sums."""
     with gr.open_mesh([0, 0, 1, 1], backend="sim", schedule_seed=3) as mesh:
         torch, models, parameters, flat = a_model(mesh)
         ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
@@ -577,4 +577,4 @@ def test_what_cannot_be_attached_is_refused_and_what_is_there_is_kept(mesh):
     block = weakref.ref(flat.buffers[0].block)
     del flat, others, row, shared, scaled, double, given, models, parameters
     gc.collect()
-    assert block() is None  # nobody keeps it in a circle
+    assert block() is None  # no reference cycle keeps it

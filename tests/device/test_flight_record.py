@@ -1,4 +1,4 @@
-"""The flight record: what a mesh was given, for what, and how far it came."""
+"""The flight record: the operations of a mesh, their labels, and which are done."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def outlines(entries: list[FlightEntry]) -> list[tuple]:
 
 
 def test_what_a_journal_records_the_flight_record_has_too(mesh):
-    """Of every kind of operation, in the order of the calls, numbered, and without a journal."""
+    """It has every kind of operation, numbered in the order of the calls, without a journal."""
     first, second = mesh.devices[:2]
     with mesh.journal() as journal:
         buffer = uploaded(first, 1)
@@ -91,7 +91,7 @@ def test_done_is_what_is_known_to_be_over():
     with open_mesh(2, backend="sim", schedule_seed=1) as mesh:
         stuck = mesh.devices[1]
         buffers = [uploaded(device, 1) for device in mesh.devices]
-        stuck.mark()  # any mark tells what is over before it
+        stuck.mark()  # any mark shows what has finished before it
         stall(stuck)
         for device, buffer in zip(mesh.devices, buffers, strict=True):
             device.copy(buffer, device.empty((SIZE,), FLOAT))
@@ -212,7 +212,7 @@ def test_a_full_disk_leaves_nothing_behind(wanted, monkeypatch, caplog):
 
 
 def test_no_link_is_followed(wanted, monkeypatch):
-    """Neither at the record's name nor at that of the part, were it known."""
+    """Symbolic links at the record's name or at its temporary name are not followed."""
     victim = wanted.with_name("victim")
     victim.write_text("mine")
     with open_mesh(1, backend="sim") as mesh:

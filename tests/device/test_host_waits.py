@@ -1,4 +1,4 @@
-"""Host waits with a deadline: they end, and name the device that keeps them waiting."""
+"""Host waits with a deadline: they end, and name the device that is late."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mesh():
 
 @pytest.mark.parametrize("how", ["profile", "zero", "release", "Variable.numpy"])
 def test_who_waits_inside_of_a_call_is_let_go_in_time(mesh, how, monkeypatch):
-    monkeypatch.setattr(profile, "HOST_BYTES", 1 << 20)  # for explain; 64 MB are copied else
+    monkeypatch.setattr(profile, "HOST_BYTES", 1 << 20)  # of profile, which otherwise copies 64 MB
     flat = mesh.flat_buffer([(4,)], "float32")
     flat.arrays("numpy")
     variable = gr.Variable(np.zeros(4, np.float32), device=mesh[[2, 3]])
@@ -69,7 +69,7 @@ def test_a_host_wait_ends_when_its_own_deadline_passes(mesh, wait):
 @pytest.mark.parametrize("is_reset", [False, True])
 @pytest.mark.parametrize("wait", ["_download", "_synchronize"])
 def test_a_wait_that_an_abort_ends_raises(mesh, monkeypatch, wait, is_reset):
-    """An aborted collective lets its queue go on, so that the wait itself succeeds."""
+    """After an abort of a collective its queue continues, and the wait itself succeeds."""
     device = mesh.devices[0]
     buffer = device.zeros((4,), "float32")
     succeeds = getattr(device, wait)
@@ -97,7 +97,7 @@ HOW = {
     [("nccl", "reduce"), ("nccl", "prepare"), *(("hierarchical_copy", how) for how in HOW)],
 )
 def test_a_host_wait_blames_the_device_that_others_wait_for(algorithm, how):
-    """The host waits for device 0, that for device 3, and device 3 is stuck."""
+    """The host waits for device 0, which waits for device 3, which hangs."""
     for seed in (0, 1):
         with opened(seed) as mesh:
             ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)

@@ -15,7 +15,7 @@ from gradreduce.device import DeferInterrupts, interrupts
 
 @contextmanager
 def handled_by(handler):
-    """Inside, SIGINT has this handler."""
+    """Inside, this is the handler of SIGINT."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield
@@ -32,16 +32,16 @@ def test_it_is_raised_when_the_block_has_ended():
     with pytest.raises(KeyboardInterrupt), DeferInterrupts():
         ctrl_c()
         with DeferInterrupts():
-            ctrl_c()  # a quick second one is the same one
+            ctrl_c()  # a second signal right after it counts as the same
         done.append(True)
     assert done
     assert handler() is signal.default_int_handler
     with DeferInterrupts():
-        pass  # the next block knows nothing of it
+        pass  # it does not affect the next block
 
 
 def test_at_every_place_of_the_block():
-    """None lies between the handlers: all of the block is done, or nothing."""
+    """Wherever Ctrl-C comes, the block runs completely or not at all."""
     entered, done = [], []
 
     def call():
@@ -80,7 +80,7 @@ def test_another_one_a_second_later_ends_a_block_that_hangs(monkeypatch):
 
 
 def test_another_handler_in_python_gets_it():
-    """As those of asyncio, which cancels a task."""
+    """Such as the handler of asyncio, which cancels a task."""
     seen = []
     with handled_by(lambda number, frame: seen.append(number)):
         mine = handler()
@@ -107,7 +107,7 @@ def test_a_handler_that_is_set_inside_stays():
 
 
 def test_other_threads_defer_nothing():
-    """They never get a KeyboardInterrupt, and may not set handlers."""
+    """Other threads get no KeyboardInterrupt and cannot set handlers."""
     found = []
 
     def work():

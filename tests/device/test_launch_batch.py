@@ -1,4 +1,4 @@
-"""A writer launches as its device does, and looks at what it writes only once."""
+"""A LaunchBatch launches like its device, and checks its written operands only once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_it_waits_for_copies_that_read_and_for_each_once(apart, waits):
         told = [] if read is None else [(beside.index, "compute", far.index, "compute")]
         assert waits == told, "as a launch does"
         assert flat.block.readers == {}
-        near.wait(beside.mark())  # whose memory it is: what copies it comes behind that
+        near.wait(beside.mark())  # near owns the memory: later copies wait
     assert (beside, "compute") in flat.block.touched
     assert (beside, "compute") in term.block.touched
 

@@ -1,4 +1,4 @@
-"""The cache of pointer tables, without a device: what is found again, and what is given up."""
+"""The cache of pointer tables, without a device: which are reused, and which dropped."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_all_tables_are_dropped_when_they_are_too_large(cache, monkeypatch):
     monkeypatch.setattr(tables, "CACHED_WORDS", 2 * INLINE_WORDS)
     made = [find(cache, rows_of(1, address=64 * (1 + place))) for place in range(2)]
     assert find(cache, rows_of(1, address=64)) is made[0]
-    large = find(cache, rows_of(2000))  # more than all that may be kept: it is kept alone
+    large = find(cache, rows_of(2000))  # larger than the limit of the cache: it is kept alone
     assert find(cache, rows_of(2000)) is large
     assert find(cache, rows_of(1, address=64)) is not made[0]
     assert find(cache, rows_of(2000)) is not large

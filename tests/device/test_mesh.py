@@ -46,7 +46,7 @@ LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_T
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    """No variable set, no CuPy, nobody warned, no default mesh yet."""
+    """No environment variable set, no CuPy, no warning logged, no default mesh."""
     for name in (*VARIABLES, *LAUNCHERS, *module._LOCAL_RANKS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
@@ -178,7 +178,7 @@ def test_a_wrong_backend_variable_is_named(monkeypatch):
     for call in (open_mesh, default_mesh):
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
             call()
-    with opened(1):  # who names the backend does not read the variable
+    with opened(1):  # with an explicit backend the variable is not read
         pass
 
 
@@ -189,7 +189,7 @@ def test_one_of_several_processes_says_that_it_works_alone(monkeypatch, name):
     for options in ({}, {"backend": "sim"}, {"backend": "cuda"}, {"processes": None}):
         with pytest.raises(RuntimeError, match=text) as caught:
             open_mesh(2, **options)
-        assert not isinstance(caught.value, BackendUnavailableError)  # nobody falls back on it
+        assert not isinstance(caught.value, BackendUnavailableError)  # no fallback
     for use in (default_mesh, lambda: gr.PerReplica([1.0, 2.0])):
         with pytest.raises(RuntimeError, match=text):
             use()
@@ -224,7 +224,7 @@ INSTALL = re.escape("pip install 'gradreduce[cuda12]'")
 
 @pytest.fixture(params=["not installed", "broken", "no GPU"])
 def why(request, monkeypatch) -> str:
-    """Why there is no CUDA backend, as the error tells it."""
+    """The reason why there is no CUDA backend, in the error."""
     if request.param == "not installed":
         return f"CuPy is not installed; {INSTALL}"
     if request.param == "broken":
@@ -463,7 +463,7 @@ def test_a_mesh_is_a_context_manager():
 
 
 def test_no_message_lists_all_of_many_devices():
-    """Five at most: a message of a large mesh had thousands of characters."""
+    """At most five: the message of a large mesh would have thousands of characters."""
     with opened(100) as mesh:
         buffers = [device.zeros((1,), "float32") for device in mesh]
         told = [repr(mesh)]

@@ -1,4 +1,4 @@
-"""What processes tell each other when one of them fails, leaves or ends."""
+"""The messages between processes when one of them fails, leaves or ends."""
 
 import numpy as np
 import pytest
@@ -86,7 +86,7 @@ def test_close_names_the_process_that_does_not_close():
 
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_known_call_without_an_exchange_is_told(prepared):
-    """A group may keep its notice until the call waits for others, which this one does not."""
+    """A group may delay its notice until the call waits for others; this call never waits."""
 
     def work(group):
         posted = []

@@ -1,4 +1,4 @@
-"""``mesh.trace``: what was done, in the Trace Event Format."""
+"""``mesh.trace`` writes the operations in the Trace Event Format."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_without_a_path_nothing_is_written(mesh, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["", "missing/trace.json", "pipe"])
 def test_a_path_that_cannot_be_a_file_is_an_error_before_the_block(mesh, tmp_path, name):
-    os.mkfifo(tmp_path / "pipe")  # would be replaced, as a device would be
+    os.mkfifo(tmp_path / "pipe")  # replacing a FIFO would remove it
     with pytest.raises(ValueError, match="must name a regular file in an existing folder"):
         mesh.trace(tmp_path / name).__enter__()
 

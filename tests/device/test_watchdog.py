@@ -1,4 +1,4 @@
-"""The watchdog: one thread for each mesh, which ends with it; resets; and what they may not do."""
+"""The watchdog: one thread for each mesh, which ends with it; and resets of a mesh."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ended(threads: list[threading.Thread]) -> bool:
 
 
 def test_work_that_is_done_in_time_is_let_go(mesh):
-    """On every backend: the waits that end early give what those give that do not."""
+    """On every backend, waits with a deadline return the same values as waits without."""
     buffer = uploaded(mesh.devices[0], 1)
     assert not mesh.mesh_state.is_guarded
     with deadline_scope("a call", TEST_TIMEOUT, mesh.devices):
@@ -125,7 +125,7 @@ def test_an_idle_thread_keeps_no_mesh_alive():
         gc.collect()
         if here() is None:
             break
-        gone.wait(0.005)  # until it has looked once more
+        gone.wait(0.005)  # until it has checked once more
     assert here() is None
     assert ended(list(set(watchdogs()) - before))
 
@@ -142,7 +142,7 @@ def test_the_first_reason_stays_and_a_second_failure_has_its_own(clock):
         with pytest.raises(CollectiveError, match="for first passed"):
             mesh.synchronize()
         mesh.reset(timeout=TEST_TIMEOUT)
-        clock.pass_by(100)  # who watched before the reset does not any more
+        clock.pass_by(100)  # calls from before the reset are not checked any more
         assert same(
             uploaded(mesh.devices[1], 4).numpy(deadline=TEST_TIMEOUT), data((SIZE,), seed=4)
         )
@@ -154,7 +154,7 @@ def test_the_first_reason_stays_and_a_second_failure_has_its_own(clock):
 
 
 def test_a_call_that_never_ends_on_the_host_is_named(clock):
-    """As inside of a library that hangs; the call itself then meets the error."""
+    """As if a library hangs; the call itself raises afterwards."""
     mesh = queued()
     with (
         pytest.raises(CollectiveError, match="has failed"),
@@ -189,7 +189,7 @@ def test_a_call_of_before_a_reset_is_not_watched_any_more(clock):
 
 
 def test_an_update_that_a_failed_mesh_cuts_short_fails_no_device():
-    """After a reset its content is undefined anyway; a failed device would stay so."""
+    """Its content is undefined after a reset anyway, but a failed device would stay failed."""
     with queued() as mesh:
         buffer, other = (uploaded(mesh.devices[0], seed) for seed in (1, 2))
         with pytest.raises(CollectiveError), mesh.mesh_state.fail_on_partial_write(mesh.devices):
@@ -218,7 +218,7 @@ def test_a_wait_for_work_that_is_dropped_does_not_believe_it_done():
     waiting = threading.Thread(target=lambda: found.append(scheduler.finish("a", Endless())))
     waiting.start()
     assert waits.wait(TEST_TIMEOUT)
-    scheduler.drop()  # which has the lock as soon as the other waits
+    scheduler.drop()  # takes the lock as soon as the other thread waits
     waiting.join(TEST_TIMEOUT)
     assert found == [False]
 
@@ -232,7 +232,7 @@ def test_a_device_that_cannot_be_looked_at_ends_the_mesh(clock, monkeypatch):
 
 
 def test_neither_the_thread_nor_a_failure_takes_a_lock(clock):
-    """Every lock of ours is held by a call that hangs; the mesh fails all the same."""
+    """The mesh fails even while a hanging call holds every lock."""
     with queued() as mesh:
         stall(mesh.devices[1])
         with deadline_scope("a call", 5, mesh.devices):
@@ -263,7 +263,7 @@ def test_neither_the_thread_nor_a_failure_takes_a_lock(clock):
 
 
 def test_where_no_thread_can_start_a_failure_is_reported_all_the_same(clock, monkeypatch, tmp_path):
-    """The thread that looks at deadlines is there since the first of them."""
+    """The watchdog exists since the first deadline."""
     monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "flight.json"))
     with queued() as mesh, no_thread_starts() as refused:
         ticket = waiting_take(mesh)
@@ -302,7 +302,7 @@ def test_where_no_thread_can_start_a_failed_device_is_reported_by_the_caller():
 
 
 def test_where_no_thread_can_start_a_loss_is_told_by_the_watchdog():
-    """Whoever meets the fault may hold a lock that others wait for."""
+    """The thread that finds the failure may hold a lock that others wait for."""
     with queued() as mesh, no_thread_starts() as refused:
         ticket = waiting_take(mesh)
         mesh.synchronize(deadline=TEST_TIMEOUT)
@@ -347,7 +347,7 @@ def test_a_reset_waits_for_a_call_that_still_gives_work(clock):
 
 
 def test_memory_of_the_time_before_a_reset_comes_home():
-    """Work that was dropped holds no block: deferred memory returns to the pool."""
+    """Dropped work keeps no block, so deferred memory returns to the pool."""
     with queued([0, 1, 2]) as mesh:
         first, second, _ = mesh.devices
         buffer = uploaded(first, 1)

@@ -29,7 +29,7 @@ from gradreduce.ops.accumulate_n import ACCUMULATE_N
 
 
 def reference(total, terms):
-    """The total first, in *its* accumulate type, to which every term is cast."""
+    """Adds in the accumulate type of the total, to which every term is cast, total first."""
     wide = accumulate_dtype_of(total.dtype)
     with np.errstate(all="ignore"):
         running = total.astype(wide)
@@ -39,7 +39,7 @@ def reference(total, terms):
 
 
 def check(device, rows, starts=None):
-    """Adds to every row's first array in one call, and looks at every byte."""
+    """Adds to every row's first array in one call, and checks every byte."""
     made = [
         operands(device, row, places)
         for row, places in zip(rows, starts or [None] * len(rows), strict=True)
@@ -75,7 +75,7 @@ def test_any_geometry(geometric_device, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_input_may_be_the_total(device, dtype):
-    """It counts as it was before the launch."""
+    """The value that it had before the launch is added."""
     for num_inputs in (1, 2, 3, 9):
         terms = random_terms(num_inputs, 20_003, dtype)
         for place in range(num_inputs):
@@ -90,7 +90,7 @@ def test_any_input_may_be_the_total(device, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_launch_for_rows_of_all_sizes(device, dtype):
     sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]
-    for num_rows in (6, len(sizes)):  # the table inline, and beyond
+    for num_rows in (6, len(sizes)):  # a table inline, and a larger one
         rows = [random_terms(3, size, dtype, seed=size) for size in sizes[:num_rows]]
         starts = [[row % 3, row % 2, 0] for row in range(num_rows)]
         with recorded(device) as journal:

@@ -39,7 +39,7 @@ def reference(terms, out=None):
 
 
 def check(device, rows, starts=None):
-    """Adds every row in one call, and looks at every byte."""
+    """Adds every row in one call, and checks every byte."""
     outs, inputs = [], []
     for terms, row in zip(rows, starts or [None] * len(rows), strict=True):
         row = row or [0] * (1 + len(terms))
@@ -109,7 +109,7 @@ def test_neighbours_do_not_overlap(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_launch_for_rows_of_all_sizes(device, dtype):
     sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]
-    for num_rows in (6, len(sizes)):  # the table inline, and beyond
+    for num_rows in (6, len(sizes)):  # a table inline, and a larger one
         rows = [random_terms(2, size, dtype, seed=size) for size in sizes[:num_rows]]
         starts = [[row % 3, row % 2, 0] for row in range(num_rows)]
         with recorded(device) as journal:

@@ -48,13 +48,13 @@ def reference(terms, split=0, divisor=1, out=None):
         else:
             total = left_to_right(terms, wide)
         if divisor != 1:
-            parts = total.view(total.real.dtype)  # a complex number's parts are divided alone
+            parts = total.view(total.real.dtype)  # divides real and imaginary parts separately
             total = (parts / parts.dtype.type(divisor)).view(wide)
         return total.astype(out or terms[0].dtype)
 
 
 def check(device, rows, num_outs=1, split=0, divisor=1, starts=None):
-    """Sums every row in one call, and looks at every byte."""
+    """Sums every row in one call, and checks every byte."""
     outs, inputs = [], []
     for terms, row in zip(rows, starts or [None] * len(rows), strict=True):
         row = row or [0] * (num_outs + len(terms))
@@ -105,7 +105,7 @@ def test_any_geometry(geometric_device, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_in_place(device, dtype):
-    """Every out is an input: its own, or another one's."""
+    """Every out is an input of the same or of another row."""
     for num_inputs in (1, 2, 3, 8):
         terms = random_terms(num_inputs, 20_003, dtype)
         expected = reference(terms, num_inputs // 2)
@@ -132,7 +132,7 @@ def test_one_out_is_one_input(device, dtype):
 
 @contextmanager
 def replicas(implementation, peer_access):
-    """Four, two of them on one physical device; what they hold, and where."""
+    """Four replicas, two of them on one physical device: Buffers and their arrays."""
     terms = random_terms(4, 1003, "bfloat16")
     with MeshCase((0, 0, 1, 2), peer_access, implementation).open() as mesh:
         yield mesh, terms, [device.upload(one) for device, one in zip(mesh, terms, strict=True)]
@@ -140,7 +140,7 @@ def replicas(implementation, peer_access):
 
 @pytest.mark.parametrize("split", range(4))
 def test_replicas_beside_and_on_peers_in_one_launch(implementation, split):
-    """Each out on another device than its input, and in place."""
+    """Each out is on another device than its input, or is the input."""
     with replicas(implementation, True) as (mesh, terms, inputs):
         outs = [device.empty((1003,), "bfloat16") for device in mesh.devices[::-1]]
         for made in (outs, inputs):
@@ -164,7 +164,7 @@ def test_replicas_out_of_reach_are_refused_and_unchanged(implementation):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_launch_for_rows_of_all_sizes(device, dtype):
     sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]
-    for num_rows in (6, len(sizes)):  # the table inline, and beyond
+    for num_rows in (6, len(sizes)):  # a table inline, and a larger one
         rows = [random_terms(3, size, dtype, seed=size) for size in sizes[:num_rows]]
         starts = [[row % 3, row % 2, 0, 0, 0] for row in range(num_rows)]
         with recorded(device) as journal:

@@ -21,7 +21,7 @@ GAMMA = 1e-4
 
 
 def row_of(dtype, size, seed=0):
-    """Out, sum, center and pulled."""
+    """The operands: out, sum, center, pulled."""
     sums = random_terms(2, size, accumulate_dtype_of(np.dtype(dtype)), seed=seed)
     return [*sums, *random_terms(2, size, dtype, seed=seed + 1)]
 

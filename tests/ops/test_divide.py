@@ -29,7 +29,7 @@ LONG = [dtype for dtype in INTEGERS if dtype.itemsize == 8]
 
 
 def out_of(dtype):
-    """The dtype of a mean; the tests' own word for it."""
+    """The expected dtype of a mean, defined independently of the library."""
     return np.dtype({1: "float32", 2: "float32", 4: "float64", 8: "float64"}[dtype.itemsize])
 
 
@@ -40,7 +40,7 @@ def reference(term, divisor=3):
 
 
 def check(device, terms, divisor=3, starts=None):
-    """Divides every term in one call, and looks at every byte."""
+    """Divides every term in one call, and checks every byte."""
     starts = starts or [(0, 0)] * len(terms)
     outs, inputs = [], []
     for term, (to, of) in zip(terms, starts, strict=True):
@@ -62,14 +62,14 @@ def test_every_size_and_start(device, dtype):
 
 
 def extremes(dtype):
-    """The ends of the range, what is near zero, and where a conversion to float64 rounds."""
+    """The largest and smallest values, values near zero, and values that float64 rounds."""
     limits = np.iinfo(dtype)
     found = {limits.min, limits.min + 1, limits.max, limits.max - 1, -3, -1, 0, 1, 3}
     for power in (24, 31, 32, 53, 54, 55, 62, 63):  # ties to the even neighbour below and above
         for near in (-1, 0, 1):
             step = 2 ** max(0, power - 53)  # half the distance of two float64 there
             found |= {sign * (2**power + k * step + near) for k in range(8) for sign in (1, -1)}
-    for near in (-1025, -1024, -1023, -513, -512, -511):  # halfway to 2**64 or 2**63, and beside
+    for near in (-1025, -1024, -1023, -513, -512, -511):  # near the middle to 2**64 or 2**63
         found |= {2**64 + near, 2**63 + near, -(2**63) - near}
     return [value for value in sorted(found) if limits.min <= value <= limits.max]
 
@@ -77,7 +77,7 @@ def extremes(dtype):
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 @pytest.mark.parametrize("divisor", [1, 2, 3, -7, 10, 0.1, 2**24 + 1, 1e300])
 def test_the_ends_of_the_range_are_rounded_once(device, dtype, divisor):
-    """Against Python's numbers, whose conversion and division round to nearest.
+    """Compared with Python's numbers, whose conversion and division round to nearest.
 
     The quotient of two float32 may be rounded to float64 first: it has more than twice the bits.
     """
@@ -95,7 +95,7 @@ def test_the_ends_of_the_range_are_rounded_once(device, dtype, divisor):
 
 @pytest.mark.parametrize("bits", [8, 16, 32, 64])
 def test_signed_integers_are_divided_by_their_value(device, bits):
-    """The same bytes make two different means."""
+    """The same bytes have two different means."""
     signed, unsigned = np.array([-1, 5], f"int{bits}"), np.array([-1, 5], f"int{bits}")
     unsigned = unsigned.view(f"uint{bits}")
     check(device, [signed, unsigned], 4)
@@ -134,7 +134,7 @@ def test_any_geometry(geometric_device, dtype):
 
 @pytest.mark.parametrize("dtype", LONG, ids=str)
 def test_in_place(device, dtype):
-    """The mean may lie where its sum lay, if they are of a size."""
+    """The mean may overwrite its sum if they have the same size."""
     for size in (1, 16, 1003, 40_003):
         for start in (0, 1):
             memory = Operand(device, random_data((size,), dtype), start)
@@ -146,7 +146,7 @@ def test_in_place(device, dtype):
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_one_launch_for_rows_of_all_sizes(device, dtype):
     sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]
-    for num_rows in (6, len(sizes)):  # the table inline, and beyond
+    for num_rows in (6, len(sizes)):  # a table inline, and a larger one
         terms = [random_data((size,), dtype, seed=size) for size in sizes[:num_rows]]
         starts = [(row % 3, row % 2) for row in range(num_rows)]
         with recorded(device) as journal:
@@ -178,7 +178,7 @@ def test_there_is_a_template_for_every_integer_and_no_other():
 
 
 def test_each_dtype_is_a_launch_of_its_own(device):
-    """Signed and unsigned ones too."""
+    """Signed and unsigned dtypes are separate launches too."""
     kinds = ("int8", "uint8", "int64", "uint16")
     with recorded(device) as journal:
         check(device, [random_data((100,), kind) for _ in range(3) for kind in kinds])

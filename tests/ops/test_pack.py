@@ -34,18 +34,18 @@ def reference(term, gap=0, divisor=1, out=None):
     if divisor != 1:
         wide = accumulate_dtype_of(term.dtype)
         parts = term.astype(wide)
-        parts = parts.view(parts.real.dtype)  # a complex number's parts are divided alone
+        parts = parts.view(parts.real.dtype)  # divides real and imaginary parts separately
         with np.errstate(all="ignore"):
             filled = (parts / parts.dtype.type(divisor)).view(wide)
     with np.errstate(all="ignore"):
         if out is not None and (filled.itemsize, out.itemsize) == (8, 2):
-            filled = filled.astype("float32")  # a double becomes a half by way of float
+            filled = filled.astype("float32")  # double is converted to float16 through float32
         filled = filled.astype(out or term.dtype)
     return np.concatenate([filled, np.zeros(gap, filled.dtype)])
 
 
 def check(device, terms, gaps, divisor=1, starts=None):
-    """Packs every term in one call, and looks at every byte."""
+    """Packs every term in one call, and checks every byte."""
     starts = starts or [(0, 0)] * len(terms)
     outs, inputs = [], []
     for term, gap, (to, of) in zip(terms, gaps, starts, strict=True):
@@ -72,7 +72,7 @@ def test_every_size_gap_and_start(device, dtype):
     "divisor", [1, -1, 0.5, 1 / 3, 0, -0.0, 1e-320, float("inf"), float("nan")]
 )
 def test_the_values_are_divided_and_the_gap_is_not(device, dtype, divisor):
-    """It holds 0.0: not -0.0, and not NaN, whatever the divisor."""
+    """The gap contains 0.0, for any divisor, and never -0.0 or NaN."""
     for size, gap in ((0, 5), (5, 3), (1003, 21), (16, 32)):
         for starts in start_patterns(2):
             check(device, [random_data((size,), dtype)], [gap], divisor, [starts])
@@ -89,7 +89,7 @@ def test_any_geometry(geometric_device, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_in_place(device, dtype):
-    """The out may be the input, and longer."""
+    """The out may be the input, also if it is longer."""
     divisor = 1 if dtype.kind in "iu" else -3
     for gap in (0, 5, 40_000):
         values = random_data((20_003 + gap,), dtype)
@@ -108,7 +108,7 @@ def test_an_empty_input_may_lie_anywhere_in_the_out(device):
 
 
 def test_a_flat_buffer_and_back(device):
-    """Every tensor at its vector boundary, with zeros behind it; unpacking turns the rows round."""
+    """Each tensor starts at a vector boundary, with zeros after it; unpacking swaps the rows."""
     sizes = [5, 0, 16, 1, 40_000, 3]
     layout = flat_layout(sizes, 4)
     flat = blank(device, layout.size, "float32")
@@ -133,7 +133,7 @@ def test_a_flat_buffer_and_back(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_launch_for_rows_of_all_sizes(device, dtype):
     sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]
-    for num_rows in (6, len(sizes)):  # the table inline, and beyond
+    for num_rows in (6, len(sizes)):  # a table inline, and a larger one
         terms = [random_data((size,), dtype, seed=size) for size in sizes[:num_rows]]
         gaps = [row % 4 for row in range(num_rows)]
         starts = [(row % 3, row % 2) for row in range(num_rows)]
@@ -177,7 +177,7 @@ def test_every_template_and_its_cast(device, template):
 
 @pytest.mark.parametrize("out", ["float16", "bfloat16"])
 def test_a_double_is_rounded_to_a_float_on_its_way_to_a_half(device, out):
-    """It lies above the middle of two halves by less than a float can tell: then even wins."""
+    """It is above the middle of two float16 by less than float32 resolves: rounds to even."""
     unit = {"float16": 2.0**-10, "bfloat16": 2.0**-7}[out]
     above = np.full(40, 1 + unit / 2 + 2.0**-40)
     halves = blank(device, above.size, as_dtype(out))

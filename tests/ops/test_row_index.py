@@ -1,4 +1,4 @@
-"""Where the rows of a growing sparse sum lie: against a dictionary, and against a loop of takes."""
+"""The rows of a growing sparse sum, compared with a dictionary and with a loop of takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS = st.lists(st.integers(0, 12), unique=True, max_size=8).map(sorted)
 
 
 class Model:
-    """Rows by index, as a dictionary: their place, and how many gradients touched each."""
+    """A dictionary from index to row number and number of gradients that touched the row."""
 
     def __init__(self):
         self.places, self.counts = {}, {}
@@ -69,7 +69,7 @@ def test_sums_are_merged_in_their_order(sums, mean):
 
 
 def test_counts_are_those_of_every_touch_however_many():
-    """They are worked out now and then, and at the end: before, in and after such a moment."""
+    """Counts are computed from time to time: tested before, at and after that time."""
     for num_gradients in (1, MAX_TOUCHES, MAX_TOUCHES + 1, MAX_TOUCHES + 2, 3 * MAX_TOUCHES):
         slots, model = grown([[k % 5, 5 + k % 7] for k in range(num_gradients)])
         counts = [model.counts[index] for index in sorted(model.counts)]
@@ -78,7 +78,7 @@ def test_counts_are_those_of_every_touch_however_many():
 
 
 def test_slots_stay_as_they_are():
-    """A call that fails after it has planned must find the slots of before."""
+    """If a call fails after its plan was made, the next one must find the old slots."""
     slots, _ = grown([[1, 4], [4, 6]])
     kept = [slots.indices.tolist(), slots.rows.tolist(), slots.num_touches().tolist()]
     slots.touched(np.array([0, 4, 9]))
@@ -86,7 +86,7 @@ def test_slots_stay_as_they_are():
 
 
 def test_equal_counts_are_one_number():
-    """Which needs no upload."""
+    """One number needs no upload."""
     slots, _ = grown([[1, 4], [1, 4], [1, 4]])
     assert merged_row_index([slots], mean=True)[1] == 3.0
     assert merged_row_index([slots], mean=False)[1] == 1.0

@@ -27,13 +27,13 @@ from gradreduce.device import as_dtype
 from gradreduce.ops import joined_indices, plan_segments, prepare_segment_sum
 from gradreduce.ops.segment_sum import LEVELS, PART_SIZE, SEGMENT_SUM
 
-# Around vectors of 1 to 16 elements; odd ones, and ones that some dtypes take as whole vectors.
+# Widths near vectors of 1 to 16 elements: odd ones, and whole vectors of some dtypes.
 WIDTHS = (0, 1, 2, 3, 4, 7, 8, 16, 17, 32, 64, 255)
 INDICES = np.array([3, 9, 3, 0, 3, 9, 5, 2**40, 0, 3])
 
 
 def sums(values, indices, divisors=1, out=None):
-    """Row by row in a plain loop: the sums in the order of their indices."""
+    """Adds row by row in a plain loop; returns the sums in the order of their indices."""
     wide, found = accumulate_dtype_of(values.dtype), {}
     with np.errstate(all="ignore"):
         for index, row in zip(indices.tolist(), values.astype(wide), strict=True):
@@ -41,7 +41,7 @@ def sums(values, indices, divisors=1, out=None):
         rows = np.array([found[index] for index in sorted(found)], wide)
         rows = rows.reshape(len(found), *values.shape[1:])
         if np.any(np.not_equal(divisors, 1)):
-            parts = rows.view(rows.real.dtype)  # a complex number's parts are divided alone
+            parts = rows.view(rows.real.dtype)  # divides real and imaginary parts separately
             by = np.broadcast_to(np.asarray(divisors, "float64"), (len(found),))
             rows = (parts / by.astype(parts.dtype)[:, None]).view(wide)
         return rows.astype(out or values.dtype)
@@ -62,7 +62,7 @@ class Rows:
         self.buffer = self.term.buffer.view(0, values.shape)
 
     def right(self, divisors=1):
-        """Whether the out is the loop's, all that is no row of it as before, and no input too."""
+        """Whether the out equals that of the loop, and other memory is unchanged."""
         expected = self.made.values.reshape(self.out.shape).copy()
         made = sums(self.values, self.indices, divisors, self.out.dtype)
         expected[slice(None) if self.into is None else self.into] = made.reshape(
@@ -214,7 +214,7 @@ def test_complex_rows_of_a_wider_out(device):
     seed=st.integers(0, 2**32 - 1),
 )
 def test_only_the_order_inside_a_segment_counts(device, dtype, width, indices, seed):
-    """The segments may be woven into each other in any way: same bits, every time."""
+    """Segments may be interleaved in any way; the bits stay the same."""
     indices = np.array(indices, np.int64)
     values = random_data((indices.size, width), dtype, seed=seed)
     first = Rows(device, values, indices)
@@ -236,7 +236,7 @@ def test_only_the_order_inside_a_segment_counts(device, dtype, width, indices, s
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_launch_and_one_upload_for_tensors_of_all_sizes(device, dtype):
     sizes = [1, 700, 0, 3, 40, *range(1, 1 + INLINE_ROWS // 2), 7]
-    for num_tensors in (5, len(sizes)):  # the table inline, and beyond
+    for num_tensors in (5, len(sizes)):  # a table inline, and a larger one
         tensors = [
             Rows(
                 device,
@@ -254,7 +254,7 @@ def test_one_launch_and_one_upload_for_tensors_of_all_sizes(device, dtype):
 
 
 def test_what_cannot_be_one_launch_is_still_one_upload(device):
-    """Another dtype, another divisor, divisors of its own, rows of a whole array."""
+    """Other dtypes and divisors, divisors per row, and rows of a whole array."""
     by = np.array([1.0, 2, 3, 4, 5])
     kinds = [("float32", 1, 0), ("float16", 1, 0), ("float32", 2, 0), ("float32", by, 0),
              ("float32", 1, 11), ("float32", by, 11)]  # fmt: skip
@@ -280,7 +280,7 @@ def test_nothing_is_launched_for_nothing(device):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "uint8"])
 def test_tensors_are_spread_over_threads(device, dtype):
-    """The host builds cut anywhere; a NumPy reference gets whole tensors."""
+    """Compiled kernels are split at any item; NumPy references get whole tensors."""
     size = SPLIT_SIZE // 17
     indices = np.arange(size) // 2 * 2
     tensors = [Rows(device, random_data((size, 36), dtype, seed=k), indices) for k in range(3)]

@@ -18,13 +18,13 @@ from gradreduce.ops import plan_segments, segment_sum_command
 from gradreduce.ops.segment_sum import SEGMENT_SUM
 
 INDICES = np.array([3, 9, 3, 0, 3, 9, 5, 2**40, 0, 3])  # five segments
-# Rows of the out that are added to (~) and overwritten, in no order; row 4 and 6 belong to nobody.
+# Rows of the out that are added to (~) or overwritten, in no order; rows 4 and 6 are not used.
 MIXED = np.array([~5, 2, ~0, 1, ~3])
 WIDTHS = (1, 3, 8, 16, 17, 64)
 
 
 def combined(out, values, into, divisor=1):
-    """The whole out in a plain loop."""
+    """Computes the whole out in a plain loop."""
     wide, total = accumulate_dtype_of(values.dtype), out.copy()
     with np.errstate(all="ignore"):
         for index, place in zip(np.unique(INDICES), into, strict=True):
@@ -76,7 +76,7 @@ def test_all_or_none_of_the_rows(device, into):
 
 
 def test_the_quotient_is_added(device):
-    """Not the sum with what is there divided."""
+    """The existing value of the row is not divided."""
     for dtype in ("float16", "float32", "float64", "complex64"):
         check(device, as_dtype(dtype), as_dtype(dtype), 4, divisor=3)
 

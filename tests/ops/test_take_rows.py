@@ -19,7 +19,7 @@ def take_rows(outs, values, rows):
 
 
 def taken(device, tensors, starts=(0, 0)):
-    """(values, rows) of each tensor -> one call; looks at every byte around."""
+    """Takes rows of all tensors in one call, and checks every byte around the results."""
     made = []
     for values, rows in tensors:
         source = Operand(device, values.reshape(-1), starts[1])

@@ -49,7 +49,7 @@ class Rule:
         update_rows(self.kernel, rows, tuple((self.scalars | scalars).values()), device)
 
     def values(self, size, dtype, seed=0):
-        """Data for a row of a variable of a dtype; every third master is not its variable's."""
+        """Data for a row of a variable of a dtype; every third master differs from its variable."""
         parts = random_terms(self.num_operands, size, dtype, seed=seed)
         if self.has_master:
             parts[1:-1] = random_terms(self.num_operands - 2, size, SINGLE, seed=seed + 1)
@@ -73,12 +73,12 @@ class Rule:
 WITH_MASTERS = ["sgd", "nesterov", "adam"]
 RULES = {name: Rule(name) for name in FORMULAS}
 RULES |= {f"{name}-master": Rule(name, master=True) for name in WITH_MASTERS}
-# One body of the kernels serves all rules: what no formula touches is tried with a few.
+# All rules share one kernel body: cases without the formula are tested with a few rules.
 FEW = ["sgd", "adam", "nesterov-master"]
 
 
 def cases(names):
-    """Each of these rules with each dtype that it has."""
+    """Each of these rules with each of its dtypes."""
     found = [(name, dtype) for name in names for dtype in RULES[name].dtypes]
     values = [pytest.param(RULES[name], dtype, id=f"{name}-{dtype}") for name, dtype in found]
     return pytest.mark.parametrize(("rule", "dtype"), values)
@@ -90,7 +90,7 @@ def rule(request):
 
 
 def check(device, rule, rows, starts=None, **scalars):
-    """Updates every row in one call, and looks at every byte."""
+    """Updates every row in one call, and checks every byte."""
     made = [
         operands(device, row, places)
         for row, places in zip(rows, starts or [None] * len(rows), strict=True)
@@ -138,7 +138,7 @@ def test_any_geometry(geometric_device, rule, dtype):
 @cases(FEW)
 def test_one_launch_for_rows_of_all_sizes(device, rule, dtype):
     sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]
-    for num_rows in (6, len(sizes)):  # the table inline, and beyond
+    for num_rows in (6, len(sizes)):  # a table inline, and a larger one
         rows = [rule.values(size, dtype, seed=size) for size in sizes]
         starts = [[row % 3, row % 2, 0, 1, row % 5][: rule.num_operands] for row in range(num_rows)]
         with recorded(device) as journal:
@@ -179,7 +179,7 @@ def test_nothing_is_launched_for_nothing(device, rule):
 
 
 def test_a_master_keeps_what_its_half_rounds_away(device):
-    """Steps too small for a half: none shows in it by itself, all of them do with a master."""
+    """Steps too small for float16: each alone is rounded away, but a master adds them up."""
     half, grad = np.ones(40, np.float16), np.ones(40, np.float16)
     alone, kept = Operand(device, half), Operand(device, half)
     master = Operand(device, half.astype(SINGLE))

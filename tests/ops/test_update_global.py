@@ -20,7 +20,7 @@ class TestGlobalUpdate(FormBody):
         return [*new, *new[: 1 + has_master]]
 
     def test_the_mean_is_a_division_and_no_product(self, device):
-        """1/3 is no float: a third of these is off by a bit when multiplied by it."""
+        """1/3 is no float: multiplying these by it gives other bits than dividing by 3."""
         total = np.arange(1, 1000, dtype=np.float32)
         assert (total / np.float32(3) != total * np.float32(1 / 3)).any()
         row = operands(device, [np.zeros(999, np.float32), np.empty(999, np.float32), total])

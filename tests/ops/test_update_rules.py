@@ -1,4 +1,4 @@
-"""The NumPy formulas of the update rules: what they may show while they run."""
+"""The NumPy formulas of the update rules write each array once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Written(np.ndarray):
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_step_writes_the_variable_and_each_slot_once(name):
-    """A signal handler, or another thread, that reads between two calls sees old or new values."""
+    """So a signal handler or another thread sees old or new values, nothing in between."""
     rule = RULES[name]
     arrays = [np.ones(4).view(Written) for _ in range(2 + len(rule.slots) + rule.num_scratch)]
     COUNTS.clear()

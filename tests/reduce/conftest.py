@@ -39,7 +39,7 @@ def _make_jobs(
 
 @pytest.fixture(scope="session")
 def random_replicas():
-    """``random_replicas(n, size, dtype)``: data whose sums show their order; never written."""
+    """``random_replicas(n, size, dtype)``: read-only data whose sums depend on the order."""
     made: dict[tuple, list[np.ndarray]] = {}
 
     def make(num_replicas: int, size: int, dtype) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Sums over the replicas of several processes, which are threads here."""
+"""Sums over the replicas of several processes, which are threads in these tests."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def random_array(random, shape, dtype):
 
 
 def reduce_together(counts, grads, op, **options):
-    """Returns ``[replica][tensor]`` of all processes; ``grads`` are those of all."""
+    """Returns ``[replica][tensor]`` of all processes; ``grads`` too are of all processes."""
     starts = np.cumsum([0, *counts])
 
     def work(group):
@@ -101,7 +101,7 @@ def test_plan_and_profile_show_what_crosses(groups, monkeypatch):
     def work(group):
         mesh, ops = mesh_and_ops(group, 1 + group.rank, reduction_groups=groups)
         dense = gr.PerReplica([np.ones(40000, np.float32)] * len(mesh), mesh)
-        rows = rows_on(mesh, 2 + group.rank)  # of other processes the plan does not know how many
+        rows = rows_on(mesh, 2 + group.rank)  # a plan does not know the rows of other processes
         pairs = [(rows, rows), (dense, mesh[-1]), (dense, dense)]
         plan = ops.plan(gr.ReduceOp.SUM, pairs)
         found = ops.batch_reduce(gr.ReduceOp.SUM, pairs)
@@ -182,13 +182,13 @@ def test_calls_that_were_forgotten_are_compared_again(monkeypatch):
     def work(group):
         mesh, ops = mesh_and_ops(group)
         for size in sizes:
-            if size % 3 == group.rank:  # one forgets, the others remember
+            if size % 3 == group.rank:  # this process forgets its calls, the others do not
                 group._known.clear()
             (found,) = ops.all_reduce([[np.ones(size)]], gr.ReduceOp.SUM)
             assert found[0].tolist() == [3.0] * size
         keys = {key for _, key in group._post.notices}
         assert sum(key.startswith("description/") for key in keys) == 3
-        size = 8 if group.rank == 1 else 5  # of which only 8 is remembered
+        size = 8 if group.rank == 1 else 5  # only the call of size 8 is still known
         errors = (ValueError, gr.errors.CollectiveError)
         with pytest.raises(errors, match=r"is float64\[.\] in process ., float64\[.\] in process"):
             ops.all_reduce([[np.ones(size)]], gr.ReduceOp.SUM, deadline=0.5)
@@ -243,7 +243,7 @@ def test_the_flight_record_has_the_calls_of_its_process(tmp_path, monkeypatch):
 
 
 def train(group, num_devices, first, *, num_required=None, stale_rank=None):
-    """Runs five steps of two variables; returns their values and what each step returned."""
+    """Runs five steps of two variables; returns their values and the result of each step."""
     options = {} if group is None else {"process_group": group}
     with gr.open_mesh(num_devices, backend="sim", **options) as mesh:
         start = 0.0 if first == 0 else 100.0  # only the values of process 0 count

@@ -30,7 +30,7 @@ def mesh(request) -> Iterator[gr.Mesh]:
 
 @pytest.fixture(autouse=True)
 def default(mesh, monkeypatch):
-    """Host arrays lie on this mesh."""
+    """The mesh for host arrays."""
     monkeypatch.setattr("gradreduce.arrays.replica_context.default_mesh", lambda: mesh)
 
 
@@ -44,7 +44,7 @@ def left_to_right(terms):
 
 
 def binary_counter(terms):
-    """Equal-sized sums are joined as soon as there are two; what is left, from the small end."""
+    """Adds two sums of equal size as soon as both exist; at the end the rest, smallest first."""
     stack = []
     for term in terms:
         stack.append((1, term))
@@ -58,7 +58,7 @@ def binary_counter(terms):
 
 
 def reference(terms, method):
-    """In the accumulate type, rounded once."""
+    """Adds in the accumulate type and rounds once."""
     wide = accumulate_dtype(terms[0].dtype)
     with np.errstate(all="ignore"):
         add = binary_counter if method == TREE else left_to_right
@@ -69,7 +69,7 @@ def reference(terms, method):
 
 
 def test_replicas_are_no_terms():
-    """They lie on different devices: to add them is a reduction."""
+    """Replicas are on different devices, so adding them is a reduction."""
     with gr.open_mesh(2, backend="sim") as mesh, mesh.journal() as journal:
         value = gr.PerReplica([np.ones(3)] * 2, mesh)
         for call, kind in ((gr.aggregate, TypeError), (gr.add_n, ValueError),
@@ -153,7 +153,7 @@ def test_none_is_left_out_and_nothing_gives_none(method):
 
 
 def test_a_single_term_is_passed_through(method, mesh):
-    flag = np.array([True])  # not even its dtype is looked at
+    flag = np.array([True])  # a single term is returned without a check of its dtype
     for term in (np.ones(2), [1.0, 2.0], 3.0, mesh.devices[1].put(np.ones(2)), flag):
         assert gr.aggregate([term], method) is term
         assert gr.add_n([term]) is term
@@ -352,7 +352,7 @@ def test_nothing_is_broadcast(call, shapes):
         (gr.add_n, TypeError),
         (gr.accumulate_n, ValueError),
         *((lambda terms, m=m: gr.aggregate(terms, m), TypeError) for m in METHODS),
-        # TensorFlow 1.x: as its accumulate_n
+        # as accumulate_n of TensorFlow 1.x
         (lambda terms: gr.aggregate(terms, ACCUMULATE_N), ValueError),
         (lambda terms: gr.aggregate(iter(terms), ACCUMULATE_N), ValueError),
     ],
@@ -417,12 +417,12 @@ def test_a_wrong_list_is_described_shortly(inputs, says):
 
 
 def test_a_rounded_sum_comes_behind_the_last_user_of_its_memory(monkeypatch):
-    """Which may be another thread's work on the device where it lies, queued meanwhile."""
+    """The last user may be work that another thread has queued on that device meanwhile."""
     sum_tree = aggregators._sum_tree
 
     def and_free(gradients, device):
         made = sum_tree(gradients, device)
-        made[0].device.empty((40,), "float16")  # is freed, and poisoned in its device's queue
+        made[0].device.empty((40,), "float16")  # freed, and filled with NaN by its queue
         return made
 
     monkeypatch.setattr(aggregators, "_sum_tree", and_free)

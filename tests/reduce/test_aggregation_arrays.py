@@ -1,4 +1,4 @@
-"""The public sums of arrays in every form: dtypes, shapes, numbers of inputs, strides, starts."""
+"""The public sums, with all dtypes, shapes, numbers of inputs, strides and offsets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mesh(request) -> Iterator[gr.Mesh]:
 
 @pytest.fixture(autouse=True)
 def default(mesh, monkeypatch):
-    """Host arrays lie on this mesh."""
+    """The mesh for host arrays."""
     monkeypatch.setattr("gradreduce.arrays.replica_context.default_mesh", lambda: mesh)
 
 
@@ -79,14 +79,14 @@ def test_every_number_of_inputs(call, numbers):
 
 
 def misaligned(values: np.ndarray) -> np.ndarray:
-    """At an address that is no multiple of the element."""
+    """An array whose address is no multiple of the element size."""
     memory = np.zeros(values.nbytes + 1, np.uint8)[1:].view(values.dtype).reshape(values.shape)
     memory[...] = values
     return memory
 
 
 def one_later(values: np.ndarray) -> np.ndarray:
-    """One element behind a vector boundary."""
+    """An array that starts one element after a vector boundary."""
     memory = np.zeros(values.size + 1, values.dtype)[1:].reshape(values.shape)
     memory[...] = values
     return memory
@@ -116,7 +116,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_any_form_of_array_is_taken_in_and_left_alone(call, form):
-    """First, last, and everywhere, beside plain ones."""
+    """Such arrays come first, last and everywhere, with plain arrays between them."""
     for dtype in DTYPES:
         plain = list(random_data((3, 6, 10), dtype))
         other = form(random_data((6, 10), dtype, seed=9))
@@ -133,7 +133,7 @@ def test_forms_and_starts_may_be_mixed(call, dtype):
 
 
 def test_buffers_of_any_start(call, mesh):
-    """On a device, and back on the same one, of the same shape."""
+    """Buffers on a device; the result is on the same device and has the same shape."""
     device = mesh.devices[1]
     values = random_data((64, 21), "bfloat16")
     memory = [device.upload(row) for row in values[:9]]
@@ -149,7 +149,7 @@ def test_buffers_of_any_start(call, mesh):
 
 
 def test_tree_and_the_others_differ_here():
-    """Else the methods of these tests would not be told apart."""
+    """Otherwise these tests could not distinguish the methods."""
     values = list(finite_data((1000, 5), "float32"))
     assert not same(reference(values, TREE), reference(values, 0))
 
@@ -167,7 +167,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_single_term_is_itself_unless_another_kind_is_wanted(call, mesh):
-    """A copy then, on the same device."""
+    """For another output type the result is a copy on the same device."""
     array, device = random_data((3, 5), "float32"), mesh.devices[1]
     buffer = device.upload(array)
     assert call([array], output_type="numpy") is array

@@ -1,4 +1,4 @@
-"""IndexedSlices among the terms of a gradient: joined if all are, else a dense sum."""
+"""IndexedSlices as terms: concatenated if all terms are sparse, otherwise a dense sum."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ROWS, WIDTH = 7, 5
 
 @pytest.fixture(scope="module", params=["numpy", pytest.param("compiled", marks=pytest.mark.host)])
 def mesh(request) -> Iterator[gr.Mesh]:
-    """Two devices that share a physical one, and one that is apart."""
+    """Two devices on one physical device, and a third on another."""
     with gr.open_mesh([0, 0, 1], backend="sim", kernels=request.param, strict=True) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
 def default(mesh, monkeypatch):
-    """Host arrays lie on this mesh."""
+    """The mesh for host arrays."""
     monkeypatch.setattr("gradreduce.backends._default", [mesh])
 
 
@@ -44,7 +44,7 @@ def small(indices, values, dense_shape):
 
 
 def forms(terms):
-    """A list, and the same as it comes."""
+    """The terms as a list and as an iterator."""
     return terms, iter(terms)
 
 
@@ -53,7 +53,7 @@ def forms(terms):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_terms_that_are_all_sparse_are_joined(method):
-    """Duplicates kept, the first dense_shape, one alone itself, None left out."""
+    """Keeps duplicates and the first dense_shape; returns a single term; ignores None."""
     one, other = small([1], [[1, 2]], (4, 2)), small([1, 3], [[3, 4], [5, 6]], (4, 2))
     for terms in forms([one, other]):
         made = gr.aggregate(terms, method)
@@ -121,7 +121,7 @@ def test_joined_rows_are_the_terms_rows(dtype):
 @pytest.mark.parametrize("method", METHODS[:3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sparse_term_counts_as_its_whole_array(dtype, method):
-    """Bit by bit, in the order of the method, listed or as they come."""
+    """The bits are those of the method's order, for lists and iterators."""
     terms = [
         slices_of([2, 2, 6], dtype=dtype, seed=1, make=random_data),
         slices_of([0, 2], dtype=dtype, seed=2, make=random_data),
@@ -140,7 +140,7 @@ def test_a_sparse_term_counts_as_its_whole_array(dtype, method):
 
 
 def test_accumulate_n_adds_in_pairs_what_holds_a_sparse_term():
-    """TREE makes 2**24 + 2 of them; left to right each 1 is lost."""
+    """TREE gives 2**24 + 2; from left to right each 1 is rounded away."""
     ones = np.ones((2, 1), "float32")
     sparse = small([0, 1], [[1], [1]], (2, 1))
     large = np.full((2, 1), 2**24, "float32")
@@ -150,7 +150,7 @@ def test_accumulate_n_adds_in_pairs_what_holds_a_sparse_term():
         terms[place] = small([0, 1], large, (2, 1)) if place == 0 else sparse
         assert (gr.aggregate(terms, 1) == 2**24 + 2).all()
         assert (gr.aggregate(terms, 2) == 2**24 + 2).all()
-        # As they come, three dense terms before the first sparse one are one sum by then.
+        # From an iterator, three dense terms before the first sparse one are already one sum.
         assert (gr.aggregate(iter(terms), 2) == (2**24 + 2 if place < 3 else 2**24)).all()
         assert (gr.aggregate(terms, 0) == 2**24).all()
 
@@ -190,9 +190,7 @@ def test_terms_on_several_devices_meet_on_the_first(mesh, places, mapped):
         made = gr.aggregate(spread)
     physical = [mesh.devices[place].physical for place in places]
     far = [place for place in places if mesh.devices[place].physical != physical[0]]
-    several = len(far) - len(
-        set(far)
-    )  # what comes from one device is packed there, and copied once
+    several = len(far) - len(set(far))  # terms of one device are packed there and copied once
     assert (journal.launches, journal.copies) == (
         (1, 0) if mapped else (1 + several, len(set(far)))
     )
@@ -248,7 +246,7 @@ def test_nothing_is_shared_and_nothing_written():
 
 
 def others(dtype="float32", dense_shape=(ROWS, WIDTH), indices=(1,)):
-    """Terms that do not go with ``slices_of([1])``."""
+    """Terms that cannot be added to ``slices_of([1])``."""
     return gr.IndexedSlices(np.ones((len(indices), WIDTH), dtype), list(indices), dense_shape)
 
 

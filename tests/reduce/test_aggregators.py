@@ -1,4 +1,4 @@
-"""Terms as they come: how many buffers live, what is launched, and terms on several devices."""
+"""Terms from an iterator: live buffers, launches, and terms on several devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mesh(request) -> Iterator[gr.Mesh]:
 
 @pytest.fixture(autouse=True)
 def default(mesh, monkeypatch):
-    """Host arrays lie on this mesh."""
+    """The mesh for host arrays."""
     monkeypatch.setattr("gradreduce.arrays.replica_context.default_mesh", lambda: mesh)
 
 
@@ -47,7 +47,7 @@ def arrays(count: int, dtype="float32") -> list[np.ndarray]:
 
 
 class Living:
-    """Counts the buffers of one dtype, terms and sums alike, that live when a launch begins."""
+    """Counts the live buffers of one dtype, terms and sums, when a launch begins."""
 
     def __init__(self, monkeypatch, dtype) -> None:
         self.buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
@@ -81,7 +81,7 @@ def test_how_many_buffers_live_at_once(mesh, monkeypatch, method, count, dtype):
 
     total = gr.aggregate(terms(), method, output_type="buffer")
     assert same(total.numpy(), reference(values, method))
-    pushed = dtype != "float32"  # a term of its own dtype counts too: the one just pushed
+    pushed = dtype != "float32"  # the term just pushed counts if it has the dtype
     limit = {
         ADD_N: count + 1,
         TREE: math.ceil(math.log2(count)) + 1,
@@ -90,7 +90,7 @@ def test_how_many_buffers_live_at_once(mesh, monkeypatch, method, count, dtype):
     if count > 1:
         assert living.peak + pushed <= max(limit, 3)
     if method == ADD_N and count > 1 and not pushed:
-        assert living.peak == count + 1  # the counter counts
+        assert living.peak == count + 1  # the counter works
 
 
 def test_a_term_is_dropped_before_the_next_is_made(mesh):
@@ -154,7 +154,7 @@ def test_what_is_launched_as_terms_come(mesh):
     assert launches(mesh, lambda: gr.aggregate(iter(values), ACCUMULATE_N)) == [
         "add_n", *["accumulate_n"] * 6,
     ]  # fmt: skip
-    # A pair goes straight into the sum of the pair before it: (0+1), that + (2+3), (4+5), …
+    # Each pair is added directly to the sum of the pair before it: (0+1), that + (2+3), (4+5), …
     assert launches(mesh, lambda: gr.aggregate(iter(values), TREE)) == [
         "add_n", "all_sum", "add_n", "all_sum", "accumulate_n",
     ]  # fmt: skip
@@ -191,7 +191,7 @@ def test_terms_of_several_devices_are_added_per_device_first(mesh, method, place
 
 
 def test_only_partial_sums_travel(mesh, monkeypatch):
-    """A peer's is read where it lies."""
+    """The partial sum of a peer is read in place."""
     terms = spread(mesh, arrays(6), (0, 2, 2, 2, 1, 1))
     for peers, copies in ((False, [(2, 0)]), (True, [])):
         monkeypatch.setattr(mesh.mesh_state, "peer_access", peers)

@@ -1,4 +1,4 @@
-"""all_reduce: nests of arrays come back as they came, and all of them travel in one batch."""
+"""all_reduce: results have the structure of the gradients; all are reduced in one batch."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_tensors_without_a_gradient_stay_without(mesh):
         assert one is None
         assert same(two, total)
     assert ops.all_reduce([(None,)] * len(mesh)) == [(None,)] * len(mesh)
-    out = [{"a": 3, "b": np.empty(5, np.float32)} for _ in mesh]  # what it holds at "a" is kept
+    out = [{"a": 3, "b": np.empty(5, np.float32)} for _ in mesh]  # its "a" is not changed
     found = ops.all_reduce([{"b": array, "a": None} for array in arrays], SUM, out=out)
     assert found is out
     assert all(entry["a"] == 3 and same(entry["b"], total) for entry in found)
@@ -207,7 +207,7 @@ def test_gradients_in_a_flat_buffer_are_reduced_in_one_launch(placement, crossin
 
 
 def turned(array, order=(0, 2, 3, 1)):
-    """The same values with the axes in this order in memory: channels_last."""
+    """The same values with another order of axes in memory, such as channels_last."""
     back = sorted(range(len(order)), key=order.__getitem__)
     return np.ascontiguousarray(array.transpose(order)).transpose(back)
 
@@ -218,7 +218,7 @@ def channels(replica):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_dense_arrays_of_the_same_strides_are_reduced_as_they_lie(mesh, algorithm):
-    """So are the results, in place too; the memory of no array is copied on the way."""
+    """Results have these strides too, also in place; no array is copied."""
     ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
     grads = [{"x": channels(replica), "y": np.ones((3, 4), "f2", order="F")} for replica in
              range(len(mesh))]  # fmt: skip

@@ -1,6 +1,6 @@
-"""The laws of reduce and batch_reduce: for any batch, dtype, packing and placement, bit by bit.
+"""Properties of reduce and batch_reduce for any batch, dtype, packing and placement.
 
-They hold of nccl too: the simulated collective adds in the order of the mesh.
+They hold bit by bit, also for nccl: the simulated collective adds in mesh order.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def equal(left, right) -> bool:
 
 
 def widened(columns):
-    """In the dtype in which each is added."""
+    """Casts each array to its accumulate type."""
     return [
         [array.astype(accumulate_dtype_of(array.dtype)) for array in column] for column in columns
     ]
 
 
 def quotients(sums, divisor, dtypes):
-    """True quotients by the dtype of each sum: of integers in that of their mean."""
+    """Divides each sum in the dtype of its mean."""
     with np.errstate(all="ignore"):
         return [
             [_quotient(array, divisor).astype(dtype) for array in column]
@@ -92,7 +92,7 @@ def quotients(sums, divisor, dtypes):
 
 
 def _quotient(array, divisor):
-    if array.dtype.kind == "c":  # both parts of a complex number, each by itself
+    if array.dtype.kind == "c":  # real and imaginary parts separately
         parts = np.ascontiguousarray(array).reshape(-1).view(array.real.dtype)
         return (parts / parts.dtype.type(divisor)).view(array.dtype).reshape(array.shape)
     wide = mean_dtype(array.dtype)
@@ -136,7 +136,7 @@ def test_permuting_the_batch_permutes_the_results(case, batch, packing, random, 
 @LAWS
 @given(cases(), BATCHES, PACKINGS)
 def test_the_mean_is_the_sum_in_the_accumulate_type_divided_and_rounded_once(case, batch, packing):
-    """Sums of halves are asked for in float32, by giving them in it."""
+    """Sums of float16 in float32: the same gradients, passed as float32."""
     with case.open() as mesh:
         columns = batch.arrays(len(mesh))
         sums = reduced(mesh, widened(columns), SUM, packing=packing)
@@ -148,7 +148,7 @@ def test_the_mean_is_the_sum_in_the_accumulate_type_divided_and_rounded_once(cas
 @LAWS
 @given(cases(), BATCHES, PACKINGS)
 def test_the_mean_by_nccl_is_what_it_summed_divided(case, batch, packing):
-    """NCCL rounds its sums; with one physical device it is not called."""
+    """NCCL rounds its sums. With one physical device it is not called."""
     with case.open() as mesh:
         columns = batch.arrays(len(mesh))
         rounds = len(mesh.by_physical) > 1

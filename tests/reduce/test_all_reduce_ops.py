@@ -59,7 +59,7 @@ def pairs(values):
 
 
 def held(results):
-    """The results' bits, to compare later."""
+    """The bits of the results, to compare later."""
     return [[np.array(array) for array in result.values] for result in results]
 
 
@@ -78,7 +78,7 @@ def test_reduce_on_exact_data(mesh, dtype, op, algorithm):
     value = gr.PerReplica(arrays, mesh)
     with unchanged(*arrays):
         result = gr.AllReduceCrossDeviceOps(algorithm).reduce(op, value, value)
-    total = np.sum(arrays, axis=0, dtype=dtype)  # exact in any order, in any float type
+    total = np.sum(arrays, axis=0, dtype=dtype)  # exact in any order and in any float dtype
     check_mirrored(gr.AllReduceCrossDeviceOps(algorithm).reduce(SUM, value, value), total)
     divisor = len(mesh) if op is MEAN else 1
     check_mirrored(result, expected_of(algorithm, arrays, placement_of(mesh), divisor))
@@ -96,7 +96,7 @@ def test_sums_of_integers_wrap(mesh, dtype, algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_means_of_integers_are_floats_in_one_batch_with_floats(mesh, algorithm):
-    """What wraps in the sum has wrapped in the mean, as in TensorFlow."""
+    """Sums of integers wrap before the division, as in TensorFlow."""
     dtypes = ("float32", *INTEGERS)
     arrays = [
         [exact_data((3, 7), dtype, seed=10 * place + replica) for replica in range(len(mesh))]
@@ -194,7 +194,7 @@ def test_every_way_to_name_the_destination(numpy_mesh):
     results = ops.batch_reduce(SUM, [(value, destination) for destination in destinations])
     for result in results:
         check_mirrored(result, total)
-    assert not variable.numpy().any()  # a destination only names devices
+    assert not variable.numpy().any()  # a destination only selects devices
 
 
 def test_values_of_several_parts_of_a_mesh_in_one_batch(numpy_mesh):
@@ -219,7 +219,7 @@ def test_results_of_a_call_survive_the_next_ones(mesh, num_packs, algorithm):
         ops.batch_reduce(MEAN, pairs(random_batch(mesh, seed=seed)[0]))
         assert equal(held(first), before)
     second = ops.batch_reduce(MEAN, pairs(values))
-    for result in first:  # the caller may write them too
+    for result in first:  # the caller may write results
         for array in result.values:
             array[...] = 0
     assert equal(held(second), before)
@@ -259,7 +259,7 @@ def test_the_same_memory_may_be_given_many_times(mesh, num_packs, algorithm):
     ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
     block = random_data((64,), "float32", seed=5)
     with unchanged(block):
-        everywhere = gr.PerReplica([block] * len(mesh), mesh)  # replicas on one memory
+        everywhere = gr.PerReplica([block] * len(mesh), mesh)  # replicas in the same memory
         shifted = gr.PerReplica([block[r : r + 8] for r in range(len(mesh))], mesh)  # overlapping
         buffers = per_replica(mesh, lambda replica: block, owned)
         parts = gr.PerReplica([buffer.view(8, (8,)) for buffer in buffers.buffers])
@@ -324,7 +324,7 @@ def test_a_steady_state_grows_no_pool(numpy_mesh, num_packs, algorithm):
     for turn in range(23):
         if turn == 3:
             grown = num_grown(numpy_mesh)
-        kept = ops.batch_reduce(MEAN, pairs(values))  # the last results live through the next call
+        kept = ops.batch_reduce(MEAN, pairs(values))  # results stay valid during the next call
     assert num_grown(numpy_mesh) == grown
     assert len(kept) == len(values)
 

@@ -1,4 +1,4 @@
-"""Tensors that travel alone share an allocation, and nothing else."""
+"""Results of tensors that are reduced alone share an allocation and do not overlap."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = [(5,), (3, 7), (), (16,), (0, 2), (40_000,)]
 @pytest.mark.parametrize("wire_dtype", [None, "float16", "float32"])
 @pytest.mark.parametrize("peer_access", [True, False])
 def test_results_of_tensors_that_travel_alone_are_apart_in_one_memory(wire_dtype, peer_access):
-    """Ours, read where they lie, and the user's, packed first, of two dtypes, in turns."""
+    """Alternates our memory, read in place, and users' arrays, packed first; two dtypes."""
     with MeshCase((0, 1, 1), peer_access).open() as mesh:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 0, mesh=mesh, wire_dtype=wire_dtype)
         values, wanted = [], []

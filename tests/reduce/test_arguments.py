@@ -1,4 +1,4 @@
-"""What cross_device refuses: every bad argument, by name, before a device is asked for anything."""
+"""Every wrong argument of a reduction raises, with its name, before any device is used."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_an_array_that_cannot_be_reduced_is_named_by_its_position(mesh, ops, val
 
 
 def test_an_error_of_a_class_that_is_not_ours_keeps_its_text():
-    """A library's own class may take anything but a text."""
+    """The exception class of another library may need other arguments than a text."""
 
     class ForeignError(TypeError):
         def __init__(self, tracer, context):
@@ -325,7 +325,7 @@ def test_a_closed_mesh(algorithm):
 
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_failed_device_stops_a_batch_before_the_others_are_asked(mesh, ops, lost):
-    """Whether a replica lies there or a result should."""
+    """Whether the failed device has a replica or should get a result."""
     value = per_replica(mesh, lambda replica: np.ones(4, np.float32), owned)
     near = gr.PerReplica([value.buffers[2 - lost]])
     mesh.synchronize()
@@ -355,7 +355,7 @@ def test_a_closed_mesh_stops_a_batch_before_an_open_one_is_used(mesh, ops, value
 
 @pytest.mark.parametrize("name", ["tensor", "", 3, "cupy"])
 def test_a_kind_of_array_that_no_result_can_be(mesh, ops, value, name, monkeypatch):
-    if name == "cupy":  # even where it is there: a simulated device is host memory
+    if name == "cupy":  # also if it is installed: simulated devices are host memory
         monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
     for call in (
         lambda: ops.reduce(SUM, value, value, output_type=name),

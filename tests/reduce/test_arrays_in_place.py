@@ -1,4 +1,4 @@
-"""Users' own arrays with ``num_packs=0`` are read where they lie."""
+"""With ``num_packs=0`` users' own arrays are read in place."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_arrays_that_alias_are_strided_or_read_only(algorithm, num_packs):
 @pytest.mark.parametrize("placement", [(0, 0, 0), (0, 1, 2), (0, 0, 1)], ids=str)
 @pytest.mark.parametrize("num_packs", [0, 1, 2])
 def test_out_may_be_the_replica_of_another_device(algorithm, placement, num_packs):
-    """On simulated devices all memory is the host's; nothing is written that is still read."""
+    """Simulated devices share the host's memory; nothing is written before it is read."""
     hosts = [exact_data((9,), "float32", seed=index) for index in range(3)]
     with MeshCase(placement).open() as mesh:
         ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh)

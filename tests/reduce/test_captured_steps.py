@@ -58,7 +58,7 @@ def test_over_one_physical_device_nccl_too():
 
 
 def played(seed, placement, capture):
-    """Calls without a host wait between them: each one's results are kept on the devices."""
+    """Calls without a host wait between them; the results of each stay on the devices."""
     with gr.open_mesh(placement, backend="sim", strict=True, schedule_seed=seed) as mesh:
         values = [dense(mesh, (6, 5), "float32", place) for place in range(2)]
         ops = gr.HierarchicalCopyAllReduce(0)
@@ -110,7 +110,7 @@ def holding(device, number):
 
 
 def at_once(mesh, meanwhile):
-    """Captures nothing, and calls ``meanwhile`` during that as a GPU's capture would."""
+    """Captures nothing, and calls ``meanwhile`` during the capture, as on a GPU."""
 
     def run(devices, command_list):
         command_list.run()
@@ -121,7 +121,7 @@ def at_once(mesh, meanwhile):
 
 
 class Cycle:
-    """Garbage that says when it is collected."""
+    """Garbage that records when it is collected."""
 
     def __init__(self, found):
         self.found, self.itself = found, self

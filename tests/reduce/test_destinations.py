@@ -1,4 +1,4 @@
-"""Where a reduction puts its result: every way to name devices, and the way by one device."""
+"""Destinations of a reduction: every way to name devices, and sums on one device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_name_is_a_device(mesh, name):
 
 
 class TorchDevice:
-    """What a ``torch.device`` looks like."""
+    """Has the attributes of a ``torch.device``."""
 
     def __init__(self, text: str) -> None:
         self.type, _, index = text.partition(":")
@@ -77,7 +77,7 @@ def spelt(request):
 
 @pytest.fixture
 def default(monkeypatch):
-    """The default mesh: other devices than those of ``mesh``."""
+    """The default mesh, whose devices are not those of ``mesh``."""
     with MeshCase((0, 1, 2)).open() as opened:
         monkeypatch.setattr("gradreduce.backends._default", [opened])
         yield opened
@@ -119,7 +119,7 @@ def test_a_name_is_a_device_wherever_one_is_taken(default, spelt):
 
 
 def test_a_torch_device_is_a_gpu_and_a_name_a_logical_device(mesh):
-    """Of two logical devices on a GPU the first; co-located ones have no name of PyTorch's."""
+    """A torch.device means the first logical device of its GPU, a name a logical device."""
     assert as_device(TorchDevice("cuda:1"), "", mesh) is mesh.devices[2]
     assert as_device("cuda:1", "", mesh) is mesh.devices[1]
 
@@ -187,7 +187,7 @@ def test_whatever_names_devices_is_a_destination(mesh, name, places):
     matches = len(places) == 4
     with unchanged(*arrays):
         found = gr.HierarchicalCopyAllReduce(mesh=mesh).reduce(SUM, value, destination)
-    wanted = range(4) if matches else places  # the value's order where they match
+    wanted = range(4) if matches else places  # in the value's order if the devices match
     assert found.devices == tuple(mesh.devices[place] for place in wanted)
     check_mirrored(found, hierarchical_sum(arrays) if matches else one_device_sum(arrays))
     if isinstance(destination, gr.Variable):
@@ -273,7 +273,7 @@ def test_a_mirrored_value_is_a_value_of_as_many_replicas(mesh):
     "make", [gr.NcclAllReduce, gr.HierarchicalCopyAllReduce, gr.ReductionToOneDevice]
 )
 def test_the_order_is_the_values_where_the_devices_match_whatever_the_way(mesh, make):
-    """Dense and sparse, all-reduced and added on one device."""
+    """For dense and sparse values, all-reduced or added on one device."""
     backwards = mesh.devices[::-1]
     arrays = [exact_data(SHAPE, "float32", seed=replica) for replica in range(4)]
     tables = [gr.IndexedSlices(array, [0, 1, 0], (2, 5)) for array in arrays]
@@ -302,7 +302,7 @@ def test_an_array_is_its_own_only_replica(mesh):
 
 @pytest.mark.parametrize("name", DESTINATIONS)
 def test_an_array_goes_to_the_mesh_that_its_destination_names(mesh, name):
-    """Not to the default one, where nobody has named a mesh; a name alone names none."""
+    """The destination's mesh has priority over the default one; a name alone has no mesh."""
     destination = DESTINATIONS[name](mesh, [2, 1])
     array = exact_data(SHAPE, "float32")
     table = gr.IndexedSlices(array, [0, 1, 0], (2, 5))
@@ -332,12 +332,12 @@ def test_results_are_of_the_kind_asked_for(mesh, output_type):
     [
         (["sim:0"], 1, 0),  # two replicas cross, one launch adds
         (["sim:3"], 1, 0),
-        (["sim:0", "sim:1"], 2, 0),  # and one hands out
+        (["sim:0", "sim:1"], 2, 0),  # and one launch copies the sum out
         (["sim:2", "sim:0", "sim:1"], 2, 1),  # one copy crosses back, one launch serves the second
     ],
 )
 def test_the_bytes_take_the_short_way(destination, launches, copies, place, peers):
-    """The launch that adds reads what peers hold, users' arrays too; else they are copied."""
+    """The launch reads the memory of peers, users' arrays too; otherwise it is copied."""
     with MeshCase((0, 0, 1, 1), peers).open() as mesh:
         value = per_replica(mesh, data, place)
         with mesh.journal() as journal:
@@ -353,7 +353,7 @@ def test_the_bytes_take_the_short_way(destination, launches, copies, place, peer
 
 @pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])
 def test_rows_are_read_where_they_lie_too(peers):
-    """IndexedSlices alone are joined, among dense arrays they are made dense where they are."""
+    """IndexedSlices alone are concatenated; among dense arrays they become dense in place."""
     with MeshCase((0, 1, 2), peers).open() as mesh:
         tables = [
             gr.IndexedSlices(

@@ -1,4 +1,4 @@
-"""hierarchical_copy: the order of additions, spelled out, and the same bits on every placement."""
+"""hierarchical_copy: its order of additions, and the same bits on every placement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPELLED_OUT = {
     9: lambda r: (((r[0] + r[1]) + r[2]) + r[3]) + ((((r[4] + r[5]) + r[6]) + r[7]) + r[8]),
 }
 
-ISLAND = frozenset({(0, 1), (1, 0), (0, 2)})  # two that reach each other, one that reaches none
+ISLAND = frozenset({(0, 1), (1, 0), (0, 2)})  # two with access to each other, one without
 
 
 def check_outs(jobs, expected):

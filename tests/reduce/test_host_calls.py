@@ -16,7 +16,7 @@ PACKAGE = Path(gr.__file__).parent.as_posix()
 
 
 class AboveLaunch:
-    """Counts what runs above ``Device.launch``, by ``sys.setprofile``."""
+    """Counts frames and calls above ``Device.launch``, by ``sys.setprofile``."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -67,4 +67,6 @@ def test_dtypes_of_one_element_share_launches():
     ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh)
     with mesh.journal() as journal:
         ops.all_reduce(grads, gr.ReduceOp.SUM)
-    assert len(journal.of("launch")) == 3 * 2 + 3 * 2  # each of 3 elements: packed, and added
+    assert (
+        len(journal.of("launch")) == 3 * 2 + 3 * 2
+    )  # for each of 3 element types: packed, and added

@@ -1,4 +1,4 @@
-"""Names of tensors: in errors, plans, profiles, the flight record, and what processes compare."""
+"""Names of tensors: in errors, plans, profiles, the flight record, and between processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def named(mesh, names=NAMES, dtype=np.float32):
 
 
 def labels_of(mesh, call):
-    """The labels of what a call submits, in the journal and in the flight record."""
+    """The labels of a call's operations, in the journal and in the flight record."""
     count = mesh.flight_record()[-1].sequence if mesh.flight_record() else 0
     with mesh.journal() as journal:
         call()
@@ -157,7 +157,7 @@ def test_steps_and_optimizers_use_the_names_of_variables(mesh, sharded):
 
 
 def messages_of(work):
-    """What each of two processes says of a call that fails."""
+    """The error of a failing call in each of two processes."""
 
     def said(group):
         mesh = gr.open_mesh(1, backend="sim", process_group=group)

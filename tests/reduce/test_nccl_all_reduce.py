@@ -1,4 +1,4 @@
-"""nccl over the simulated collective: a rank for each physical device, small packs in a group."""
+"""nccl on the simulated collective: a rank per physical device, small packs in a group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GATHERED = ("int16", "uint16")  # NCCL adds none of these
 
 
 class Spy(Collective):
-    """Passes every call on and keeps, for each group, what its calls read."""
+    """Forwards every call, and records for each group the inputs of its calls."""
 
     def __init__(self, collective):
         super().__init__(collective._mesh_state)
@@ -119,7 +119,7 @@ def test_one_group_for_small_packs_and_one_rank_for_each_physical_device(numpy_m
 
 @pytest.mark.parametrize("num_packs", [0, 1, 3, 7])
 def test_the_packs_of_a_batch_share_their_group(numpy_mesh, num_packs):
-    """All of them, of whatever dtype."""
+    """All packs of all dtypes share one group."""
     ops = gr.NcclAllReduce(num_packs, mesh=numpy_mesh)
     grads = [
         [np.ones(size, dtype) for dtype in ("float32", "bfloat16") for size in (300, 5, 40)]
@@ -148,7 +148,7 @@ def test_one_physical_device_calls_no_collective(make_jobs, divisor):
     ("placement", "in_place", "divisor", "launches"),
     [
         ((0, 1), True, 1, 0),  # the library adds in place
-        ((0, 1), True, 2, 2),  # and the division is one more pass
+        ((0, 1), True, 2, 2),  # plus a pass that divides
         ((0, 1), False, 1, 0),  # read from one memory, written into another
         ((0, 1), False, 2, 2),
         ((0, 0, 1, 1), True, 1, 4),  # fold, and fan out
@@ -208,7 +208,7 @@ def test_integers_that_are_gathered_wrap(mesh, make_jobs, dtype, in_place):
     [
         ((0,), 0),
         ((0,) * 8, 1),
-        ((0, 1), 2),  # nothing is folded: what is gathered is added where it must be
+        ((0, 1), 2),  # nothing is folded: gathered inputs are added on each GPU
         ((0, 0, 1, 1), 4),
         ((0, 0, 1), 3),  # device 2 is alone
         ((0, 1, 1, 2, 0), 5),

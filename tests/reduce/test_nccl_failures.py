@@ -1,4 +1,4 @@
-"""nccl without memory, and without a library: what fails does so before the first launch."""
+"""nccl without memory or without its library fails before the first launch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ nccl = partial(reduce_jobs, "nccl")
 
 
 class Planted(RuntimeError):
-    """The failure that a test plants."""
+    """The error that a test raises on purpose."""
 
 
 def starved(after: int):
-    """``Device.empty`` that fails the time after so many."""
+    """Makes ``Device.empty`` fail after a number of calls."""
     empty, calls = Device.allocate, []
 
     def failing(device, shape, dtype):
@@ -68,7 +68,7 @@ def test_without_memory_nothing_is_changed(numpy_mesh, make_jobs, dtype, out, in
 
 
 def test_where_the_library_is_missing_nothing_is_changed(numpy_mesh, monkeypatch):
-    """With one physical device nobody asks for it; with several it is looked for first."""
+    """One physical device does not need the library; with several it is loaded first."""
 
     def missing():
         raise BackendUnavailableError("no libnccl")
@@ -103,5 +103,5 @@ def test_where_the_library_is_missing_nothing_is_changed(numpy_mesh, monkeypatch
     gr.HierarchicalCopyAllReduce().reduce(gr.ReduceOp.SUM, value, value)
     assert all(same(b.numpy(), a) for b, a in zip(value.buffers, arrays, strict=True))
     monkeypatch.setattr(mesh, "_make_collective", make)
-    reduced = ops.reduce(gr.ReduceOp.SUM, value, value)  # what failed before is not remembered
+    reduced = ops.reduce(gr.ReduceOp.SUM, value, value)  # the earlier failure has no effect
     assert (reduced.buffers[-1].numpy() == sum(range(len(mesh)))).all()

@@ -1,4 +1,4 @@
-"""Nested gradients: structures that go in come out, and every tensor is named by its path."""
+"""Nested gradients: results have the same structure, and paths name the tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ops(mesh):
 
 
 def model(value, rows=3):
-    """One nest of each kind; its gradients hold ``value``, and some numbers above it."""
+    """A nest of every kind; its gradients contain ``value`` and larger numbers."""
 
     def filled(number, *shape):
         return np.full(shape, value + number, np.float32)
@@ -126,7 +126,7 @@ def test_names_are_paths_in_every_description(mesh, ops):
 
 
 def test_a_flat_list_keeps_its_numbers(mesh, ops):
-    """Also where a tensor is None on every device."""
+    """Also if a tensor is None on every device."""
     ones = np.ones(2)
     ops.all_reduce([[ones, ones]] * 3)
     assert mesh.flight_record()[-1].tensors == "pack 1 of 1 (tensors 0 to 1)"

@@ -91,7 +91,7 @@ def test_a_prepared_and_a_captured_step_repeat_them(monkeypatch, mesh, pairs):
 
 
 def test_what_is_copied_to_out_names_its_tensors(mesh):
-    """And zeros that are written again are in the flight record too."""
+    """Writing zeros again is in the flight record too."""
     ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh)
     grads = [[np.ones(3, np.int32), np.ones(2, np.float32)] for _ in mesh]
     outs = [[np.ones(3, np.float64), np.ones(2, np.float32)] for _ in mesh]

@@ -1,4 +1,4 @@
-"""out=: results are written where the caller wants them, in place too, and nowhere else."""
+"""out=: results are written into the caller's arrays, also in place, and nowhere else."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_flat_buffer_is_reduced_in_place_by_the_sums_alone(num_packs):
 
 
 def test_what_lies_between_two_outs_is_somebody_elses():
-    """They lie as a pack would, but the gap is no gap: it is not written."""
+    """The outs are laid out like a pack, but the memory between them is not written."""
     with MeshCase((0, 1)).open() as opened:
         wholes = [device.upload(np.full(8, 9, np.float32)) for device in opened]
         outs = [
@@ -144,7 +144,7 @@ def test_what_goes_elsewhere_is_written_too():
 @pytest.mark.parametrize("peers", [True, False])
 @pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
 def test_in_place_has_the_same_bits_in_every_legal_order(algorithm, peers, monkeypatch):
-    """In stages too: a later stage is gathered before an earlier one is spread."""
+    """Also in stages: a later stage is packed before an earlier one is unpacked."""
     monkeypatch.setattr(pipeline, "STAGE_BYTES", 100)
 
     def run(seed):
@@ -236,7 +236,7 @@ def test_an_input_of_another_tensor_or_part_of_ones_own_is_no_out():
             ops.batch_reduce(SUM, pairs, out=[first, second], output_type="buffer")
         with pytest.raises(ValueError, match="one entry for each of 2"):
             ops.batch_reduce(SUM, pairs, out=[first])
-        ops.batch_reduce(SUM, pairs, out=[first, second])  # exactly its own
+        ops.batch_reduce(SUM, pairs, out=[first, second])  # exactly the same memory
 
 
 def test_rows_are_refused():
@@ -260,7 +260,7 @@ def test_a_nest_of_another_form_is_refused():
 
 @pytest.mark.parametrize("mapped", [True, False])
 def test_launches_more_take_what_peers_cannot_access(mapped):
-    """Memory that is not mapped for peers is packed and unpacked by its own device."""
+    """A device packs and unpacks its memory itself if it is not mapped for peers."""
     with MeshCase((0, 1)).open() as opened:
         ops = gr.HierarchicalCopyAllReduce(mesh=opened)
         rows = [[adopted(device, np.ones(400, np.float32))] for device in opened]
@@ -275,7 +275,7 @@ def test_launches_more_take_what_peers_cannot_access(mapped):
 
 @pytest.mark.parametrize("how", ["strided", "deferred"])
 def test_a_value_that_holds_copies_is_no_out(how):
-    """What is written into a copy nobody sees."""
+    """A result that is written into a copy would be lost."""
     seed = 1 if how == "deferred" else None
     with gr.open_mesh([0, 1], backend="sim", schedule_seed=seed) as opened:
         arrays = [np.ones((4, 4), np.float32)[:, :: 2 if how == "strided" else 1] for _ in "ab"]

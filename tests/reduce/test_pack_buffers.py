@@ -1,4 +1,4 @@
-"""How tensors get into flat buffers and out again, as the plans of packing.py say."""
+"""Tensors are packed into flat buffers and unpacked as the plans of packing.py say."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradreduce.reduce.packing import plan_packing
 
 mesh = meshes.mesh
 
-# Shapes of a batch, with a scalar, nothing at all, and a size on each side of a vector.
+# Shapes of a batch: a scalar, an empty one, and sizes just below and above a vector.
 SHAPES = [(3,), (), (0, 4), (5, 7), (16,), (1,), (2, 2, 2)]
 SETTINGS = [(0,), (1,), (3,), (1000,), (0, 16, 2), (0, 200, 10)]
 
@@ -153,7 +153,7 @@ def test_what_starts_off_a_vector_boundary_is_moved(mesh):
     buffers = [[block.view(1, (8,)) for block in blocks]]
     for buffer, array in zip(buffers[0], arrays[0], strict=True):
         buffer.device.upload(array, out=buffer)
-    for num_packs, launches in ((1, len(mesh.by_physical)), (0, 0)):  # alone it may lie anywhere
+    for num_packs, launches in ((1, len(mesh.by_physical)), (0, 0)):  # alone: no alignment
         with mesh.journal() as journal:
             packed = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
         assert journal.launches == launches

@@ -1,4 +1,4 @@
-"""Which tensors travel together, as pure plans."""
+"""Plans of packing: which tensors are packed together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradreduce.reduce.packing import FlatPlan, plan_packing
 LAWS = settings(deadline=None, max_examples=examples(150))
 FLOAT32, FLOAT64 = as_dtype("float32"), as_dtype("float64")
 PAIRS = [(dtype, dtype) for dtype in map(as_dtype, ("float32", "float16", "float64", "complex128"))]
-# A sum of halves in its accumulate type, and the result.
+# A sum of float16 in its accumulate type, and the result.
 PAIRS += [(FLOAT32, as_dtype(half)) for half in ("float16", "bfloat16")]
 
 
@@ -31,7 +31,7 @@ def narrower(plan: FlatPlan) -> int:
 
 
 def units(plan: FlatPlan) -> int:
-    """How many ranges of 16 bytes (in the narrower dtype) there are to share out."""
+    """The number of 16-byte ranges (in the narrower dtype) to distribute."""
     return -(-plan.layout.size * narrower(plan) // 16)
 
 
@@ -138,7 +138,7 @@ def test_the_small_limit_is_inclusive():
 
 
 def test_the_bytes_of_a_small_tensor_are_those_of_its_gradient():
-    """A mean of integers is of floats; one byte is small, and no byte is not."""
+    """The mean of integers is a float; the bytes are the gradient's, also if it is empty."""
     pairs = ((as_dtype("int8"), FLOAT32),) * 4
     assert [plan.tensors for plan in plan_packing((1, 2, 1, 0), pairs, 0, 1, 10)] == [
         (0, 2), (1,), (3,),

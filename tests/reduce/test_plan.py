@@ -1,4 +1,4 @@
-"""Plans: what they say is what the journal counts, and making one does nothing."""
+"""Plans: their counts are those of the journal, and making one has no effect."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def counts(told):
 
 
 def agreed(mesh, ops, op, pairs, **options):
-    """The plan, once a run has done just that."""
+    """Returns the plan after checking that a run does the same."""
     plan = ops.plan(op, pairs, **options)
     with mesh.journal() as journal:
         ops.batch_reduce(op, pairs, **options)
@@ -58,7 +58,7 @@ def agreed(mesh, ops, op, pairs, **options):
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("place", [owned, None], ids=["pool", "host"])
 def test_the_journal_agrees(numpy_mesh, settings, algorithm, place):
-    op = MEAN if (place is owned) == (algorithm == "nccl") else SUM  # each with either other
+    op = MEAN if (place is owned) == (algorithm == "nccl") else SUM  # covers both operations
     ops = ops_of(algorithm, numpy_mesh, **settings)
     values = [dense(numpy_mesh, shape, dtype, place) for shape, dtype in SHAPES]
     plan = agreed(numpy_mesh, ops, op, [(value, value) for value in values])
@@ -83,7 +83,7 @@ def test_the_journal_agrees_on_whatever_a_batch_may_hold(numpy_mesh, coalesce):
             ops = ops_of(algorithm, numpy_mesh)
             plan = agreed(numpy_mesh, ops, op, pairs, coalesce=coalesce)
             ways = {pack.tensors: pack.way for pack in plan.packs}
-            # Where there is but one device, whatever goes to one is all-reduced.
+            # With only one device, a reduction to one device is an all-reduce.
             many = len(numpy_mesh) > 1
             reduced, alone = (
                 ([(0, 6), (3,)], [1, 2, 4, 5, 7, 8])
@@ -133,7 +133,7 @@ def test_tensors_in_a_flat_buffer_are_not_packed():
     ],
 )
 def test_the_plan_tells_who_reads_whose_memory(algorithm, placement, peers, crossing):
-    """A user's array on another GPU is packed first, if a peer would read it and cannot."""
+    """A user's array on another GPU is packed first if a peer cannot read it."""
     with gr.open_mesh(placement, backend="sim", peer_access=peers) as mesh:
         ours = gr.PerReplica([device.zeros((4,), "float32") for device in mesh])
         theirs, unmapped = (

@@ -30,7 +30,7 @@ def values_of(mesh, seed=0):
 
 
 def refill(values, seed):
-    """Other numbers in the same memory; the arrays that went in."""
+    """Writes other numbers into the same memory; returns the arrays."""
     for place, value in enumerate(values):
         for replica, buffer in enumerate(value.buffers):
             numbers = random_data(buffer.shape, buffer.dtype, seed=seed + 10 * place + replica)
@@ -38,7 +38,7 @@ def refill(values, seed):
 
 
 def pairs_of(mesh, values):
-    """Most to their own devices; one to the last, one to the last and the first."""
+    """Most go to their own devices, one to the last, one to the last and the first."""
     ends = list(dict.fromkeys([mesh.devices[-1], mesh.devices[0]]))
     targets = [*values[:-2], ends[:1], ends]
     return list(zip(values, targets, strict=True))
@@ -103,7 +103,7 @@ def test_a_call_asks_for_no_memory_and_gives_the_same_arrays(numpy_mesh):
 
 
 def calls_of(function):
-    """How many functions of Python and C it calls."""
+    """The number of Python and C functions that it calls."""
     found = [0]
 
     def count(frame, event, argument):
@@ -131,7 +131,7 @@ def test_its_memory_is_its_own_and_ends_with_it(numpy_mesh):
     step = ops.prepare(SUM, pairs_of(numpy_mesh, values))
     step()
     gc.collect()
-    # What of its memory were free would be theirs, and written by the next play.
+    # Memory that the step had freed would be reused by these, and overwritten by the next call.
     others = [
         device.upload(np.full(buffer.shape, 3, buffer.dtype))
         for value in values
@@ -217,7 +217,7 @@ def test_every_legal_order_has_the_same_bits(algorithm, seeds):
                 for result in step()[::-1]:
                     bits += [buffer.numpy().tobytes() for buffer in result.buffers[::-1]]
             step()
-            step()  # at once: the second must come behind the first
+            step()  # without a wait: the second must run after the first
             return bits + [array.tobytes() for array in arrays_of(step.results)]
 
     cases = [(placement, peers) for placement in ([0, 0, 1, 1], [0, 1, 1, 2, 0])
@@ -229,12 +229,12 @@ def test_every_legal_order_has_the_same_bits(algorithm, seeds):
 
 
 def unread(seed, placement, algorithm):
-    """Plays without a host wait between them: each one's results are kept on the devices."""
+    """Calls without a host wait between them; the results of each stay on the devices."""
     with gr.open_mesh(placement, backend="sim", strict=True, peer_access=False,
                       schedule_seed=seed) as mesh:  # fmt: skip
         values = [dense(mesh, (6, 5), "float32", place) for place in range(2)]
         ops = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh)
-        # To one device: the others get nothing back, and so wait for nobody of themselves.
+        # To one device: the others get no result, so nothing makes them wait.
         step = ops.prepare(SUM, [(values[0], values[0]), (values[1], mesh.devices[0])])
         kept = []
         for turn in range(4):
@@ -293,7 +293,7 @@ def test_dtypes_of_the_results_are_those_of_the_plain_call():
 
 
 def test_a_replay_that_fails_leaves_no_label_behind(monkeypatch):
-    """What comes after it is not for its pack: the flight record would say so."""
+    """Later operations must not have its label in the flight record."""
     with gr.open_mesh([0, 1], backend="sim") as mesh:
         value = gr.PerReplica([device.zeros((4,), "float32") for device in mesh])
         step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(gr.ReduceOp.SUM, [(value, value)])

@@ -1,4 +1,4 @@
-"""Prepared steps of arrays of other libraries: read in place, written in place, never copied."""
+"""Prepared steps on arrays of other libraries read and write in place and copy nothing."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_results_in_host_memory_are_written_when_the_call_returns(seed):
 @pytest.mark.parametrize("external", [False, True])
 def test_a_call_does_no_work_for_each_tensor(external):
     def counted(num_tensors):
-        # Queued work: what a launch itself does comes later, when the host waits.
+        # With queued work a launch runs later, when the host waits.
         seed = None if external else 0
         with gr.open_mesh([0, 1], backend="sim", schedule_seed=seed) as mesh:
             arrays = [[np.ones(5, np.float32) for _ in mesh] for _ in range(num_tensors)]

@@ -67,7 +67,7 @@ def test_each_call_writes_what_it_was_given(way, where, placement, peers):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_reduced_elsewhere_is_brought(way):
-    """Means of integers, and what is added on one device, are made in other memory first."""
+    """Means of integers and sums on one device are computed in other memory first."""
     with MeshCase((0, 0, 1)).open() as mesh:
         counts = gr.PerReplica([owned(d, np.zeros(7, np.int16)) for d in mesh], mesh)
         value = gr.PerReplica([owned(d, np.zeros(5, np.float32)) for d in mesh], mesh)

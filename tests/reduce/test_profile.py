@@ -1,4 +1,4 @@
-"""What ``profile`` tells: bytes and floors by hand, the journal beside them; nothing changes."""
+"""``profile``: bytes and lower bounds computed by hand, and its journal; no side effects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEMORY, LINK = 1000.0, 10.0  # bytes per second
 
 @pytest.fixture
 def bandwidths(monkeypatch):
-    """Rates of a slow machine, instead of this one's."""
+    """Bandwidths of a slow machine instead of this one."""
 
     def told(device, source):
         return MEMORY / 2 if device is source else LINK
@@ -120,7 +120,7 @@ def arrays_of(value):
 
 
 def test_gpus_and_links_work_side_by_side(bandwidths):
-    """Dry runs of GPUs: the slowest of them is the floor, and of a collective a ring's links."""
+    """For GPUs the slowest is the lower bound, for a collective the links of a ring."""
     mesh = DryRunMesh((0, 0, 1, 2), "cuda", True).mesh
     told = hierarchical(mesh, 1, "nccl").profile(SUM, pairs_of(mesh, 600))
     added = stages_of(told)["all-reduce"]

@@ -1,6 +1,6 @@
-"""The queued simulator over every kind of reduction: no legal order changes a bit.
+"""Every kind of reduction with queued work: no valid order changes a bit.
 
-Seed 0 runs as late as the host allows, seed 1 as early, the others mix.
+Seed 0 runs work as late as possible, seed 1 as early as possible, others in random orders.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_every_reduction_has_the_same_bits_in_every_legal_order(algorithm, seeds
 
 
 def spread(seed):
-    """A broadcast, read where no leader has been read before."""
+    """A broadcast from a device whose leader has not been read before."""
     with gr.open_mesh([0, 0, 1, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
         source = mesh.devices[0].upload(data((5, 3), "float32", 1))
         result = gr.NcclAllReduce().broadcast(source, mesh)
@@ -67,7 +67,7 @@ def overwritten(buffers):
 
 
 def read_by_a_peer(use, seed):
-    """What a peer reads is overwritten while the launch that reads it is queued."""
+    """Overwrites memory of a peer while the launch that reads it is queued."""
     with opened([0, 1], seed) as mesh:
         value = dense(mesh, (40, 7), "float32", 1)
         made = use(mesh, value)
@@ -99,7 +99,7 @@ def gradient_of(mesh, value):
 
 
 def on_islands(seed):
-    """Halves and partial sums that a peer reads, in place too."""
+    """Partial sums that a peer reads, also in place."""
     results = []
     for placement, peers in (([0, 1, 2, 3], ISLANDS), ([0, 1], {(0, 1)}), ([0, 2, 1], ISLANDS)):
         with opened(placement, seed, peers) as mesh:

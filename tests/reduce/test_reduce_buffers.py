@@ -1,4 +1,4 @@
-"""reduce_buffers, the flow below validation: what it may overwrite, and where results lie."""
+"""reduce_buffers, which runs after validation: what it overwrites, and where results are."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_consumed_gradients_become_the_results(mesh, num_packs, algorithm):
     with ExitStack() as guard:
         results = ops.reduce_buffers(views, divisor=3, consume=guard)
     check(results, expected_of(algorithm, arrays, mesh, 3))
-    # In stages something may fail when a part has been reduced: then the gradients are left alone.
+    # With stages an error may come after some packs are reduced: gradients stay unchanged.
     if algorithm == "hierarchical_copy" and not HierarchicalCopy(mesh.devices).in_place:
         assert all(
             same(view.numpy(), array)

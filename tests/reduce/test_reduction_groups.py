@@ -1,4 +1,4 @@
-"""``reduction_groups=``: other groups than the first n // 2 replicas and the rest, in any order."""
+"""``reduction_groups=``: groups other than the default, the first n // 2 and the rest."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from gradreduce.reduce.reduction_groups import as_reduction_groups, reduction_gr
 hierarchical_copy = partial(reduce_jobs, "hierarchical_copy")
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-SIZES = (1, 67, 33_001)  # as in test_hierarchical.py: a tail, and more than one slice
+SIZES = (1, 67, 33_001)  # as in test_hierarchical_copy.py: a tail, and more than one slice
 
 
 def splits_of(num_replicas: int) -> list[tuple[list[int], ...]]:
-    """All in one list, forwards and backwards; every other one; three; and some at random."""
+    """One group, forwards and backwards; every second replica; three groups; random groups."""
     places = list(range(num_replicas))
     made = [(places[:], []), ([], places[::-1]), (places[1::2], places[::2])]
     made += [(places[::-1],), (places[2::3], places[::3], places[1::3])]
@@ -168,12 +168,12 @@ STAGED = {
         [(2, 0), (3, 1), (1, 0), (0, 1), (0, 2), (0, 3)],
         ["add_n@0", "add_n@1", "all_sum@0"],
     ),
-    # Islands that lie across the order of the replicas: one partial sum crosses, not two inputs.
+    # Islands that do not follow the order of the replicas: one partial sum is copied, not inputs.
     ((0, 1, 0, 1), ((0, 2), (1, 3))): (
         [(1, 0), (0, 1), (1, 3)],
         ["add_n@0", "add_n@1", "all_sum@0"],
     ),
-    # Replica 0 is the last of its half, replica 3 the last of the other.
+    # Replica 0 is the last of its group, replica 3 the last of the other.
     ((0, 1, 2, 3, 4), ((1, 0), (4, 3, 2))): (
         [(1, 0), (4, 3), (2, 3), (3, 0), (0, 1), (0, 2), (0, 3), (0, 4)],
         ["add_n@0", "add_n@3", "all_sum@0"],
@@ -351,7 +351,7 @@ def test_what_is_added_on_one_device_has_no_reduction_groups():
 
 
 def test_replicas_are_numbered_as_the_devices_of_the_value():
-    """Not as the mesh: replica 0 is the first of the value's devices, whichever that is."""
+    """Replica 0 is on the first of the value's devices, not on the first of the mesh."""
     with MeshCase((0, 1, 2, 3)).open() as mesh:
         devices = [mesh.devices[place] for place in (3, 1, 0)]
         arrays = [random_data((50,), "float32", seed=seed) for seed in range(3)]

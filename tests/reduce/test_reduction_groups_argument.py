@@ -101,7 +101,7 @@ def test_each_dtype_is_a_launch_of_its_own(make_jobs):
 
 # Without peer access, one small pack, main device 0: every copy, in order.
 STAGED = {
-    # r1 is the other half, already in the accumulate type: no launch of its own.
+    # r1 is the other group, already in the accumulate type, so it needs no launch.
     (0, 1): ([(1, 0), (0, 1)], ["all_sum@0"]),
     (0, 1, 2): ([(2, 1), (1, 0), (0, 1), (0, 2)], ["add_n@1", "all_sum@0"]),
     (0, 0, 1, 1): ([(2, 0), (0, 2), (2, 3)], ["add_n@0", "add_n@2", "all_sum@0"]),
@@ -134,7 +134,7 @@ def test_partial_sums_of_halves_cross_in_float32(make_jobs):
 
 
 def test_a_lone_replica_crosses_as_it_is(make_jobs):
-    """It is exact in its own dtype; where the other half is a sum, it is widened after crossing."""
+    """It is copied in its own dtype; if the other group is a sum, it is cast after the copy."""
     journal = journal_on((0, 1), make_jobs, [SMALL], peer_access=False, dtype="float16")
     assert [record.nbytes // SMALL for record in journal.of("copy")] == [2, 2]
     assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == ["all_sum@0"]
@@ -149,7 +149,7 @@ def test_a_lone_replica_crosses_as_it_is(make_jobs):
 # Islands of two physical devices, whose launches reach each other; one small pack, main device 0.
 ISLANDS = frozenset({(0, 1), (1, 0), (2, 3), (3, 2)})
 ISLED = {
-    # Of each half one launch adds both; its sum crosses, and what comes of it.
+    # In each group one launch adds both; the sum is copied, and later the result.
     (0, 1, 2, 3): ([(2, 0), (0, 1), (0, 2), (0, 3)], ["add_n@0", "add_n@2", "all_sum@0"]),
     (0, 2, 1, 3): (
         [(1, 0), (3, 2), (0, 1), (0, 2), (0, 3)],
@@ -187,8 +187,8 @@ def test_without_peers_no_launch_touches_another_device(make_jobs, placement, dt
 def test_without_peers_every_physical_device_adds_its_slice(make_jobs):
     journal = journal_on((0, 1, 2, 3, 4), make_jobs, [LARGE], peer_access=False)
     assert [record.device for record in launches_of(journal, "all_sum")] == [0, 1, 2, 3, 4]
-    # A main device that is the k-th of its half has the other half added by the k-th of that,
-    # modulo its size: the halves are (0, 1) and (2, 3, 4).
+    # If the main device is the k-th of its group, the k-th of the other group, modulo its size,
+    # adds that group: the groups are (0, 1) and (2, 3, 4).
     halves = [record.device for record in launches_of(journal, "add_n")]
     assert list(zip(halves[::2], halves[1::2], strict=True)) == [
         (0, 2), (1, 3), (0, 2), (1, 3), (0, 4),

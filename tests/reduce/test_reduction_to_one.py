@@ -1,4 +1,4 @@
-"""ReductionToOneDevice: where it adds, and how a caller's own sum takes the place of add_n."""
+"""ReductionToOneDevice: the device that adds, and a caller's function instead of add_n."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather, in one process and over several, which are threads here."""
+"""Reduce-scatter and all-gather, in one process and over several (threads in these tests)."""
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +26,7 @@ def mesh(request):
 
 
 def make_grads(num_replicas, dtypes=("float32", "float16", "int16"), make=random_data):
-    """``[replica][tensor]``: tensors of several dtypes, and two that share a pack; one empty."""
+    """``[replica][tensor]``: tensors of several dtypes, two in one pack, one empty."""
     shapes = [(num_replicas * 3, 5), (num_replicas * 2,), (0, 4), (num_replicas * 700,)]
     return [
         [
@@ -39,7 +39,7 @@ def make_grads(num_replicas, dtypes=("float32", "float16", "int16"), make=random
 
 
 def written(call, grads, *op):
-    """The results of a call, as it writes them into ``out`` too."""
+    """Returns the results of a call, and checks that it writes the same into ``out``."""
     found = call(grads, *op)
     out = [[np.full_like(each, 1) for each in row] for row in found]
     assert call(grads, *op, out=out) is out
@@ -49,7 +49,7 @@ def written(call, grads, *op):
 
 
 def check_shares(wanted, shares, whole):
-    """Shares are the rows of the sums; the gathered ones are the sums themselves."""
+    """Checks that shares are rows of the sums, and gathered shares the sums."""
     for index, (sums, of_one, gathered) in enumerate(zip(wanted, shares, whole, strict=True)):
         for total, share, again in zip(sums, of_one, gathered, strict=True):
             assert same(again, total)
@@ -236,7 +236,7 @@ def test_only_the_terms_of_an_owner_and_no_sums_cross_processes(algorithm):
     share = size // sum(counts) * 4
     for rank, (scattered, gathered) in enumerate(over_processes(counts, work)):
         others = [other for other in range(3) if other != rank]
-        # one term, added before, for each share of the other; and one's own shares to all others
+        # one term, already added, for each share of the other; and its own shares to all others
         assert scattered == {other: counts[other] * share for other in others}
         assert gathered == {other: counts[rank] * share for other in others}
 

@@ -1,4 +1,4 @@
-"""Which device adds which part of a pack, as a pure plan."""
+"""Plans of slices: which device adds which part of a pack."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.exhaustive import examples
 from gradreduce.reduce.hierarchical_copy import SLICE_BYTES, Slice, plan_slices
 
 LAWS = settings(deadline=None, max_examples=examples(200))
-SMALL = 256  # stands for SLICE_BYTES, so that small sizes lie on both sides of it
+SMALL = 256  # instead of SLICE_BYTES, so that sizes below and above it are small
 
 PACKS = st.lists(st.tuples(st.integers(1, 600), st.sampled_from([1, 2, 4, 8, 16])), max_size=10)
 MAINS = st.lists(st.integers(0, 8), min_size=1, max_size=9, unique=True).map(sorted)
@@ -36,7 +36,7 @@ def test_slices_cover_every_pack_in_order_and_none_is_empty(packs, mains):
 @LAWS
 @given(PACKS, MAINS)
 def test_every_device_adds_as_many_bytes(packs, mains):
-    """To within what lies between a cut and the 16 bytes below it; and in few slices."""
+    """Up to the rounding of cuts to 16 bytes; and in few slices."""
     slices = plan_slices(packs, mains, SMALL)
     total = sum(size * itemsize for size, itemsize in packs)
     if total < SMALL or len(mains) == 1:

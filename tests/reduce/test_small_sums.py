@@ -1,4 +1,4 @@
-"""Small host arrays are added without Buffers: the same bits, the same record, the same errors."""
+"""Small host arrays are added without Buffers, with the same bits, records and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mesh(monkeypatch):
 
 @pytest.fixture
 def lane(monkeypatch):
-    """Whether each sum was made so."""
+    """Records for each sum whether it was made without Buffers."""
     taken = []
     usual = ops.add_on_host
 

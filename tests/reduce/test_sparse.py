@@ -1,4 +1,4 @@
-"""IndexedSlices across devices: rows of all replicas, in replica order; merged if asked for."""
+"""IndexedSlices across devices: rows of all replicas in their order; merged on request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ops(request, numpy_mesh):
 
 
 def rows_of(replica: int, dtype="float32") -> tuple[np.ndarray, np.ndarray]:
-    """Other numbers of rows on every replica, none on the second; indices repeat."""
+    """Another number of rows on each replica, none on the second; with repeated indices."""
     count = 0 if replica == 1 else replica + 2
     indices = (np.arange(count) * (replica + 3)) % 4
     return random_data((count, 3), dtype, seed=replica), indices
@@ -111,7 +111,7 @@ def test_integers_of_the_same_index_wrap_and_are_then_divided(numpy_mesh, ops, d
 
 
 def test_no_result_is_an_input_nor_written_by_a_later_call(numpy_mesh, ops):
-    """Also where one replica has all rows, and where rows are only copied."""
+    """Also if one replica has all rows, and if rows are only copied."""
     mesh, kept = numpy_mesh, []
     for rich in {0, len(mesh) - 1}:
         rows = [

@@ -1,4 +1,4 @@
-"""Pipelining: a pack is gathered on the compute queues while the one before it travels."""
+"""Stages: a pack is packed on the compute queues while the one before it is transferred."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_stage_is_full_with_eight_mebibytes():
 
 
 def test_a_stage_is_packed_before_the_one_ahead_of_it_goes_on(monkeypatch):
-    """Its transfer is waited for on the compute queue, which would delay the packing."""
+    """The compute queue waits for that transfer, which would delay the packing."""
     done = []
 
     class Steps(Algorithm):
@@ -83,7 +83,7 @@ def test_a_stage_is_packed_before_the_one_ahead_of_it_goes_on(monkeypatch):
     monkeypatch.setattr(pipeline, "moves_in", partial(recorded, "pack"))
     monkeypatch.setattr(pipeline, "moves_out", partial(recorded, "unpack"))
     with gr.open_mesh(2, backend="sim") as mesh:
-        grads = [[np.ones(150, np.float32)] * 2] * 2  # two: one alone is not packed
+        grads = [[np.ones(150, np.float32)] * 2] * 2  # two tensors, because one alone is not packed
         gr.AllReduceCrossDeviceOps("steps", 3, mesh=mesh).all_reduce(grads)
         assert done == [
             ("pack", 0), ("send", 0, "transfer"),
@@ -99,7 +99,7 @@ def test_a_stage_is_packed_before_the_one_ahead_of_it_goes_on(monkeypatch):
 
 
 def reduced(algorithm, placement, peers, seed, num_packs=4, **options):
-    """Bytes of all results, with the inputs overwritten and freed at once."""
+    """The bytes of all results; inputs are overwritten and freed right after the call."""
     with gr.open_mesh(
         placement, backend="sim", strict=True, peer_access=peers, schedule_seed=seed
     ) as mesh:
@@ -158,7 +158,7 @@ def test_a_fence_left_out_shows(fault, monkeypatch):
     [("nccl", True), ("hierarchical_copy", True), ("hierarchical_copy", False)],
 )
 def test_one_pack_is_gathered_while_another_travels(algorithm, peers, monkeypatch):
-    """The compute queues run alone, as far as they go: so far as nothing has to have arrived."""
+    """The compute queues run alone, until they need a transfer."""
     placement = [0, 1, 2]
     with gr.open_mesh(placement, backend="sim", peer_access=peers, schedule_seed=0) as mesh:
         ops = gr.AllReduceCrossDeviceOps(algorithm, 4, mesh=mesh)
@@ -187,7 +187,7 @@ def test_one_pack_is_gathered_while_another_travels(algorithm, peers, monkeypatc
 
 
 def _run_compute_queues(mesh):
-    """Whatever can run on them while the transfer queues stand still."""
+    """Runs all work of the compute queues that needs no transfer."""
     scheduler = mesh.devices[0].scheduler
     lines = [scheduler._queues[device, "compute"] for device in mesh]
     while ready := [line for line in lines if scheduler._can_run(line)]:

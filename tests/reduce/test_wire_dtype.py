@@ -1,4 +1,4 @@
-"""wire_dtype: what is cast where, to the last bit, and the documented bound of the error."""
+"""wire_dtype: the casts, bit by bit, and the documented bound of the error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mesh(request):
 
 
 def cast(array, dtype, divisor=1):
-    """As the pack kernel does: divided in the accumulate type; a double goes by way of a float."""
+    """Casts like the pack kernel: divides in the accumulate type; double goes through float32."""
     with np.errstate(all="ignore"):
         if divisor != 1:
             wide = accumulate_dtype(array.dtype)
@@ -135,7 +135,7 @@ def test_a_mean_on_a_half_wire_does_not_overflow_and_a_sum_does():
 
 @pytest.mark.parametrize(("wire", "nbytes"), [("float16", 2), (None, 4), ("float32", 4)])
 def test_the_links_carry_the_wires_bytes_in_no_more_launches(wire, nbytes):
-    """A cast back is one launch for each GPU; where the wire is the dtype there is none."""
+    """Casting back takes one launch per GPU, none if the wire dtype is the dtype."""
     with MeshCase((0, 1)).open() as opened:
         size = 4096
         value = per_replica(opened, lambda _: np.ones(size, np.float32))
@@ -152,7 +152,7 @@ def test_the_links_carry_the_wires_bytes_in_no_more_launches(wire, nbytes):
 
 
 def test_a_sum_of_a_wider_wire_is_rounded_by_the_launch_that_adds():
-    """Halves on a float32 wire: they come back as halves, and no launch casts them."""
+    """float16 with a float32 wire: results are float16, without a launch that only casts."""
     with MeshCase((0, 1)).open() as opened:
         size = 4096
         value = per_replica(opened, lambda _: np.ones(size, np.float16))
@@ -160,7 +160,7 @@ def test_a_sum_of_a_wider_wire_is_rounded_by_the_launch_that_adds():
         with opened.journal() as journal:
             ops.reduce(MEAN, value, value)
         assert len(launches_of(journal, "pack")) == 2
-        # The one main device reads a replica in float32 from the other, and writes it a half back.
+        # The main device reads a float32 replica from the other one, and writes float16 back.
         assert journal.bytes == size * (4 + 2)
 
 
@@ -191,7 +191,7 @@ def test_accumulators_and_prepared_steps_take_the_wire():
         acc = gr.ConditionalAccumulator("float32", (8,), device=opened, cross_device_ops=ops)
         grads = [np.full(8, 1 + 2.0**-10, np.float32) for _ in opened]
         acc.apply_grad(gr.PerReplica(grads, opened))
-        assert (acc.take_grad(1).primary == 1).all()  # the small part is lost on the way
+        assert (acc.take_grad(1).primary == 1).all()  # the small part is rounded away
         value = gr.PerReplica(
             [device.upload(grads[0]) for device in opened], devices=opened.devices
         )

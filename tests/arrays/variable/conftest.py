@@ -20,5 +20,5 @@ def mesh(request) -> Iterator[gr.Mesh]:
 
 @pytest.fixture(params=["device", "mesh"])
 def place(request, mesh):
-    """What ``device=`` may be."""
+    """Every valid kind of ``device=``."""
     return mesh if request.param == "mesh" else mesh.devices[2]

@@ -1,4 +1,4 @@
-"""Variables are made of the caller's values and never of their memory."""
+"""Variables copy the caller's values and do not use the caller's memory."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_without_a_device_it_lies_on_the_first_of_the_default_mesh(mesh, monkeyp
 
 
 def test_with_a_device_no_other_mesh_is_opened():
-    """``GRADREDUCE_BACKEND=cuda`` would make opening the default one an error here."""
+    """With ``GRADREDUCE_BACKEND=cuda`` opening the default mesh would raise here."""
     code = (
         "import gradreduce as gr\n"
         "mesh = gr.open_mesh(2, backend='sim')\n"

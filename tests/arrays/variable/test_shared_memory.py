@@ -1,4 +1,4 @@
-"""Variables on memory that others own too: each call that writes one checks its memory first."""
+"""Variables on memory that others own too: every call that writes checks the memory first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import gradreduce as gr
 
 
 class Shared(gr.Variable):
-    """As ``gr.torch.variables`` makes them, without PyTorch."""
+    """Makes Variables like those of ``gr.torch.variables``, without PyTorch."""
 
     is_stale = False
 

@@ -1,4 +1,4 @@
-"""Variables are written on every device alike, or not at all."""
+"""A Variable is written on every device alike, or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_assign_and_assign_add(place, mesh, dtype):
         wanted = value + delta
     assert variable.assign_add(delta) is variable
     assert same_copies(variable, wanted)
-    for device in mesh.devices:  # from anywhere in the mesh
+    for device in mesh.devices:  # from each device of the mesh
         variable.assign(device.put(value)).assign_add(device.put(delta))
         assert same_copies(variable, wanted)
     assert same(value, exact_data((3, 2, 5), dtype)[1])
@@ -81,7 +81,7 @@ def test_the_text_names_both(place, method):
     with pytest.raises(ValueError, match=r"float64\[3\].*'w' is float32\[2\]"):
         getattr(variable, method)(np.ones(3))
     other = gr.Variable([5.0, 2.0], device=place)
-    getattr(variable, method)(other)  # another Variable is a value like any other
+    getattr(variable, method)(other)  # a Variable is a valid value
     assert same_copies(variable, np.array([5, 2] if method == "assign" else [6, 4], "float32"))
     assert same_copies(other, np.array([5, 2], "float32"))
     with gr.open_mesh(1, backend="sim") as mesh, pytest.raises(gr.errors.DeviceMismatchError):
@@ -106,7 +106,7 @@ def test_assigned_memory_is_not_kept(place):
 
 
 def test_a_copy_of_the_variable_may_be_what_is_added_to_it(mesh):
-    """All copies see it as it was, or they would part."""
+    """All copies add its old value; otherwise they would differ."""
     variable = gr.Variable([1.0, 3.0], device=mesh)
     for buffer in variable.buffers:
         before = variable.numpy()
