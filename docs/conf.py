@@ -53,22 +53,25 @@ def included_files() -> dict[Path, Path]:
 def rewrite_links(text: str, file: Path, page: Path) -> str:
     """Makes the relative links of a Markdown file work in the site, in the page that shows it.
 
-    A file outside ``docs`` becomes the page that includes it, if there is one, else a download.
+    A file outside ``docs`` becomes the page that includes it, if there is one, else a download. A
+    link whose text is the name of a page shows the title of the page or section instead.
     """
     pages = included_files()
 
     def rewritten(match: re.Match[str]) -> str:
-        path, anchor = match[1], match[2] or ""
+        name, path, anchor = match[1] or "", match[2], match[3] or ""
         target = (file.parent / path).resolve()
         if target.is_dir():
             target /= "README.md"
         if not target.is_file():
             return match[0]
         target = pages.get(target, target)
-        scheme = "" if target.is_relative_to(DOCS) else "path:"
-        return f"]({scheme}{os.path.relpath(target, page.parent)}{anchor})"
+        relative = os.path.relpath(target, page.parent)
+        if target.is_relative_to(DOCS):
+            return f"{name and '['}]({relative}{anchor})"
+        return f"{name}](path:{relative}{anchor})"
 
-    return re.sub(r"\]\(([^)#:]+)(#[^)]*)?\)", rewritten, text)
+    return re.sub(r"(\[[\w/.]+\.md)?\]\(([^)#:]+)(#[^)]*)?\)", rewritten, text)
 
 
 def on_source_read(app: Sphinx, name: str, source: list[str]) -> None:
