@@ -96,26 +96,3 @@ def test_the_training_example_trains_every_copy_alike():
     assert all((buffer.numpy() == each.numpy()).all() for each in w for buffer in each.buffers)
     example = importlib.import_module("digits")
     assert example.accuracy([each.numpy() for each in w], example.load()) > 0.8
-
-
-def test_every_file_named_exists():
-    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
-        text = page.read_text("utf-8")
-        for name in re.findall(
-            r"`((?:src|examples|bench|kernels|docs|tests|tools)/[\w/.]+\.\w+)`", text
-        ):
-            assert (ROOT / name).is_file(), (page.name, name)
-
-
-def anchors_of(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
-
-
-def test_every_link_leads_to_a_file_or_a_heading():
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
-            path, _, anchor = target.partition("#")
-            file = page.parent / path if path else page
-            assert file.exists(), (page.name, target)
-            assert not anchor or anchor in anchors_of(file), (page.name, target)

@@ -1,4 +1,4 @@
-"""The documentation site, as far as its files say: pages, diagrams, commands."""
+"""What the site and the other pages name: pages, headings, files, functions, commands."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from gradreduce.cli.app import command
 pytestmark = pytest.mark.repo
 ROOT = Path(__file__).resolve().parents[2]
 SITE = sorted((ROOT / "docs").rglob("*.md"))
-OTHERS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "bench/README.md", "examples/README.md")
-PAGES = [*SITE, *(ROOT / name for name in OTHERS)]
+PAGES = [
+    *SITE,
+    *sorted(ROOT.glob("*.md")),
+    *(ROOT / folder / "README.md" for folder in ("bench", "examples", "src/gradreduce/device")),
+]
 
 
 def text_of(page: Path) -> str:
@@ -53,6 +56,31 @@ def test_the_first_page_leads_to_every_page():
     names = [page.relative_to(ROOT / "docs").as_posix() for page in SITE]
     inside = [name for name in names if not name.startswith(("api/", "project/"))]
     assert [name for name in inside if f"({name})" not in text] == ["index.md"]
+
+
+# --- links and names of files ---------------------------------------------------------------------
+
+
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
+
+
+def test_every_link_leads_to_a_file_or_a_heading():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"`[^`]*`", "", text_of(page))):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            if not target.startswith("https://"):
+                assert file.exists(), (page.name, target)
+                assert not anchor or anchor in anchors_of(file), (page.name, target)
+
+
+def test_every_file_named_exists():
+    folders = "src|examples|bench|kernels|docs|tests|tools"
+    for page in PAGES:
+        for name in re.findall(rf"`((?:{folders})/[\w/.]+\.\w+)`", text_of(page)):
+            assert (ROOT / name).is_file(), (page.name, name)
 
 
 # --- diagrams -------------------------------------------------------------------------------------
