@@ -1,11 +1,11 @@
 """Automatic differentiation of NumPy losses, and functions for losses.
 
-Start reading with ``tape.py``.
+To understand the code, read ``tape.py`` first.
 """
 
 from __future__ import annotations
 
-# These fill the registry of rules.
+# Importing these modules fills the registry of rules.
 from . import rules_elementwise, rules_linear, rules_reductions, rules_shapes  # noqa: F401
 from .frameworks import stop_gradient
 from .rules_indexing import embedding_lookup

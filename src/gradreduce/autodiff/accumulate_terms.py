@@ -1,7 +1,7 @@
 """Accumulates the terms of a tensor's gradient by an aggregation method.
 
-ADD_N and IndexedSlices are held until the end and sorted in the order of the forward uses; TREE and
-ACCUMULATE_N add a term when it arrives, and release it.
+With ADD_N, and for IndexedSlices, all terms are kept until the end and sorted in the order in which
+the loss used the tensor. TREE and ACCUMULATE_N add a term when it arrives, and free it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from gradreduce.device import Device
 from gradreduce.reduce.aggregation import AggregationMethod, aggregate, aggregator_of, kind_of_term
 from gradreduce.reduce.aggregators import MultiDeviceSum
 
-Order = tuple[int, int]  # of the use: which node, and which of its operands
+Order = tuple[int, int]  # of a use of a tensor: the node, and which of its operands
 
 
 class TermAccumulator:
-    """Accumulates the terms of one tensor's gradient, pushed one by one.
+    """Accumulates the terms of one tensor's gradient, which are pushed one by one.
 
-    A term is only read: another tensor may have the same term.
+    A term is never overwritten, because another tensor may have the same array as a term.
 
     Args:
         method: how dense terms are combined; see ``AggregationMethod``.
-        keep_rows: whether the gradient is IndexedSlices if all terms are; else it is dense.
+        keep_rows: whether the gradient is IndexedSlices if all terms are. Otherwise it is dense.
 
     Attributes:
         home: the device of the first term, and of the gradient.
@@ -39,7 +39,7 @@ class TermAccumulator:
         self._keep_rows = keep_rows
         self._held: list[tuple[Order, Any, Device]] = []
         self._device_sum: MultiDeviceSum | None = None
-        self._kind: Kind = "native"  # of the sum: that of the first term
+        self._kind: Kind = "native"  # the array type of the sum, which is that of the first term
         self.home: Device | None = None
 
     def push(self, term: Any, order: Order, device: Device) -> None:
@@ -47,8 +47,8 @@ class TermAccumulator:
 
         Args:
             term: an array or IndexedSlices.
-            order: of the use that it comes from.
-            device: the term's device, if the term does not have one itself.
+            order: the use of the tensor that the term belongs to.
+            device: the device of a term that is a host array.
         """
         if term is None:
             return
@@ -66,7 +66,7 @@ class TermAccumulator:
             self._add_held()
 
     def result(self) -> Any:
-        """Returns the gradient: a single term itself, or a new sum; None without terms."""
+        """Returns the gradient: a new sum, or a single term itself; None without terms."""
         if self._device_sum is None:
             self._held.sort(key=lambda each: each[0])
             if len(self._held) < 2:
@@ -83,7 +83,7 @@ class TermAccumulator:
             return from_buffer(device_sum.result(), self._kind)
 
     def _taken(self, rows: IndexedSlices) -> Any:
-        """Keeps rows as a term or converts them to dense; ACCUMULATE_N becomes TREE."""
+        """Returns sparse rows as the term to add, dense if needed; ACCUMULATE_N becomes TREE."""
         if self._method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N:
             self._method = AggregationMethod.EXPERIMENTAL_TREE
             if self._device_sum is not None:
@@ -91,7 +91,7 @@ class TermAccumulator:
         return rows if self._keep_rows else rows.to_dense()
 
     def _add_held(self) -> None:
-        """Adds the terms that were held so far, and drops them."""
+        """Adds the terms that were kept so far, and frees them."""
         self._device_sum = MultiDeviceSum(aggregator_of(self._method))
         self._kind = kind_of_term(self._held[0][1])
         while self._held:
@@ -99,7 +99,7 @@ class TermAccumulator:
             self._add(term, device)
 
     def _add(self, term: Any, device: Device) -> None:
-        """Adds one term; its library's stream then waits for that, so it may be freed."""
+        """Adds one term. The stream of its library waits, so the term may be freed."""
         assert self._device_sum is not None
         if isinstance(term, IndexedSlices):
             term = term.to_dense()
@@ -107,4 +107,4 @@ class TermAccumulator:
             buffer = to_buffer(term, device)
             self._device_sum.check(buffer.shape, buffer.dtype)
             self._device_sum.push(buffer)
-            keep_alive_longer(buffer.block)  # possibly by the next push
+            keep_alive_longer(buffer.block)  # the next push may read it

@@ -1,6 +1,6 @@
 """The backward pass: propagates gradients through the recorded nodes of a loss.
 
-It determines the order of nodes, and with it the order of terms; ``TermAccumulator`` adds them.
+It decides the order of the nodes, and so the order of the terms that ``TermAccumulator`` adds.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def backward(roots: list[Node], gradient: Any, new_terms: Callable[[], TermAccum
     """Propagates a gradient from the root, and pushes terms into each leaf's accumulator.
 
     Args:
-        roots: a list with the node of the loss; it is removed, so that nodes are freed after their
-            turn.
-        gradient: of the loss, with its shape and dtype.
+        roots: a list with the node of the loss. The function removes it from the list, so that each
+            node can be freed when it has been processed.
+        gradient: the gradient of the loss, with its shape and dtype.
         new_terms: creates the accumulator of an intermediate tensor.
     """
     root = roots.pop()
@@ -52,11 +52,12 @@ def backward(roots: list[Node], gradient: Any, new_terms: Callable[[], TermAccum
 
 
 def _schedule(root: Node) -> tuple[dict[int, int], dict[int, int]]:
-    """Computes the number of terms and the turn of each node before ``root``.
+    """Computes the number of terms and the turn of each node that ``root`` depends on.
 
     Returns:
-        By node number: how many terms it gets; and its turn: the smallest number of a node, it or
-        one before it, that uses a tensor with several uses. Nodes of a smaller turn go first.
+        Two dicts by node number: the number of terms that a node gets, and its turn. A node with a
+        smaller turn is processed earlier. The turn is the smallest number among those nodes, the
+        node itself and all that it depends on, that use a tensor with several uses.
     """
     awaited = {root.number: 0}
     parents: dict[int, list[int]] = {}
@@ -78,7 +79,7 @@ def _schedule(root: Node) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def _as_operand(term: Any, node: Node) -> Any:
-    """Converts a term to the dtype of its tensor, after operations of mixed dtypes."""
+    """Converts a term to the dtype of its tensor; operations of mixed dtypes need this."""
     if term is None or term.dtype == node.dtype:
         return term
     return term.astype(node.dtype)

@@ -1,7 +1,7 @@
-"""Gradients of PyTorch and JAX losses, computed by these libraries; imports neither.
+"""Gradients of PyTorch and JAX losses, computed by these libraries.
 
-A PyTorch loss has returned a tensor, and a JAX loss is requested by ``engine="jax"``: the
-library is already in ``sys.modules``.
+This module imports neither library. A loss that returned a PyTorch tensor has imported PyTorch, and
+for ``engine="jax"`` the caller must have imported JAX, so both are found in ``sys.modules``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,22 @@ def stop_gradient(x: Any) -> Any:
     """Returns the plain value of ``x``, as a constant (tf.stop_gradient).
 
     Args:
-        x: a traced value, a Variable, an array, a PyTorch tensor or a JAX array, or a list of them.
-            In a PyTorch loss, pass ``variable.read("torch")`` of a Variable.
+        x: a traced value, a Variable, an array, a PyTorch tensor or a JAX array, or a list or tuple
+            of these. In a PyTorch loss, pass ``variable.read("torch")`` for a Variable.
 
     Returns:
-        The array itself, possibly in the memory of a Variable. Do not write to it.
+        The array itself, which may share memory with a Variable: do not write to it. For a list or
+        tuple, a list or tuple.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> w = gr.Variable(np.float32([2, 3]), "w", device=mesh.devices[0])
+        >>> def loss():
+        ...     scale = gr.autodiff.stop_gradient(w)  # a constant
+        ...     return np.sum(scale * w)
+        >>> [(grad, _)] = gr.GradientDescentOptimizer(0.1).compute_gradients(loss)
+        >>> grad
+        array([2., 3.], dtype=float32)
     """
     if isinstance(x, list | tuple):
         within = [stop_gradient(each) for each in x]
@@ -53,7 +64,7 @@ def stop_gradient(x: Any) -> Any:
 
 
 def check_seed_shape(seed: Any, loss: Any) -> None:
-    """Raises ``ValueError`` unless the gradient of a loss has its shape."""
+    """Raises ``ValueError`` unless ``seed`` has the shape of the loss."""
     if seed.shape != loss.shape:
         raise ValueError(
             f"grad_loss has shape {tuple(seed.shape)}; expected that of the loss, "
@@ -62,9 +73,9 @@ def check_seed_shape(seed: Any, loss: Any) -> None:
 
 
 def tensor_gradients(loss: Any, leaves: Sequence[Any], grad_loss: Any) -> list[Any]:
-    """Returns the gradient of a PyTorch loss for each leaf, None without a dependency.
+    """Returns the gradient of a PyTorch loss for each leaf; None without a dependency.
 
-    Does not change ``.grad`` of any tensor.
+    The ``.grad`` of tensors is not changed.
 
     Raises:
         InvalidVariableError: the loss is not a tensor of floats.
@@ -86,16 +97,17 @@ def tensor_gradients(loss: Any, leaves: Sequence[Any], grad_loss: Any) -> list[A
 class JaxLoss:
     """Differentiates a loss by ``jax.value_and_grad``.
 
-    JAX caches what it traces in ``jax.jit``, ``jax.lax.scan`` and ``jax.checkpoint``, with values
-    read meanwhile as constants, or as tracers of a call that has ended. So a loss must not read a
-    Variable inside, and losses have a cache of their own, without what was read outside of losses.
+    JAX caches functions that it traces in ``jax.jit``, ``jax.lax.scan`` and ``jax.checkpoint``. A
+    value that such a function reads from outside is cached as a constant, or as a tracer of a call
+    that has ended. So a loss must not read a Variable inside such a function. Losses use a separate
+    cache, so that they do not get functions that were traced outside of losses.
 
     Args:
-        loss: called twice: first with shapes only, to find what it reads, then traced.
+        loss: called twice: first with shapes only, to find which Variables it reads, then traced.
 
     Attributes:
-        values: of the loss, or of its terms, after ``gradients``.
-        has_terms: whether it is an iterator of terms.
+        values: the value of the loss, or those of an iterator, after ``gradients``.
+        has_terms: whether the loss returned an iterator.
 
     Raises:
         ValueError: JAX is not imported.
@@ -107,20 +119,20 @@ class JaxLoss:
         self._loss = loss
         self.values: list[Any] = []
         self.has_terms = False
-        self._arrays: dict[Buffer, Any] = {}  # of the copies that it reads
-        self._variables: dict[Buffer, Any] = {}  # of those that get a gradient
-        self._tracers: dict[Buffer, Any] | None = None  # of these, in the second call
-        self._top: Any = None  # the trace of the loss itself, if any
+        self._arrays: dict[Buffer, Any] = {}  # the array of each copy that the loss reads
+        self._variables: dict[Buffer, Any] = {}  # the Variable of each copy that gets a gradient
+        self._tracers: dict[Buffer, Any] | None = None  # in the second call, the tracer of each
+        self._top: Any = None  # the JAX trace in which the loss is called; None without one
 
     def read(self, variable: Any, copy: Buffer, *, is_wanted: bool) -> Any:
         """Returns the array of a copy, or its tracer if it gets a gradient.
 
-        In the first call these are zeros made by JAX while it traces, so that its caches do not
-        hold the array.
+        In the first call of the loss, a copy with a gradient is replaced by zeros that JAX creates
+        while it traces, so that JAX's caches do not keep the array.
 
         Raises:
-            RuntimeError: the Variable is read in a function that JAX caches, or in the second call
-                only.
+            RuntimeError: the Variable is read in a function that JAX caches, or only in the second
+                call of the loss.
         """
         if _tracing_to_keep() not in (None, self._top):
             raise RuntimeError(
@@ -142,9 +154,9 @@ class JaxLoss:
         return self._tracers[copy]
 
     def gradients(self, grad_loss: Any) -> list[tuple[Any, Buffer, Any]]:
-        """Returns the Variable, the copy and the gradient of each copy that gets one.
+        """Returns (Variable, copy, gradient) for each copy that gets a gradient.
 
-        A gradient has the Variable's dtype, even if JAX without x64 computed in float32.
+        A gradient has the Variable's dtype, also if JAX computed in float32 because x64 is off.
         """
         jax = sys.modules["jax"]
 
@@ -160,7 +172,7 @@ class JaxLoss:
                 _, self.values = self._total(grad_loss)
                 return []
             (_, self.values), found = jax.value_and_grad(total, has_aux=True)(arrays)
-        jax.block_until_ready(found)  # JAX still reads the Variables, which may be written now
+        jax.block_until_ready(found)  # the Variables may be overwritten after this call
         return [
             (variable, copy, _in_dtype(gradient, variable.dtype))
             for (copy, variable), gradient in zip(self._variables.items(), found, strict=True)
@@ -185,7 +197,7 @@ class JaxLoss:
 
 
 def _as_term(term: Any) -> Any:
-    """Converts what a loss returned to an array; a tuple (loss, aux) is an error."""
+    """Converts a value that a loss returned to an array; a tuple is an error."""
     try:
         if not isinstance(term, list | tuple):
             return sys.modules["jax"].numpy.asarray(term)
@@ -198,7 +210,7 @@ def _as_term(term: Any) -> Any:
 
 
 def _tracing_to_keep() -> Any:
-    """The current JAX trace; None if operations are computed directly."""
+    """Returns the current JAX trace, or None if JAX computes operations directly."""
     jax = sys.modules["jax"]
     number = jax.lax.neg(sys.modules["numpy"].float32(0))
     if not isinstance(number, jax.core.Tracer):
@@ -209,13 +221,13 @@ def _tracing_to_keep() -> Any:
 
 @lru_cache(maxsize=1)
 def _own_caches() -> Callable[[Any], Any]:
-    """JAX's factory of context managers with caches of their own, if it has one."""
+    """Returns JAX's factory of context managers that have their own caches, if JAX has it."""
     make: Any = getattr(sys.modules["jax"], "make_user_context", None)
     return nullcontext if make is None else make()
 
 
 def _as_jax(copy: Buffer) -> Any:
-    """A JAX array that shares the memory of a copy, also while JAX traces."""
+    """Returns a JAX array that shares the memory of a copy, also while JAX traces."""
     with StreamScope(), sys.modules["jax"].ensure_compile_time_eval():
         return from_buffer(copy, "jax")
 

@@ -1,7 +1,7 @@
 """Computes the gradients of one call of a loss with respect to Variables.
 
-The loss reads Variables through a ``_Reading``, which returns traced values, PyTorch tensors or JAX
-arrays.
+During the call, reads of Variables go through a ``_Reading``, which returns traced values, PyTorch
+tensors or JAX arrays.
 """
 
 from __future__ import annotations
@@ -44,21 +44,22 @@ def gradients_of(
     """Computes the gradient of ``loss`` with respect to each variable.
 
     Args:
-        loss: takes no argument; returns what it computed from Variables, or an iterator of terms.
-        variables: to differentiate with respect to; None: the trainable ones that the loss reads,
-            in the order of first reading.
+        loss: a function without arguments that returns a value computed from Variables, or an
+            iterator of such values.
+        variables: the Variables to differentiate with respect to. None: the trainable Variables
+            that the loss reads, in the order in which it reads them first.
         method: how the terms of a gradient are combined.
-        grad_loss: the gradient of the result of ``loss``, of its shape; default: ones.
+        grad_loss: the gradient with respect to the value of ``loss``, of its shape. Default: ones.
         engine: see ``Optimizer.compute_gradients``.
 
     Returns:
-        The value of the loss, a copy, of an iterator the list of its terms; and pairs of gradient
-        and variable. A gradient is a new array, IndexedSlices, or None.
+        A copy of the value of the loss, or for an iterator the list of its values; and pairs of
+        gradient and variable. A gradient is a new array, IndexedSlices, or None.
 
     Raises:
         InvalidVariableError: the loss did not return a number or an array of floats.
         ValueError: ``grad_loss`` has another shape or is not real, or there is no variable.
-        NotImplementedError: called inside a loss.
+        NotImplementedError: the call is made inside a loss.
     """
     if current_reader() is not None:
         raise NotImplementedError(
@@ -83,9 +84,10 @@ def gradients_of(
 
 
 def _terms_of(held: list[Any]) -> Iterator[list[Any]]:
-    """Yields the terms of an iterator, which is removed from the list, one after the other.
+    """Yields ``held`` with one value of an iterator at a time.
 
-    Each is in the list, which the caller empties, so that no other reference keeps it alive.
+    At the start, ``held`` contains the iterator. Later it contains one value, which the caller
+    removes. So no other reference keeps a value alive while the next one is computed.
     """
     for term in held.pop():
         held.append(term)
@@ -99,7 +101,7 @@ class _Reading:
     Attributes:
         home: see ``Reader``.
         trace: the trace of this call.
-        values: of the loss, or of its terms.
+        values: the value of the loss, or those of an iterator.
     """
 
     def __init__(self, wanted: Sequence[Variable] | None, method: AggregationMethod) -> None:
@@ -109,13 +111,13 @@ class _Reading:
         self._wanted = None if wanted is None else frozenset(wanted)
         self._method = method
         self._seen: set[Variable] = set()
-        self._terms: dict[Variable, TermAccumulator] = {}  # in the order of first reading
+        self._terms: dict[Variable, TermAccumulator] = {}  # in the order of the first read
         self._leaves: dict[Buffer, Traced] = {}
         self._tensors: dict[Buffer, tuple[Variable, Any]] = {}
         self._jax: JaxLoss | None = None
 
     def read(self, variable: Variable, copy: Buffer, output_type: str | None) -> Any:
-        """See ``Reader.read``; returns the plain value of a variable without a gradient."""
+        """See ``Reader.read``. For a variable without a gradient, returns the plain array."""
         self._seen.add(variable)
         if self.home is None:
             self.home = copy.device
@@ -141,7 +143,7 @@ class _Reading:
                 )
 
     def differentiate(self, values: list[Any], grad_loss: Any) -> None:
-        """Differentiates one value of the loss, which is removed from the list."""
+        """Removes one value of the loss from the list, and differentiates it."""
         value = resolve(values.pop())
         if is_tensor(value):
             self._differentiate_tensor(value, grad_loss)
@@ -159,7 +161,7 @@ class _Reading:
         backward(roots, seed, lambda: TermAccumulator(self._method))
 
     def differentiate_jax(self, loss: Callable[[], Any], grad_loss: Any) -> bool:
-        """Differentiates the loss by JAX; returns whether it is an iterator of terms."""
+        """Differentiates the loss by JAX; returns whether it returned an iterator."""
         self._jax = JaxLoss(loss)
         for variable, copy, gradient in self._jax.gradients(grad_loss):
             self._terms_of(variable).push(gradient, (0, 0), copy.device)
@@ -167,7 +169,7 @@ class _Reading:
         return self._jax.has_terms
 
     def pairs(self, variables: Sequence[Variable] | None) -> Pairs:
-        """Each variable with its gradient, in memory that the caller owns."""
+        """Returns a pair (gradient, variable) for each variable; the caller owns the gradients."""
         if variables is None:
             variables = [variable for variable in self._terms if variable.trainable]
         if not variables:
@@ -182,9 +184,9 @@ class _Reading:
         return [(found[variable], variable) for variable in variables]
 
     def close(self) -> None:
-        """Ends the trace: its values become plain data, and updates wait for its reads."""
+        """Ends the trace. Its values become plain data, and later updates wait for its reads."""
         self.trace.closed = True
-        if self._jax is not None:  # the host has waited for JAX
+        if self._jax is not None:  # the host has waited for JAX already
             return
         _wait_for_current_streams(self._leaves, "native")
         _wait_for_current_streams(self._tensors, "torch")
@@ -201,7 +203,7 @@ class _Reading:
         return terms
 
     def _read_tensor(self, variable: Variable, copy: Buffer) -> Any:
-        """A PyTorch tensor that shares the variable's memory and requires a gradient."""
+        """Returns a tensor that shares the variable's memory and requires a gradient."""
         if copy not in self._tensors:
             with StreamScope():
                 tensor = from_buffer(copy, "torch")
@@ -229,16 +231,16 @@ class _Reading:
 
 
 def _wait_for_current_streams(copies: Iterable[Buffer], kind: Kind) -> None:
-    """Makes the copies' devices wait for the work queued in the library ``kind``."""
+    """Makes the devices of ``copies`` wait for the work that the library ``kind`` has queued."""
     for copy in copies:
         if copy.device.mesh_state.backend != "sim":
-            # A failed device cannot be written any more.
+            # Nothing can write a failed device, so it need not wait.
             with suppress(BackendUnavailableError, CollectiveError):
                 wait_for_current_stream([copy], kind)
 
 
 def _plain(copy: Buffer) -> Any:
-    """A read-only array that shares the memory of a copy of a Variable."""
+    """Returns a read-only array that shares the memory of a copy of a Variable."""
     with StreamScope():
         array = from_buffer(copy, "native")
     if isinstance(array, np.ndarray):
@@ -248,7 +250,7 @@ def _plain(copy: Buffer) -> Any:
 
 
 def _check_loss(value: Any) -> None:
-    """Raises unless it is a number or an array of floats."""
+    """Raises ``InvalidVariableError`` unless a value is a number or an array of floats."""
     if isinstance(value, bool | str) or not (is_array(value) or isinstance(value, int | float)):
         raise InvalidVariableError(
             f"the loss returned {type(value).__name__}; it must return a number or an array "
@@ -261,7 +263,7 @@ def _check_loss(value: Any) -> None:
 
 
 def _checked_seed(grad_loss: Any) -> Any:
-    """Validates ``grad_loss``, and reads its Variables outside of the loss."""
+    """Validates ``grad_loss``; reads Variables in it before the loss is called."""
     if grad_loss is None:
         return None
     seed = resolve(grad_loss)
@@ -274,19 +276,19 @@ def _checked_seed(grad_loss: Any) -> Any:
 
 
 def _seed(value: Any, grad_loss: Any) -> Any:
-    """The gradient of the loss, of its shape, dtype and library."""
+    """Returns ``grad_loss``, or ones, with the shape, dtype and library of the loss."""
     if grad_loss is None:
         return np.ones_like(value)
     like = None if isinstance(value, np.generic) else value
     seed = np.asarray(grad_loss, like=like)
     check_seed_shape(seed, value)
-    return seed.astype(value.dtype)  # a copy: a gradient may be this very array
+    return seed.astype(value.dtype)  # a copy, because a gradient may be this array itself
 
 
 def _own(gradient: Any, seen: set[int]) -> Any:
-    """Copies a gradient unless it has memory of its own.
+    """Copies a gradient unless no other array uses its memory.
 
-    A rule may return its input, for several operands, or a view of it.
+    A rule may return its input, also for several operands, or a view of its input.
     """
     if isinstance(gradient, IndexedSlices):
         rows = _own(gradient.values, seen)

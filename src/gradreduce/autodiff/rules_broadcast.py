@@ -1,6 +1,6 @@
-"""Helpers of rules: undo the change of shape by broadcasting or reductions.
+"""Helpers of rules that undo a change of shape by broadcasting or by a reduction.
 
-16-bit floats are added in float32 and rounded once, as by the kernels of ``ops``.
+16-bit floats are added in float32 and rounded once, as in the kernels of ``ops``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 def shape_of(x: Any) -> Shape:
-    """The shape of an array or a list; () for a Python number."""
+    """Returns the shape of an array or a list, or () for a Python number."""
     return tuple(np.shape(x) if isinstance(x, list | tuple) else getattr(x, "shape", ()))
 
 
@@ -45,7 +45,7 @@ def like(term: Any, shape: Shape) -> Any:
 
 
 def scaled(operand: Any, vjp: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps ``vjp`` to return terms in the operand's shape; does not hold the operand."""
+    """Wraps ``vjp`` to return terms in the operand's shape; does not keep the operand."""
     shape = shape_of(operand)
     return lambda g: like(vjp(g), shape)
 
@@ -56,7 +56,7 @@ def normalized(axis: int, ndim: int) -> int:
 
 
 def reduced_axes(axis: Any, ndim: int) -> tuple[int, ...]:
-    """The axes that a reduction removes, nonnegative."""
+    """Returns the axes that a reduction removes, as nonnegative numbers."""
     if axis is None:
         return tuple(range(ndim))
     axes: Sequence[int] = axis if isinstance(axis, tuple | list) else (axis,)
@@ -64,7 +64,7 @@ def reduced_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 
 
 def kept_shape(shape: Shape, axis: Any) -> Shape:
-    """The shape of a reduction of ``shape`` with keepdims."""
+    """Returns the shape of a reduction of ``shape`` with ``keepdims=True``."""
     axes = reduced_axes(axis, len(shape))
     return tuple(1 if index in axes else extent for index, extent in enumerate(shape))
 

@@ -18,14 +18,14 @@ LN2, LN10 = math.log(2.0), math.log(10.0)
 
 
 def itself(g: Any) -> Any:
-    """The VJP of an operand that is only added."""
+    """The VJP of an operand that is added."""
     return g
 
 
 def select(mask: Any, x: Any, y: Any) -> tuple[VJP, VJP]:
-    """The VJPs of two operands: the result is ``x`` where ``mask`` is true, else ``y``.
+    """Returns the VJPs of ``x`` and ``y`` for ``np.where(mask, x, y)``.
 
-    Unlike ``g * mask`` also for an infinite gradient.
+    ``np.where`` is used because ``g * mask`` is NaN where an infinite gradient is masked out.
     """
     return (
         scaled(x, lambda g: np.where(mask, g, np.zeros_like(g))),
@@ -34,25 +34,25 @@ def select(mask: Any, x: Any, y: Any) -> tuple[VJP, VJP]:
 
 
 def _array(x: Any) -> Any:
-    """Converts a list to an array; a Python number stays, because it has no dtype."""
+    """Converts a list to an array; returns a Python number, which has no dtype, unchanged."""
     return np.asarray(x) if isinstance(x, list | tuple) else x
 
 
 def _power_left(out: Any, x: Any, y: Any) -> VJP:
     y = _array(y)
-    return lambda g: g * (y * x ** (y - (y != 0)))  # of x**0 it is 0, also where x is 0
+    return lambda g: g * (y * x ** (y - (y != 0)))  # where y is 0 this is 0, also for x = 0
 
 
 def _power_right(out: Any, x: Any, y: Any) -> VJP:
     x = _array(x)
-    # 0**y is 0 wherever it has a slope; of a negative x it has none: 0, as in TensorFlow.
+    # The derivative is 0 for x = 0 and, as in TensorFlow, for negative x, where it is undefined.
     if hasattr(x, "dtype"):
         return lambda g: g * (out * np.log(np.where(x > 0, x, np.ones_like(x))))
     log = math.log(x) if x > 0 else 0.0
     return lambda g: g * (out * log)
 
 
-# Each VJP holds only what it uses: exp the result, log the operand.
+# Each VJP keeps only what it uses: that of exp keeps the result, that of log the operand.
 _OF_ONE: dict[Any, Callable[[Any, Any], VJP]] = {
     np.negative: lambda out, x: lambda g: -g,
     np.positive: lambda out, x: itself,
@@ -83,7 +83,7 @@ _OF_ONE: dict[Any, Callable[[Any, Any], VJP]] = {
     np.arctanh: lambda out, x: lambda g: g / (1 - np.square(x)),
 }
 
-# The VJP of either operand. What changes by broadcasting is undone.
+# The VJPs of both operands; ``_register`` undoes broadcasting.
 _OF_TWO: dict[Any, tuple[Callable[[Any, Any, Any], VJP], Callable[[Any, Any, Any], VJP]]] = {
     np.add: (lambda out, x, y: itself, lambda out, x, y: itself),
     np.subtract: (lambda out, x, y: itself, lambda out, x, y: lambda g: -g),
@@ -120,14 +120,15 @@ def _register(function: Any, left: Callable[..., VJP], right: Callable[..., VJP]
 for _function, _vjps in _OF_TWO.items():
     _register(_function, *_vjps)
 RULES.update(_OF_ONE)
-# Of equal values the first gets all, as in TensorFlow. fmax and fmin ignore a NaN operand.
+# Where both operands are equal, the first gets the gradient, as in TensorFlow. fmax and fmin
+# ignore NaN operands.
 RULES[np.maximum] = lambda out, x, y: select(np.greater_equal(x, y), x, y)
 RULES[np.minimum] = lambda out, x, y: select(np.less_equal(x, y), x, y)
 RULES[np.fmax] = lambda out, x, y: select(np.greater_equal(x, y) | np.isnan(y), x, y)
 RULES[np.fmin] = lambda out, x, y: select(np.less_equal(x, y) | np.isnan(y), x, y)
 RULES[np.where] = lambda out, mask, x, y: (lambda g: None, *select(mask, x, y))
 RULES[np.copy] = lambda out, x: itself
-RULES[astype] = lambda out, x, dtype: itself  # the tape gives a term the dtype of its tensor
+RULES[astype] = lambda out, x, dtype: itself  # ``backward`` converts the term
 
 
 def _clip(a: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: Any = None) -> Any:
@@ -138,7 +139,7 @@ def _clip(a: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max:
 
 
 def _full_like(a: Any, fill_value: Any, *args: Any, **kwargs: Any) -> Any:
-    """``np.full_like``, also with a traced fill value."""
+    """Implements ``np.full_like``; the fill value may be traced."""
     ones = np.ones_like(a, *args, **kwargs)
     return (ones * fill_value).astype(ones.dtype)
 

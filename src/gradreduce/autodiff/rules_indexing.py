@@ -1,9 +1,9 @@
 """Derivative rules of indexing: slices, rows, integer arrays and masks.
 
-Gradients of elements that were read twice are added. Positions are computed on the host, and
-``ops.segment_sum_command`` adds the elements in the order in which they were read: deterministic
-for NumPy and CuPy arrays, which have no ``np.add.at``. The gradient of rows gathered from a
-Variable is ``IndexedSlices``.
+If an element was read several times, its gradients are added. Positions are computed on the host,
+and ``ops.segment_sum_command`` adds the gradients in the order in which the elements were read. So
+the result is deterministic for NumPy and CuPy arrays. The gradient of rows gathered from a Variable
+is ``IndexedSlices``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ Shape = tuple[int, ...]
 def embedding_lookup(params: Any, ids: Any) -> Any:
     """Returns the rows ``ids`` of ``params`` (tf.nn.embedding_lookup).
 
-    The gradient of a Variable that is only looked up is ``IndexedSlices``: a row for each id, in
-    order, also for duplicate ids.
+    If a loss uses a Variable only in this function, its gradient is ``IndexedSlices``: a row for
+    each id, in order. Duplicate ids have a row each.
 
     Args:
-        params: a Variable, or an array ``(rows, …)``.
-        ids: integers from 0 up, in any shape. Those on a GPU are copied to the host, which waits.
+        params: a Variable, a traced value or an array ``(rows, …)``.
+        ids: an array or list of integers of any shape. If it is on a GPU, the host waits to copy
+            it.
 
     Returns:
         An array of shape ``(*ids.shape, *params.shape[1:])``.
@@ -42,6 +43,17 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
     Raises:
         TypeError: ``params`` has no rows, or ``ids`` are not integers.
         InvalidArgumentError: (a ``ValueError``) an id is negative or not below the number of rows.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> table = gr.Variable(np.float32([[0, 1], [2, 3], [4, 5]]), device=mesh.devices[0])
+        >>> gr.embedding_lookup(table, [2, 0])
+        array([[4., 5.],
+               [0., 1.]], dtype=float32)
+        >>> loss = lambda: np.sum(gr.embedding_lookup(table, [2, 0]))
+        >>> [(grad, _)] = gr.GradientDescentOptimizer(0.1).compute_gradients(loss)
+        >>> grad
+        IndexedSlices(indices=[2, 0], values=float32[2, 2], dense_shape=(3, 2))
     """
     if not getattr(params, "shape", ()):
         kind = type(params).__name__
@@ -77,7 +89,7 @@ def _index_into(out: Any, x: Any, index: Any) -> VJP:
 
 
 def _put_back(values: Any, index: Any, shape: Shape) -> Any:
-    """Writes ``values`` to a basic index of zeros of ``shape``."""
+    """Returns zeros of ``shape`` with ``values`` at ``index``, which is a basic index."""
     whole = np.zeros_like(values, shape=shape)
     whole[index] = values
     return whole
@@ -88,12 +100,12 @@ def _added_by_position(values: Any, positions: Any, size: int) -> Any:
 
 
 def _positions(shape: Shape) -> Any:
-    """The position of each element, in row-major order."""
+    """Returns an array with the row-major position of each element."""
     return np.arange(math.prod(shape)).reshape(shape)
 
 
 def _on_host(index: Any) -> Any:
-    """Converts an array of an index to NumPy."""
+    """Converts an array that is part of an index to a NumPy array."""
     if isinstance(index, slice | type(None) | type(Ellipsis)):
         return index
     indices = np.asarray(host_array([*index] if isinstance(index, range) else index))
@@ -101,7 +113,7 @@ def _on_host(index: Any) -> Any:
 
 
 def _by_position(function: Any) -> None:
-    """Implements an operation that moves or copies elements, by the positions that it reads."""
+    """Implements an operation that moves or copies elements by indexing with their positions."""
 
     def composed(a: Any, *args: Any, **kwargs: Any) -> Any:
         return np.ravel(a)[function(_positions(a.shape), *args, **kwargs)]
@@ -110,7 +122,7 @@ def _by_position(function: Any) -> None:
 
 
 def _take(a: Any, indices: Any, axis: Any = None, _out: Any = None, mode: Any = "raise") -> Any:
-    """``np.take``; along the first axis it gathers rows."""
+    """Implements ``np.take``. Along the first axis it gathers rows."""
     read = _on_host(indices)
     if axis is not None and not normalized(axis, a.ndim):
         return embedding_lookup(a, np.take(np.arange(len(a)), read, mode=mode))

@@ -19,7 +19,7 @@ def _array(x: Any) -> Any:
 
 
 def _matmul(out: Any, x1: Any, x2: Any) -> tuple[VJP, VJP]:
-    """The rule of ``np.matmul``; treats vectors as matrices of one row or column."""
+    """The rule of ``np.matmul``. Vectors are treated as matrices of one row or column."""
     x1, x2 = _array(x1), _array(x2)
     row = x1.shape if x1.ndim > 1 else (1, *x1.shape)
     column = x2.shape if x2.ndim > 1 else (*x2.shape, 1)
@@ -34,7 +34,7 @@ def _matmul(out: Any, x1: Any, x2: Any) -> tuple[VJP, VJP]:
 
 
 def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
-    """``np.tensordot`` as the product of two matrices, as NumPy computes it."""
+    """Implements ``np.tensordot`` by the product of two matrices, as NumPy does."""
     a, b = _array(a), _array(b)
     if not isinstance(axes, Sequence | np.ndarray):
         axes = range(a.ndim - axes, a.ndim), range(axes)
@@ -66,7 +66,7 @@ def _inner(a: Any, b: Any) -> Any:
 
 
 def _einsum(out: Any, subscripts: Any, *operands: Any, optimize: bool = False) -> Sequence[VJP]:
-    """The rule of ``np.einsum``: a term is an einsum of the gradient and the other operands."""
+    """The rule of ``np.einsum``: a term is an einsum of gradient and other operands."""
     if not isinstance(subscripts, str):
         raise no_rule("np.einsum without a string of subscripts")
     inputs, arrow, result = subscripts.replace(" ", "").partition("->")
@@ -86,7 +86,8 @@ def _einsum(out: Any, subscripts: Any, *operands: Any, optimize: bool = False) -
         factors, of_factors = [*operands], [*labels]
         del factors[index], of_factors[index]
         mine = labels[index].replace(".", "")
-        if not set(mine) <= set("".join([result, *of_factors])):  # it was summed over alone
+        # An index that only this operand has was summed over: its gradient is broadcast.
+        if not set(mine) <= set("".join([result, *of_factors])):
             factors.append(np.ones_like(operands[index]))
             of_factors.append(labels[index])
         formula = f"{','.join([result, *of_factors])}->{dots}{mine}"

@@ -1,7 +1,7 @@
 """Functions for losses that NumPy does not have.
 
-All take NumPy and CuPy arrays, Variables and traced values, and keep the dtype; those that sum
-compute 16-bit floats in float32 and round once.
+All accept NumPy and CuPy arrays, Variables and traced values, and return the dtype of their
+argument. Functions that sum compute 16-bit floats in float32 and round once.
 """
 
 from __future__ import annotations
@@ -20,56 +20,84 @@ from .rules_broadcast import is_half, shape_of, widened
 
 
 def relu(x: Any) -> Any:
-    """``max(x, 0)``; its derivative at 0 is 0."""
-    return np.maximum(0, x)  # of equal values the first gets the gradient
+    """Returns ``max(x, 0)``, elementwise. Its derivative at 0 is 0.
+
+    Args:
+        x: an array, a Variable or a traced value; the result has its shape and dtype.
+
+    Example:
+        >>> gr.autodiff.relu(np.float32([-1, 0, 2]))
+        array([0., 0., 2.], dtype=float32)
+    """
+    return np.maximum(0, x)  # where both are equal, the first argument gets the gradient
 
 
 def sigmoid(x: Any) -> Any:
-    """``1 / (1 + exp(-x))``, without overflow."""
+    """Returns ``1 / (1 + exp(-x))``, elementwise, without overflow.
+
+    Args:
+        x: an array, a Variable or a traced value; the result has its shape and dtype.
+
+    Example:
+        >>> gr.autodiff.sigmoid(np.float32([-1000, 0, 1000]))
+        array([0. , 0.5, 1. ], dtype=float32)
+    """
     return np.tanh(x * 0.5) * 0.5 + 0.5
 
 
 @traceable
 def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
-    """``log(sum(exp(x)))`` over ``axis``, without overflow.
+    """Returns ``log(sum(exp(x)))`` over ``axis``, without overflow.
 
     Args:
-        x: an array.
-        axis: None for all, an integer or a tuple of them.
-        keepdims: as in ``np.sum``.
+        x: an array, a Variable or a traced value; the result has its dtype.
+        axis: an integer, a tuple of integers, or None for all axes.
+        keepdims: see ``np.sum``.
+
+    Example:
+        >>> gr.autodiff.logsumexp(np.array([1000.0, 1000.0])).round(3)  # 1000 + log(2)
+        np.float64(1000.693)
     """
     if is_half(x):
         return logsumexp(widened(x), axis, keepdims).astype(x.dtype)
     top = np.max(stop_gradient(x), axis=axis, keepdims=True)
-    top = np.where(np.isfinite(top), top, np.zeros_like(top))  # inf - inf would be nan
-    with np.errstate(divide="ignore"):  # if all are -inf
+    top = np.where(np.isfinite(top), top, np.zeros_like(top))  # because inf - inf is nan
+    with np.errstate(divide="ignore"):  # the sum is 0 if all elements are -inf
         found = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=keepdims))
     return found + (top if keepdims else np.squeeze(top, axis))
 
 
 @traceable
 def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
-    """Cross entropy of ``softmax(logits)`` and ``labels``, for each example.
+    """Returns the cross entropy of ``softmax(logits)`` and ``labels``, for each example.
 
     Args:
-        logits: ``(…, classes)``.
-        labels: an array or a list: ``(…,)`` integers, the class of each example, or
-            ``(…, classes)`` floats, the probability of each class.
+        logits: an array, a Variable or a traced value, ``(…, classes)``.
+        labels: an array or a list. Integers of shape ``(…,)`` are the class of each example; floats
+            of shape ``(…, classes)`` are the probability of each class.
 
     Returns:
-        The losses, ``(…,)``, in the dtype of ``logits``.
+        The loss of each example, ``(…,)``, in the dtype of ``logits``.
 
     Raises:
         ValueError: the shapes do not match.
         InvalidArgumentError: (a ``ValueError``) a class is negative or not below the number of
-            classes. Labels on a GPU are not checked, and their loss is 0.
+            classes. Labels on a GPU are not checked: an example with an invalid class has loss 0.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> logits = gr.Variable(np.zeros((1, 2), np.float32), "logits", device=mesh.devices[0])
+        >>> loss = lambda: gr.autodiff.softmax_cross_entropy(logits, [1])
+        >>> [(grad, _)] = gr.GradientDescentOptimizer(0.1).compute_gradients(loss)
+        >>> grad
+        array([[ 0.5, -0.5]], dtype=float32)
     """
     labels = _array(labels, logits)
     _check_classes(labels, logits.shape[-1])
     if is_half(logits):
         return softmax_cross_entropy(widened(logits), labels).astype(logits.dtype)
     wanted = _as_probabilities(logits, labels)
-    # 0 * inf would be nan, where a class has no probability.
+    # Replace logits of classes with probability 0, because 0 * inf is nan.
     scores = np.where(wanted != 0, logits, np.zeros_like(logits))
     log_sum = logsumexp(logits, axis=-1)
     return log_sum * np.sum(wanted, axis=-1) - np.sum(scores * wanted, axis=-1)
@@ -119,5 +147,5 @@ def _as_probabilities(logits: Any, labels: Any) -> Any:
     return (labels[..., None] == classes).astype(logits.dtype)
 
 
-COMPOSED[logsumexp] = unwrap(logsumexp)  # on the GPU of the operand
+COMPOSED[logsumexp] = unwrap(logsumexp)  # so it is computed on the GPU of its operand
 RULES[softmax_cross_entropy] = _softmax_cross_entropy

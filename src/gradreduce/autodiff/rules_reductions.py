@@ -1,6 +1,6 @@
 """Derivative rules of reductions and cumulative sums.
 
-A rule has the parameters of its NumPy function, as far as it supports them.
+A rule has those parameters of its NumPy function that it supports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _num_reduced(shape: tuple[int, ...], axis: Any) -> int:
 
 
 def _over(g: Any, count: float) -> Any:
-    """``g / count``; float16 ends at 65504, so a larger count would be infinite."""
+    """Returns ``g / count``. In float16, a count above 65504 would be infinite."""
     return g / count if count < 60_000 else g * (1 / count)
 
 
@@ -41,7 +41,7 @@ def _mean(
 
 
 def _extreme(out: Any, a: Any, axis: Any = None, _out: Any = None, keepdims: bool = False) -> VJP:
-    """The rule of max and min; equal extremes share the gradient, as in TensorFlow."""
+    """The rule of max and min. Equal extremes share the gradient, as in TensorFlow."""
     kept = kept_shape(shape_of(a), axis)
     mask = a == np.reshape(out, kept)
     axes = reduced_axes(axis, len(kept))
@@ -57,7 +57,11 @@ def _extreme(out: Any, a: Any, axis: Any = None, _out: Any = None, keepdims: boo
 def _prod(
     out: Any, a: Any, axis: Any = None, dtype: Any = None, _out: Any = None, keepdims: bool = False
 ) -> VJP:
-    """The rule of ``np.prod``; beside a zero, which cannot be divided by, only that has a slope."""
+    """The rule of ``np.prod``: the derivative is the product of all other elements.
+
+    The product is divided by an element to get the product of the others. If one element is zero,
+    only this element has a nonzero derivative; if several are zero, none has.
+    """
     shape = shape_of(a)
     axes = reduced_axes(axis, len(shape))
 
@@ -94,9 +98,9 @@ def _var(
     return vjp
 
 
-@wraps(_var)  # for its parameters
+@wraps(_var)  # _by_rule reads the signature
 def _std(out: Any, a: Any, *args: Any, **kwargs: Any) -> VJP:
-    """The rule of ``np.std``; zero if all are equal, where it has no derivative."""
+    """The rule of ``np.std``; zero if all elements are equal, where it is undefined."""
     of_var = _var(out, a, *args, **kwargs)
     return lambda g: of_var(_over(g, 2) / np.where(out == 0, np.ones_like(out), out))
 

@@ -1,4 +1,4 @@
-"""Derivative rules of operations that change shapes, and of those that join arrays."""
+"""Derivative rules of operations that change shapes or join arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _reshaped(out: Any, a: Any, *args: Any, **kwargs: Any) -> VJP:
 
 
 def _moved(function: Any, back: Callable[..., Any]) -> None:
-    """Registers a rule; ``back`` takes the gradient, the operand's shape, and the arguments."""
+    """Registers a rule whose VJP is ``back(gradient, shape of the operand, *arguments)``."""
 
     def rule(out: Any, operand: Any, *args: Any, **kwargs: Any) -> VJP:
         shape = shape_of(operand)
@@ -62,7 +62,7 @@ def _concatenate(
 def _sum_of(
     out: Any, inputs: Sequence[Any], *args: Any, output_type: str | None = None, **kwargs: Any
 ) -> tuple[list[VJP]]:
-    """The rule of ``add_n`` and the like: each term gets the whole gradient."""
+    """The rule of ``add_n`` and similar sums: each term gets the whole gradient."""
     if output_type not in (None, "numpy", "cupy"):
         raise no_rule(f"a sum with output_type={output_type!r}")
     return ([lambda g: g] * len(inputs),)

@@ -1,22 +1,24 @@
 """Reverse-mode differentiation of NumPy losses: records operations on a tape.
 
-**Forward.** A Variable that a loss reads becomes a ``Traced`` value. NumPy dispatches to such a
-value: ``np.tanh(x)`` calls its ``__array_ufunc__``, ``np.sum(x)`` its ``__array_function__``, and
-operators and methods call one of the two. ``apply`` then calls the same NumPy function on the plain
-arrays (which dispatches to CuPy for CuPy arrays), and the operation's *rule* for the derivatives.
-The result is a new ``Traced`` value: the array, and a ``Node`` with its parents and, for each, a
-function from the gradient of the result to a *term* of the gradient of the parent. Such a function
-holds only the operands that it needs; the node itself holds no array, so that a value is freed when
-neither the loss nor a rule needs it.
+**Forward.** When a loss reads a Variable, it gets a ``Traced`` value. NumPy dispatches operations
+on this value to it: ``np.tanh(x)`` calls its ``__array_ufunc__``, ``np.sum(x)`` calls its
+``__array_function__``, and operators and methods call one of these two. They call ``apply``, which
+calls the same NumPy function on the plain arrays (NumPy dispatches to CuPy for CuPy arrays), and
+then the *rule* of the operation. The result is a new ``Traced`` value: the array, and a ``Node``.
+The node has the parents of the value and, for each parent, a *VJP* (vector-Jacobian product): a
+function that takes the gradient of the result and returns a *term* of the gradient of the parent. A
+VJP keeps only the operands that it needs, and a node keeps no array. So an array is freed when
+neither the loss nor a VJP needs it.
 
 **Backward.** A tensor that was used n times gets n terms. ``backward.py`` starts at the loss with
-its gradient. Among all nodes whose terms are complete, it picks the one that leads to the earliest
-use of a tensor, combines its terms to its gradient, and computes a term for each parent. So the
-terms of one tensor arrive in the order of its uses, unless a use depends on a later one, as in a
-recurrent network; ``TermAccumulator`` combines them as they arrive, by the AggregationMethod.
+the gradient of the loss. It repeatedly takes a node that has all its terms, adds them to its
+gradient, and computes a term for each parent. Among several such nodes it takes the one that leads
+to the earliest use of a tensor. Therefore the terms of a tensor arrive in the order in which the
+loss used it, unless a use depends on a later use, as in a recurrent network. ``TermAccumulator``
+combines the terms by the AggregationMethod.
 
-Rules compute with plain arrays, so that a gradient cannot be differentiated again. Nothing here is
-shared between threads, and only the results outlive a call.
+Rules compute with plain arrays, so a gradient cannot be differentiated again. Threads share nothing
+here, and a call keeps nothing except its results.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class Trace:
     """One call of a loss.
 
     Attributes:
-        closed: whether it has ended; its values are then plain data.
-        num_nodes: recorded so far.
+        closed: whether the call has ended. Then its traced values act as plain data.
+        num_nodes: the number of nodes recorded so far.
     """
 
     __slots__ = ("closed", "num_nodes")
@@ -65,24 +67,25 @@ class Trace:
         self.num_nodes = 0
 
     def leaf(self, value: Any, device: Device, terms: TermAccumulator) -> Traced:
-        """Creates a leaf, whose gradient ``terms`` accumulates."""
+        """Creates a leaf. ``terms`` accumulates its gradient."""
         node = Node(self, value, device, (), ())
         node.terms = terms
         return Traced(value, node)
 
 
 class Node:
-    """A recorded operation; holds neither its result nor the gradient.
+    """A recorded operation; keeps neither its result nor its gradient.
 
     Attributes:
-        trace: the call that it belongs to.
-        number: of earlier nodes of the trace.
-        shape: of the value.
-        dtype: of the value.
-        device: the logical device of the value: that of its first parent.
+        trace: the call of the loss that the node belongs to.
+        number: the number of earlier nodes in the trace.
+        shape: the shape of the result.
+        dtype: the dtype of the result.
+        device: the logical device of the result, which is that of the first parent.
         parents: the nodes of the traced operands.
-        vjps: for each parent, maps the gradient of this node to a term of the parent's.
-        terms: of a leaf, accumulates its terms.
+        vjps: for each parent, a function from the gradient of this node to a term of the parent's
+            gradient.
+        terms: for a leaf, accumulates its terms; None for other nodes.
     """
 
     __slots__ = ("device", "dtype", "number", "parents", "shape", "terms", "trace", "vjps")
@@ -106,15 +109,16 @@ class Traced(Traceable):
     """A traced array: operations on it are recorded and return new traced arrays.
 
     Attributes:
-        dtype: as the member of a NumPy array.
+        dtype: the dtype, as in a NumPy array.
         value: a NumPy or CuPy array.
         node: the recorded operation.
-        is_view: whether it shares memory with another value, which NumPy's ``+=`` would change.
+        is_view: whether the array shares memory with another value, so that NumPy's ``+=`` would
+            change both.
     """
 
     __slots__ = ("dtype", "is_view", "node", "value")
     _hint = ": gr.autodiff.stop_gradient(x) is the plain value of what a loss computes with"
-    __hash__ = None  # type: ignore[assignment]  # as of an array: == compares elements
+    __hash__ = None  # type: ignore[assignment]  # like an array: == compares elements
 
     def __init__(self, value: Any, node: Node, *, is_view: bool = False) -> None:
         self.value = value
@@ -124,22 +128,22 @@ class Traced(Traceable):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the member of a NumPy array."""
+        """The shape, as in a NumPy array."""
         return self.node.shape  # type: ignore[no-any-return]
 
     def numpy(self) -> Any:
-        """A copy of the value in host memory, as a constant."""
+        """Returns a copy of the value in host memory; a constant, without a gradient."""
         return host_array(self.value).copy()
 
     def _replaced(self, made: Any) -> Any:
-        """Returns the value that ``self += x`` binds to the name; ``made`` is ``self + x``.
+        """Returns what ``self += x`` binds to the name; ``made`` is ``self + x``.
 
         Raises:
-            NotImplementedError: NumPy would also change another value.
+            NotImplementedError: in NumPy, the statement would also change another array.
             ValueError: ``made`` has another shape.
         """
         if not self.shape:
-            return made  # as for a NumPy scalar, whose += creates a new one
+            return made  # like a NumPy scalar: += creates a new one
         if self.is_view and not self.node.trace.closed:
             raise view_written()
         if made.shape != self.shape:
@@ -210,7 +214,7 @@ class Traced(Traceable):
 
 
 def _replacing(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Makes an operator such as ``+=`` that binds the name to a new value."""
+    """Returns an operator, such as ``+=``, that binds the name to a new value."""
     return lambda self, other: self._replaced(operation(self, other))
 
 
@@ -222,7 +226,7 @@ for _name in (
 
 
 def _after_loss(value: Traced, what: str) -> Any:
-    """Returns the plain data of a traced value after the end of its loss."""
+    """Returns the plain data of a traced value; raises before its loss has ended."""
     if not value.node.trace.closed:
         raise TypeError(
             f"cannot convert a traced value to {what} inside its loss, because its gradient would "
@@ -237,10 +241,11 @@ _REDUCED = {np.add: np.sum, np.multiply: np.prod, np.maximum: np.max, np.minimum
 def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Calls ``function`` with traced operands, and records it; returns a traced value.
 
-    The result of comparisons and of integers is a plain value.
+    Comparisons and operations with an integer result return a plain value.
 
     Raises:
-        NotImplementedError: ``function`` has no rule, writes to ``out=``, or its result is complex.
+        NotImplementedError: ``function`` has no rule or writes to ``out=``, or its result is
+            complex.
     """
     args = [resolve(arg) for arg in args]
     if kwargs:
@@ -267,7 +272,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _positioned(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Resolves arguments passed by name, and moves them to their position."""
+    """Resolves keyword arguments, and converts them to positional arguments."""
     out = kwargs.get("out")
     if holds_traceable(out):
         raise would_write(name_of(function))
@@ -298,28 +303,28 @@ def _recorded(
 
 
 def _vjp(function: Any, of_arguments: Sequence[Any], index: int, item: int | None) -> VJP:
-    """The VJP of one operand: an argument, or an element of a list of arrays."""
+    """Returns the VJP of an operand: an argument, or an item of a list argument."""
     if index >= len(of_arguments):
         raise no_rule(f"{name_of(function)} with a traced argument {index}")
     vjp = of_arguments[index]
     if item is not None and callable(vjp):
         raise no_rule(f"{name_of(function)} of a list of traced values, unless np.stack joins it,")
-    if item is None and not callable(vjp):  # an array, whose rows were joined
+    if item is None and not callable(vjp):  # one array was passed as the list of its rows
         return lambda g: np.stack([of_row(g) for of_row in vjp])
     return vjp if item is None else vjp[item]  # type: ignore[no-any-return]
 
 
 def _is_part(value: Any, of: Any) -> bool:
-    """Whether an array is a view of another."""
+    """Whether an array shares memory with ``of``, as a view."""
     base = getattr(value, "base", None)
     return base is not None and (base is of or base is getattr(of, "base", None))
 
 
 def _by_rule(function: Any, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Calls a rule; raises ``no_rule`` for arguments that it does not have."""
+    """Calls a rule; raises ``no_rule`` for arguments that the rule does not support."""
     try:
         return rule(*args, **kwargs)
-    except TypeError:  # binding them first would cost as much as the operation
+    except TypeError:  # arguments are checked only now: a check takes as long as an operation
         try:
             inspect.signature(rule).bind(*args, **kwargs)
         except TypeError as error:
@@ -345,7 +350,8 @@ def _plain(value: Any, position: int, operands: list[Operand]) -> Any:
         operands.append((position, None, value.node))
         return value.value
     if not isinstance(value, list | tuple) or not holds_traceable(value):
-        return np.asarray(value) if is_jax(value) else value  # JAX would make terms of float32
+        # With a JAX array as operand, JAX would compute terms, in float32.
+        return np.asarray(value) if is_jax(value) else value
     within = []
     for item, each in enumerate(value):
         if isinstance(each, Traced):

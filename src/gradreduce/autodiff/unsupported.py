@@ -13,15 +13,15 @@ _HARMLESS = frozenset({"dtype", "casting", "order", "subok"})
 
 
 class WriteError(NotImplementedError, TypeError):
-    """A loss writes a traced value into an array."""
+    """Raised if a loss writes a traced value into an array."""
 
 
 class NoMethodError(NotImplementedError, AttributeError):
-    """A method without a derivative rule; an AttributeError too, for ``hasattr``."""
+    """Raised for a method without a derivative rule; an AttributeError, so ``hasattr`` works."""
 
 
 def no_rule(name: str) -> NotImplementedError:
-    """The error of an operation without a derivative rule."""
+    """Returns the error for an operation without a derivative rule."""
     return NotImplementedError(
         f"{name} has no derivative rule; express it by other operations, wrap values that need no "
         "gradient in gr.autodiff.stop_gradient(...), or return a PyTorch tensor from the loss, "
@@ -30,9 +30,9 @@ def no_rule(name: str) -> NotImplementedError:
 
 
 def name_of(function: Any) -> str:
-    """The name of a function as users write it."""
+    """Returns the name of a function as users write it."""
     owner = getattr(function, "__self__", None)
-    if isinstance(owner, np.ufunc):  # a method of it
+    if isinstance(owner, np.ufunc):  # a method of a ufunc, such as np.add.reduce
         return f"np.{owner.__name__}.{function.__name__}"
     module = getattr(function, "__module__", None) or ""
     prefix = "gr" if module.startswith("gradreduce") else "np" + module.removeprefix("numpy")
@@ -40,32 +40,33 @@ def name_of(function: Any) -> str:
 
 
 def would_write(name: str) -> WriteError:
-    """The error of ``out=``, and of ``a += b`` if ``a`` is not traced."""
+    """Returns the error for ``out=``, and for ``a += b`` if ``a`` is not traced."""
     return WriteError(
-        f"{name} would write into an array: a loss does not support out=, or a += b of an array "
-        "a that is not traced; write a = a + b"
+        f"{name} would write a traced value into an array: a loss supports neither out= nor "
+        "a += b with an array a that does not depend on a Variable; write a = a + b"
     )
 
 
 def view_written() -> WriteError:
-    """The error of ``a += b`` if ``a`` is a view of another traced value."""
+    """Returns the error for ``a += b`` if ``a`` is a view of a traced value."""
     return WriteError(
-        "a += b is not supported if a is a view of a traced value, which NumPy would change too: "
-        "write a = a + b, and build the whole array with np.where, np.concatenate or np.stack"
+        "a += b is not supported if a is a view of a traced value, because NumPy would change that "
+        "value too: write a = a + b, or build the whole array with np.where, np.concatenate or "
+        "np.stack"
     )
 
 
 def check_keywords(ufunc: Any, kwargs: dict[str, Any]) -> None:
-    """Raises for keywords of a ufunc that its rule does not support."""
+    """Raises for a keyword argument of a ufunc that rules do not support."""
     for key in kwargs.keys() - _HARMLESS:
         raise no_rule(f"{name_of(ufunc)}(..., {key}=)")
 
 
 def check_operand(value: Any) -> None:
-    """Raises for arrays whose arithmetic differs from NumPy's.
+    """Raises for arrays whose arithmetic differs from that of NumPy arrays.
 
     Raises:
-        TypeError: a PyTorch tensor, a masked array or an np.matrix, also in a list.
+        TypeError: ``value``, or an item of it, is a PyTorch tensor, a masked array or an np.matrix.
     """
     if type(value) is np.ndarray:
         return
@@ -82,7 +83,7 @@ def check_operand(value: Any) -> None:
 
 
 def is_float(function: Any, value: Any) -> bool:
-    """Whether a result is differentiable (a float); raises if its dtype has no rules."""
+    """Whether a result is a float, so differentiable; raises if its dtype is not supported."""
     if not hasattr(value, "dtype"):
         raise no_rule(f"{name_of(function)} with {type(value).__name__} as its result")
     if value.dtype.kind in "cOmM":
@@ -91,7 +92,7 @@ def is_float(function: Any, value: Any) -> bool:
 
 
 def beside_tensor() -> TypeError:
-    """The error of an operation on a traced value and a PyTorch tensor."""
+    """Returns the error for an operation on a traced value and a PyTorch tensor."""
     return TypeError(
         "an operation mixes a traced NumPy value and a PyTorch tensor: in a PyTorch loss "
         'write variable.read("torch") * 2 instead of variable * 2'
