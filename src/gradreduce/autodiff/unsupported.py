@@ -42,13 +42,13 @@ def name_of(function: Any) -> str:
 def would_write(name: str) -> WriteError:
     """Returns the error for ``out=``, and for ``a += b`` if ``a`` is not traced."""
     return WriteError(
-        f"{name} would write a traced value into an array: a loss supports neither out= nor "
-        "a += b with an array a that does not depend on a Variable; write a = a + b"
+        f"{name} would write a traced value into an array: a loss does not support out=, nor "
+        "a += b if a does not depend on a Variable; write a = a + b"
     )
 
 
 def view_written() -> WriteError:
-    """Returns the error for ``a += b`` if ``a`` is a view of a traced value."""
+    """Returns the error for ``a += b`` if ``a`` is a view of another value."""
     return WriteError(
         "a += b is not supported if a is a view of a traced value, because NumPy would change that "
         "value too: write a = a + b, or build the whole array with np.where, np.concatenate or "
