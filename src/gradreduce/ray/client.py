@@ -26,7 +26,7 @@ from gradreduce.optim.hyperparameters import as_count
 from . import cluster
 from .lead import Call, Origin, WorkerInfo, start_shard
 from .messages import Message
-from .shard import Answer, RetryError, Settings
+from .shard import RetryError, Settings, fetched
 from .shard_state import Key, ShardState
 
 START_SECONDS = 60.0  # a new actor is a new process, which takes some seconds to start
@@ -200,7 +200,7 @@ class Client:
             try:
                 found = self._get(method.remote(*arguments), left)
                 if isinstance(found, list):
-                    return [each.fetched() if isinstance(each, Answer) else each for each in found]
+                    return [fetched(each) for each in found]
                 return found
             except (RetryError, ray.exceptions.ObjectLostError):
                 continue

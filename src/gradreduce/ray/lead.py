@@ -27,7 +27,7 @@ from gradreduce.errors import BackendUnavailableError, CancelledError, log_warni
 
 from .cluster import NAMESPACE
 from .messages import Message
-from .shard import Answer, RetryError, Settings, Shard
+from .shard import RetryError, Settings, Shard, stored
 from .shard_state import Key, ShardState
 
 LEASE_SECONDS = 5.0  # a waiting take whose client has not asked again for so long is dropped
@@ -102,7 +102,7 @@ class QueuedTake:
     key: Key
     num_required: int
     seen: float = 0.0
-    done: asyncio.Future[list[Answer]] = field(
+    done: asyncio.Future[list[Any]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
@@ -172,7 +172,7 @@ class Lead(Shard):
     # -- commands ---------------------------------------------------------------------------------
 
     @_to_its_end
-    async def call(self, sent: Call) -> list[Answer]:
+    async def call(self, sent: Call) -> list[Any]:
         """Runs a command once on all shards, however often it is sent with the same key."""
         message_id, generation = uuid.uuid4().hex if sent.others else "", self._generation
         try:
@@ -201,14 +201,14 @@ class Lead(Shard):
         arguments: Sequence[Any],
         message: Message | None = None,
         message_id: str = "",
-    ) -> list[Answer]:
+    ) -> list[Any]:
         """Runs a command on all shards; the lock is held."""
         number = self._number + 1
         if self._others and self._state.may_raise(command):
             checks = [(self._generation, self._number, command, arguments, message_id)]
             await self._from_others("check", checks * len(self._others))
             self._state.check(command, *arguments, message)
-        own = Answer.of(self._execute(key, command, arguments, message))
+        own = stored(self._execute(key, command, arguments, message))
         if not self._others:
             return [own]
         calls = [(self._generation, number, key, command, arguments, message_id)] * len(
@@ -262,23 +262,23 @@ class Lead(Shard):
         known = self._calls.get(key[0])
         return known is not None and key[1] <= known[0]
 
-    async def _again(self, caller: str) -> list[Answer]:
+    async def _again(self, caller: str) -> list[Any]:
         """Returns the answers to the last call of a caller."""
         _, command, value = self._calls[caller]
         repeat = self._state.repeated.get(command)
-        return [Answer(value)] if repeat is None else await self._read(repeat, (caller,))
+        return [value] if repeat is None else await self._read(repeat, (caller,))
 
     # -- reads ------------------------------------------------------------------------------------
 
     @_to_its_end
-    async def read_all(self, command: str, arguments: Sequence[Any]) -> list[Answer]:
+    async def read_all(self, command: str, arguments: Sequence[Any]) -> list[Any]:
         """Runs a method that changes nothing on all shards, between two commands."""
         async with self._lock:
             await self._ready()
             return await self._read(command, arguments)
 
-    async def _read(self, command: str, arguments: Sequence[Any]) -> list[Answer]:
-        own = Answer.of(getattr(self._state, command)(*arguments))
+    async def _read(self, command: str, arguments: Sequence[Any]) -> list[Any]:
+        own = stored(getattr(self._state, command)(*arguments))
         calls = [(self._generation, self._number, command, arguments)] * len(self._others)
         return [own, *await self._from_others("read", calls)]
 
@@ -305,7 +305,7 @@ class Lead(Shard):
     # -- takes ------------------------------------------------------------------------------------
 
     @_to_its_end
-    async def take(self, key: Key, num_required: int, seconds: float) -> list[Answer] | str:
+    async def take(self, key: Key, num_required: int, seconds: float) -> list[Any] | str:
         """Takes, or waits for gradients; takes complete in the order of their first calls.
 
         Args:
@@ -329,7 +329,7 @@ class Lead(Shard):
         return queued.done.result() if queued.done.done() else self._state.missing(num_required)
 
     @_to_its_end
-    async def withdraw(self, key: Key) -> list[Answer] | None:
+    async def withdraw(self, key: Key) -> list[Any] | None:
         """Drops a waiting take; if it has completed, returns the answers."""
         async with self._lock:
             self._queue.pop(key, None)

@@ -39,14 +39,15 @@ class Message(NamedTuple):
 
     Attributes:
         form: shape and dtype of each tensor, as text: a list of 161 shapes takes Ray 0.1 ms.
-        packed: for each dtype the bytes of small tensors.
-        bigs: the bytes of each of the others.
+        packed: for each dtype the bytes of small tensors; ``bytes`` if they are not many, because
+            Ray needs 0.1 ms more for an array.
+        bigs: the bytes of each of the others; in an answer, what refers to them.
         value: a small value that goes with them.
     """
 
     form: str
-    packed: Sequence[np.ndarray]
-    bigs: Sequence[np.ndarray]
+    packed: Sequence[bytes | np.ndarray]
+    bigs: Any
     value: Any = None
 
 
@@ -115,7 +116,7 @@ class Layout:
             flat = np.zeros(layout.size, dtype)
             for start, size, index in zip(layout.offsets, layout.sizes, indices, strict=True):
                 flat[start : start + size] = arrays[index].reshape(-1)
-            packed.append(_as_bytes(flat))
+            packed.append(_packed(flat))
         return Message(self.form, packed, [_as_bytes(arrays[index]) for index in self._bigs])
 
     def arrays(self, message: Message) -> list[np.ndarray]:
@@ -124,7 +125,7 @@ class Layout:
         for (dtype, indices, shapes, layout), flat in zip(
             self._packed, message.packed, strict=True
         ):
-            values = flat.view(dtype)
+            values = np.frombuffer(flat, dtype)
             parts = zip(layout.offsets, layout.sizes, indices, shapes, strict=True)
             for start, size, index, shape in parts:
                 found[index] = values[start : start + size].reshape(shape)
@@ -182,7 +183,7 @@ class Layout:
 
         Waits for the device. See ``pack`` for what is not copied.
         """
-        packed = [_as_bytes(flat.numpy()) for flat in packs]
+        packed = [_packed(flat.numpy()) for flat in packs]
         bigs = [_as_bytes(from_buffer(buffers[index], "numpy")) for index in self._bigs]
         return Message(self.form, packed, bigs)
 
@@ -227,7 +228,7 @@ class Layout:
     def upload(self, packs: Sequence[Buffer], message: Message) -> None:
         """Copies the small tensors of a message to flat Buffers."""
         for flat, array in zip(packs, message.packed, strict=True):
-            flat.device.upload(array.view(flat.dtype), out=flat)
+            flat.device.upload(np.frombuffer(array, flat.dtype), out=flat)
 
 
 def specs_of(tensors: Sequence[np.ndarray] | Sequence[Buffer]) -> list[Spec]:
@@ -237,3 +238,7 @@ def specs_of(tensors: Sequence[np.ndarray] | Sequence[Buffer]) -> list[Spec]:
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _packed(flat: np.ndarray) -> bytes | np.ndarray:
+    return flat.tobytes() if flat.nbytes < BIG else _as_bytes(flat)

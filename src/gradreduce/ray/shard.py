@@ -45,40 +45,25 @@ class Settings(NamedTuple):
         return f"{self.name}#{self.shard}" if self.shard else self.name
 
 
-class Answer(NamedTuple):
-    """The answer of a shard to a command.
-
-    Attributes:
-        value: a small one.
-        message: arrays; None: none.
-        bigs: refers to the big arrays of the message, which are not in it; None: there are none.
-    """
-
-    value: Any
-    message: Message | None = None
-    bigs: Any = None
-
-    @classmethod
-    def of(cls, value: Any) -> Answer:
-        """Returns the answer with what a command has returned.
-
-        Big arrays are put into Ray's object store now, because later commands change them.
-        """
-        if not isinstance(value, Message):
-            return cls(value)
-        bigs = ray.put(list(value.bigs)) if value.bigs else None
-        return cls(None, value._replace(bigs=()), bigs)
-
-    def fetched(self) -> Any:
-        """Returns the value or the message; waits for big arrays, which are read-only."""
-        if self.message is None:
-            return self.value
-        bigs = () if self.bigs is None else ray.get(self.bigs)
-        return self.message._replace(bigs=bigs)
-
-
 class RetryError(RuntimeError):
     """The shards have gone back to a snapshot: the client has to send its call again."""
+
+
+def stored(value: Any) -> Any:
+    """Returns what a command has returned, with the large arrays of a message in Ray's store.
+
+    Ray sends an answer later, when the next command may already change them.
+    """
+    if isinstance(value, Message) and value.bigs:
+        return value._replace(bigs=ray.put(list(value.bigs)))
+    return value
+
+
+def fetched(value: Any) -> Any:
+    """Returns a value from ``stored``, with its large arrays, which are read-only."""
+    if isinstance(value, Message) and value.bigs:
+        return value._replace(bigs=ray.get(value.bigs))
+    return value
 
 
 class Shard:
@@ -121,7 +106,7 @@ class Shard:
         command: str,
         arguments: Sequence[Any],
         message_id: str,
-    ) -> Answer:
+    ) -> Any:
         """Runs a command.
 
         Args:
@@ -137,7 +122,7 @@ class Shard:
         """
         self._check_moment(generation, number - 1)
         message = self._staged.pop(message_id) if message_id else None
-        return Answer.of(self._execute(key, command, arguments, message))
+        return stored(self._execute(key, command, arguments, message))
 
     async def check(
         self,
@@ -153,10 +138,10 @@ class Shard:
 
     async def read(
         self, generation: str, number: int, command: str, arguments: Sequence[Any]
-    ) -> Answer:
+    ) -> Any:
         """Runs a method of the state that changes nothing, after a command; see ``execute``."""
         self._check_moment(generation, number)
-        return Answer.of(getattr(self._state, command)(*arguments))
+        return stored(getattr(self._state, command)(*arguments))
 
     def _check_moment(self, generation: str, number: int) -> None:
         if (generation, number) != (self._generation, self._number):
