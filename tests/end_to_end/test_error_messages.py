@@ -1,4 +1,4 @@
-"""What errors say: which of many things is wrong, by the name the user gave, in a few words."""
+"""Errors name the wrong object among many by the user's name for it, in a few words."""
 
 from __future__ import annotations
 
@@ -241,9 +241,9 @@ def test_numbers_of_optimizers_and_terms_are_named(many):
 
 
 def test_arguments_of_another_kind_are_named(mesh):
-    """What TensorFlow has in this place, or what a user may set by mistake."""
+    """Arguments that TensorFlow has at this position, or that a user may pass by mistake."""
     with pytest.raises(TypeError, match=r"^name=False must be a string$"):
-        gr.Variable(ONES, False)  # TensorFlow's trainable
+        gr.Variable(ONES, False)  # trainable, in TensorFlow
     with pytest.raises(TypeError, match=r"^name=3 must be a string$"):
         gr.get_variable(3, ONES)
     variable = gr.Variable(ONES, "w", device=mesh)

@@ -1,4 +1,4 @@
-"""A forked child: what it inherits raises at once, whatever lock the parent held."""
+"""In a forked child every inherited object raises at once, whatever lock the parent held."""
 
 from __future__ import annotations
 

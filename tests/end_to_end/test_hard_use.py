@@ -1,4 +1,4 @@
-"""What hard use once broke: threads, aliases, closing, iterators and failures half-way."""
+"""Faults that hard use once showed: threads, aliases, closing, iterators, partial failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEADLINE = 60.0
 
 
 def in_threads(*works):
-    """Runs all at once; none may hang or fail."""
+    """Runs all functions at once; none may hang or fail."""
     failures = []
 
     def run(work):
@@ -61,8 +61,8 @@ def test_one_piece_of_work_at_a_time_in_a_queue():
 
     def first():
         started.set()
-        assert ran_elsewhere.wait(DEADLINE)  # another queue goes on
-        assert not ran.wait(0.2)  # this one does not, though the next work was given long ago
+        assert ran_elsewhere.wait(DEADLINE)  # another queue continues
+        assert not ran.wait(0.2)  # this queue does not, though its next work was queued long ago
 
     def second():
         assert started.wait(DEADLINE)
@@ -74,7 +74,7 @@ def test_one_piece_of_work_at_a_time_in_a_queue():
 
 
 def test_copies_of_a_variable_never_part(monkeypatch):
-    """Two threads assign: while one has written a copy, the other writes none."""
+    """Two threads assign; one does not write between the copies of the other."""
     with gr.open_mesh(2, backend="sim") as mesh:
         variable = gr.Variable([0.0], device=mesh)
         copy, first, done = SimDevice._copy, threading.Event(), threading.Event()
@@ -220,7 +220,7 @@ def test_no_boolean_is_an_integer():
     "wrong", [np.array([True]), np.array([True, False]), np.array(True), "no", None, 1], ids=repr
 )
 def test_an_option_that_is_no_boolean_is_named(wrong):
-    """An array of one element counted for its element; of two NumPy said something of its own."""
+    """Arrays of one element were taken as a boolean, and arrays of two raised NumPy's error."""
     with gr.open_mesh(2, backend="sim") as mesh:
         ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
         ones = gr.PerReplica([np.ones(3, np.float32)] * 2, mesh)
@@ -281,7 +281,7 @@ def test_what_is_no_mesh_no_list_and_no_table_is_told():
 
 
 def test_a_mesh_looks_through_its_accumulators_while_others_are_made():
-    """When it is closed, loses a device or is reset; a weak dictionary alone raises then."""
+    """While a mesh is closed, reset or loses a device; a plain weak dictionary would raise."""
     mesh_state = gr.open_mesh(1, backend="sim").mesh_state
     kept, threads = [Key(), Key()], []
 
@@ -289,7 +289,7 @@ def test_a_mesh_looks_through_its_accumulators_while_others_are_made():
         kept.append(Key())
         mesh_state.add_listener(kept[-1], print, print)
 
-    def make_beside():  # at once, or when the mesh has looked through them
+    def make_beside():  # at once, or after the mesh has visited them
         threads.append(threading.Thread(target=make, daemon=True))
         threads[-1].start()
         threads[-1].join(0.002)
@@ -304,6 +304,6 @@ def test_a_mesh_looks_through_its_accumulators_while_others_are_made():
 
 
 class Key:
-    """Who wants to be told."""
+    """A weakly referenced key."""
 
     devices = ()

@@ -1,4 +1,4 @@
-"""The whole flow runs one implementation of every kernel alone; both give the same bits."""
+"""A whole step runs with one implementation of every kernel; both give the same bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def terms_of(seed: int) -> list:
 
 
 def steps(mesh: gr.Mesh) -> list[np.ndarray]:
-    """Every rule, by every method of aggregation and both algorithms."""
+    """Every update rule with every aggregation method and both algorithms."""
     found = []
     for place, optimizer in enumerate(OPTIMIZERS):
         variables = [
@@ -41,7 +41,7 @@ def steps(mesh: gr.Mesh) -> list[np.ndarray]:
 
 
 def periods(mesh: gr.Mesh) -> list[np.ndarray]:
-    """AGN by every rule: a worker of two replicas, on two GPUs, and its center on one of them."""
+    """AGN with every rule: a worker with two replicas on two GPUs, its center on one of them."""
     found = []
     for optimizer in OPTIMIZERS:
         getter = gr.AGNCustomGetter(mesh[1:3], center=gr.AGNCenter(mesh[0:1]))
@@ -62,7 +62,7 @@ def periods(mesh: gr.Mesh) -> list[np.ndarray]:
 
 
 def sums(mesh: gr.Mesh) -> list[np.ndarray]:
-    """Terms as they come, and sparse ones; and a mean of integers."""
+    """Terms from an iterator, sparse terms, and a mean of integers."""
     device = mesh.devices[1]
     terms = [device.upload(term) for term in random_data((9, 40, 5), "float16")]
     rows = gr.IndexedSlices(terms[0], np.arange(40) % 7, (40, 5))
@@ -79,7 +79,7 @@ def sums(mesh: gr.Mesh) -> list[np.ndarray]:
 def run(
     implementation: str, monkeypatch
 ) -> tuple[list[np.ndarray], dict[str, list[str]], list[str]]:
-    """Results; which kernels ran as references and which as the text; and what was launched."""
+    """Returns results, the kernels that ran as references and as CUDA text, and all launches."""
     ran: dict[str, list[str]] = {"reference": [], "text": []}
     reference, text = sim.SimDevice._reference_work, sim.SimDevice._compiled_work
 

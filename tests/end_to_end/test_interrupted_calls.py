@@ -25,7 +25,7 @@ PLACEMENT = [0, 0, 1, 1]
 
 
 class World(NamedTuple):
-    """One training on a mesh of its own.
+    """One training on its own mesh.
 
     Attributes:
         call: what is interrupted.
@@ -86,7 +86,7 @@ def optimizer(mesh, make=gr.AdamOptimizer, warm=True, sparse=False, loads=False)
 
 
 class Own(gr.Optimizer):
-    """A rule on arrays."""
+    """An optimizer of a user, with a rule on arrays."""
 
     _slot_names = ("direction",)
 
@@ -96,7 +96,7 @@ class Own(gr.Optimizer):
 
 
 def agn(mesh, warm=1, make=gr.AdamOptimizer, call=None):
-    """Every second step is pushed."""
+    """AGN that pushes at every second step."""
     getter = gr.AGNCustomGetter(mesh[[0, 1]], center=gr.AGNCenter(mesh[[2, 3]]))
     start, step = np.ones(5, "float32"), counter(mesh)
     var, other = (gr.get_variable(name, start, custom_getter=getter) for name in "vw")
@@ -106,7 +106,7 @@ def agn(mesh, warm=1, make=gr.AdamOptimizer, call=None):
         made.apply_gradients([(start, var), (start + 1, other)], step)
 
     before = made.state_dict()
-    made.prepare([var, other])  # zeros, which a first step that is not made leaves at the center
+    made.prepare([var, other])  # zeros, which stay at the center if the first step fails
     for _ in range(warm):
         apply()
     getter.center_variable(other).assign(start * 3)
@@ -119,7 +119,7 @@ def agn(mesh, warm=1, make=gr.AdamOptimizer, call=None):
 
 
 def agn_push_made_up(mesh):
-    """One that has failed before it changed anything."""
+    """Repeats a push that failed before it changed anything."""
 
     def push(made, step, _):
         worker = made._worker
@@ -185,7 +185,7 @@ def apply_that_serves(mesh, kinds=(False,)):
 
 
 def take_in_vain(mesh):
-    """Its time has run out, and another that waits behind it needs less."""
+    """A take whose timeout has passed, while a later one needs fewer gradients."""
     (acc,), bring, take, shown = accumulators(mesh, (False,))
     first, behind = (PendingTake((acc.accumulator_ref,), number) for number in (8, 4))
     bring(1.0)
@@ -281,7 +281,7 @@ SCENES = {
 
 
 def in_a_thread(work):
-    """What it returns; a lock that was left locked by the main thread keeps it waiting."""
+    """Its result, from another thread: a lock that the main thread still holds would block it."""
     found = []
     thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()
@@ -291,7 +291,7 @@ def in_a_thread(work):
 
 
 class Case(NamedTuple):
-    """A scene on a mesh of some kind."""
+    """A call on one kind of mesh."""
 
     scene: Callable[[gr.Mesh], World]
     seed: int | None = None
@@ -300,7 +300,7 @@ class Case(NamedTuple):
         return gr.open_mesh(PLACEMENT, backend="sim", schedule_seed=self.seed)
 
     def known(self):
-        """What is shown before the call and after it, and what comes of going on from there."""
+        """The state before and after the call, and the results of continuing from each."""
         found = []
         for is_made in (False, True):
             with self.open() as mesh:
@@ -321,9 +321,7 @@ class Case(NamedTuple):
             interrupted, reached = interrupted_at(place, world.call)
             assert interrupted or reached < place  # another run may have filled a cache
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            with (
-                caller_streams.StreamScope()
-            ):  # fences of the call that was interrupted are none of this one
+            with caller_streams.StreamScope():  # waits of the interrupted call do not count
                 assert caller_streams._thread.scope.frame is sys._getframe()
             state = world.shown()
             states = [before for before, _ in expected]
@@ -341,7 +339,7 @@ CASES = {name: Case(scene) for name, scene in SCENES.items()} | {
 def test_a_call_is_made_or_not(name):
     case = CASES[name]
     expected, total, offset = case.known(), case.num_places(), random.Random(name).random()
-    parts = 40 if name.startswith("load") else 7  # a load writes at its end, in few places
+    parts = 40 if name.startswith("load") else 7  # a load writes only at its end
     for part in range(parts):
         case.check(expected, 1 + int((part + offset) * (total - 1) / parts))
 
@@ -361,7 +359,7 @@ def test_a_call_is_made_or_not_at_every_place(name, first):
 
 
 def interrupted_within(seconds, work):
-    """Ctrl-C at most once, when the clock says so."""
+    """Raises Ctrl-C at most once, at a point that the clock selects."""
     try:
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -409,7 +407,7 @@ def test_interrupts_by_the_clock(rounds):
 
 @pytest.mark.parametrize("name", ["optimizer", "agn step", "apply", "assign"])
 def test_streams_of_gradients_wait_before_a_late_ctrl_c(name, monkeypatch):
-    """It may come in front of the end of the call, where they would be told to wait."""
+    """Ctrl-C may come right before the end of the call, where the streams are made to wait."""
     told = []
 
     def note(*who):

@@ -34,12 +34,12 @@ from gradreduce.errors import CollectiveError, DeadlineExceededError
 DEADLINE = 10.0
 SIZE = 100
 PLACEMENT = (0, 0, 1, 1)
-FAR = 128  # points between two that a plain run interrupts
+FAR = 128  # distance of the points that a plain run interrupts
 
 
 @pytest.fixture(autouse=True)
 def small_blocks():
-    """Even small launches are cut, and spread over three threads."""
+    """Splits even small launches over three threads."""
     with pytest.MonkeyPatch.context() as patch:
         spread_small_launches(patch)
         yield
@@ -63,7 +63,7 @@ LONG = (pytest.mark.exhaustive, pytest.mark.slow)
 
 
 def in_time(call: Callable[[], object]) -> object:
-    """Calls it in a thread of its own, which takes no lock twice that somebody else holds."""
+    """Calls it in another thread, which would block on a lock that is still held."""
     results: SimpleQueue[tuple[object, BaseException | None]] = SimpleQueue()
 
     def run() -> None:
@@ -80,7 +80,7 @@ def in_time(call: Callable[[], object]) -> object:
 
 
 def right_calls() -> dict[str, Callable[[], bool]]:
-    """Calls that use the threads and locks of the simulation; whether what they gave is right."""
+    """Calls that use threads and locks of the simulation; returns whether results are right."""
     mesh = gr.open_mesh(PLACEMENT, backend="sim", strict=True)
     grads = [np.arange(SIZE, dtype=np.float32) * (place + 1) for place in range(4)]
     nested = [[grad] for grad in grads]
@@ -114,7 +114,7 @@ def right_calls() -> dict[str, Callable[[], bool]]:
             queued.scheduler.stall((queued, "compute"))
             queued.zeros((3,), "float32").numpy(deadline=1e-6)
             return False
-        queued.mesh.reset(timeout=DEADLINE)  # after which nothing is stuck
+        queued.mesh.reset(timeout=DEADLINE)  # after this nothing hangs
         return (queued.zeros((3,), "float32").numpy() == 0).all()
 
     def reset() -> bool:
@@ -134,7 +134,7 @@ def right_calls() -> dict[str, Callable[[], bool]]:
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_an_interruption_leaves_no_lock_of_a_center_behind(first):
-    """In the main thread, where Ctrl-C is deferred while a center is loaded."""
+    """In the main thread Ctrl-C is deferred while a center is loaded."""
     center = gr.AGNCenter(gr.open_mesh(1, backend="sim"))
     registry = center._shared.registry
 
@@ -152,7 +152,7 @@ def test_an_interruption_leaves_no_lock_of_a_center_behind(first):
 
 
 def test_queued_work_that_is_interrupted_is_done_whole():
-    """As on a GPU: Ctrl-C may come where the host waits for work of earlier calls."""
+    """As on a GPU, Ctrl-C may come while the host waits for work of earlier calls."""
     scheduler, ran = RandomScheduler(0), []
 
     def work() -> None:
@@ -168,7 +168,7 @@ def test_queued_work_that_is_interrupted_is_done_whole():
 
 
 def test_a_handler_cannot_wait_for_queued_work_that_it_interrupts():
-    """It would run what comes behind that work first."""
+    """It would run later work first."""
     scheduler, ran = RandomScheduler(0), []
 
     def work() -> None:
@@ -184,7 +184,7 @@ def test_a_handler_cannot_wait_for_queued_work_that_it_interrupts():
 
 
 def test_a_handler_that_waits_for_queued_work_spoils_none():
-    """At every point of a wait: it does all of it, or is told that it cannot."""
+    """At every point of a wait the handler's wait completes, or raises."""
 
     def queued() -> tuple[RandomScheduler, list[str]]:
         scheduler, ran = RandomScheduler(0), []
@@ -206,7 +206,7 @@ def test_a_handler_that_waits_for_queued_work_spoils_none():
 
 
 class Brief:
-    """A wait policy that is over at the second look."""
+    """A wait policy that ends at the second check."""
 
     def __init__(self) -> None:
         self._looks = 0
@@ -231,7 +231,7 @@ class Brief:
 )
 @pytest.mark.parametrize("name", ["add_n", "all_reduce", "synchronize", "wait", "reset", "late"])
 def test_an_interruption_leaves_no_job_and_no_lock_behind(name, firsts):
-    """At all points of a call in the tier."""
+    """The exhaustive tier tests all points of a call."""
     call, num_raised = right_calls()[name], 0
     assert call()
     num_points = num_points_of(call)
@@ -242,7 +242,7 @@ def test_an_interruption_leaves_no_job_and_no_lock_behind(name, firsts):
                 assert call()
         except KeyboardInterrupt:
             return 1
-        return 0  # where nobody can hear it: a finalizer
+        return 0  # in a finalizer, where it cannot be caught
 
     for first in firsts:
         for place in range(first + 1, num_points + 1, FAR):
@@ -252,13 +252,13 @@ def test_an_interruption_leaves_no_job_and_no_lock_behind(name, firsts):
 
 
 def interrupt_often(count: int) -> None:
-    """The program of the test below: real signals at random moments; the last one ends it."""
+    """The program of the test below: real signals at random times; the last one ends it."""
     spread_small_launches(pytest.MonkeyPatch())
     signal.signal(signal.SIGALRM, lambda *_: pressed())
     calls, moments, num_caught = right_calls(), random.Random(count), 0
     calls, is_over = [calls["add_n"], calls["all_reduce"]], False
     while not is_over:
-        try:  # around all of it: where other threads run, a signal is told late
+        try:  # around everything: with other threads a signal arrives late
             while num_caught < count:
                 call = moments.choice(calls)
                 assert call()
@@ -299,7 +299,7 @@ def test_what_is_interrupted_often_stays_right_and_ends_soon(num_processes, coun
 
 
 class Training:
-    """A variable on four devices, and what it and its momentum are before and after each step."""
+    """A variable on four devices, with its value and momentum before and after each step."""
 
     def __init__(self, **options) -> None:
         self.mesh = gr.open_mesh(PLACEMENT, backend="sim", strict=True, **options)
@@ -321,13 +321,13 @@ class Training:
         self.optimizer.apply_gradients([(reduced, self.variable)])
 
     def check(self) -> None:
-        """After a step."""
+        """Checks the state after a step."""
         for replica in range(4):
             with gr.replica(replica):
                 assert (self.variable.numpy() == self.values[-1]).all()
 
     def save(self) -> None:
-        """What a handler of SIGTERM does, during the last step."""
+        """Saves a checkpoint, like a handler of SIGTERM, during the last step."""
         state = self.optimizer.state_dict(deadline=DEADLINE)["slots"]["w"]["momentum"]
         assert ((state == self.momenta[-2]) | (state == self.momenta[-1])).all()
         value = self.variable.read()
@@ -340,7 +340,7 @@ class Training:
         self.saved += 1
 
 
-EVERY = 50  # points between two handlers: closer, and what they leave to do is never done
+EVERY = 50  # distance of two handlers; if closer, deferred work never runs
 
 
 @pytest.mark.parametrize("firsts", seeds(2, EVERY))
@@ -348,9 +348,9 @@ EVERY = 50  # points between two handlers: closer, and what they leave to do is 
     "implementation", ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
 )
 def test_a_handler_saves_a_checkpoint(implementation, firsts):
-    """At all points of a step in the tier: thousands of times."""
+    """The exhaustive tier tests all points of a step, thousands of times."""
     training = Training(kernels=implementation)
-    training.save()  # compiles, and starts the thread that looks at deadlines
+    training.save()  # compiles, and starts the watchdog
 
     def train(first: int) -> None:
         with Strike(1 + first, training.save, every=EVERY):
@@ -365,7 +365,7 @@ def test_a_handler_saves_a_checkpoint(implementation, firsts):
 
 @pytest.mark.exhaustive
 def test_a_handler_of_real_signals_saves_a_thousand_times():
-    """It comes inside C calls that wait, too."""
+    """Signals also come inside C calls that wait."""
     training, moments = Training(), random.Random(0)
     before = signal.signal(signal.SIGALRM, lambda *_: training.save())
     try:
@@ -408,7 +408,7 @@ def test_a_handler_may_come_while_locks_are_held(implementation):
 
 
 class Pooled:
-    """Calls of a pool, and those that a handler makes in the middle of them."""
+    """Calls of a pool, and calls of a handler in the middle of them."""
 
     def __init__(self) -> None:
         self.pool = SimPool()
@@ -434,7 +434,7 @@ class Pooled:
             self.live.append(memory)
 
     def check(self) -> None:
-        """No memory has two owners."""
+        """Checks that no memory has two owners."""
         starts = sorted((memory.address, memory.nbytes) for memory in self.live)
         assert all(start + nbytes <= behind for (start, nbytes), (behind, _) in pairwise(starts))
 
@@ -449,7 +449,7 @@ def test_a_handler_may_use_a_pool_in_the_middle_of_its_calls():
 
 @pytest.mark.parametrize("handled", [(1,), (1, 0)])
 def test_a_handler_may_use_tables_in_the_middle_of_a_search(handled, monkeypatch):
-    """What it makes drops what the interrupted call has found, or makes it too."""
+    """A table of the handler evicts the one that the interrupted call found, or makes the same."""
     monkeypatch.setattr(launch_table, "CACHED_WORDS", 1)
     with gr.open_mesh(1, backend="sim") as mesh:
         batches = [

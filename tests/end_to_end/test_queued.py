@@ -1,6 +1,6 @@
-"""The queued simulator: no legal order changes a bit.
+"""Queued work on simulated devices: no valid order changes a bit.
 
-Seed 0 runs as late as the host allows, seed 1 as early, the others mix.
+Seed 0 runs work as late as possible, seed 1 as early as possible, others in random orders.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def data(rng, shape):
 
 
 def train(placement, algorithm, seed, *, peer_access=True, num_packs=1, method=METHODS[0]):
-    """Two steps of the whole flow; the bytes of every copy of every variable."""
+    """Runs two training steps; returns the bytes of every copy of every variable."""
     rng = np.random.default_rng(5)
     with gr.open_mesh(
         placement, backend="sim", strict=True, peer_access=peer_access, schedule_seed=seed
@@ -59,7 +59,7 @@ def train(placement, algorithm, seed, *, peer_access=True, num_packs=1, method=M
 
 
 def reduce_and_free(placement, algorithm, seed, peer_access=True, **options):
-    """An all-reduce whose inputs are freed while it is queued, and new tensors in their place."""
+    """An all-reduce whose inputs are freed while it is queued; new tensors reuse their memory."""
     rng = np.random.default_rng(6)
     results = []
     with gr.open_mesh(
@@ -121,7 +121,7 @@ def test_other_reduction_groups_have_the_same_bits_in_every_legal_order(seeds):
 
 
 def gathered(placement, seed):
-    """16-bit integers by NCCL's way: what is gathered is freed before it has run."""
+    """16-bit integers by nccl: the gathered inputs are freed before the work has run."""
     rng = np.random.default_rng(10)
     results = []
     with gr.open_mesh(placement, backend="sim", strict=True, schedule_seed=seed) as mesh:
@@ -152,7 +152,7 @@ def test_integers_that_are_gathered_have_the_same_bits_in_every_legal_order(seed
 
 
 def over_the_transfer_queue(seed):
-    """Uploads and copies on the transfer queue, beside launches on the compute queue."""
+    """Uploads and copies on the transfer queue, with launches on the compute queue."""
     rng = np.random.default_rng(7)
     with gr.open_mesh([0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
         here, there = mesh.devices
@@ -170,13 +170,13 @@ def over_the_transfer_queue(seed):
 
 
 def overwrite(buffers, rng):
-    """New values on each buffer's own queue: whoever still reads the old ones must be fenced."""
+    """Writes new values on each buffer's queue, which must wait for all readers of the old ones."""
     for buffer in buffers:
         buffer.device.upload(data(rng, buffer.shape), out=buffer)
 
 
 class Scene:
-    """Three replicas on two devices, data from one generator, and what was read back."""
+    """Three replicas on two devices, a generator of data, and all results."""
 
     def __init__(self, seed):
         self.rng = np.random.default_rng(8)
@@ -218,7 +218,7 @@ def aggregate_alone(scene):
 
 
 def sparse_alone(scene):
-    """Rows of several devices joined and merged, and made dense among arrays."""
+    """Rows of several devices, concatenated, merged, and made dense among arrays."""
     for dense in ([], scene.fresh((4, 5))):
         rows = scene.fresh((6, 5))
         terms = [gr.IndexedSlices(buffer, [3, 1, 3, 0, 1, 3], (4, 5)) for buffer in rows]
@@ -246,7 +246,7 @@ def accumulator_alone(scene):
 
 
 def each_module_alone(seed):
-    """Every module leaves the queues so that its inputs may be overwritten and its results read."""
+    """After each call inputs may be overwritten and results may be read."""
     scene = Scene(seed)
     with scene.mesh:
         packing_alone(scene)
@@ -259,7 +259,7 @@ def each_module_alone(seed):
 
 
 def copied_then_freed(seed):
-    """A block that another device's queue still reads, freed and asked for again at once."""
+    """Frees a block that another device's queue still reads, and allocates again at once."""
     rng = np.random.default_rng(9)
     with gr.open_mesh([0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
         here, there = mesh.devices

@@ -1,4 +1,4 @@
-"""A call that is like the one before it asks for nothing new: no memory, no upload, no wait."""
+"""A repeated call needs nothing new: no memory, no upload, no wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradreduce.backends.sim import device as sim
 from gradreduce.reduce import pipeline
 
 SUM = gr.ReduceOp.SUM
-SHAPES = [(60,), (5, 3), (), (200,)] * 3  # on eight devices more than a table holds inline
+SHAPES = [(60,), (5, 3), (), (200,)] * 3  # on eight devices too many for an inline table
 clock = stuck.clock
 # name -> arguments of the operation, bytes of a stage, whether the gradients lie in flat buffers
 SETTINGS = {
@@ -60,7 +60,7 @@ def buffers(mesh, flat):
 
 
 def ready(mesh, algorithm, setting, form, monkeypatch):
-    """The call; it was made twice, the first result held as long as those of the test are."""
+    """Returns the call after two calls; the first result is kept like those of the test."""
     options, stage_bytes, flat = SETTINGS[setting]
     if stage_bytes is not None:
         monkeypatch.setattr(pipeline, "STAGE_BYTES", stage_bytes)

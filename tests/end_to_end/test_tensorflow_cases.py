@@ -1,4 +1,4 @@
-"""What TensorFlow does, case by case; ``tensorflow_cases/__init__.py`` is the way in."""
+"""The results of TensorFlow, case by case; see ``tensorflow_cases/__init__.py``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tensorflow_cases.world import NUM_DEVICES, AbsentError
 
 import gradreduce as gr
 
-# Whose kernels run, and whether arrays come as NumPy's or as Buffers.
+# The implementation of kernels, and whether arrays are NumPy's or Buffers.
 WAYS = [
     pytest.param(("numpy", False), id="numpy-arrays"),
     pytest.param(("numpy", True), id="numpy-buffers"),
@@ -35,12 +35,12 @@ DIFFERENT = [case for case in all_cases() if case.id in WAIVED]
 
 
 def quiet(case: Case) -> list[int]:
-    """The places of the steps that must not raise."""
+    """The indices of the steps that must not raise."""
     return [place for place, _ in case.steps if place not in case.errors]
 
 
 def spoiled(expected: Any) -> Any:
-    """The same with its last number, name or truth value changed; of an empty one the shape."""
+    """The same with its last number, name or boolean changed; if it is empty, its shape."""
     if isinstance(expected, dict):
         key = next((key for key in ("values", "value", "data") if key in expected), None)
         key = "shape" if key == "data" and not expected["data"] else key or list(expected)[-1]
@@ -64,7 +64,7 @@ def way(request) -> Iterator[tuple[gr.Mesh, bool]]:
 
 @pytest.fixture
 def runner(way, monkeypatch) -> Runner:
-    """Runs a case on eight devices of four physical ones."""
+    """Runs a case on eight logical devices, on four physical ones."""
     mesh, as_buffers = way
     monkeypatch.setattr("gradreduce.arrays.distributed.default_mesh", lambda: mesh)
     return lambda case: run(case, mesh, as_buffers=as_buffers)

@@ -4,5 +4,5 @@ from support.implementations import ASKED, device, geometric_device, implementat
 
 __all__ = ["device", "geometric_device", "implementation"]
 
-# On builds of their own, whichever implementation was asked for: the plain run has had them.
+# With their own builds, for any requested implementation; the plain run tests the others.
 collect_ignore = ["test_one_template.py", "test_streamed.py", "test_traffic.py"] if ASKED else []

@@ -15,13 +15,13 @@ from support.skip_rules import find_compiler
 from gradreduce.device.kernel import OPTIONS
 
 WHEELS = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
-# What CuPy 14.2 adds to ours, but for folders of headers, of which our text includes none.
+# The options that CuPy 14.2 adds to ours, without include folders: our text has no includes.
 CUPY_OPTIONS = ("-ftz=true", "-arch=sm_{arch}", "--device-as-default-execution-space")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What NVRTC made of one instantiation.
+    """The result of NVRTC for one instantiation.
 
     Attributes:
         parameters: in the PTX.
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Program:
-    """What NVRTC made of a text for one architecture.
+    """The result of NVRTC for a text and one architecture.
 
     Attributes:
         ptx: of all entries.
@@ -54,12 +54,12 @@ class Program:
 
 
 def options(arch: int) -> tuple[str, ...]:
-    """All that CuPy passes for a GPU of this architecture, but for folders of headers."""
+    """The options that CuPy passes for a GPU of this architecture, without include folders."""
     return (*OPTIONS, *(option.format(arch=arch) for option in CUPY_OPTIONS))
 
 
 def options_of_cupy(arch: int) -> tuple[str, ...]:
-    """What the real CuPy passes, as ``options`` says it; works without a GPU.
+    """The options that the real CuPy passes, in the form of ``options``; needs no GPU.
 
     CuPy asks the driver for the current GPU in functions that it memoizes for each one: here they
     are called as they are. In place of NVRTC stands a class that keeps the options.
@@ -76,7 +76,7 @@ def options_of_cupy(arch: int) -> tuple[str, ...]:
             self.name_expressions = name_expressions
 
         def compile(self, options, log_stream=None):
-            if self.name_expressions:  # else it is CuPy's look at the compiler's version
+            if self.name_expressions:  # otherwise CuPy only asks for the compiler's version
                 raise Asked(*options)
             return b"", {}
 
@@ -126,7 +126,7 @@ def architectures(version: int) -> set[int]:
 
 
 def compiled(text: str, names: Sequence[str], arch: int, version: int = 12) -> Program:
-    """Compiles ``text`` with these template instantiations; other threads go on meanwhile.
+    """Compiles ``text`` with these template instantiations; other threads can run meanwhile.
 
     Args:
         text: the source, with everything that it includes.
@@ -185,7 +185,7 @@ def _lowered(version: int, program: ctypes.c_void_p, name: str) -> str:
 
 
 def _used(log: str) -> dict[str, tuple[int, int, int]]:
-    """Registers, spills and barriers of each entry, from what ptxas says with -v."""
+    """Registers, spills and barriers of each entry, from the output of ptxas -v."""
     found = re.findall(
         r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
         r"(\d+) bytes spill loads.*?Used (\d+) registers, used (\d+) barriers", log, re.DOTALL

@@ -1,4 +1,4 @@
-"""The machine code (SASS) of the kernels: a table of what an occupancy or a speed depends on.
+"""The machine code (SASS) of the kernels: a table of figures that decide occupancy and speed.
 
 ``sass.txt`` has a line for each entry and architecture, and for each NVRTC of ``VERSIONS``:
 
@@ -41,10 +41,10 @@ TABLE = Path(__file__).with_suffix(".txt")
 ARCHITECTURES = (80, 90, 100)
 COLUMNS = ("registers", "spills", "blocks", "batches", "16-byte", "others")
 DTYPES = ("float32", "bfloat16")
-ADD_N = (0, 2, 4, 8)  # numbers of inputs that the table has
+ADD_N = (0, 2, 4, 8)  # numbers of inputs in the table
 
-# Of sm_80, sm_90 and sm_100 alike. Source: CUDA Programming Guide, technical specifications per
-# compute capability; cuda_occupancy.h for the units in which registers are given out.
+# The same for sm_80, sm_90 and sm_100. Source: CUDA Programming Guide, technical specifications per
+# compute capability; cuda_occupancy.h for the units in which registers are allocated.
 THREADS_PER_BLOCK, THREADS_PER_WARP, THREADS_PER_PROCESSOR = 256, 32, 2048
 PARTITIONS, REGISTERS_PER_PARTITION, REGISTER_UNIT = 4, 16384, 256
 
@@ -64,7 +64,7 @@ def blocks_per_processor(registers: int) -> int:
 
 
 def load_batches(instructions: Iterable[tuple[str, str]]) -> tuple[int, ...]:
-    """How many 16-byte loads are issued before each first use of one of them.
+    """The number of 16-byte loads that are issued before the first use of one of them.
 
     Args:
         instructions: operations and operands of a loop, in the order of their addresses.
@@ -104,7 +104,7 @@ class Listing:
             (int(operands.split()[-1], 16), address)
             for address, operation, operands in instructions if operation.startswith("BRA")
         ]  # fmt: skip
-        # From the shortest on: the first that has an instruction is the loop that it is in.
+        # Shortest first, so that the first loop with an instruction is its innermost loop.
         loops = sorted(
             {(to, at) for to, at in jumps if to < at}, key=lambda ends: ends[1] - ends[0]
         )
@@ -120,7 +120,7 @@ class Listing:
         return cls(sum(counted.values(), Counter()), within, max(of_loops, key=sum, default=()))
 
     def number(self, kind: str, *, wide: bool) -> int:
-        """How many loads (``LD``) or stores (``ST``) have 16 bytes, or have not."""
+        """The number of loads (``LD``) or stores (``ST``) with 16 bytes, or with another size."""
         return sum(
             count for access, count in self.accesses.items()
             if access.startswith(kind) and access.endswith(".128") == wide
@@ -128,7 +128,7 @@ class Listing:
 
 
 def disassembled(codes: Sequence[bytes], arch: int) -> list[Listing]:
-    """Listings of machine codes; nvdisasm takes a third of a second to start, so all at once."""
+    """Listings of machine codes, all at once: nvdisasm takes a third of a second to start."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(codes))
         file.flush()
@@ -149,7 +149,7 @@ def disassembled(codes: Sequence[bytes], arch: int) -> list[Listing]:
 
 
 def figures(entry: Entry, listing: Listing) -> tuple[str, ...]:
-    """An entry's part of a line of the table."""
+    """The part of a table line for one entry."""
     accesses = (
         f"{listing.number('LD', wide=wide)}/{listing.number('ST', wide=wide)}"
         for wide in (True, False)
@@ -161,7 +161,7 @@ def figures(entry: Entry, listing: Listing) -> tuple[str, ...]:
 
 
 def templates(kernel: Kernel) -> tuple[Template, ...]:
-    """Those that the table has: of float32 and bfloat16; of a kernel for others only, all."""
+    """The templates in the table: float32 and bfloat16, or all if a kernel has neither."""
     chosen = tuple(
         template
         for template in kernel.templates
@@ -171,7 +171,7 @@ def templates(kernel: Kernel) -> tuple[Template, ...]:
 
 
 def measured(version: int) -> dict[Key, tuple[str, ...]]:
-    """All figures that the table has of one NVRTC, compiled anew."""
+    """Compiles again, and returns all figures of the table for one NVRTC."""
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         made = {
             (arch, kernel): pool.submit(
@@ -224,7 +224,7 @@ def written(made: dict[Key, tuple[str, ...]], versions: Iterable[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0 if the table is what is made, or was written."""
+    """Returns 0 if the table is up to date or was written."""
     made = {key: found for version in WHEELS for key, found in measured(version).items()}
     text = written(made, [importlib.metadata.version(wheel) for wheel in WHEELS.values()])
     before = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""

@@ -1,4 +1,4 @@
-"""The shipped text built by g++: the cache, the refusals, and a table beyond the inline words."""
+"""The shipped text built by g++: the cache, errors, and tables that are not inline."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from gradreduce.ops.add_n import ADD_N
 
 pytestmark = pytest.mark.host
 
-BUILD = EXACT  # under the sanitizers too
+BUILD = EXACT  # with sanitizers too
 
 
 def small():
-    """add_n with one template: a new Kernel, which no earlier test has built in this process."""
+    """A new Kernel, add_n with one template, which no earlier test in this process has built."""
     return replace(ADD_N, templates=(("float32", "float32", 2),))
 
 
@@ -55,14 +55,14 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """What g++ makes of ``small()``."""
+    """The shared library that g++ builds of ``small()``."""
     made = tmp_path_factory.mktemp("built") / "add_n-small.so"
     return host_compile._compile("g++", host_compile._host_text(small()), made, BUILD).read_bytes()
 
 
 @pytest.fixture
 def builds(built, monkeypatch):
-    """Where a build was asked for; it takes no time."""
+    """Records requested builds and skips g++."""
     made = []
 
     def build(compiler, text, path, build):
@@ -143,7 +143,7 @@ def test_a_build_that_does_not_load_is_an_error(cache, monkeypatch):
 
 
 def replaced(path, content):
-    """A new file: to change one that is loaded kills the process."""
+    """Replaces the file, because changing a loaded one would crash the process."""
     path.unlink()
     path.write_bytes(content)
     path.chmod(0o600)
@@ -199,7 +199,7 @@ def test_a_folder_that_others_can_write_is_not_used(what, cache, builds, monkeyp
         host_compile.host_kernel(small(), BUILD)
     assert len(builds) == 3
     assert (list(cache.iterdir()), entry.stat()) == ([entry], before)
-    assert list(cache.parent.iterdir()) == [cache]  # what was built instead is gone
+    assert list(cache.parent.iterdir()) == [cache]  # the private build was removed
     (message,) = caplog.messages
     assert f"every process builds its own: {cache} is owned by user" in message
 
@@ -207,7 +207,7 @@ def test_a_folder_that_others_can_write_is_not_used(what, cache, builds, monkeyp
 def test_a_folder_that_is_exchanged_after_it_was_checked_is_not_loaded_from(
     cache, builds, monkeypatch
 ):
-    """Who can write the folder above can do that."""
+    """Whoever can write to the parent folder can do that."""
     host_compile.host_kernel(small(), BUILD)
     (entry,) = cache.iterdir()
     check = host_compile._is_valid
@@ -227,7 +227,7 @@ def test_a_folder_that_is_exchanged_after_it_was_checked_is_not_loaded_from(
 def test_where_nothing_can_be_kept_each_process_builds(
     tmp_path, cache, builds, monkeypatch, caplog
 ):
-    """No home; a folder that cannot be made; a full disk, after which nothing is left behind."""
+    """No home, a folder that cannot be made, and a full disk, which leaves no file."""
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -280,7 +280,7 @@ def test_what_a_broken_compiler_says_is_told(tmp_path, cache, monkeypatch):
 
 
 def test_the_sanitized_build_without_its_library_is_an_error():
-    """libasan would end the process."""
+    """libasan would terminate the process."""
     script = (
         "from gradreduce.backends.sim.host_compile import host_kernel\n"
         "from gradreduce.errors import BackendUnavailableError\n"

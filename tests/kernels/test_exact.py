@@ -1,4 +1,4 @@
-"""The data and the comparison of ``exact_data.py``: a test that could not fail proves nothing."""
+"""The data and comparisons of ``exact_data.py`` find wrong sums."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_integers_wrap():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64"])
 def test_what_a_gpu_would_flush_is_left_out(dtype):
-    """And what is far from subnormal is as it was."""
+    """Values far from subnormal do not change."""
 
     def parts(make):
         values = make((20_000,), dtype)

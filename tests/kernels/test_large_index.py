@@ -21,11 +21,11 @@ from gradreduce.device import Buffer, Device
 from gradreduce.device.kernel import Kernel, Template
 from gradreduce.ops import KERNELS, RuleKernel, plan_segments
 
-BEHIND = 100  # elements behind 2**32: vectors and a tail
+BEHIND = 100  # elements after 2**32: vectors and a tail
 SIZE = 2**32 + BEHIND
 GAP = 37  # of pack
-NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's; Python names it from 3.13 on
-LAST = 3  # chunks, or blocks of a reference, that run: the small row, the end of the large one
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python has it since 3.13
+LAST = 3  # chunks that run: the small row, the end of the large one
 # kernel -> template, dtypes of the operands, scalars
 LAUNCHES: dict[str, tuple[Template, list[str], tuple]] = {
     "add_n": (("uint8", "uint8", 2), ["uint8"] * 3, (2,)),
@@ -50,7 +50,7 @@ TAKE_ROWS, SEGMENT_SUM = (
 )
 
 
-# Updates share their indices: the rule with the most operands stands for the others everywhere.
+# All updates use the same indices, so only the rule with the most operands is tested everywhere.
 LARGE = [
     pytest.param(kernel, id=kernel.name, marks=() if is_first else pytest.mark.exhaustive)
     for kernel in ELEMENTWISE
@@ -59,13 +59,13 @@ LARGE = [
 
 
 def reserved(size: int, dtype: str) -> np.ndarray:
-    """Zeros that take no memory until they are touched."""
+    """Zeros that use no memory until they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
     return np.frombuffer(mmap.mmap(-1, size * np.dtype(dtype).itemsize, flags=flags), dtype)
 
 
 def launch(device: Device, kernel: Kernel, template: Template, rows, scalars) -> None:
-    """The last pieces of the work that a launch would be cut into."""
+    """Runs only the last pieces of a launch."""
     cut = []
 
     def last(blocks, size, costs=None):
@@ -79,7 +79,7 @@ def launch(device: Device, kernel: Kernel, template: Template, rows, scalars) ->
 
 
 def row_of(device: Device, kernel: Kernel, size: int) -> tuple[list[np.ndarray], list[Buffer]]:
-    """Operands that hold data at their end and zeros before it."""
+    """Operands with data at their end and zeros before it."""
     arrays = []
     for place, dtype in enumerate(LAUNCHES[kernel.name][1]):
         short = GAP if kernel.name == "pack" and place else 0
@@ -96,7 +96,7 @@ def ends(arrays: list[np.ndarray], size: int) -> list[np.ndarray]:
 
 
 def right(device: Device, kernel: Kernel) -> bool:
-    """Whether the ends of both rows are what the reference makes of them, the beginning not."""
+    """Whether the ends of both rows equal the reference, and the rest is unchanged."""
     template, _, scalars = LAUNCHES[kernel.name]
     sizes = (SIZE, BEHIND)
     rows = [row_of(device, kernel, size) for size in sizes]
@@ -116,12 +116,12 @@ def test_the_end_of_a_large_row_and_the_row_behind_it(device, kernel):
 
 @pytest.fixture(params=[ASKED] if ASKED else ["compiled", "exact"])
 def host_device(request) -> Iterator[Device]:
-    """One that runs the shipped text."""
+    """A device that runs the shipped text."""
     with opened(request.param) as made:
         yield made
 
 
-# Of the shipped text alone: a reference adds whole tensors.
+# Of the shipped text only: a reference adds whole tensors.
 @pytest.mark.host
 def test_rows_of_more_columns(host_device):
     values, out = reserved(2 * SIZE, "uint8"), reserved(SIZE, "uint8")
@@ -135,7 +135,7 @@ def test_rows_of_more_columns(host_device):
 
 @pytest.mark.host
 def test_more_segments(host_device):
-    """Row k goes into segment k, but the last ones the other way round."""
+    """Row k belongs to segment k; the last ones are reversed."""
     values, out = reserved(SIZE, "uint8"), reserved(SIZE, "uint8")
     order, bounds = reserved(SIZE, "int64"), reserved(SIZE + 1, "int64")
     values[-BEHIND:] = random_data((BEHIND,), "uint8")
@@ -149,7 +149,7 @@ def test_more_segments(host_device):
 
 @pytest.mark.host
 def test_more_rows_taken(host_device):
-    """Row k is row k, but the last ones the other way round."""
+    """Takes row k as row k; the last ones are reversed."""
     values, out, rows = reserved(SIZE, "uint8"), reserved(SIZE, "uint8"), reserved(SIZE, "int64")
     values[-BEHIND:] = random_data((BEHIND,), "uint8")
     rows[-BEHIND:] = np.arange(SIZE - 1, SIZE - 1 - BEHIND, -1)

@@ -16,7 +16,7 @@ DTYPES = ["bfloat16", "float32", "complex64", "int8"]
 
 
 def tensors(device, values) -> list[Buffer]:
-    """Each row of ``values`` as a Buffer of its own."""
+    """Each row of ``values`` as a separate Buffer."""
     whole = device.adopt(values)
     num_elements = values.shape[1]
     return [whole.view(num_elements * row, (num_elements,)) for row in range(len(values))]
@@ -64,7 +64,7 @@ def test_ten_thousand_replicas_are_added_by_one_launch(device):
 
 @pytest.mark.parametrize("divisor", [1, 10.0])
 def test_ten_thousand_tensors_are_packed_and_unpacked_by_one_launch_each(device, divisor):
-    """Into one flat buffer, with a gap behind each, and out of it into given arrays."""
+    """Packs into one flat buffer with gaps, and unpacks into existing arrays."""
     (values,) = terms_of(1)
     num_elements = NUM_BYTES // 4
     flat, back = np.ones((NUM_TENSORS, num_elements + 4), "float32"), np.ones_like(values)
@@ -104,5 +104,5 @@ def test_a_thousand_inputs(device, dtype, start):
 
 
 def sums_of(terms) -> np.ndarray:
-    """As ``added``, not rounded."""
+    """Like ``added``, without rounding."""
     return added([term.astype(accumulate_dtype_of(term.dtype)) for term in terms])

@@ -1,4 +1,4 @@
-"""Every template of every kernel compiles for every kind of GPU, and its code is as it was meant.
+"""Every template of every kernel compiles for every kind of GPU, to the expected code.
 
 What is fused, shared and passed is read off the PTX; accesses, off the machine code: there a loop
 is a jump back, and each access is in the innermost loop around it.
@@ -26,7 +26,7 @@ from gradreduce.ops.add_n import ADD_N
 
 pytestmark = pytest.mark.nvrtc
 
-# The tier compiles all templates for the GPU that the figures are of, and a part of them for every
+# The exhaustive tier compiles all templates for the GPU of the figures, and some for every
 # other: arch -> the first, and how many further the next one is. A plain run compiles so many of
 # each kernel's that every kind of element is among them, for sm_90 by NVRTC 12, and one kernel for
 # every GPU; test_sass.py compiles what the table has by both.
@@ -35,7 +35,7 @@ FOR_ALL = "momentum"
 PARAMETERS = ("version", "kernel", "arch", "templates")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ITEMSIZE |= {f"{kind}{bits}": bits // 8 for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-# Read in another type than written, or once for a whole chunk: their own tests count.
+# Read in another type than written, or once for a whole chunk: tested by other tests.
 APART = ("square_sum", "clip")
 READ_ONE = ("pack", "divide", "take_rows")
 # A vector may reach into a gap or into the next row: then its elements go one by one, in its loop.
@@ -43,14 +43,14 @@ ONE_BY_ONE = ("pack", "segment_sum", "square_sum", "take_rows")
 
 
 def has_a_stand_in(kernel):
-    """Of AGN's two variants of a rule that of the largest stands for the others, but on one GPU."""
+    """Of AGN's variants only the largest rule is compiled, except for one GPU."""
     return (
         isinstance(kernel, RuleKernel) and kernel.variant != "plain" and rule_of(kernel) != "adam"
     )
 
 
 def few(kernel):
-    """Templates in which every dtype occurs, signed or not; one, if it has a stand-in."""
+    """Templates in which every dtype occurs, signed or not; one if another kernel represents it."""
     if has_a_stand_in(kernel):
         return kernel.templates[-1:]
     values = [
@@ -61,7 +61,7 @@ def few(kernel):
 
 
 def programs_of(*archs):
-    """Each kernel for each of these in the tier, by both NVRTCs; in a plain run for sm_90."""
+    """Each kernel for each architecture and both NVRTCs in the tier; for sm_90 in a plain run."""
     values = []
     for kernel in KERNELS:
         for arch in archs if kernel.name == FOR_ALL else [90]:
@@ -72,7 +72,7 @@ def programs_of(*archs):
                 first, step = SAMPLES[arch]
                 some, name = kernel.templates[first::step], f"{kernel.name}-sm_{arch}-{version}"
                 marks = (pytest.mark.exhaustive, pytest.mark.slow, needed(version))
-                if (version, arch) != (13, 70):  # which NVRTC 13 no longer knows
+                if (version, arch) != (13, 70):  # NVRTC 13 no longer supports it
                     values.append(pytest.param(version, kernel, arch, some, id=name, marks=marks))
     return pytest.mark.parametrize(PARAMETERS, values)
 
@@ -111,7 +111,7 @@ def program(programs, version, kernel, arch, templates):
 
 @pytest.fixture(scope="module")
 def listings(programs):
-    """(version, arch, name) -> its machine code, where the table has the architecture."""
+    """(version, arch, name) -> machine code, for the architectures in the table."""
     codes = {}
     for (version, _, arch, _), program in programs.items():
         if arch in ARCHITECTURES:
@@ -128,21 +128,21 @@ def listings(programs):
 
 
 def vectors(kernel, template):
-    """16-byte vectors of one turn of the vector loop: of each read operand, of each written one."""
+    """Numbers of 16-byte vectors per iteration of the vector loop, read and written."""
     types = [ITEMSIZE[part] for part in template if isinstance(part, str)]
     lanes = 16 // min(types)
     return lanes * types[-1] // 16, lanes * types[0] // 16
 
 
 def ahead(kernel, template):
-    """Vectors of its one operand that a turn reads before it writes, or 1."""
+    """Number of vectors of its only operand that are read before the first store, or 1."""
     one = kernel.name in ("pack", "divide", "clip") or template[2:] == (1,)
     read, _ = vectors(kernel, template)
     return max(1, 4 // read) if one else 1
 
 
 def vectors_of_update(kernel, template):
-    """16-byte vectors that one turn reads, and that it writes, of all operands together."""
+    """Numbers of 16-byte vectors per iteration, read and written, of all operands together."""
     lanes = 16 // min(ITEMSIZE[part] for part in template)
     operands = [(kind, lanes * ITEMSIZE[dtype] // 16) for kind, dtype in layout(kernel, template)]
     read = sum(n for kind, n in operands if kind != "copy")
@@ -178,7 +178,7 @@ def test_nothing_is_spilled(version, kernel, templates, program):
 def test_threads_share_nothing_and_nothing_is_fused(version, kernel, templates, program):
     assert not re.search(r"\.shared|\bbar\.|\bbarrier\.|\batom\.|\bred\.|\bshfl\.", program.ptx)
     assert not re.search(r"\bfma\.|\bmad\.\S*f\d\d", program.ptx)
-    # One without .rn is ptxas's to fuse, which no PTX shows. Subnormals of float32 are flushed.
+    # ptxas may fuse an operation without .rn, which PTX does not show. Subnormals are flushed.
     arithmetic = re.findall(r"\b(?:add|sub|mul|div|sqrt)\.(\S*f(?:16|32|64))\b", program.ptx)
     assert set(arithmetic) <= {"rn.ftz.f32", "rn.f64"}
     assert {entry.barriers for entry in program.entries.values()} == {0}
@@ -196,7 +196,7 @@ def test_parameters_are_the_table_and_the_declared_scalars(version, kernel, temp
 
 @programs_of(*ARCHITECTURES)
 def test_every_operand_is_read_and_written_by_vectors(version, kernel, arch, templates, listings):
-    """Exactly, where the number of operands is known to the compiler; else at least."""
+    """Exactly if the compiler knows the number of operands, otherwise at least."""
     for template in templates:
         listing = listings[version, arch, kernel.expression(template)]
         loads, stores = (listing.number(kind, wide=True) for kind in ("LD", "ST"))
@@ -216,7 +216,7 @@ def test_every_operand_is_read_and_written_by_vectors(version, kernel, arch, tem
 
 @programs_of(*ARCHITECTURES)
 def test_a_loop_over_vectors_touches_no_single_elements(version, kernel, arch, templates, listings):
-    """But for 64-bit loads: addresses and divisors."""
+    """Except 64-bit loads of addresses and divisors."""
     for template in templates:
         listing = listings[version, arch, kernel.expression(template)]
         assert {access.split(".")[0] for access in listing.accesses} <= {"LD", "LDG", "ST", "STG"}
@@ -231,7 +231,7 @@ def test_a_loop_over_vectors_touches_no_single_elements(version, kernel, arch, t
 @pytest.mark.nvrtc(f"{WHEELS[12]}=={VERSIONS[12]}")
 @programs_of(90)
 def test_figures_are_those_of_the_table(version, kernel, templates, program, listings):
-    """As far as these templates are in it: ``sass.py`` says how to write it anew."""
+    """For the templates in the table; ``sass.py`` describes how to regenerate it."""
     found = {
         (version, 90, name): figures(entry, listings[version, 90, name])
         for name, entry in program.entries.items()

@@ -1,4 +1,4 @@
-"""Each kernel with one template, whose build takes a second, against its NumPy reference.
+"""Each kernel with one template, which builds in a second, compared with its reference.
 
 ``tests/ops`` compares every template; these are for ``tests/planted_faults``, which builds them
 again for every fault in the shipped text. A launch writes to its operands only: AddressSanitizer
@@ -43,14 +43,14 @@ def positive(*dtypes, size=SIZE):
 
 
 def masters(*dtypes):
-    """As ``positive``; every other master, which comes second, is that of its variable."""
+    """Like ``positive``; every second master (operand 2) equals its variable."""
     row = positive(*dtypes)
     row[0][::2] = row[1][::2].astype(row[0].dtype)
     return row
 
 
 def moved(dtypes):
-    """Variable, moment and gradient; gradients are against the moment, and cancel every fourth."""
+    """Variable, moment and gradient; gradients oppose the moment, every fourth cancels it."""
     var, moment, grad = positive(*dtypes)
     grad[::2] *= -1
     grad[::4] = -3 * moment[::4]
@@ -58,7 +58,7 @@ def moved(dtypes):
 
 
 def segments(width):
-    """Rows of which a third is added to what is there; 7 columns end inside of a vector."""
+    """A third of the rows is added to existing values; 7 columns end inside a vector."""
     plan = plan_segments(np.random.default_rng(0).integers(0, 60, 200))
     places = np.where(np.arange(plan.num_segments) % 3, plan.indices, ~plan.indices)
     out = random_data((60 * width,), SINGLE, seed=1)
@@ -112,7 +112,7 @@ PLACES += [("compiled", case) for case in ("add_n of 3", "segment_sum")]
 
 
 def launched(implementation, kernel, template, rows, scalars):
-    """Every operand afterwards; at the boundary of a vector, and one element behind it."""
+    """All operands after launches at a vector boundary and one element after it."""
     kernel = replace(kernel, templates=(template,))
     with opened(implementation) as device:
         given = [

@@ -1,4 +1,4 @@
-"""``sass.txt`` is of what the NVRTCs that it names make of the shipped text."""
+"""``sass.txt`` has the figures of the shipped text, compiled by the NVRTCs that it names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_table_has_every_kernel_for_every_gpu():
 
 
 def test_nothing_in_the_table_is_spilled():
-    """Written by hand it could be."""
+    """The file could have been edited by hand."""
     assert {spills for _, spills, *_ in RECORD.values()} == {"0"}
 
 
@@ -52,7 +52,7 @@ def test_a_batch_of_loads_ends_where_one_of_them_is_used():
 
 
 def test_a_known_number_of_inputs_is_loaded_before_the_first_use():
-    """And four vectors of a single one."""
+    """Of a single input four vectors are loaded."""
     known = re.compile(r"pack|divide|(add_n|all_sum)<\w+, \w+, [^0]>")
     found = {name: figures[3] for (*_, name), figures in RECORD.items() if known.match(name)}
     assert found
@@ -61,7 +61,7 @@ def test_a_known_number_of_inputs_is_loaded_before_the_first_use():
 
 @pytest.mark.repo
 def test_the_extra_has_the_versions_of_the_table_and_no_other_brings_nvrtc_13():
-    """CuPy for CUDA 12 compiles with NVRTC 13 where that is installed beside it."""
+    """CuPy for CUDA 12 compiles with NVRTC 13 if that is installed too."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     extras = {
         name: {requirement.partition(";")[0] for requirement in requirements}

@@ -1,4 +1,4 @@
-"""One stem per kernel: ``.cu``, NumPy reference and test are complete, and say the same."""
+"""One stem per kernel: ``.cu``, NumPy reference and test are complete and agree."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def entries_of(stem):
     return found
 
 
-# Files of ops/ that no kernel has the name of.
+# Files of ops/ without a kernel of that name.
 SHARED = ("ranges", "row_index", "running_sum", "segments", "templates", "update_rules")
 ENTRIES = [(stem, entry) for stem in STEMS for entry in entries_of(stem)]
 
@@ -67,7 +67,7 @@ def test_every_entry_has_a_kernel_and_the_other_way_round():
 
 
 def test_every_rule_has_a_struct_and_the_other_way_round():
-    """Its members are the scalars, and it has as many slots."""
+    """The members of the struct are the scalars, and the number of slots agrees."""
     text = (KERNELS_FOLDER / "rules.cuh").read_text(encoding="utf-8")
     structs = re.findall(
         r"struct (\w+) \{\s*static constexpr int SLOTS = (\d+);\s*Acc (.*?);", text
@@ -154,7 +154,7 @@ def test_the_folder_holds_kernels_and_their_headers():
 
 
 def test_the_table_is_one_struct_in_both_languages():
-    """Byte for byte: the host build asserts the offsets of these names once more."""
+    """Byte for byte; the host build asserts the offsets of these names too."""
     text = (KERNELS_FOLDER / "common.cuh").read_text(encoding="utf-8")
     body = re.search(r"struct Table \{(.*?)\};", text, re.DOTALL)[1]
     fields = re.findall(r"(const i64\*|i64) (\w+)(?:\[(\d+)\])?;", body)

@@ -15,7 +15,7 @@ from gradreduce.ops import add_n, all_sum, pack
 pytestmark = pytest.mark.host
 
 LARGE = 2**22 + 21  # STREAM_ITEMS of common.cuh, and a tail
-GAP = 21_000  # of pack: a whole chunk, and one that the input ends in
+GAP = 21_000  # of pack: a whole chunk, and one in which the input ends
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_large_sums_have_the_bits_of_numpy(compiled, start, in_place):
 
 
 def test_large_packs_have_the_bits_of_numpy(compiled):
-    """Beside a small row, with zeros behind their inputs."""
+    """With a small row, and zeros after the inputs."""
     values = [*terms(1, LARGE - GAP), *terms(1, 100)]
     outs = [blank(compiled, size, "float32") for size in (LARGE, 128)]
     pack([out.buffer for out in outs], [Operand(compiled, value).buffer for value in values])

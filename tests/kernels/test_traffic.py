@@ -1,4 +1,4 @@
-"""What a launch moves: every element is read once and written once, whatever the geometry.
+"""Traffic of a launch: every element is read once and written once, for any geometry.
 
 g++ -fsanitize=thread puts a call before every access to memory. Here those calls add up the bytes
 of each operand, in the place of the ThreadSanitizer that would answer them.
@@ -73,8 +73,8 @@ class Counter:
     built: list[ctypes.CDLL]
 
     def moved(self, kernel: Kernel, template, row: list[Operand], scalars) -> list[tuple[int, int]]:
-        """How often each byte of each operand was read and written, by one launch."""
-        planted = replace(kernel, templates=(template,))  # a new one: builds are kept by kernel
+        """How often one launch read and wrote each byte of each operand."""
+        planted = replace(kernel, templates=(template,))  # a new one: builds are cached by kernel
         self.device.prepare(planted, template)
         library = self.built[-1]
         counted = (_Counted * MOST).in_dll(library, "counted")
@@ -121,7 +121,7 @@ MOVED = {
         ("bfloat16",), (0.3,), [*["float32"] * 2, *["bfloat16"] * 2], [WRITTEN, READ, READ, READ]
     ),
 }  # fmt: skip
-# rule -> the template of its kernels, where it is not that of float32
+# rule -> the template of its kernels, if it is not that of float32
 TEMPLATES = {
     "nesterov": ("bfloat16", "bfloat16"),
     "adam": ("bfloat16", "float32"),  # a master
@@ -130,7 +130,7 @@ TEMPLATES = {
 
 
 def of_a_rule(kernel: RuleKernel, *, first: int = 0):
-    """What it moves: as the others have it."""
+    """The traffic of a rule, in the form of the other kernels."""
     rule = rule_of(kernel)
     template = TEMPLATES.get(rule, ("float32", "float32"))
     kinds, dtypes = zip(*layout(kernel, template), strict=True)
@@ -171,7 +171,7 @@ def check(counter, kernel, template, scalars, dtypes, expected):
 
 @pytest.mark.parametrize("num_inputs", range(1, 10))
 def test_n_replicas_are_read_once_and_n_written_once(counter, num_inputs):
-    """Whatever the split, into other memory and in place."""
+    """For any split, into other memory and in place."""
     template = ("float32", "float32", num_inputs if num_inputs in UNROLLED else 0)
     terms = random_terms(num_inputs, 1003, "float32")
     for split in range(num_inputs):

@@ -1,4 +1,4 @@
-"""What a kernel says it writes is what it writes, in every template and in every implementation."""
+"""Every template and implementation of a kernel writes exactly what the kernel declares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradreduce.device import as_dtype
 from gradreduce.ops import KERNELS, RULE_KERNELS, RULES, RuleKernel
 
 SIZE = 1003  # vectors and a tail
-# kernel, but those of a rule -> operands, scalars
+# kernel, except those of rules -> operands, scalars
 LAUNCHES = {
     "add_n": (4, (3,)),
     "accumulate_n": (4, (3,)),
@@ -28,12 +28,12 @@ LAUNCHES = {
     "distance_scale": (4, (0.5,)),
 }
 MOMENTUM = RULE_KERNELS[RULES["momentum"], "plain"]
-# rule -> its scalars, in every variant, by which a half of 100 becomes another
+# rule -> scalars for every variant that change the float16 value 100
 SCALARS = {name: (0.5,) * len(scalars) for name, (_, _, scalars) in FORMULAS.items()}
 SCALARS["adagrad"] = (500.0,)
 
 
-# of segment_sum: 31 segments of two rows, each a whole number of vectors
+# of segment_sum: 31 segments of two rows, each of whole vectors
 ORDER, BOUNDS, WIDTH = np.arange(62)[::-1].copy(), np.arange(0, 63, 2), 16
 
 
@@ -50,7 +50,7 @@ def dtypes_of(kernel, template, num_operands, num_written):
 
 
 def row_of(device, kernel, template, num_operands, num_written):
-    """100 where the kernel writes, 1 to 4 where it reads: no result is 100."""
+    """100 where the kernel writes, 1 to 4 where it only reads; no result is 100."""
     sizes, plan = [SIZE] * num_operands, []
     if kernel.name == "segment_sum":
         sizes = [WIDTH * (BOUNDS.size - 1), WIDTH * ORDER.size]
@@ -92,7 +92,7 @@ def launch(device, kernel, template):
 
 
 def problems(row, num_written):
-    """The operands that are not as declared."""
+    """The operands that are not written as declared."""
     found = []
     for place, operand in enumerate(row):
         if not operand.contained():
@@ -122,7 +122,7 @@ def test_the_number_written_comes_from_the_declaration(kernel):
 
 def test_a_kernel_that_declares_too_little_is_caught(device, implementation):
     liar = replace(MOMENTUM, writes=1)
-    if implementation == "numpy":  # a reference gets what it must not write as read-only views
+    if implementation == "numpy":  # a reference gets read-only views of its inputs
         with pytest.raises(ValueError, match="read-only"):
             launch(device, liar, ("float32", "float32"))
     else:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # threads do not survive a fork
-os.environ.pop("CI", None)  # pytest would print whole differences: of bytes that takes 10 s
+os.environ.pop("CI", None)  # pytest would print whole differences, which takes 10 s for bytes
 
 import hypothesis  # noqa: F401  # imported once, before the forks
 import ml_dtypes  # noqa: F401
@@ -48,14 +48,14 @@ OPTIONS = (
 
 @dataclass
 class Job:
-    """Tests, and the fault with which they must fail; without one they must pass."""
+    """Tests, and the fault with which they must fail; without a fault they must pass."""
 
     tests: Sequence[str]
     fault: Fault | None = None
     began: float = field(default_factory=time.monotonic)
 
     def complaint(self, code: int, said: str) -> str:
-        """Empty if the tests ended as they must."""
+        """Empty if the tests ended as expected; otherwise the reason."""
         wanted = pytest.ExitCode.TESTS_FAILED if self.fault else pytest.ExitCode.OK
         if code == -signal.SIGALRM:
             return f"took more than {LIMIT_S} s"
@@ -67,7 +67,7 @@ class Job:
 
 
 class Tree:
-    """A copy of what the tests need, in which at most one file is changed."""
+    """A copy of the files that the tests need, with at most one file changed."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.log = root / "copy", root / "log"
@@ -79,7 +79,7 @@ class Tree:
             copy(ROOT / name, self.root / name)
 
     def plant(self, fault: Fault | None) -> None:
-        """Takes out the last fault, and puts this one in."""
+        """Removes the last fault and plants this one."""
         if self._sound is not None:
             self._write(*self._sound)
         self._sound = None
@@ -89,13 +89,13 @@ class Tree:
             self._write(path, fault.planted(self.root))
 
     def _write(self, path: Path, text: str) -> None:
-        """With a time of change that it never had, so that no old bytecode is taken for its own."""
+        """Writes a file with a new modification time, so that no old bytecode is used for it."""
         self._num_writes += 1
         path.write_text(text, encoding="utf-8")
         os.utime(path, (2**30 + self._num_writes,) * 2)
 
     def start(self, tests: Sequence[str]) -> int:
-        """The process that runs them, which leads a group."""
+        """Starts the process that runs the tests, in its own process group."""
         process = os.fork()
         if process == 0:
             os.setsid()
@@ -124,7 +124,7 @@ class Tree:
 
 
 def ended(trees: Sequence[Tree], jobs: Sequence[Job]) -> Iterator[tuple[Job, int, str]]:
-    """Each job, pytest's exit status, and what it printed; as many at once as there are trees."""
+    """Yields each job with pytest's exit status and output; one runs in each tree at a time."""
     waiting, free = list(jobs), list(trees)
     running: dict[int, tuple[Tree, Job]] = {}
     try:
@@ -135,7 +135,7 @@ def ended(trees: Sequence[Tree], jobs: Sequence[Job]) -> Iterator[tuple[Job, int
                 job.began = time.monotonic()
                 running[tree.start(job.tests)] = tree, job
             process, status = os.wait()
-            _kill(process)  # whatever the tests have started
+            _kill(process)  # and all processes of the tests
             tree, job = running.pop(process)
             free.append(tree)
             said = tree.log.read_text(encoding="utf-8", errors="replace")
@@ -146,7 +146,7 @@ def ended(trees: Sequence[Tree], jobs: Sequence[Job]) -> Iterator[tuple[Job, int
 
 
 def _kill(process: int) -> None:
-    """With its group."""
+    """Kills a process with its group."""
     with suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)
 
@@ -178,7 +178,7 @@ def chosen(words: Sequence[str]) -> list[Fault]:
 
 
 def main(words: Sequence[str]) -> int:
-    """How much went wrong: faults that were not found, or tests that fail without a fault."""
+    """The number of faults that were not found, or of tests that fail without a fault."""
     faults, say = chosen(words), sys.stdout.write
     say(f"{len(faults)} of {len(read_table())} planted faults\n")
     tests = {fault.test: None for fault in faults}

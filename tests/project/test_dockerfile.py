@@ -96,7 +96,7 @@ def test_the_venv_is_first_on_path_before_pip_runs(docker, runs):
 
 
 def expanded(words: list[str], **given: str) -> list[str]:
-    """The words as the shell makes them of a command with these build arguments."""
+    """The words that the shell passes to a command with these build arguments."""
     text = " ".join(words)
     for name, value in given.items():
         text = text.replace(f"${{{name}}}", value).replace(f"${name}", value)
@@ -107,7 +107,7 @@ def expanded(words: list[str], **given: str) -> list[str]:
     ("cuda", "libraries"), [("12", ""), ("13", "torch jax[cuda13]"), ("12", "jax[cuda12]")]
 )
 def test_pip_installs_the_package_with_its_tests_and_more(docker, runs, cuda, libraries):
-    """In one command, and for one CUDA: two NCCLs would lie in one place."""
+    """In one command, and for one CUDA version, because two NCCLs would overwrite each other."""
     upgrade, words = (words for words in runs if "pip" in words)
     assert upgrade == ["pip", "install", "--upgrade", "pip"]
     assert runs[runs.index(words) - 1] == ["set", "-f"], "jax[cuda13] is a pattern of file names"
@@ -129,14 +129,14 @@ def test_every_run_is_a_command_that_the_shell_reads(docker):
 
 
 def shown_commands(path: Path) -> list[str]:
-    """Every ``docker run`` that a text shows, continued lines joined."""
+    """Every ``docker run`` in a text, with continued lines joined."""
     lines = re.sub(r"\\\n#? *", "", path.read_text(encoding="utf-8")).splitlines()
     return [found for line in lines for found in re.findall(r"docker run [^`|]*", line)]
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "docs/containers.md", "CONTRIBUTING.md"])
 def test_every_docker_run_gives_nccl_its_memory(name):
-    """Where GPUs have no peer access it needs shared and locked memory."""
+    """Without peer access NCCL needs shared and locked memory."""
     commands = shown_commands(ROOT / name)
     assert commands
     for command in commands:

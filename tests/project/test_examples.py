@@ -1,4 +1,4 @@
-"""The tests of the examples, in a pytest process of their own: their libraries take 100 MB."""
+"""The tests of the examples, in their own pytest process: their libraries take 100 MB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tier ``exhaustive``, tried on a small suite, and the sample that covers a product."""
+"""The tier ``exhaustive``, tested on a small suite, and the sample that covers a product."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The CUDA backend's own code, run without a GPU: pytest processes with the fake CuPy in them.
 
-They are processes of their own because our modules keep what they imported. Their results are
+They are separate processes because our modules keep what they imported. Their results are
 those of ``tests/backends/cuda`` and of every test elsewhere that is marked as needing GPUs.
 """
 
@@ -13,7 +13,7 @@ import sys
 import pytest
 from support.background_runs import ROOT, Ended, environment
 
-# The fake keeps a clock for every use of memory, and counts of those grow.
+# The fake stores a clock for every use of memory, and the number of uses grows.
 DESELECTED = "tests/device/test_contract_lifetime.py::test_nothing_grows_with_use"
 SHARED = "(gpu or multi_gpu) and not slow"
 PYTEST = ("-m", "pytest", "-p", "fake_cupy.plugin", "-q")
@@ -51,7 +51,7 @@ def passed(done: Ended) -> None:
 @pytest.mark.slow
 @pytest.mark.early(*PYTEST, str(TESTS / "backends" / "cuda"), "-m", "not slow")
 def test_the_cuda_backend_passes_on_the_fake(early):
-    """In one process: to start one for each file took longer than most of them."""
+    """In one process, because starting one for each file took longer than most of the files."""
     passed(early)
 
 
@@ -68,7 +68,7 @@ def test_what_a_plain_run_leaves_out_passes_on_the_fake_too(early):
 @pytest.mark.slow
 @pytest.mark.parametrize((), [on_seed("2"), on_seed("0", pytest.mark.exhaustive)])
 def test_tests_that_need_gpus_pass_on_the_fake(early):
-    """As chance will have it; fully lazy."""
+    """With random orders, and as lazily as possible."""
     passed(early)
 
 
@@ -94,7 +94,7 @@ def test_a_fault_fails_a_test(tmp_path):
 
 
 def test_the_record_is_that_of_the_installed_cupy():
-    """Where CuPy is installed; without a GPU too."""
+    """If CuPy is installed, also without a GPU."""
     if importlib.util.find_spec("cupy") is not None:
         done = run("-m", "fake_cupy.signatures")
         assert done.returncode == 0, done.stdout + done.stderr

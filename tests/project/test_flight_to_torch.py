@@ -1,4 +1,4 @@
-"""``tools/flight_to_torch.py``: what it makes of the flight records of several processes."""
+"""``tools/flight_to_torch.py`` converts the flight records of several processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DESCRIPTIONS = {
 
 
 def record(process: int, digests: str, *, first: int = 0, num_processes: int = 3) -> dict:
-    """A record as ``GRADREDUCE_FLIGHT_RECORD`` has it; the last call is not done."""
+    """A record as in the file of ``GRADREDUCE_FLIGHT_RECORD``; the last call is not done."""
     calls = [
         {"number": number, "digest": digest, "done": number < first + len(digests) - 1}
         for number, digest in enumerate(digests, first)

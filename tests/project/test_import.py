@@ -16,20 +16,20 @@ ALLOWED = 1.2
 SAMPLES = 3
 NEVER_IMPORTED = ("cupy", "cupyx", "torch", "jax", "mpi4py", "ray")
 
-# Seconds of this thread alone, whatever else the machine does: the threads of OpenBLAS spin for a
-# while when NumPy is imported.
+# Processor time of this thread, so that other work does not count: the threads of OpenBLAS spin
+# for a while when NumPy is imported.
 TIMED = "import time; t = time.thread_time(); import {}; print(time.thread_time() - t)"
 LOADED = "import gradreduce, json, sys; print(json.dumps(sorted(sys.modules)))"
 
 
 def run_python(program: str, *search_path: Path, bytecode: Path | None = None) -> str:
-    """What a fresh Python prints that finds the same gradreduce as this one."""
+    """The output of a new Python process that imports the same gradreduce."""
     spec = importlib.util.find_spec("gradreduce")
     assert spec is not None
     assert spec.origin is not None
     folders = [*search_path, Path(spec.origin).parent.parent]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    # An import reads bytecode, as for any user: who forbids writing it would time the compiler.
+    # An import reads bytecode, as for users; without it this would time the compiler.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     if bytecode is not None:
         env["PYTHONPYCACHEPREFIX"] = str(bytecode)
@@ -41,9 +41,9 @@ def run_python(program: str, *search_path: Path, bytecode: Path | None = None) -
 
 
 def added(bytecode: Path) -> float:
-    """How much longer gradreduce takes to import than NumPy, in times of NumPy: of medians.
+    """How much longer the import of gradreduce takes than that of NumPy, as a ratio of medians.
 
-    The two take turns, so that whatever else the machine does meets both alike.
+    The two take turns, so that other work on the machine affects both.
     """
     seconds: dict[str, list[float]] = {"numpy": [], "gradreduce": []}
     for _ in range(SAMPLES):
@@ -53,7 +53,7 @@ def added(bytecode: Path) -> float:
 
 
 def test_no_gpu_library_is_imported(tmp_path):
-    # Stand-ins that import without fault: an import that is tried and forgiven shows as well.
+    # Stand-ins that can be imported, so that an import in a try block is found too.
     for name in NEVER_IMPORTED:
         (tmp_path / f"{name}.py").touch()
     loaded = set(json.loads(run_python(LOADED, tmp_path)))
@@ -83,8 +83,8 @@ def test_a_missing_library_is_named_with_its_extra():
 
 def test_the_import_adds_little_to_that_of_numpy(tmp_path):
     for name in ("numpy", "gradreduce"):
-        run_python(TIMED.format(name), bytecode=tmp_path)  # compiles to bytecode, and keeps it
-    # One of the two may meet more of the machine's other work: what is too slow is so each time.
+        run_python(TIMED.format(name), bytecode=tmp_path)  # compiles to bytecode and writes it
+    # Other work may slow one of the two: an import that is really too slow is so each time.
     tries = []
     while not tries or (tries[-1] > ALLOWED and len(tries) < 5):
         tries.append(added(tmp_path))

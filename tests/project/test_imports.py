@@ -1,4 +1,4 @@
-"""What the import contracts of pyproject.toml leave open."""
+"""Rules about imports that the contracts of pyproject.toml cannot express."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def imported(module: str, source: ast.Module, is_package: bool) -> Iterator[str]
 
 
 def graph(sources: dict[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
-    """Module -> the modules of the same sources that it imports; of packages what is inside."""
+    """Module -> the modules of the same sources that it imports; for packages their members."""
     edges: dict[str, set[str]] = {}
     for module, (source, is_package) in sources.items():
         found = set()
@@ -53,7 +53,7 @@ def graph(sources: dict[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
 
 
 def cycles(edges: dict[str, set[str]]) -> list[set[str]]:
-    """Sets of modules that import each other, by whatever way round."""
+    """Sets of modules that import each other, directly or not."""
 
     def reached(start: str) -> set[str]:
         seen, left = set(), [start]
@@ -88,12 +88,12 @@ def test_a_cycle_is_found():
     assert cycles(graph(planted)) == [{"a", "a.b", "a.c"}]
 
 
-# Of PyTorch and mpi4py: what pickles, and what listens on a port; and imports by name, which could.
-# tests/backends/processes/program.py raises where one of them makes Python do it after all.
+# Names of PyTorch and mpi4py that pickle or listen on a port, and imports by name, which could.
+# tests/backends/processes/program.py raises if a library makes Python do it anyway.
 PICKLING = re.compile(r"\w+_object(s|_list)?|allow_pickle|pickle|rpc")
 LISTENING = re.compile(r"\w+Store|rendezvous|\w*_rendezvous|Open_port|Publish_name|__import__")
 BY_NAME = {"import_module"}
-# The methods of mpi4py that pickle: those for buffers begin with a capital.
+# The methods of mpi4py that pickle; methods for buffers begin with a capital letter.
 MPI_OBJECTS = {
     *("allgather", "allreduce", "alltoall", "bcast", "bsend", "exscan", "gather", "ibsend"),
     *("improbe", "irecv", "isend", "issend", "mprobe", "recv", "reduce", "scan", "scatter"),
@@ -128,10 +128,10 @@ def transports(sources: dict[str, tuple[ast.Module, bool]]) -> dict[str, set[str
 
 def test_only_the_store_of_pytorch_listens_and_nothing_pickles():
     assert transports(sources()) == {
-        "gradreduce": {"import_module"},  # of parts of the package
+        "gradreduce": {"import_module"},  # imports parts of the package
         "gradreduce.backends.processes.launchers": {"import_module"},  # likewise
         "gradreduce.backends.processes.torch_group": {"TCPStore", "PrefixStore", "rendezvous"},
-        "gradreduce.system_info": {"import_module"},  # of the libraries that it describes
+        "gradreduce.system_info": {"import_module"},  # imports the libraries that it describes
         "gradreduce.torch.ddp_hook": {"get_objects"},  # of gc
     }
 

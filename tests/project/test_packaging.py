@@ -1,4 +1,4 @@
-"""The version stands in one place, and pre-commit and the hosted CI run what `.ci/run` does."""
+"""The version is written once, and pre-commit and the hosted CI run the checks of `.ci/run`."""
 
 from __future__ import annotations
 

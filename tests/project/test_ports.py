@@ -1,4 +1,4 @@
-"""No example opens a port: not by what it imports and calls, and not when it runs."""
+"""No example opens a port: neither its imports and calls nor a run of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.repo
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# Names of what listens: of the standard library, of PyTorch and of mpi4py. The processes of
+# Names of the standard library, PyTorch and mpi4py that listen. The processes of
 # multiprocessing and concurrent.futures talk through pipes.
 LISTENING = re.compile(
     r"bind|listen|Listener|\w*Manager|create_server|start_server|serve_forever|\w*(HTTP|TCP|UDP|RPC)Server|\w+Store"
@@ -27,7 +27,7 @@ STORED_ONLY = {"_pickle", "copyreg", "dbm", "marshal", "pickle", "shelve"}
 
 
 def modules_with_sockets() -> set[str]:
-    """Those that the import contract of the package forbids, but for what opens no socket."""
+    """The modules that the import contract forbids, except those that open no socket."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
     (found,) = [c["forbidden_modules"] for c in contracts if "opens a socket" in c["name"]]
@@ -81,8 +81,8 @@ def test_what_listens_is_found(text, name):
     assert name in listening_names(text)
 
 
-# Runs a program to its end. The audit hook sees what Python binds, even if it is closed again; the
-# kernel's list of listening sockets (state 0A) has those of libraries that are open at the end.
+# Runs a program to its end. The audit hook sees every port that Python binds, even if it is closed
+# again; the kernel's list (state 0A) has the listening sockets of libraries at the end.
 WATCHED = """
 import os, re, runpy, sys
 from contextlib import suppress
@@ -106,7 +106,7 @@ print("ports:", found)
 
 
 def ports(program: Path, *flags: str) -> str:
-    """Runs a program in its own process, and returns what it has said about its ports."""
+    """Runs a program in its own process; returns the ports that it reports."""
     done = subprocess.run(
         [sys.executable, "-c", WATCHED, str(program), *flags],
         cwd=program.parent, env=environment(GRADREDUCE_BACKEND="sim"), timeout=60,

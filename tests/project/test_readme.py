@@ -46,7 +46,7 @@ BLOCKS = {
 
 
 def printed_lines(block: str) -> list[str]:
-    """The comments beside its prints: what these print."""
+    """The expected output of its prints, from the comments beside them."""
     return re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""The rules for skips, tried on small suites of its own, each run with the plugin alone."""
+"""The rules for skips, tested on small suites that run with the plugin alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def suite(pytester, monkeypatch):
 
     def run(text: str, *args: str, gpus: tuple[int, str] = NO_GPU) -> pytest.RunResult:
         monkeypatch.setattr(skips, "count_gpus", lambda: gpus)
-        # No third-party plugin can change what these runs show, and each starts twice as fast.
+        # Without third-party plugins, which could change the results; and runs start faster.
         monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         pytester.makeini(MARKERS)
         pytester.makepyfile("import pytest\n" + text)
@@ -142,7 +142,7 @@ def test_nvrtc_is_found_in_the_wheels_folder_only(tmp_path, monkeypatch):
     assert skips.find_compiler("nvidia-cuda-nvrtc") is None
     library = tmp_path / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
     library.parent.mkdir(parents=True)
-    sys.path_importer_cache.pop(str(tmp_path), None)  # it remembers the folder as empty
+    sys.path_importer_cache.pop(str(tmp_path), None)  # the cache says that the folder is empty
     assert skips.find_compiler("nvidia-cuda-nvrtc") is None
     library.touch()
     assert skips.find_compiler("nvidia-cuda-nvrtc") == library
@@ -165,7 +165,7 @@ def test_figures_of_another_version_are_not_compared(suite, monkeypatch):
 def test_several_gpus_are_a_number(suite):
     text = "".join(f"@pytest.mark.multi_gpu({n})\ndef test_{n}(): pass\n" for n in (2, 3))
     result = suite(text, "--require-gpu", gpus=(2, ""))
-    assert result.ret == pytest.ExitCode.OK  # too few GPUs for a test: a skip all the same
+    assert result.ret == pytest.ExitCode.OK  # too few GPUs for a test is a skip too
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["*multi_gpu: 2 CUDA devices, 3 needed"])
 
@@ -211,7 +211,7 @@ def run_pytest(cwd: Path, env: dict[str, str], *args: str) -> subprocess.Complet
 
 def test_our_own_suite_refuses_to_pass_without_its_gpu(tmp_path):
     env = fake_cupy(tmp_path, "raise RuntimeError('cudaErrorInsufficientDriver: too old')")
-    # Collected only: should the run not end where it must, it would come here again, and again.
+    # Collected only: if the run did not end as it must, it would start itself again and again.
     args = ("--require-gpu", "--collect-only", str(TESTS / "test_conftest.py"))
     result = run_pytest(TESTS.parent, env, *args)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR

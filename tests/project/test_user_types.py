@@ -1,4 +1,4 @@
-"""The program whose types the lints check runs, and its results are of these types."""
+"""The program whose types the lints check runs, and its results have these types."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from support.background_runs import ROOT
 
 pytestmark = pytest.mark.repo
 PROGRAM = ROOT / "tests" / "user_types" / "user_script.py"
-# Stands in for PyTorch, which may not be installed: its arrays are NumPy's.
+# Replaces PyTorch, which may not be installed; its arrays are NumPy's.
 WITHOUT_PYTORCH = types.SimpleNamespace(Tensor=np.ndarray, ones=np.ones)
 
 
 def fits(value: Any, said: Any) -> bool:
-    """Whether a value is of a type, lists, tuples and dicts with what they hold."""
+    """Whether a value has a type; for lists, tuples and dicts also their items."""
     kind, inner = get_origin(said) or said, get_args(said)
     if said is Any:
         return True

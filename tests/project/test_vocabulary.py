@@ -46,7 +46,7 @@ RETIRED = {
     "twin twins": "NumPy reference",
     "urge urged": "progress",
 }
-# Retired in names alone: in a sentence some of them are plain English.
+# Retired in names only: in sentences some of them are plain English.
 RETIRED_IN_NAMES = {
     "arrivals": "gradient inputs",
     "as_kind as_kinds": "output_type",
@@ -118,7 +118,7 @@ def words(name: str) -> list[str]:
 
 @cache
 def nodes(tree: ast.Module) -> list[ast.AST]:
-    """All nodes; to walk through the sources takes a quarter of a second each time."""
+    """All nodes, cached: walking through the sources takes a quarter of a second."""
     return list(ast.walk(tree))
 
 
@@ -162,7 +162,7 @@ NAME = re.compile(rf"_(?:{'|'.join(IN_NAMES)})(?=_)")
 
 
 def retired_names(path: str, tree: ast.Module) -> Iterator[str]:
-    """What is wrong with the names of a file, its own and its folder's included."""
+    """Retired words in the names of a file, including the names of the file and its folder."""
     for name in sorted({*defined(tree), *path.removesuffix(".py").split("/")}):
         for found in NAME.findall(f"_{'_'.join(words(name))}_"):
             word = found[1:]
@@ -179,7 +179,7 @@ def is_allowed(path: str, name: str, word: str) -> bool:
 
 
 def retired_texts(path: str, tree: ast.Module) -> Iterator[str]:
-    """What is wrong with the messages and the first docstring lines of a file."""
+    """Retired words in the messages and the first docstring lines of a file."""
     for text in texts(tree):
         for found in TEXT.finditer(text):
             word = found[0].lower()
@@ -206,7 +206,7 @@ def test_names_and_texts_use_no_retired_word():
 
 
 def test_tests_use_no_retired_word():
-    """Nor do their comments. Halves are dtypes there; reduction groups have no other name."""
+    """Neither do their comments. "Halves" may mean 16-bit dtypes in tests."""
     retired = IN_TEXTS.keys() - {"halves"}
     wrong = [
         f"{path.relative_to(TESTS)}: write {IN_TEXTS[word]} for {word!r}"
