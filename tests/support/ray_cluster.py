@@ -34,12 +34,13 @@ def deadline(seconds: float) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """A cluster of 4 CPUs on this machine, whose processes import this gradreduce and examples."""
+    """A cluster of 4 CPUs on this machine; its processes import this gradreduce and these tests."""
     import ray
 
     import gradreduce as gr
 
-    sources = (str(Path(gr.__file__).parents[1]), str(Path(__file__).parents[2] / "examples"))
+    root = Path(__file__).parents[2]
+    sources = map(str, (Path(gr.__file__).parents[1], root / "examples", root / "tests"))
     with pytest.MonkeyPatch.context() as patch:
         # Ray's processes have the environment of the one that starts them.
         path = os.environ.get("PYTHONPATH", "")
