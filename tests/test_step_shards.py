@@ -264,18 +264,18 @@ def test_what_cannot_be_sharded_raises():
     with gr.open_mesh(2, backend="sim") as mesh:
         variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        with pytest.raises(ValueError, match=r"cannot reduce by <ReductionToOneDevice>: pass an"):
+        with pytest.raises(ValueError, match=r"AllReduceCrossDeviceOps, not <ReductionToOneDevice"):
             gr.SyncStep(
                 [variable], gr.AdamOptimizer(0.1), gr.ReductionToOneDevice(), shard_optimizer=True
             )
         getter = gr.AGNCustomGetter(mesh[0])
         inner = gr.MomentumOptimizer(0.1, 0.9)
         agn = gr.AGNOptimizer(inner, 1, custom_getter=getter)
-        with pytest.raises(ValueError, match="needs an elementwise rule, and that of <AGNOptimize"):
+        with pytest.raises(ValueError, match="needs an elementwise rule; the rule of <AGNOptimiz"):
             gr.SyncStep([variable], agn, ops, shard_optimizer=True)
         used = gr.MomentumOptimizer(0.1, 0.9)
         gr.SyncStep([variable], used, ops)
-        with pytest.raises(ValueError, match=r"has state of 'v' already.*pass a new optimizer"):
+        with pytest.raises(ValueError, match=r"already has slots of 'v'.*pass a new optimizer"):
             gr.SyncStep([variable], used, ops, shard_optimizer=True)
         step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
         with pytest.raises(TypeError, match=r"IndexedSlices are not supported; pass .to_dense\(\)"):

@@ -1,8 +1,8 @@
-"""Saves the state of a ``SyncStep`` to host memory, and validates and loads it.
+"""Saves, validates and loads the state of a ``SyncStep``.
 
-It has the variables, and the states of the optimizer and of the accumulators, all by the names of
-the variables. Every process gets and loads the same state. Slots and variables are alike in all
-processes; only the partial sums of an unfinished update differ, and are gathered.
+The state has the variables, the optimizer and the accumulators, all by the names of the variables.
+Every process gets and loads the same state. Variables and slots are the same in all processes. The
+partial sums of an unfinished update differ, so they are gathered from all processes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _FORMAT = "gradreduce SyncStep 2"
 
 
 class StepParts(NamedTuple):
-    """What a ``SyncStep`` consists of; see there.
+    """The parts of a ``SyncStep``.
 
     Attributes:
-        variables: of the step.
+        variables: the variables of the step.
         accumulators: one for each variable.
-        optimizer: that has slots of these variables.
-        devices: of this process.
-        num_replicas: of all processes.
-        shards: of a sharded optimizer; else None.
-        scaling: of the mean gradients.
+        optimizer: the optimizer, with slots of these variables.
+        devices: the devices of this process.
+        num_replicas: the number of replicas in all processes.
+        shards: the shards if ``shard_optimizer`` is True; otherwise None.
+        scaling: scales the mean gradients.
     """
 
     variables: Sequence[Variable]
@@ -57,7 +57,8 @@ def saved_state(step: StepParts, num_required: int, output_type: str) -> dict[st
     accumulators = {}
     for name, accumulator in zip(owners, step.accumulators, strict=True):
         saved = accumulators[name] = accumulator.state_dict()
-        for key in ("num_accumulated", "num_dropped"):  # each call adds as many in every process
+        # Each call adds one gradient for each replica, so the counts of all processes are known.
+        for key in ("num_accumulated", "num_dropped"):
             saved[key] = saved[key] * step.num_replicas // len(step.devices)
     counts = [(each["global_step"], each["num_accumulated"]) for each in accumulators.values()]
     _check_alike(step, "SyncStep.state_dict", {"accumulators": counts})
@@ -94,15 +95,15 @@ def _of_all_replicas(step: StepParts, sums: list[Any]) -> list[Any]:
 
 
 def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
-    """Validates a state and allocates memory; the returned function loads it.
+    """Validates a state and allocates memory; returns a function that loads it.
 
-    That returns the saved ``num_required``.
+    The returned function returns the saved ``num_required``.
 
     Raises:
         KeyError: a key is missing or unknown.
-        TypeError: a value of another type.
-        ValueError: a value of another format, shape or dtype, another state than another process
-            has, or gradients of an unfinished update of another number of replicas.
+        TypeError: a value has a wrong type.
+        ValueError: a value has another format, shape or dtype; processes have different states; or
+            the state has gradients that another number of replicas added.
     """
     owners = checkpoint.by_name(step.variables)
     schema = {
@@ -146,15 +147,16 @@ def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> 
     """Returns the part of an accumulator's state that this process loads.
 
     Args:
-        step: to load.
-        before: the number of replicas when it was saved.
-        found: the validated state of all processes.
+        step: the step that loads the state.
+        before: the number of replicas when the state was saved.
+        found: the validated state of the accumulator, for all processes.
     """
     here, everywhere, count = len(step.devices), step.num_replicas, found["num_accumulated"]
     if count and (before != everywhere or count * here % everywhere):
         raise ValueError(
-            f"{count} gradients of {before} replicas wait for an update, which {everywhere} "
-            "replicas cannot continue; save a state when the step has returned True"
+            f"the state has {count} gradients of {before} replicas that wait for an update, and "
+            f"{everywhere} replicas cannot continue it: use {before} replicas, or load a state "
+            "that was saved right after the step returned True"
         )
     group = step.devices[0].mesh_state.process_group
     first = 0 if group is None else sum(group.counts[: group.rank])
@@ -162,13 +164,13 @@ def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> 
     return {
         **found,
         "num_accumulated": count * here // everywhere,
-        "num_dropped": found["num_dropped"] // everywhere * here,  # whole calls
+        "num_dropped": found["num_dropped"] // everywhere * here,  # rounded down to whole calls
         "partial_sums": sums,
     }
 
 
 def _check_alike(step: StepParts, call: str, values: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` in all processes unless these entries of a state are equal in all."""
+    """Raises ``ValueError`` in all processes if these entries of a state differ between them."""
     leader = step.devices[0]
     group = leader.mesh_state.process_group
     if group is None:

@@ -1,7 +1,7 @@
-"""What a ``SyncStep`` does with mean gradients before the update: unscale, measure, skip, clip.
+"""Unscales, measures and clips the mean gradients of a ``SyncStep``, or skips the update.
 
-Every device does it with its own copies or shards, in place. The norm has the same bits on all
-devices of all processes, so that all take the same decision without an exchange of it.
+Every device does this in place, with its own copies or shards. The norm has the same bits on all
+devices of all processes, so that all skip the same updates without telling each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradreduce.device import Buffer, as_dtype, as_flag
 from gradreduce.errors import brief
 from gradreduce.optim.hyperparameters import as_count
 
-# A dynamic scale stays in the range of float32, in which losses are multiplied by it.
+# The range of a dynamic scale: losses are multiplied by it in float32.
 _LEAST, _MOST = 2.0**-126, 2.0**127
 
 
@@ -30,23 +30,34 @@ _LEAST, _MOST = 2.0**-126, 2.0**127
 class DynamicLossScale:
     """A loss scale that ``SyncStep`` adapts, by the rule of ``torch.amp.GradScaler``.
 
-    It shrinks when gradients overflow, and grows when they have not for a while.
+    The scale decreases when gradients overflow, and increases when they have not overflowed for
+    some time. Multiply the loss by ``SyncStep.loss_scale`` before you differentiate it.
 
     Attributes:
-        init_scale: the scale at first.
-        growth_factor: by which it is multiplied after ``growth_interval`` updates without a
-            skipped one; above 1.
-        backoff_factor: by which it is multiplied when a step is skipped; between 0 and 1.
-        growth_interval: see above; at least 1.
+        init_scale: the initial scale.
+        growth_factor: after ``growth_interval`` updates in a row without a skipped one, the scale
+            is multiplied by this number; above 1.
+        backoff_factor: when an update is skipped, the scale is multiplied by this number; above 0
+            and below 1.
+        growth_interval: a number of updates; at least 1.
 
     Raises:
-        TypeError: an argument that is not a number.
-        ValueError: one outside its range.
+        TypeError: an argument is not a number.
+        ValueError: an argument is out of range.
 
-    Example::
-
-        step = gr.SyncStep(variables, optimizer, ops, loss_scale=gr.DynamicLossScale())
-        loss = step.loss_scale * mean_loss  # differentiate this one
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> w = gr.Variable(np.float32([1]), "w", device=mesh)
+        >>> optimizer = gr.GradientDescentOptimizer(0.5)
+        >>> cross_device_ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+        >>> scale = gr.DynamicLossScale(init_scale=8.0)
+        >>> step = gr.SyncStep([w], optimizer, cross_device_ops, loss_scale=scale)
+        >>> step([[[np.float32([np.inf])]]]), step.loss_scale  # skipped
+        (False, 4.0)
+        >>> step([[[np.float32([step.loss_scale * 1])]]])  # a gradient of 1, scaled
+        True
+        >>> w.numpy()
+        array([0.5], dtype=float32)
     """
 
     init_scale: float = 2.0**16
@@ -67,18 +78,19 @@ class GradientScaling:
     """Unscales, measures and clips the mean gradients of a ``SyncStep``.
 
     Args:
-        variables: of the step.
+        variables: the variables of the step.
         clip_norm: see ``SyncStep``.
-        skip_nonfinite: see there.
-        loss_scale: see there.
-        check_finite: see there.
+        skip_nonfinite: see ``SyncStep``.
+        loss_scale: see ``SyncStep``.
+        check_finite: see ``SyncStep``.
 
     Attributes:
-        acts: whether mean gradients are looked at.
-        checks: whether gradients of replicas are.
-        scale: of the next update.
-        num_skipped: updates that were skipped.
-        norm: of the last gradients; on the device, unless updates can be skipped. None without any.
+        acts: whether ``apply`` must be called with the mean gradients.
+        checks: whether the gradients of each replica must be finite.
+        scale: the loss scale of the next update.
+        num_skipped: the number of updates that were skipped.
+        norm: the norm of the last mean gradients; a Buffer, or a number if updates can be skipped.
+            None before the first.
     """
 
     def __init__(
@@ -107,10 +119,10 @@ class GradientScaling:
             )
         self.num_skipped = 0
         self.norm: Buffer | float | None = None
-        self._growth_tracker = 0  # updates since the scale has changed
+        self._growth_tracker = 0  # updates since the scale changed
         self._measures = self._skips or self._limit is not None
         self.acts = self._measures or loss_scale is not None
-        # What all processes must agree in, for messages.
+        # Options that must be equal in all processes.
         self.options = {
             "clip_norm": self._limit,
             "skip_nonfinite": self._skips,
@@ -138,14 +150,14 @@ class GradientScaling:
         gradients: Sequence[Sequence[Buffer]],
         share_sums: Callable[[list[Buffer]], list[Buffer]] | None = None,
     ) -> bool:
-        """Unscales and clips gradients in place; False if the update is to be skipped.
+        """Unscales and clips gradients in place; returns False to skip the update.
 
         The host waits for the norm if updates can be skipped.
 
         Args:
-            gradients: for each device those that it updates with; overwritten.
-            share_sums: takes the block sums of each device, and returns those of all gradients for
-                each; by default each device has all gradients.
+            gradients: for each device the mean gradients that it uses; overwritten.
+            share_sums: takes the block sums that each device has computed, and returns for each
+                device the block sums of all gradients. Needed if a device has only some gradients.
         """
         work = list(zip(self._devices, gradients, strict=True))
         if self.scale != 1:
@@ -169,11 +181,11 @@ class GradientScaling:
 
     def read_norm(self) -> float | None:
         """Returns the last norm; the host waits for it."""
-        norm = self.norm  # another thread may begin an update meanwhile
+        norm = self.norm  # read once, because another thread may replace it
         return _on_host(norm) if isinstance(norm, Buffer) else norm
 
     def _is_finite(self, norm: Buffer) -> bool:
-        """Whether the gradients of this norm are finite; counts, and adapts the scale."""
+        """Whether a norm is finite; counts skipped updates, and adapts the scale."""
         self.norm = _on_host(norm)
         is_finite = math.isfinite(self.norm)
         self.num_skipped += not is_finite
@@ -181,7 +193,7 @@ class GradientScaling:
         if rule is not None:
             self._growth_tracker = self._growth_tracker + 1 if is_finite else 0
             factor = 1.0 if is_finite else rule.backoff_factor
-            if self._growth_tracker >= rule.growth_interval:  # a loaded one may be above
+            if self._growth_tracker >= rule.growth_interval:  # above, if it was loaded
                 self._growth_tracker, factor = 0, rule.growth_factor
             self.scale = min(max(self.scale * factor, _LEAST), _MOST)
         return is_finite
@@ -189,7 +201,7 @@ class GradientScaling:
     # -- checkpoint -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns entries of the step's state."""
+        """Returns the entries of ``SyncStep.state_dict`` that belong to this object."""
         return {
             "num_skipped": self.num_skipped,
             "loss_scale": self.scale,
@@ -197,23 +209,25 @@ class GradientScaling:
         }
 
     def ready_state(self, found: Mapping[str, Any], *, continues: bool) -> Callable[[], None]:
-        """Returns a function that loads these entries; the scale, if it is and was dynamic.
+        """Returns a function that loads saved entries.
+
+        The scale is loaded only if the saved scale and the scale of this step are dynamic.
 
         Args:
-            found: the entries, which fit ``SCHEMA``.
-            continues: whether gradients of their scale wait for an update.
+            found: the entries, validated by ``SCHEMA``.
+            continues: whether the state has gradients that wait for an update.
 
         Raises:
-            ValueError: gradients of another scale than the step's wait.
+            ValueError: gradients wait that have another scale than this step.
         """
         scale, tracker, before = self.scale, self._growth_tracker, found["loss_scale"]
         if self._rule is not None and found["growth_tracker"] is not None:
             scale, tracker = before, found["growth_tracker"]
         if continues and scale != before:
             raise ValueError(
-                f"gradients of loss_scale {before:g} wait for an update, and this step has "
-                f"loss_scale {scale:g}: pass the same one, or save a state when the step has "
-                "returned True"
+                f"the state has gradients with loss_scale {before:g} that wait for an update, but "
+                f"this step has loss_scale {scale:g}: use the same loss_scale, or load a state "
+                "that was saved right after the step returned True"
             )
 
         def load() -> None:
@@ -228,13 +242,13 @@ def _on_host(norm: Buffer) -> float:
 
 
 def first_nonfinite(gradients: Sequence[PerReplica], first: int) -> tuple[int, int]:
-    """Returns the index of the first gradient that is not finite, and its replica; -1 if all are.
+    """Returns the index and the replica of the first gradient that is not finite.
 
-    The host waits for the gradients.
+    Returns (-1, -1) if all gradients are finite. The host waits for the gradients.
 
     Args:
-        gradients: of each tensor those of the replicas of this process.
-        first: the number of its first replica.
+        gradients: the gradients of each variable, on the replicas of this process.
+        first: the number of the first replica of this process.
     """
     sizes = [gradient.buffers[0].size for gradient in gradients]
     ends = list(accumulate(map(ops.num_blocks, sizes)))
@@ -253,8 +267,8 @@ def above_zero(name: str, value: Any, *, finite: bool = False) -> float:
     """Validates a number above 0.
 
     Raises:
-        TypeError: it is not a number.
-        ValueError: it is not above 0, or not finite where it must be.
+        TypeError: ``value`` is not a number.
+        ValueError: ``value`` is not above 0, or, with ``finite``, is infinite.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={brief(value)} must be a number")
@@ -264,7 +278,7 @@ def above_zero(name: str, value: Any, *, finite: bool = False) -> float:
     return number
 
 
-# Of what ``GradientScaling.state_dict`` returns.
+# The schema of ``GradientScaling.state_dict``.
 SCHEMA = {
     "num_skipped": integer(0),
     "loss_scale": lambda where, saved: above_zero(where, plain(saved), finite=True),

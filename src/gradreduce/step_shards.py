@@ -1,13 +1,14 @@
-"""Shares the update of a ``SyncStep`` among the replicas (ZeRO stage 1).
+"""Distributes the update of a ``SyncStep`` over the replicas (ZeRO stage 1).
 
-The variables of a dtype, end to end, are cut into one part for each replica, equal to within 16
-bytes. A *shard* is the piece of one variable in one part. It is a Variable on the memory of its
-replica's copy, so that the optimizer makes slots of shards alone and updates them as any Variable::
+All variables of a dtype, laid end to end, are cut into one part for each replica; the sizes of the
+parts differ by at most 16 bytes. A *shard* is the piece of one variable in one part. It is a
+Variable that shares memory with the copy on its replica. So the optimizer creates slots only for
+shards, and updates them like any Variable::
 
-    sums of all replicas ──reduce-scatter──► means of one's shards ──optimize──► one's shards
-                                                 ──all-gather──► all copies of the variables
+    sums of all replicas ──reduce-scatter──► means of own shards ──optimize──► own shards
+                                                ──all-gather──► all copies of the variables
 
-Source: Rajbhandari et al., ZeRO (arXiv:1910.02054), its first stage.
+Source: Rajbhandari et al., ZeRO (arXiv:1910.02054), stage 1.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from gradreduce.reduce.pipeline import BatchPlan, Call, compile_for, plan_shares
 from gradreduce.reduce.process_values import described, first_replica
 from gradreduce.step_scaling import GradientScaling
 
-_SUM = as_dtype("float64")  # of the squares of a block
-_MOST_PLANS = 64  # for so many choices of variables with a gradient
+_SUM = as_dtype("float64")  # the dtype of the sum of squares of a block
+_MOST_PLANS = 64  # plans are kept for this many different sets of variables with a gradient
 
 
 class Shard(NamedTuple):
-    """A piece of a variable, and who updates it.
+    """A piece of a variable, which one replica updates.
 
     Attributes:
-        variable: its number.
-        owner: number of the replica over all processes.
-        start: first element.
-        size: number of elements.
+        variable: the index of the variable.
+        owner: the number of the replica that updates it, counted over all processes.
+        start: the first element.
+        size: the number of elements.
     """
 
     variable: int
@@ -64,12 +65,12 @@ class Shard(NamedTuple):
 
 
 def plan_shards(variables: Sequence[Variable], num_replicas: int, block: int = 1) -> list[Shard]:
-    """Cuts the variables into shards of whole blocks; in the order of their owners.
+    """Cuts variables into shards of whole blocks; returns the shards in the order of owners.
 
     Args:
-        variables: to cut.
+        variables: the variables to cut.
         num_replicas: the number of owners.
-        block: elements of a block, counted from the start of each variable.
+        block: the number of elements of a block. Blocks start at the start of each variable.
     """
     sizes = tuple([variable.buffers[0].size for variable in variables])
     dtypes = tuple([(variable.dtype, variable.dtype) for variable in variables])
@@ -88,16 +89,16 @@ def plan_shards(variables: Sequence[Variable], num_replicas: int, block: int = 1
 
 
 def _at_block(element: int, size: int, block: int) -> int:
-    """Returns the start of a block next to an element of a variable, or the variable's end."""
+    """Returns the start of the block nearest to an element, or the variable's end."""
     return size if element == size else min((element + block // 2) // block * block, size)
 
 
 class _Taken(threading.local):
-    """What the thread's current take has reduced.
+    """The gradients that the thread's current take has reduced.
 
     Attributes:
-        means: of the shards of this process.
-        indices: of the variables, also those whose shards other processes have.
+        means: the means of the shards of this process.
+        indices: the indices of all variables with a gradient.
     """
 
     def __init__(self) -> None:
@@ -106,22 +107,22 @@ class _Taken(threading.local):
 
 
 class OptimizerShards(CrossDeviceOps):
-    """Reduces the sums of a ``SyncStep`` to shards, updates these, and copies them to all replicas.
+    """Reduces sums of a ``SyncStep`` to shards, updates these, copies them to all.
 
     Args:
-        variables: of the step.
-        optimizer: whose rule is elementwise.
+        variables: the variables of the step.
+        optimizer: an optimizer with an elementwise rule.
         cross_device_ops: an ``AllReduceCrossDeviceOps``.
-        num_replicas: of all processes.
-        scaling: of the mean gradients.
+        num_replicas: the number of replicas in all processes.
+        scaling: scales the mean gradients.
 
     Attributes:
-        variables: one for each shard of this process.
-        accumulators: of the step, one for each variable; set after construction.
+        variables: a Variable for each shard of this process.
+        accumulators: the accumulators of the step, one for each variable; set after construction.
 
     Raises:
-        ValueError: another optimizer or ``cross_device_ops``, or the optimizer has slots of these
-            variables already.
+        ValueError: the optimizer or ``cross_device_ops`` cannot be used, or the optimizer already
+            has slots of these variables.
     """
 
     accumulators: Sequence[ConditionalAccumulator] = ()
@@ -138,12 +139,13 @@ class OptimizerShards(CrossDeviceOps):
             cross_device_ops
         ):
             raise ValueError(
-                f"shard_optimizer=True cannot reduce by {brief(cross_device_ops)}: pass an "
-                "AllReduceCrossDeviceOps"
+                "shard_optimizer=True needs an AllReduceCrossDeviceOps, not "
+                f"{brief(cross_device_ops)}"
             )
         if not optimizer._is_elementwise:
             raise ValueError(
-                f"shard_optimizer=True needs an elementwise rule, and that of {optimizer!r} is not"
+                f"shard_optimizer=True needs an elementwise rule; the rule of {optimizer!r} is not "
+                "elementwise"
             )
         self._optimizer, self._ops = optimizer, cross_device_ops
         self._whole, self._num_replicas = tuple(variables), num_replicas
@@ -175,11 +177,11 @@ class OptimizerShards(CrossDeviceOps):
         used = [each.name for of_name in slots for each in of_name if each.name in names]
         if used:
             raise ValueError(
-                f"{self._optimizer!r} has state of {used[0]!r} already, which shard_optimizer=True "
-                "cannot divide: pass a new optimizer, and load a state of the SyncStep"
+                f"{self._optimizer!r} already has slots of {used[0]!r}, and shard_optimizer=True "
+                "cannot divide them: pass a new optimizer, and load a state of the SyncStep"
             )
 
-    # -- reduction, as the accumulators ask for it ------------------------------------------------
+    # -- the reduction that the accumulators call -------------------------------------------------
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
@@ -200,10 +202,11 @@ class OptimizerShards(CrossDeviceOps):
         consume: ExitStack | None = None,
         names: Sequence[str] = (),
     ) -> list[tuple[Buffer, ...]]:
-        """Reduces the partial sums of the accumulators that hold ``divisor`` gradients to shards.
+        """Reduces the partial sums of accumulators with ``divisor`` gradients to shards.
 
         Returns:
-            For each the means of the shards of this process; ``update`` uses them too.
+            For each accumulator, the means of the shards of this process. They are also kept for
+            ``take_and_update``.
         """
         indices = [
             index
@@ -227,7 +230,7 @@ class OptimizerShards(CrossDeviceOps):
     def _plan(
         self, call: Call, indices: tuple[int, ...], divisor: float = 1, *, of_sums: bool = False
     ) -> BatchPlan:
-        """Plans a call for the shards of these variables, or for the sums of their blocks."""
+        """Plans a call for shards of these variables, or for sums of their blocks."""
         wanted = set(indices)
         shares: list[list[tuple[int, DType, DType]]] = [[] for _ in range(self._num_replicas)]
         for shard in self._shards:
@@ -253,17 +256,18 @@ class OptimizerShards(CrossDeviceOps):
     # -- update -----------------------------------------------------------------------------------
 
     def take_and_update(self, num_required: int) -> bool:
-        """Takes the sums if there are enough, updates the shards, and copies them to all replicas.
+        """Takes the sums, updates the shards, and copies them to all replicas.
 
         Returns:
-            Whether the variables were updated: not if there are too few, or the step is skipped.
+            True if the variables were updated. False if there are not enough gradients, or if the
+            update is skipped.
         """
         taken = self._taken
         taken.means, taken.indices = {}, []
         if take_now(self.accumulators, num_required) is None:
             return False
         indices, means = sorted(taken.indices), taken.means
-        taken.means = {}  # which would stay in memory until the next call
+        taken.means = {}  # otherwise they would stay in memory until the next call
         plan = self._planned("all-gather", tuple(indices))
         wanted = set(indices)
         chosen = [shard for shard in self._shards if shard.variable in wanted]
@@ -284,7 +288,7 @@ class OptimizerShards(CrossDeviceOps):
                 ):
                     return False
         begin_writes(self._whole)
-        # After an error between the two, the copies of a variable would differ.
+        # If the update or the copies fail, the copies of a variable would differ.
         with (
             leader.mesh_state.fail_on_partial_write(self._devices),
             telling_others(leader),
@@ -297,14 +301,14 @@ class OptimizerShards(CrossDeviceOps):
         return True
 
     def _sums_of_all(self, indices: Sequence[int], own: Sequence[Buffer]) -> list[Buffer]:
-        """Copies the sums of all blocks of variables to all replicas, in the order of variables.
+        """Copies the sums of all blocks to all replicas, in the order of the variables.
 
         Args:
-            indices: of the variables.
+            indices: the indices of the variables.
             own: for each device the sums of the blocks of its shards.
 
         Returns:
-            For each device all sums.
+            For each device the sums of all blocks.
         """
         sizes = [self._whole[index].buffers[0].size for index in indices]
         *starts, total = accumulate(map(ops.num_blocks, sizes), initial=0)
@@ -328,10 +332,10 @@ class OptimizerShards(CrossDeviceOps):
     # -- checkpoint -------------------------------------------------------------------------------
 
     def queued_slots(self) -> dict[str, Any]:
-        """Returns the slots of whole variables, see ``optim.checkpoint.queued_slots``.
+        """Returns the slots of whole variables, like ``optim.checkpoint.queued_slots``.
 
-        Joins the slots of one variable after the other on the first device, so that they need
-        little memory there.
+        The slots of one variable at a time are joined on the first device, which needs little
+        memory.
         """
         self._optimizer.prepare(self.variables)
         slots, download = self._optimizer._slots, downloader(None)
@@ -368,7 +372,7 @@ class OptimizerShards(CrossDeviceOps):
         return wholes
 
     def divided(self, values: SlotValues) -> SlotValues:
-        """Returns what the shards of this process have of slots of whole variables."""
+        """Cuts saved slots of whole variables into the slots of this process's shards."""
         return {
             part: {
                 name: value.reshape(-1)[shard.start : shard.start + shard.size]

@@ -43,7 +43,7 @@ from gradreduce.step_shards import OptimizerShards
 
 
 class _StepAccumulator(ConditionalAccumulator):
-    """An accumulator whose gradients come from all processes, in equal numbers for each replica."""
+    """An accumulator over all processes, to which each replica adds equally many gradients."""
 
     _spans_processes = True
 
@@ -61,49 +61,56 @@ class _StepAccumulator(ConditionalAccumulator):
 class SyncStep(NotCopied):
     """Runs synchronous data-parallel training steps on mirrored variables.
 
-    Over several processes every process makes the same calls, with the gradients of its own
-    replicas. The variables start with the values of process 0.
-
     Each call sums the micro-batch gradients of every replica, reduces them across the devices by
     MEAN, and updates the variables with the optimizer. It queues work on the devices and does not
     wait for it. Gradients are accumulated in one ``ConditionalAccumulator`` per variable, so that
-    an update may take the gradients of several calls (``num_required``).
+    an update may use the gradients of several calls (``num_required``).
 
-    Example::
-
-        step = gr.SyncStep(variables, optimizer, gr.AllReduceCrossDeviceOps())
-        step(terms)  # terms[replica][variable] is a list of micro-batch gradients
+    Over several processes, every process makes the same calls, with the gradients of its own
+    replicas. The constructor copies the values of process 0 to the variables of all processes.
 
     Args:
         variables: trainable Variables, all with a copy on each device of the same mesh.
         optimizer: applies the mean gradients.
-        cross_device_ops: any ``CrossDeviceOps``; reduces the sums across devices.
+        cross_device_ops: a ``CrossDeviceOps`` that reduces the sums across devices.
         aggregation_method: how the micro-batch gradients of a replica are summed.
-        num_required: number of gradients before an update, of all processes; each call adds one per
-            replica. An integer, or a Variable, which is read once, here. Default: the number of
-            replicas.
+        num_required: the number of gradients for an update, counted over all processes; each call
+            adds one per replica. An integer, or a Variable, which is read once, by the constructor.
+            Default: the number of replicas.
         shard_optimizer: whether each of n replicas updates an n-th of the variables and then copies
             it to the others (ZeRO stage 1). Slots and masters take an n-th of the memory on each
-            device. The values are the same; with ``hierarchical_copy`` the same bits. Needs an
-            ``AllReduceCrossDeviceOps``, and an optimizer with an elementwise rule and without state
-            of these variables, whose slots are then of parts of variables.
-        clip_norm: scales the mean gradients of an update, as ``gr.clip_by_global_norm`` does, so
-            that their norm is at most this number above 0. ``math.inf`` only computes
+            device. The updated values are the same; with ``hierarchical_copy`` they have the same
+            bits. It needs an ``AllReduceCrossDeviceOps``, and an optimizer with an elementwise rule
+            that has no slots of these variables yet.
+        clip_norm: the largest norm of the mean gradients of an update, a number above 0. Larger
+            gradients are scaled, as by ``gr.clip_by_global_norm``. ``math.inf`` only computes
             ``last_norm``.
-        skip_nonfinite: whether an update is skipped on every replica if an element of the mean
-            gradients is infinite or NaN. The host waits for each update's norm.
-        loss_scale: by which the caller has multiplied the loss, a number above 0: mean gradients
-            are divided by it first. Or a ``gr.DynamicLossScale``, for which the caller multiplies
-            by the step's ``loss_scale``, which implies ``skip_nonfinite``, and with which the step
-            is called in one thread only. Not for float16 variables.
-        check_finite: whether an error is raised if the gradient of a replica is infinite or NaN.
-            The host waits for the gradients of each call. Not with ``skip_nonfinite``.
+        skip_nonfinite: whether to skip an update, on every replica, if an element of the mean
+            gradients is infinite or NaN. The host waits for the norm of each update.
+        loss_scale: the number above 0 by which you multiply the loss; mean gradients are divided by
+            it. Or a ``gr.DynamicLossScale``: then multiply the loss by the step's attribute
+            ``loss_scale``, and call the step in one thread only; ``skip_nonfinite`` is implied. Not
+            for float16 variables.
+        check_finite: whether to raise an error if the gradient of a replica is infinite or NaN. The
+            host waits for the gradients of each call. Not with ``skip_nonfinite``.
 
     Raises:
-        ValueError: no variable, the same one twice, one that is not trainable, variables on
-            different devices, an invalid method, a number outside its range, or arguments that
-            cannot be combined.
-        TypeError: an argument of another type.
+        ValueError: there is no variable, a variable is passed twice or is not trainable, variables
+            are on different devices, the aggregation method is invalid, a number is out of range,
+            or arguments cannot be combined.
+        TypeError: an argument has a wrong type.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> w = gr.Variable(np.float32([1, 2]), "w", device=mesh)
+        >>> optimizer = gr.GradientDescentOptimizer(0.5)
+        >>> step = gr.SyncStep([w], optimizer, gr.AllReduceCrossDeviceOps(mesh=mesh))
+        >>> first = [np.float32([1, 0]), np.float32([1, 0])]  # two micro-batches of replica 0
+        >>> second = [np.float32([0, 4])]  # one micro-batch of replica 1
+        >>> step([[first], [second]])  # terms[replica][variable]; the mean is [1, 2]
+        True
+        >>> w.numpy()
+        array([0.5, 1. ], dtype=float32)
     """
 
     _copy_hint = "pass its state_dict(), and load that into a new one"
@@ -145,7 +152,7 @@ class SyncStep(NotCopied):
         if as_flag("shard_optimizer", shard_optimizer):
             args = (self.variables, optimizer, cross_device_ops, self.num_replicas)
             self._shards = OptimizerShards(*args, self._scaling)
-        # What the optimizer sees.
+        # The Variables that the optimizer updates.
         self._updated = self.variables if self._shards is None else self._shards.variables
         reducer = cross_device_ops if self._shards is None else self._shards
         self.accumulators = [_StepAccumulator(each, mesh, reducer) for each in self.variables]
@@ -168,25 +175,26 @@ class SyncStep(NotCopied):
 
     @property
     def global_step(self) -> int:
-        """Number of updates, skipped ones included; gradients of an earlier step are stale."""
+        """The number of updates, also skipped ones. Gradients of an earlier step are stale."""
         return self.accumulators[0].global_step
 
     @property
     def num_skipped(self) -> int:
-        """Number of updates that were skipped because gradients were infinite or NaN."""
+        """The number of updates that were skipped because gradients were infinite or NaN."""
         return self._scaling.num_skipped
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale, 1.0 without one; it changes only when ``global_step`` does."""
+        """The current loss scale, or 1.0; it changes only when ``global_step`` changes."""
         return self._scaling.scale
 
     @property
     def last_norm(self) -> float | None:
-        """Global norm of the last mean gradients before clipping; the host waits for it.
+        """The global norm of the last mean gradients; the host waits for it.
 
-        They are divided by the loss scale first. Infinite or NaN if an element was. None before the
-        first update, and without ``clip_norm``, ``skip_nonfinite`` and a dynamic loss scale.
+        It is the norm after the division by the loss scale and before clipping. It is infinite or
+        NaN if an element was infinite or NaN. It is None before the first update, and if neither
+        ``clip_norm`` nor ``skip_nonfinite`` nor a dynamic loss scale is used.
         """
         return self._scaling.read_norm()
 
@@ -201,38 +209,38 @@ class SyncStep(NotCopied):
         """Adds one gradient per replica and, if enough have been added, updates the variables.
 
         Args:
-            terms: ``terms[replica][variable]`` is the list of that replica's micro-batch
-                gradients of that variable, with its shape and dtype; their *sum* is one gradient.
-                None in a list is ignored. For a variable without a gradient, pass None (or a list
-                of None) on every replica. ``terms[replica]`` may also be a dict of such lists by
-                the names of the variables, or a PyTorch module or its ``named_parameters()``, whose
-                gradients are then the only terms: ``step(models)``. Convert ``IndexedSlices``
-                first: pass ``.to_dense()``. Arrays are only read; after this returns, the current
-                stream of their library may overwrite them.
-            local_step: the step at which they were computed: an integer, or a Variable that holds
-                one. Default: ``global_step``. The earliest of all processes counts: if it is stale,
-                all drop their gradients.
+            terms: ``terms[replica][variable]`` is a list with the gradients of that replica's
+                micro-batches, arrays of the variable's shape and dtype. Their *sum* is one
+                gradient. None in a list is ignored. For a variable without a gradient, pass None,
+                or a list of None, on every replica. ``terms[replica]`` may also be a dict of such
+                lists by the names of the variables. Or it is a PyTorch module, or the module's
+                ``named_parameters()``: then each ``.grad`` is the only term. ``IndexedSlices`` must
+                be converted by ``.to_dense()``. Arrays are only read. After the call, work on the
+                current stream of their library may overwrite them.
+            local_step: the step at which the gradients were computed: an integer, or a Variable
+                that holds one. Default: ``global_step``. If it is stale in one process, all
+                processes drop their gradients.
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
 
         Returns:
-            True if the variables were updated. False if the gradients were dropped as stale,
-            accumulated because more are needed, or skipped (see ``num_skipped``). After an update,
-            and a skipped one, the step of every accumulator is one higher, also for variables
-            without a gradient.
+            True if the variables were updated. False if the gradients were dropped as stale, if
+            they were added but more are needed, or if the update was skipped (see
+            ``num_skipped``). After an update or a skipped update, the step of every accumulator is
+            one higher, even if its variable has no gradient.
 
         Raises:
-            ValueError: wrong number of replicas or variables, other names than theirs, a gradient
-                of another shape or dtype than its variable, None on some replicas only, or a
-                deadline that is not above 0. On error, state is unchanged.
-            TypeError: ``IndexedSlices``, or something else that is not an array; state is
-                unchanged.
-            FloatingPointError: with ``check_finite``, the gradient of a replica is infinite or
-                NaN, in any process; state is unchanged.
+            ValueError: the number of replicas or variables is wrong, names differ from those of the
+                variables, a gradient has another shape or dtype than its variable, a variable has
+                None on some replicas but not on all, or ``deadline`` is not above 0. After this
+                error and the next two, nothing has changed.
+            TypeError: a gradient is ``IndexedSlices`` or is not an array.
+            FloatingPointError: with ``check_finite``, the gradient of a replica, in any process, is
+                infinite or NaN.
             CollectiveError: the mesh has failed.
         """
         seconds = as_deadline(deadline)
         step = self.global_step if local_step is None else as_step("local_step", local_step)
-        self.optimizer.prepare(self._updated)  # what can fail does so before a gradient is taken
+        self.optimizer.prepare(self._updated)  # so that it fails before a gradient is taken
         for variable in self.variables:
             variable._check_memory()
         placed = self._validated(terms)
@@ -260,56 +268,77 @@ class SyncStep(NotCopied):
     def state_dict(
         self, *, deadline: float | None = None, output_type: str = "numpy"
     ) -> dict[str, Any]:
-        """Returns all that the training needs to continue, as host data.
+        """Returns everything that the training needs to continue, as host data.
 
-        Over several processes every process makes this call, and gets the same state. Waits for
-        the devices. Do not call the step meanwhile.
+        Over several processes, every process makes this call and gets the same state. The call
+        waits for the devices. Do not call the step in another thread during it.
 
         Args:
             deadline: seconds from now; if the devices are not done by then, the mesh has failed.
             output_type: see ``ConditionalAccumulator.state_dict``.
 
         Returns:
-            A dict of new objects, for pickle, or for JSON except for the arrays in it:
-            ``"format"``, ``"num_replicas"`` and ``"num_required"``; ``"variables"``, an array for
-            each variable, by name (float32 of float16 and bfloat16); ``"optimizer"``, its
-            ``state_dict``; ``"accumulators"``, that of each by the name of its variable, where the
-            counts and the partial sums are those of the replicas of all processes;
-            ``"num_skipped"``, ``"loss_scale"``, and of a dynamic one ``"growth_tracker"``, the
-            number of updates since it changed (else None).
+            A dict of new objects. It can be pickled; all of it except the arrays fits into JSON.
+
+            - ``"format"``: the version of these keys.
+            - ``"num_replicas"``, ``"num_required"``: integers.
+            - ``"variables"``: an array for each variable, by name; float32 for float16 and
+              bfloat16.
+            - ``"optimizer"``: the ``state_dict`` of the optimizer.
+            - ``"accumulators"``: the ``state_dict`` of each accumulator, by the name of its
+              variable. Counts and partial sums are those of the replicas of all processes.
+            - ``"num_skipped"``, ``"loss_scale"``: numbers.
+            - ``"growth_tracker"``: for a dynamic loss scale, the number of updates since it
+              changed; otherwise None.
 
         Raises:
-            ValueError: two variables have the same name, the processes have taken different
-                numbers of steps, a ``deadline`` that is not above 0, another ``output_type``, or
-                PyTorch is not imported.
+            ValueError: two variables have the same name, the processes have made different numbers
+                of steps, ``deadline`` is not above 0, ``output_type`` is unknown, or it is
+                ``"torch"`` and PyTorch is not imported.
             CollectiveError: the mesh has failed.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> w = gr.Variable(np.float32([1, 2]), "w", device=mesh)
+            >>> cross_device_ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+            >>> step = gr.SyncStep([w], gr.GradientDescentOptimizer(0.5), cross_device_ops)
+            >>> state = step.state_dict()
+            >>> _ = w.assign([0.0, 0.0])
+            >>> step.load_state_dict(state)
+            >>> w.numpy()
+            array([1., 2.], dtype=float32)
         """
         with deadline_scope("SyncStep.state_dict", as_deadline(deadline), self.devices):
             return saved_state(self._parts, self.num_required, output_type)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where a ``state_dict`` was saved, also of another process or backend.
+        """Restores a ``state_dict``, which may come from another process or backend.
 
-        Over several processes every process makes this call, with the same state. The number of
-        replicas may differ if the state was saved right after an update: gradients that wait for
-        one are continued by the same number of replicas only, in any number of processes.
-        ``num_required`` becomes the saved one: half the replicas take two calls for an update. The
-        number of dropped gradients is rounded down to whole calls. A dynamic loss scale continues
-        with the saved one; a fixed one is that of this step, and so are its other options. The
-        optimizer gets the saved hyperparameters, see ``Optimizer.load_state_dict``. On error, state
-        is unchanged.
+        Over several processes, every process makes this call, with the same state. On error,
+        nothing has changed. Example: see ``state_dict``.
+
+        - The number of replicas may differ if the state was saved right after an update. If it has
+          gradients that wait for an update, the number of replicas must be the same; the number of
+          processes may differ.
+        - ``num_required`` becomes the saved number. So with half as many replicas, an update takes
+          twice as many calls.
+        - The number of dropped gradients is rounded down to whole calls.
+        - The optimizer gets the saved hyperparameters; see ``Optimizer.load_state_dict``.
+        - A dynamic loss scale continues with the saved scale. A fixed loss scale, and the other
+          options of this step, are not changed.
 
         Args:
-            state: of a step with variables of the same names; or as a checkpoint format returns
-                it: see ``ConditionalAccumulator.load_state_dict``.
+            state: the ``state_dict`` of a step with variables of the same names. Types that
+                checkpoint formats return are accepted; see
+                ``ConditionalAccumulator.load_state_dict``.
 
         Raises:
-            KeyError: a key is missing or unknown, or a variable.
-            TypeError: a value of another type.
-            ValueError: a value of another format, shape or dtype; another optimizer; gradients of
-                another number of replicas or another loss scale wait for an update; or processes
-                with different states.
-            RuntimeError: a variable cannot be written now, see ``Variable.assign``.
+            KeyError: a key or a variable is missing or unknown.
+            TypeError: a value has a wrong type.
+            ValueError: a value has another format, shape or dtype; the optimizer has another class;
+                gradients of another number of replicas or with another loss scale wait for an
+                update; or the processes have different states.
+            RuntimeError: a variable cannot be written now; see ``Variable.assign``.
             CollectiveError: the mesh has failed.
         """
         load = ready_state(self._parts, state)
@@ -322,7 +351,7 @@ class SyncStep(NotCopied):
         return StepParts(*parts, self.devices, self.num_replicas, self._shards, self._scaling)
 
     def _scaled(self, means: Sequence[Mirrored | None]) -> bool:
-        """Unscales and clips mean gradients in place; False if the update is to be skipped."""
+        """Unscales and clips mean gradients in place; returns False to skip the update."""
         if not self._scaling.acts:
             return True
         rows = [mean.buffers for mean in means if mean is not None]
@@ -332,15 +361,15 @@ class SyncStep(NotCopied):
     def _earliest(
         self, step: int, with_gradients: list[int], checked: Sequence[PerReplica] | None = None
     ) -> int:
-        """Returns the earliest step of all processes: if it is stale, all gradients are dropped.
+        """Returns the earliest step of all processes. If it is stale, all gradients are dropped.
 
         Args:
-            step: of this process.
-            with_gradients: indices of its variables; the others' must be equal.
-            checked: their gradients, if they must be finite where the earliest step is not stale.
+            step: the step of this process.
+            with_gradients: indices of the variables with gradients; equal in all processes.
+            checked: the gradients, if they must be finite unless they are dropped.
 
         Raises:
-            FloatingPointError: they are not, in any process.
+            FloatingPointError: a gradient of ``checked`` is not finite, in any process.
         """
         leader = self.devices[0]
         group = leader.mesh_state.process_group
@@ -368,7 +397,7 @@ class SyncStep(NotCopied):
         return earliest
 
     def _validated(self, terms: Sequence[Any]) -> dict[int, list[list[Buffer]]]:
-        """Returns ``[replica][term]`` of each variable that has terms, by index."""
+        """Returns the terms ``[replica][term]`` of each variable that has any, by its index."""
         terms = as_list(terms)
         _check_length("terms", terms, len(self.devices), "device")
         names = [variable.name for variable in self.variables]
@@ -390,7 +419,7 @@ class SyncStep(NotCopied):
     def _aggregate(self, placed: list[list[list[Buffer]]], *, stale: bool) -> list[PerReplica]:
         """Sums each list of terms; replicas on the same GPU share the launches.
 
-        Stale gradients will be dropped, so their first terms stand for them without a launch.
+        Stale gradients will be dropped, so their first terms are returned and nothing is launched.
         """
         made: list[list[Buffer]] = [[lists[0] for lists in of_one] for of_one in placed]
         for replicas in by_physical(() if stale else self.devices).values():

@@ -106,9 +106,6 @@ MISSING = set(
     replica
     show_versions
 
-    DynamicLossScale
-    SyncStep
-    SyncStep.state_dict
     jax.all_reduce
     ray.AGNCenter
     ray.AccumulatorSet
