@@ -127,7 +127,7 @@ def test_what_is_wrong_is_named_and_changes_nothing():
             (changed(whole, "accumulators", to={}), KeyError,
              r"state\['accumulators'\] has wrong keys: 'w', 'b' missing"),
             (state, ValueError,
-             "^the state has 4 gradients of 4 replicas that wait for an update, and 2 replicas cannot"),
+             "^the state has 4 gradients of 4 replicas that wait for an update, and 2 replicas"),
         ]:  # fmt: skip
             with pytest.raises(error, match=match):
                 step.load_state_dict(given)

@@ -338,8 +338,8 @@ def test_states_of_other_scales():
         before = step.state_dict()
         for change, error, text in [
             (waiting, ValueError, "^the state has gradients with loss_scale 8 that wait for an "
-             "update, but this step has loss_scale 4: use the same loss_scale, or load a state that "
-             "was saved right after the step returned True$"),
+             "update, but this step has loss_scale 4: use the same loss_scale, or load a state "
+             "that was saved right after the step returned True$"),
             ({"num_skipped": -1}, ValueError, r"state\['num_skipped'\]=-1 must be at least 0"),
             ({"loss_scale": 0.0}, ValueError, r"^state\['loss_scale'\]=0\.0 must be above 0"),
             ({"loss_scale": "8"}, TypeError, r"state\['loss_scale'\]='8' must be a number"),
