@@ -93,7 +93,7 @@ autodoc_default_options = {
     "members": True,
     # Inherited members too, but for those of these bases: they have entries of their own.
     "inherited-members": "BaseException, ConditionalAccumulatorBase, CrossDeviceOps, Enum, IntEnum,"
-    " Optimizer, int, object, tuple",
+    " Optimizer, _MockObject, int, object, tuple",
     "special-members": "__call__",
 }
 autodoc_member_order = "bysource"
@@ -114,6 +114,17 @@ def types_of(function: Any) -> dict[str, str]:
         name: kind if isinstance(kind, str) else inspect.formatannotation(kind)
         for name, kind in types.items()
     }
+
+
+def signature_of_mocked(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, arguments: str, result: str
+) -> tuple[str, str] | None:
+    """Returns the signature of a class whose base is mocked, which hides it from autodoc."""
+    if what != "class" or arguments != "(*args, **kwargs)":
+        return None
+    found = inspect.signature(obj)
+    plain = [each.replace(annotation=each.empty) for each in found.parameters.values()]
+    return str(found.replace(parameters=plain, return_annotation=found.empty)), result
 
 
 def before_napoleon(
@@ -160,6 +171,7 @@ def check_reference(app: Sphinx, env: BuildEnvironment) -> None:
 
 def setup(app: Sphinx) -> None:
     """Connects the functions of this file."""
+    app.connect("autodoc-process-signature", signature_of_mocked)
     app.connect("autodoc-process-docstring", before_napoleon, priority=400)
     app.connect("autodoc-process-docstring", after_napoleon, priority=600)
     app.connect("env-check-consistency", check_reference)
