@@ -1,4 +1,4 @@
-"""The shape of launches on GPUs of several kinds: pure, no device and no CuPy."""
+"""Grid and block sizes for several kinds of GPU, without a device or CuPy."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_a_chunk_is_whole_vectors_for_each_thread_and_chunks_are_bounded(
 
 @pytest.mark.parametrize("itemsize", SIZES)
 def test_the_vectors_of_a_thread(itemsize):
-    """One where there is little work, four where there is enough, more only for huge arrays."""
+    """One for little work, four for enough work, more only for huge arrays."""
     geometry = Geometry.of(H200)
     unit = VECTOR // itemsize * geometry.threads
     expected = {1: 1, 1056: 1, 2 * 1056: 2, 4 * 1056: 4, 10_000: 4, 64 * 4 * 1056: 4, 2**20: 16}
     found = {units: geometry.chunk_size(units * unit, itemsize, 8) // unit for units in expected}
     assert found == expected
-    # A quarter of the blocks is fed by a quarter of the chunks.
+    # A quarter of the chunks occupies a quarter of the blocks.
     assert geometry.chunk_size(1056 * unit, itemsize, 2) == 4 * unit
 
 
@@ -58,7 +58,7 @@ def test_the_vectors_of_a_thread(itemsize):
     ("num_items", "num_chunks", "itemsize", "threads"),
     [
         (1, 1, 4, 32),
-        (256 * 10_000, 10_000, 4, 64),  # 1 KB a row: two warps, and nobody idles
+        (256 * 10_000, 10_000, 4, 64),  # 1 KB per row: two warps, no idle thread
         (64 * 10_000, 10_000, 4, 32),
         (4096 * 100, 100, 4, 256),
         (1024 * 100, 100, 2, 128),

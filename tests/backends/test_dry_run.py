@@ -1,4 +1,4 @@
-"""Dry runs: as many devices, the same links, no memory."""
+"""Dry runs: the same number of devices, the same links, no memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mesh():
 
 @pytest.fixture
 def dry_run_mesh(mesh):
-    return DryRunMesh.like(mesh[1:2])  # of the whole mesh, whatever part is given
+    return DryRunMesh.like(mesh[1:2])  # copies the whole mesh, for any part of it
 
 
 def test_a_dry_run_mesh_is_like_the_other(mesh, dry_run_mesh):

@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the program as ``__main__``, then what is left in the queues."""
+    """Runs the program as ``__main__``, then the work that is left in the queues."""
     plugin.declare_launches()
     plugin.fresh()
     try:

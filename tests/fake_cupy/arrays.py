@@ -60,7 +60,7 @@ class _Memory:
     def __init__(self, pool, size: int) -> None:
         self._machine = machine = current()
         self._pool = pool
-        # By stream, as CuPy's arenas are.
+        # By stream, like CuPy's arenas.
         self._home = queue_of(machine, None)
         self.device_id = getDevice()
         if self._home.gpu != self.device_id:
@@ -139,7 +139,7 @@ _default_pool = MemoryPool()
 
 @cache
 def _pinned_class(size: int) -> type:
-    """Of one size, because the buffer protocol is for Python types of ctypes to give."""
+    """A class for one size, because only ctypes arrays provide the buffer protocol."""
 
     def ends(self) -> None:
         if hasattr(self, "_chunk"):
@@ -192,7 +192,7 @@ def copy_async(dst, src, size, kind, stream):
 
         machine.count("memcpy")
         call = machine.submit(queue, "memcpyAsync", work)
-        if to < 0:  # pageable host memory: CUDA returns when the copy is over
+        if to < 0:  # pageable host memory: CUDA returns after the copy
             machine.finish(call)
 
 
@@ -232,7 +232,7 @@ def memset_async(ptr, value, size, stream):
 
 
 def _checked_queue(machine, what: str, stream):
-    """CUDA is lenient with the current device of some copies; ours always sets it."""
+    """CUDA accepts some copies with another current device; our code always sets it."""
     queue = queue_of(machine, stream)
     if queue.gpu != getDevice():
         machine.fail(
@@ -282,13 +282,13 @@ class ndarray(Computing):
         view._submit("fill", WRITE, lambda memory: np.copyto(memory, value))
 
     def view(self, dtype=None):
-        """The same bytes as another dtype of the same width."""
+        """Views the same bytes as another dtype of the same width."""
         if np.dtype(dtype).itemsize != self.dtype.itemsize:
             raise NotImplementedError("the fake views dtypes of one width")
         return ndarray(self.shape, dtype, self.data, self.strides)
 
     def transpose(self, *axes):
-        """A view with its axes in another order, given as one tuple."""
+        """A view with another order of axes, passed as one tuple."""
         (order,) = axes
         shape, strides = (tuple(of[axis] for axis in order) for of in (self.shape, self.strides))
         return ndarray(shape, self.dtype, self.data, strides)
@@ -303,7 +303,7 @@ class ndarray(Computing):
         return host
 
     def copy(self):
-        """On the *current* GPU, wherever the array is; as CuPy does."""
+        """Copies to the *current* GPU, wherever the array is, like CuPy."""
         made = ndarray(self.shape, self.dtype)
         source = self._memory()
         self._submit("read", READ, lambda memory: None)
@@ -311,7 +311,7 @@ class ndarray(Computing):
         return made
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        """The consumer's stream waits for that which is current on the *current* GPU, as CuPy's."""
+        """The consumer's stream waits for the current stream of the *current* GPU, as in CuPy."""
         consumer = LEGACY if stream is None else stream
         ours = get_current_stream()
         if consumer not in (-1, ours.ptr or LEGACY):
@@ -369,7 +369,7 @@ def ascontiguousarray(array):
 
 
 def from_dlpack(array, *, device=None, copy=None):
-    """What another library shares, ordered with the current stream by that library.
+    """Shares another library's array, which that library orders with the current stream.
 
     In the fake an exchange capsule is an ``ndarray`` on the shared memory.
     """
@@ -399,7 +399,7 @@ def pointer_attributes(ptr):
 
 
 def unmap(array) -> None:
-    """Makes the memory of an array that of ``cudaMallocAsync``, which no peer may access."""
+    """Treats an array's memory as of ``cudaMallocAsync``, which no peer may access."""
     current().heap.find(array.data.ptr).is_mapped = False
 
 

@@ -69,14 +69,14 @@ def dropped(torch, mesh: Mesh, kind: str) -> None:
             array = made.array if kind == "torch" else made
             kept = array.copy()
         del made, array
-        fresh_memory = device.upload(np.zeros(SHAPE, "float32"))  # would be theirs
+        fresh_memory = device.upload(np.zeros(SHAPE, "float32"))  # could reuse their memory
         with theirs:
             assert (kept.get() == values(turn) * 2).all(), "wrong values of what was dropped"
         assert not fresh_memory.numpy().any()
 
 
 def ended(torch, mesh: Mesh) -> None:
-    """As ``dropped``; CuPy would end the stream too, and what comes in meanwhile is another's."""
+    """Like ``dropped``; the stream is destroyed too, and inputs come from another stream."""
     tensor = on(torch, 0, values())
     theirs, done = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event(disable_timing=True)
     with theirs:
@@ -96,7 +96,7 @@ def on(torch, gpu: int, values: np.ndarray) -> Tensor:
 
 
 def overwrite(torch, tensors) -> None:
-    """As PyTorch's next ``backward()`` does."""
+    """Overwrites tensors like PyTorch's next ``backward()``."""
     for tensor in tensors:
         gpu = tensor.array.device.id
         with cupy.cuda.Device(gpu), torch.stream_of(gpu):
@@ -149,7 +149,7 @@ def broadcast(mesh, tensors, value) -> Check:
 
 
 def broadcast_into_tensors(mesh, tensors, value) -> Check:
-    """Each of them in place: what was written to them is read in the order of their stream."""
+    """In place into each of them: their values are read in the order of their stream."""
     torch, sums = sys.modules["torch"], [np.zeros(SHAPE, "float32") for _ in mesh]
     for source, tensor in enumerate(list(tensors)):
         outs = [tensor if place == source else on(torch, device.physical, values(5))
@@ -176,7 +176,7 @@ def accumulated_n(mesh, tensors, value) -> Check:
 def aggregated_one_by_one(mesh, tensors, value) -> Check:
     method = gr.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
 
-    def terms():  # each is made when it is asked for, behind the fences of the ones before
+    def terms():  # each is made when needed, after the waits of earlier ones
         for place in range(len(tensors)):
             yield on(sys.modules["torch"], 0, values(place))
 
@@ -207,7 +207,7 @@ def accumulated_by_replicas(mesh, tensors, value) -> Check:
 
 
 def accumulated_rows(mesh, tensors, value) -> Check:
-    """Each device by itself, then one for both that share a GPU: both sums grow, by its launch."""
+    """Each device alone, then one launch for two on a GPU: both sums grow."""
     accs = [gr.SparseConditionalAccumulator("float32", reduction_type="SUM", device=device)
             for device in mesh.devices[:2]]  # fmt: skip
     first = Tensor(tensors[0].array[:2])
@@ -227,7 +227,7 @@ def accumulated_rows(mesh, tensors, value) -> Check:
 
 
 def accumulated_rows_by_replicas(mesh, tensors, value) -> Check:
-    """Their sums are brought together while what was shown to the caller may be written."""
+    """Sums are combined while the caller may overwrite arrays that it passed."""
     acc = gr.SparseConditionalAccumulator("float32", reduction_type="SUM", device=mesh)
     acc.apply_indexed_slices_grad(gr.PerReplica(rows_of(tensors), mesh))
     taken = acc.take_indexed_slices_grad(3, output_type="buffer")

@@ -18,7 +18,7 @@ SCALARS = (int, float, complex, bool, np.generic)
 
 
 class Computing(NDArrayOperatorsMixin):
-    """Of ``ndarray``: what is computed is submitted, and done when its queue comes to it."""
+    """Base class of ``ndarray``: computations are queued, and run when their queue does."""
 
     __array_priority__ = 100
     __hash__ = None
@@ -48,7 +48,7 @@ class Computing(NDArrayOperatorsMixin):
         return self._computed(function, args, kwargs)
 
     def __eq__(self, other):
-        """With NumPy's arrays, and from another GPU, on the host, for tests; else an operator."""
+        """An operator; with NumPy's arrays or from another GPU a comparison on the host."""
         on_host = isinstance(other, np.ndarray) or self.device.id != getDevice()
         return self.get() == other if on_host else np.equal(self, other)
 
@@ -76,7 +76,7 @@ class Computing(NDArrayOperatorsMixin):
         return made
 
     def _gathered(self, key):
-        """``self[key]`` where integers name the places."""
+        """``self[key]`` for integer indices."""
         return self._computed(lambda array: array[key], [self], {})
 
     def _computed(self, function, args, kwargs, out=None):
@@ -117,7 +117,7 @@ def _seen(given, found: list) -> None:
 
 
 def _bare(given, shown):
-    """Arguments with the fake's arrays as NumPy's."""
+    """Replaces the fake's arrays in arguments by NumPy's."""
     if isinstance(given, Computing):
         return shown(given)
     if isinstance(given, list | tuple):

@@ -1,4 +1,4 @@
-"""``torch`` and ``torch.distributed``, as far as the group of processes uses them.
+"""The parts of ``torch`` and ``torch.distributed`` that the process group uses.
 
 The processes are threads. A group's NCCL has a stream of its own, as PyTorch's has: it waits for
 the current stream, and ``wait`` makes the current stream wait for it. Both are taken from the
@@ -30,7 +30,7 @@ _OURS = "gradreduce.backends.processes.torch_group"  # imports them
 
 
 class _Local(threading.local):
-    """What a process has of its own."""
+    """The state of one process."""
 
     stream = 0  # handle of the current one
 
@@ -41,7 +41,7 @@ _address: list[tuple[Store, int, int]] = []  # of the default group that can be 
 
 
 class Connections:
-    """Of the processes of a store, for host memory."""
+    """Connections of the processes of a store, for host memory."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -54,7 +54,7 @@ class Connections:
 
 
 class HostWork:
-    """A send or receive of host memory; done when the other process has come to it."""
+    """A send or receive of host memory; done when the other process has joined."""
 
     def __init__(self, connections: Connections, rank: int, pair: frozenset[int], array) -> None:
         self._connections, self._rank, self._pair = connections, rank, pair
@@ -76,7 +76,7 @@ class HostWork:
 
 
 class Store:
-    """A key-value store of all processes, and those with a prefix in it."""
+    """A key-value store of all processes, or a part of it with a prefix."""
 
     def __init__(self, prefix: str = "", store: Store | None = None) -> None:
         self.connections: Connections = Connections() if store is None else store.connections
@@ -93,7 +93,7 @@ class Store:
             return count
 
     def set_timeout(self, timeout: Any) -> None:
-        """Nothing here waits."""
+        """Has no effect, because nothing here waits."""
 
     def set(self, key: str, value: str) -> None:
         self._values[self._prefix + key] = value.encode()
@@ -183,7 +183,7 @@ class P2POp:
 
 
 class Work:
-    """A batch that was queued."""
+    """A queued batch."""
 
     def __init__(self, end: Event) -> None:
         self._end = end
@@ -250,7 +250,7 @@ def destroy_process_group(group=None):
 
 
 def make_world(store: Store, rank: int, size: int) -> None:
-    """Says which default group can be made."""
+    """Sets the default group that can be made."""
     _address[:] = [(store, rank, size)]
     _world.clear()
 
@@ -268,7 +268,7 @@ class _Groups:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Context manager: puts the modules in PyTorch's place."""
+    """Context manager: replaces PyTorch by these modules."""
     torch, distributed = types.ModuleType("torch"), types.ModuleType("torch.distributed")
     cuda = types.SimpleNamespace(stream=stream, ExternalStream=ExternalStream)
     vars(torch).update(

@@ -108,7 +108,7 @@ def _increment_version(tensor: Tensor) -> None:
 
 
 def stand_in() -> ModuleType:
-    """A PyTorch whose current stream on each GPU is one of its own; ``stream``: that on GPU 0."""
+    """A PyTorch with its own current stream on each GPU; ``stream`` is that of GPU 0."""
     streams: dict[int, cupy.cuda.Stream] = {}
 
     def stream_of(device) -> cupy.cuda.Stream:
@@ -135,7 +135,7 @@ def stand_in() -> ModuleType:
 
     @contextmanager
     def graph(made: CUDAGraph, capture_error_mode: str = "global") -> Iterator[None]:
-        """On GPU 0, whose current stream is another one inside."""
+        """Captures on GPU 0, with another current stream inside."""
         before, mode = stream_of(0), ["global", "thread_local", "relaxed"].index(capture_error_mode)
         with cupy.cuda.Device(0):
             side = streams[0] = cupy.cuda.Stream(non_blocking=True)

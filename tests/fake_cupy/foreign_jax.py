@@ -79,7 +79,7 @@ def stand_in(num_gpus: int) -> ModuleType:
 
     def from_dlpack(external) -> Array:
         gpu = gpus[external.__dlpack_device__()[1]]
-        shared = external.__dlpack__(stream=gpu.ready.ptr)  # whatever GPU is the current one
+        shared = external.__dlpack__(stream=gpu.ready.ptr)  # for any current GPU
         with cupy.cuda.Device(gpu.id):
             gpu.compute.wait_event(gpu.ready.record())
         return Array(shared, gpu)

@@ -44,14 +44,14 @@ _NAMES = {
 
 @dataclass(eq=False)
 class Node:
-    """One call that was kept; stands for it where an event is asked for its call.
+    """One captured call, which events refer to.
 
     Attributes:
-        capture: that kept it.
-        queue: that it was given to.
-        what: it is, for messages.
-        work: what runs at each play.
-        before: nodes of which it is known that they come before it.
+        capture: the capture that contains it.
+        queue: the queue of the call.
+        what: describes the call, for messages.
+        work: the function that runs at each launch of the graph.
+        before: nodes that are known to precede it.
         needs: the nodes that it follows directly.
     """
 
@@ -64,12 +64,12 @@ class Node:
 
 
 class GraphCapture:
-    """A capture that goes on: which queues record, and what each one's next call follows.
+    """A capture in progress: its queues, and the node that each queue's next call follows.
 
     Attributes:
         mode: which calls of which threads invalidate it; see ``check_safe``.
-        thread: that began it.
-        invalid: whether one has: nothing but its end is left to it.
+        thread: the thread that began it.
+        invalid: whether a call has invalidated it; it can only be ended then.
     """
 
     def __init__(self, machine: Machine, origin: Queue, mode: int) -> None:
@@ -83,7 +83,7 @@ class GraphCapture:
         self.invalid = False
 
     def add(self, queue: Queue, what: str, work: Callable[[Call], None] | None) -> Node:
-        """Keeps a call of a queue that records."""
+        """Adds a call of a captured queue."""
         if self.invalid:
             raise _error(INVALIDATED, f"{what} on {queue}")
         if threading.get_ident() != self.thread:
@@ -97,14 +97,14 @@ class GraphCapture:
         return node
 
     def join(self, queue: Queue, node: Node) -> None:
-        """A queue waits for a node: it records too from here on."""
+        """A queue that waits for a node joins the capture."""
         if queue.capture is None:
             queue.capture = self
             self.last[queue] = []
         self.last[queue].append(node)
 
     def unjoined(self) -> list[Queue]:
-        """The queues whose end the origin does not follow."""
+        """The queues that the origin has not joined."""
         seen = {each for last in self.last[self.origin] for each in (last, *last.before)}
         return [queue for queue, last in self.last.items() if not set(last) <= seen]
 
@@ -125,7 +125,7 @@ def begin(machine: Machine, queue: Queue, mode: int) -> None:
 
 
 def end(machine: Machine, queue: Queue) -> Graph:
-    """``cudaStreamEndCapture``, and the graph of it made ready to be launched.
+    """``cudaStreamEndCapture``; returns the instantiated graph.
 
     CUDA's errors are raised as such: who abandons a capture ends it all the same.
     """
@@ -150,7 +150,7 @@ def end(machine: Machine, queue: Queue) -> Graph:
 
 
 def wait(machine: Machine, queue: Queue, call: Any) -> bool:
-    """Whether a wait is a capture's affair, which is then settled."""
+    """Whether a wait concerns a capture; if so, it is handled."""
     captured = isinstance(call, Node)
     for capture in (queue.capture, call.capture if captured else None):
         if capture is not None and capture.invalid:
@@ -180,7 +180,7 @@ def is_capturing(machine: Machine, queue: Queue) -> bool:
 
 
 def check_legacy(machine: Machine, queue: Queue) -> None:
-    """Raises for work of a null stream while a blocking stream of its GPU records."""
+    """Raises for work on a null stream while a blocking stream of its GPU is captured."""
     found = _blocks_legacy(machine, queue)
     for capture in found:
         capture.invalid = True
@@ -189,13 +189,13 @@ def check_legacy(machine: Machine, queue: Queue) -> None:
 
 
 def _blocks_legacy(machine: Machine, queue: Queue) -> list[GraphCapture]:
-    if queue.handle >= machine.num_gpus:  # no null stream
+    if queue.handle >= machine.num_gpus:  # not a null stream
         return []
     return [each.capture for each in queue.blocking if each.capture is not None]
 
 
 def check_safe(machine: Machine, what: str) -> None:
-    """Raises for a call that CUDA calls potentially unsafe, where a capture forbids it.
+    """Raises for a potentially unsafe call (CUDA's term) if a capture forbids it.
 
     That is a global one of any thread, and every one of this thread but a relaxed one. It is
     invalid then.
@@ -213,7 +213,7 @@ def check_safe(machine: Machine, what: str) -> None:
 
 
 def check_synchronize(machine: Machine, gpu: int, queue: Queue | None = None) -> None:
-    """Raises for a wait of the host for a queue that records, or, without one, for a whole GPU.
+    """Raises for a host wait for a captured queue, or (without a queue) for a whole GPU.
 
     Whatever the mode, and whoever captures. Source: reports of others, as CUDA's documentation does
     not say it: github.com/NVIDIA/TensorRT/issues/2888, github.com/ROCm/rocm-systems/pull/4508.
@@ -231,7 +231,7 @@ def check_synchronize(machine: Machine, gpu: int, queue: Queue | None = None) ->
 
 
 def event_status(call: Any) -> int:
-    """What ``cudaEventQuery`` answers of a call that a capture keeps; 0 for any other."""
+    """The result of ``cudaEventQuery`` for a captured call; 0 for any other."""
     if not isinstance(call, Node):
         return 0
     call.capture.invalid = True
@@ -239,13 +239,13 @@ def event_status(call: Any) -> int:
 
 
 def check_event(call: Any) -> None:
-    """Raises where the host waits for a call that was kept, not queued."""
+    """Raises if the host waits for a captured call, which was not queued."""
     if event_status(call):
         raise _error(CAPTURED_EVENT, f"the host waits for {call.what}")
 
 
 class Graph:
-    """What was captured. Its plays follow each other; each is a run of queues of its own."""
+    """A captured graph. Its launches run one after the other, each on its own queues."""
 
     def __init__(self, machine: Machine, capture: GraphCapture) -> None:
         self._machine = machine

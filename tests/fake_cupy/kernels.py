@@ -30,7 +30,7 @@ __all__ = [
 
 MAX_THREADS = 1024
 MAX_ARGUMENT_BYTES = 4096
-# What ours must ask NVRTC for: without it the compiler fuses multiply and add.
+# The option that our code must pass: without it the compiler fuses multiply and add.
 NEEDED_OPTIONS = ("-std=c++17", "-fmad=false")
 _PYTHON_TYPES = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
 
@@ -49,7 +49,7 @@ class Declared:
 
     Attributes:
         written: byte ranges ``(start, end)`` that it may write.
-        read: byte ranges that it may read, beside those.
+        read: other byte ranges that it may read.
     """
 
     written: tuple[tuple[int, int], ...]
@@ -61,7 +61,7 @@ _local = threading.local()
 
 @contextmanager
 def declared(what: Declared):
-    """Launches inside are held to ``what``."""
+    """Launches inside are checked against ``what``."""
     _local.declared = what
     try:
         yield
@@ -78,7 +78,7 @@ class CNumpyArray:
 
 
 class RawModule:
-    """CUDA text and the instantiations that are wanted of it."""
+    """CUDA text and its requested instantiations."""
 
     def __init__(  # noqa: PLR0913  # CuPy's
         self,
@@ -117,7 +117,7 @@ class RawModule:
 
 
 class RawKernel:
-    """A kernel that is loaded on a GPU when it is first wanted there."""
+    """A kernel that is loaded on a GPU at its first use there."""
 
     def __init__(self, made: Entry, text: str, name: str) -> None:
         self._made = (made, text, name)
@@ -164,7 +164,7 @@ class Function:
             tables = _tables(machine, contents)
 
             def work(call: Call) -> None:
-                # Before it runs, because a kernel that reads a freed table ends the process.
+                # Checked before it runs, because a kernel that reads a freed table would crash.
                 machine.check(call, [(start, start + 8, READ) for start, _ in tables])
                 touched, wild = self._entry.run(contents, grid[0], block[0])
                 if wild:
@@ -200,7 +200,7 @@ class Function:
             machine.fail(f"{self._name}: only one dimension is known here: {grid}, {block}")
 
     def _check_arguments(self, machine: Machine, packed: Sequence[tuple]) -> None:
-        """CUDA checks none of this: it reads as many bytes as the kernel wants."""
+        """CUDA does not check this: it reads as many bytes as the kernel declares."""
         wanted = self._entry.parameters
         if len(packed) != len(wanted):
             machine.fail(f"arguments: {self._name} takes {len(wanted)}, got {len(packed)}")
@@ -221,7 +221,7 @@ class Function:
 
 
 def max_active_blocks(func, blockSize, dynamicSMemSize):
-    """``driver.occupancyMaxActiveBlocksPerMultiprocessor``: as far as threads go."""
+    """``driver.occupancyMaxActiveBlocksPerMultiprocessor``, limited by threads only."""
     from . import surface
 
     _functions[func].check_gpu(current())
@@ -252,7 +252,7 @@ def packed_argument(argument: Any) -> tuple[str, bytes, np.dtype | None]:
 
 
 def _tables(machine: Machine, contents: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Device memory that a struct argument names in its first word: read, though no operand."""
+    """Device memory whose address is the first word of a struct argument; it is read too."""
     found = []
     for content in contents:
         address = int.from_bytes(content[:8], "little")
@@ -290,7 +290,7 @@ def _covered(start: int, end: int, allowed: Sequence[tuple[int, int]]) -> bool:
 
 @contextmanager
 def _of_the_driver():
-    """What a GPU that has failed answers inside is told by the driver, not by the runtime."""
+    """Inside, errors of a failed GPU come from the driver, not from the runtime."""
     from . import surface
 
     try:

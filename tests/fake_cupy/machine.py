@@ -39,13 +39,13 @@ class Call:
     """One piece of work in a queue.
 
     Attributes:
-        queue: that holds it.
+        queue: the queue of the call.
         index: its number in the queue, from 1.
         number: its number among all calls of the machine.
-        clock: what is sure to be over before it begins, and itself.
-        what: it is, for messages.
+        clock: the calls that have finished before it begins, and itself.
+        what: describes the call, for messages.
         passed: whether it has run.
-        blocker: a call that must have run first, if it is a wait.
+        blocker: for a wait, the call that must run first.
     """
 
     def __init__(self, queue: Queue, index: int, number: int, clock: Clock, what: str) -> None:
@@ -63,12 +63,12 @@ class Queue:
     """A stream: its calls run in order.
 
     Attributes:
-        handle: what CUDA calls the stream's handle.
-        gpu: that it is on.
+        handle: the handle of the CUDA stream.
+        gpu: number of its GPU.
         waiting: calls that have not run.
-        clock: of its last call.
-        blocking: of a null stream: the others of its GPU that it waits for, and they for it.
-        capture: what keeps its calls instead of running them (``graphs.py``); None: nothing.
+        clock: the clock of its last call.
+        blocking: for a null stream: the streams of its GPU that wait for it, and it for them.
+        capture: the capture (``graphs.py``) that records its calls; None: they run.
     """
 
     capture: Any = None
@@ -123,10 +123,10 @@ class Machine:
         self.ordered = True  # whether unordered uses are faults
         self.freed: dict[int, Exception] = {}  # GPUs that answer every call with this error
         self.captures: list[Any] = []  # those that go on
-        self.at_sync: list[Callable[[], str | None]] = []  # each says what is wrong, if anything
-        self.at_end: list[Callable[[], str | None]] = []  # the same, when all is over
-        self.stuck: set[Queue] = set()  # of these nothing runs
-        self.destroyed: set[int] = set()  # handles of streams that have ended
+        self.at_sync: list[Callable[[], str | None]] = []  # each returns a fault, or None
+        self.at_end: list[Callable[[], str | None]] = []  # the same, at the end
+        self.stuck: set[Queue] = set()  # queues that do not run
+        self.destroyed: set[int] = set()  # handles of destroyed streams
         self._random = random.Random(seed)
         self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.6, 0.8)))
         self.number = 0
@@ -144,7 +144,7 @@ class Machine:
 
     @contextmanager
     def entered(self):
-        """Around every call from outside: one thread at a time, and none after a fault."""
+        """Wraps every call from outside: one thread at a time, and no call after a fault."""
         with self.lock:
             if self.retired:
                 raise Fault("a call on a fake GPU of a test that has ended")
@@ -196,7 +196,7 @@ class Machine:
         return call
 
     def wait(self, queue: Queue, call: Call) -> Call | None:
-        """What comes into the queue from now on runs after ``call``; the wait, if it is one."""
+        """Later work of the queue runs after ``call``; returns the wait, if one is needed."""
         if graphs.wait(self, queue, call):
             return None
         queue.clock = joined(queue.clock, call.clock)
@@ -237,7 +237,7 @@ class Machine:
         self.fail(f"{why} {call.what}")
 
     def polled(self, call: Call, *, waits: bool = False) -> bool:
-        """Whether a call has run; if so the host knows it.
+        """Whether a call has run; if so, the host counts as ordered after it.
 
         A host that ``waits``, looking again and again, sees all run that can.
         """
@@ -252,7 +252,7 @@ class Machine:
         return call.passed
 
     def settle(self) -> None:
-        """Runs what is left, then raises the first fault, if there was one."""
+        """Runs the remaining work, then raises the first fault, if any."""
         with self.lock:
             self.stuck.clear()
             if not self.faults:
@@ -271,7 +271,7 @@ class Machine:
                 raise Fault("\n".join(self.faults))
 
     def _run_needed(self, call: Call, *, must: bool = True) -> None:
-        """Runs a call and no other than those that it waits for; the laziest legal order."""
+        """Runs a call and only the calls that it waits for: the laziest valid order."""
         todo = [call]
         while todo:
             wanted = todo[-1]
@@ -289,7 +289,7 @@ class Machine:
                 self._run(wanted.queue)
 
     def _run_one(self) -> bool:
-        """Runs the head of a random queue that can go on; False if none can."""
+        """Runs the first call of a random queue that is ready; False if none is."""
         ready = [
             queue
             for queue in self.queues.values()
@@ -320,7 +320,7 @@ class Machine:
         """
         chunk = self.heap.take(pool, place, nbytes, home)
         new = chunk is None
-        if new:  # by cudaMalloc or cudaHostAlloc
+        if new:  # from cudaMalloc or cudaHostAlloc
             graphs.check_safe(self, "memory is asked for")
             chunk = self.heap.grow(pool, place, nbytes)
         self.number += 1
@@ -347,7 +347,7 @@ class Machine:
             self.heap.give(chunk, home)
 
     def free_all(self, pool: object, gpu: int) -> None:
-        """``cudaFree`` of what a pool can give back; CUDA waits for the whole GPU before it."""
+        """``cudaFree`` of a pool's free slots; CUDA first waits for the whole GPU."""
         graphs.check_safe(self, "cudaFree")
         if gpu in {queue.gpu for queue in self.stuck}:
             self.fail("would hang: cudaFree waits for a queue that is stuck")
@@ -361,7 +361,7 @@ class Machine:
         self.heap.release(chunks)
 
     def _dirty(self, chunk: Chunk, home: Queue | None, why: str) -> None:
-        """NaN in every float, as one write of the whole chunk."""
+        """Fills every float with NaN, as one write of the whole chunk."""
         slot, start, size = chunk.slot, chunk.start, chunk.size
 
         def work(call: Call) -> None:
@@ -380,7 +380,7 @@ class Machine:
         work(call)
 
     def check(self, call: Call, accesses: Iterable[Access], *, peers_matter: bool = True) -> None:
-        """Checks what a call touches: bounds, life, peer access, and order.
+        """Checks the memory of a call: bounds, lifetime, peer access and order.
 
         What is alive is what was when the call was *made*: CUDA frees in stream order.
         """
@@ -399,7 +399,7 @@ class Machine:
             self._use(call, slot, start, end, kind)
 
     def _use(self, call: Call, slot: Slot, start: int, end: int, kind: int) -> None:
-        """One access: unordered with an earlier one it is a fault, else it is remembered."""
+        """Records an access; it is a fault if it is unordered with an earlier one."""
         user = (call.queue, call.index, call.what)
         for cell in slot.cut(start, end):
             earlier = [cell.write] if cell.write else []

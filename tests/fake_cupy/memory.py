@@ -17,10 +17,10 @@ __all__ = [
 
 NUM_GPUS = 10
 GPU_BYTES = 96 << 20
-PINNED = NUM_GPUS  # the number of the stretch that holds pinned host memory
+PINNED = NUM_GPUS  # the number of the range for pinned host memory
 REGION_BYTES = (NUM_GPUS + 1) * GPU_BYTES
-GRANULE = 512  # bytes; what CuPy's pool rounds to
-GAP = 512  # bytes between two slots that belong to nobody, so that an overrun is seen
+GRANULE = 512  # bytes; CuPy's pool rounds to this
+GAP = 512  # unused bytes between two slots, so that overruns are found
 
 
 class Region:
@@ -33,7 +33,7 @@ class Region:
         self.end = self.start + REGION_BYTES
 
     def place(self, address: int) -> int:
-        """Which GPU's memory an address lies in; ``PINNED`` for pinned, -1 for any other."""
+        """The GPU whose memory contains an address; ``PINNED`` for pinned memory, -1 for other."""
         if self.start <= address < self.end:
             return (address - self.start) // GPU_BYTES
         return -1
@@ -50,7 +50,7 @@ User = tuple[object, int, str]
 
 @dataclass
 class Cell:
-    """Bytes of a slot that were used alike: the last write, and the reads since."""
+    """Bytes of a slot with the same uses: the last write, and the reads since."""
 
     start: int
     end: int
@@ -64,7 +64,7 @@ class Generation:
 
     Attributes:
         start: address of the part.
-        nbytes: that were asked for; what lies behind them is nobody's.
+        nbytes: requested bytes; the bytes after them have no owner.
         born: number of the first call that may use it.
         freed_at: number of the first call that may not.
     """
@@ -79,13 +79,13 @@ class Slot:
     """The memory of one ``cudaMalloc``.
 
     Attributes:
-        pool: that asked for it.
+        pool: the pool that allocated it.
         place: the GPU, or ``PINNED``.
-        start: address.
+        start: its address.
         capacity: bytes.
         generations: the owners of its parts, oldest first.
-        cells: what was done with its bytes, in order of address.
-        is_mapped: whether peers may access it: no for ``cudaMallocAsync``.
+        cells: the uses of its bytes, in order of address.
+        is_mapped: whether peers may access it; False for ``cudaMallocAsync``.
     """
 
     is_mapped = True
@@ -99,14 +99,14 @@ class Slot:
         self.cells = [Cell(start, start + capacity)]
 
     def owner(self, address: int, number: int) -> Generation | None:
-        """Whose the byte was when call ``number`` was made."""
+        """The owner of a byte when call ``number`` was made."""
         for one in reversed(self.generations):
             if one.born <= number < one.freed_at and one.start <= address < one.start + one.nbytes:
                 return one
         return None
 
     def cut(self, start: int, end: int) -> list[Cell]:
-        """The cells that make up exactly these bytes; cells are split where they must be."""
+        """The cells that cover exactly these bytes; cells are split if needed."""
         first = bisect_right(self.cells, start, key=lambda cell: cell.start) - 1
         last = bisect_right(self.cells, end - 1, key=lambda cell: cell.start)
         found = []
@@ -128,7 +128,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Chunk:
-    """A part of a slot that is handed out, or free, as a whole; as CuPy's pool keeps it."""
+    """A part of a slot that is allocated or free as a whole, like a chunk of CuPy's pool."""
 
     slot: Slot
     start: int
@@ -138,7 +138,7 @@ class Chunk:
     owner: Generation | None = None
 
     def split(self, size: int) -> Chunk | None:
-        """Cuts off what lies behind the first ``size`` bytes."""
+        """Splits off the bytes after the first ``size``."""
         if self.size == size:
             return None
         rest = Chunk(self.slot, self.start + size, self.size - size, self, self.behind)
@@ -148,7 +148,7 @@ class Chunk:
         return rest
 
     def merge(self) -> None:
-        """Takes in the chunk behind it."""
+        """Merges with the next chunk."""
         behind = self.behind
         self.size += behind.size
         self.behind = behind.behind
@@ -157,12 +157,12 @@ class Chunk:
 
 
 def rounded(nbytes: int) -> int:
-    """As CuPy's pools do, but always to more: a byte behind each owner is nobody's."""
+    """Rounds like CuPy's pools, but always up: at least one unused byte follows each owner."""
     return (nbytes // GRANULE + 1) * GRANULE
 
 
 class Heap:
-    """The memory of one machine, and the chunks that its pools keep, by the queue of their order.
+    """The memory of one machine, and the chunks of its pools, by queue.
 
     Args:
         capacity: bytes of each GPU.
@@ -174,7 +174,7 @@ class Heap:
         self._free: dict[tuple[object, int, object], list[Chunk]] = {}
 
     def take(self, pool: object, place: int, nbytes: int, order: object) -> Chunk | None:
-        """The smallest free chunk that holds so much, cut to size; pinned memory is not cut."""
+        """Takes the smallest free chunk that is large enough, and splits it unless it is pinned."""
         size = rounded(nbytes)
         free = self._free.get((pool, place, order), [])
         fitting = [one for one in free if one.size == size or (one.size > size and place != PINNED)]
@@ -188,7 +188,7 @@ class Heap:
         return chunk
 
     def grow(self, pool: object, place: int, nbytes: int) -> Chunk:
-        """``cudaMalloc``, at the first place that is wide enough.
+        """``cudaMalloc`` at the first gap that is large enough.
 
         Raises:
             MemoryError: the GPU has no more.
@@ -209,7 +209,7 @@ class Heap:
         return Chunk(made, start, size)
 
     def give(self, chunk: Chunk, order: object) -> None:
-        """Takes a chunk back into its pool, as one with the free ones beside it."""
+        """Returns a chunk to its pool, merged with free neighbors."""
         free = self._free.setdefault((chunk.slot.pool, chunk.slot.place, order), [])
         if chunk.behind in free:
             free.remove(chunk.behind)
@@ -221,7 +221,7 @@ class Heap:
             free.append(chunk)
 
     def whole(self, pool: object, place: int) -> list[Chunk]:
-        """The free chunks of a pool that are all of their slot: which it can give back."""
+        """The free chunks of a pool that are whole slots, which it can return to CUDA."""
         return [
             chunk
             for (owner, where, _), free in self._free.items()
@@ -237,12 +237,12 @@ class Heap:
             free[:] = [chunk for chunk in free if chunk not in chunks]
 
     def used(self, place: int, pool: object = None) -> int:
-        """Bytes that were asked of a GPU, by one pool or by all."""
+        """Bytes allocated on a GPU, by one pool or by all."""
         slots = self._slots[place]
         return sum(slot.capacity for slot in slots if pool is None or slot.pool == pool)
 
     def find(self, address: int) -> Slot | None:
-        """The slot that holds an address, or the one before it if that is nobody's."""
+        """The slot that contains an address, or the one before it."""
         place = REGION.place(address)
         if place < 0:
             return None

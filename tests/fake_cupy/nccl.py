@@ -52,7 +52,7 @@ _REDUCTIONS = ("allReduce", "reduce")
 _OPS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
 
 
-# As CuPy 14.2, which has no name for ncclInProgress (7) and what came later.
+# Like CuPy 14.2, which has no names for ncclInProgress (7) and later ones.
 _RESULTS = {
     1: "NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error",
     2: "NCCL_ERROR_SYSTEM_ERROR: unhandled system error",
@@ -71,11 +71,11 @@ class Library:
     """The settings of libnccl that a test may change.
 
     Attributes:
-        version: as ``get_version`` spells it.
+        version: the result of ``get_version``.
         bootstrap: initialisations wait for this event, if there is one.
         begun: set when one waits.
-        patience: seconds that ranks wait for those of other processes; 0: there are none.
-        init_result: how initialisations end.
+        patience: seconds that ranks wait for other processes; 0 without other processes.
+        init_result: the result of initialisations.
         made: all communicators of this machine.
         waiting: ranks that have come, by number of ranks and id.
     """
@@ -93,7 +93,7 @@ library = Library()
 
 
 class NcclError(RuntimeError):
-    """As CuPy's: ``NCCL_ERROR_…: text``; ``KeyError`` for a result that it does not know."""
+    """Like CuPy's: ``NCCL_ERROR_…: text``; ``KeyError`` for an unknown result."""
 
     def __init__(self, status):
         super().__init__(_RESULTS[status])
@@ -135,16 +135,16 @@ class _Message:
     """Bytes that one rank sends to another; either may come first.
 
     Attributes:
-        sent: passes when the sender's stream has come to it.
-        sides: of the sender (True) and the receiver (False), the bytes that each has named.
-        data: which the sender's stream has read.
+        sent: a call that passes when the sender's stream runs it.
+        sides: bytes named by the sender (True) and by the receiver (False).
+        data: the bytes that the sender's stream has read.
     """
 
     def __init__(self, machine: Machine) -> None:
         queue = Queue(-1, -1, "another process")
         self.sent = Call(queue, 0, machine.number, {}, "a send")
         queue.waiting.append(self.sent)
-        machine.stuck.add(queue)  # before the other process names it
+        machine.stuck.add(queue)  # before the other process names its side
         self.sides: dict[bool, int] = {}
         self.data: bytes | None = None
 
@@ -163,20 +163,20 @@ _local = _Local()
 
 
 def _refused() -> NcclError:
-    """A call with such arguments; inside a group the rest of it is dropped."""
+    """Raises for wrong arguments; inside a group its other calls are dropped."""
     if _local.depth:
         _local.failed = _INVALID_ARGUMENT
     return NcclError(_INVALID_ARGUMENT)
 
 
 def forget() -> None:
-    """A new machine begins outside of any group."""
+    """For a new machine: no group is open."""
     _local.__init__()
     library.__init__()
 
 
 def open_group() -> str | None:
-    """What is wrong where the host waits: a group that was never ended."""
+    """The fault at a host wait: a group that was not ended."""
     return "an NCCL group is open" if _local.depth else None
 
 
@@ -257,10 +257,10 @@ class NcclCommunicator:
         self._clique: list[NcclCommunicator] = []  # empty before it is ready
         self._ended = ""
         self.refused = 0  # result of its initialisation
-        self.async_result = 0  # what NCCL finds wrong by itself
+        self.async_result = 0  # an asynchronous error
         self._held: list[Call] = []  # waits of its collectives, which an abort ends
-        self._connected: set[int] = set()  # ranks with which it has exchanged something
-        self._messages: dict[int, list[_Message]] = {}  # to each rank: what one side has named
+        self._connected: set[int] = set()  # ranks with which it has exchanged
+        self._messages: dict[int, list[_Message]] = {}  # to each rank, named by one side
         library.made.append(self)
         machine.at_end.append(self._left_over)
 
@@ -387,7 +387,7 @@ def _bootstrap(inits: list[NcclCommunicator]) -> None:
 
 
 def _meet_ranks(wanted: tuple, ranks: list[NcclCommunicator]) -> None:
-    """The last process that comes joins the ranks of all; the others wait for it."""
+    """The last process connects the ranks of all; the others wait for it."""
     machine, num_ranks = ranks[0]._machine, wanted[0]
     with machine.lock:
         come = library.waiting.setdefault(wanted, [])
@@ -425,7 +425,7 @@ def _joined(machine: Machine, ranks: list[NcclCommunicator]) -> None:
 
 
 def _let_go(aborted: list[NcclCommunicator]) -> None:
-    """Their kernels end; then each waits for its GPU, where another's may hang.
+    """Their kernels end; then each waits for its GPU, where another kernel may hang.
 
     A fault is not raised here: an abort is called by a thread that nobody watches.
     """
@@ -442,7 +442,7 @@ def _let_go(aborted: list[NcclCommunicator]) -> None:
 
 
 def _connect(parts: list[_Part]) -> None:
-    """At their first exchange two processes connect, for which the host waits in ``groupEnd``."""
+    """Two processes connect at their first exchange; the host waits for it in ``groupEnd``."""
     for part in parts:
         part.comm._connected.add(part.peer)
 
@@ -459,7 +459,7 @@ def _connect(parts: list[_Part]) -> None:
 
 
 def _exchange(machine: Machine, parts: list[_Part]) -> None:
-    """What is sent is read when the stream comes to it; what is received waits for that."""
+    """A send reads its data when the stream runs it; the receive waits for that."""
     comm, queue = parts[0].comm, parts[0].queue
     messages = [_message(machine, part) for part in parts]
     sends = [each for each in zip(parts, messages, strict=True) if each[0].sends]
@@ -510,7 +510,7 @@ def _write(machine: Machine, part: _Part, message: _Message, call: Call) -> None
 
 
 def _run_group(machine: Machine, asked: list[_Asked]) -> None:
-    """Each rank's calls, in order; the first of all ranks belong together, then the second."""
+    """Runs each rank's calls in order; the n-th calls of all ranks belong together."""
     by_clique: dict[int, dict[int, list[_Asked]]] = {}
     for one in asked:
         ranks = by_clique.setdefault(id(one.comm._clique), {})
@@ -530,7 +530,7 @@ def _run_group(machine: Machine, asked: list[_Asked]) -> None:
 
 
 def _meet(machine: Machine, rounds: list[list[_Asked]]) -> None:
-    """All streams of a group meet at one point, the work runs, and all go on behind it."""
+    """All streams of a group synchronize, the work runs, and all continue after it."""
     queues = list(dict.fromkeys(one.queue for parts in rounds for one in parts))
     if not queues:
         return

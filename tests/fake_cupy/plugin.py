@@ -21,7 +21,7 @@ from .machine import Machine, install
 
 __all__ = ["fresh"]
 
-# Tests that use memory without a fence, to see that nobody adds one: their own doing, no fault.
+# Tests that use memory without a wait on purpose, to check that no wait is added.
 UNFENCED = {
     "test_a_launch_waits_for_nothing_but_readers",
     "test_who_touches_a_block_is_remembered",
@@ -98,7 +98,7 @@ def inject() -> None:
     """Makes ``import cupy`` import the fake, whether or not CuPy is installed."""
     ctypes.CDLL = arrays.CDLL  # type: ignore[misc]
     runtime = _runtime()
-    arrays.ndarray.__module__ = "cupy"  # by which interop.py knows it
+    arrays.ndarray.__module__ = "cupy"  # convert.py recognizes it by this
     nccl_module = _module(
         "cupy.cuda.nccl",
         available=True,
@@ -189,7 +189,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from gradreduce.backends.cuda.streams import enable_peer_access
 
     declare_launches()
-    enable_peer_access(range(machine.NUM_GPUS))  # checks each pair once in a process
+    enable_peer_access(range(machine.NUM_GPUS))  # checks each pair once per process
     fresh()
 
 
@@ -199,7 +199,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Runs what is left of the test's work; a fault fails the test."""
+    """Runs the test's remaining work; a fault fails the test."""
     here = machine.current()
     try:
         here.settle()

@@ -37,7 +37,7 @@ Users = set[tuple[Device, str]]
 
 
 class Value:
-    """A buffer, what it must hold, and the queues that its next user must wait for."""
+    """A buffer, its expected values, and the queues that its next user must wait for."""
 
     def __init__(self, buffer: Buffer, holds: np.ndarray) -> None:
         self.buffer = buffer
@@ -61,7 +61,7 @@ class Program:
         ]  # fmt: skip
 
     def run(self, num_steps: int) -> None:
-        """Runs so many random steps, looks at everything, and leaves some work in the queues."""
+        """Runs a number of random steps, checks all values, and leaves some work in the queues."""
         for _ in range(num_steps):
             self.random.choice(self.steps)()
             if len(self.values) > 12:
@@ -90,7 +90,7 @@ class Program:
                 value.users.add((device, queue))
 
     def home(self, *values: Value) -> None:
-        """Brings values back to the compute queues of their own devices."""
+        """Orders values with the compute queues of their own devices."""
         for value in values:
             self.fence(value.buffer.device, "compute", value)
             value.users.clear()
@@ -142,7 +142,7 @@ class Program:
         self.used(device, queue, out, first, second)
         out.holds %= 1024
         if (out.holds != first.holds + second.holds).any():
-            return  # too large to stay exact for long; forgotten while the launch may wait
+            return  # too large to stay exact for long; dropped while the launch may be queued
         self.values.append(out)
 
     def lead(self) -> None:
@@ -162,7 +162,7 @@ class Program:
         fork_streams(leader, near)
         self.values += outs[: self.random.randrange(1, len(outs) + 1)]
         del outs
-        for device in near:  # memory that nobody uses
+        for device in near:  # memory without another use
             device.empty(first.holds.shape, FLOAT)
 
     def copy(self) -> Value | None:
@@ -174,7 +174,7 @@ class Program:
         queue = self.queue()
         self.fence(runner, queue, source, target, copying=True)
         runner.copy(target.buffer, source.buffer, queue=queue)
-        self.used(runner, queue, target)  # of the source the next *writer* is taken care of
+        self.used(runner, queue, target)  # the next *writer* of the source waits by itself
         self.values.append(target)
         return source
 
@@ -226,7 +226,7 @@ class Program:
         self.values.append(mine)
 
     def release(self) -> None:
-        """A buffer that CuPy's current stream writes, and that comes back."""
+        """Releases a buffer to CuPy's current stream, which writes it, and adopts it again."""
         value = self.like()
         if value is None or not value.buffer.block.owned:
             return
@@ -281,11 +281,11 @@ class Program:
             for buffer, total in zip(row, totals, strict=True)
         ]
         self.random.shuffle(new)
-        self.check(new[0])  # before anything else puts the queues in order
+        self.check(new[0])  # before anything else orders the queues
         self.values += new[:3]
 
     def many(self) -> None:
-        """More rows than an inline table holds, twice: the second finds the table."""
+        """More rows than an inline table has, twice: the second launch reuses the table."""
         device, queue = self.device(), self.queue()
         out = Value(device.zeros((MANY_ROWS * 4,), FLOAT), np.zeros(MANY_ROWS * 4, FLOAT))
         holds = self.data(MANY_ROWS * 4)
@@ -338,7 +338,7 @@ class Program:
 
 
 def run(seed: int, num_steps: int = 40) -> int:
-    """One program on one new machine, both of this seed; how many values it looked at.
+    """Runs a program on a new machine, both with this seed; returns the number of checked values.
 
     Every third machine knows no peer access.
     """

@@ -54,7 +54,7 @@ class Entry:
         self._runs = np.empty(3 * _MOST_RUNS, np.uint64)
 
     def run(self, arguments: list[bytes], grid: int, block: int) -> tuple[list, int]:
-        """Runs a launch; the bytes it touched, and one address outside the GPUs, or 0."""
+        """Runs a launch; returns the bytes it used, and an address outside the GPUs, or 0."""
         held = [ctypes.create_string_buffer(argument, len(argument) + 16) for argument in arguments]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(one) for one in held))
         self._launch(pointers, grid, block)
@@ -107,7 +107,7 @@ def entry(text: str, expression: str) -> Entry:
 
 @cache
 def layout_faults(text: str, expression: str, position: int, dtype: np.dtype) -> str:
-    """What the compiler says against a struct argument of this dtype; empty if it fits."""
+    """The compiler's error for a struct argument of this dtype; empty if it fits."""
     parameter = f"Fake::at<{position}>"
     parts = [_with_launcher(text, expression)]
     for name in dtype.names or ():
@@ -138,7 +138,7 @@ def _built(source: str, name: str, flags: tuple[str, ...], behind: tuple[str, ..
     key = hashlib.sha256("\0".join((source, *flags)).encode()).hexdigest()[:24]
     path = host_compile._cache_folder() / f"{name}-{key}.so"
     if not path.is_file():
-        made = path.with_suffix(f".{os.getpid()}.part")  # another may build the same
+        made = path.with_suffix(f".{os.getpid()}.part")  # another process may build the same
         command = ["g++", *flags, "-x", "c++", "-o", str(made), "-", *behind]
         done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
         if done.returncode:

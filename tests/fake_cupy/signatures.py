@@ -19,7 +19,7 @@ from typing import Any
 __all__ = ["PROBES", "RECORD", "differences", "offered", "parameters", "probed", "recorded_now"]
 
 _FILE = Path(__file__).with_name("signatures.json")
-# What the fake offers: modules and classes, and the names in them.
+# The modules and classes of the fake, and the names in them.
 OFFERED = {
     "cupy": "ndarray asarray ascontiguousarray from_dlpack RawModule RawKernel",
     "cupy.RawModule": "get_function",
@@ -65,7 +65,7 @@ OFFERED = {
         "device_id rank_id size"
     ),
 }
-# The fake says less than CuPy, or CuPy says nothing true: its parameters are not compared.
+# Parameters that are not compared: the fake has fewer, or CuPy's signature is not right.
 NOT_COMPARED = {
     "cupy.RawKernel": "the fake's are made by RawModule only",
     "cupy.cuda.Function": "the fake's are made by RawKernel only",
@@ -88,7 +88,7 @@ def offered() -> list[str]:
 
 
 def found(name: str) -> Any:
-    """The object of a dotted name, in whichever CuPy is imported."""
+    """The object of a dotted name, in the imported CuPy."""
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
         try:
@@ -102,7 +102,7 @@ def found(name: str) -> Any:
 
 
 def described(name: str) -> str | int | bool:
-    """A constant as it is; ``property``; of anything else the first line of its docstring."""
+    """A constant itself, ``property``, or the first line of the docstring."""
     what = found(name)
     if isinstance(what, (bool, int)):
         return what
@@ -127,7 +127,7 @@ def recorded_now() -> dict[str, str | int | bool]:
 
 
 def _import_all() -> None:
-    """Before warnings are errors: what CuPy says about its own install is none of a name's."""
+    """Imports before warnings become errors: warnings about the installation do not count."""
     warnings.simplefilter("ignore")
     for place in OFFERED:
         with contextlib.suppress(ImportError):
@@ -152,7 +152,7 @@ def parameters(line: str) -> list[tuple[str, str | None]] | None:
 
 
 def differences() -> list[str]:
-    """Where the fake that is imported is called otherwise than the record says."""
+    """The differences between the signatures of the imported fake and the record."""
     wrong = [f"{name} is not recorded" for name in offered() if name not in RECORD]
     wrong += [f"{name} is not offered" for name in RECORD if name not in offered()]
     for name, line in RECORD.items():
@@ -169,7 +169,7 @@ def differences() -> list[str]:
 
 
 def _compared(name: str, wanted: list[tuple[str, str | None]]) -> list[str]:
-    """The fake's parameters are the first of CuPy's, and what is left has defaults."""
+    """The fake's parameters are the first of CuPy's; the others have defaults."""
     what = found(name)
     mine = [
         (
@@ -189,7 +189,7 @@ def _spelled(default: Any) -> str:
 
 
 # An expression -> the exception that CuPy's own check of arguments raises; "" if it takes them.
-# A warning counts as one, as in our tests: what CuPy has deprecated is not used.
+# A warning counts as an exception, as in our tests, because deprecated calls are not used.
 # Without a GPU the real CuPy gets as far as the driver, or NCCL, and fails there.
 PROBES = {
     "runtime.memcpyAsync(np.int64(4096), 4096, 4, 1, 0)": "TypeError",
@@ -229,7 +229,7 @@ PROBES = {
 
 
 def probed(expression: str) -> str:
-    """How the CuPy that is imported takes an expression."""
+    """The result of an expression with the imported CuPy."""
     with warnings.catch_warnings():
         _import_all()
     cupy = importlib.import_module("cupy")

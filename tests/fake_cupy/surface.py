@@ -40,7 +40,7 @@ __all__ = [
 
 
 class CUDARuntimeError(RuntimeError):
-    """As CuPy's: the text begins with CUDA's own name of the error, ``status`` is its number.
+    """Like CuPy's: the text begins with CUDA's name of the error, ``status`` is its number.
 
     CuPy's takes the number alone, and finds the text by itself.
     """
@@ -53,7 +53,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 class CUDADriverError(RuntimeError):
-    """As CuPy's, for what it asks the driver and not the runtime: launches, loading of modules."""
+    """Like CuPy's, for calls of the driver, not the runtime: launches, loading of modules."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"CUDA_ERROR_{status}: as the driver calls it")
@@ -61,14 +61,14 @@ class CUDADriverError(RuntimeError):
 
 
 def check_addresses(*values):
-    """CuPy's ``intptr_t`` parameters take Python integers, and none of NumPy's."""
+    """CuPy's ``intptr_t`` parameters take Python integers, and not NumPy's."""
     for value in values:
         if not isinstance(value, int):
             raise TypeError("an integer is required")
 
 
 class _Local(threading.local):
-    """What CUDA and CuPy keep for each host thread."""
+    """The state of CUDA and CuPy for each host thread."""
 
     def __init__(self) -> None:
         self.gpu = 0
@@ -82,7 +82,7 @@ _local = _Local()
 
 
 def forget() -> None:
-    """A new machine has no current streams of the old one (in the thread that runs tests)."""
+    """Forgets the current streams of the old machine (in the thread that runs tests)."""
     _local.__init__()
 
 
@@ -165,7 +165,7 @@ NULL, LEGACY, PER_THREAD = 0, 1, 2  # handles of default streams: of the GPU cur
 
 
 class _BaseStream:
-    """A stream: what ``Stream`` and ``ExternalStream`` share."""
+    """The common base of ``Stream`` and ``ExternalStream``."""
 
     ptr: int
     device_id: int
@@ -266,7 +266,7 @@ Stream.null, Stream.ptds = Stream(null=True), Stream(ptds=True)
 
 
 class ExternalStream(_BaseStream):
-    """A stream that somebody else made, by its handle."""
+    """A stream of another library, by its handle."""
 
     def __init__(self, ptr, device_id=-1):
         warnings.warn("ExternalStream is deprecated", DeprecationWarning, stacklevel=2)
@@ -279,7 +279,7 @@ NOT_READY = 600
 
 
 def eventQuery(event):
-    """``runtime.eventQuery``: 0, cudaErrorNotReady, or what has become of the GPU; never raises."""
+    """``runtime.eventQuery``: 0, cudaErrorNotReady, or the GPU's error; never raises."""
     check_addresses(event)
     found = _events[event]
     with found._machine.entered() as machine:
@@ -289,7 +289,7 @@ def eventQuery(event):
 
 
 def streamQuery(stream):
-    """``runtime.streamQuery``: as ``eventQuery``, for all that the stream holds."""
+    """``runtime.streamQuery``: like ``eventQuery``, for all work of the stream."""
     check_addresses(stream)
     with current().entered() as machine:
         queue = queue_of(machine, stream)
@@ -339,7 +339,7 @@ def _status(machine: Machine, call: Call, queue: Queue | None = None) -> int:
 
 
 def _refusal(machine: Machine, call: Call | None, queue: Queue | None = None) -> int:
-    """Why CUDA does not say whether a call, or all of a queue, is over; 0: it does."""
+    """The error of a query of a call or queue; 0 if CUDA can answer."""
     captured = graphs.event_status(call)
     if captured:
         return captured
@@ -353,7 +353,7 @@ def _refusal(machine: Machine, call: Call | None, queue: Queue | None = None) ->
 
 
 class Event:
-    """A place in a stream, once recorded. It belongs to the GPU that was current when made."""
+    """A position in a stream, once recorded. It belongs to the GPU that was current at first."""
 
     def __init__(self, block=False, disable_timing=False, interprocess=False):
         self._machine = current()
@@ -396,7 +396,7 @@ class Event:
 
 
 def get_elapsed_time(start_event, end_event):
-    """Milliseconds from one event to another; what the host took to run the fake's work."""
+    """Milliseconds between two events: the host's time for the fake's work."""
     with current().entered() as machine:
         for event in (start_event, end_event):
             if event._call is None or not event._call.passed:

@@ -37,7 +37,7 @@ SHARED = {
     )
 }
 FAKE = getattr(sys.modules.get("cupy"), "FAKE", False)
-# The others import the fake, or CuPy, when they are read.
+# The other files import the fake, or CuPy, when they are collected.
 collect_ignore = [
     path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in SHARED
 ]
@@ -46,7 +46,7 @@ if FAKE:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out, in the shared files, the cases that only the fake can show."""
+    """Deselects cases of the shared files that only the fake can run."""
     if FAKE:
         return
     left_out = [item for item in items if item.get_closest_marker("fake_cupy")]
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def gpus() -> Callable[..., Any]:
-    """``gpus(seed, peers=…)`` begins a test: on the fake with a machine of its own.
+    """``gpus(seed, peers=…)`` begins a test; on the fake it makes a new machine.
 
     Real GPUs are what they are, whatever the seed.
     """

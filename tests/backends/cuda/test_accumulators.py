@@ -1,4 +1,4 @@
-"""A kernel that does not compile leaves an accumulator as it was, whoever would have launched it.
+"""A kernel that does not compile leaves an accumulator unchanged, in every thread.
 
 The constructor compiles all that an accumulator launches, so nobody meets this later, unless what
 was compiled is gone (``mesh.reset``).
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.fake_cupy
 
 
 class Planted(RuntimeError):
-    """The failure that a test plants."""
+    """The error that a test raises on purpose."""
 
 
 @pytest.fixture
 def refuse(monkeypatch):
-    """Forgets what was compiled, and refuses kernels of these names from now on."""
+    """Drops compiled kernels, and raises for kernels of these names from now on."""
     compiled = compile._compile
 
     def plant(*names):
@@ -41,7 +41,7 @@ def refuse(monkeypatch):
 @pytest.fixture(params=[([0], "device"), ([0, 1], "hierarchical_copy"), ([0, 0, 1], "nccl")],
                 ids=str)  # fmt: skip
 def make(request, new_machine):
-    """Makes accumulators of float16: every take launches, also one of a single gradient."""
+    """Makes float16 accumulators, whose takes always launch, also with a single gradient."""
     new_machine(0, num_gpus=2)
     placement, algorithm = request.param
     with gr.open_mesh(placement, backend="cuda") as mesh:
@@ -57,7 +57,7 @@ def ones(value=1):
 
 
 def state_of(acc):
-    """Count, step, dropped and sums."""
+    """Their counts, steps, dropped gradients and sums."""
     totals = acc.accumulator_ref.totals
     return (
         acc.num_accumulated(), acc.global_step, acc.num_dropped,
@@ -94,7 +94,7 @@ def test_an_apply(make, refuse):
 
 
 def test_a_gradient_that_is_cast(make, refuse):
-    """By validation, before anybody asks whether it is stale."""
+    """Validation casts it before the check for stale gradients."""
     acc = make()
     refuse("accumulate_n")
     with pytest.raises(Planted, match="accumulate_n"):
@@ -119,7 +119,7 @@ def test_a_take(make, refuse):
 
 
 def test_a_take_that_an_apply_serves(make, refuse):
-    """The consumer gets the error, and the apply goes on."""
+    """The take raises the error, and the apply continues."""
     acc = make()
     ticket = multi.PendingTake((acc.accumulator_ref,), 2)
     take_queue.join(ticket)

@@ -1,4 +1,4 @@
-"""AGN on the CUDA backend: what the simulation gives, bit by bit; a launch for each GPU; fences."""
+"""AGN on the CUDA backend: the bits of the simulation, one launch per GPU, and waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAYS = {
 
 
 def trained(mesh, way, num_turns=10) -> list[np.ndarray]:
-    """Two workers, one of several replicas, and a checkpoint on the way."""
+    """Two workers, one with several replicas, and a checkpoint during the training."""
     (make, options), dtype = WAYS[way], "float16" if way == "momentum" else "float32"
     center, team = gr.AGNCenter(mesh[::-1]), []
     for home in (mesh.devices[-1], mesh[1:3] if len(mesh) > 2 else mesh):
@@ -47,7 +47,7 @@ def trained(mesh, way, num_turns=10) -> list[np.ndarray]:
     kept = [each for getter, ours, _ in team for var in ours[::-1]
             for each in (getter.accumulation(var), var)]  # fmt: skip
     kept = [*team[0][2].variables(), *team[1][2].variables(), *center.variables(), *kept]
-    # The last device first: to read a leader is to wait for what it did for others.
+    # The last device first: reading a leader waits for its work for others.
     return [buffer.numpy() for each in kept[::-1] for buffer in each.buffers[::-1]]
 
 
@@ -65,7 +65,7 @@ def test_training_is_that_of_the_simulation(placement, way, gpus):
 
 @pytest.mark.parametrize("placement", PLACED)
 def test_each_replica_is_differentiated_on_its_own_gpu(placement, gpus):
-    """Whichever is current."""
+    """Whichever GPU is current."""
     gpus(60 + len(placement))
     import cupy
 
@@ -92,7 +92,7 @@ def test_each_replica_is_differentiated_on_its_own_gpu(placement, gpus):
 @pytest.mark.fake_cupy
 @pytest.mark.parametrize("way", WAYS)
 def test_every_order_is_fenced(way, gpus):
-    """Also where no GPU reaches another."""
+    """Also without peer access."""
     with gr.open_mesh([0, 1, 1, 2], backend="sim", strict=True) as sim:
         wanted = trained(sim, way)
     for seed in range(8):
@@ -103,7 +103,7 @@ def test_every_order_is_fenced(way, gpus):
 
 
 def gone(*args, **options):
-    """In the place of a fence."""
+    """Replaces a wait by nothing."""
 
 
 FENCES = {
@@ -114,7 +114,7 @@ FENCES = {
 
 
 def outcome(way, wanted, gpus) -> str:
-    """What is found first, of a fault that is there."""
+    """The first fault that is found."""
     for seed in range(12):
         machine = gpus(seed, peers=seed % 2 == 0)
         try:
@@ -138,7 +138,7 @@ def test_a_fence_that_is_left_out_is_seen(fault, way, gpus, monkeypatch):
         wanted = trained(sim, way)
     monkeypatch.setattr(*FENCES[fault])
     assert outcome(way, wanted, gpus) != "survived"
-    gpus(0)  # what the machine has found is not the test's fault
+    gpus(0)  # the faults of the machine were intended
 
 
 @pytest.mark.gpu

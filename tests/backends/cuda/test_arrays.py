@@ -1,4 +1,4 @@
-"""CuPy's own arrays in and out of a CUDA device, in the order of the streams of their owners."""
+"""CuPy's arrays as arguments and results of a CUDA device, ordered with their streams."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mesh(request, here) -> Iterator[Mesh]:
 
 @pytest.fixture
 def cupy():
-    """The real CuPy or the fake; not imported where neither is."""
+    """The real CuPy or the fake; not imported if neither is available."""
     import cupy
 
     return cupy
@@ -42,7 +42,7 @@ def cupy():
 
 @pytest.fixture
 def on_gpu(cupy):
-    """Puts an array on a GPU as a user of CuPy does."""
+    """Copies an array to a GPU like a user of CuPy."""
 
     def put(physical: int, values: np.ndarray):
         with cupy.cuda.Device(physical):
@@ -97,7 +97,7 @@ def test_a_users_array_lives_until_our_work_has_passed(mesh, on_gpu):
         device.wait(device.mark(), queue="transfer")
         add(device, out, buffer, queue="transfer")
         del buffer
-        on_gpu(0, np.zeros(SIZE, FLOAT))  # CuPy's pool would give it the same memory
+        on_gpu(0, np.zeros(SIZE, FLOAT))  # CuPy's pool would reuse the same memory
         device.wait(device.mark("transfer"))
         assert same(out.numpy(), data((SIZE,)))
 

@@ -1,4 +1,4 @@
-"""Users' CuPy arrays with ``num_packs=0`` are read where they lie, if peers can access them."""
+"""With ``num_packs=0`` users' CuPy arrays are read in place if peers can access them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of ``bench/`` for GPUs leave a device as a user has it, and measure what is promised."""
+"""Programs of ``bench/`` for GPUs restore the device, and measure every promised figure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def bench(monkeypatch):
 
 
 def test_a_timed_call_recycles_its_results(gpus):
-    """A stream that was shown to a caller would keep them until the GPU has passed."""
+    """A stream that a caller has seen would keep them until the GPU has finished."""
     from measure.clock import GpuClock
 
-    machine = gpus(0)  # which runs nothing before somebody waits
+    machine = gpus(0)  # it runs nothing before a wait
     with gr.open_mesh([0] * 3, backend="cuda") as mesh:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
         value = dense(mesh, (5000,), "float32", 0)
@@ -45,7 +45,7 @@ def test_a_timed_call_recycles_its_results(gpus):
 
 
 def test_every_floor_of_the_hosts_time_has_its_figure(gpus, monkeypatch):
-    """Of a plain call for each Buffer, which it looks at one by one."""
+    """The floor of a plain call is per Buffer, because it looks at each."""
     from measure import all_reduce_gpu, clock
 
     monkeypatch.setattr(clock, "PAUSE_SECONDS", 0)
@@ -64,7 +64,7 @@ def test_every_floor_of_the_hosts_time_has_its_figure(gpus, monkeypatch):
 
 
 def test_every_call_behind_a_failed_assertion_says_that_the_gpu_has_failed(gpus):
-    """Which the program for a real GPU lets PyTorch fail; 710 is CUDA's number of it."""
+    """On a real GPU the program makes PyTorch fail an assertion, CUDA error 710."""
     from gpu_check.torch_assert import said_after
 
     machine = gpus(1)

@@ -1,4 +1,4 @@
-"""A caller that passes an array, or drops a result, goes on in the order of its own stream alone.
+"""A caller that passes an array or drops a result needs only the order of its own stream.
 
 The caller's streams are PyTorch's, one on each GPU; nobody synchronises. The clocks of the machine
 find what is not ordered, whatever the seed.
@@ -57,7 +57,7 @@ def mesh(here, monkeypatch) -> Iterator[Mesh]:
         yield made
 
 
-@pytest.mark.whole_product  # some planted faults show in one order only
+@pytest.mark.whole_product  # some planted faults are found in one order only
 @pytest.mark.parametrize("call", CASES, ids=lambda call: call.__name__)
 def test_what_a_call_has_read_may_be_overwritten(mesh, torch, call):
     check_overwritten(torch, mesh, call)
@@ -72,7 +72,7 @@ def test_what_was_put_into_a_value_earlier_is_read_as_it_is_by_then(mesh, torch)
 
 
 def test_what_a_call_has_read_by_a_view_may_be_overwritten(mesh, torch):
-    """And is held for it by nothing else: a call before may have let it go."""
+    """Nothing else keeps it alive: an earlier call may have released it."""
     tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
     values = [gr.PerReplica([tensor], devices=mesh.devices[:1]) for tensor in tensors]
     sums = []
@@ -105,14 +105,14 @@ def test_a_callers_stream_is_waited_for_once_a_call(mesh, here, torch):
     counts = [records(here, lambda number=number: gr.apply_grads(accs[:number], tensors[:number]))
               for number in (1, 6)]  # fmt: skip
     assert counts == [2, 2]
-    # Where a result goes to the same stream, its release is that fence; else there is one per GPU.
+    # If a result goes to the same stream, its release is that wait; otherwise there is one per GPU.
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh[:2])
     rows = [[tensors[0]], [tensors[1]]]
     ops.all_reduce(rows)
     given = [records(here, lambda kind=kind: ops.all_reduce(rows, output_type=kind))
              for kind in ("torch", "buffer")]  # fmt: skip
     assert given[0] >= given[1]
-    # A value that was made before is fenced at the call that reads it, and only there.
+    # For an older value only the call that reads it waits.
     assert records(here, lambda: gr.PerReplica(rows[0], devices=mesh.devices[:1])) == 1
 
 
@@ -138,7 +138,7 @@ def test_an_array_is_held_until_the_call_that_reads_it_is_over(mesh, torch):
     with StreamScope():
         ops.add_n([out], [[to_buffer(tensors.pop(0), device), out]])
         assert held[0]() is not None
-        release_inputs()  # inside, for a block that defers Ctrl-C
+        release_inputs()  # inside a block that defers Ctrl-C
         assert held[0]() is None
         ops.add_n([out], [[to_buffer(tensors.pop(0), device), out]])
         assert held[1]() is not None
@@ -184,7 +184,7 @@ def test_an_array_that_a_second_call_reads_is_held_again(mesh, torch, unsynchron
 
 
 def test_arrays_of_a_prepared_step_that_failed_are_held(mesh, torch, monkeypatch):
-    """Nobody told their streams to wait."""
+    """Their streams were not made to wait."""
 
     def interrupt(self, results=()):
         raise KeyboardInterrupt
@@ -227,7 +227,7 @@ def test_what_is_dropped_while_its_stream_reads_it_is_not_given_away(mesh, torch
 
 @pytest.mark.parametrize("comes_in", [False, True])
 def test_what_a_threads_default_stream_reads_is_not_given_away(mesh, comes_in):
-    """Whichever thread takes new memory: the handle of that stream means another one there."""
+    """In any thread that allocates: there this handle means another stream."""
     device = mesh.devices[0]
     mine = cupy.asarray(data(SHAPE))
 
@@ -241,7 +241,7 @@ def test_what_a_threads_default_stream_reads_is_not_given_away(mesh, comes_in):
     thread.start()
     thread.join()
     with cupy.cuda.Stream.ptds:
-        if comes_in:  # which is behind nothing that the other thread's stream holds
+        if comes_in:  # it does not wait for the other thread's stream
             to_buffer(mine, device)
         device.upload(np.zeros(SHAPE, "float32"))
     assert same(kept[0].get(), data(SHAPE))
@@ -262,7 +262,7 @@ def test_memory_that_cannot_be_marked_is_kept_and_the_error_raised(mesh, monkeyp
 
 
 def test_a_stream_may_end_when_the_device_is_synchronized(mesh, torch, monkeypatch):
-    """One that PyTorch has by its handle alone, as its ExternalStream: nobody here can hold it."""
+    """A stream known by its handle only (ExternalStream), which we cannot keep alive."""
     device, theirs = mesh.devices[0], cupy.cuda.Stream(non_blocking=True)
     now = SimpleNamespace(cuda_stream=theirs.ptr)
     with monkeypatch.context() as patch:
@@ -280,7 +280,7 @@ def test_a_callers_stream_may_end_inside_the_call(mesh):
         with cupy.cuda.Stream(non_blocking=True):
             yield cupy.asarray(data(SHAPE))
 
-    method = gr.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N  # brings each in when it is made
+    method = gr.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N  # converts each term when it is made
     made = gr.aggregate(terms(), method, output_type="buffer")
     assert same(made.numpy(), data(SHAPE) * 3)
 

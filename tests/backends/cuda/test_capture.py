@@ -20,7 +20,7 @@ SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
 
 def played(mesh, shapes, num_packs=2):
-    """What three plays give, of other numbers each; and one behind the other."""
+    """The results of three calls with other numbers each, also without a wait between them."""
     ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=mesh)
     values = [dense(mesh, shape, dtype, place) for place, (shape, dtype) in enumerate(shapes)]
     targets = [*values[:-1], [mesh.devices[-1]]]
@@ -82,7 +82,7 @@ def test_other_threads_use_the_devices_meanwhile(gpus):
 
 @pytest.fixture
 def late_collection():
-    """No garbage is collected until the test has lowered the threshold."""
+    """No garbage is collected until the test lowers the threshold."""
     threshold = gc.get_threshold()
     gc.set_threshold(1 << 30)
     yield
@@ -91,7 +91,7 @@ def late_collection():
 
 @pytest.mark.gpu
 def test_a_mesh_that_fails_meanwhile_spoils_nothing(gpus, late_collection):
-    """Its end waits for its queues and frees its memory, which CUDA forbids here."""
+    """Closing it waits for queues and frees memory, which CUDA forbids during a capture."""
     gpus(0)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         source, target = mesh.devices[0].upload(np.ones(5)), mesh.devices[1].zeros((5,), "float64")
@@ -129,7 +129,7 @@ def test_a_call_is_one_graph_whatever_is_in_it(placement, seed, gpus):
         few, many = counted(1), counted(40)
         assert few == many
         assert few["graph_launch"] == 2
-        # On one GPU nobody marks anything: the others were given nothing since the last call.
+        # On one GPU no queue is marked: the others have no work since the last call.
         fences = {"record", "wait"} if len(set(placement)) > 1 else set()
         assert few.keys() == {"graph_launch", *fences}
 

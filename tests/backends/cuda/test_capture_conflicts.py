@@ -1,4 +1,4 @@
-"""Captures of callers, in which none of our work may be; and what other threads do to ours."""
+"""Captures of callers contain none of our work; effects of other threads on our captures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # CUDA's modes of a capture
 
 @contextmanager
 def captured_by_caller(stream, mode):
-    """Gives a list, which gets the caller's graph."""
+    """Captures inside; yields a list that gets the caller's graph."""
     found = []
     with stream:
         stream.begin_capture(mode)
@@ -33,7 +33,7 @@ def captured_by_caller(stream, mode):
 
 
 def calls_with(stream, array, mesh):
-    """Calls that fence ``stream``, on which ``array`` was made."""
+    """Calls that wait for ``stream``, on which ``array`` was made."""
     first = mesh.devices[0]
     buffer = first.upload(np.ones(6, np.float32))
     others = [each.upload(np.ones(6, np.float32)) for each in mesh.devices[1:]]
@@ -57,7 +57,7 @@ def calls_with(stream, array, mesh):
         "captured": ops.capture(SUM, pairs),
         "flat": flat.adopt,
     }
-    for call in calls.values():  # which compiles and allocates what it needs
+    for call in calls.values():  # compiles and allocates everything
         call()
     return calls
 
@@ -112,7 +112,7 @@ def test_a_refused_call_asks_each_stream_once_and_does_nothing_else(gpus):
                 with theirs, pytest.raises(CaptureError) if begin else nullcontext():
                     call()
                 found = {each: n - before.get(each, 0) for each, n in machine.counts.items()}
-                # Again for each device of a flat buffer, results that are new, and a copy's stream.
+                # Again for each device of a flat buffer, new results, and the stream of a copy.
                 most = {"reduce": 3, "flat": 2}.get(name, 1 + name.endswith("in pieces"))
                 assert 1 <= found.pop("is_capturing") <= most, name
                 if begin:
@@ -149,7 +149,7 @@ def test_memory_shown_to_a_stream_that_captures_waits_for_the_captures_end(gpus)
 
 @pytest.mark.gpu
 def test_a_default_stream_that_waits_for_a_capture_is_refused(gpus):
-    """By CUDA's error for a blocking stream of the caller's, in whose order it is."""
+    """CUDA refuses it, because a blocking stream of the caller is captured."""
     import cupy
 
     machine = gpus(1)
@@ -195,7 +195,7 @@ def test_an_invalid_capture_is_refused_too_and_says_why(gpus):
 
 @pytest.fixture
 def torch(gpus, monkeypatch):
-    """PyTorch; on the fake what stands for it."""
+    """PyTorch, or its stand-in on the fake."""
     if not FAKE:
         import torch
 
@@ -258,7 +258,7 @@ def test_our_calls_inside_torch_cuda_graph(mode, torch):
 
 @pytest.mark.fake_cupy
 def test_a_tensor_is_shared_while_cupys_stream_captures(torch):
-    """Only PyTorch's stream is waited for."""
+    """Only PyTorch's stream is made to wait."""
     import cupy
     from fake_cupy.machine import current
 
@@ -270,7 +270,7 @@ def test_a_tensor_is_shared_while_cupys_stream_captures(torch):
         counts = current().counts
         before = counts["is_capturing"]
         value = gr.PerReplica(tensors, mesh)
-        assert counts["is_capturing"] - before == 1  # not for each queue that waits
+        assert counts["is_capturing"] - before == 1  # not once for each queue that waits
         assert (value.buffers[0].numpy() == 1).all()
 
 
@@ -288,7 +288,7 @@ BY_TORCH = pytest.param("torch.cuda.synchronize", marks=() if FAKE else pytest.m
 
 
 def beside(call, *arguments):
-    """What a thread of its own does, whatever CUDA says of it."""
+    """Runs it in another thread and ignores CUDA's error."""
 
     def work():
         with sys.modules["cupy"].cuda.Device(0), suppress(RuntimeError):
@@ -305,7 +305,7 @@ def beside(call, *arguments):
 @pytest.mark.parametrize("own", [True, False], ids=["own thread", "another thread"])
 @pytest.mark.parametrize("what", ["allocate", "query"])
 def test_what_invalidates_a_capture_is_what_cuda_says(what, own, mode, gpus):
-    """What the rules of this file rest on; a fake that differs from CUDA would hide a fault."""
+    """The rules of this file depend on it; a fake that differs from CUDA would hide faults."""
     import cupy
 
     gpus(1)
@@ -348,7 +348,7 @@ def test_another_threads_wait_for_the_gpu_leaves_a_right_graph_or_none(what, gpu
         except CaptureError as error:
             assert "synchronize" in str(error)
             capture = None
-        if FAKE:  # which does as others report of CUDA (check_synchronize); not tried on a GPU
+        if FAKE:  # it follows reports about CUDA (check_synchronize); not tried on a GPU
             assert (capture is None) == ("synchronize" in what)
         first.upload(np.full(6, 2.0), out=source)
         (capture or captured(mesh.devices, work)).submit()

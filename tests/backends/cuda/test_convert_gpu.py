@@ -1,4 +1,4 @@
-"""GPU arrays of other libraries come in and go out on their own memory, in the right order.
+"""GPU arrays of other libraries are shared in both directions, in the right order.
 
 PyTorch and JAX cannot be had on a machine without a GPU; what stands for them shows what the
 validation looks at: a current stream, DLPack.
@@ -47,7 +47,7 @@ def mesh(here) -> Iterator[Mesh]:
 
 
 class JaxArray(Tensor):
-    """Shows no stream, but waits for its own in DLPack."""
+    """An array that has no stream attribute, but waits for its own stream in DLPack."""
 
     def devices(self):
         return (SimpleNamespace(platform="gpu"),)
@@ -68,7 +68,7 @@ def test_a_tensor_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
     here = new_machine(2)
     monkeypatch.setattr(convert_gpu, "is_first", lambda step, device, stream: False)
     refused = pytest.raises(machine.Fault, match="unordered: ")
-    with refused, open_mesh(1, backend="cuda") as mesh:  # whose close meets a stopped machine
+    with refused, open_mesh(1, backend="cuda") as mesh:  # its close finds a stopped machine
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
             to_buffer(made_on(stream, data(SHAPE)), mesh.devices[0]).numpy()
@@ -82,7 +82,7 @@ def test_a_variable_on_a_tensor_is_written_in_the_order_of_pytorchs_stream(mesh,
     shared = Variable._on_buffers([to_buffer(tensor, mesh.devices[0])], "weight", trainable=True)
     shared._parameters = (tensor,)
     optimizer = gr.GradientDescentOptimizer(1.0)
-    for turn in range(4):  # from the second one on by the same plan
+    for turn in range(4):  # the second and later ones use the same plan
         optimizer.apply_gradients([(mesh.devices[0].upload(data(SHAPE)), shared)])
         with torch.stream:
             assert not array.get().any()
@@ -145,7 +145,7 @@ def test_a_tensor_in_pieces_is_copied_behind_pytorchs_stream(mesh, torch):
 
 
 def records(here, call) -> int:
-    """How many events the call records."""
+    """The number of events that the call records."""
     before = here.counts.get("record", 0)
     call()
     return here.counts.get("record", 0) - before
@@ -197,7 +197,7 @@ def test_dlpack_is_asked_as_cupy_asks(mesh, torch):
             asked.append(sorted(said))
             return Tensor(self.array).__dlpack__(**said)
 
-    class Old(JaxArray):  # of a library from before DLPack 1.0
+    class Old(JaxArray):  # an array of a library older than DLPack 1.0
         def __dlpack__(self, stream):
             asked.append("stream alone")
             return Tensor(self.array).__dlpack__(stream=stream)
@@ -209,7 +209,7 @@ def test_dlpack_is_asked_as_cupy_asks(mesh, torch):
 
 
 def test_dlpack_is_not_asked_where_cupys_stream_captures(mesh, torch):
-    """It would make that stream wait for the array's."""
+    """DLPack would make that stream wait for the array's stream."""
     shown = JaxArray(made_on(torch.stream, data(SHAPE)))
     theirs = cupy.cuda.Stream(non_blocking=True)
     with theirs:
@@ -223,7 +223,7 @@ def test_dlpack_is_not_asked_where_cupys_stream_captures(mesh, torch):
 
 
 def test_a_tensor_comes_in_where_cupys_stream_is_the_threads_default(mesh, torch):
-    """PyTorch's DLPack refuses to make that stream wait; a tensor is shared by its address."""
+    """PyTorch's DLPack cannot make that stream wait, so the tensor is shared by its address."""
     array = made_on(torch.stream, data(SHAPE))
     with cupy.cuda.Stream.ptds:
         buffer = to_buffer(Tensor(array), mesh.devices[0])
@@ -261,7 +261,7 @@ def test_a_jax_array_is_shared_behind_cupys_stream_and_stays_as_it_is(mesh, torc
 
 
 def test_each_jax_array_of_a_call_is_waited_for(mesh, torch):
-    """CuPy's current stream begins to wait for an array when it comes in: no fence serves two."""
+    """CuPy's current stream waits for each array when it is converted, so each has its own wait."""
 
     class Array(JaxArray):
         def __init__(self, stream) -> None:

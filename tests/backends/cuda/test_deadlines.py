@@ -1,4 +1,4 @@
-"""Deadlines on GPUs: no wait inside of the driver, communicators that are aborted, and resets."""
+"""Deadlines on GPUs: no waits in the driver, aborted communicators, and resets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def here(request, new_machine) -> Iterator[Machine]:
     made = new_machine(request.param)
     yield made
     made.settle()
-    cuda._RETAINED.clear()  # of devices that are lost it is held for ever
+    cuda._RETAINED.clear()  # memory of failed devices is kept forever
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def communicators(mesh: Mesh) -> list:
 
 @pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
 def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algorithm):
-    """Nobody waits in the driver, in which a wait for a stuck stream has no end."""
+    """No thread waits in the driver, where a wait for a hanging stream never ends."""
     assert is_right(reduced(mesh, algorithm, deadline=TEST_TIMEOUT))
     before = communicators(mesh) if algorithm == "nccl" else []
     mesh.synchronize()
@@ -152,7 +152,7 @@ def test_what_nccl_finds_wrong_ends_the_mesh_without_a_deadline_passing(here, me
     mesh.synchronize()
     stick(here, mesh.devices[0])
     reduced(mesh, deadline=1000)
-    communicators(mesh)[0].async_result = 7  # in progress, which is no error
+    communicators(mesh)[0].async_result = 7  # in progress, which is not an error
     communicators(mesh)[1].async_result = 6
     said = "NCCL asynchronous error: NCCL_ERROR_REMOTE_ERROR: remote process exited or there was"
     assert wait_for_failure(mesh).startswith(said)
@@ -202,7 +202,7 @@ def test_an_abort_that_hangs_holds_nobody_but_the_reset(here, mesh, clock, monke
 
 @contextmanager
 def inside_of_nccl(mesh: Mesh, call: Callable[[], object]) -> Iterator[threading.Event]:
-    """A thread that calls it is at the end of its first group, until the event is set."""
+    """Threads that call it hang at the end of their first group until the event is set."""
     group_end, inside, let_go = nccl.groupEnd, threading.Event(), threading.Event()
 
     def slow() -> None:
@@ -224,7 +224,7 @@ def inside_of_nccl(mesh: Mesh, call: Callable[[], object]) -> Iterator[threading
 
 
 def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, clock, monkeypatch):
-    """It holds the lock of the communicators and that of the mesh; the abort needs neither."""
+    """The thread holds the locks of the communicators and of the mesh; the abort needs neither."""
     monkeypatch.setattr(cuda_nccl, "INSIDE_SECONDS", 0.01)
     reduced(mesh)
     mesh.synchronize()
@@ -249,7 +249,7 @@ def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, 
 
 
 def test_an_abort_waits_for_a_thread_that_is_inside_of_nccl(here, mesh, monkeypatch):
-    """NCCL frees what it aborts."""
+    """Because NCCL frees an aborted communicator."""
     monkeypatch.setattr(cuda_nccl, "INSIDE_SECONDS", TEST_TIMEOUT)
     reduced(mesh)
     mesh.synchronize()
@@ -266,14 +266,14 @@ def test_an_abort_waits_for_a_thread_that_is_inside_of_nccl(here, mesh, monkeypa
 
 @pytest.fixture
 def hung_bootstrap() -> Iterator[threading.Event]:
-    """Initialisations hang until it is set."""
+    """An event; initialisations hang until it is set."""
     nccl.library.bootstrap = threading.Event()
     yield nccl.library.bootstrap
     nccl.library.bootstrap = None
 
 
 def test_a_bootstrap_that_hangs_ends_with_the_mesh(here, mesh, clock, hung_bootstrap):
-    """Its caller comes back; what NCCL makes at last is aborted."""
+    """Its caller returns; communicators that NCCL makes later are aborted."""
     outcomes = []
 
     def call() -> None:
@@ -297,7 +297,7 @@ def test_a_bootstrap_that_hangs_ends_with_the_mesh(here, mesh, clock, hung_boots
 
 
 def test_a_bootstrap_that_hangs_is_left_by_ctrl_c(here, mesh, hung_bootstrap):
-    """The next call begins another; of the two sets of communicators one is aborted."""
+    """The next call begins another initialisation; one of the two results is aborted."""
     devices = [mesh.devices[place] for place in (0, 1, 3)]
     main = threading.main_thread().ident
 
@@ -321,7 +321,7 @@ def test_a_bootstrap_that_hangs_is_left_by_ctrl_c(here, mesh, hung_bootstrap):
 
 @pytest.mark.parametrize("version", [22105, 22203])
 def test_cliques_that_hang_on_one_gpu_are_aborted_at_once(here, mesh, version):
-    """Where NCCL can: an abort waits for its GPU, and so for what is not aborted yet."""
+    """If NCCL can: an abort waits for its GPU, and so for other communicators on it."""
     nccl.library.version = version
     groups = [(0, 1, 3), (0, 1)] if version == 22203 else [(0, 1, 3)]
     for places in groups:
@@ -391,7 +391,7 @@ def test_a_wait_for_a_gpu_that_fails_ends(here, mesh):
 
 
 def test_a_failed_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(here, clock):
-    """Closed, or forgotten: CUDA waits for a queue before it frees what the queue may use."""
+    """By close or by garbage collection: CUDA waits for a queue before it frees its memory."""
     for ends in (Mesh.close, lambda mesh: None):
         mesh = open_mesh([0, 1], backend="cuda")
         stick(here, mesh.devices[1])
@@ -402,12 +402,12 @@ def test_a_failed_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(h
         del mesh
         gc.collect()
         assert len(cuda._RETAINED) == 2
-        here.settle()  # the queues go on, and nothing that they use was freed
+        here.settle()  # the queues continue, and none of their memory was freed
         cuda._RETAINED.clear()
 
 
 def test_closing_a_failed_mesh_waits_until_its_memory_is_kept(here):
-    """Another thread keeps it; to free it first would wait for the stuck queue."""
+    """Another thread keeps it alive; freeing it earlier would wait for the hanging queue."""
     mesh = open_mesh(1, backend="cuda")
     stick(here, mesh.devices[0])
     mesh.devices[0].zeros((4,), "float32")

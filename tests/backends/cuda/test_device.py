@@ -1,4 +1,4 @@
-"""What only a CUDA device does: streams and arrays of others, pinned memory, GPUs that are not."""
+"""Behavior of CUDA devices only: foreign streams and arrays, pinned memory, missing GPUs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_pinned_memory_comes_back(mesh, here):
 
 @pytest.mark.parametrize("wait", ["_synchronize", "_abandon"])
 def test_an_upload_during_a_wait_keeps_its_pinned_memory(new_machine, monkeypatch, wait):
-    """Another thread's, which runs while this one waits in the driver."""
+    """An upload of another thread, while this one waits in the driver."""
     here = new_machine(0, num_gpus=1)
     with open_mesh(1, backend="cuda") as mesh:
         device, made = mesh.devices[0], []
@@ -70,7 +70,7 @@ def test_an_upload_during_a_wait_keeps_its_pinned_memory(new_machine, monkeypatc
             if not made:
                 made.append(uploaded(device, 2))
 
-        here.at_sync.append(meanwhile)  # at the begin of the wait, whose end is that of before
+        here.at_sync.append(meanwhile)  # at the begin of the wait, which ends as before
         uploaded(device, 1)
         if wait == "_synchronize":
             device._synchronize(device._endless)
@@ -112,7 +112,7 @@ def test_trim_gives_free_memory_back(mesh, here):
 
 
 def test_trim_gives_deferred_memory_back_behind_its_users(new_machine):
-    """Those on another GPU, too, for which CUDA does not wait before it frees."""
+    """Also users on another GPU, for which CUDA does not wait before it frees."""
     here = new_machine(0, num_gpus=2)
     with open_mesh([0, 1], backend="cuda") as mesh:
         near, far = mesh.devices
@@ -149,13 +149,13 @@ def test_the_fake_pool_splits_merges_and_runs_out(new_machine):
     del whole
     parts = [pool.malloc(size) for size in (1000, 300_000, 1000)]
     assert [each.ptr for each in parts] == [start, start + 1024, start + 1024 + 300_032]
-    pool.free_all_blocks()  # nothing: it is split
+    pool.free_all_blocks()  # frees nothing, because the block is split
     held = pool.total_bytes()
     assert cupy.cuda.runtime.memGetInfo() == ((1 << 20) - held, 1 << 20)
     with pytest.raises(MemoryError, match=r"600,000 bytes \(allocated so far: 0 bytes"):
         other.malloc(600_000)
     with cupy.cuda.Stream(non_blocking=True):
-        apart = pool.malloc(1000)  # in another order: not of the same memory
+        apart = pool.malloc(1000)  # for another stream: not from the same memory
     assert not start <= apart.ptr < start + 600_000
     parts.clear()
     assert pool.malloc(600_000).ptr == start  # in one piece again
@@ -165,7 +165,7 @@ def test_the_fake_pool_splits_merges_and_runs_out(new_machine):
 
 
 def test_a_closed_mesh_has_no_work_left(new_machine):
-    """What its queues still read would be freed with its last Buffer."""
+    """Otherwise memory that its queues still read would be freed with its last Buffer."""
     new_machine(0)
     mesh = open_mesh(1, backend="cuda")
     buffer = uploaded(mesh.devices[0], 1)
@@ -220,7 +220,7 @@ def test_one_of_several_processes_has_the_gpu_of_its_local_rank(new_machine, mon
         own_gpus()
     monkeypatch.setenv(rank, "2")
     assert own_gpus() == [2]
-    new_machine(0, num_gpus=1)  # the launcher has hidden the others
+    new_machine(0, num_gpus=1)  # the launcher hides the others
     assert own_gpus() == [0]
 
 
@@ -283,7 +283,7 @@ def test_a_peer_whose_copies_change_the_data_is_none(new_machine, monkeypatch, c
 
 
 def summed(mesh: Mesh) -> list[float]:
-    """What an all-reduce of 1, 2, … gives on each device."""
+    """The result of an all-reduce of 1, 2, … on each device."""
     grads = [[np.full(9, device.index + 1, np.float32)] for device in mesh]
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     rows = ops.all_reduce(grads, op=gr.ReduceOp.SUM, output_type="buffer")
@@ -343,7 +343,7 @@ def test_a_launch_has_chunks_for_the_blocks_that_the_driver_reports(
     monkeypatch.setattr(cupy.cuda.Function, "__call__", recorded)
     with open_mesh([0], backend="cuda") as mesh:
         device = mesh.devices[0]
-        size = 32 * 256 * 4  # a vector for each thread of 8 blocks on each multiprocessor
+        size = 32 * 256 * 4  # one vector per thread, 8 blocks per multiprocessor
         out, term = (device.zeros((size,), "float32") for _ in range(2))
         ops.add_n([out], [[term]])
     assert grids == [(chunks,)]
@@ -357,7 +357,7 @@ def test_two_meshes_have_their_own_streams_and_devices_on_one_gpu_share_them(her
 
 
 def test_a_step_waits_for_nothing_and_uploads_nothing_twice(new_machine):
-    """With the same addresses a step asks the host for nothing at all."""
+    """With the same addresses a step needs no host work besides its launches."""
     here = new_machine(1)
     with gr.open_mesh([0, 0, 1, 1], backend="cuda") as mesh:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
@@ -398,7 +398,7 @@ def test_the_time_between_two_events_is_told_when_both_have_passed(mesh):
 
 @pytest.mark.parametrize("options", [{}, {"disable_timing": True}])
 def test_an_event_that_tells_no_time_is_a_fault(new_machine, options):
-    here = new_machine(0)  # nothing runs before somebody waits
+    here = new_machine(0)  # nothing runs before a wait
     event = cupy.cuda.Event(**options)
     event.record(cupy.cuda.Stream(non_blocking=True))
     if options:

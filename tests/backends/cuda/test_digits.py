@@ -26,10 +26,10 @@ ROUNDING = 0 if FAKE else 1e-4  # of weights near 1, after six steps in float32
 def example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("train_digits_on_cuda", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses ask for it
+    sys.modules[spec.name] = module  # its dataclasses need it
     spec.loader.exec_module(module)
-    module.save_picture = lambda history, path: None  # which takes as long as the steps
-    gc.freeze()  # the libraries that it imports stay; each gc.collect() would search them
+    module.save_picture = lambda history, path: None  # it takes as long as the steps
+    gc.freeze()  # libraries stay; each gc.collect() would search them
     return module
 
 
@@ -51,7 +51,7 @@ PLACED = [
         "0,0,1,1", "hierarchical_copy", 6, marks=(pytest.mark.multi_gpu(2), pytest.mark.exhaustive)
     ),
     pytest.param("0,1,2,3", "hierarchical_copy", 0, marks=pytest.mark.multi_gpu(4)),
-    # Real NCCL over several GPUs adds in an order of its own.
+    # Real NCCL over several GPUs adds in another order.
     pytest.param("0,0,1,1", "nccl", 0, marks=(pytest.mark.fake_cupy, pytest.mark.exhaustive)),
     pytest.param("0,1,2,3", "nccl", 6, marks=pytest.mark.fake_cupy),
 ]
@@ -75,7 +75,7 @@ def test_the_weights_are_those_of_the_simulation(
     ],
 )
 def test_so_are_those_of_one_worker_of_agn(example, gpus, tmp_path, monkeypatch, placement, seed):
-    """In a thread of its own, with two replicas; more workers would race."""
+    """In its own thread, with two replicas; more workers would race."""
     monkeypatch.setenv("MPLBACKEND", "Agg")
     gpus(seed)
     flags = ("--mode", "agn", "--workers", "1", "--replicas", "2", "--period", "2")

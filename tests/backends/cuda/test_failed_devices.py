@@ -1,4 +1,4 @@
-"""Errors of a GPU that fails: our message, with that of CUDA inside."""
+"""Errors of a failed GPU: our message contains CUDA's message."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_the_call_that_meets_it_and_every_later_one_say_so(here, use):
     with pytest.raises(BackendUnavailableError, match=f"device cuda:1 failed: {says}") as got:
         USES[use](device, buffer)
     assert isinstance(got.value.__cause__, raised)
-    here.freed.clear()  # CUDA itself would go on answering so; we do not ask it again
+    here.freed.clear()  # CUDA would return the same error; we do not ask again
     with pytest.raises(BackendUnavailableError, match="device cuda:2 failed"):
         mesh.devices[2].empty((SIZE,), FLOAT)
     assert same(uploaded(mesh.devices[0], 3).numpy(), data((SIZE,), seed=3))
     kill(here, 1)
-    mesh.close()  # which waits for nobody who has failed
+    mesh.close()  # does not wait for failed devices
     here.freed.clear()
 
 

@@ -42,7 +42,7 @@ def mesh(here) -> Iterator[Mesh]:
 
 
 def fill(rows, add: int) -> None:
-    """As a user of the current stream does."""
+    """Fills like a user on the current stream."""
     for replica, row in enumerate(rows):
         for place, array in enumerate(row):
             array[...] = data(array.shape, seed=replica + place) + add
@@ -79,7 +79,7 @@ def test_pytorchs_gradients_are_reduced_where_they_are(here, mesh, torch):
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     tensors = flat.arrays("torch")
     for turn in range(3):
-        with torch.stream:  # backward(): adds to what zero() left
+        with torch.stream:  # like backward(): adds to the zeros of zero()
             for row in tensors:
                 for tensor in row:
                     assert not tensor.array.get().any()
@@ -91,7 +91,7 @@ def test_pytorchs_gradients_are_reduced_where_they_are(here, mesh, torch):
         with mesh.journal() as journal:
             flat.zero()
         assert [record.kind for record in journal.records] == ["fill", "fill"]
-        assert here.counts["record"] - before == 2  # in, and out
+        assert here.counts["record"] - before == 2  # one for inputs, one for results
         with torch.stream:
             for tensor, expected in zip(reduced[1], sums(2, turn), strict=True):
                 assert same(tensor.array.get(), expected)
@@ -114,7 +114,7 @@ def parameters_on(torch, mesh) -> list[list[Tensor]]:
 
 
 def all_equal(torch, tensors, wanted) -> bool:
-    """Reads each in the order of its library's stream."""
+    """Reads each array in the order of its library's stream."""
     found = []
     for tensor in tensors:
         with torch.on(tensor.device.index):
@@ -125,7 +125,7 @@ def all_equal(torch, tensors, wanted) -> bool:
 def test_attached_gradients_of_pytorch_are_attached_again_in_the_order_of_its_stream(mesh, torch):
     parameters = parameters_on(torch, mesh)
     flat, ops = mesh.flat_buffer(SHAPES, "float32"), gr.HierarchicalCopyAllReduce(mesh=mesh)
-    steps = [flat.prepare_all_reduce(SUM, cross_device_ops=ops)]  # before the library is known
+    steps = [flat.prepare_all_reduce(SUM, cross_device_ops=ops)]  # before the library has an array
     flat.attach(parameters)
     for _ in range(2):
         for parameter in chain(*parameters):
@@ -175,7 +175,7 @@ def test_what_lies_in_a_flat_buffer_is_fenced_once_a_call_as_ever(here, mesh, to
     assert here.counts["record"] - before == 1
     assert len({buffer.block for buffer in buffers}) == 1
     assert buffers[0].block.owned
-    view = to_buffer(row[0], mesh.devices[0])  # on the same GPU: there as any array
+    view = to_buffer(row[0], mesh.devices[0])  # on the same GPU: like any other array
     assert (view.device, view.block.owned) == (mesh.devices[0], False)
 
 
@@ -183,19 +183,19 @@ def test_a_flat_buffer_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
     here = new_machine(2)
     theirs = cupy.cuda.Stream(non_blocking=True)
     refused = pytest.raises(machine.Fault, match="unordered: ")
-    with refused, open_mesh(1, backend="cuda") as mesh, theirs:  # closing meets a stopped machine
+    with refused, open_mesh(1, backend="cuda") as mesh, theirs:  # closing finds a stopped machine
         (array,) = mesh.flat_buffer([(70,)], "float32").arrays()[0]
         monkeypatch.setattr(convert_gpu, "is_first", lambda step, device, stream: False)
         array[...] = data((70,))
         to_buffer(array, mesh.devices[0]).numpy()
-        theirs.synchronize()  # by then the two have met
+        theirs.synchronize()  # both streams have run by then
     assert "unordered: " in here.faults[0]
     new_machine()  # whose faults are not those
 
 
 @pytest.mark.parametrize("given", ["views", "tensors"])
 def test_a_prepared_step_comes_between_what_pytorch_holds(mesh, torch, given):
-    """Its own streams it fences itself; where it reads views, they are handed over by name."""
+    """Tensors are ordered with PyTorch's stream; views need ``release`` and ``adopt``."""
     mesh = mesh[0:2]
     flat = mesh.flat_buffer(SHAPES, "float32")
     tensors = flat.arrays("torch")
@@ -238,7 +238,7 @@ def test_outs_are_written_where_they_are_between_what_their_streams_hold(here, m
         before = here.counts["record"]
         waits = here.counts["wait"]
         release_outputs(outs)
-        assert here.counts["record"] - before == 1  # for which both streams wait
+        assert here.counts["record"] - before == 1  # both streams wait for it
         assert here.counts["wait"] - waits == 2
         assert same(cupys.get(), data((7, 30), seed=9))
     with torch.stream:
@@ -272,7 +272,7 @@ def test_outs_elsewhere_are_refused(here, mesh, torch):
         with mesh.journal() as journal, pytest.raises(error, match=match):
             as_out(out, home, (7, 30), np.dtype("float32"))
         assert journal.records == []
-        assert here.counts.get("record", 0) == before  # not a fence
+        assert here.counts.get("record", 0) == before  # no wait
 
 
 def test_arrays_that_cannot_show_a_gpus_memory_are_refused(mesh):
@@ -284,7 +284,7 @@ def test_arrays_that_cannot_show_a_gpus_memory_are_refused(mesh):
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 @pytest.mark.parametrize("outs", ["in place", "as they lie", "in C's order"])
 def test_arrays_in_another_order_of_axes_are_reduced_as_they_lie(mesh, torch, library, outs):
-    """On their library's streams; an out of other strides is copied to, there too."""
+    """On their library's streams; an out with other strides is copied to, also there."""
     stream = torch.on if library == "torch" else cupy.cuda.Device
 
     def made(values, turned):

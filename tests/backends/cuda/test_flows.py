@@ -1,4 +1,4 @@
-"""The flow of a step on the CUDA backend gives what the simulation gives, bit by bit."""
+"""A training step on the CUDA backend gives the bits of the simulation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_STEPS = 3
 
 
 def case(placement, num_gpus, algorithm):
-    """A placement and an algorithm, marked by what they need.
+    """A placement and an algorithm, with markers for what they need.
 
     Real NCCL promises no order of additions, so that only the fake's has the simulation's bits;
     on one GPU it is not called.
@@ -40,7 +40,7 @@ PLACED = [
 
 @contextmanager
 def opened(placement) -> Iterator[tuple[Mesh, Mesh]]:
-    """The GPUs and the simulation."""
+    """Opens a mesh of GPUs and one of simulated devices."""
     with (
         gr.open_mesh(placement, backend="cuda") as mesh,
         gr.open_mesh(placement, backend="sim", strict=True) as sim,
@@ -53,7 +53,7 @@ def tensor(shape, dtype, seed: int) -> np.ndarray:
 
 
 def gradients(mesh: Mesh, dtype, seed: int) -> list[list[np.ndarray]]:
-    """Of each device one array for each shape; the same on every mesh."""
+    """For each device one array per shape; the same on every mesh."""
     return [
         [tensor(shape, dtype, seed + 100 * place + turn) for turn, shape in enumerate(SHAPES)]
         for place in range(len(mesh))
@@ -93,7 +93,7 @@ PACKINGS = ({}, {"num_packs": 2}, {"num_packs": 0, "agg_small_grads_max_bytes": 
 
 
 def check_all_reduce(placement, algorithm, **more) -> None:
-    """Every dtype with one of the packings; on another number of devices with the next one."""
+    """Every dtype with one of the packings, which changes with the number of devices."""
     with opened(placement) as (mesh, sim):
         for turn, dtype in enumerate(DTYPES, len(mesh)):
             options = {**PACKINGS[turn % len(PACKINGS)], **more}
@@ -165,7 +165,7 @@ def test_training_steps_are_those_of_the_simulation(placement, algorithm, gpus):
 
 
 def synchronous(mesh: Mesh, algorithm: str, method: gr.AggregationMethod) -> list[np.ndarray]:
-    """The whole main path: two micro-batch gradients of each replica, several steps."""
+    """The whole main path: two micro-batch gradients per replica, several steps."""
     variables = variables_on(mesh)
     ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs=2, mesh=mesh)
     options = {"aggregation_method": method}
@@ -221,7 +221,7 @@ def test_an_accumulator_over_a_mesh(placement, gpus):
 @pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_an_accumulator_on_one_device(dtype, reduction_type, gpus):
-    """Stale gradients are dropped, every take begins anew, the values are the simulation's."""
+    """Stale gradients are dropped, each take begins a new sum, values equal the simulation's."""
 
     def taken(mesh: Mesh) -> list[np.ndarray]:
         device = mesh.devices[1]
@@ -254,7 +254,7 @@ def test_an_accumulator_on_one_device(dtype, reduction_type, gpus):
     ids=str,
 )
 def test_what_is_saved_of_an_accumulator_goes_on_anywhere(placement, gpus):
-    """From a GPU on another accumulator of it and on the simulation, and back."""
+    """From a GPU to another accumulator there and to the simulation, and back."""
     gpus(4)
     with opened(placement) as meshes:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
@@ -266,7 +266,7 @@ def test_what_is_saved_of_an_accumulator_goes_on_anywhere(placement, gpus):
             with gr.replica(1 + turn % 2):
                 made[0].apply_grad(tensor((1003,), "float16", turn))
         state = made[0].state_dict(deadline=60)
-        made[0].apply_grad(tensor((1003,), "float16", 9))  # in place, and not in what was saved
+        made[0].apply_grad(tensor((1003,), "float16", 9))  # in place, but not in the saved state
         assert [total is None for total in state["partial_sums"]] == [True, False, False]
         for accumulator in made[1:]:
             accumulator.load_state_dict(state)
@@ -289,7 +289,7 @@ def test_what_is_saved_of_an_accumulator_goes_on_anywhere(placement, gpus):
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replicas_of_a_mesh_on_one_device(placement, dtype, peers, gpus):
-    """Added where one sum is, in order; they may be overwritten as soon as the call is back."""
+    """Replicas are added to one sum in order; they may be overwritten after the call."""
 
     def taken(mesh: Mesh) -> list[np.ndarray]:
         accumulator = gr.ConditionalAccumulator(dtype, (1003,), device=mesh.devices[1])

@@ -1,4 +1,4 @@
-"""Losses on CuPy's arrays give what they give on NumPy's."""
+"""Losses on CuPy's arrays have the gradients of losses on NumPy's arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DESCENT = gr.GradientDescentOptimizer(0.125)
 
 
 def gradients(mesh, operation, shapes, library):
-    """Of an operation on Variables of a mesh, as NumPy's arrays."""
+    """Gradients of an operation on Variables of a mesh, as NumPy arrays."""
     variables = [gr.Variable(x, device=mesh) for x in operation.operands(shapes)]
     loss = weighted(operation, np, library)
     pairs = DESCENT.compute_gradients(lambda: loss(*[v * 1.0 for v in variables]), variables)
@@ -37,7 +37,7 @@ def test_every_operation_gives_on_a_gpu_what_it_gives_on_the_host(gpus):
                         assert (left is None) == (right is None)
                         if left is not None:
                             np.testing.assert_allclose(left, right, rtol=1e-9, atol=1e-11)
-                except Exception as error:  # all that fails is told, not the first alone
+                except Exception as error:  # reports all failures, not only the first
                     wrong.append(f"{operation} {shapes}: {type(error).__name__}: {error}")
     assert not wrong, "\n".join(wrong)
 
@@ -69,7 +69,7 @@ def test_training_on_a_gpu_follows_the_host(gpus, seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", gr.AggregationMethod)
 def test_a_sum_of_rows_and_arrays_is_ready_for_cupys_stream(gpus, method):
-    """Rows are made dense by a call that goes out to it, before the sum is queued."""
+    """A call that orders its results with it makes rows dense before the sum is queued."""
     gpus(0)
     import cupy
 
@@ -89,7 +89,7 @@ def test_a_sum_of_rows_and_arrays_is_ready_for_cupys_stream(gpus, method):
 @pytest.mark.multi_gpu(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_each_replica_is_differentiated_on_its_own_gpu(gpus, seed):
-    """The walk back leaves the loss's own choice of a GPU behind, and goes where tensors lie."""
+    """The backward pass runs on the GPUs of the tensors, whichever GPU the loss selected."""
     gpus(seed)
     import cupy
 
@@ -120,7 +120,7 @@ def test_each_replica_is_differentiated_on_its_own_gpu(gpus, seed):
 
 @pytest.mark.multi_gpu(2)
 def test_a_loss_need_not_choose_a_gpu(gpus):
-    """What it does is done where the Variable lies, and host arrays come there by ``like=``."""
+    """It computes on the Variable's device; ``like=`` copies host arrays there."""
     gpus(0)
     x = np.float32([[1, 2, 3], [0, 1, 1]])
 

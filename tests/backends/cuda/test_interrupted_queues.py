@@ -1,4 +1,4 @@
-"""Ctrl-C, another thread or a signal handler at any point of a call: no wait is left out later."""
+"""Ctrl-C, other threads and signal handlers at any point of a call: no later wait is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.fake_cupy
 
 
 def at_each_point(call, handler):
-    """Makes a call as often as it has points of ours, where a handler may run, and yields after it.
+    """Makes a call once for each point in our code where a handler may run; yields after each.
 
     The handler runs at another point each time. Calls of CUDA are never interrupted.
     """
@@ -50,7 +50,7 @@ def at_each_point(call, handler):
 
 
 def receive(sends, receives, gpu, stream):
-    """Receives as NCCL does, on a stream."""
+    """Receives on a stream, like NCCL."""
     for _, buffer in receives:
         cupy.cuda.runtime.memsetAsync(buffer.address, 0, buffer.nbytes, stream)
 
@@ -80,7 +80,7 @@ class Giving:
         self.device._exchange_on_gpu([], [(0, self.near)], "transfer", receive)
 
     def check(self, queue):
-        """Writes what the work wrote, on the other GPU; the queue waits, and was marked."""
+        """Overwrites the results on the other GPU; its queue waits for a mark."""
         self.away.wait(self.device.mark(queue))
         ops.add_n([self.near], [[self.far]], device=self.away)
         self.device.wait(self.away.mark(), queue=queue)
@@ -94,7 +94,7 @@ ON_TRANSFER = ("copy", "upload", "exchange")
 @pytest.mark.parametrize("by", ["ctrl-c", "thread"])
 @pytest.mark.parametrize("way", ["launch", "fill", "graph", *ON_TRANSFER])
 def test_who_waits_for_a_queue_waits_for_all_work(way, by, gpus):
-    """Also where Ctrl-C cut a call short, or another thread marked its queue meanwhile."""
+    """Also if Ctrl-C interrupted a call, or another thread marked its queue meanwhile."""
     gpus(0)
     queue = "transfer" if way in ON_TRANSFER else "compute"
     with gr.open_mesh([0, 1], backend="cuda") as mesh:
@@ -154,7 +154,7 @@ def test_memory_that_a_download_writes_is_not_used_again_after_ctrl_c(gpus):
 
 
 def test_a_result_that_a_copy_still_reads_is_handed_out_behind_it(gpus):
-    """Also where the caller's stream waits already, for an earlier result."""
+    """Also if the caller's stream already waits for an earlier result."""
     gpus(0)
     with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
         *near, away = mesh.devices

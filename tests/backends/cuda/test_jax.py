@@ -1,4 +1,4 @@
-"""JAX's arrays on GPUs: shared both ways, never written, in order with JAX's own streams.
+"""JAX's arrays on GPUs: shared both ways, read-only, ordered with JAX's own streams.
 
 On the fake a stand-in takes JAX's place, and every use that no fence orders is a fault.
 """
@@ -23,7 +23,7 @@ pytestmark = [] if FAKE else [pytest.mark.jax]
 SEEDS = (0, 1) if FAKE else (0,)
 DTYPES = ("float16", "bfloat16", "float32", "complex64", "int8", "int32")
 SHAPES = ((7, 30), (), (0, 3))
-SHAPE = (12, 12) if FAKE else (1 << 12, 1 << 12)  # work that still runs at the next call
+SHAPE = (12, 12) if FAKE else (1 << 12, 1 << 12)  # so that it still runs at the next call
 PLACED = [
     pytest.param([0, 0, 0], marks=pytest.mark.gpu, id="one GPU"),
     pytest.param([0, 1, 1], marks=pytest.mark.multi_gpu(2), id="two GPUs"),
@@ -55,7 +55,7 @@ def jax(mesh, monkeypatch) -> ModuleType:
 
 @pytest.fixture
 def put(jax):
-    """Puts a host array on the GPU of a logical device, as a user of JAX does."""
+    """Copies a host array to the GPU of a logical device, like a user of JAX."""
     return lambda values, device: jax.device_put(values, jax.devices("gpu")[device.physical])
 
 
@@ -134,13 +134,13 @@ def test_a_step_takes_gradients_and_its_results_go_back(mesh, put):
     for step in range(3):
         gradient = put(filled(step), device)
         optimizer.apply_gradients([(gradient + gradient, variable)])
-        seen.append(variable.read("jax"))  # of which later steps change nothing
+        seen.append(variable.read("jax"))  # later steps do not change it
     for step, array in enumerate(seen):
         assert same(np.asarray(array), filled(1 - step * (step + 1) / 2))
 
 
 def test_arrays_that_are_dropped_while_we_read_them(mesh, put):
-    """Their memory is JAX's again when our queue is behind the last use, not before."""
+    """JAX may reuse their memory only after our queue's last use."""
     device = mesh.devices[2]
     other, late = put(filled(-1), device), device.upload(filled(0))
     totals = []
@@ -157,7 +157,7 @@ def test_arrays_that_are_dropped_while_we_read_them(mesh, put):
 
 
 def test_arrays_on_our_memory_that_are_dropped_while_jax_reads_them(mesh, put):
-    """Our memory is ours again when JAX's last use is over, not when the array is dropped."""
+    """We may reuse the memory only after JAX's last use, not when the array is dropped."""
     device = mesh.devices[2]
     late, sums = put(filled(0), device), []
     for turn in range(1, 4):
@@ -184,7 +184,7 @@ def test_sparse_rows(mesh, put):
     assert same(np.asarray(dense)[2], np.array([4, 6], np.float32))
 
 
-if not FAKE:  # whose stand-in differentiates nothing
+if not FAKE:  # the stand-in has no gradients
 
     def test_a_loss_of_jax(mesh, jax):
         variable = gr.Variable(np.arange(3, dtype=np.float32), device=mesh.devices[2])

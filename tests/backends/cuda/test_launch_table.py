@@ -77,7 +77,7 @@ def test_a_thousand_inputs_are_one_launch_and_one_upload(mesh):
 
 @pytest.mark.parametrize("what", ["out", "input", "size"])
 def test_one_other_address_or_size_is_another_table(mesh, what):
-    """Each is uploaded when it first comes."""
+    """Each is uploaded at its first use."""
     device = mesh.devices[0]
     values = exact_data((SIZE * 200,), "float32")
     term, out = device.upload(values), device.zeros(values.shape, "float32")
@@ -125,7 +125,7 @@ def test_old_tables_are_given_up(mesh, monkeypatch):
 
 @pytest.mark.parametrize(("threads", "block"), [(1024, 128), (1536, 192), (2048, 256)])
 def test_a_launch_has_the_shape_that_the_gpu_asks_for(new_machine, monkeypatch, threads, block):
-    """Blocks as large as its multiprocessors make them, but for little work; one for each chunk."""
+    """The largest blocks that fit its multiprocessors, smaller for little work; one per chunk."""
     attributes = {**surface.Device(0).attributes, "MaxThreadsPerMultiProcessor": threads}
     monkeypatch.setattr(surface.Device, "attributes", attributes)
     shapes, call = [], Function.__call__

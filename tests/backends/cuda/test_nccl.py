@@ -1,4 +1,4 @@
-"""How the NCCL driver calls the library."""
+"""The calls of the NCCL library by the CUDA backend."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_memory_of_a_group_lives_until_it_is_sent(mesh):
 
 
 def test_the_packs_of_a_reduction_share_one_group(mesh, here, monkeypatch):
-    """Small ones and large ones."""
+    """Small and large packs share it."""
     groups = []
     send = cuda_nccl.NcclCollective._send
 
@@ -147,7 +147,7 @@ def no_nccl(here, monkeypatch) -> None:
 
 
 def all_that_reduces(mesh: Mesh, ops: gr.AllReduceCrossDeviceOps) -> list[Callable[[], object]]:
-    """Calls by which a mesh reduces, on values that lie there already."""
+    """Calls that reduce values on the devices of a mesh."""
     arrays = [np.full(40, 1, np.float32) for _ in mesh]
     value = gr.PerReplica(
         [device.upload(array) for device, array in zip(mesh, arrays, strict=True)], mesh
@@ -187,14 +187,14 @@ def test_without_nccl_two_gpus_are_refused_before_a_launch(no_nccl, monkeypatch,
         with refused(mesh, BackendUnavailableError, "nvidia-nccl-cu12"):
             ops.plan(gr.ReduceOp.SUM, [(value, value)])
         for call in all_that_reduces(mesh, gr.HierarchicalCopyAllReduce(mesh=mesh)):
-            call()  # which needs none
+            call()  # this call needs no library
         monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", True)
         for call in all_that_reduces(mesh, ops):
             call()
 
 
 def test_gpus_that_nccl_cannot_connect_are_refused_before_a_launch(here):
-    """Else the fold would have overwritten what an accumulator has summed."""
+    """Otherwise the fold would already have overwritten the sums of an accumulator."""
     said = "initialisation of GPUs 0, 1: NCCL_ERROR_SYSTEM_ERROR"
     with open_mesh([0, 1, 1], backend="cuda") as mesh:
         ops = gr.NcclAllReduce(mesh=mesh)
@@ -202,7 +202,7 @@ def test_gpus_that_nccl_cannot_connect_are_refused_before_a_launch(here):
         for call in all_that_reduces(mesh, ops):
             with mesh.journal() as journal, pytest.raises(CollectiveError, match=said):
                 call()
-            assert journal.launches == 0  # a host array has been uploaded by then
+            assert journal.launches == 0  # only a host array was uploaded
         nccl.library.init_result = 0
         for call in all_that_reduces(mesh, ops):
             call()
@@ -245,7 +245,7 @@ def test_a_failing_call_still_ends_the_group(mesh, monkeypatch):
 
 
 def test_a_group_that_fails_at_its_end_may_have_launched(mesh, monkeypatch):
-    """A mark from before it, of another thread say, is not the end of a queue any more."""
+    """An earlier mark, made by another thread for example, is no longer the end of a queue."""
     buffers, marks = ones(mesh), []
     mesh.collective.all_reduce(buffers)  # initialises NCCL
     group_end = nccl.groupEnd
@@ -286,7 +286,7 @@ def test_a_missing_library_names_the_wheel(monkeypatch, here):
 
 
 class _NoLibrary:
-    """An importer of CuPy's module where libnccl is missing: it warns."""
+    """Imports CuPy's module without libnccl, which warns."""
 
     def find_spec(self, name, path=None, target=None):
         ours = name == "cupy.cuda.nccl"
@@ -317,7 +317,7 @@ extern "C" const char* ncclGetLastError(void*) { return "no route to host"; }"""
 
 
 def test_errors_have_the_text_of_nccl_and_tell_of_two_libraries(here, tmp_path, monkeypatch):
-    """The two stay loaded, by a name that nobody else looks for."""
+    """Loads two libraries under names that nothing else uses."""
     name = tmp_path.name
     monkeypatch.setattr(libnccl, "_NAME", name)
     files = [tmp_path / folder / name for folder in ("one", "other")]
@@ -335,7 +335,7 @@ def test_errors_have_the_text_of_nccl_and_tell_of_two_libraries(here, tmp_path, 
         ctypes.CDLL(str(files[1]))
         with pytest.raises(CollectiveError, match=said + "; this process") as caught:
             mesh.collective.connect(mesh.devices)
-    libnccl.warn_of_several.cache_clear()  # it is told once
+    libnccl.warn_of_several.cache_clear()  # the warning is logged once
     with (
         open_mesh([0, 1], backend="cuda") as mesh,
         pytest.warns(RuntimeWarning, match="has loaded 2 libnccl files") as warned,

@@ -1,4 +1,4 @@
-"""Every kernel on the CUDA backend gives what its NumPy reference gives, bit by bit."""
+"""Every kernel on the CUDA backend gives the bits of its NumPy reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AROUND = 16  # elements on either side of an operand, which no launch may write
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched.
+    """The arguments of a launch.
 
     Attributes:
         call: with the columns of the table: ``columns[operand][tensor]``.
@@ -92,7 +92,7 @@ def device(gpus) -> Iterator[Device]:
 def after(
     device: Device, launch: Launch, dtype: np.dtype, start: int, sizes=SIZES
 ) -> list[np.ndarray]:
-    """All memory of all operands after one launch of tensors of these sizes.
+    """The whole memory of all operands after one launch of tensors of these sizes.
 
     Args:
         device: that launches.

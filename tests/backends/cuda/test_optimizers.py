@@ -1,4 +1,4 @@
-"""Optimizers on the CUDA backend: what the simulation gives, bit by bit, and one launch a GPU."""
+"""Optimizers on the CUDA backend: the bits of the simulation, and one launch per GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPES = ((9, 5), (1003,), ())
 
 
 class Clipped(gr.Optimizer):
-    """A rule of a user's own, of operations that NumPy and CuPy round alike."""
+    """A user's rule with operations that NumPy and CuPy round alike."""
 
     _slot_names = ("mean", "steps")
 
@@ -45,7 +45,7 @@ PLACED = [
 
 
 def values(shape, dtype, seed: int) -> np.ndarray:
-    """Of moderate size: none is lost beside another, and no product is subnormal."""
+    """Values of moderate size: sums lose none, and no product is subnormal."""
     found = unflushed_data(shape or (1,), dtype, seed=seed).reshape(shape)
     return np.clip(np.nan_to_num(found.astype(np.float32)), -8, 8).astype(found.dtype)
 
@@ -56,7 +56,7 @@ def rows(device, dtype, seed: int) -> gr.IndexedSlices:
 
 
 def trained(mesh: Mesh, make, dtype, **more) -> list[np.ndarray]:
-    """Dense and sparse gradients, of each replica and of all, and a checkpoint on the way."""
+    """Dense and sparse gradients, per replica and mirrored, and a checkpoint on the way."""
     optimizer, other = make(**more), make(**more)
     variables = [gr.Variable(values(shape, dtype, place), f"v{place}", device=mesh)
                  for place, shape in enumerate(SHAPES)]  # fmt: skip
@@ -115,7 +115,7 @@ def test_a_step_is_one_launch_and_no_wait(gpus):
 
 @pytest.mark.gpu
 def test_a_hook_that_writes_its_gradient_writes_a_copy(gpus):
-    """CuPy has no arrays that refuse it; the copies on one GPU share the gradient."""
+    """CuPy has no read-only arrays, and the replicas on one GPU share the gradient."""
 
     class Halved(gr.Optimizer):
         def _apply(self, variable, slots, gradient):

@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 def spare() -> int:
-    """Bytes that the tests may take: all that is free but 1 GiB, or an eighth of little memory."""
+    """Bytes that the tests may use: the free memory minus 1 GiB, or an eighth of little memory."""
     import cupy
 
     free, _ = cupy.cuda.runtime.memGetInfo()
@@ -30,7 +30,7 @@ def check_usable(mesh: Mesh) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_memory_that_one_of_eight_devices_has_freed_is_there_for_the_others(gpus, seed):
-    """Also what the queue of another one still reads when its memory is asked for."""
+    """Also memory that the queue of another device still reads at the allocation."""
     gpus(seed, num_gpus=1, capacity=8 * MIB)
     with gr.open_mesh([0] * 8, backend="cuda") as mesh:
         first, second, third = mesh.devices[:3]

@@ -1,4 +1,4 @@
-"""Prepared steps on the CUDA backend: the simulation's bits, and nothing asked of CUDA but work."""
+"""Prepared steps on the CUDA backend: the simulation's bits, and no CUDA calls but work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import gradreduce as gr
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPES = [((40, 7), "float32"), ((9,), "int16"), ((20_000,), "float32"), ((33,), "bfloat16")]
-MANY = [((5,), "float32")] * 90  # beyond an inline table
+MANY = [((5,), "float32")] * 90  # too many for an inline table
 
 PLACEMENTS = [
     pytest.param([0], marks=pytest.mark.gpu, id="0"),
@@ -22,7 +22,7 @@ PLACEMENTS = [
 
 
 def played(mesh, algorithm, shapes):
-    """What three plays give, of other numbers each; and one behind the other."""
+    """The results of three calls with other numbers each, also without a wait between them."""
     ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
     values = [dense(mesh, shape, dtype, place) for place, (shape, dtype) in enumerate(shapes)]
     targets = [*values[:-1], [mesh.devices[-1]]]

@@ -1,4 +1,4 @@
-"""Prepared steps of GPU arrays: each call comes behind their library's stream, and before it."""
+"""Prepared steps on GPU arrays: each call is ordered with their library's stream."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mesh(here):
 
 
 class Tensor:
-    """What validation looks at in a ``torch.Tensor`` on a GPU."""
+    """The attributes of a ``torch.Tensor`` on a GPU that validation reads."""
 
     requires_grad, is_cuda, layout = False, True, "strided"
 
@@ -61,12 +61,12 @@ Tensor.__module__ = "torch"
 
 
 class Library:
-    """CuPy, or a stand-in for PyTorch: arrays of its own, and a current stream on each GPU."""
+    """CuPy, or a stand-in for PyTorch, with arrays and a current stream on each GPU."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.streams = []
-        self.old = []  # PyTorch's never end
+        self.old = []  # PyTorch's streams are never destroyed
         for gpu in range(2):
             with cupy.cuda.Device(gpu):
                 self.streams.append(cupy.cuda.Stream(non_blocking=True))
@@ -81,7 +81,7 @@ class Library:
         return SimpleNamespace(cuda_stream=self.streams[gpu].ptr)
 
     def change(self) -> None:
-        """Other streams are current from here on, behind the old ones."""
+        """Makes other streams current, which wait for the old ones."""
         self.old += self.streams
         for gpu, old in enumerate(self.streams):
             with cupy.cuda.Device(gpu):
@@ -91,12 +91,12 @@ class Library:
                 self.streams[gpu].wait_event(event)
 
     def during(self, gpu: int, work):
-        """Runs ``work`` as the library's own code: on its current stream."""
+        """Runs ``work`` on the library's current stream, like its own code."""
         with cupy.cuda.Device(gpu), self.streams[gpu]:
             return work()
 
     def call(self, step):
-        """CuPy's current streams are those of its ``with`` blocks; PyTorch's its own affair."""
+        """Calls inside ``with`` blocks of CuPy's streams; PyTorch has its own current streams."""
         if self.name == "torch":
             return step()
         with cupy.cuda.Device(0), self.streams[0], cupy.cuda.Device(1), self.streams[1]:
@@ -163,7 +163,7 @@ def test_calls_stand_between_the_streams_of_their_moment(library, mesh, num_pack
 
 @pytest.mark.parametrize("way", ["prepare", "capture"])
 def test_outs_are_written_between_the_streams_of_their_moment(library, mesh, way):
-    """What they held is still being read when the next call is made; what it reads is our own."""
+    """Old outs may still be read when the next call is made; its inputs are our memory."""
     inputs = [[device.zeros(shape, "float32") for device in mesh] for shape in SHAPES]
     outs = [
         [library.during(d.physical, lambda s=shape: cupy.asarray(np.zeros(s, "f4"))) for d in mesh]

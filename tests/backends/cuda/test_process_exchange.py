@@ -1,4 +1,4 @@
-"""Exchanges between the GPUs of several processes, which are threads here, by NCCL."""
+"""Exchanges by NCCL between GPUs of several processes, which are threads in these tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def here(request, new_machine) -> Iterator[Machine]:
     nccl.library.patience = 10.0
     yield made
     made.settle()
-    cuda._RETAINED.clear()  # of devices whose exchange has not ended
+    cuda._RETAINED.clear()  # memory of devices with an unfinished exchange
 
 
 def opened(group: ProcessGroup, num_devices: int = 2) -> Mesh:
@@ -56,7 +56,7 @@ def same(wanted: np.ndarray, found: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("here", [0, 1, 3], indirect=True)
 def test_processes_have_the_bits_of_one_without_host_memory(here):
-    """On a lazy, an eager and a random machine, whose clocks find a missing wait."""
+    """On a lazy, an eager and a random machine, which find missing waits."""
     counts = (2, 1, 2)
     random = np.random.default_rng(5)
     shapes = [(7,), (0,), (3, 5), (20_011,), (300,)]
@@ -103,7 +103,7 @@ def is_over(group: Any, done: set[tuple[int, int, int]]) -> bool:
 
 
 def test_both_ends_of_a_message_are_in_groups_of_one_place():
-    """Processes send others different numbers of messages; most are alone in one group."""
+    """Processes send different numbers of messages; most groups have one message."""
     size = 20
     count = {
         (source, target): (source * target) % 50
@@ -251,7 +251,7 @@ def test_an_id_that_process_0_cannot_make_is_told_to_all(here, monkeypatch):
 
 
 def test_a_process_that_does_not_connect_ends_the_opening(here, monkeypatch):
-    """It has read the id, and hangs in NCCL; the others do not."""
+    """It has read the id and hangs in NCCL; the others do not hang."""
     begun = threading.Event()
     init = nccl.NcclCommunicator.__init__
 
@@ -313,7 +313,7 @@ def test_a_process_that_does_not_come_is_named_and_the_communicator_aborted(here
 
 
 def test_the_timeout_of_the_mesh_ends_an_exchange(here):
-    """Of a call without a deadline: it comes back, and a later one raises."""
+    """Also without a deadline: the call returns, and a later one raises."""
     over = threading.Event()
 
     def work(group):
@@ -336,7 +336,7 @@ def test_the_timeout_of_the_mesh_ends_an_exchange(here):
 
 @pytest.mark.parametrize("here", [0, 1, 3], indirect=True)
 def test_an_exchange_is_fenced_as_a_copy_is(here):
-    """The clocks of the machine find a missing wait."""
+    """The machine finds missing waits."""
 
     def work(group):
         mesh = opened(group, 2)
@@ -345,7 +345,7 @@ def test_an_exchange_is_fenced_as_a_copy_is(here):
             sent = device.upload(np.full(20_000, 1.0 + turn))
             out = device.upload(np.full(20_000, -1.0))
             copied = other.empty(out.shape, out.dtype)
-            other.copy(copied, out, queue="transfer")  # which reads what is overwritten next
+            other.copy(copied, out, queue="transfer")  # reads memory that is overwritten next
             device.mark()
             parcels = [[(1 - group.rank, each)] for each in (sent, out)]
             exchange(device, *parcels, "compute")
@@ -365,7 +365,7 @@ def test_an_exchange_is_fenced_as_a_copy_is(here):
 
 
 def test_a_process_leaves_when_its_exchanges_are_over(here):
-    """Then its communicator is aborted, or PyTorch's destroyed."""
+    """Then its communicator is aborted, or PyTorch's group is destroyed."""
     left = []
 
     def free() -> None:
@@ -397,7 +397,7 @@ def test_a_process_leaves_when_its_exchanges_are_over(here):
 
 
 def test_known_calls_in_another_order_are_an_error_in_both_processes(here):
-    """NCCL exchanges them: they have as many bytes."""
+    """NCCL exchanges them anyway, because they have equal numbers of bytes."""
     end = time.monotonic() + 10
 
     def work(group):
@@ -415,7 +415,7 @@ def test_known_calls_in_another_order_are_an_error_in_both_processes(here):
 
 
 def test_one_call_in_another_order_is_found_later(here):
-    """The watchdog need not look at each call: it compares the history of one."""
+    """The watchdog need not check each call, because a call's history is compared."""
     posted = threading.Barrier(2)
 
     def work(group):
@@ -482,7 +482,7 @@ def torch_here(here):
 
 
 def run_torch(size: int, work: Callable[[Any], Any], config: str) -> list[Any]:
-    """Runs ``work`` with a group of PyTorch's for each process, a part of a larger one."""
+    """Runs ``work`` in each process with a PyTorch group that is a part of a larger one."""
     stores = distributed.Store()
     ranks = [5 + 2 * rank for rank in range(size)]
 
@@ -518,7 +518,7 @@ def test_a_group_of_pytorch_moves_the_bytes_of_gpus(torch_here, config):
     for _, found in results:
         assert all(same(wanted, each) for each in found)
     assert torch_here.counts["bytes sent"] == 2 + sum(sent for sent, _ in results)
-    assert torch_here.counts["init"] == 1  # PyTorch's own
+    assert torch_here.counts["init"] == 1  # PyTorch's communicator
 
 
 def test_the_default_group_is_made_with_nccl_and_destroyed(torch_here, monkeypatch):
@@ -541,7 +541,7 @@ def test_a_group_of_nccl_alone_is_an_error_for_simulated_devices(torch_here):
 
 
 def test_a_group_of_pytorch_is_not_aborted(torch_here):
-    """Its exchange that never ends is PyTorch's to end; the error is raised all the same."""
+    """PyTorch must end its own exchange; the error is raised anyway."""
     over = threading.Event()
 
     def work(group):
@@ -562,5 +562,5 @@ def test_a_group_of_pytorch_is_not_aborted(torch_here):
     assert "pack 1 of 1 (tensors 0 to 1)" in said
     assert "process 1 of 2 has not come to call 2 (reduction, tensors: float32[6], " in said
     assert [each._ended for each in nccl.library.made] == ["", ""]
-    for each in nccl.library.made:  # as PyTorch's watchdog would
+    for each in nccl.library.made:  # like PyTorch's watchdog
         each.abort()

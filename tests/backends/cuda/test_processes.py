@@ -1,4 +1,4 @@
-"""Meshes of GPUs over several processes, which are threads here."""
+"""Meshes of GPUs over several processes, which are threads in these tests."""
 
 import numpy as np
 import pytest

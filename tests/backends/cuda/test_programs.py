@@ -8,7 +8,7 @@ from fake_cupy.programs import run
 
 pytestmark = pytest.mark.fake_cupy
 
-# 0 is fully lazy, 1 is eager. Some planted faults (tests/planted_faults) show under one in fifty.
+# 0 is fully lazy, 1 is eager. Some planted faults are found by one seed in fifty.
 NUM_SEEDS, NUM_ALL_SEEDS = 56, 300
 
 

@@ -1,4 +1,4 @@
-"""Fences that CUDA is not given, because they would change nothing; and those that it is."""
+"""Waits that are not passed to CUDA, because they would add no order; and those that are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fake_cupy
 
 
 def counted(machine, call):
-    """What ``call`` asked of CUDA."""
+    """The CUDA calls of ``call``."""
     before = dict(machine.counts)
     call()
     found = {name: count - before.get(name, 0) for name, count in machine.counts.items()}
@@ -28,7 +28,7 @@ def counted(machine, call):
 
 @pytest.mark.parametrize("num_packs", [0, 1])
 def test_a_step_of_devices_on_one_gpu_is_its_launches(num_packs, gpus):
-    """Plain calls ask for memory, too."""
+    """Plain calls also allocate."""
     machine = gpus(0)
     with gr.open_mesh([0] * 8, backend="cuda") as mesh:
         ops = gr.HierarchicalCopyAllReduce(num_packs, mesh=mesh)
@@ -54,7 +54,7 @@ def test_a_step_of_devices_on_one_gpu_is_its_launches(num_packs, gpus):
 
 
 def test_results_in_gpu_memory_do_not_make_the_host_wait(gpus):
-    """Several for each device, for which a stream of their library waits once."""
+    """Several results per device, for which their library's stream waits once."""
     machine = gpus(1)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         rows = [[cupy.asarray(np.ones(3, np.float32)) for _ in range(3)] for _ in mesh]
@@ -83,7 +83,7 @@ GIVING = {
 
 
 def operands_of(device, other, away):
-    """What the calls of ``GIVING`` take."""
+    """The arguments of the calls in ``GIVING``."""
     near = {name: device.upload(np.ones(3, np.float32)) for name in "ab"}
     near |= {"other": other, "far": away.upload(np.ones(3, np.float32))}
     near["foreign"] = device.release(near["b"], 0)
@@ -129,12 +129,12 @@ def test_who_was_scattered_to_comes_behind_every_leader(seed, placement, gpus):
         for leader, out, one in zip((first, second), outs, ones, strict=True):
             join_streams(leader, [third])
             ops.accumulate_n([out], [[one]], device=leader)
-        for leader in (first, second):  # neither is behind the other
+        for leader in (first, second):  # neither waits for the other
             fork_streams(leader, [third])
         assert all((out.numpy() == 1).all() for out in outs)
         out = outs[0]
         third.upload(np.full(400, 5, np.float32), out=out)
-        fork_streams(first, [third])  # which is behind nothing of the third's for that
+        fork_streams(first, [third])  # this adds no wait for the third
         join_streams(first, [third])
         near = first.empty((400,), "float32")
         ops.add_n([near], [[out]], device=first)

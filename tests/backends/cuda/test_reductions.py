@@ -1,4 +1,4 @@
-"""Every kind of reduction across devices gives on the CUDA backend what the simulation gives."""
+"""Every kind of reduction across devices gives the simulation's bits on the CUDA backend."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from gradreduce.ops import plan_segments
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_segment_sum_is_that_of_the_simulation(dtype, gpus):
-    """Again and again: the plans of one call are freed while its launch may still wait."""
+    """Repeatedly, because the plans of a call are freed while its launch may be queued."""
     gpus(3)
     indices = np.random.default_rng(0).integers(0, 40, 300)
     plan = plan_segments(indices)
@@ -39,7 +39,7 @@ def test_a_segment_sum_is_that_of_the_simulation(dtype, gpus):
 
 @pytest.mark.fake_cupy
 def test_sparse_rows_on_gpus(new_machine):
-    """CuPy's arrays keep their kind, and their indices are the only thing that is waited for."""
+    """Results are CuPy arrays, and the host waits for their indices only."""
     import cupy
 
     here = new_machine(5)

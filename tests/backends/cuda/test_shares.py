@@ -34,7 +34,7 @@ def test_shares_have_the_bits_of_the_simulation(placement, algorithm, peers, gpu
     found = {"cuda": [], "sim": []}
     for backend, rows in found.items():
         with gr.open_mesh(placement, backend=backend) as mesh:
-            for num_packs in (0, 1):  # apart, the rows of a share begin at any address
+            for num_packs in (0, 1):  # without packs the rows of a share begin at any address
                 ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh)
                 shares = ops.reduce_scatter(grads, gr.ReduceOp.MEAN, output_type="buffer")
                 whole = ops.all_gather(shares)

@@ -1,4 +1,4 @@
-"""Sparse accumulators on the CUDA backend: what the simulation gives, bit by bit, without waits."""
+"""Sparse accumulators on the CUDA backend: the simulation's bits, without host waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROW = (5, 3)
 
 
 def rows(seed: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Indices in no order, some of them twice; every fourth gradient has none."""
+    """Unordered indices, some repeated; every fourth gradient is empty."""
     luck = np.random.default_rng(seed)
     indices = luck.integers(0, 20, seed % 4 * 5)
     return indices, unflushed_data((len(indices), *ROW), dtype, seed=seed)
@@ -32,7 +32,7 @@ def taken(acc) -> list[np.ndarray]:
 
 
 def over_a_mesh(mesh: Mesh, dtype: str) -> list[np.ndarray]:
-    """Of every replica, then of one, then what was saved meanwhile is loaded; two periods."""
+    """Gradients of every replica, then of one, then a saved state is loaded; two periods."""
     acc, other = (gr.SparseConditionalAccumulator(dtype, device=mesh) for _ in range(2))
     found = []
     for period in range(2):
@@ -48,7 +48,7 @@ def over_a_mesh(mesh: Mesh, dtype: str) -> list[np.ndarray]:
 
 
 def on_one_device(mesh: Mesh, dtype: str) -> list[np.ndarray]:
-    """Two that share launches; each adds its gradients to rows that are there and to new ones."""
+    """Two accumulators that share launches and add to existing and new rows."""
     accs = [gr.SparseConditionalAccumulator(dtype, reduction_type=kind, device=device)
             for kind, device in (("MEAN", mesh.devices[-1]), ("SUM", mesh.devices[0]))]  # fmt: skip
     for turn in range(4):
@@ -94,7 +94,7 @@ def test_without_peer_access_too(seed, gpus):
 
 @pytest.fixture
 def waits(monkeypatch):
-    """How often a call makes the host wait for a GPU, and what else it asks of CUDA."""
+    """The number of host waits of a call, and its other CUDA calls."""
 
     def counted(machine, call):
         finish, finished, before = machine.finish, [], dict(machine.counts)
@@ -113,7 +113,7 @@ def waits(monkeypatch):
 @pytest.mark.fake_cupy
 @pytest.mark.parametrize("seed", range(3))
 def test_the_host_waits_for_indices_on_a_gpu_and_for_nothing_else(seed, gpus, waits):
-    """CuPy's arrays on a stream of the caller's own, which goes on at once to write them."""
+    """CuPy arrays on a caller's stream, which overwrites them right after the call."""
     import cupy
 
     machine, luck = gpus(seed), np.random.default_rng(seed)
@@ -183,7 +183,7 @@ def test_what_is_stale_or_refused_asks_nothing_of_a_gpu(gpus, waits):
     ],
 )
 def test_a_kernel_that_does_not_compile_leaves_all_as_it_was(kernel, what, gpus, monkeypatch):
-    """What the constructor compiled is gone, as after a ``mesh.reset``."""
+    """The kernels of the constructor are dropped, as after ``mesh.reset``."""
     from gradreduce.backends.cuda import compile
 
     gpus(0)

@@ -1,4 +1,4 @@
-"""What ``tests/end_to_end/test_steady_state.py`` says of the simulation, in calls of CUDA."""
+"""Like ``tests/end_to_end/test_steady_state.py``, counted in CUDA calls."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.fake_cupy
 @pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
 @pytest.mark.parametrize("placement", [[0] * 8, [0, 0, 1, 1]], ids=str)
 def test_nothing_is_asked_for_again(placement, algorithm, setting, form, gpus, monkeypatch):
-    """GPUs that are done when the next call comes; one that lags behind needs more memory."""
+    """If the GPUs have finished at the next call; a GPU that is behind needs more memory."""
     if (form, algorithm) == (captured, "nccl") and 1 in placement:
         placement = [0, 0]  # NCCL over several GPUs is not captured
     machine = gpus(1)
     with gr.open_mesh(placement, backend="cuda") as mesh:
         call = ready(mesh, algorithm, setting, form, monkeypatch)
-        for _ in range(4):  # two results in turn, each with its tables
+        for _ in range(4):  # two alternating results, each with its tables
             held = call()
         before, slots = dict(machine.counts), sum(map(len, machine.heap._slots.values()))
         with mesh.journal() as journal:

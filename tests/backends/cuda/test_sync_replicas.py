@@ -24,7 +24,7 @@ PLACED = [
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     module = importlib.import_module("sync_replicas")
-    gc.freeze()  # the libraries that it imports stay; each gc.collect() would search them
+    gc.freeze()  # libraries stay; each gc.collect() would search them
     return module
 
 
@@ -41,7 +41,7 @@ def train(example, backend: str, *flags: str):
 def test_workers_in_step_end_with_the_weights_of_the_simulation(
     example, gpus, monkeypatch, placement, seed
 ):
-    # Each waits until all have drawn their tokens, so that none draws that of another.
+    # Each worker waits until all have their tokens, so that none takes two.
     line = threading.Barrier(4)
     draw = example.SyncReplicas.next_step
 

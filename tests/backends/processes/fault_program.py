@@ -1,4 +1,4 @@
-"""What the processes of the fault tests run: ``fault_program.py LAUNCHER FAULT CALL DEADLINE``.
+"""The program of the fault tests: ``fault_program.py LAUNCHER FAULT CALL DEADLINE``.
 
 Process 1 makes the fault, at the call of number ``FAULTY`` (process 0, if only one can open the
 mesh). Each process says which error it meets, and after how long.
@@ -27,9 +27,9 @@ NUM_CALLS = 6
 FAULTY = 3
 PARTIAL = "a sum of some replicas only"
 LATE_SECONDS = 8.0
-# Faults that show while the mesh is opened.
+# Faults that appear while the mesh is opened.
 AT_OPENING = ("late", "version", "no_devices", "port_taken", "no_host")
-# Faults that show by the limit of the mesh: the calls that meet them have no earlier deadline.
+# Faults that only the timeout of the mesh ends: their calls have no earlier deadline.
 BY_TIMEOUT = ("stopped_at_end", "stopped_without_deadline")
 SHORT_TIMEOUT = ("late", "port_taken", "no_host", *BY_TIMEOUT)
 
@@ -175,7 +175,7 @@ def shape(mesh: Any) -> None:
 
 @fault
 def new_plan(mesh: Any) -> None:
-    """The plan of this process is new; the others know theirs."""
+    """The plan of this process is new; the others already know their plans."""
     step(mesh, terms_of(1 + FAULTY % 2), None, num_packs=2)
 
 
@@ -192,7 +192,7 @@ def order(mesh: Any) -> None:
 
 @fault
 def known_plan(mesh: Any) -> None:
-    """All processes know both plans, and take them in another order."""
+    """All processes know both plans, and use them in different orders."""
     step(mesh, terms_of(2 - FAULTY % 2), None)
 
 
@@ -219,7 +219,7 @@ def user_error(mesh: Any) -> None:
 
 @fault
 def told(mesh: Any) -> None:
-    """The process leaves its mesh by an error, and lives on."""
+    """The process leaves its mesh by an error, and continues to run."""
     mesh.__exit__(ValueError, ValueError("an error of the user's code"), None)
     time.sleep(LATE_SECONDS)
     sys.exit(3)
@@ -307,7 +307,7 @@ def prepare_opening(name: str, rank: int) -> dict[str, Any]:
         import importlib.metadata
 
         importlib.metadata.version = lambda name: "0.0.1"
-    if name == "port_taken":  # by torchrun's own store
+    if name == "port_taken":  # torchrun's own store uses it
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     if name == "no_host":
         os.environ["MASTER_ADDR"] = "no-such-host.invalid"
@@ -362,7 +362,7 @@ def make_fault(mesh: Any, name: str, rank: int, deadline: float) -> bool:
     if rank == 1 and name == "user_error":
         FAULTS[name](mesh)
     elif rank == 0 and name == "store_stopped":
-        # As srun would when another process has failed.
+        # Like srun when another process has failed.
         subprocess.Popen(["sh", "-c", f"sleep {3 * deadline}; kill -9 {os.getpid()}"])
         stop()
     elif rank == 1 and name not in ("stopped_at_end", "store_stopped"):

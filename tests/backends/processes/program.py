@@ -1,4 +1,4 @@
-"""What the processes of the tests run: ``program.py SCENARIO torchrun|mpi``."""
+"""The program of the process tests: ``program.py SCENARIO torchrun|mpi``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def scenario(run: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def openings(launcher: str) -> tuple[int, int]:
-    """Two meshes at once with other numbers of devices; the group that was made ends with them."""
+    """Two meshes at once with different numbers of devices; their group ends with them."""
     try:
         gr.open_mesh(2, backend="sim")
     except RuntimeError as error:
@@ -69,14 +69,14 @@ def openings(launcher: str) -> tuple[int, int]:
 
 
 def _check_event(event: str, details: Any) -> None:
-    """An audit hook: raises where Python opens a socket or unpickles an object."""
+    """An audit hook that raises if Python opens a socket or unpickles an object."""
     if event.startswith(("socket.", "pickle.")):
         raise AssertionError(f"{event} {details}")
 
 
 @scenario
 def values(launcher: str) -> None:
-    """The calls in the file ``sys.argv[3]`` have the bits of one process."""
+    """Checks that the calls in the file ``sys.argv[3]`` have the bits of one process."""
     sys.addaudithook(_check_event)
     rank, size = openings(launcher)
     meshes = {}
@@ -128,7 +128,7 @@ def subgroups(launcher: str) -> None:
 
 
 def _exchange_tensors(mesh: Any, rank: int) -> None:
-    """The batch by which GPUs exchange, with tensors in host memory, over a part of the ranks."""
+    """The batch calls of GPU exchanges, with host tensors, over a part of the ranks."""
     import torch
 
     group = mesh.mesh_state.process_group
@@ -192,7 +192,7 @@ def trained(mesh: Any, wrap: Callable[[Any], Any]) -> tuple[list[Any], int]:
     wrapped = wrap(net)
     random = torch.Generator().manual_seed(mesh.process_index)
     with mesh.journal() as journal:
-        for _ in range(4):  # other buckets are made for the second
+        for _ in range(4):  # the second one makes new buckets
             x = torch.randn(5, 30, dtype=torch.float64, generator=random)
             if mesh.num_processes != 2:  # gradients whose thirds are exact
                 x = torch.full((3, 30), float(mesh.process_index), dtype=torch.float64)
@@ -207,7 +207,7 @@ def trained(mesh: Any, wrap: Callable[[Any], Any]) -> tuple[list[Any], int]:
 
 @scenario
 def pytorch(launcher: str) -> None:
-    """DistributedDataParallel trains alike with our hook, and ours; two processes on any data."""
+    """DDP with our hook and our DataParallel train like DDP; two processes on any data."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -303,7 +303,7 @@ def jax_arrays(launcher: str) -> None:
             with socket.create_server(("localhost", 0)) as server:
                 port[0] = server.getsockname()[1]
         (port,) = gr.AllReduceCrossDeviceOps(mesh=mesh).broadcast(port, mesh[0]).primary
-        jax.distributed.initialize(f"localhost:{port}", size, rank)  # before all else of JAX
+        jax.distributed.initialize(f"localhost:{port}", size, rank)  # before any other call of JAX
         tree = {"w": jax.numpy.full(3, 1.0 + rank), "b": [jax.numpy.float32(rank)]}
         found, (other,) = (gr.jax.all_reduce(given, SUM, mesh=mesh) for given in (tree, [tree]))
         for each in (found, other):
@@ -339,7 +339,7 @@ def _global_array(jax: Any, launcher: str) -> None:
 # The devices of a process on GPUs, by the name in ``sys.argv``, and whether NCCL can connect them.
 ON_GPUS: dict[str, tuple[dict[str, Any], bool]] = {
     "own": ({"devices_per_process": 2}, True),  # on the GPU of the local rank
-    "shared": ({"devices": [0, 0]}, True),  # allowed by variables of NCCL's
+    "shared": ({"devices": [0, 0]}, True),  # allowed by environment variables of NCCL
     "host": ({"devices": [0, 0]}, False),
 }
 

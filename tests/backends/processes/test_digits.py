@@ -19,7 +19,7 @@ def script(folder: Path, *flags: str) -> list[str]:
 
 
 def result(folder: Path, text: str) -> tuple[dict[str, np.ndarray], str, str]:
-    """The weights, the accuracy and the digest of a run, which one process has reported."""
+    """The weights, the accuracy and the digest of a run; checks that one process reports."""
     assert text.count("training") == text.count("Saved the figure") == 1, text  # bar, last line
     assert (folder / "digits.png").read_bytes().startswith(b"\x89PNG")
     rows = dict(re.findall(r"^│\s*(\S.*?)\s*│\s*(\S.*?)\s*│$", text, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Faults of one process: the others say which process it was, and no process is left behind."""
+"""Faults of one process: the others name it, and no process is left running."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ FAULTS = {
     "no_devices": r"process 0: opens no mesh: ValueError: devices_per_process=0|^ValueError",
     "port_taken": r"the store of the processes at \S+:\d+ cannot be reached|come to open_mesh",
     "no_host": r"the store of the processes at no-such-host.invalid:\d+ cannot be reached",
-    # srun's first process, which holds the store where all leave their notices.
+    # srun's first process has the store for the notices of all.
     "store_stopped": TENSORS + r"process 0 of 2 did not answer within",
 }
-# What survivors know before the deadline: they raise at once.
+# Faults that the others notice before the deadline, so that they raise at once.
 AT_ONCE = {"told", "busy", "left_early", "fewer_steps", "new_plan", "version", "no_devices"}
 LAUNCHERS = {"torchrun": TORCHRUN, "mpi": MPI, "slurm": SLURM}
 TORCHRUN_ONLY = {"port_taken", "no_host", "ended"}  # MPI: mpiexec ends all at once

@@ -1,4 +1,4 @@
-"""Training goes on, from its checkpoint, when a node joins and when it is lost."""
+"""Training continues from its checkpoint when a node joins and when it fails."""
 
 import random
 import re
@@ -17,7 +17,7 @@ WAIT_S = 100.0
 
 
 def free_port():
-    """A port below those that the system gives to other programs."""
+    """A free port below the range that the system assigns to programs."""
     while True:
         with socket.socket() as tried:
             try:
@@ -45,7 +45,7 @@ def start_agent(port, run_id, folder, **variables):
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     torchrun += [f"--{name}={value}" for name, value in options.items()]
     script = [str(PROGRAM), "elastic", "torchrun", str(folder)]
-    # Agents that join later look for another store than the one that the first has made.
+    # Agents that join later look for a store other than the first agent's.
     variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return start([*torchrun, *script], run_id, **variables)
 

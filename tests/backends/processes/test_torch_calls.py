@@ -1,4 +1,4 @@
-"""PyTorch's own calls take what the stand-in of the tests on the fake CuPy takes."""
+"""PyTorch's functions have the parameters of the stand-in in the tests on the fake CuPy."""
 
 import inspect
 
@@ -7,7 +7,7 @@ from fake_cupy import distributed
 
 
 def parameters(call):
-    """Names of the parameters that are used, and what may be left out."""
+    """Names of the parameters that are used, and which have defaults."""
     found = inspect.signature(call).parameters.values()
     return {each.name: each.default is each.empty for each in found}
 

@@ -1,4 +1,4 @@
-"""The processes of a PyTorch group, as threads: by gloo itself, and by the stand-in for it."""
+"""The processes of a PyTorch group, as threads: with gloo, and with its stand-in."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from gradreduce.device.process_group import ProcessError
 from gradreduce.errors import CollectiveError
 
 MODULE = "gradreduce.backends.processes.torch_group"
-LIMIT_S = 0.3  # of exchanges that nobody answers
+LIMIT_S = 0.3  # of exchanges without an answer
 SOON_S = 3.0  # on a machine that is busy
 
 Connect = Callable[[int], list[Any]]
 
 
 def connected(make: Callable[[int, int], Any], size: int) -> list[Any]:
-    """The groups of so many processes, which must open together."""
+    """Groups of a number of processes, which are opened together."""
     torch_group = import_module(MODULE)
     with ThreadPoolExecutor(size) as pool:
 
@@ -56,7 +56,7 @@ def connect(request: Any, monkeypatch: Any) -> Iterator[Connect]:
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         return group
 
-    # PyTorch knows these of the groups of one process only.
+    # PyTorch has these for the groups of one process only.
     for name, found in {
         "get_backend_config": lambda group: "cpu:gloo",
         "get_rank": lambda group: group.rank(),
@@ -68,7 +68,7 @@ def connect(request: Any, monkeypatch: Any) -> Iterator[Connect]:
 
 
 def exchanged(group: Any, tag: int = 1, seconds: float = 6.0) -> tuple[list[float], Any, float]:
-    """Exchanges with all others: what came of each, the error, and the seconds it took."""
+    """Exchanges with all others; returns the results, the error and the seconds."""
     came = {rank: np.full(1, -1.0) for rank in group.others}
     mine = np.full(1, float(group.rank)).view(np.uint8)
     begin, error = time.monotonic(), None

@@ -41,7 +41,7 @@ def cases(draw: Any, num_processes: int) -> dict[str, Any]:
 
 
 def drawn(num_processes: int, number: int, ways: Sequence[str]) -> list[dict[str, Any]]:
-    """Cases that are always the same: a process that drew its own could draw others."""
+    """Fixed cases, because each process would draw others."""
     found: list[dict[str, Any]] = []
 
     @settings(
@@ -64,7 +64,7 @@ def drawn(num_processes: int, number: int, ways: Sequence[str]) -> list[dict[str
 @pytest.mark.parametrize("launcher", [TORCHRUN, MPI, SLURM])
 def test_processes_have_the_bits_of_one(launcher, tmp_path):
     size = {"torchrun": 2, "mpi": 4, "slurm": 2}[launcher]
-    ways = [way for way in WAYS if launcher != "mpi" or way != "attached"]  # which needs PyTorch
+    ways = [way for way in WAYS if launcher != "mpi" or way != "attached"]  # needs PyTorch
     found = drawn(size, examples({"slurm": 44}.get(launcher, 132)), ways)
     found.append({**found[0], "way": "plain", "shapes": [[7]] * 1000, "dtypes": ["float32"] * 1000})
     file = tmp_path / "cases.json"

@@ -1,4 +1,4 @@
-"""What only a simulated device can show: its pool, its dirt, and a reference that cheats."""
+"""Behavior of simulated devices only: pools, filled memory, and wrong references."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def device() -> Iterator[Device]:
 
 
 def numbers(array: np.ndarray) -> np.ndarray:
-    """The two parts of a complex number count each."""
+    """Real and imaginary parts count separately."""
     return array.view(array.real.dtype) if array.dtype.kind == "c" else array
 
 
@@ -43,7 +43,7 @@ def test_strict_memory_is_filled_at_allocation(device, dtype, shape):
     def fresh() -> np.ndarray:
         return np.atleast_1d(device.empty(shape, dtype).numpy())
 
-    for _ in range(2):  # the second time it is memory that had been zeroed
+    for _ in range(2):  # the second time the memory was zeroed before
         if dtype.kind in "iu":
             assert (fresh().view(np.uint8) == 0xA5).all()
         else:
@@ -95,7 +95,7 @@ def test_trim_gives_everything_back(mesh):
 
 
 def test_pools_are_trimmed_before_memory_is_said_to_be_short(mesh, monkeypatch):
-    """As if the host had 9 MB: 6 MB lie idle on one device, 8 MB are asked for on another."""
+    """As if the host had 9 MB: one device has 6 MB free in its pool, another allocates 8 MB."""
     live = weakref.WeakSet()
 
     class Limited(Memory):
@@ -117,7 +117,7 @@ def test_pools_are_trimmed_before_memory_is_said_to_be_short(mesh, monkeypatch):
     assert device._pool.free_bytes == 0
     with pytest.raises(MemoryError):
         other.empty((8_000_000,), "uint8")
-    del asked  # which nobody takes back into the pool
+    del asked  # not yet returned to the pool
     device.empty((8_000_000,), "uint8")
     assert kept.block.raw in live
 
@@ -135,7 +135,7 @@ def test_released_memory_is_not_used_again_while_its_array_lives(mesh):
 
 
 def test_deferred_memory_comes_back_when_the_queues_that_used_it_have_passed():
-    with simulated(1, schedule_seed=0) as mesh:  # nothing runs before the host waits
+    with simulated(1, schedule_seed=0) as mesh:  # nothing runs before a host wait
         (device,) = mesh.devices
         out, source = device.empty((SIZE,), FLOAT), uploaded(device, 1)
         device.copy(out, source, queue="transfer")
@@ -171,7 +171,7 @@ def test_memory_starts_where_a_gpu_would_start_it(device):
 
 
 def test_the_pool_does_not_hoard_sizes_that_nobody_wants():
-    """Free memory of more than twice the most that was ever in use goes back to the system."""
+    """If more than twice the peak is free, memory is returned to the system."""
     pool = SimPool()
     for size in (1, 3, 7, 15, 31):
         pool.release(pool.allocate(GRANULE * size))
@@ -275,5 +275,5 @@ for build in ("fast", "exact"):
 @pytest.mark.host
 @pytest.mark.early("-c", BUILD_ALL)
 def test_every_kernel_is_built_for_the_cpu(early):
-    """Beside the other tests, which find the builds in the cache."""
+    """Runs beside the other tests, which then find the builds in the cache."""
     assert (early.returncode, early.stdout, early.stderr) == (0, "", "")

@@ -56,7 +56,7 @@ def test_no_warning_leaves_and_the_callers_settings_stay():
 
 
 def test_finalizers_may_use_devices():
-    """At any allocation of another call."""
+    """They may run at any allocation of another call."""
     subprocess.run(
         [sys.executable, "-c", FINALIZERS],
         env={**environment(), "PYTHONMALLOC": "debug"},

@@ -1,4 +1,4 @@
-"""Simulated launches really use several threads, with the bits and the errors of one."""
+"""Simulated launches use several threads, with the bits and errors of one thread."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def opened(num_threads: int, implementation: str = "numpy") -> Iterator[Device]:
 
 
 def in_time(work: Callable[[], None]) -> BaseException | None:
-    """Runs ``work`` in a thread, for at most a minute; what it raised."""
+    """Runs ``work`` in a thread, for at most a minute; returns what it raised."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -54,7 +54,7 @@ def in_time(work: Callable[[], None]) -> BaseException | None:
 
 
 def together(num_threads: int):
-    """A reference that goes on only when so many threads are in it at once, and who they were."""
+    """A reference that waits until a number of threads run it, and records them."""
     barrier, seen = threading.Barrier(num_threads), set()
 
     def reference(rows, num_inputs: int) -> None:
@@ -92,7 +92,7 @@ def test_many_small_rows_are_spread_too():
 
 
 def test_rows_that_are_not_elementwise_come_whole():
-    """In several threads, though the small one weighs as much as the large."""
+    """In several threads, although the small row has as much work as the large one."""
     seen = []
 
     def reference(rows, num_inputs: int) -> None:
@@ -146,7 +146,7 @@ def test_a_failure_reaches_the_caller(where):
     with opened(3) as device:
         rows = operands(device, LARGE)
         caller: list[int] = []
-        all_begun = threading.Barrier(3)  # else the caller may do the others' work too
+        all_begun = threading.Barrier(3)  # otherwise the caller might do all the work
 
         def fails(rows, num_inputs: int) -> None:
             all_begun.wait(TIMEOUT)
@@ -160,7 +160,7 @@ def test_a_failure_reaches_the_caller(where):
 
         error = in_time(launch)
         assert isinstance(error, ZeroDivisionError)
-        # and the threads are as good as before
+        # the threads still work
         kernel, seen = together(3)
         assert in_time(lambda: device.launch(kernel, PAIR, rows, (2,))) is None
         assert len(seen) == 3
@@ -169,7 +169,7 @@ def test_a_failure_reaches_the_caller(where):
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["the caller", "a worker"])
 def test_a_failure_comes_when_no_job_runs(where, error):
-    """Else a job could still write into memory that has been given away."""
+    """Otherwise a job could write into memory that has a new owner."""
     workers, ended = Workers(3), []
     all_begun, failing = threading.Barrier(3), threading.Event()
     caller: list[int] = []
@@ -226,7 +226,7 @@ def test_several_callers_share_the_threads():
         ([100, *[1] * 100], 2, [1, 100]),
         ([*[1] * 100, 100], 2, [100, 1]),
         ([1, 1, 100, 1, 1], 3, [2, 1, 2]),
-        ([100, 1, 1], 3, [1, 2]),  # nobody gets nothing to do
+        ([100, 1, 1], 3, [1, 2]),  # every thread gets work
         ([7], 3, [1]),
         ([1, 1], 8, [1, 1]),
     ],
@@ -267,14 +267,14 @@ def test_where_threads_cannot_start_the_caller_does_each_job_once(monkeypatch, n
         patch.setattr(sim_workers, "start_new_thread", start)
         workers.run(jobs)
         assert times == [1] * len(jobs)
-    workers.run(jobs)  # starts those that were missing, who would do what is left to do
+    workers.run(jobs)  # starts the missing threads, which do the remaining work
     assert in_time(lambda: workers.run([partial(threading.Barrier(4).wait, TIMEOUT)] * 4)) is None
     assert times == [2] * len(jobs)
     workers.close()
 
 
 def test_an_interruption_is_raised_once_no_job_runs():
-    """However many come: else the memory that jobs still write would be somebody else's."""
+    """Also if several come: otherwise jobs would write memory that has a new owner."""
     go, begun, ended, pressed = threading.Event(), threading.Event(), [], []
 
     class News(SimpleQueue):
@@ -302,7 +302,7 @@ def test_an_interruption_is_raised_once_no_job_runs():
 
 
 def test_what_nobody_waits_for_keeps_no_memory():
-    """A thread that is busy comes to a batch much later."""
+    """A busy thread takes up a batch much later."""
     workers, go = Workers(2), threading.Event()
     array = np.zeros(3)
     kept = weakref.ref(array)
@@ -333,7 +333,7 @@ def test_a_failure_keeps_no_memory():
         all_begun.wait(TIMEOUT)
         raise ZeroDivisionError("planted")
 
-    gc.disable()  # which would find it, later
+    gc.disable()  # it would free the block later
     try:
         with pytest.raises(ZeroDivisionError):
             workers.run([partial(fails, array), partial(all_begun.wait, TIMEOUT)])
@@ -353,14 +353,14 @@ def test_what_is_closed_starts_no_thread():
 
 
 class _Here:
-    """Lives as long as the thread that has put it into its local data."""
+    """An object in thread-local data, which exists as long as its thread."""
 
 
 @pytest.mark.parametrize("end", ["closed", "dropped"])
 def test_threads_end_with_their_mesh(end):
     local, ended = threading.local(), SimpleQueue()
     workers = Workers(3)
-    assert not workers._threads  # none is started before it is needed
+    assert not workers._threads  # threads are started when needed
     barrier = threading.Barrier(3)
 
     def job() -> None:
@@ -383,12 +383,12 @@ def test_threads_end_with_their_mesh(end):
 @pytest.mark.parametrize("out, terms, streams", [
     ("float32", ["float32"], True),
     ("float64", ["float64"], True),
-    ("float32", ["float16"], False),  # is cast: scratch
+    ("float32", ["float16"], False),  # needs a cast, so scratch memory
     ("bfloat16", ["bfloat16"], False),  # is added in another type
-    ("float32", ["float32", "float32"], False),  # the sum is used again, from the cache
+    ("float32", ["float32", "float32"], False),  # the sum is reused from the cache
 ])  # fmt: skip
 def test_what_needs_no_scratch_is_cut_into_fewer_blocks(out, terms, streams):
-    """As few as leave no thread without work: each block costs as much as adding thousands."""
+    """As few as keep all threads busy: a block costs as much as thousands of additions."""
     size = 16 * BLOCK_SIZE
     lengths = []
 
