@@ -312,7 +312,7 @@ def test_an_error_in_the_middle_says_that_out_is_half_written(monkeypatch):
         with pytest.raises(MemoryError) as caught:
             ops.batch_reduce(MEAN, pairs, out=outs)
         assert caught.value.__notes__ == [
-            "The error came in the middle: the arrays of `out` may hold a part of the results."
+            "The call failed half way: the arrays of `out` may contain a part of the results."
         ]
         monkeypatch.undo()
         monkeypatch.setattr(pipeline, "lay_out", fails)

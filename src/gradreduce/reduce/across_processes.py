@@ -1,10 +1,11 @@
-"""All-reduce over the replicas of several processes, with the bits of one process.
+"""All-reduce over the replicas of several processes, with the same bits as in one process.
 
 The order of additions is that of ``hierarchical_copy`` over all replicas, in the order of the
-processes. Each process adds those of its replicas that stand at the start of a group, and sends the
-sum and its other replicas as they are. Packs are cut into one slice for each process, which adds
-the slice and sends the result to the others: each sends and receives as many bytes as in a ring,
-where each process's replicas are one group. Small packs are sent whole to all, and added by each.
+processes. Each process adds its replicas that are at the start of a group, and sends the sum and
+its other replicas unchanged. Packs are cut into one slice for each process. The process adds its
+slice and sends the result to the others. If the replicas of each process are one group, each
+process sends and receives as many bytes as in a ring. Small packs are sent whole to all processes,
+and each adds them.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from .reduction_groups import ReductionGroups, reduction_groups_of
 
 
 class Term(NamedTuple):
-    """What one process contributes to a group: a replica, or the sum of several.
+    """A process's term of a group: a replica, or the sum of several.
 
     Attributes:
-        rank: of the process.
-        replicas: indices of its own replicas, in the order of their addition.
+        rank: the rank of the process.
+        replicas: the indices of its replicas, in the order in which they are added.
     """
 
     rank: int
@@ -48,10 +49,10 @@ class Term(NamedTuple):
 
 
 def plan_terms(counts: Sequence[int], groups: ReductionGroups) -> list[list[Term]]:
-    """Plans which process contributes what to each group, in the order of its additions.
+    """Plans the terms of each group, in the order of its additions.
 
-    Only the replicas at the start of a group may be added before they are sent: any other sum
-    would change the order of additions.
+    Only the replicas at the start of a group may be added before they are sent; any other sum would
+    change the order of additions.
 
     Args:
         counts: the number of replicas of each process.
@@ -78,7 +79,7 @@ def process_groups(devices: Sequence[Device]) -> ReductionGroups:
     """Returns the replicas of each process as one group.
 
     Args:
-        devices: of this process's replicas.
+        devices: the devices of this process's replicas.
     """
     group = devices[0].mesh_state.process_group
     counts = (len(devices),) if group is None else group.counts
@@ -87,13 +88,13 @@ def process_groups(devices: Sequence[Device]) -> ReductionGroups:
 
 
 class ProcessSlice(NamedTuple):
-    """A part of a pack, and the processes that add it: one, or all where it is small.
+    """A part of a pack, and the processes that add it.
 
     Attributes:
-        job: which pack.
-        ranks: of the processes.
-        start: first element.
-        stop: one past the last.
+        job: the index of the pack.
+        ranks: the ranks of the processes: one, or all if the pack is small.
+        start: the first element.
+        stop: one past the last element.
     """
 
     job: int
@@ -103,9 +104,9 @@ class ProcessSlice(NamedTuple):
 
 
 def plan_process_slices(packs: Sequence[tuple[int, int]], num_processes: int) -> list[ProcessSlice]:
-    """Plans which process adds which part of which pack; see ``plan_slices``."""
+    """Plans which process adds which part of each pack; see ``plan_slices``."""
     if sum([size * itemsize for size, itemsize in packs]) < SLICE_BYTES:
-        # All add all of it: one exchange of few bytes instead of two.
+        # All processes add all of it: one exchange of few bytes instead of two exchanges.
         everyone = tuple(range(num_processes))
         return [ProcessSlice(job, everyone, 0, size) for job, (size, _) in enumerate(packs)]
     return [
@@ -133,7 +134,7 @@ class AcrossProcesses(Algorithm):
         )
         self._leader = self.devices[0]
         self._temporaries: list[ref[Block]] = []
-        self._num_used = 0  # of these, by the reduction that is being made
+        self._num_used = 0  # how many of these the present reduction uses
 
     def compile(self, wire: DType, total: DType) -> None:
         """See ``Algorithm.compile``."""
@@ -156,7 +157,7 @@ class AcrossProcesses(Algorithm):
         return steps_of
 
     def reduce_scatter(self, jobs: Sequence[Job]) -> None:
-        """See ``Algorithm.reduce_scatter``; a process sends each other one the terms it adds."""
+        """See ``Algorithm.reduce_scatter``; each process receives the terms that it adds."""
         leader = self._leader
         self._num_used = 0
         slices = [
@@ -219,7 +220,7 @@ class AcrossProcesses(Algorithm):
     def _exchange_terms(
         self, jobs: Sequence[Job], slices: Sequence[ProcessSlice], queue: Queue
     ) -> list[tuple[ProcessSlice, list[list[Buffer]]]]:
-        """Exchanges terms; returns those of each slice that this process adds, by group."""
+        """Exchanges terms; returns the terms of each slice that this process adds, by group."""
         rank = self._group.rank
         own = [self._own_terms(job) for job in jobs]
         sends: list[Parcel] = []
@@ -258,7 +259,7 @@ class AcrossProcesses(Algorithm):
         exchange(self._leader, sends, receives, queue)
 
     def _own_terms(self, job: Job) -> dict[Term, Buffer]:
-        """Returns what this process contributes: replicas as they are, and sums."""
+        """Returns the terms of this process: unchanged replicas, and sums."""
         return {
             term: self._sum(
                 [ensure_accessible(self._leader, job.inputs[index]) for index in term.replicas]
@@ -269,7 +270,7 @@ class AcrossProcesses(Algorithm):
         }
 
     def _with_memory(self, wire: DType, mine: dict[Term, Buffer]) -> list[list[Buffer]]:
-        """Returns the terms of a slice by group: this process's, and memory for the others'."""
+        """Returns the terms of a slice by group, with memory for terms of other processes."""
         shape = next(iter(mine.values())).shape
         dtypes = {False: wire, True: accumulate_dtype(wire)}
         return [
@@ -283,9 +284,9 @@ class AcrossProcesses(Algorithm):
         ]
 
     def _temporary(self, shape: tuple[int, ...], dtype: DType) -> Buffer:
-        """Returns memory for this reduction: that of another one, if a prepared step holds it.
+        """Returns memory for this reduction; a prepared step reuses that of another reduction.
 
-        All use it on the leader's compute queue, one after the other.
+        The reductions use it one after the other on the leader's compute queue.
         """
         index, nbytes = self._num_used, math.prod(shape) * dtype.itemsize
         self._num_used += 1
@@ -296,9 +297,9 @@ class AcrossProcesses(Algorithm):
         return Buffer(block, 0, shape, dtype)
 
     def _sum(self, terms: Sequence[Buffer], *, cast: bool = False) -> Buffer:
-        """Adds terms left to right in the accumulate dtype, to which ``cast`` casts a single one.
+        """Adds terms left to right in the accumulate dtype.
 
-        Else that stays as it is.
+        A single term is returned unchanged, or cast to that dtype if ``cast`` is True.
         """
         acc_dtype = accumulate_dtype(terms[0].dtype)
         if len(terms) == 1 and (not cast or terms[0].dtype == acc_dtype):
@@ -313,7 +314,7 @@ class AcrossProcesses(Algorithm):
         ops.all_sum([[out]], [sums], divisor=divisor, device=self._leader)
 
     def _as_one_dtype(self, terms: Sequence[Buffer]) -> list[Buffer]:
-        """Returns terms that one launch can read: casts them where some are sums and some not."""
+        """Returns terms that one launch can read: casts them if only some are sums."""
         is_mixed = len({term.dtype for term in terms}) > 1
         return [self._sum([term], cast=is_mixed) for term in terms]
 

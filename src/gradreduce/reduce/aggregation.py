@@ -1,9 +1,9 @@
 """Sums the terms of one gradient on one device: add_n, accumulate_n, aggregate.
 
-Sources: tf.AggregationMethod, tf.add_n, tf.accumulate_n (aggregation_method.md). Where they leave
-the order open, it is fixed here: ADD_N and ACCUMULATE_N add left to right, TREE in pairs. If all
-terms are IndexedSlices, the result has all their rows; if only some are, those are made dense
-first.
+Sources: tf.AggregationMethod, tf.add_n, tf.accumulate_n (aggregation_method.md). TensorFlow does
+not define the order of additions; here ADD_N and ACCUMULATE_N add left to right, TREE in pairs. If
+all terms are IndexedSlices, the result has all their rows; if only some are, they are converted to
+dense arrays first.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from .aggregators import AddN, Aggregator, MultiDeviceSum, OneBuffer, Tree, aggr
 if TYPE_CHECKING:
     import numpy as np
 
-_Move = tuple[Buffer, Buffer]  # rows: where to, and where they are
+_Move = tuple[Buffer, Buffer]  # destination and source of rows
 
 
 def kind_of_term(term: Any) -> Kind:
     """Returns the kind of array of a term; for IndexedSlices, that of the values.
 
     Raises:
-        TypeError: neither IndexedSlices nor an array.
+        TypeError: the term is neither IndexedSlices nor an array.
     """
     return term.kind if isinstance(term, IndexedSlices) else kind_of(term)
 
@@ -63,7 +63,8 @@ def known_shape(term: Buffer | IndexedSlices, *, alone: bool = False) -> tuple[i
 
     Raises:
         ValueError: it is the only term and its ``dense_shape`` is unknown.
-        TypeError: it is one of several. (Two types for one fault, because TensorFlow has them.)
+        TypeError: it is one of several terms and its ``dense_shape`` is unknown. (TensorFlow raises
+            these two types.)
     """
     if isinstance(term, Buffer):
         return term.shape
@@ -90,12 +91,12 @@ def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
 def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
     """Concatenates the rows of all terms, on the device of the first one.
 
-    One launch copies all that it can access. ``dense_shape`` is that of the first term; the others'
-    are not compared with it, but no index may leave it.
+    One launch copies all rows that it can access. The result has the ``dense_shape`` of the first
+    term; the others may differ, but no index may exceed it.
 
     Args:
         terms: at least one.
-        kind: which kind of array the values of the result are.
+        kind: the kind of array of the result's values.
 
     Raises:
         TypeError: dtypes differ.
@@ -127,10 +128,10 @@ def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
 
 
 def concatenated_rows(home: Device, parts: Sequence[Buffer]) -> Buffer:
-    """Concatenates rows of one shape and dtype, at least one Buffer, in new memory on ``home``.
+    """Concatenates rows of one shape and dtype in new memory on ``home``.
 
-    One launch copies all that ``home`` can access. Other rows come in one copy from each other
-    device, packed there if it is several.
+    One launch copies all rows that ``home`` can access. Rows on other devices arrive in one copy
+    per device, where several are packed first.
     """
     num_rows = sum(part.shape[0] for part in parts)
     whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
@@ -177,14 +178,20 @@ class AggregationMethod(enum.IntEnum):
     """How the terms of a gradient are combined (tf.AggregationMethod).
 
     Attributes:
-        ADD_N: all terms in one operation, which needs all of them at once.
+        ADD_N: adds all terms in one operation, which keeps all of them until then.
         DEFAULT: the same as ``ADD_N``.
-        EXPERIMENTAL_TREE: in pairs, and pairs of pairs: the error grows with log n instead of n,
-            and so does the memory: at most ⌈log2 n⌉ + 1 buffers at a time (of two terms: both
-            and their sum).
-        EXPERIMENTAL_ACCUMULATE_N: into a single buffer, in the order of arrival; each term is
-            dropped at once. With IndexedSlices among arrays the same as ``EXPERIMENTAL_TREE``; of
-            terms that come one by one, those before the first IndexedSlices are one sum by then.
+        EXPERIMENTAL_TREE: adds pairs, then pairs of pairs. Error and memory grow with log n instead
+            of n: at most ⌈log2 n⌉ + 1 buffers are alive at a time (for two terms: both and their
+            sum).
+        EXPERIMENTAL_ACCUMULATE_N: adds each term into a single buffer in the order of arrival, and
+            drops it at once. If there are IndexedSlices among arrays, the same as
+            ``EXPERIMENTAL_TREE``; terms of a generator before the first IndexedSlices then count as
+            one sum.
+
+    Example:
+        >>> terms = [np.ones(2), np.full(2, 3.0)]
+        >>> gr.aggregate(terms, gr.AggregationMethod.EXPERIMENTAL_TREE)
+        array([4., 4.])
     """
 
     ADD_N = 0
@@ -194,7 +201,7 @@ class AggregationMethod(enum.IntEnum):
 
 
 def as_aggregation_method(method: AggregationMethod | int | None) -> AggregationMethod:
-    """Returns the member for 0, 1, 2 or a member; ``None`` is DEFAULT.
+    """Returns the member for a member, for 0, 1 or 2, or for None (DEFAULT).
 
     Raises:
         ValueError: anything else.
@@ -211,7 +218,7 @@ def as_aggregation_method(method: AggregationMethod | int | None) -> Aggregation
 
 
 def aggregator_of(method: AggregationMethod) -> type[Aggregator]:
-    """Returns the class that adds the terms of one device by this method."""
+    """Returns the aggregator class of this method."""
     return _AGGREGATORS[method]
 
 
@@ -236,22 +243,26 @@ def add_n(
     float16 and bfloat16 are added in float32 and rounded once.
 
     Args:
-        inputs: list or tuple of arrays of one shape and dtype (nothing is broadcast). A single
-            one is returned itself (a copy, if ``output_type`` asks for another kind). Those on
-            several devices are added per device first. IndexedSlices are made dense, a single
-            one too.
+        inputs: a list or tuple of arrays of one shape and dtype (no broadcasting). A single input
+            is returned itself, or a copy if ``output_type`` is another kind. Inputs on several
+            devices are first added on each device. IndexedSlices are converted to dense arrays,
+            also a single one.
         name: ignored; TensorFlow's name of the operation.
-        output_type: kind of the result: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
+        output_type: the kind of the result: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
             ``"buffer"``. Default: the kind of the first input.
 
     Returns:
-        A new array of the kind of the first input; no input is written.
+        A new array on the device of the first input; no input is written.
 
     Raises:
-        ValueError: not a list or tuple, an empty one, ``None`` in it, shapes differ, a single
-            IndexedSlices without ``dense_shape``, or an unknown ``output_type``.
-        TypeError: dtypes differ, one that cannot be added, or IndexedSlices without
-            ``dense_shape`` among several inputs.
+        ValueError: ``inputs`` is not a list or tuple, is empty or contains None, shapes differ, a
+            single IndexedSlices has no ``dense_shape``, or ``output_type`` is unknown.
+        TypeError: dtypes differ or cannot be added, or IndexedSlices among several inputs have no
+            ``dense_shape``.
+
+    Example:
+        >>> gr.add_n([np.array([1, 2]), np.array([10, 20])])
+        array([11, 22])
     """
     if output_type is None and type(inputs) is list and inputs and type(inputs[0]) is Buffer:
         made = _sum_directly(inputs)
@@ -304,23 +315,29 @@ def accumulate_n(
     """Sums ``inputs`` into one buffer, in the order of the list (tf.accumulate_n).
 
     Args:
-        inputs: list or tuple of arrays of one shape and dtype. A single one is returned itself
-            (a copy, if ``output_type`` asks for another kind). Those on several devices are added
-            per device first.
-        shape: what their shape must be, a list of integers; None entries fit any extent.
-        tensor_dtype: what their dtype must be.
+        inputs: a list or tuple of arrays of one shape and dtype. A single input is returned itself,
+            or a copy if ``output_type`` is another kind. Inputs on several devices are first added
+            on each device.
+        shape: the required shape, a list of integers; None entries match any extent. Default: any
+            shape.
+        tensor_dtype: the required dtype. Default: any.
         name: ignored; TensorFlow's name of the operation.
-        output_type: kind of the result: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
+        output_type: the kind of the result: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
             ``"buffer"``. Default: the kind of the first input.
 
     Returns:
-        A new array of the kind of the first input; no input is written.
+        A new array on the device of the first input; no input is written.
 
     Raises:
-        ValueError: not a list or tuple, an empty one, ``None`` in it, dtypes or shapes differ, or
-            a shape other than ``shape``, IndexedSlices, or an unknown ``output_type``.
-        TypeError: a dtype other than ``tensor_dtype``, one that cannot be added, or a ``shape``
-            that is no list of integers.
+        ValueError: ``inputs`` is not a list or tuple, is empty, or contains None or IndexedSlices;
+            dtypes or shapes differ from each other or from ``shape``; or ``output_type`` is
+            unknown.
+        TypeError: the dtype is not ``tensor_dtype`` or cannot be added, or ``shape`` is not a list
+            of integers.
+
+    Example:
+        >>> gr.accumulate_n([np.array([1, 2]), np.array([10, 20])], shape=[None])
+        array([11, 22])
     """
     _check_inputs(inputs, "Tensor")
     if _any_sparse(inputs):
@@ -369,33 +386,38 @@ def aggregate(
     """Sums the terms of one gradient by an aggregation method.
 
     Args:
-        terms: arrays of one shape and dtype; ``None`` among them is left out. What is no list or
-            tuple is read as it comes, so that a generator's terms live no longer than the method
-            needs them, the first until the second has come; none may change before the call is
-            over. Those of one device are added there, the partial sums on that of the first term.
-            IndexedSlices among arrays are made dense, then added like them.
+        terms: an iterable of arrays of one shape and dtype; None is skipped. Terms on one device
+            are added there, then the partial sums on the device of the first term. IndexedSlices
+            among arrays are converted to dense arrays. The terms of a generator are read one by one
+            and dropped as soon as the method has added them (the first one after the second has
+            come); they must not change during the call.
         method: an ``AggregationMethod``, its number, or None for DEFAULT.
-        output_type: kind of the result; see ``add_n``. Default: the kind of the first term.
+        output_type: the kind of the result; see ``add_n``. Default: the kind of the first term.
 
     Returns:
-        A new array of the kind of the first term; a single term itself (a copy, if ``output_type``
-        asks for another kind); None without any. Of IndexedSlices alone: new ones with the rows
-        of all, one term after the other (``coalesce`` merges them), with the ``dense_shape`` of
-        the first; the method has no part in it.
+        A new array on the device of the first term. A single term is returned itself, or a copy if
+        ``output_type`` is another kind. Without terms: None. If all terms are IndexedSlices: new
+        IndexedSlices with the rows of all terms, one after the other, and the ``dense_shape`` of
+        the first, whatever the method (call ``coalesce()`` to merge equal rows).
 
     Raises:
-        ValueError: an invalid method or ``output_type`` (even for a single term), shapes differ, or
-            an index beyond the ``dense_shape`` of the first term.
-        TypeError: dtypes differ (for ACCUMULATE_N a ``ValueError`` too), a term that is no array,
-            IndexedSlices without ``dense_shape`` among arrays, or ``terms`` is a ``PerReplica`` or
-            ``Mirrored``: replicas are reduced across devices.
+        ValueError: ``method`` or ``output_type`` is invalid, shapes differ, or an index exceeds the
+            ``dense_shape`` of the first term.
+        TypeError: dtypes differ (for ACCUMULATE_N the error is also a ``ValueError``), a term is
+            not an array, IndexedSlices among arrays have no ``dense_shape``, or ``terms`` is a
+            ``PerReplica`` or ``Mirrored``, which must be reduced across devices.
+
+    Example:
+        >>> micro_batches = (np.full(2, scale) for scale in (1.0, 2.0, 4.0))
+        >>> gr.aggregate(micro_batches, gr.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N)
+        array([7., 7.])
     """
     method = as_aggregation_method(method)
-    as_result_kind(output_type, "native")  # a wrong name must not cost a term
-    if isinstance(terms, DistributedValues):  # replicas are no terms, and stay on their devices
+    as_result_kind(output_type, "native")  # check it before a term is read
+    if isinstance(terms, DistributedValues):  # replicas are not terms
         kind_of_term(terms)  # raises
     if not isinstance(terms, list | tuple):
-        if current_reader() is not None:  # there may be traced values among them
+        if current_reader() is not None:  # some may be traced values
             return aggregate(list(terms), method, output_type=output_type)
         return _aggregate_lazily(terms, method, output_type)
     present = [as_slices(term) for term in terms if term is not None]
@@ -432,9 +454,9 @@ def _aggregate(terms: list[Any], method: AggregationMethod, kind: Kind) -> Any:
 
 
 def _sum_directly(terms: Sequence[Any]) -> Any:
-    """Sums terms that need no preparation, left to right; returns None if they need one.
+    """Sums terms that need no preparation, left to right; returns None for other terms.
 
-    These are small NumPy arrays, and Buffers of one device, shape and dtype in its own memory.
+    The terms must be small NumPy arrays, or Buffers of one shape and dtype in memory of one device.
     """
     first = terms[0]
     if type(first) is not Buffer:
@@ -466,7 +488,7 @@ def _aggregate_lazily(
     """Sums the terms of an iterator, keeping each only as long as needed."""
     total = MultiDeviceSum(_AGGREGATORS[method])
     kind: Kind = "native"
-    held: list[Any] = []  # the first term, which is itself if alone; sparse ones, while all are
+    held: list[Any] = []  # the first term; or all terms, as long as all are sparse
     for term in _iterate_suspended(terms):
         if term is None:
             continue
@@ -481,7 +503,7 @@ def _aggregate_lazily(
             while held:
                 _push(total, held.pop(0))
             _push(total, term)
-        del term  # before the next one is made
+        del term  # before the next term is made
     if len(held) == 1:
         return _alone(held[0], output_type)
     if held:
@@ -490,7 +512,7 @@ def _aggregate_lazily(
 
 
 def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:
-    """Iterates over ``terms`` outside the ``StreamScope``: the caller's code makes them."""
+    """Iterates over ``terms`` outside the ``StreamScope``, because the caller's code makes them."""
     left = iter(terms)
     while True:
         with SuspendedScope():
@@ -502,7 +524,7 @@ def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:
 
 
 def _alone(term: Any, output_type: str | None) -> Any:
-    """Returns a single term itself; a copy if ``output_type`` names another kind."""
+    """Returns a single term itself, or a copy if ``output_type`` is another kind."""
     kind = kind_of_term(term)
     wanted = as_result_kind(output_type, kind)
     if wanted == kind or (kind == "native" and wanted == "numpy" and is_array(term)):
@@ -537,7 +559,7 @@ def _on_current_device(term: Any) -> Buffer | IndexedSlices:
 def _check_promised(
     terms: Sequence[Buffer], shape: Sequence[int | None] | None, dtype: Any
 ) -> None:
-    """Raises unless all shapes match ``shape``, and the dtype of the first is ``dtype``."""
+    """Raises unless all shapes match ``shape`` and the dtype of the first term is ``dtype``."""
     wanted = None if shape is None else _as_shape(shape)
     for term in terms:
         if wanted is not None and not compatible(term.shape, wanted):
@@ -557,7 +579,7 @@ def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
 
 
 def _check_inputs(inputs: Any, what: str) -> None:
-    """Raises ``ValueError`` unless this is a list of at least one term, none of them None."""
+    """Raises ``ValueError`` unless this is a list of terms without None."""
     if not isinstance(inputs, list | tuple):
         found = f"one {type(inputs).__name__}{getattr(inputs, '_hint', '')}"
     elif not inputs:

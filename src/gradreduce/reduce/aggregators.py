@@ -1,7 +1,8 @@
 """Aggregators: sum terms pushed one by one, or the terms of many gradients at once.
 
-The method alone sets the order of additions: ADD_N and ACCUMULATE_N add left to right, TREE in
-pairs, and pairs of pairs, as a binary counter carries: after 6 terms it holds (t0..t3) and (t4+t5).
+The order of additions depends only on the method: ADD_N and ACCUMULATE_N add left to right, TREE
+adds pairs and pairs of pairs, like a binary counter: after 6 terms it holds the sums of t0 to t3
+and of t4 and t5.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from gradreduce.errors import MixedDtypesError
 class Aggregator(ABC):
     """Base class: sums terms on one device that are pushed one by one.
 
-    A term is borrowed: it is never written, and dropped as soon as it is added. Sums are of the
-    accumulate type until the end.
+    A term is not written, and is dropped as soon as it is added. Sums have the accumulate dtype
+    until the end.
 
     Attributes:
-        dtype_error: what is raised for terms of different dtypes.
+        dtype_error: the error class for terms of different dtypes.
     """
 
     dtype_error: ClassVar[type[Exception]] = TypeError
@@ -41,7 +42,7 @@ class Aggregator(ABC):
 
     @abstractmethod
     def total(self, dtype: DType) -> Buffer:
-        """Returns the sum in ``dtype``, rounded once; a single term of it itself."""
+        """Returns the sum in ``dtype``, rounded once; may be a single term itself."""
 
 
 class AddN(Aggregator):
@@ -51,7 +52,7 @@ class AddN(Aggregator):
         self._terms: list[Buffer] = []
 
     def push(self, term: Buffer) -> None:
-        """See ``Aggregator.push``; held until the end."""
+        """See ``Aggregator.push``; keeps the term until the end."""
         self._terms.append(term)
 
     def total(self, dtype: DType) -> Buffer:
@@ -64,16 +65,16 @@ class AddN(Aggregator):
 class Tree(Aggregator):
     """Sums in pairs, and pairs of pairs: error and memory grow with log n.
 
-    With n > 2 terms at most ⌈log2 n⌉ + 1 buffers of the accumulate type are alive, the term just
-    pushed included: a pair goes into the sum of the pair before it, unless there is none.
+    With n > 2 terms at most ⌈log2 n⌉ + 1 buffers of the accumulate dtype are alive, including the
+    last term: the sum of a pair is added into the sum of the pair before it, if there is one.
     """
 
     def __init__(self) -> None:
-        # [k]: the sum of 2**k terms, our memory from k = 1 on; [0]: a term that waits for the next
+        # [0]: a term that waits for the next one; [k]: the sum of 2**k terms, in our own memory
         self._sums: list[Buffer | None] = [None, None]
 
     def push(self, term: Buffer) -> None:
-        """See ``Aggregator.push``; every second one is held until the next comes."""
+        """See ``Aggregator.push``; every second term is kept until the next one comes."""
         sums = self._sums
         if sums[0] is None:
             sums[0] = term
@@ -96,7 +97,7 @@ class Tree(Aggregator):
         sums[level] = carried
 
     def total(self, dtype: DType) -> Buffer:
-        """See ``Aggregator.total``; remaining sums are added from the smallest one."""
+        """See ``Aggregator.total``; adds the remaining sums, the smallest first."""
         left = [held for held in self._sums if held is not None]
         total = left[0]
         for older in left[1:]:
@@ -111,7 +112,7 @@ class OneBuffer(Tree):
     dtype_error = MixedDtypesError
 
     def push(self, term: Buffer) -> None:
-        """See ``Aggregator.push``; the first is held until the second comes."""
+        """See ``Aggregator.push``; keeps the first term until the second one comes."""
         first, total = self._sums
         if total is not None:
             ops.accumulate_n([total], [[term]])
@@ -124,14 +125,14 @@ class OneBuffer(Tree):
 class MultiDeviceSum:
     """Sums the terms of one gradient on any number of devices.
 
-    Terms on one device are added there; the partial sums are copied to the device of the first
-    term, if it cannot read them, and added in the order in which their devices appeared.
+    Terms on one device are added there. The partial sums are added on the device of the first term,
+    in the order in which their devices appeared; those that it cannot read are copied to it.
 
     Args:
-        aggregator: adds those of one device.
+        aggregator: the class that adds the terms of one device.
 
     Attributes:
-        count: terms so far.
+        count: the number of terms so far.
     """
 
     def __init__(self, aggregator: type[Aggregator]) -> None:
@@ -143,7 +144,7 @@ class MultiDeviceSum:
         self._parts: dict[Device, Aggregator] = {}
 
     def check(self, shape: tuple[int, ...], dtype: DType) -> None:
-        """Raises unless a term has the shape and dtype of the first one."""
+        """Raises unless the shape and dtype are those of the first term."""
         if self._like is None:
             self._like = (shape, dtype)
         wanted_shape, wanted_dtype = self._like
@@ -166,7 +167,7 @@ class MultiDeviceSum:
             for device, part in self._parts.items():
                 assert isinstance(part, OneBuffer)
                 tree = self._parts[device] = Tree()
-                tree._sums = part._sums  # which counts as one pair
+                tree._sums = part._sums  # the sum so far counts as one pair
 
     def push(self, term: Buffer) -> None:
         """Adds a term on its own device."""
@@ -195,19 +196,19 @@ class MultiDeviceSum:
 def aggregate_buffers(
     gradients: Sequence[Sequence[Buffer]], device: Device, *, tree: bool = False
 ) -> list[Buffer]:
-    """Sums each list of terms; the same launches serve all of them.
+    """Sums each list of terms, with the same launches for all lists.
 
-    All terms are given, so adding them left to right is one pass for every method.
+    All terms are known, so ADD_N and ACCUMULATE_N both add left to right in one pass.
 
     Args:
-        gradients: for each gradient its terms, at least one, all of one shape and dtype.
-        device: launches; it can access all terms. Its queue waits for the queues of the terms'
-            devices, and they wait for it.
-        tree: add in pairs instead of left to right.
+        gradients: the terms of each gradient: at least one, all of one shape and dtype.
+        device: the device that launches. It can access all terms; its queue waits for the queues of
+            the terms' devices, and they wait for it.
+        tree: add pairs instead of left to right.
 
     Returns:
-        One Buffer for each gradient, on its first term's device: a new one, or the term itself
-        where there is only one.
+        One Buffer for each gradient, on the device of its first term: a new one, or the term itself
+        if there is only one.
     """
     made = [terms[0] for terms in gradients]
     direct, folded = [], []
@@ -218,7 +219,7 @@ def aggregate_buffers(
             direct.append(index)
             made[index] = _empty_like(made[index], made[index].dtype)
     homes = [terms[0].device for terms in gradients]
-    # Always behind the allocations: a block's last user may be its home.
+    # After the allocations: the home queue may still use the memory of a new block.
     join_streams(device, homes)
     ops.add_n(
         [made[index] for index in direct], [gradients[index] for index in direct], device=device
@@ -237,10 +238,10 @@ def aggregate_buffers(
 
 
 def _sum_tree(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buffer]:
-    """Sums in pairs, then pairs of pairs; the launches of a level serve all gradients.
+    """Sums pairs, then pairs of pairs; the launches of a level serve all gradients.
 
-    A pair of terms makes a new buffer; a later pair goes into its left one, which is ours. The
-    additions are those of ``Tree``, level by level. Sums stay in the accumulate type.
+    The sum of two terms is a new buffer; the sum of two sums is written into the left one. The
+    additions are those of ``Tree``, level by level, in the accumulate dtype.
     """
     levels = [list(terms) for terms in gradients]
     first = True
@@ -263,7 +264,7 @@ def _sum_tree(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buf
 
 
 def _sum_of_pair(left: Buffer, right: Buffer) -> Buffer:
-    """Adds two terms in new memory, in the accumulate type."""
+    """Adds two terms in new memory, in the accumulate dtype."""
     total = _empty_like(left, accumulate_dtype(left.dtype))
     ops.add_n([total], [[left, right]])
     return total

@@ -3,7 +3,8 @@
 ``algorithms.ALGORITHMS`` names the classes. The pipeline makes one instance for each list of
 devices, packs a stage, runs its steps, and unpacks it; an algorithm only adds buffers.
 
-Reduce-scatter and all-gather have an implementation by copies, which an algorithm may replace.
+Reduce-scatter and all-gather have a default implementation by copies, which an algorithm may
+override.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from gradreduce.device import (
 
 from .reduction_groups import ReductionGroups
 
-# The work of one stage, in steps: at each yield it waits for transfers, and others may work.
+# The work of one stage, in steps. At each yield it waits for transfers, and other stages can run.
 Steps = Iterator[None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """The reduction of one pack: every out becomes the sum of all inputs, divided.
+    """The reduction of one pack: every out becomes the divided sum of all inputs.
 
     Attributes:
         inputs: one for each replica, in mesh order, on its device; all of one size and dtype.
-        outs: one for each replica, on its device. Each is its input exactly, or no input's memory;
-            on simulated devices it may be another replica's input, if a caller asks for that.
-        divisor: of the sum; 1 divides nothing.
-        owner: of a reduce-scatter the number of the replica that alone has an out, of an all-gather
-            of the one that alone has an input, counted over all processes; in the others ``outs``
-            or ``inputs`` is empty. None: an all-reduce.
+        outs: one for each replica, on its device. An out is exactly its own input, or overlaps no
+            input; on simulated devices it may be another replica's input if the caller wants that.
+        divisor: divides the sum; 1: no division.
+        owner: in a reduce-scatter the number of the only replica with an out, in an all-gather of
+            the only replica with an input, counted over all processes. In the other processes
+            ``outs`` or ``inputs`` is empty. None: an all-reduce.
     """
 
     inputs: Sequence[Buffer]
@@ -66,20 +67,20 @@ class Algorithm(ABC):
     """An all-reduce algorithm for the replicas on one list of devices.
 
     Attributes:
-        devices: of the replicas, in order.
-        in_place: whether inputs may be outs: nothing is allocated after the first launch, so that
-            a failure before it leaves them unchanged.
-        writes_targets: whether it may write results where the caller wants them, which may be its
-            inputs, though it is not ``in_place``.
+        devices: the devices of the replicas, in order.
+        in_place: whether inputs may be outs. Then nothing is allocated after the first launch, so
+            that a failed allocation leaves the inputs unchanged.
+        writes_targets: whether it may write results into the caller's memory, possibly its inputs,
+            even if it is not ``in_place``.
         reads_peers: whether launches access inputs and outs on other physical devices.
 
     Args:
         devices: see above.
-        reduction_groups: of an algorithm that ``has_groups``; None: its default.
+        reduction_groups: the groups, for an algorithm with ``has_groups``; None: its default.
 
     Raises:
-        ValueError: ``reduction_groups`` names another number of replicas.
-        BackendUnavailableError: these devices need a library that is missing.
+        ValueError: ``reduction_groups`` is for another number of replicas.
+        BackendUnavailableError: the algorithm needs a library that is missing.
     """
 
     has_groups = False
@@ -96,12 +97,12 @@ class Algorithm(ABC):
     def compile(self, wire: DType, total: DType) -> None:
         """Compiles all kernels for inputs of ``wire`` and outs of ``total``; may connect devices.
 
-        Not called while a lock is held; if it fails, nothing was launched.
+        The caller holds no lock and has launched nothing yet.
         """
 
     @abstractmethod
     def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
-        """Allocates what all jobs need, and launches nothing.
+        """Allocates the memory of all jobs, and launches nothing.
 
         Returns:
             A function that returns the steps of a stage. Its arguments are the indices of the
@@ -112,7 +113,7 @@ class Algorithm(ABC):
         """Reduces each job into its owner's out, on the compute queues.
 
         Args:
-            jobs: with owners; in the order of the owners.
+            jobs: jobs with owners, in the order of the owners.
         """
         add_on_owners(jobs, self.devices, [range(len(self.devices))])
 
@@ -120,7 +121,7 @@ class Algorithm(ABC):
         """Copies each job's only input to all its outs, on the compute queues.
 
         Args:
-            jobs: with owners; in the order of the owners. One of their outs may be the input.
+            jobs: jobs with owners, in the order of the owners. One of the outs may be the input.
         """
         copy_to_all([(job.inputs[0], job.outs) for job in jobs], self.devices)
 
@@ -131,9 +132,10 @@ def add_on_owners(
     """Adds each job on the device of its owner, with the bits of an all-reduce.
 
     Args:
-        jobs: with owners; in the order of the owners.
-        devices: of the replicas, in one process.
-        groups: indices of replicas; each is added left to right, then their sums are. None empty.
+        jobs: jobs with owners, in the order of the owners.
+        devices: the devices of the replicas, in one process.
+        groups: lists of replica indices, none empty. Each list is added left to right, then their
+            sums are.
     """
     split = len(groups[0]) if len(groups) == 2 else 0
     by_gpu: dict[int, list[Job]] = {}
@@ -143,7 +145,7 @@ def add_on_owners(
     leaders = [here[0].outs[0].device for here in by_gpu.values()]
     terms = []
     for leader, here in zip(leaders, by_gpu.values(), strict=True):
-        # Each device copies from another one first.
+        # Each device starts with copies from a different device.
         first = devices.index(leader)
         replicas = [*range(first, len(devices)), *range(first)]
         found = [
@@ -181,16 +183,16 @@ def group_sum(device: Device, terms: Sequence[Buffer]) -> Buffer:
     total = device.empty(terms[0].shape, acc_dtype)
     join_streams(device, [buffer.device for buffer in terms])
     ops.add_n([total], [terms], device=device)
-    # No fork_streams: every device is behind the result, which is behind this sum.
+    # No fork_streams: every device waits for the result, which waits for this sum.
     return total
 
 
 def copy_to_all(
     copies: Sequence[tuple[Buffer, Sequence[Buffer]]], devices: Sequence[Device]
 ) -> None:
-    """Copies each source to its outs, one for each device; one of them may be the source."""
+    """Copies each source to its outs; there is one for each device."""
     for index, device in enumerate(devices):
-        # Each device begins with the sources of another one.
+        # Each device starts with the sources of a different device.
         first = index * len(copies) // len(devices)
         for source, outs in [*copies[first:], *copies[:first]]:
             if source.device.physical != device.physical:
@@ -201,7 +203,7 @@ def copy_to_all(
 def copy_on_gpus(
     copies: Sequence[tuple[Buffer, Sequence[Buffer]]], devices: Sequence[Device]
 ) -> None:
-    """Copies each source to those of its outs that lie on the same GPU: one launch for each GPU."""
+    """Copies each source to its outs on its GPU, with one launch per GPU."""
     for here in by_physical(devices).values():
         moves = [
             [(outs[index], source)]

@@ -63,48 +63,58 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     """Reduction by all-reduce (tf.contrib.distribute.AllReduceCrossDeviceOps).
 
     Args:
-        all_reduce_alg: ``"nccl"`` or ``"hierarchical_copy"``. The second gives the same bits on
-            every placement of the same number of replicas; NCCL promises no order of additions,
-            and is needed on two physical GPUs or more.
-        num_packs: if not 0, all tensors of a dtype lie end to end in one flat buffer that is
-            reduced in this many packs. Between GPUs one pack of 8 MiB or more (smaller ones share)
-            is packed while the one before it is transferred.
-        agg_small_grads_max_bytes: if this and the next are above 0 and ``num_packs`` is 0, tensors
-            of at most this many bytes are reduced in groups.
-        agg_small_grads_max_group: how many tensors a group has at most.
-        mesh: where ``all_reduce`` puts its arrays. Default: ``gr.default_mesh()``.
-        reduction_groups: for ``"hierarchical_copy"``: lists of replica numbers. Replica i lies on
-            the i-th of a value's devices. Each list is added left to right, then their sums are;
-            devices with fast links among them make a good list. A list may be empty. Every value
-            that is all-reduced must have exactly the replicas named; values that are added on one
-            device, for other destinations or IndexedSlices, are added left to right.
-            ``"processes"``: one list for each process of the mesh, of its replicas, which it adds
-            before it sends anything; over several processes dense values are all-reduced whatever
-            their destinations. Default: two lists, the first n // 2 of n replicas and the rest.
+        all_reduce_alg: ``"nccl"`` or ``"hierarchical_copy"``. Results of ``"hierarchical_copy"``
+            have the same bits on every placement of the same number of replicas. NCCL does not
+            define the order of additions, and its library is needed for two or more physical GPUs.
+        num_packs: if not 0, all tensors of a dtype are placed end to end in one flat buffer, which
+            is reduced in this many packs. Between GPUs a pack of 8 MiB or more (smaller packs are
+            joined) is packed while the previous one is transferred.
+        agg_small_grads_max_bytes: if this and the next argument are above 0 and ``num_packs`` is 0,
+            tensors of at most this many bytes are reduced in groups.
+        agg_small_grads_max_group: the largest number of tensors in a group.
+        mesh: the mesh of the arrays of ``all_reduce``. Default: ``gr.default_mesh()``.
+        reduction_groups: for ``"hierarchical_copy"``: lists of replica numbers. Replica i is on the
+            i-th device of a value. Each list is added left to right, then their sums are; put
+            devices with fast links between them into one list. A list may be empty. The lists must
+            contain exactly the replicas of every value that is all-reduced. Values that are added
+            on one device (other destinations, IndexedSlices) are added left to right.
+            ``"processes"``: one list for each process of the mesh, so that each process adds its
+            replicas before it sends anything; with several processes dense values are all-reduced
+            for all destinations. Default: two lists, the first n // 2 of n replicas and the rest.
         wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which real floats
-            are transferred between devices in an all-reduce. They are cast as they are packed, and
-            back as they are unpacked. Default: each in its own dtype. See below.
+            are transferred between devices in an all-reduce. Packing casts to it, unpacking casts
+            back. Default: each tensor's own dtype. See below.
 
-    With a ``wire_dtype`` terms are rounded to it once and their sum once more; on the way our own
-    kernels add in float32, NCCL in the wire's dtype. For MEAN a 16-bit wire carries x / n, so no
-    sum overflows whose mean does not; a term beyond float16's 65504 does. With t the terms (x, or
-    x / n for MEAN on a 16-bit wire), u the wire's unit roundoff (2**-11 for float16, 2**-8 for
-    bfloat16, 2**-24 for float32) and e half its smallest positive number (2**-25 for float16, below
-    float32's own for the others), a result of hierarchical_copy differs from the exact one by at
-    most ``(2.01 * u + n * 2**-23) * sum(|t|) + (n + 1) * e``, divided by n for MEAN where the wire
-    is float32, and by the rounding to its own dtype where that does not hold every value of the
-    wire. (GPUs flush what is subnormal in float32 to zero: e is 2**-127 there for the others.) A
-    sum beyond what the wire or the dtype holds becomes infinite. NCCL rounds up to n - 1 more sums:
-    ``(n + 1) * u`` instead of ``2.01 * u``. A cast of float64 to a 16-bit type goes through
-    float32. The bits are the same on every placement, as without; between GPUs that are not peers,
-    the sum of a group is transferred in float32. Values that are added on one device (other
-    destinations, IndexedSlices), integers and complex numbers are transferred in their own dtype.
+    With a ``wire_dtype`` each term is rounded to it once, and the sum once more. Our kernels add in
+    float32, NCCL adds in the wire dtype. For MEAN a 16-bit wire carries x / n, so a sum overflows
+    only if the mean does; a term above float16's largest number, 65504, overflows. A sum that the
+    wire dtype or the result's dtype cannot hold becomes infinite. Results have the same bits on
+    every placement, as without a wire dtype; between GPUs that are not peers, the sum of a group is
+    transferred in float32. A cast of float64 to a 16-bit dtype goes through float32. Integers,
+    complex numbers and values that are added on one device (other destinations, IndexedSlices) are
+    transferred in their own dtype.
+
+    The error of a result of hierarchical_copy is at most ``(2.01 * u + n * 2**-23) * sum(|t|) + (n
+    + 1) * e``, divided by n for MEAN on a float32 wire, plus the rounding to the result's dtype if
+    that cannot hold all values of the wire. Here t are the terms (x, or x / n for MEAN on a 16-bit
+    wire); u is the wire's unit roundoff (2**-11 for float16, 2**-8 for bfloat16, 2**-24 for
+    float32); e is half its smallest positive number (2**-25 for float16; for the others less than
+    that of float32, but 2**-127 on GPUs, which flush float32 subnormals to zero). NCCL rounds up to
+    n - 1 more sums: ``(n + 1) * u`` replaces ``2.01 * u``.
 
     Raises:
-        ValueError: an unknown algorithm, a number that is negative or not an integer, a ``mesh``
-            that is not a Mesh, ``reduction_groups`` that are neither lists nor ``"processes"``,
-            leave a replica out, name one twice or are passed for NCCL, which chooses its own, or
-            another ``wire_dtype``.
+        ValueError: the algorithm or ``wire_dtype`` is unknown, a number is negative or not an
+            integer, ``mesh`` is not a Mesh, or ``reduction_groups`` is neither lists nor
+            ``"processes"``, leaves out or repeats a replica, or is passed for NCCL, which chooses
+            its own groups.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=1, mesh=mesh)
+        >>> ops
+        <AllReduceCrossDeviceOps hierarchical_copy, num_packs=1, mesh=<Mesh sim [0, 1]>>
+        >>> ops.all_reduce([[np.array([1.0, 2.0])], [np.array([3.0, 6.0])]])
+        [[array([2., 4.])], [array([2., 4.])]]
     """
 
     _elementwise = True
@@ -148,32 +158,32 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     @property
     def all_reduce_alg(self) -> str:
-        """Name of the all-reduce algorithm."""
+        """The name of the all-reduce algorithm."""
         return self.settings.all_reduce_alg
 
     @property
     def num_packs(self) -> int:
-        """Number of packs of a flat buffer; 0: tensors are not packed together."""
+        """The number of packs of a flat buffer; 0: tensors are not packed together."""
         return self.settings.num_packs
 
     @property
     def agg_small_grads_max_bytes(self) -> int:
-        """Largest tensor, in bytes, that is grouped with others."""
+        """The largest tensor, in bytes, that is grouped with others."""
         return self.settings.agg_small_grads_max_bytes
 
     @property
     def agg_small_grads_max_group(self) -> int:
-        """Largest number of tensors in a group."""
+        """The largest number of tensors in a group."""
         return self.settings.agg_small_grads_max_group
 
     @property
     def reduction_groups(self) -> ReductionGroups | Processes | None:
-        """The lists of replica numbers that were passed, or None."""
+        """The ``reduction_groups`` that were passed, or None."""
         return self.settings.reduction_groups
 
     @property
     def wire_dtype(self) -> DType | None:
-        """The dtype in which real floats are transferred; None: each in its own."""
+        """The dtype in which real floats are transferred; None: their own dtype."""
         return self.settings.wire_dtype
 
     @overload
@@ -213,22 +223,22 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
         Args:
             grads: for each device of the mesh, in order, a list, tuple or dict of arrays or
-                IndexedSlices, or of more of these; all alike. A PyTorch module or its
-                ``named_parameters()`` is the dict of its gradients. Host arrays lie on the device
-                of their place. A tensor that is None on every device stays None.
+                IndexedSlices, which may be nested; all with the same structure. A PyTorch module or
+                its ``named_parameters()`` means the dict of its gradients. A host array counts as
+                on the device of its entry. A tensor that is None on every device stays None.
             op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
-            coalesce: add rows of the same index of IndexedSlices.
-            output_type: kind of the results; see ``batch_reduce``. Default: the kind of each
+            coalesce: add rows of IndexedSlices that have the same index.
+            output_type: the kind of the results; see ``batch_reduce``. Default: the kind of each
                 tensor's first array.
-            out: arrays that the results are written into, nested as ``grads``, which may be
-                ``grads`` itself; see ``batch_reduce``. What it holds for a tensor that is None on
-                every device stays as it is.
+            out: arrays to write the results into, nested like ``grads``; may be ``grads`` itself;
+                see ``batch_reduce``. Entries for a tensor that is None on every device are not
+                changed.
             deadline: see ``batch_reduce``.
 
         Returns:
-            The combined arrays, ``[device][tensor]``, nested as they came; of a module a dict. New
-            memory; or ``out``. Waits for no device, unless NumPy arrays are asked for,
-            ``output_type="numpy"``, of what lies on GPUs, or given as ``out``.
+            The combined arrays, ``[device][tensor]``, nested like ``grads`` (a dict for a module):
+            in new memory, or ``out``. The call does not wait for a device, except for results of
+            GPUs in NumPy arrays (``output_type="numpy"`` or ``out``).
 
         Raises:
             ValueError: another number of entries than devices, entries of different length or
@@ -237,6 +247,13 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ValueError, TypeError, BackendUnavailableError, CollectiveError: what ``batch_reduce``
                 raises, about ``grads[device]['layers.0.weight']``: by the path of the tensor. The
                 processes of a mesh must agree in paths, too.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            >>> grads = [{"w": np.ones(2), "b": np.zeros(1)}, {"w": np.ones(2), "b": np.ones(1)}]
+            >>> ops.all_reduce(grads, gr.ReduceOp.SUM)[0]
+            {'w': array([2., 2.]), 'b': array([1.])}
         """
         check_op("op", op)
         nests = self._checked_nests(grads)
@@ -258,19 +275,24 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     def pairs(self, grads: Sequence[Any]) -> list[tuple[PerReplica, PerReplica]]:
         """Returns the pairs of value and destination of ``grads[device][tensor]``, with names.
 
-        For ``plan``, ``profile``, ``prepare``, ``capture`` and ``batch_reduce``::
-
-            print(ops.plan(gr.ReduceOp.MEAN, ops.pairs(models)))
+        Pass them to ``plan``, ``profile``, ``prepare``, ``capture`` or ``batch_reduce``.
 
         Args:
             grads: see ``all_reduce``.
 
         Returns:
-            One pair for each tensor that is not None, in order: a ``PerReplica`` twice, on the
-            arrays' own memory where they can be shared.
+            For each tensor that is not None, in order, a pair of twice the same ``PerReplica``. It
+            shares the memory of the arrays where possible.
 
         Raises:
             ValueError, TypeError, BackendUnavailableError: what ``all_reduce`` raises.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            >>> pairs = ops.pairs([{"w": np.ones(2)}, {"w": np.ones(2)}])
+            >>> [value.name for value, _ in pairs]
+            ['w']
         """
         return [(value, value) for value in self._checked_nests(grads).values]
 
@@ -286,20 +308,15 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> Any:
         """Combines ``grads[device][tensor]`` over the replicas; each gets its share of the rows.
 
-        With n replicas in all processes, of a tensor with n * k rows (its first dimension) replica
-        r gets rows r * k to (r + 1) * k of the sum or mean, with the bits of ``all_reduce`` for
-        ``"hierarchical_copy"``. Each row is sent to its replica alone: half the bytes of an
-        all-reduce by a ring.
-
-        Example::
-
-            shares = ops.reduce_scatter([[np.ones((4, 3))], [np.ones((4, 3))]], gr.ReduceOp.SUM)
-            shares[1][0].shape  # (2, 3): rows 2 and 3, each element 2.0
+        A tensor has n * k rows (its first dimension), where n is the number of replicas in all
+        processes. Replica r gets the rows r * k to (r + 1) * k - 1 of the sum or mean. For
+        ``"hierarchical_copy"`` they have the bits of ``all_reduce``. This transfers half the bytes
+        of an all-reduce by a ring.
 
         Args:
-            grads: for each device of the mesh, in order, a list, tuple or dict of arrays of the
-                shape (n * k, …); all alike. A tensor that is None on every device stays None. They
-                are only read.
+            grads: for each device of the mesh, in order, a list, tuple or dict of arrays of shape
+                (n * k, …); all with the same structure. A tensor that is None on every device stays
+                None. The arrays are not written.
             op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``; see ``batch_reduce``.
             output_type: kind of the results; see ``batch_reduce``. Default: the kind of each
                 tensor's first array.
@@ -308,15 +325,23 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             deadline: see ``batch_reduce``.
 
         Returns:
-            Arrays of the shape (k, …), ``[device][tensor]``, nested as they came, of the dtype of
-            ``all_reduce``'s results. New memory, on each replica's own device; or ``out``. Waits
-            for no device unless NumPy arrays of what lies on GPUs are asked for.
+            Arrays of shape (k, …), ``[device][tensor]``, nested like ``grads``, with the dtypes of
+            ``all_reduce``: in new memory on each replica's own device, or ``out``. The call does
+            not wait for a device, except for results of GPUs in NumPy arrays.
 
         Raises:
-            ValueError: a tensor without rows, or whose number of rows n does not divide; and what
+            ValueError: a tensor is a scalar, or its number of rows is not a multiple of n; and what
                 ``all_reduce`` raises. Nothing was launched.
-            TypeError: IndexedSlices: pass ``.to_dense()``; or a dtype that cannot be added.
+            TypeError: a tensor is IndexedSlices (pass ``.to_dense()``), or has a dtype that cannot
+                be added.
             BackendUnavailableError, CollectiveError: what ``batch_reduce`` raises.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            >>> grads = [[np.array([1.0, 2, 3, 4])], [np.array([10.0, 20, 30, 40])]]
+            >>> ops.reduce_scatter(grads, gr.ReduceOp.SUM)
+            [[array([11., 22.])], [array([33., 44.])]]
         """
         check_op("op", op)
         run = partial(reduced_shares, self.settings, op)
@@ -331,20 +356,15 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> Any:
-        """Concatenates ``grads[device][tensor]`` of all replicas, and gives all to each.
+        """Concatenates ``grads[device][tensor]`` of all replicas on every replica.
 
-        With n replicas in all processes, which pass k rows each, row r * k + i of a result is row i
-        of replica r. Arrays are copied as they are: ``wire_dtype`` has no effect.
-
-        Example::
-
-            whole = ops.all_gather([[np.zeros(2)], [np.ones(2)]])
-            whole[0][0]  # [0, 0, 1, 1], and so is whole[1][0]
+        Each of the n replicas in all processes passes k rows; row r * k + i of a result is row i of
+        replica r. Arrays are copied unchanged: ``wire_dtype`` has no effect.
 
         Args:
-            grads: for each device of the mesh, in order, a list, tuple or dict of arrays of the
-                shape (k, …), such as the results of ``reduce_scatter``; all alike. A tensor that is
-                None on every device stays None. They are only read.
+            grads: for each device of the mesh, in order, a list, tuple or dict of arrays of shape
+                (k, …), such as the results of ``reduce_scatter``; all with the same structure. A
+                tensor that is None on every device stays None. The arrays are not written.
             output_type: kind of the results; see ``batch_reduce``. Default: the kind of each
                 tensor's first array.
             out: arrays of the results' shapes and dtypes that they are written into, nested as
@@ -352,14 +372,21 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             deadline: see ``batch_reduce``.
 
         Returns:
-            Arrays of the shape (n * k, …), ``[device][tensor]``, nested as they came. New memory,
-            on each replica's own device; or ``out``. Waits for no device unless NumPy arrays of
-            what lies on GPUs are asked for.
+            Arrays of shape (n * k, …), ``[device][tensor]``, nested like ``grads``: in new memory
+            on each replica's own device, or ``out``. The call does not wait for a device, except
+            for results of GPUs in NumPy arrays.
 
         Raises:
-            ValueError: a tensor without rows; and what ``all_reduce`` raises. Nothing was launched.
-            TypeError: IndexedSlices: pass ``.to_dense()``; or a dtype that is not supported.
+            ValueError: a tensor is a scalar; and what ``all_reduce`` raises. Nothing was launched.
+            TypeError: a tensor is IndexedSlices (pass ``.to_dense()``), or has a dtype that is not
+                supported.
             BackendUnavailableError, CollectiveError: what ``batch_reduce`` raises.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            >>> ops.all_gather([[np.zeros(2)], [np.ones(2)]])
+            [[array([0., 0., 1., 1.])], [array([0., 0., 1., 1.])]]
         """
         run = partial(joined_shares, self.settings)
         return self._nested("all_gather", ReduceOp.SUM, grads, output_type, out, deadline, run)
@@ -374,7 +401,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         deadline: float | None,
         run: Callable[[list[Request]], list[tuple[Buffer, ...]]],
     ) -> Any:
-        """Runs a call on ``grads[device][tensor]``, and nests its results likewise."""
+        """Runs a call on ``grads[device][tensor]``, and nests its results like ``grads``."""
         nests = self._checked_nests(grads)
         pairs = [(value, value) for value in nests.values]
         requests = checked_requests(pairs, ReduceOp.SUM, self.mesh)
@@ -393,10 +420,10 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         *,
         coalesce: bool = False,
     ) -> ReducePlan:
-        """Returns what ``batch_reduce`` of the same arguments would do: print it.
+        """Returns what ``batch_reduce`` with the same arguments would do; print it.
 
-        Nothing is launched, copied or compiled. Equal shapes, dtypes, settings and meshes give
-        equal plans; so does the same place of tensors in a flat buffer.
+        Nothing is launched, copied or compiled. The plan depends only on shapes, dtypes, settings
+        and mesh, and on the position of tensors in a flat buffer.
 
         Args:
             reduce_op: see ``batch_reduce``.
@@ -404,10 +431,19 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             coalesce: see ``batch_reduce``.
 
         Raises:
-            ValueError: what ``batch_reduce`` raises, no pair, or values of several meshes.
-            BackendUnavailableError: NCCL is needed, and is missing.
+            ValueError: what ``batch_reduce`` raises, there is no pair, or values are on several
+                meshes.
+            BackendUnavailableError: NCCL is needed and missing.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=1, mesh=mesh)
+            >>> pairs = ops.pairs([{"w": np.ones(1000)}, {"w": np.ones(1000)}])
+            >>> plan = ops.plan(gr.ReduceOp.MEAN, pairs)
+            >>> len(plan.packs), plan.packs[0].nbytes
+            (1, 8000)
         """
-        from .plan import dry_run_of  # plan and profile are rarely called, and slow to import
+        from .plan import dry_run_of  # rarely used, and slow to import
 
         coalesce = as_flag("coalesce", coalesce)
         with StreamScope():
@@ -423,22 +459,30 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         coalesce: bool = False,
         deadline: float | None = None,
     ) -> Profile:
-        """Measures where the time of a ``batch_reduce`` of the same arguments goes: print it.
+        """Measures where the time of a ``batch_reduce`` is spent; print the result.
 
-        Shows the plan, with a lower bound for the time of each stage (its bytes over this mesh's
-        copy bandwidth), beside what the journal counted. Does the reduction twice, drops the
-        results, and waits for the devices; the first time on a mesh it measures the copy bandwidth
-        too, for a second at most.
+        It shows the plan, what the journal counted, and for each stage a lower bound of its time
+        (its bytes divided by this mesh's copy bandwidth). The reduction runs twice, its results are
+        dropped, and the host waits for the devices. The first call on a mesh also measures the copy
+        bandwidth, for at most a second.
 
         Args:
             reduce_op: see ``batch_reduce``.
             value_destination_pairs: see ``batch_reduce``; at least one.
             coalesce: see ``batch_reduce``.
-            deadline: seconds from now for all of that, else the mesh is marked as failed.
+            deadline: seconds from now for the whole call; if it takes longer, the mesh fails.
 
         Raises:
             ValueError, DeviceMismatchError, TypeError, BackendUnavailableError, CollectiveError:
                 what ``plan`` and ``batch_reduce`` raise.
+
+        Example:
+            >>> mesh = gr.open_mesh([0, 0], backend="sim")
+            >>> ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            >>> pairs = ops.pairs([{"w": np.ones(1000)}, {"w": np.ones(1000)}])
+            >>> profile = ops.profile(gr.ReduceOp.MEAN, pairs)
+            >>> [stage.name for stage in profile.stages]
+            ['pack', 'all-reduce', 'unpack', 'copies']
         """
         from .plan import dry_run_of
         from .profile import profile_of
@@ -470,24 +514,33 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> PreparedStep:
-        """Prepares a ``batch_reduce`` that is called many times, at little host time per call.
+        """Prepares a ``batch_reduce`` that is called many times, with little host time per call.
 
-        Runs it once. See ``PreparedStep`` for what its calls read and overwrite.
+        Runs it once. ``PreparedStep`` describes what its calls read and overwrite.
 
         Args:
             reduce_op: see ``batch_reduce``.
-            value_destination_pairs: see ``batch_reduce``; at least one, of dense Buffers or
-                arrays that are shared, not copied, all of one mesh.
-            output_type: kind of the results. Default: the kind of each value's first array.
-            out: the arrays that each call writes, which are the results then; see
-                ``batch_reduce``. On simulated devices with ``schedule_seed=`` Buffers alone.
-            deadline: of this first time; see ``batch_reduce``.
+            value_destination_pairs: see ``batch_reduce``; at least one pair. Values must be dense,
+                on one mesh, and Buffers or arrays that can be shared without a copy.
+            output_type: the kind of the results. Default: the kind of each value's first array.
+            out: arrays that each call writes and returns as results; see ``batch_reduce``. On
+                simulated devices with ``schedule_seed=`` only Buffers.
+            deadline: for this first reduction; see ``batch_reduce``.
 
         Raises:
-            ValueError: what ``batch_reduce`` raises, no pair, values of several meshes, arrays
-                that had to be copied, or results that are JAX arrays, which are immutable, or
-                NumPy arrays of a GPU's values.
+            ValueError: what ``batch_reduce`` raises; there is no pair; values are on several
+                meshes; an array had to be copied; or results would be JAX arrays, which are
+                immutable, or NumPy arrays of a GPU's values.
             DeviceMismatchError, TypeError: what ``batch_reduce`` raises for an ``out``.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            >>> grads = [{"w": np.ones(2)}, {"w": np.ones(2)}]
+            >>> step = ops.prepare(gr.ReduceOp.SUM, ops.pairs(grads))
+            >>> grads[0]["w"][:] = 5.0
+            >>> step()[0].values[0]
+            array([6., 6.])
         """
         call = self._checked(reduce_op, value_destination_pairs, output_type, out)
         check_preparable(call)
@@ -515,10 +568,21 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
         Raises:
             ValueError, DeviceMismatchError, TypeError: what ``prepare`` raises.
-            CollectiveError: ``"nccl"`` over several physical devices of this process; not launched.
-            RuntimeError: the mesh spans several processes, whose exchanges the host waits for.
-            CaptureError: two physical devices are not peers: nothing was
-                launched; or CUDA cannot make the graph.
+            CollectiveError: the algorithm is ``"nccl"`` over several physical devices of this
+                process. Nothing was launched.
+            RuntimeError: the mesh has several processes, for whose exchanges the host must wait.
+            CaptureError: two physical devices are not peers (nothing was launched), or CUDA cannot
+                make the graph.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            >>> grads = [{"w": np.ones(2)}, {"w": np.ones(2)}]
+            >>> step = ops.capture(gr.ReduceOp.SUM, ops.pairs(grads))
+            >>> with mesh.journal() as journal:
+            ...     _ = step()
+            >>> journal.launches
+            1
         """
         call = self._checked(reduce_op, value_destination_pairs, output_type, out)
         check_preparable(call)
@@ -545,9 +609,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> list[tuple[Buffer, ...]]:
         """Sums ``gradients[tensor][replica]`` and divides the sums.
 
-        See ``pipeline.reduce_batch``. A subclass that overrides ``reduce_batch`` uses that. Over
-        several processes ``divisor`` counts the gradients of this one; each has as many for each
-        of its replicas. The names of their tensors may differ.
+        See ``pipeline.reduce_batch``. In a subclass that overrides ``reduce_batch``, it calls that
+        method. With several processes ``divisor`` counts the gradients of this process; all
+        processes have the same number per replica. The names of their tensors may differ.
         """
         if not is_all_reduce(self):
             return super().reduce_buffers(
@@ -577,7 +641,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
 
 def is_all_reduce(cross_device_ops: CrossDeviceOps) -> bool:
-    """Whether ``cross_device_ops`` does not override ``reduce_batch`` of this module."""
+    """Whether ``cross_device_ops`` uses ``reduce_batch`` of this module."""
     return type(cross_device_ops).reduce_batch is AllReduceCrossDeviceOps.reduce_batch
 
 

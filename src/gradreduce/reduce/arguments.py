@@ -35,14 +35,15 @@ from gradreduce.errors import (
 from .process_values import num_replicas_of
 
 
-class Request(NamedTuple):  # a frozen dataclass takes three times as long to make
+class Request(NamedTuple):  # making a frozen dataclass takes three times as long
     """One checked value of a batch, and the devices and memory of its result.
 
     Attributes:
-        value: its replicas, alike.
-        devices: of the result, in its order; the value's own in the value's order.
-        out: where the result goes, on each of the devices; None: into new memory.
-        form: the axis order in memory of the result's arrays; None for C order.
+        value: the replicas, all of one shape and dtype.
+        devices: the devices of the result, in order; if they are the value's devices, in the
+            value's order.
+        out: the memory for the result on each device; None: new memory.
+        form: the order of the result's axes in memory; None for C order.
     """
 
     value: DistributedValues
@@ -62,8 +63,9 @@ def batches_of(
     """Groups the requests that can be all-reduced together.
 
     Returns:
-        The indices of each group, and whether it is of means of integers. These are apart, since
-        they are divided after their addition, not in it. And the indices of all other requests.
+        The indices of each group, and whether it contains means of integers, which are in groups of
+        their own because they are divided after the addition. And the indices of all other
+        requests.
     """
     mean = reduce_op is ReduceOp.MEAN
     batches: dict[tuple[tuple[Device, ...], bool], list[int]] = {}
@@ -78,7 +80,7 @@ def batches_of(
 
 
 def check_one_mesh(requests: Sequence[Request], what: str) -> None:
-    """Raises ``ValueError`` if there is no request, or their values are of several meshes."""
+    """Raises ``ValueError`` if there is no request, or values are on several meshes."""
     num_meshes = len({request.value.mesh.mesh_state for request in requests})
     if not num_meshes:
         raise ValueError("there is no tensor to reduce; pass at least one")
@@ -94,14 +96,15 @@ def checked_requests(
     elementwise: bool = False,
     out: Any = None,
 ) -> list[Request]:
-    """Checks all pairs of ``CrossDeviceOps.batch_reduce`` and makes requests of them.
+    """Checks all pairs of ``CrossDeviceOps.batch_reduce`` and makes a request of each.
 
     Args:
-        pairs: see there.
-        reduce_op: see there.
-        mesh: see there.
+        pairs: ``value_destination_pairs`` of ``batch_reduce``.
+        reduce_op: see ``batch_reduce``.
+        mesh: see ``CrossDeviceOps``.
         elementwise: whether values may be reduced with their axes in memory order.
-        out: see there; not checked. Its arrays must have the same memory order then.
+        out: see ``batch_reduce``; not checked here. A value is reduced in memory order only if its
+            ``out`` has the same order.
     """
     check_op("reduce_op", reduce_op)
     requests: list[Request] = []
@@ -142,14 +145,14 @@ def as_reduced(
     """Returns the value in memory order, if ``out`` allows it, and the result's form.
 
     Args:
-        value: checked.
-        index: of its array in ``out``.
+        value: a checked value.
+        index: the index of its entry in ``out``.
         out: not checked; None: new memory.
-        elementwise: whether it may be reduced in memory order.
+        elementwise: whether the value may be reduced in memory order.
     """
     form = value._form
     value._discard_copies()
-    # Another process may have the same shape in another order of axes.
+    # Another process may have the same shape with another order of axes.
     several = value.devices[0].mesh_state.process_group is not None
     if form is None or not elementwise or several:
         return value, None
@@ -175,17 +178,17 @@ def with_outs(
     """Returns the requests with the Buffers of ``out``, and the arrays of ``out``.
 
     Args:
-        requests: checked.
+        requests: checked requests.
         out: see ``CrossDeviceOps.batch_reduce``.
-        reduce_op: sets the dtypes of the results.
-        shapes: of the results; default those of the values.
+        reduce_op: determines the dtypes of the results.
+        shapes: the shapes of the results; default: those of the values.
 
     Raises:
-        ValueError: not one entry for each pair or not one array for each device of it, another
-            shape or dtype, a read-only or non-contiguous array, an array that overlaps another
-            one or an input that is not just this tensor, or IndexedSlices among the values.
-        DeviceMismatchError: an array lies on another device.
-        TypeError: not an array, or an immutable one.
+        ValueError: the number of entries or of arrays in an entry is wrong; an array has another
+            shape or dtype, is read-only or not contiguous, or overlaps another array or another
+            value's input; or a value contains IndexedSlices.
+        DeviceMismatchError: an array is on another device.
+        TypeError: an entry is not an array, or is immutable.
     """
     if not isinstance(out, list | tuple) or len(out) != len(requests):
         count = f" of {len(out)}" if isinstance(out, list | tuple) else ""
@@ -208,7 +211,7 @@ def with_outs(
 def _listed(request: Request, entry: Any) -> Sequence[Any]:
     """Returns the arrays of an entry of ``out``, one for each device."""
     if isinstance(entry, DistributedValues):
-        entry = entry._in_memory_order() if request.form else entry  # of the same order then
+        entry = entry._in_memory_order() if request.form else entry  # its order is the same
         found = dict(zip(entry.devices, entry.buffers, strict=True))
         if set(found) != set(request.devices):
             names = [listed(d.name for d in each.devices) for each in (entry, request)]
@@ -255,7 +258,7 @@ def _outs_of(
             made.append(as_out(array, device, shape or first.shape, dtype, turned))
         except (TypeError, ValueError) as error:
             raise about(value._name_of(index, replica, "out"), error) from None
-    if isinstance(entry, DistributedValues):  # its arrays are of this kind
+    if isinstance(entry, DistributedValues):  # its arrays have this kind
         made = [each._replace(kind=entry.kind) for each in made]
     return made
 
@@ -263,10 +266,10 @@ def _outs_of(
 def _check_overlap(
     requests: Sequence[Request], outs: Sequence[list[Out]], *, in_place: bool
 ) -> None:
-    """Writes an out that is an input of its own value as that input.
+    """Replaces an out that is an input of its own value by that input.
 
     Raises:
-        ValueError: an out shares memory with another one, or otherwise with an input.
+        ValueError: an out shares memory with another out, or with any other input.
     """
     arrays = list(chain.from_iterable(outs))
     inputs = [request.value.buffers for request in requests]
@@ -303,13 +306,14 @@ def shapes_by_rows(requests: Sequence[Request], *, shared: bool) -> list[tuple[i
     """Returns the shapes of the results of a reduce-scatter or an all-gather.
 
     Args:
-        requests: checked.
-        shared: whether the replicas of all processes share the rows of every value; else each gets
-            those of all.
+        requests: checked requests.
+        shared: True for a reduce-scatter, in which the replicas of all processes share the rows of
+            each value; False for an all-gather.
 
     Raises:
-        TypeError: IndexedSlices.
-        ValueError: a scalar; or the number of rows to share is no multiple.
+        TypeError: a value contains IndexedSlices.
+        ValueError: a value is a scalar, or its number of rows is not a multiple of the number of
+            replicas.
     """
     shapes = []
     for index, request in enumerate(requests):
@@ -332,7 +336,7 @@ def shapes_by_rows(requests: Sequence[Request], *, shared: bool) -> list[tuple[i
 
 
 def check_op(name: str, op: Any) -> None:
-    """Raises ``ValueError`` unless it is a ``ReduceOp``."""
+    """Raises ``ValueError`` unless ``op`` is a ``ReduceOp``."""
     if not isinstance(op, ReduceOp):
         hint = "; a mesh is passed by name: mesh=" if isinstance(op, Mesh) else ""
         raise ValueError(f"{name}={brief(op)} must be ReduceOp.SUM or ReduceOp.MEAN{hint}")
@@ -367,16 +371,16 @@ def checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
 
 
 def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues:
-    """Returns what ``broadcast`` copies, as a value with one replica on its own device.
+    """Returns the tensor that ``broadcast`` copies as a value with one replica on its device.
 
     Args:
-        tensor: as it was passed.
-        what: its name in errors.
+        tensor: the argument of the caller.
+        what: the name of the tensor in errors.
         mesh: see ``CrossDeviceOps``.
 
     Raises:
-        ValueError: not an array, or several replicas that may differ.
-        TypeError: a dtype that cannot be added.
+        ValueError: it is not an array, or has several replicas, which may differ.
+        TypeError: its dtype cannot be added.
     """
     if not isinstance(tensor, DistributedValues):
         return _alone(tensor, what, mesh)
@@ -390,7 +394,7 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
 
 
 def _alone(value: Any, what: str, mesh: Mesh | None) -> PerReplica:
-    """Wraps an array on its own device; a host array goes to that of ``gr.replica``."""
+    """Wraps an array on its device; a host array goes to ``gr.replica``'s device."""
     if isinstance(value, Buffer):
         return PerReplica.of([value])
     if not isinstance(value, IndexedSlices) and not is_array(value):
@@ -440,7 +444,7 @@ def _check_replicas(value: DistributedValues, index: int) -> None:
 
 
 def _described(part: Part, value: DistributedValues) -> str:
-    """Returns dtype and shape (or shape of a row) as text, the same for replicas that agree."""
+    """Returns dtype and shape (or row shape) as text, equal for replicas that agree."""
     if isinstance(part, Buffer):
         return f"{part.dtype}{list(part.shape)}"
     if all(isinstance(other, IndexedSlices) for other in value.parts):
@@ -453,7 +457,7 @@ def destination_devices(destination: Any, index: int, mesh: Mesh) -> tuple[Devic
     """Returns the devices that a destination names, in its order.
 
     Raises:
-        ValueError: it names no device, one twice, or one that is not in ``mesh``.
+        ValueError: it names no device, a device twice, or a device outside ``mesh``.
     """
     if isinstance(destination, DistributedValues | Variable | Mesh):
         devices = tuple(destination.devices)

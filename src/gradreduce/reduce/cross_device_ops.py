@@ -49,16 +49,16 @@ from .pipeline import copy_to_out, label_of, names_of, reduce_to_one
 from .process_values import broadcast_from
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
-_PARTIAL = "The error came in the middle: the arrays of `out` may hold a part of the results."
+_PARTIAL = "The call failed half way: the arrays of `out` may contain a part of the results."
 
 
 @dataclass
 class Call:
-    """The checked arguments of a reduction, and where its results go.
+    """The checked arguments of a reduction, and the arrays for its results.
 
     Attributes:
         requests: one for each value.
-        kinds: of the arrays of each result.
+        kinds: the kind of each result's arrays.
         outs: the arrays of ``out`` for each request; empty without ``out``.
     """
 
@@ -75,11 +75,11 @@ class Call:
         return list(dict.fromkeys(chain.from_iterable(rows)))
 
     def running(self, name: str, deadline: float | None) -> AbstractContextManager[object]:
-        """Context of the work: it finishes in time, and errors say if ``out`` may be partial.
+        """Context manager: applies the deadline; errors say if ``out`` may be partial.
 
         Args:
-            name: what to call it in the error of a deadline.
-            deadline: not checked: seconds from now; None for ever.
+            name: the name of the call in deadline errors.
+            deadline: seconds from now, not checked; None: no limit.
         """
         seconds = None if deadline is None else as_deadline(deadline)
         return _NOTHING if seconds is None and not self.outs else self._running(name, seconds)
@@ -94,7 +94,7 @@ class Call:
             yield
 
     def results(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
-        """Returns arrays of ``kinds``: those of ``out``, or of ``reduced``, which may be these."""
+        """Returns arrays of ``kinds``: those of ``out``, or arrays on ``reduced``."""
         made = [
             Mirrored.of(parts, kind, request.form, request.devices)
             for request, parts, kind in zip(self.requests, reduced, self.kinds, strict=True)
@@ -105,7 +105,7 @@ class Call:
         return made
 
     def finish(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
-        """Returns the results, whose users wait for all that was launched."""
+        """Returns the results; users of the results wait for all launched work."""
         if self.outs:
             release_outputs(chain.from_iterable(self.outs))
         return self.results(reduced)
@@ -118,17 +118,17 @@ def checked_call(
     out: Any,
     shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> Call:
-    """Checks where the results of requests go; launches nothing.
+    """Checks ``output_type`` and ``out`` of requests; launches nothing.
 
     Args:
-        requests: checked.
-        reduce_op: sets the dtypes of the results.
+        requests: checked requests.
+        reduce_op: determines the dtypes of the results.
         output_type: see ``CrossDeviceOps.batch_reduce``.
-        out: see there.
-        shapes: of the results; default those of the values.
+        out: see ``CrossDeviceOps.batch_reduce``.
+        shapes: the shapes of the results; default: those of the values.
 
     Raises:
-        ValueError: an unknown ``output_type``, or one together with ``out``.
+        ValueError: ``output_type`` is unknown, or passed together with ``out``.
         ValueError, DeviceMismatchError, TypeError: see ``with_outs``.
     """
     if out is None:
@@ -152,19 +152,25 @@ class CrossDeviceOps(ABC):
     Checks arguments; a subclass implements ``reduce_batch``.
 
     Attributes:
-        mesh: where host arrays without a device are put. None: the mesh of the devices that the
-            destination names, else ``gr.default_mesh()``.
+        mesh: the mesh for host arrays. None: the mesh of the devices in the destination, else
+            ``gr.default_mesh()``.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+        >>> isinstance(ops, gr.CrossDeviceOps), ops.mesh is mesh
+        (True, True)
     """
 
     mesh: Mesh | None = None
-    _elementwise = False  # whether ``reduce_batch`` may get arrays with their axes in another order
+    _elementwise = False  # whether ``reduce_batch`` accepts arrays in memory order
 
     def __repr__(self) -> str:
         fields = [*self._repr_fields(), *([] if self.mesh is None else [f"mesh={self.mesh!r}"])]
         return f"<{type(self).__name__}{' ' if fields else ''}{', '.join(fields)}>"
 
     def _repr_fields(self) -> list[str]:
-        """Returns what ``repr`` shows besides the class and the mesh."""
+        """Returns the fields that ``repr`` shows besides the class and the mesh."""
         return []
 
     def reduce(
@@ -178,7 +184,14 @@ class CrossDeviceOps(ABC):
         out: Any = None,
         deadline: float | None = None,
     ) -> Mirrored:
-        """Combines the replicas of one value; see ``batch_reduce``."""
+        """Combines the replicas of one value; see ``batch_reduce``.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> value = gr.PerReplica([np.array([1.0]), np.array([5.0])], mesh)
+            >>> gr.HierarchicalCopyAllReduce().reduce(gr.ReduceOp.MEAN, value, "sim:1").values
+            (array([3.]),)
+        """
         (made,) = self.batch_reduce(
             reduce_op,
             [(per_replica_value, destinations)],
@@ -201,67 +214,74 @@ class CrossDeviceOps(ABC):
     ) -> list[Mirrored]:
         """Combines the replicas of each value.
 
-        Waits for no device: it returns when all has been launched. Arrays on GPUs may be
-        overwritten by then, in the order of their library's current stream. The first call for a
-        dtype compiles, and connects the GPUs where NCCL is needed, which may take seconds.
+        Returns when all work has been launched, without waiting for a device. Arrays on GPUs may
+        then be overwritten in the order of their library's current stream. The first call for a
+        dtype compiles kernels, and connects the GPUs if NCCL is needed; that may take seconds.
 
         Args:
-            reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.MEAN``. MEAN is true division by the number
-                of replicas, in the accumulate type, before the one rounding (NCCL adds float16 and
-                bfloat16 in their own type: a sum may overflow though its mean would not). Integers
-                are added modulo 2**bits; their means are of that sum, and floats: those of 8 and
-                16 bits become float32, of 32 and 64 bits float64.
-            value_destination_pairs: list or tuple of pairs. A value is a ``PerReplica`` or
-                ``Mirrored`` whose replicas agree in shape and dtype, or one array of any library,
-                Buffer or IndexedSlices, which is its own only replica. A destination only names
-                devices: a ``PerReplica``, ``Mirrored``, ``Variable``, ``Mesh``, device, name of a
-                device (``"gpu:1"``, ``"sim:0"``, ``"/device:GPU:1"``), ``torch.device``, or list
-                of these three. Names are looked up in the mesh of the value.
-            coalesce: add rows of the same index, where all replicas are IndexedSlices. Otherwise
-                the rows of all replicas stand one after the other, and MEAN divides each of them.
-            output_type: kind of the result arrays: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"``
-                or ``"buffer"``. Default: the kind of the value's arrays.
-            out: where the results go: for each pair a ``PerReplica``, ``Mirrored``, list or tuple
-                of arrays, one on each device of the result, in its order; dense, writable, of
-                the result's shape and dtype. An array may be a replica of this value, which is
-                then reduced in place, and overlaps nothing else. Without copies between where
-                it can be: for arrays in a ``mesh.flat_buffer``, or of one GPU, or of our own
-                memory, and with strides as the value has. Not for IndexedSlices.
-            deadline: seconds from now within which the devices must finish, else the mesh is
-                marked as failed. The first call for a dtype compiles, and connects GPUs, within
-                this time.
+            reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.MEAN``. MEAN divides the sum by the number of
+                replicas in the accumulate dtype, and rounds once. (NCCL adds float16 and bfloat16
+                in their own dtype, so a sum may overflow although its mean would not.) Integers are
+                added modulo 2**bits. The mean of integers is this sum divided: float32 for 8 and 16
+                bits, float64 for 32 and 64 bits.
+            value_destination_pairs: a list or tuple of pairs. A value is a ``PerReplica`` or
+                ``Mirrored`` with replicas of one shape and dtype, or a single replica: an array of
+                any library, Buffer or IndexedSlices. A destination names the devices of the result:
+                a ``PerReplica``, ``Mirrored``, ``Variable`` or ``Mesh`` means its devices; or pass
+                a Device, a device name (``"gpu:1"``, ``"sim:0"``, ``"/device:GPU:1"``), a
+                ``torch.device``, or a list of these three. Names are looked up in the mesh of the
+                value.
+            coalesce: if all replicas are IndexedSlices: True adds rows with the same index; False
+                concatenates the rows of all replicas. MEAN divides every row.
+            output_type: the kind of the result arrays: ``"numpy"``, ``"cupy"``, ``"torch"``,
+                ``"jax"`` or ``"buffer"``. Default: the kind of the value's arrays.
+            out: memory for the results: for each pair a ``PerReplica``, ``Mirrored``, list or tuple
+                of arrays, one on each device of the result, in order; dense, writable, of the
+                result's shape and dtype. An array may be a replica of the same value, for a
+                reduction in place; it must not overlap anything else. No extra copy is made for
+                arrays in a ``mesh.flat_buffer``, on a single GPU, or in our own memory, if their
+                strides are those of the value. Not for IndexedSlices.
+            deadline: seconds from now; if the devices take longer, the mesh fails. For the first
+                call of a dtype this includes compiling and connecting GPUs.
 
         Returns:
-            One ``Mirrored`` for each pair, in order; on the value's devices in the value's order
-            if the destination names just these, else on the destination's in its order. Of the
-            shape of a replica and, but for means of integers, its dtype. Its memory is new and
-            the caller's, though results of one call may be parts of one allocation; no input is
-            written. Dense arrays whose axes are not in C's order in memory, such as
-            channels_last tensors, give arrays of the same order, if all replicas have it; rows
-            that came as ``torch.sparse_coo`` go out so, with ``output_type`` "torch" or None.
-            With ``out``, a ``Mirrored`` of its arrays, of their kind. Then the host waits
-            where arrays lie in host memory: they have no queue of ours.
+            One ``Mirrored`` for each pair, in order, with the shape and dtype of a replica (for
+            means of integers see ``reduce_op``). It is on the devices of the destination, in its
+            order; if these are the devices of the value, in the value's order. The memory is new;
+            results of one call may share an allocation. No input is written. If all replicas have
+            the same axis order in memory, such as channels_last, the results have it too. Replicas
+            that are ``torch.sparse_coo`` tensors give such results if ``output_type`` is "torch" or
+            None. With ``out``, the ``Mirrored`` has the arrays of ``out``, and the host waits if
+            they are in host memory.
 
         Raises:
-            ValueError: a wrong operation, pair or destination, or replicas that differ in shape
-                or dtype (named), or an ``out`` that does not fit. Nothing was launched.
-            DeviceMismatchError: (a ``ValueError``) value and destination are of two meshes.
-            TypeError: a dtype that cannot be added.
-            BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing,
-                or the mesh was closed. Nothing was launched.
-            CollectiveError: NCCL failed, or the mesh has failed: a deadline passed before. A call
-                whose own deadline passes has usually returned; then waiting for its results
-                raises, and every later call.
-            MemoryError, BackendUnavailableError: memory ran out, or a device failed, in the
-                middle: then ``out`` may hold a part of the results, which the error's note says.
-                Without ``out`` no array of the caller's was written.
+            ValueError: the operation, a pair, a destination or ``out`` is wrong, or replicas differ
+                in shape or dtype. Nothing was launched.
+            DeviceMismatchError: (a ``ValueError``) value and destination are on different meshes.
+            TypeError: a dtype cannot be added.
+            BackendUnavailableError: NCCL is missing and needed for two or more physical GPUs, or
+                the mesh was closed. Nothing was launched.
+            CollectiveError: NCCL failed, or the mesh has failed already. If this call's own
+                deadline passes, the call has usually returned: then waiting for its results raises
+                this error, and so does every later call.
+            MemoryError, BackendUnavailableError: memory ran out or a device failed half way. Then
+                ``out`` may contain a part of the results; a note of the error says so. Without
+                ``out`` none of the caller's arrays was written.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> value = gr.PerReplica([np.array([1.0]), np.array([5.0])], mesh)
+            >>> ops = gr.HierarchicalCopyAllReduce()
+            >>> results = ops.batch_reduce(gr.ReduceOp.SUM, [(value, mesh), (value, "sim:0")])
+            >>> [result.values for result in results]
+            [(array([6.]), array([6.])), (array([6.]),)]
         """
         if coalesce is not False:
             coalesce = as_flag("coalesce", coalesce)
         with StreamScope():
             call = self._checked(reduce_op, value_destination_pairs, output_type, out)
             with call.running("batch_reduce", deadline):
-                with SuspendedScope():  # may be a subclass of the caller's
+                with SuspendedScope():  # may run code of a caller's subclass
                     reduced = self.reduce_batch(reduce_op, call.requests, coalesce=coalesce)
                 if call.outs:
                     reduced = copy_to_out(call.requests, reduced)
@@ -293,31 +313,37 @@ class CrossDeviceOps(ABC):
     ) -> Any:
         """Copies ``tensor`` to every destination, without waiting for a device.
 
-        Over several processes it copies the tensor of one of them to the destinations of all.
+        With several processes, copies the tensor of one process to the destinations of all.
 
         Args:
             tensor: an array of any library, a Buffer, IndexedSlices, a ``Mirrored``, or a
                 ``PerReplica`` of one device; or a list or tuple of these. Not written.
-            destinations: see ``batch_reduce``; of each tensor the same.
-            process: the rank of the process whose tensor is copied. The others pass a tensor of
-                the same shape and dtype.
-            output_type: kind of the result arrays. Default: the kind of ``tensor``.
-            out: where the copies go: see ``batch_reduce``, for one value; of a list of tensors a
-                list of such. An array may be ``tensor`` itself. Not for IndexedSlices.
+            destinations: the destination, see ``batch_reduce``; the same for all tensors.
+            process: the rank of the process whose tensor is copied. The other processes pass a
+                tensor of the same shape and dtype.
+            output_type: the kind of the result arrays. Default: the kind of ``tensor``.
+            out: memory for the copies: an entry as in ``batch_reduce``, or for a list of tensors a
+                list of entries. An array may be ``tensor`` itself. Not for IndexedSlices.
             deadline: see ``batch_reduce``.
 
         Returns:
-            A ``Mirrored`` on the destination's devices, in its order; of a list of tensors a list.
-            In new memory on each device, also where ``tensor`` lies; or, with ``out``, of its
-            arrays, and the host waits where these lie in host memory.
+            A ``Mirrored`` on the devices of the destination, in its order; a list of them for a
+            list of tensors. The memory on each device is new, also on the device of ``tensor``.
+            With ``out``, the ``Mirrored`` has its arrays, and the host waits if they are in host
+            memory.
 
         Raises:
-            ValueError: a wrong destination, a tensor that is not an array, or an ``out`` that does
-                not fit. Nothing was launched.
-            DeviceMismatchError: destinations, or arrays of ``out``, on other devices or meshes.
-            TypeError: a dtype that cannot be added.
+            ValueError: the destination or ``out`` is wrong, or a tensor is not an array. Nothing
+                was launched.
+            DeviceMismatchError: destinations or arrays of ``out`` are on other devices or meshes.
+            TypeError: a dtype cannot be added.
             BackendUnavailableError: the mesh was closed.
             CollectiveError: the mesh has failed.
+
+        Example:
+            >>> mesh = gr.open_mesh(3, backend="sim")
+            >>> gr.HierarchicalCopyAllReduce(mesh=mesh).broadcast(np.arange(2), mesh).values
+            (array([0, 1]), array([0, 1]), array([0, 1]))
         """
         many = isinstance(tensor, list | tuple)
         if not many:
@@ -352,10 +378,10 @@ class CrossDeviceOps(ABC):
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
     ) -> list[tuple[Part, ...]]:
-        """Reduces checked requests: for each an array on each of its devices, in new memory.
+        """Reduces checked requests; returns arrays in new memory on each request's devices.
 
-        Accumulators call it too, with their locks held, for the sum of their devices' partial
-        sums: so it must not wait for another thread, nor call an accumulator.
+        Accumulators call it with their locks held, to add the partial sums of their devices. So it
+        must not wait for another thread or call an accumulator.
         """
 
     def reduce_buffers(
@@ -370,19 +396,20 @@ class CrossDeviceOps(ABC):
         """Sums ``gradients[tensor][replica]`` on every device, for accumulators.
 
         Args:
-            gradients: of real floats.
-            divisor: of each sum, in the dtype of ``gradients``.
-            out_dtypes: of the results, one for each tensor. Default: that of its gradients.
-            consume: not None: ``gradients`` may be overwritten, see
-                ``pipeline.reduce_batch``; here they never are.
-            names: of the tensors, for errors and the flight record; empty: they have none.
+            gradients: the Buffers, of real floats.
+            divisor: divides each sum.
+            out_dtypes: the dtype of each tensor's result. Default: that of its gradients.
+            consume: if not None, ``gradients`` may be overwritten, see ``pipeline.reduce_batch``.
+                This implementation does not overwrite them.
+            names: the names of the tensors, for errors and the flight record; empty if they have
+                none.
         """
         values = [
             PerReplica.of(row, "native", name=names[index] if names else "")
             for index, row in enumerate(gradients)
         ]
         requests = [Request(value, value.devices) for value in values]
-        with SuspendedScope():  # may be a subclass of the caller's
+        with SuspendedScope():  # may run code of a caller's subclass
             reduced = self.reduce_batch(ReduceOp.SUM, requests, coalesce=False)
         dtypes = out_dtypes or [row[0].dtype for row in gradients]
         sums = [buffer_of(part) for parts in reduced for part in parts]
@@ -394,9 +421,9 @@ class CrossDeviceOps(ABC):
         """Compiles the kernels of ``reduce_buffers`` that are known in advance.
 
         Args:
-            devices: of the gradients.
-            dtype: of the gradients.
-            out_dtype: of the results.
+            devices: the devices of the gradients.
+            dtype: the dtype of the gradients.
+            out_dtype: the dtype of the results.
         """
         for device in devices:
             prepare_all_sum(device, dtype, dtype, {1, len(devices)})
@@ -410,18 +437,24 @@ class ReductionToOneDevice(CrossDeviceOps):
     (tf.distribute.ReductionToOneDevice).
 
     Args:
-        reduce_to_device: where to add: a device, a device name or a ``torch.device``, in the mesh
-            of the value; default the first destination.
-        accumulation_fn: called with the list of a value's replicas, arrays of its own kind on that
-            device; returns their sum, an array of their shape and dtype, and changes none.
-            Default: the sum of ``gr.add_n``. Not called for IndexedSlices.
-        mesh: where host arrays without a device are put.
+        reduce_to_device: the device that adds: a Device, a device name or a ``torch.device`` in the
+            mesh of the value. Default: the first device of the destination.
+        accumulation_fn: a function that is called with the list of a value's replicas (arrays of
+            the value's kind on that device) and returns their sum, of the same shape and dtype. It
+            must not change them. Default: the sum of ``gr.add_n``. Not called for IndexedSlices.
+        mesh: the mesh for host arrays.
 
     Raises:
         ValueError: ``reduce_to_device`` is not a device or a name, ``accumulation_fn`` is not
-            callable, or ``mesh`` is not a Mesh. A call also raises it, before anything is
-            launched, for a name that is not in the value's mesh; and, after it has added other
-            values of the batch, for a sum by ``accumulation_fn`` of another shape or dtype.
+            callable, or ``mesh`` is not a Mesh. A reduction raises it too: before anything is
+            launched, if the device is not in the value's mesh; and if ``accumulation_fn`` returns
+            another shape or dtype, possibly after other values of the batch were added.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> value = gr.PerReplica([np.array([1.0]), np.array([5.0])], mesh)
+        >>> gr.ReductionToOneDevice("sim:0").reduce(gr.ReduceOp.MEAN, value, mesh).values
+        (array([3.]), array([3.]))
     """
 
     def __init__(
@@ -476,7 +509,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 
 def _from_process(rank: int, requests: Sequence[Request]) -> list[Part]:
-    """Returns the values of the process of that rank."""
+    """Returns the values of the process with this rank."""
     parts = [request.value.parts[0] for request in requests]
     group = requests[0].devices[0].mesh_state.process_group if requests else None
     size = 1 if group is None else group.size

@@ -1,12 +1,12 @@
 """All-reduce by hierarchical copy: adds replicas in groups, without a collective library.
 
-The order of additions is a function of the number n of replicas alone: the first n // 2 replicas
-in mesh order make one group, the rest the other, each is added left to right, then the two sums
-(n = 5: (r0+r1) + ((r2+r3)+r4)). ``reduction_groups`` names other groups, any number of them: each
-is added left to right, then their sums are. Everything else here decides how bytes are transferred.
+The order of additions depends only on the number n of replicas. The first n // 2 replicas in mesh
+order are one group, the rest the other; each group is added left to right, then the two sums (n =
+5: (r0+r1) + ((r2+r3)+r4)). ``reduction_groups`` replaces these by any number of groups; each is
+added left to right, then their sums are. The rest of this module decides how bytes are transferred.
 
-Source: hierarchical copy of tf.contrib.distribute.AllReduceCrossDeviceOps, which leaves out the
-last replica of an odd number; here any number works.
+Source: hierarchical copy of tf.contrib.distribute.AllReduceCrossDeviceOps. For an odd number of
+replicas TensorFlow leaves out the last one; here any number works.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from gradreduce.device import (
 from .algorithm import Algorithm, Job, Steps, add_on_owners, group_sum
 from .reduction_groups import ReductionGroups, reduction_groups_of
 
-# Packs of one stage of at least this many bytes are divided among the devices, so that every link
-# is used; below it, one device for a whole pack saves launches. To be measured on links.
+# Packs of a stage with at least this many bytes together are divided among the devices, so that
+# every link is used. Smaller ones are reduced by one device each, which saves launches. Not
+# measured on GPUs yet.
 SLICE_BYTES = 64 * 1024
 
 
@@ -40,10 +41,10 @@ class Slice(NamedTuple):
     """A part of a pack, and the replica whose device adds it.
 
     Attributes:
-        job: which pack.
+        job: the index of the pack.
         main: the replica whose device adds it.
-        start: first element.
-        stop: one past the last.
+        start: the first element.
+        stop: one past the last element.
     """
 
     job: int
@@ -57,25 +58,26 @@ def plan_slices(
 ) -> list[Slice]:
     """Plans which device adds which part of which pack of a stage.
 
-    End to end they are cut into one run of equal bytes for each physical device. (Each pack cut
-    for itself would load the links no better, and make as many slices as packs times devices.)
+    The packs, laid end to end, are cut into one run of equal bytes for each physical device.
+    (Cutting each pack would not use the links better, and would make packs times devices slices.)
 
     Args:
-        packs: ``(elements, bytes of an element)`` of each pack; of the narrower one where inputs
-            and outs differ, so that a cut is a vector boundary in both.
+        packs: ``(elements, bytes of an element)`` of each pack. If inputs and outs have different
+            dtypes, the bytes of the narrower one, so that a cut is a vector boundary in both.
         mains: the first replica on each physical device.
-        slice_bytes: packs of fewer bytes in all are not cut but take turns.
+        slice_bytes: if all packs together have fewer bytes, they are not cut but assigned to the
+            devices in turn.
     """
     total = sum([size * itemsize for size, itemsize in packs])
     if total < slice_bytes or len(mains) == 1:
         return [Slice(job, mains[job % len(mains)], 0, size) for job, (size, _) in enumerate(packs)]
     slices: list[Slice] = []
-    part, before = 0, 0  # the run that is being filled; bytes of the packs before
+    part, before = 0, 0  # the current run; bytes of the previous packs
     for job, (size, itemsize) in enumerate(packs):
         unit = ALIGNMENT // itemsize
         start = 0
         while start < size:
-            limit = total * (part + 1) // len(mains) - before  # bytes of this pack up to its end
+            limit = total * (part + 1) // len(mains) - before  # bytes of this pack in the run
             stop = size if limit >= size * itemsize else limit // itemsize // unit * unit
             if stop > start:
                 slices.append(Slice(job, mains[part], start, stop))
@@ -87,7 +89,7 @@ def plan_slices(
 
 
 def extents(jobs: Sequence[Job]) -> list[tuple[int, int]]:
-    """Returns ``packs`` of ``plan_slices`` for the inputs and outs of jobs."""
+    """Returns the argument ``packs`` of ``plan_slices`` for jobs."""
     return [
         (job.inputs[0].size, min(job.inputs[0].dtype.itemsize, job.outs[0].dtype.itemsize))
         for job in jobs
@@ -98,8 +100,8 @@ class HierarchicalCopy(Algorithm):
     """Reduces every job, with the same bits for every placement, packs and slices.
 
     If all devices are peers and there are at most two groups, each main device reads all inputs of
-    its slices and writes all outs, in one launch for each stage. If not, the groups are added
-    apart, with copies of the memory that a launch cannot access.
+    its slices and writes all outs, in one launch for each stage. Otherwise each group is added
+    separately, and memory that a launch cannot access is copied.
     """
 
     has_groups = True
@@ -176,9 +178,10 @@ def _staged(
     groups: Sequence[Sequence[int]],
     queue: Queue,
 ) -> Steps:
-    """Reduces slices where a launch cannot do it all, together: one step of all at a time.
+    """Reduces slices that need several launches: one step of all slices at a time.
 
-    Done one after the other, each would wait for the last copies of the one before it.
+    One slice after the other would be slower: each would wait for the last copies of the previous
+    one.
     """
     slices = [_steps_of_slice(*each, devices, groups, queue) for each in work]
     leaders = [devices[main] for main, _ in work]
@@ -206,8 +209,8 @@ def _steps_of_slice(
 ) -> Steps:
     """Reduces one slice; copies memory that is not accessible.
 
-    The main device adds the group of its own replica, the k-th of that group; another group is
-    added on the device of *its* k-th replica (k modulo its size).
+    The main replica is the k-th of its group, and its device adds that group. Any other group is
+    added on the device of its own k-th replica (k modulo its size).
     """
     leader, on_gpus = devices[main], by_physical(devices)
     at = next(group.index(main) for group in groups if main in group)
@@ -217,14 +220,14 @@ def _steps_of_slice(
         for device, group in zip(adders, groups, strict=True)
     ]
     yield
-    # A single replica is exact as it is: it is copied in its own dtype.
+    # A single replica needs no sum: it is copied in its own dtype.
     partials = [
         ensure_accessible(leader, terms[0] if len(terms) == 1 else group_sum(device, terms), queue)
         for device, terms in zip(adders, accessible, strict=True)
     ]
     accessible.clear()
     yield
-    if len({partial.dtype for partial in partials}) > 1:  # one launch reads one dtype
+    if len({partial.dtype for partial in partials}) > 1:  # a launch reads one dtype
         partials = [group_sum(leader, [partial]) for partial in partials]
     here = on_gpus.pop(leader.physical)
     sharing = [*[devices[index] for index in here], *[partial.device for partial in partials]]
@@ -237,6 +240,6 @@ def _steps_of_slice(
     for first, *_ in on_gpus.values():
         devices[first].copy(job.outs[first], job.outs[main], queue=queue)
     yield
-    for first, *others in on_gpus.values():  # the logical devices that share a GPU
+    for first, *others in on_gpus.values():  # logical devices that share a GPU
         for index in others:
             devices[index].copy(job.outs[index], job.outs[first])

@@ -1,13 +1,13 @@
 """All-reduce by NCCL: one rank for each physical device.
 
-Replicas that share a physical device are folded into one buffer first, in mesh order, rounded to
-the tensor's dtype so that the link carries no more bytes than the tensor has; the library adds
-those; then the sum is divided and fanned out in one pass. With one physical device the library
-is not called. It promises no order of additions.
+Replicas that share a physical device are first added into one buffer, in mesh order. Its dtype is
+that of the tensor, so that a link carries no more bytes than the tensor has. The library adds these
+buffers. Then one pass divides the sum and copies it to the replicas. With one physical device the
+library is not called. NCCL does not define the order of its additions.
 
-NCCL knows no 16-bit integers. It carries what each device has folded to all others, and the pass
-that fans out adds, in the order of the ranks, modulo 2**16. For n devices that is n buffers of
-memory on each while it lasts, and n - 1 over each link instead of 2 * (n - 1) / n.
+NCCL does not support 16-bit integers. For these it gathers the sums of all devices, and the last
+pass adds them in the order of the ranks, modulo 2**16. With n devices each then needs n buffers,
+and each link carries n - 1 buffers instead of 2 * (n - 1) / n.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _Part:
     """Memory of one job on one physical device.
 
     Attributes:
-        folded: the sum of the replicas there, on the device of the first; the library adds those
-            of all physical devices into it.
-        source: what it adds: the lone replica there, or the sum itself.
-        gathered: memory for the sums of all physical devices, a row for each rank; None where the
+        folded: memory for the sum of the replicas on the physical device; the library writes the
+            sum of all physical devices into it.
+        source: the input of the library: the only replica, or ``folded``.
+        gathered: memory for the sums of all physical devices, a row for each rank; None if the
             library adds.
     """
 
@@ -49,7 +49,7 @@ class _Part:
 
     @property
     def terms(self) -> Sequence[Buffer]:
-        """The buffers still to be added after the collective, in the order of the ranks."""
+        """The buffers that are added after the collective, in the order of the ranks."""
         if self.gathered is None:
             return (self.folded,)
         num_ranks, size = self.gathered.shape
@@ -59,8 +59,8 @@ class _Part:
 class Nccl(Algorithm):
     """All-reduce by the mesh's collective library; the packs of a stage share a group call.
 
-    All memory is asked for, and the library looked for, before the first launch: where that
-    fails nothing was changed.
+    All memory is allocated, and the library loaded, before the first launch: if that fails, nothing
+    was changed.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Nccl(Algorithm):
     ) -> None:
         super().__init__(devices)
         self._sharing = list(by_physical(self.devices).values())
-        _ = self._collective  # raises where the library is missing
+        _ = self._collective  # raises if the library is missing
 
     @property
     def _collective(self) -> Collective | None:
-        """The collective library of the mesh; None where one physical device needs none."""
+        """The collective library of the mesh; None for one physical device."""
         return self.devices[0].mesh.collective if len(self._sharing) > 1 else None
 
     def compile(self, wire: DType, total: DType) -> None:
@@ -102,8 +102,8 @@ class Nccl(Algorithm):
     def reduce_scatter(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.reduce_scatter``; one reduce for each job, all in one group call.
 
-        Not with NCCL's reduce-scatter, whose parts have equal sizes on all GPUs. 16-bit integers
-        are copied to their owner and added there.
+        Does not use NCCL's reduce-scatter, whose parts have equal sizes on all GPUs. 16-bit
+        integers are copied to their owner and added there.
         """
         collective = self._collective
         apart = [job for job in jobs if collective is None or _is_gathered(job.inputs[0].dtype)]
@@ -186,7 +186,7 @@ def _over_gpus(
         _fold(jobs, [part.folded for part in gpu_parts], indices)
     for leader in leaders:
         join_streams(leader, [leader], queue)
-    with collective.group():  # a call costs a launch on every GPU and a round of messages
+    with collective.group():  # each group costs a launch on every GPU and messages
         for of_job in zip(*parts, strict=True):
             _cross(collective, of_job, queue)
     yield
@@ -197,7 +197,7 @@ def _over_gpus(
 
 
 def _is_gathered(dtype: DType) -> bool:
-    """Whether the library only gathers this dtype: NCCL cannot add 16-bit integers."""
+    """Whether this dtype is gathered: NCCL cannot add 16-bit integers."""
     return dtype.kind in "iu" and dtype.itemsize == 2
 
 
@@ -208,9 +208,9 @@ def _part(job: Job, indices: Sequence[int], num_ranks: int) -> _Part:
     gathered = first.device.empty((num_ranks, first.size), first.dtype) if gathers else None
     alone = len(indices) == 1
     if gathers and alone:
-        return _Part(first, first, gathered)  # which nobody overwrites
+        return _Part(first, first, gathered)  # first is not overwritten
     reused = out.dtype == first.dtype
-    if not out.block.owned:  # of a simulated device, it may be memory that another one still reads
+    if not out.block.owned:  # on a simulated device another replica may still read it
         reused = reused and out.address not in [
             each.address for at, each in enumerate(job.inputs) if at not in indices
         ]
@@ -244,7 +244,7 @@ def _cross(collective: Collective, ranks: Sequence[_Part], queue: Queue) -> None
 
 
 def _finish(finished: Sequence[tuple[Job, Sequence[Buffer]]], indices: Sequence[int]) -> None:
-    """Adds the remaining terms, divides, and writes every out on the devices of ``indices``."""
+    """Adds remaining terms, divides, and writes the outs on the devices of ``indices``."""
     rows = [
         (job.divisor, [job.outs[index] for index in indices], inputs) for job, inputs in finished
     ]
@@ -254,14 +254,17 @@ def _finish(finished: Sequence[tuple[Job, Sequence[Buffer]]], indices: Sequence[
 def _write(
     rows: Sequence[tuple[float, Sequence[Buffer], Sequence[Buffer]]], devices: Sequence[Device]
 ) -> None:
-    """Adds inputs, divides, and writes outs: rows of a divisor, outs and inputs on one GPU."""
+    """Adds inputs, divides, and writes outs.
+
+    A row is a divisor with the outs and inputs on one GPU.
+    """
     leader = devices[0]
     join_streams(leader, devices)
     by_divisor: dict[float, list[tuple[Sequence[Buffer], Sequence[Buffer]]]] = {}
     for divisor, outs, inputs in rows:
         alone = len(outs) == len(inputs) == 1
         if alone and outs[0].address == inputs[0].address and divisor == 1:
-            continue  # the library wrote it in place
+            continue  # the library has written the out itself
         by_divisor.setdefault(divisor, []).append((outs, inputs))
     for divisor, of_divisor in by_divisor.items():
         ops.all_sum(

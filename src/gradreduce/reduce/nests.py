@@ -1,7 +1,7 @@
 """Nests of gradients, one for each device: dicts, lists, tuples, and modules of PyTorch.
 
-A tensor is known by its path, the keys and indices that lead to it; its name is the path with dots,
-as in PyTorch's ``state_dict``: ``layers.0.weight``. A tensor of a flat list has a number only.
+The path of a tensor are the keys and indices that lead to it. Its name is the path joined by dots,
+as in PyTorch's ``state_dict``: ``layers.0.weight``. A tensor in a flat list has only a number.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _MUST = "must be a list, tuple or dict of arrays, or a PyTorch module"
 
 
 class Nests:
-    """Checked ``grads[device]``, all alike.
+    """Checked ``grads[device]``; all devices have the same structure.
 
     Args:
         grads: ``grads[device][…]``.
-        mesh: of the devices.
+        mesh: the mesh of the devices.
 
     Raises:
-        ValueError: devices have other tensors, one is None on some of them only, or two named
-            parameters of a device have the same name.
-        TypeError: an iterator is not that of ``named_parameters()``.
+        ValueError: devices have different tensors, a tensor is None on some devices only, or two
+            named parameters of a device have the same name.
+        TypeError: an iterator is not the result of ``named_parameters()``.
     """
 
     def __init__(self, grads: Any, mesh: Mesh) -> None:
         grads = as_list(grads)
         _check_entries("grads", grads, len(mesh.devices), f" of {mesh}")
         self._grads, self._mesh = grads, mesh
-        self._dicts: dict[int, dict[str, Any]] = {}  # by id: iterators can be read only once
+        self._dicts: dict[int, dict[str, Any]] = {}  # by id: iterators are read only once
         self._columns = self._alike(grads, [f"grads[{index}]" for index in range(len(grads))])
 
     @property
     def values(self) -> list[PerReplica]:
-        """The tensors that are not None, on all devices; errors of them have their names."""
+        """Returns the tensors that are not None, with their names for errors."""
         found: list[PerReplica] = []
         for path, column in self._columns.items():
             if column[0] is not None:
@@ -64,7 +64,7 @@ class Nests:
         return [column[1:] for column in found.values() if column[0] is not None]
 
     def nested(self, results: Iterable[Sequence[Any]]) -> Any:
-        """Nests the results of ``values``, ``[tensor][device]``, as the gradients came."""
+        """Nests the results of ``values``, ``[tensor][device]``, like the gradients."""
         found = iter(results)
         by_path = {
             path: column if column[0] is None else next(found)
@@ -98,9 +98,9 @@ class Nests:
         """Returns the tensors of entries by path, in the first one's order.
 
         Args:
-            entries: that must have the same tensors.
-            names: of the entries, for errors.
-            path: that leads to the entries.
+            entries: containers that must have the same tensors.
+            names: the names of the entries, for errors.
+            path: the path of the entries.
             check_none: whether a tensor must be None in all entries or in none.
         """
         where = f"[{key_of(path)!r}]" if path else ""
@@ -128,12 +128,12 @@ class Nests:
         return found
 
     def _opened(self, value: Any, name: str, *, is_entry: bool = False) -> Container | None:
-        """Returns a container; of modules and iterators a dict; None of what is an array.
+        """Returns a container (a dict for modules and iterators), or None for an array.
 
         Args:
-            value: an entry of ``grads``, or what it holds.
-            name: of the value, for errors.
-            is_entry: whether it is an entry, which is no array.
+            value: an entry of ``grads``, or a value in it.
+            name: the name of the value, for errors.
+            is_entry: whether it is an entry, which must not be an array.
         """
         form = _form_of(type(value))
         if form == "array" or (form == "list" and not is_entry and _is_numbers(value)):
@@ -152,7 +152,7 @@ _ARRAYS = {"array"}
 
 
 def _found_form(cls: type) -> _Form:
-    """Returns what objects of a class are, as far as the class tells."""
+    """Returns the form of a class's objects, as far as the class determines it."""
     if issubclass(cls, dict):
         return "dict"
     if issubclass(cls, list | tuple):
@@ -162,11 +162,11 @@ def _found_form(cls: type) -> _Form:
     return "iterator" if issubclass(cls, Iterator) else "array"
 
 
-_form_of: Callable[[type], _Form] = lru_cache(maxsize=256)(_found_form)  # each tensor asks
+_form_of: Callable[[type], _Form] = lru_cache(maxsize=256)(_found_form)  # called for each tensor
 
 
 def _is_numbers(value: Sequence[Any]) -> bool:
-    """Whether a list counts as an array: it holds numbers, or lists of them."""
+    """Whether a list counts as an array: it contains numbers, or lists of numbers."""
     return bool(value) and not any(
         [
             each is None
@@ -183,7 +183,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _is_named(value: Any) -> bool:
-    """Whether it is a module, an iterator, or a list of names and parameters."""
+    """Whether this is a module, an iterator, or a list of names and parameters."""
     form = _form_of(type(value))
     return form in ("module", "iterator") or (form == "list" and _is_pair(next(iter(value), None)))
 
@@ -208,17 +208,17 @@ def _gradients_of(value: Any, name: str) -> dict[str, Any]:
 
 
 def in_order(terms: Any, names: Sequence[str], where: str) -> Any:
-    """Returns terms that are given by name in the order of the names; others as they are.
+    """Returns terms passed by name in the order of the names; other terms unchanged.
 
     Args:
-        terms: a dict with a list of terms for each name; or a module or its named parameters, whose
-            gradients are the only terms.
-        names: of the Variables.
-        where: what to call ``terms`` in errors.
+        terms: a dict with a list of terms for each name; or a module or its named parameters, each
+            with its gradient as the only term.
+        names: the names of the Variables.
+        where: the name of ``terms`` in errors.
 
     Raises:
-        ValueError: other names, or one twice.
-        TypeError: an iterator is not that of ``named_parameters()``.
+        ValueError: the names differ, or one is repeated.
+        TypeError: an iterator is not the result of ``named_parameters()``.
     """
     found = terms
     if _is_named(terms):
@@ -233,14 +233,14 @@ def in_order(terms: Any, names: Sequence[str], where: str) -> Any:
 
 
 def key_of(path: Sequence[Any]) -> str | int:
-    """Returns the name of the tensor at a path; in a flat list its number."""
+    """Returns the name of the tensor at a path; its number in a flat list."""
     if len(path) == 1 and isinstance(path[0], int):
         return path[0]
     return short_name(".".join([key if isinstance(key, str) else brief(key) for key in path]))
 
 
 def _items_of(entry: Container) -> Iterable[tuple[Any, Any]]:
-    """Returns keys of a dict or indices of a list, and what they are in a path."""
+    """Returns keys of a dict or indices of a list, with their parts of a path."""
     if isinstance(entry, dict):
         return zip(entry, entry, strict=True)
     return zip(range(len(entry)), getattr(entry, "_fields", range(len(entry))), strict=True)

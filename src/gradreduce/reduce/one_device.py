@@ -1,6 +1,6 @@
 """Adds a value's replicas on one device, and copies one array to many devices.
 
-Used for what cannot be all-reduced: destinations other than the value's own devices, and
+Used for values that cannot be all-reduced: with destinations other than the value's devices, and
 IndexedSlices, whose rows differ. Source: tf.distribute.ReductionToOneDevice.
 """
 
@@ -44,22 +44,22 @@ def added_on(
 ) -> Part:
     """Adds one value's replicas left to right, in new memory on ``device``; sum or mean.
 
-    Of IndexedSlices alone: the rows of all replicas, one after the other.
+    If all replicas are IndexedSlices, concatenates their rows.
 
     Args:
-        device: where it is added; what its launches cannot access is copied there first.
-        parts: the replicas, in order; alike.
-        mean: divide by their number: every row, where all are IndexedSlices.
-        coalesce: add rows of the same index, if all are IndexedSlices.
+        device: the device that adds. Replicas that it cannot access are copied to it first.
+        parts: the replicas, in order, of one shape and dtype.
+        mean: divide by the number of replicas; if all are IndexedSlices, every row.
+        coalesce: add rows with the same index, if all are IndexedSlices.
         accumulate: the caller's function that adds a list of arrays on ``device``, or None.
-        kind: of the arrays passed to it.
+        kind: the kind of arrays that are passed to it.
 
     Raises:
         ValueError: ``accumulate`` returned another shape or dtype than the replicas'.
     """
     sparse = [part for part in parts if isinstance(part, IndexedSlices)]
     divisor = len(parts) if mean else 1
-    counts = mean and parts[0].dtype.kind in "iu"  # whose mean is of another dtype
+    counts = mean and parts[0].dtype.kind in "iu"  # whose mean has another dtype
     if len(sparse) == len(parts):
         return _rows_on(device, sparse, divisor, coalesce=coalesce, counts=counts)
     dense = with_dense(parts)
@@ -79,9 +79,9 @@ def quotients(
     """Divides sums in new memory; buffers on one GPU share a launch.
 
     Args:
-        sums: all of integers, or all of floats.
-        divisor: of each.
-        dtypes: to which they are rounded; default those of means.
+        sums: the sums, either all of integers or all of floats.
+        divisor: divides each sum.
+        dtypes: the dtypes of the results; default: those of means.
     """
     dtypes = dtypes or [mean_dtype(total.dtype) for total in sums]
     outs = [
@@ -99,7 +99,10 @@ def quotients(
 
 
 def by_gpu(buffers: Sequence[Buffer]) -> Iterator[tuple[tuple[int, ...], Device]]:
-    """Yields for each GPU its buffers' indices, and the device that launches; adds stream waits."""
+    """Yields for each GPU the indices of its buffers, and the device that launches.
+
+    Queues the waits before and after the launch.
+    """
     devices = [buffer.device for buffer in buffers]
     for indices in by_physical(devices).values():
         sharing = [devices[index] for index in indices]
@@ -115,13 +118,13 @@ def copied_to(
     *,
     keep: bool = False,
 ) -> tuple[Part, ...]:
-    """Copies ``part`` to each of ``devices``, once to each other GPU: into ``out``, or new memory.
+    """Copies ``part`` to each of ``devices``, into ``out`` or new memory.
 
-    ``out`` is for a Buffer alone, and may hold it. With ``keep`` the result on its own device is
-    the part itself.
+    It is transferred to each other GPU once. ``out`` is only for a Buffer, and may contain ``part``
+    itself. With ``keep`` the result on the device of ``part`` is ``part`` itself.
     """
     if isinstance(part, IndexedSlices):
-        copies = copied_to(part.values, devices, keep=keep)  # with the same read-only indices
+        copies = copied_to(part.values, devices, keep=keep)  # all share the read-only indices
         of = (part.indices, part.dense_shape)
         return tuple([IndexedSlices.of(buffer_of(rows), *of) for rows in copies])
     outs = out or [
@@ -142,7 +145,7 @@ def copied_to(
 def _write(
     outs: Sequence[Buffer], inputs: Sequence[Buffer], divisor: float, device: Device
 ) -> None:
-    """Writes the sum of the inputs, divided, to every out: one launch by ``device``."""
+    """Writes the divided sum of the inputs to every out, in one launch of ``device``."""
     sharing = [buffer.device for buffer in (*outs, *inputs)]
     join_streams(device, sharing)
     ops.all_sum([outs], [inputs], divisor=divisor, device=device)
@@ -167,7 +170,7 @@ def _rows_on(
 def _accumulated(
     device: Device, buffers: Sequence[Buffer], accumulate: Accumulate, kind: Kind
 ) -> Buffer:
-    """Runs the caller's function on the replicas; returns its sum where ``device`` can read it."""
+    """Calls the caller's function; returns its sum in memory that ``device`` can read."""
     like = buffers[0]
     made = accumulate([from_buffer(buffer, kind) for buffer in buffers])
     kind_of(made)

@@ -1,6 +1,6 @@
-"""Packs tensors into flat buffers and unpacks them, as a ``FlatPlan`` says.
+"""Packs tensors into flat buffers and unpacks them, according to a ``FlatPlan``.
 
-A flat buffer that its tensors already are (``mesh.flat_buffer``) is used where it lies.
+If the tensors already form a flat buffer (``mesh.flat_buffer``), it is used in place.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ from gradreduce.device.buffer import Row
 from .algorithm import Algorithm, Job
 from .packing import FlatPlan, Pieces
 
-# On a device a divisor, what is written and what is read, one by one.
+# A device, a divisor, and the buffers that are written and read, one for one.
 Move = tuple[Device, float, Sequence[Buffer], Sequence[Buffer]]
-# Of one replica; None: they are in a flat buffer.
+# The tensors of one replica; None: they are in a flat buffer.
 _Tensors = Sequence[Buffer] | None
-_FlatBuffers = list[Any]  # of each replica its flat buffer; None until it is allocated
+_FlatBuffers = list[Any]  # the flat buffer of each replica; None until it is allocated
 
 
 @dataclass
 class PackBuffers:
     """The flat buffers of one plan while they are reduced.
 
-    In all lists is None for devices that do not send or receive a share.
+    Each list has None for a device that does not send or receive a share.
 
     Attributes:
-        plan: what they hold.
+        plan: the layout.
         inputs: one for each replica.
-        outs: one for each replica; the inputs themselves where those are ours to overwrite.
-        results: one for each replica: the outs, or where they are cast to; None where the results
-            go into ``targets``.
-        filling: for each replica what is moved into its input; None if it lies there.
-        targets: for each replica where its sums are moved; None if the results are their place.
-        is_moved: whether anything is packed into them, or moved or cast out of them.
-        views: the tensors in the results, ``[replica][tensor]``, if they are packed there too: if
-            nothing lies between them and the results are the inputs.
+        outs: one for each replica; the inputs themselves if those may be overwritten.
+        results: one for each replica: the outs, or the memory to which they are cast; None if the
+            results go into ``targets``.
+        filling: for each replica the tensors that are moved into its input; None if they are there
+            already.
+        targets: for each replica the memory to which its sums are moved; None if they stay in
+            ``results``.
+        is_moved: whether tensors are packed into the inputs, or moved or cast out of the outs.
+        views: the tensors in the results, ``[replica][tensor]``, if they can be packed through
+            them: there are no gaps, and the results are the inputs.
     """
 
     plan: FlatPlan
@@ -62,14 +64,14 @@ class PackBuffers:
     views: list[list[Buffer]] | None = None
 
     def job(self, start: int, stop: int, divisor: float) -> Job:
-        """Returns the reduction of a range; ``divisor`` of the sums, if it was not applied yet."""
+        """Returns the reduction of a range; ``divisor`` divides the sums, unless packing did."""
         owner, senders, receivers = self.plan.share
         divisor = divisor if self.plan.divisor == 1 else 1
         made = Job(self.inputs[senders], self.outs[receivers], divisor, owner)
         return made if stop - start == self.plan.layout.size else made.part(start, stop)
 
 
-# Flat buffers, and the first and last but one element of a range of each.
+# Flat buffers, and the begin and end of a range of elements.
 Pack = tuple[PackBuffers, int, int]
 
 
@@ -83,19 +85,19 @@ def lay_out(
 ) -> list[PackBuffers]:
     """Allocates the flat buffers of each plan on every device; packs nothing yet.
 
-    Tensors need not be packed if they lie in one flat buffer already, or if one is reduced alone
-    in its own dtype; except in memory that peers would have to access and cannot.
+    Tensors are not packed if they are in one flat buffer already, or if a tensor is reduced alone
+    in its own dtype; unless peers have to access the memory and cannot.
 
     Args:
-        plans: from ``plan_packing``.
+        plans: the result of ``plan_packing``.
         gradients: ``gradients[tensor][replica]``, one for each sender of its plan.
-        algorithm: reduces them.
-        targets: ``targets[tensor][replica]``, where the results go, one for each receiver.
+        algorithm: the algorithm that reduces them.
+        targets: ``targets[tensor][replica]``, the memory for the results, one for each receiver.
             Default: new memory.
-        consume: gradients may be overwritten, and what lies between them in a flat buffer.
+        consume: whether gradients, and the gaps between them in a flat buffer, may be overwritten.
 
     Returns:
-        Flat buffers, in the order of ``plans``.
+        The flat buffers, in the order of ``plans``.
     """
     memory = _NewMemory(algorithm.devices)
     made = []
@@ -122,12 +124,12 @@ def _by_replica(plan: FlatPlan, rows: Sequence[Sequence[Buffer]]) -> list[tuple[
 class _NewMemory:
     """New flat buffers for one call: one allocation for each device and dtype.
 
-    Allocating and freeing each of them takes longer than all the rest.
+    Separate allocations would take longer than the rest of the call.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
-        # For each list of replicas and dtype: the shapes, and the lists that get the buffers.
+        # For each list of replicas and dtype: the shapes, and the lists that receive the buffers.
         self._missing: dict[
             tuple[tuple[int, ...], DType], list[tuple[tuple[int, ...], tuple[_FlatBuffers, ...]]]
         ] = {}
@@ -135,14 +137,14 @@ class _NewMemory:
     def add(
         self, replicas: Sequence[int], dtype: DType, shape: tuple[int, ...], *into: _FlatBuffers
     ) -> None:
-        """Notes a flat buffer of each replica, which ``allocate`` puts into these lists."""
+        """Requests a flat buffer for each replica; ``allocate`` puts them into these lists."""
         if replicas:
             self._missing.setdefault((tuple(replicas), dtype), []).append((shape, into))
 
     def add_missing(
         self, plan: FlatPlan, shape: tuple[int, ...], inputs: _FlatBuffers, outs: _FlatBuffers
     ) -> None:
-        """Notes the inputs and outs that are None; one buffer for both if they have one dtype."""
+        """Requests inputs and outs that are None; one buffer if dtypes are equal."""
         everyone = range(len(inputs))
         no_input = [replica for replica in everyone[plan.share.senders] if inputs[replica] is None]
         no_out = [replica for replica in everyone[plan.share.receivers] if outs[replica] is None]
@@ -155,7 +157,7 @@ class _NewMemory:
         self.add(no_out, plan.sum_dtype, shape, outs)
 
     def allocate(self) -> None:
-        """Allocates all."""
+        """Allocates all requested buffers."""
         for (replicas, dtype), missing in self._missing.items():
             shapes = [shape for shape, _ in missing]
             layout = flat_layout(list(map(math.prod, shapes)), dtype.itemsize)
@@ -178,7 +180,7 @@ def _laid_out(
     consume: bool,
     memory: _NewMemory,
 ) -> PackBuffers:
-    """Lays out one plan, for tensors of each sender and results in ``wanted`` of each receiver."""
+    """Lays out one plan: tensors of each sender, results in ``wanted`` of each receiver."""
     shape = tensors[0][0].shape if tensors and not plan.together else (plan.layout.size,)
     count, share = len(algorithm.devices), plan.share
     nothing: list[Any] = [None] * count
@@ -213,7 +215,7 @@ def _laid_out(
 
 
 def moves_in(packs: Iterable[Pack]) -> list[Move]:
-    """Returns what packs tensors into their flat buffers."""
+    """Returns the moves that pack tensors into their flat buffers."""
     moves: list[Move] = []
     for packed, start, stop in packs:
         pieces = packed.plan.pieces[start, stop]
@@ -229,7 +231,7 @@ def moves_in(packs: Iterable[Pack]) -> list[Move]:
 
 
 def moves_out(packs: Iterable[Pack]) -> list[Move]:
-    """Returns what unpacks sums from the outs to where the results go."""
+    """Returns the moves that unpack sums from the outs to the results."""
     moves: list[Move] = []
     for packed, start, stop in packs:
         whole = ([start], [stop - start])
@@ -260,7 +262,7 @@ def unpack(
         inside = [shapes[tensor] for tensor in flat.plan.tensors]
         assert flat.results is not None
         results = flat.results[flat.plan.share.receivers]
-        if not results:  # another process receives it
+        if not results:  # another process receives the result
             continue
         if len(inside) == 1 and inside[0] == results[0].shape:
             found[flat.plan.tensors[0]] = tuple(results)
@@ -275,7 +277,7 @@ def unpack(
 
 
 def _parts_of(tensors: Sequence[Buffer], pieces: Pieces) -> list[Buffer]:
-    """Returns the part of each tensor that lies in a range."""
+    """Returns the part of each tensor that is in a range."""
     found = [tensors[index] for index in pieces.tensors]
     for place, start in pieces.cut:
         (found[place],) = found[place].parts([start], [pieces.sizes[place]])
@@ -302,13 +304,13 @@ def move(moves: Iterable[Move]) -> None:
 def _already_flat(
     plan: FlatPlan, tensors: Sequence[Buffer], algorithm: Algorithm, *, written: bool = False
 ) -> Buffer | None:
-    """Returns the flat buffer in which the tensors already lie as planned, or None.
+    """Returns the flat buffer in which the tensors already are as planned, or None.
 
-    One that is written has no gaps, or gaps that belong to no tensor.
+    If it is written, its gaps must not belong to other tensors.
     """
     if not plan.together:
         return tensors[0] if not algorithm.reads_peers or tensors[0].block.peer_mapped else None
-    found = None  # the first tensor that is not empty, and the address of the flat buffer
+    found = None  # the first non-empty tensor, and the address of the flat buffer
     for tensor, offset in zip(tensors, plan.layout.offsets, strict=True):
         if tensor.size:
             begin = tensor.address - offset * tensor.dtype.itemsize

@@ -1,8 +1,8 @@
 """Plans which tensors share a flat buffer, its packs, and the stages of their transfer.
 
-A plan is a value: it depends on sizes, dtypes and settings, never on data or devices. A *flat
-buffer* holds tensors of one dtype end to end; a *pack* is a range of it that is reduced as one
-(DDP says bucket). A tensor may lie across two packs.
+A plan depends on sizes, dtypes and settings, but not on data or devices. A *flat buffer* contains
+tensors of one dtype end to end. A *pack* is a range of it that is reduced as one (in DDP: a
+bucket). A tensor may be divided between two packs.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from typing import NamedTuple
 
 from gradreduce.device import ALIGNMENT, DType, FlatLayout, flat_layout
 
-# Moved packs share a stage until they are this many bytes of one replica. A stage costs the host
-# two launches and a few waits on each device, about 100 us for eight GPUs at what a launch was
-# measured to cost elsewhere (5 us); 8 MiB take 35 us at 400 GB/s. From that arithmetic, to be
-# measured on links.
+# Packs that are moved share a stage up to this many bytes of one replica. A stage costs the host
+# two launches and a few waits on each device: about 100 us for eight GPUs, at 5 us for a launch. 8
+# MiB take 35 us at 400 GB/s. Computed, not measured on GPUs.
 STAGE_BYTES = 8 * 1024 * 1024
 
 
 class Share(NamedTuple):
-    """Who has a part in a flat buffer.
+    """The devices that send and receive a flat buffer.
 
     Attributes:
-        owner: of a reduce-scatter or an all-gather the number of the replica whose it is, over all
-            processes. None: an all-reduce.
-        senders: the devices of this process that have a part of the input.
-        receivers: those that get the output.
+        owner: in a reduce-scatter or all-gather, the number of the replica that owns it, counted
+            over all processes. None: an all-reduce.
+        senders: the devices of this process that have the input.
+        receivers: the devices of this process that get the output.
     """
 
     owner: int | None = None
@@ -45,20 +44,22 @@ class FlatPlan:
     """Layout of one flat buffer: its tensors, dtypes and packs.
 
     Attributes:
-        tensors: places in the batch of the tensors in it, in order.
-        dtype: of the gradients in it.
+        tensors: the positions of its tensors in the batch, in order.
+        dtype: the dtype of the gradients.
         wire: the dtype in which they are transferred.
-        out_dtype: of the results.
-        layout: where each tensor lies, in elements; on vector boundaries in all dtypes.
+        out_dtype: the dtype of the results.
+        layout: the position of each tensor, in elements; on vector boundaries in all dtypes.
         packs: ``(start, stop)`` elements of each pack, in order, none empty; on vector boundaries
-            in all dtypes too.
-        sum_dtype: in which a sum is written: the narrower of wire and results. A kernel rounds a
-            sum of a wider type once, to the result; a wider result is cast on its own device.
+            in all dtypes.
+        sum_dtype: the dtype in which a sum is written: the narrower of wire and result. A sum for a
+            narrower result is rounded once, by the kernel; a wider result is cast on its own
+            device.
         has_gaps: whether some bytes of the flat buffer belong to no tensor.
-        pieces: of each pack, and of the whole: the tensors, or parts of them, that lie in it.
+        pieces: for each pack, and for the whole, the tensors or parts of tensors in it.
         together: False for a tensor that is reduced alone and need not be copied to a flat buffer.
-        divisor: applied as tensors are moved into it; if it is not 1, all of them are.
-        share: who sends and receives it.
+        divisor: divides the tensors when they are moved into the flat buffer; if it is not 1, all
+            tensors are moved.
+        share: the senders and receivers.
     """
 
     tensors: tuple[int, ...]
@@ -85,11 +86,11 @@ class Pieces(NamedTuple):
     """The tensors, or parts of them, in a range of a flat buffer.
 
     Attributes:
-        tensors: indices in the plan's ``tensors``.
+        tensors: indices into the plan's ``tensors``.
         begins: the first element of each in the flat buffer.
-        spans: their elements there, the gap behind a tensor included.
-        sizes: the same without gaps.
-        cut: of those that are parts of a tensor the index here, and the first element there.
+        spans: the number of elements of each in the flat buffer, with the gap after it.
+        sizes: the number of elements without gaps.
+        cut: for parts of a tensor: the index in ``tensors``, and the first element in the tensor.
     """
 
     tensors: list[int]
@@ -122,7 +123,7 @@ def wire_of(dtype: DType, wire: DType | None) -> DType:
 
 
 def sum_dtype_of(wire: DType, out_dtype: DType) -> DType:
-    """Returns the dtype of a sum: see ``FlatPlan.sum_dtype``."""
+    """Returns the dtype of a sum; see ``FlatPlan.sum_dtype``."""
     return out_dtype if out_dtype.itemsize < wire.itemsize else wire
 
 
@@ -136,7 +137,7 @@ def is_half(dtype: DType) -> bool:
     return dtype.itemsize == 2 and is_real_float(dtype)
 
 
-def plan_packing(  # noqa: PLR0913  # all that decides the layout
+def plan_packing(  # noqa: PLR0913  # all of it determines the layout
     sizes: Sequence[int],
     dtypes: Sequence[tuple[DType, DType]],
     num_packs: int,
@@ -157,15 +158,15 @@ def plan_packing(  # noqa: PLR0913  # all that decides the layout
     3. All other tensors are reduced alone, and so is the only member of a group.
 
     Args:
-        sizes: elements of each tensor of the batch.
-        dtypes: of each tensor: that of the gradient, and that of the result.
+        sizes: the number of elements of each tensor of the batch.
+        dtypes: for each tensor the dtype of the gradient and of the result.
         num_packs: see above.
         small_max_bytes: see above.
         small_max_group: see above.
-        wire: dtype in which real floats are transferred; default each in its own dtype.
-        divisor: of the sums. On a 16-bit wire, where a sum may overflow, the terms are divided.
-        share: who sends and receives the tensors.
-        num_before: how many tensors of other shares stand before these in the batch.
+        wire: the dtype in which real floats are transferred; default: their own dtype.
+        divisor: divides the sums; on a 16-bit wire, where a sum may overflow, the terms.
+        share: the senders and receivers of the tensors.
+        num_before: the number of tensors of other shares before these in the batch.
 
     Returns:
         The plans; every tensor of the batch is in exactly one.
@@ -185,7 +186,7 @@ def plan_packing(  # noqa: PLR0913  # all that decides the layout
             layout = flat_layout([sizes[tensor] for tensor in group], narrowest)
             cuts = _cut(layout.size, narrowest, num_packs)
             together = num_packs > 0 or len(group) > 1
-            if not together:  # no gap behind a tensor that stays where it is
+            if not together:  # no gap after a tensor that is not moved
                 size = sizes[group[0]]
                 layout = FlatLayout((0,), (size,), (size,), size)
                 cuts = ((0, layout.size),) if layout.size else ()
@@ -227,11 +228,11 @@ def plan_stages(packs: Sequence[tuple[int, bool]], stage_bytes: int) -> list[lis
     """Plans the stages: one is packed while the one before it is transferred.
 
     Args:
-        packs: of each, the bytes of one replica, and whether it must be moved at all.
-        stage_bytes: moved packs share a stage until they are this many bytes.
+        packs: for each pack the bytes of one replica, and whether it must be moved.
+        stage_bytes: packs that are moved share a stage up to this many bytes.
 
     Returns:
-        Indices of the packs of each stage. Packs that need not be moved are in the first.
+        The indices of the packs of each stage. Packs that are not moved are in the first.
     """
     stages: list[list[int]] = [[]]
     filled = 0

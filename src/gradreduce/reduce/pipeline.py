@@ -1,7 +1,7 @@
 """The pipeline of a reduction across devices: plan, pack, all-reduce, unpack.
 
-So are a reduce-scatter and an all-gather, of one share of the tensors for each replica, its owner:
-the shares of an owner are packed as the tensors of an all-reduce are.
+Reduce-scatter and all-gather use it too. Each replica owns one share of the tensors; the shares of
+an owner are packed like the tensors of an all-reduce.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .packing import (
 from .process_values import described, first_replica, num_replicas_of, slices_of_all
 from .reduction_groups import Processes, ReductionGroups
 
-# What the log says of an operation: why it was submitted.
+# The phases of operations in the log.
 PHASES = ("pack", "all-reduce", "unpack")
 _ALONE: AbstractContextManager[None] = nullcontext()
 Call = Literal["all-reduce", "reduce-scatter", "all-gather"]
@@ -55,8 +55,8 @@ MOST_PLANS = 64  # of one mesh; a training script has a few
 _name_of = attrgetter("value._name")
 
 
-class Settings(NamedTuple):  # hashed at each call: five times as fast as a dataclass
-    """Checked arguments of an ``AllReduceCrossDeviceOps``; see there."""
+class Settings(NamedTuple):  # hashed in each call, five times as fast as a dataclass
+    """The checked arguments of an ``AllReduceCrossDeviceOps``; see there."""
 
     all_reduce_alg: str
     num_packs: int
@@ -68,18 +68,18 @@ class Settings(NamedTuple):  # hashed at each call: five times as fast as a data
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What the reduction of one batch does, as far as sizes, dtypes and devices decide it.
+    """The plan of a batch; depends only on sizes, dtypes and devices.
 
     Attributes:
-        call: which collective; the log says it of what adds.
-        devices: of the replicas.
-        algorithm: reduces the packs.
-        flat: the flat buffers; of shares in the order of their owners.
-        divisor: of the sums that are not divided at packing.
-        counts: whether the sums are of integers and divided after their addition, to floats.
-        packs: the index of its flat buffer, first element, and one past the last of each pack.
+        call: the collective, such as ``"all-reduce"``; the log's phase of additions.
+        devices: the devices of the replicas.
+        algorithm: the algorithm that reduces the packs.
+        flat: the layouts of the flat buffers; for shares in the order of their owners.
+        divisor: divides the sums that are not divided at packing.
+        counts: whether the sums are integers that are divided to floats after the addition.
+        packs: for each pack the index of its flat buffer, the first element, and one past the last.
         description: for the comparison with other processes; None in one process.
-        names: of the tensors; empty: they have none.
+        names: the names of the tensors; empty if they have none.
     """
 
     call: Call
@@ -93,7 +93,7 @@ class BatchPlan:
     names: tuple[str, ...] = ()
 
 
-def plan_batch(  # noqa: PLR0913  # all that decides what is done
+def plan_batch(  # noqa: PLR0913  # all of it determines the plan
     settings: Settings,
     gradients: Sequence[Sequence[Buffer]],
     *,
@@ -104,26 +104,26 @@ def plan_batch(  # noqa: PLR0913  # all that decides what is done
     compared: bool = False,
     call: Call = "all-reduce",
 ) -> BatchPlan:
-    """Plans the reduction of one batch, compiles its kernels, and remembers both.
+    """Plans the reduction of one batch, compiles its kernels, and keeps the plan.
 
-    Not called while a lock is held; if it fails, nothing was launched.
+    The caller holds no lock and has launched nothing yet.
 
     Args:
-        settings: how it reduces.
-        gradients: of each tensor one Buffer for each replica, on the same devices in the same
-            order for every tensor; replicas of one shape and dtype.
-        divisor: of every sum.
-        out_dtypes: of the results; default those of the gradients.
-        counts: whether these are integers, whose means are floats.
-        names: of the tensors, for errors and the flight record; empty: they have none.
-        compared: whether the names must be those of the other processes, too.
-        call: which collective. The replicas of all processes have equal shares: of a
-            reduce-scatter they divide each tensor, of an all-gather each owns a whole one.
+        settings: the settings of the reduction.
+        gradients: for each tensor one Buffer for each replica, on the same devices in the same
+            order for all tensors; the replicas of a tensor have one shape and dtype.
+        divisor: divides every sum.
+        out_dtypes: the dtypes of the results; default: those of the gradients.
+        counts: whether these are integers whose means are floats.
+        names: the names of the tensors, for errors and the flight record; empty if they have none.
+        compared: whether the names must equal those of the other processes, too.
+        call: the collective. In a reduce-scatter the replicas of all processes own equal parts of
+            each tensor; in an all-gather each owns a whole tensor.
 
     Raises:
-        ValueError: ``reduction_groups`` names another number of replicas.
-        BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing.
-        CollectiveError: NCCL cannot connect them.
+        ValueError: ``reduction_groups`` is for another number of replicas.
+        BackendUnavailableError: NCCL is missing and needed for two or more physical GPUs.
+        CollectiveError: NCCL cannot connect the GPUs.
     """
     first = gradients[0]
     plans = first[0].device.mesh_state.plans
@@ -165,7 +165,7 @@ def plan_batch(  # noqa: PLR0913  # all that decides what is done
     return made
 
 
-def plan_shares(  # noqa: PLR0913  # all that decides what is done
+def plan_shares(  # noqa: PLR0913  # all of it determines the plan
     settings: Settings,
     devices: tuple[Device, ...],
     shares: Sequence[Sequence[tuple[int, DType, DType]]],
@@ -179,17 +179,17 @@ def plan_shares(  # noqa: PLR0913  # all that decides what is done
     """Plans a collective and compiles its kernels; see ``plan_batch``.
 
     Args:
-        settings: how it reduces.
-        devices: of the replicas of this process.
-        shares: for each replica of all processes the size of each tensor of its share, its dtype,
-            and that of the result; of an all-reduce one share.
+        settings: the settings of the reduction.
+        devices: the devices of this process's replicas.
+        shares: for each replica of all processes the tensors of its share: size, dtype, and dtype
+            of the result. For an all-reduce one share.
         description: see ``BatchPlan``.
-        call: which collective.
+        call: the collective.
         divisor: see ``plan_batch``.
         counts: see ``plan_batch``.
         names: see ``plan_batch``.
     """
-    if call == "all-gather":  # which copies each tensor in its own dtype
+    if call == "all-gather":  # copies each tensor in its own dtype
         settings = settings._replace(wire_dtype=None)
     for pair in dict.fromkeys([(dtype, out) for share in shares for _, dtype, out in share]):
         compile_for(settings, devices, *pair)
@@ -216,7 +216,7 @@ def plan_shares(  # noqa: PLR0913  # all that decides what is done
 
 
 def remember(plans: dict[Hashable, Any], key: Hashable, made: Any) -> None:
-    """Keeps a plan of a mesh; not more than ``MOST_PLANS``."""
+    """Keeps a plan of a mesh; at most ``MOST_PLANS`` of them."""
     if len(plans) >= MOST_PLANS:
         plans.clear()
     plans[key] = made
@@ -227,7 +227,7 @@ def reduce_requests(
 ) -> list[tuple[Part, ...]]:
     """Reduces checked requests: dense values on the same devices in one batch, others singly.
 
-    Results go to a request's ``out`` where possible; ``copy_to_out`` copies the others.
+    Results go into a request's ``out`` where possible; ``copy_to_out`` copies the others.
     """
     found, others = batches_of(requests, reduce_op)
     if others and (alike := with_all_reduced(requests)) is not requests:
@@ -251,10 +251,10 @@ def reduce_requests(
 
 
 def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
-    """Returns requests whose dense results go to their own devices, where processes are several.
+    """With several processes, returns requests whose dense results go to the value's devices.
 
-    Where results go must not decide what is reduced together: one device is all devices of a
-    process, and a part of those of another.
+    Otherwise the destinations would decide which values are reduced together, and processes might
+    differ: one device may be all devices of one process, but a part of those of another.
     """
     dense = [_is_dense(request) and not request.is_all_reduced for request in requests]
     if not any(dense) or requests[0].devices[0].mesh_state.process_group is None:
@@ -269,7 +269,7 @@ def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
 
 
 def _is_dense(request: Request) -> bool:
-    """Whether any replica is, so that the sum is."""
+    """Whether any replica is dense, so that the sum is dense."""
     return any([isinstance(part, Buffer) for part in request.value.parts])
 
 
@@ -297,7 +297,7 @@ def plan_requests(
     call: Call = "all-reduce",
 ) -> tuple[list[tuple[Buffer, ...]], BatchPlan]:
     """Plans one batch and compiles all its kernels; raises if it cannot be reduced."""
-    # None is sparse: ``buffers`` would ask again.
+    # No part is sparse; ``buffers`` would check again.
     gradients = cast("list[tuple[Buffer, ...]]", [requests[index].value.parts for index in indices])
     plan = plan_batch(
         settings,
@@ -305,14 +305,14 @@ def plan_requests(
         divisor=num_replicas_of(gradients[0]) if reduce_op is ReduceOp.MEAN else 1,
         counts=counts,
         names=names_of(requests, indices),
-        compared=requests[indices[0]].value._key is not None,  # keys are, names alone are not
+        compared=requests[indices[0]].value._key is not None,  # keys are compared, names are not
         call=call,
     )
     return gradients, plan
 
 
 def names_of(requests: Sequence[Request], indices: Sequence[int]) -> tuple[str, ...]:
-    """Returns the names of some values, or their numbers; empty if none has a name."""
+    """Returns the names (or numbers) of some values; empty if none has a name."""
     names = tuple(map(_name_of, map(requests.__getitem__, indices)))
     if not any(names):
         return ()
@@ -320,12 +320,12 @@ def names_of(requests: Sequence[Request], indices: Sequence[int]) -> tuple[str, 
 
 
 def label_of(requests: Sequence[Request], indices: Sequence[int]) -> PackInfo:
-    """Returns the label of what is done for some values."""
+    """Returns the label of the work for some values."""
     return PackInfo(tuple(indices), names=names_of(requests, indices))
 
 
 def _compile_mean(devices: Sequence[Device], dtype: DType) -> None:
-    """Compiles what divides integers, and copies their means into ``out``."""
+    """Compiles the kernels that divide integers and copy their means into ``out``."""
     mean = mean_dtype(dtype)
     for device in devices:
         ops.prepare_divide(device, dtype)
@@ -333,7 +333,7 @@ def _compile_mean(devices: Sequence[Device], dtype: DType) -> None:
 
 
 def _compile_alone(request: Request, reduce_op: ReduceOp) -> None:
-    """Compiles what adds a dense value on one device."""
+    """Compiles the kernels that add a dense value on one device."""
     if request.value.is_sparse:
         return
     dtype, devices = request.value.buffers[0].dtype, request.value.devices
@@ -347,7 +347,7 @@ def _compile_alone(request: Request, reduce_op: ReduceOp) -> None:
 def copy_to_out(
     requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
 ) -> list[tuple[Part, ...]]:
-    """Copies results to the requests' ``out`` where they lie elsewhere."""
+    """Copies results that are not in the requests' ``out`` yet into it."""
     moves: list[Move] = []
     copied = []
     for index, (request, parts) in enumerate(zip(requests, reduced, strict=True)):
@@ -401,21 +401,21 @@ def reduce_batch(
     """Reduces one batch as planned: packs, all-reduces and unpacks one stage after another.
 
     Args:
-        plan: from ``plan_batch`` of these gradients.
-        gradients: see ``plan_batch``. Of shares the tensors of all shares, one share after the
-            other, and of each one Buffer for each device that sends it.
-        consume: not None: the gradients may be overwritten and become the results' memory. If
-            they are, the devices are marked as failed when anything fails between the first launch
-            and the end of this ``ExitStack``: sums and gradients could not be told apart.
-        out: ``out[tensor][replica]``, where the results go, of their dtype; each apart from all
-            others, and from all gradients but its own. Of shares one for each device that receives
-            it, and an all-gather needs it. Default: new memory.
-        positions: numbers of the tensors in errors and in the flight record; default their indices
-            here.
+        plan: the result of ``plan_batch`` for these gradients.
+        gradients: see ``plan_batch``. For shares: the tensors of all shares, one share after the
+            other, with one Buffer for each device that sends the tensor.
+        consume: if not None, the gradients may be overwritten, and their memory used for the
+            results. If anything then fails between the first launch and the end of this
+            ``ExitStack``, the devices are marked as failed, because sums and gradients are mixed.
+        out: ``out[tensor][replica]``, the memory for the results, of their dtype; none overlaps
+            another, or a gradient other than its own. For shares: one for each device that receives
+            the tensor; an all-gather requires it. Default: new memory.
+        positions: the numbers of the tensors in errors and the flight record; default: their
+            indices.
 
     Returns:
-        ``[tensor][replica]``, all replicas of a tensor equal; ``out``'s own if it was given. Of a
-        reduce-scatter the owner's alone, or nothing if that is of another process.
+        ``[tensor][replica]``; all replicas of a tensor are equal. In the memory of ``out`` if it
+        was passed. For a reduce-scatter only the owner's, or none if another process owns it.
     """
     algorithm, mesh_state = plan.algorithm, plan.devices[0].mesh_state
     overwrites = consume is not None and algorithm.in_place
@@ -427,7 +427,7 @@ def reduce_batch(
     divisor = 1 if plan.counts else plan.divisor
     jobs = [buffers.job(start, stop, divisor) for buffers, start, stop in packs]
     groups = _stages(plan, packs)
-    # A single stage has nothing to overlap with: it needs no waits between the two queues.
+    # A single stage overlaps with nothing, so it needs no waits between two queues.
     queue: Queue = "transfer" if len(groups) > 1 else "compute"
     what = plan.description
     with mesh_state.launch_lock, agreed(plan.devices[0], what) if what is not None else _ALONE:
@@ -444,9 +444,9 @@ def reduce_batch(
             )
             for group in groups
         ]
-        # Transfers run on the transfer queues; packing, sums and unpacking on the compute queues.
-        # There a stage is packed *before* the last step of the stage ahead of it, which waits for
-        # transfers and would delay all work behind it.
+        # Transfers run on the transfer queues; packing, sums and unpacking on the compute queues. A
+        # stage is packed *before* the last step of the previous stage is submitted: that step waits
+        # for transfers, and later work of the compute queue would wait too.
         running: list[tuple[PackInfo, Steps]] = []
         while waiting or running:
             running, waiting = [*waiting[:1], *running], waiting[1:]
@@ -473,14 +473,14 @@ def _means(plan: BatchPlan, sums: Sequence[tuple[Buffer, ...]]) -> list[tuple[Bu
 def _at_once(
     reduce: Callable[[Sequence[Job]], None], jobs: Sequence[Job], group: Sequence[int], queue: Queue
 ) -> Steps:
-    """Runs a collective whose only stage is one step."""
+    """Runs a collective that has one stage of one step."""
     reduce(jobs)
     yield
 
 
 def _steps_of_stage(plan: BatchPlan, packs: Sequence[Pack], reduce: Callable[[], Steps]) -> Steps:
     """Packs, reduces and unpacks one stage."""
-    thread = plan.devices[0].mesh_state.thread  # the log says in which phase it was
+    thread = plan.devices[0].mesh_state.thread  # the log contains the phase
     moved = [pack for pack in packs if pack[0].is_moved]
     thread.phase = "pack"
     move(moves_in(moved))
@@ -495,7 +495,7 @@ def _steps_of_stage(plan: BatchPlan, packs: Sequence[Pack], reduce: Callable[[],
 
 def _stages(plan: BatchPlan, packs: Sequence[Pack]) -> list[list[int]]:
     """Returns the indices of the packs of each stage."""
-    # Processes may have other devices and other buffers; their stages must be equal.
+    # Processes may have different devices and buffers, but their stages must be equal.
     is_one = plan.description is not None or plan.call != "all-reduce"
     if len(packs) < 2 or is_one or len(by_physical(plan.devices)) == 1:
         return [list(range(len(packs)))] if packs else []
@@ -536,10 +536,10 @@ def compile_for(
     """Compiles all kernels of ``reduce_batch``, and connects the devices for NCCL.
 
     Args:
-        settings: how it reduces.
-        devices: of the replicas.
-        dtype: of the gradients.
-        out_dtype: of the results.
+        settings: the settings of the reduction.
+        devices: the devices of the replicas.
+        dtype: the dtype of the gradients.
+        out_dtype: the dtype of the results.
 
     Raises:
         ValueError, BackendUnavailableError, CollectiveError: see ``plan_batch``.
@@ -572,7 +572,7 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
     if found is None:
         algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
         is_alone = devices[0].mesh_state.process_group is None
-        # nccl promises no order: over processes it takes the groups that send the fewest bytes
+        # nccl defines no order, so over processes use the groups that send the fewest bytes
         if groups == "processes" or not (is_alone or algorithm.has_groups):
             groups = process_groups(devices)
         found = (algorithm if is_alone else AcrossProcesses)(devices, groups)

@@ -1,7 +1,7 @@
 """Plans: what a reduction will launch, copy and transfer, found by a dry run.
 
-A plan is a value. The pipeline itself runs on dry-run devices (``backends/dry_run.py``). A plan
-depends on shapes, dtypes, settings and mesh, and on which tensors already lie in one flat buffer.
+The pipeline itself runs on dry-run devices (``backends/dry_run.py``). A plan depends on shapes,
+dtypes, settings and mesh, and on which tensors are in one flat buffer already.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ class PlannedPack:
     """One pack of a plan: tensors that are reduced together.
 
     Attributes:
-        tensors: indices in the batch of the tensors that lie in it, in order; the first and the
-            last may lie in the neighbouring pack too.
-        dtype: of all of them.
+        tensors: the indices in the batch of its tensors, in order. Parts of the first and the last
+            may be in the neighbouring packs.
+        dtype: the dtype of the tensors.
         wire: the dtype in which they are transferred.
-        nbytes: of one replica's pack as it is transferred, gaps between tensors included.
+        nbytes: the transferred bytes of one replica's pack, with the gaps between tensors.
         way: ``"hierarchical_copy"``, ``"nccl"`` or ``"one device"``.
-        devices: logical indices of those whose replicas are added.
-        moved: on how many devices the tensors are packed into a flat buffer first; on the others
-            they lie in one, or alone, and are read where they lie.
-        crossing: how bytes get from one physical device to another. ``"none"``: none do.
-            ``"direct"``: the launches that add read and write the peers' memory.
-            ``"copies"``: memory that a launch cannot access is copied to where it is added.
-            ``"result"``: only the result is copied.
-            ``"collective"``: by the collective library. ``"exchange"``: with other processes.
-            ``"rows"``: the same of IndexedSlices. How many rows other processes have is unknown: a
-            plan counts them as this one's.
+        devices: the logical indices of the devices whose replicas are added.
+        moved: the number of devices on which the tensors are first packed into a flat buffer. On
+            the other devices they are read in place.
+        crossing: how bytes get from one physical device to another. ``"none"``: they do not.
+            ``"direct"``: the launches that add read and write the memory of peers. ``"copies"``:
+            memory that a launch cannot access is copied first. ``"result"``: only the result is
+            copied. ``"collective"``: by the collective library. ``"exchange"``: by an exchange with
+            other processes. ``"rows"``: by an exchange of IndexedSlices; the plan assumes that
+            other processes have as many rows as this one.
     """
 
     tensors: tuple[int, ...]
@@ -62,15 +61,15 @@ class PlannedPack:
 
 @dataclass(frozen=True)
 class Counts:
-    """What records of operations on all devices add up to.
+    """Totals of the operations on all devices.
 
     Attributes:
-        launches: kernel launches.
-        copies: copies from one device to another.
-        collectives: calls of the collective library, on every device that has a part in it one
-            rank.
-        bytes: that leave a device for another: by copy, collective, exchange, or a launch that
-            reads or writes a peer's memory.
+        launches: the number of kernel launches.
+        copies: the number of copies between devices.
+        collectives: the number of ranks in calls of the collective library, one for each device of
+            a call.
+        bytes: the bytes that move from one device to another by copies, collectives, exchanges, and
+            launches that access a peer's memory.
     """
 
     launches: int = 0
@@ -90,12 +89,12 @@ class ReducePlan(Counts):
     """The plan of one ``batch_reduce``: packs and counts; ``print`` it.
 
     Attributes:
-        packs: in the order in which they are reduced, as far as there is one.
-        mesh: the physical device of each logical one.
-        backend: of the mesh.
-        exchanges: with other processes.
-        exchange_bytes: that this process sends in them to others; ``bytes`` includes them.
-        names: of the tensors of the batch, by index; empty if none has a name.
+        packs: the packs; those that are reduced one after the other are in this order.
+        mesh: the physical device of each logical device.
+        backend: the backend of the mesh.
+        exchanges: the number of exchanges with other processes.
+        exchange_bytes: the bytes that this process sends in exchanges; ``bytes`` includes them.
+        names: the names of the tensors of the batch, by index; empty if none has a name.
     """
 
     packs: tuple[PlannedPack, ...]
@@ -129,8 +128,8 @@ class DryRun:
 
     Attributes:
         plan: the plan.
-        operations: all of them that the log has, in order, with their operands.
-        records: theirs.
+        operations: the logged operations, in order, with their operands.
+        records: the records of the operations.
     """
 
     plan: ReducePlan
@@ -148,13 +147,13 @@ def dry_run_of(
     """Runs a reduction of these requests on dry-run devices.
 
     Args:
-        settings: how.
+        settings: the settings of the reduction.
         reduce_op: see ``batch_reduce``.
-        requests: checked.
+        requests: checked requests.
         coalesce: see ``batch_reduce``.
 
     Raises:
-        ValueError: there is none, or they are of several meshes.
+        ValueError: there is no request, or values are on several meshes.
     """
     check_one_mesh(requests, "a plan")
     dry_run_mesh = DryRunMesh.like(requests[0].value.mesh)
@@ -186,7 +185,7 @@ def dry_run_of(
 
 
 def _dry_run_request(dry_run_mesh: DryRunMesh, request: Request) -> Request:
-    """Makes a request like another one, on dry-run devices."""
+    """Makes a copy of a request on dry-run devices."""
     parts = [
         dry_run_mesh.buffer(part)
         if isinstance(part, Buffer)
@@ -204,7 +203,7 @@ def _packs_of(
     way: str,
     log: Journal,
 ) -> list[PlannedPack]:
-    """Describes the packs of one batch; ``positions`` of its tensors in the whole call."""
+    """Describes the packs of a batch; ``positions`` are its tensors' positions in the call."""
     made = []
     indices = tuple([device.index for device in batch.devices])
     pack_buffers = lay_out(batch.flat, gradients, batch.algorithm)
@@ -233,7 +232,7 @@ def _crossing(log: Journal, tensor: int, pack: int | None = None) -> str:
     return next((crossing for way, crossing in _CROSSINGS.items() if way in ways), "none")
 
 
-# Whether results were distributed, and the kind of records: the first that was found decides.
+# Whether results were distributed, and the kind of a record -> crossing. The first match counts.
 _CROSSINGS = {
     (False, "exchange"): "exchange",
     (False, "collective"): "collective",

@@ -1,8 +1,8 @@
 """Prepared and captured reductions: planned once, run many times.
 
-The pipeline runs once while the devices record a ``CommandList`` (``device/command_list.py``). That
-fixes the packs, the pointer tables, the kernels and all memory. Each call then
-waits once for each library, device and stream whose arrays it uses, in both directions.
+The pipeline runs once while the devices record a ``CommandList`` (``device/command_list.py``).
+Packs, pointer tables, kernels and all memory are then fixed. Each call synchronizes with each
+library, device and stream whose arrays it uses, once in each direction.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from .pipeline import copy_to_out
 
 Reduce = Callable[[list[Request]], list[tuple[Part, ...]]]
 
-# JAX's arrays never change: those that came in are ready for good.
+# JAX arrays never change: the inputs were ready when the step was made.
 _SHARED_KINDS = ("torch", "cupy")
 _ON_HOST = ("native", "numpy", "torch")
 _ON_GPU = ("native", "torch", "cupy")
 
 
 class StreamBoundary:
-    """Orders repeated work with the streams of the libraries whose arrays it reads and writes.
+    """Synchronizes repeated work with the streams of the libraries whose arrays it uses.
 
-    Once for each GPU and library: the devices of a GPU share its compute stream.
+    Once for each GPU and library, because the devices of a GPU share its compute stream.
 
     Args:
-        devices: that work, in order.
-        producers: kind of library and device of every input array; Buffers have no library.
-        consumers: the same for the results. Libraries of inputs wait like those of results,
-            because they may write their arrays again.
+        devices: the devices that work, in order.
+        producers: the kind and device of every input array; Buffers have no library.
+        consumers: the same for the results. Libraries of inputs also wait for the work, because
+            they may write their arrays again.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class StreamBoundary:
         producers: Sequence[tuple[str | None, Device]],
         consumers: Sequence[tuple[str, Device]],
     ) -> None:
-        # On GPUs: a kind, the first device, and whether arrays are read.
+        # On GPUs: the kind, the first device, and whether arrays are read.
         self._boundaries: list[tuple[str, Device, bool]] = []
-        self._host_consumers: list[Device] = []  # in host memory
+        self._host_consumers: list[Device] = []  # devices whose results are in host memory
         self._consumers: dict[tuple[str, Device], object] = {}  # the stream of the last call
         if not devices or devices[0].mesh_state.backend != "cuda":
             readers = [device for kind, device in consumers if kind in _ON_HOST]
@@ -82,8 +82,8 @@ class StreamBoundary:
         """Makes our compute queues wait for the callers' current streams.
 
         Raises:
-            CaptureError: one of these, or of those that will wait for us, is capturing a CUDA
-                graph. Nothing was changed.
+            CaptureError: one of these streams, or of those that ``leave`` makes wait, is capturing
+                a CUDA graph. Nothing was changed.
         """
         waits = []
         for kind, device, is_read in self._boundaries:
@@ -98,12 +98,13 @@ class StreamBoundary:
         """Makes those streams wait for our compute queues; for host arrays the host waits.
 
         Args:
-            results: whose arrays are read there from here on, and may be dropped meanwhile.
+            results: the Buffers whose arrays are read on these streams, and may be dropped
+                meanwhile.
         """
         for kind, device, _ in self._boundaries:
             consumer = current_of(device, kind)
             device.block_stream(consumer)
-            if self._consumers.get((kind, device)) != consumer:  # not again at each call
+            if self._consumers.get((kind, device)) != consumer:  # only if it has changed
                 for result in results:
                     if result.device.physical == device.physical:
                         result.block.record_stream(consumer)
@@ -118,21 +119,20 @@ class PreparedStep(NotCopied):
     Made by ``AllReduceCrossDeviceOps.prepare``. A call allocates no memory, checks no argument and
     does no work for each tensor; its launches and copies are those of ``batch_reduce``.
 
-    Each call reads the given arrays again: fill them in place. It also writes the same results:
-    **each call returns the same arrays**, and overwrites what an earlier call returned. Any thread
-    may call; calls run one after the other.
+    Each call reads the same arrays again: fill them in place. **Each call returns the same
+    arrays**, and overwrites the results of the previous call. Any thread may call; calls run one
+    after the other.
 
-    Arrays of other libraries on GPUs are read in the order of their library's current stream at
-    the call; later work on that stream sees the results, and may fill the arrays again. A call
-    with results in host memory, NumPy's or PyTorch's on simulated devices, returns when they are
-    written.
+    Arrays of other libraries on GPUs are read in the order of their library's current stream at the
+    call. Later work on that stream sees the results, and may fill the arrays again. If results are
+    in host memory (NumPy or PyTorch on simulated devices), the call returns when they are written.
 
-    With ``out`` the results are the given arrays, which each call writes in the order of their
-    library's current stream.
+    With ``out`` the results are the arrays of ``out``, written in the order of their library's
+    current stream.
 
-    Where it reads or writes a flat buffer with attached parameters (``FlatBuffer.attach``), a call
-    first attaches gradients again that are no longer the views, and runs in the order of PyTorch's
-    current stream, in whatever form the tensors were passed.
+    If the step uses a flat buffer with attached parameters (``FlatBuffer.attach``), a call first
+    attaches replaced gradients again, and runs in the order of PyTorch's current stream, whatever
+    kind of arrays was passed.
 
     Attributes:
         results: one ``Mirrored`` for each pair.
@@ -141,8 +141,8 @@ class PreparedStep(NotCopied):
     _copy_hint = "prepare the step again where it is needed"
 
     _called = "a prepared step"
-    flat: FlatBuffer | None = None  # set by ``FlatBuffer.prepare_all_reduce``: fenced by each call
-    attaches = True  # False: the caller has attached gradients again before each call
+    flat: FlatBuffer | None = None  # set by ``FlatBuffer.prepare_all_reduce``
+    attaches = True  # False: the caller attaches gradients again before each call
 
     def __init__(self, call: Call, reduce: Reduce) -> None:
         self._mesh_state = call.devices[0].mesh_state
@@ -150,7 +150,7 @@ class PreparedStep(NotCopied):
         self._command_list = CommandList()
         self._lock = threading.Lock()
         self._active = self._devices[0]._activate()
-        self._held = [request.value for request in call.requests]  # what is read stays alive
+        self._held = [request.value for request in call.requests]  # keeps the inputs alive
         read = [buffer for request in call.requests for buffer in request.value.buffers]
         written = [each for row in call.outs for each in row]
         blocks = dict.fromkeys([each.block for each in (*read, *[out.buffer for out in written])])
@@ -167,14 +167,14 @@ class PreparedStep(NotCopied):
             each.enter()
         with self._mesh_state.recording_commands(self._command_list):
             reduced = copy_to_out(call.requests, reduce(call.requests))
-            # A call waits for the one before it: its copies read what this one writes.
+            # A call waits for the previous call, whose copies read memory that this one writes.
             join_streams(self._devices[0], self._devices)
             fork_streams(self._devices[0], self._devices)
         self._command_list.close()
         self._outputs = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
         self._written = WrittenSpans(self._outputs)
         count_writes(self._tensors)
-        # The streams of new results are synchronized below.
+        # Streams of new results are synchronized below.
         for each in boundaries if call.outs else boundaries[1:]:
             each.leave()
         self.results: list[Mirrored] = call.results(reduced)
@@ -190,8 +190,7 @@ class PreparedStep(NotCopied):
         """Reduces again; waits for the devices only if results lie in host memory.
 
         Args:
-            deadline: seconds from now within which the devices must finish, else the mesh is
-                marked as failed.
+            deadline: seconds from now; if the devices take longer, the mesh fails.
 
         Returns:
             ``results``, whose memory is overwritten in the order of their devices' queues.
@@ -223,7 +222,7 @@ class PreparedStep(NotCopied):
             self._replay()
         count_writes(self._tensors)
         for each in boundaries:
-            each.leave(self._outputs)  # which may wait: no lock is held by then
+            each.leave(self._outputs)  # may wait, so no lock is held here
         if self.flat is not None:
             self.flat.release(deadline=deadline)
         return self.results
@@ -244,9 +243,9 @@ class PreparedStep(NotCopied):
 class CapturedStep(PreparedStep):
     """A ``PreparedStep`` that each call submits as one CUDA graph.
 
-    Made by ``AllReduceCrossDeviceOps.capture``: on GPUs a CUDA graph, whose launch costs the host
-    the same however much is in it; in the simulation the commands of the prepared step. It is bound
-    to the arrays that it was made with.
+    Made by ``AllReduceCrossDeviceOps.capture``. On GPUs the cost of a launch for the host does not
+    depend on the size of the graph. In the simulation the commands of the prepared step run
+    instead. The step always uses the arrays with which it was made.
     """
 
     _called = "a captured step"
@@ -261,7 +260,7 @@ class CapturedStep(PreparedStep):
 
 
 def _boundary_of(call: Call) -> StreamBoundary:
-    """Makes the boundary with the libraries of a step's values and results."""
+    """Makes the boundary for the libraries of a step's values and results."""
     producers = [
         (buffer.array_owner, buffer.device)
         for request in call.requests
@@ -269,7 +268,7 @@ def _boundary_of(call: Call) -> StreamBoundary:
     ]
     pairs = zip(call.requests, call.kinds, strict=True)
     consumers = [(kind, device) for request, kind in pairs for device in request.devices]
-    if call.outs:  # whose owners may still read or write them
+    if call.outs:  # their owners may still read or write them
         consumers = [(each.kind, each.buffer.device) for row in call.outs for each in row]
         producers += consumers
     return StreamBoundary(call.devices, producers, consumers)
@@ -278,7 +277,7 @@ def _boundary_of(call: Call) -> StreamBoundary:
 def check_preparable(call: Call) -> None:
     """Raises ``ValueError`` for arrays that later calls could not read or write again.
 
-    Those are arrays that had to be copied, and values of several meshes.
+    These are arrays that had to be copied, and values on several meshes.
     """
     _check_written(call)
     check_one_mesh(call.requests, "a step")

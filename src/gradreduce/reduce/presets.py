@@ -20,7 +20,12 @@ from .reduction_groups import Processes
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
-    """``AllReduceCrossDeviceOps`` by NCCL, with ``num_packs`` packs (at least 0)."""
+    """``AllReduceCrossDeviceOps`` by NCCL, with ``num_packs`` packs (at least 0).
+
+    Example:
+        >>> gr.NcclAllReduce(num_packs=2).all_reduce_alg
+        'nccl'
+    """
 
     def __init__(
         self,
@@ -35,8 +40,12 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """``AllReduceCrossDeviceOps`` by hierarchical copy, with ``num_packs`` packs (at least 0).
 
-    ``reduction_groups``, lists of replica numbers or ``"processes"``, replaces the default groups,
-    the first n // 2 replicas and the rest; see ``AllReduceCrossDeviceOps``.
+    ``reduction_groups`` (lists of replica numbers, or ``"processes"``) replaces the default groups,
+    which are the first n // 2 replicas and the rest; see ``AllReduceCrossDeviceOps``.
+
+    Example:
+        >>> gr.HierarchicalCopyAllReduce(reduction_groups=[[0, 1], [2, 3]]).reduction_groups
+        ((0, 1), (2, 3))
     """
 
     def __init__(
@@ -102,25 +111,30 @@ def all_reduce(  # noqa: PLR0913  # the options of a one-line call
     The same as ``AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)``.
 
     Args:
-        grads: ``grads[device][tensor]``, lists, tuples or dicts of arrays or IndexedSlices, or of
-            more of these, or modules of PyTorch. A tensor that is None on every device stays None.
+        grads: ``grads[device][tensor]``: for each device a list, tuple or dict of arrays or
+            IndexedSlices, which may be nested, or a PyTorch module. A tensor that is None on every
+            device stays None.
         op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
-        mesh: whose devices. Default: ``gr.default_mesh()``.
-        coalesce: add rows of the same index of IndexedSlices.
-        output_type: kind of the results: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
+        mesh: the mesh of the devices. Default: ``gr.default_mesh()``.
+        coalesce: add rows of IndexedSlices that have the same index.
+        output_type: the kind of the results: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
             ``"buffer"``. Default: the kind of each tensor's first array.
-        out: arrays that the results are written into, nested as ``grads``.
+        out: arrays to write the results into, nested like ``grads``.
         wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which floats are
             transferred; see ``AllReduceCrossDeviceOps``.
-        deadline: seconds from now within which the devices must finish, else the mesh is marked as
-            failed.
+        deadline: seconds from now; if the devices take longer, the mesh fails.
 
     Returns:
-        The combined arrays, nested as they came. New memory; or ``out``.
+        The combined arrays, nested like ``grads``: in new memory, or ``out``.
 
     Raises:
         ValueError, TypeError, BackendUnavailableError, CollectiveError: what
             ``AllReduceCrossDeviceOps.all_reduce`` raises.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> gr.all_reduce([[np.array([1.0, 2.0])], [np.array([3.0, 6.0])]], mesh=mesh)
+        [[array([2., 4.])], [array([2., 4.])]]
     """
     return AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire_dtype).all_reduce(
         grads, op, coalesce=coalesce, output_type=output_type, out=out, deadline=deadline

@@ -1,4 +1,4 @@
-"""Values of other processes: exchanges their IndexedSlices, and copies one process's tensors."""
+"""Exchanges values with other processes: IndexedSlices of all, or tensors of one."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def slices_of_all(
 ) -> list[IndexedSlices]:
     """Returns the IndexedSlices of all replicas of all processes, in order, on ``device``.
 
-    The host waits, twice: for the numbers of rows, which may differ, and for the indices.
+    The host waits twice: for the numbers of rows, which may differ, and for the indices.
 
     Args:
-        device: of this process.
-        parts: this process's replicas, alike.
+        device: a device of this process.
+        parts: the replicas of this process, of one shape and dtype.
         mean: whether they will be divided, for the comparison with other processes.
-        coalesce: whether equal rows will be added, too.
-        names: of the tensor; empty: it has none.
-        compared: whether the name must be that of the other processes, too.
+        coalesce: whether equal rows will be added, for the same comparison.
+        names: the name of the tensor; empty if it has none.
+        compared: whether the name must equal those of the other processes, too.
     """
     what = {
         "call": "reduction of IndexedSlices",
@@ -47,12 +47,12 @@ def slices_of_all(
 
 
 def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) -> list[Part]:
-    """Returns the values of one process, each on the device of this process's own.
+    """Returns the values of one process, each on the device of this process's own value.
 
     Args:
-        rank: of that process.
-        parts: this process's values, which have the same shapes and dtypes; not written.
-        names: of the tensors; empty: they have none.
+        rank: the rank of that process.
+        parts: the values of this process, with the same shapes and dtypes; not written.
+        names: the names of the tensors; empty if they have none.
     """
     device = buffer_of(parts[0]).device
     group = device.mesh_state.process_group
@@ -83,12 +83,12 @@ def _described(part: Part) -> str:
 def _received(
     device: Device, parts: Sequence[IndexedSlices], num_parts: Sequence[int]
 ) -> list[IndexedSlices]:
-    """Sends values to all other processes; returns those of all, in order.
+    """Sends values to all other processes; returns the values of all, in order.
 
     Args:
-        device: where they go.
-        parts: this process's.
-        num_parts: how many values each process has.
+        device: the device of the results.
+        parts: the values of this process.
+        num_parts: the number of values of each process.
     """
     dense_shape, rows = parts[0].dense_shape, parts[0].values
     with device.mesh_state.launch_lock:
@@ -114,10 +114,11 @@ def first_replica(device: Device) -> int:
 
 
 def num_replicas_of(replicas: Sequence[Buffer]) -> int:
-    """Returns the number of replicas in all processes, of which these are this one's.
+    """Returns the number of replicas in all processes; ``replicas`` are those of this one.
 
     Raises:
-        ValueError: not one for each of this process's devices; the other processes' are unknown.
+        ValueError: there is not one replica for each device of this process. Then the number of the
+            other processes is unknown.
     """
     group = replicas[0].device.mesh_state.process_group
     if group is None:
@@ -131,7 +132,7 @@ def num_replicas_of(replicas: Sequence[Buffer]) -> int:
     return sum(group.counts)
 
 
-def described(  # noqa: PLR0913  # all that processes must agree in
+def described(  # noqa: PLR0913  # all values on which processes must agree
     settings: Any,
     gradients: Sequence[Sequence[Buffer]],
     divisor: float,

@@ -1,7 +1,7 @@
 """Profiles a reduction: its plan, lower bounds for its time, and what was measured.
 
-The plan comes from a dry run; the floor of a stage is its bytes divided by the copy bandwidth that
-is measured on this mesh; what was done is counted by the journal.
+The plan comes from a dry run. The lower bound of a stage is its bytes divided by the copy
+bandwidth, which is measured on this mesh. The journal counts what was done.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from gradreduce.device.command_list import Operation
 from .pipeline import PHASES
 from .plan import Counts, DryRun, ReducePlan
 
-# Bytes of a copy: more than a cache holds, and on a GPU so many that the host has queued the next
-# copy before one is over.
+# Bytes of a measured copy: more than a cache holds, and on a GPU enough that the host queues the
+# next copy before the present one ends.
 HOST_BYTES, GPU_BYTES = 64 << 20, 256 << 20
-ROUNDS = 5  # of which the fastest counts: the rates are for floors
+ROUNDS = 5  # the fastest counts, because lower bounds are computed from it
 
 
 def copy_bandwidth(device: Device, source: Device) -> float:
-    """Returns bytes per second of copies by ``device`` from a device's physical one.
+    """Returns bytes per second of copies by ``device`` from the physical device of ``source``.
 
-    They are measured when first needed, which may take a second, waits for the devices, and is in
-    the journals that are open. On simulated devices all memory is the host's: one rate,
-    np.copyto's by one thread, is used for all.
+    Measured at the first use, which may take a second, waits for the devices, and appears in open
+    journals. On simulated devices all memory is host memory: the bandwidth of np.copyto in one
+    thread is used for all.
     """
     is_sim, plans = device.mesh_state.backend == "sim", device.mesh_state.plans
     key = ("copy bandwidth", *((0, 0) if is_sim else (source.physical, device.physical)))
     if key not in plans:
         nbytes = HOST_BYTES if is_sim else GPU_BYTES
-        # Zeros, not empty: host memory that was never written is one page, and read from a cache.
+        # Zeros, not empty: the system maps unwritten host memory to one page, which a cache holds.
         src = (device if is_sim else source).zeros((nbytes,), "uint8")
         dst = device.zeros((nbytes,), "uint8")
         seconds = [_copy_seconds(device, dst, src) for _ in range(ROUNDS + 1)]
@@ -54,7 +54,7 @@ def _copy_seconds(device: Device, dst: Buffer, src: Buffer) -> float:
 
 
 STAGES = (*PHASES, "copies")
-# Not uploads: the plan of merging IndexedSlices is uploaded once and kept with them.
+# Without uploads: the index of merged IndexedSlices is uploaded once and kept.
 _COUNTED = ("launch", "copy", "collective", "exchange", "fill")
 
 
@@ -63,9 +63,9 @@ class Traffic:
     """Bytes that a stage moves according to the plan, by device and link.
 
     Attributes:
-        read: physical device -> bytes read in its memory, by whatever device.
-        written: the same, written.
-        links: (from, to) of physical devices -> bytes; of a collective, those of a ring.
+        read: physical device -> bytes that any device reads in its memory.
+        written: physical device -> bytes that any device writes in its memory.
+        links: (from, to) of physical devices -> bytes; a collective counts as a ring.
     """
 
     read: Counter[int] = field(default_factory=Counter)
@@ -74,7 +74,7 @@ class Traffic:
 
     @property
     def memory(self) -> Counter[int]:
-        """Bytes read and written in the memory of each physical device."""
+        """Returns the bytes read and written in the memory of each physical device."""
         return self.read + self.written
 
 
@@ -83,13 +83,13 @@ class Stage:
     """One of ``STAGES``: planned and measured counts, bytes, and a lower bound of its time.
 
     Attributes:
-        name: ``pack``: tensors into flat buffers. ``all-reduce``: everything that adds or divides,
-            on one device too. ``unpack``: results out of flat buffers; usually views, which need
-            no work; or results to other replicas. ``copies``: from device to device.
-        planned: counts of the dry run.
-        done: counts of the journal.
-        traffic: according to the plan.
-        floor_seconds: lower bound of its time: its bytes at the speed of a copy.
+        name: ``pack`` moves tensors into flat buffers. ``all-reduce`` adds and divides, also on one
+            device. ``unpack`` moves results out of flat buffers (usually they are views, which need
+            no work) or to other replicas. ``copies`` are copies from device to device.
+        planned: the counts of the dry run.
+        done: the counts of the journal.
+        traffic: the bytes of the plan.
+        floor_seconds: the lower bound of its time: its bytes at the speed of a copy.
     """
 
     name: str
@@ -101,16 +101,17 @@ class Stage:
 
 @dataclass(frozen=True)
 class Profile:
-    """A reduction's plan with lower bounds for its time, and what was measured; ``print`` it.
+    """A reduction's plan with lower bounds of its time, and measured times; ``print`` it.
 
     Attributes:
-        plan: which tensors are reduced together.
-        stages: in the order of ``STAGES``.
-        traffic: of all stages together.
-        floor_seconds: of all stages together: those of different devices and links may overlap.
-        seconds: from the call until all devices had finished.
-        host_seconds: until the call returned.
-        memory_bandwidth: physical device -> bytes read and written per second, by copies; of the
+        plan: the plan.
+        stages: the stages, in the order of ``STAGES``.
+        traffic: the bytes of all stages.
+        floor_seconds: the lower bound for all stages; work of different devices and links may
+            overlap.
+        seconds: the time from the call until all devices had finished.
+        host_seconds: the time until the call returned.
+        memory_bandwidth: physical device -> bytes per second that copies read and write, for
             devices of the plan.
         link_bandwidth: (from, to) of physical devices -> bytes per second, for links of the plan.
         differences: one line for each record that only the plan or only the journal has.
@@ -181,10 +182,10 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
     """Runs the reduction, and compares it with its plan.
 
     Args:
-        dry_run: of ``reduce``.
-        mesh: of the values.
-        reduce: runs it and returns the results, which are dropped. Called twice, so that what the
-            first call compiles, connects or allocates is not measured.
+        dry_run: the dry run of ``reduce``.
+        mesh: the mesh of the values.
+        reduce: runs the reduction and returns the results, which are dropped. Called twice;
+            compiling, connecting and allocating of the first call are not measured.
     """
     whole = mesh.devices[0].mesh
     reduce()
@@ -209,7 +210,7 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
     links = {link: copy_bandwidth(firsts[link[1]], firsts[link[0]]) for link in total.links}
 
     def floor(part: Traffic) -> float:
-        """Returns the lower bound of a time; devices and links overlap, except simulated ones."""
+        """Returns a lower bound: devices and links overlap, except simulated ones."""
         of_memory = [nbytes / memory[each] for each, nbytes in part.memory.items()]
         if whole.backend == "sim":
             return sum(of_memory)
@@ -244,15 +245,15 @@ def _stage_of(record: Record) -> str:
 
 
 def _add_traffic(total: Traffic, operation: Operation, mesh: Sequence[int]) -> None:
-    """Adds what an operation moves; of a collective over the links of a ring.
+    """Adds the bytes that an operation moves; a collective uses the links of a ring.
 
     Args:
-        total: is changed.
-        operation: any.
-        mesh: the physical device of each logical one.
+        total: the traffic, which is changed.
+        operation: the operation.
+        mesh: the physical device of each logical device.
     """
     record, rows = operation.records[0], operation.rows
-    # A copy may run on either of its ends: the bytes go from one to the other.
+    # A copy may run on either of its two devices; the destination's memory is written.
     home = rows[0][0].device.physical if record.kind == "copy" else mesh[record.device]
     for row in rows:
         for index, buffer in enumerate(row):

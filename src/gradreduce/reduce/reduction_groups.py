@@ -10,7 +10,7 @@ from gradreduce.errors import brief, listed
 
 from .arguments import as_count
 
-# Replica numbers of each group, in the order of its additions; the groups in that of theirs.
+# The replica numbers of each group, in the order of its additions; groups in the order of theirs.
 ReductionGroups = tuple[tuple[int, ...], ...]
 # The replicas of each process are one group.
 Processes = Literal["processes"]
@@ -20,8 +20,8 @@ def as_reduction_groups(reduction_groups: Any) -> ReductionGroups | Processes:
     """Checks the groups as far as possible without knowing the devices.
 
     Raises:
-        ValueError: something else, a number that is not a non-negative integer, one that is named
-            twice, or one left out below the largest: no number of replicas fits that.
+        ValueError: it is neither lists nor ``"processes"``, a number is not a non-negative integer
+            or is repeated, or a number below the largest is missing.
     """
     if isinstance(reduction_groups, str) and reduction_groups == "processes":
         return "processes"
@@ -51,10 +51,10 @@ def as_reduction_groups(reduction_groups: Any) -> ReductionGroups | Processes:
 def reduction_groups_of(
     num_replicas: int, reduction_groups: ReductionGroups | None = None
 ) -> ReductionGroups:
-    """Returns ``reduction_groups`` if given, else the first n // 2 replicas and the rest.
+    """Returns ``reduction_groups``; by default the first n // 2 replicas and the rest.
 
     Raises:
-        ValueError: ``reduction_groups`` names another number of replicas.
+        ValueError: ``reduction_groups`` is for another number of replicas.
     """
     if reduction_groups is None:
         split = num_replicas // 2

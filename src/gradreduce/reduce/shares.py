@@ -18,9 +18,10 @@ def reduced_shares(
     """Reduces checked requests; each replica of this process gets its rows of each result.
 
     Args:
-        settings: how it reduces.
+        settings: the settings of the reduction.
         reduce_op: see ``AllReduceCrossDeviceOps.reduce_scatter``.
-        requests: dense values on the devices of a mesh; the number of replicas divides their rows.
+        requests: dense values on the devices of a mesh; their number of rows is a multiple of the
+            number of replicas.
     """
     results: list[tuple[Buffer, ...]] = [()] * len(requests)
     for indices, counts in batches_of(requests, reduce_op)[0]:
@@ -44,7 +45,7 @@ def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple
     """Concatenates the replicas of checked requests on every device of this process.
 
     Args:
-        settings: how bytes are transferred.
+        settings: the settings of the transfer.
         requests: dense values on the devices of a mesh, not scalars.
     """
     if not requests:
