@@ -46,8 +46,9 @@ BLOCKS = {
 
 
 def printed_lines(block: str) -> list[str]:
-    """The expected output of its prints, from the comments beside them."""
-    return re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE)
+    """The expected output of its prints, from the comments beside them or on the next line."""
+    found = re.findall(r"^( *)print\(.*\)(?:  |\n\1)# (.*)$", block, re.MULTILINE)
+    return [comment for _, comment in found]
 
 
 def test_the_two_commands_are_there():
@@ -76,8 +77,8 @@ def test_every_block_runs_and_prints_what_its_comments_say(
 
 
 def test_comments_beside_prints_are_compared():
-    block = "print(1)  # 1\nfor x in y:\n    print(x)\n    print(f(x))  # [2 3]\n"
-    assert printed_lines(block) == ["1", "[2 3]"]
+    block = "print(1)  # 1\nfor x in y:\n    print(x)\n    print(f(x))  # [2 3]\nprint(4)\n# 4\n"
+    assert printed_lines(block) == ["1", "[2 3]", "4"]
     assert sum(len(printed_lines(block)) for path in PAGES for block in blocks_of(path)) > 15
 
 
