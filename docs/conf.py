@@ -33,6 +33,9 @@ html_theme = "furo"
 html_title = f"gradreduce {release}"
 html_copy_source = False
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+pygments_dark_style = "github-dark"
 toc_object_entries_show_parents = "hide"
 python_maximum_signature_line_length = 90
 
