@@ -1,6 +1,7 @@
 """Actors and workers on two nodes: ``python nodes_program.py SCENARIO FOLDER``.
 
-One node may be killed. Each node is a raylet of its own with its own object store, as on two machines.
+Each node is a raylet of its own with its own object store, as on two machines. One of them may be
+killed.
 """
 
 from __future__ import annotations

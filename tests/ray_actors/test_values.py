@@ -107,6 +107,35 @@ def test_other_float_dtypes_are_cast_when_asked(unique_name):
         assert dense.dtype == rows.values.dtype == np.float32
 
 
+@pytest.mark.torch
+@pytest.mark.jax
+@pytest.mark.exhaustive
+def test_gradients_of_pytorch_and_jax(unique_name):
+    import jax.numpy as jnp
+    import torch
+
+    sparse = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (5, 2), check_invariants=True)
+    specs = {"big": ("float32", BIG), "half": ("bfloat16", [3]), "rows": ("float32", [5, 2], True)}
+    with gr.ray.AccumulatorSet(specs, unique_name, "SUM", num_shards=2) as shared:
+        shared.apply_grads([torch.full(BIG, 2.0), jnp.ones(3, jnp.bfloat16), sparse])
+        rows = gr.IndexedSlices(jnp.ones((1, 2)), torch.tensor([3]))
+        shared.apply_grads([jnp.full(BIG, 3.0), torch.ones(3, dtype=torch.bfloat16), rows])
+        with pytest.raises(ValueError, match=r"the tensor requires grad: pass tensor.detach\(\)"):
+            shared.apply_grads([torch.ones(BIG, requires_grad=True), jnp.ones(3), sparse])
+        big, half, rows = shared.take_grads(2, timeout=30)
+    assert np.unique(big).tolist() == [5.0]
+    assert half.astype(np.float32).tolist() == [2.0] * 3
+    assert (rows.indices.tolist(), rows.values.tolist()) == ([1, 3], [[1.0] * 2, [2.0] * 2])
+    with gr.ray.AGNCenter(f"{unique_name}-center") as center:
+        for ones in (torch.ones(2), jnp.ones(2)):
+            getter = gr.AGNCustomGetter(gr.default_mesh()[0], center=center)
+            weights = gr.get_variable("w", ones, custom_getter=getter)
+            rule = gr.GradientDescentOptimizer(0.5)
+            optimizer = gr.AGNOptimizer(rule, 2, getter, communication_period=1)
+            optimizer.apply_gradients([(ones, weights)])
+        assert weights.numpy().tolist() == [0.0, 0.0]
+
+
 def rule_of_a_program() -> type[gr.Optimizer]:
     """Returns a class that is sent by value, as one of the program that runs."""
 
