@@ -71,6 +71,22 @@ def test_another_set_of_variables_is_planned_anew(modules):
     assert (first_array(modules, answer) == -0.75).all()
 
 
+def test_an_answer_that_is_not_sent_yet_does_not_change(modules):
+    state, push = state_of(modules, gr.MomentumOptimizer(1.0, 1.0))
+    saved = state.save()["center"]
+    answers = [push(["big"]), state.pull([["big"]]), state.slot_value("big", "momentum")]
+    answers.append(push(["big"]))
+    state.load_center(saved, None)
+    push(["big"])
+    arrays = [first_array(modules, each) for each in answers]
+    assert [array.min() for array in arrays] == [-0.5, -0.5, 0.5, -1.5]
+    assert [array.max() for array in arrays] == [-0.5, -0.5, 0.5, -1.5]
+    del answers, arrays
+    address = state._center.variables["big"].buffers[0].address
+    assert (first_array(modules, push(["big"])) == -1.5).all()
+    assert state._center.variables["big"].buffers[0].address == address  # no answer has it
+
+
 def test_a_push_after_a_load_updates_the_loaded_slots(modules):
     state, push = state_of(modules, gr.MomentumOptimizer(1.0, 1.0))
     saved = state.save()["center"]  # before the slots were made

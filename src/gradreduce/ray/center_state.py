@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from gradreduce.arrays.convert import converted
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import open_mesh
 from gradreduce.checkpoint import anything, checked, downloader, some_of
-from gradreduce.device import Buffer, Device, as_dtype
+from gradreduce.device import Buffer, Device, as_dtype, copied_to
 from gradreduce.optim.agn.center import CenterState, check_same_tensor
 from gradreduce.optim.agn.checkpoint import queued_center, ready_center
 from gradreduce.optim.agn.push import PushConfig, PushedVariable, PushPlan
@@ -119,7 +120,7 @@ class DensePush:
         self._sums = self._layout.packs(device)
         columns = [self._layout.moved(device, column) for column in zip(*rows, strict=True)]
         self._packs = columns[0] if columns else []  # the small variables
-        self._rows = [[each.buffers[0] for each in row] for row in rows]
+        self._rows = rows
         self._failed: Callable[[BaseException], None] = lambda error: None
         small = zip(*columns, strict=True)
         self._plan = self._planned(
@@ -133,11 +134,10 @@ class DensePush:
         self._failed = failed
         self._layout.upload(self._sums, message)
         names, alone = self.key.names, self._layout.alone(self._device, message)
-        rest = self._planned(
-            [(names[index], self._rows[index], total) for index, total in alone.items()]
-        )
+        rows = {index: [each.buffers[0] for each in self._rows[index]] for index in alone}
+        rest = self._planned([(names[index], row, alone[index]) for index, row in rows.items()])
         self._plan(scalars, partial(rest, scalars, lambda: None))
-        return self._layout.message_of(self._packs, [row[0] for row in self._rows])
+        return self._layout.message_of(self._packs, {index: row[0] for index, row in rows.items()})
 
     def _planned(
         self, updates: Sequence[tuple[str, Sequence[Buffer], Buffer]]
@@ -173,6 +173,7 @@ class CenterShardState(ShardState):
         self._shards: dict[str, int] = {}
         self._num_pushes = 0
         self._dense: DensePush | None = None  # the last one
+        self._answered: list[ref[np.ndarray]] = []  # arrays of answers
         # Launches a push by a Python rule, which was computed when it was checked.
         self._checked: Callable[[], None] | None = None
         # Slots of a snapshot, and the name of their rule, until a worker joins.
@@ -238,7 +239,7 @@ class CenterShardState(ShardState):
                 (launch or self._ready_push(names, request, message))()
             answer = self._values(names)
         self._num_pushes += 1
-        return answer._replace(value=(self._num_pushes, answer.value or frozenset()))
+        return self._sent(answer._replace(value=(self._num_pushes, answer.value or frozenset())))
 
     def _check_push(self, request: PushRequest) -> Optimizer:
         """Checks that a push can be made; returns the optimizer with the settings of the push."""
@@ -246,6 +247,7 @@ class CenterShardState(ShardState):
             raise NotJoinedError("the rule of the center is unknown: create an AGNOptimizer")
         self._check_known(request.names)
         self._center.check_usable()
+        self._keep_answers()
         vars(self._optimizer).update(request.settings)
         return self._optimizer
 
@@ -314,7 +316,9 @@ class CenterShardState(ShardState):
 
     def load_center(self, state: Mapping[str, Any], message: None) -> None:
         """Loads a state of the whole center."""
-        self._ready(state)()
+        load = self._ready(state)
+        self._keep_answers()
+        load()
         self._dense = self._saved_slots = None
         self._center.fault = None
 
@@ -331,7 +335,7 @@ class CenterShardState(ShardState):
         """Returns variables of this shard, each with its master if it has one."""
         self._check_known(names)
         found = self._values(names[self._shard])
-        return found._replace(value=(self._num_pushes, found.value))
+        return self._sent(found._replace(value=(self._num_pushes, found.value)))
 
     def _values(self, names: Sequence[str]) -> Message:
         """Returns variables of this shard; its value names those with a master."""
@@ -363,7 +367,24 @@ class CenterShardState(ShardState):
         variable = self._center.variables.get(name)
         found = None if variable is None else self._center.slot(variable, slot)
         buffers = [] if found is None else [found.buffers[0]]
-        return Layout(specs_of(buffers)).pack(self._device, buffers)
+        return self._sent(Layout(specs_of(buffers)).pack(self._device, buffers))
+
+    def _sent(self, answer: Message) -> Message:
+        """Notes the large arrays of an answer, which may be on the memory of variables."""
+        self._answered += [ref(array) for array in answer.bigs]
+        return answer
+
+    def _keep_answers(self) -> None:
+        """Moves variables whose memory is in an answer that Ray has not stored yet."""
+        arrays = [array for each in self._answered if (array := each()) is not None]
+        addresses, self._answered = {array.ctypes.data for array in arrays}, []
+        for each in self._held() if addresses else ():
+            if each.buffers[0].address in addresses:
+                each._buffers = (copied_to(self._device, each.buffers[0]),)
+
+    def _held(self) -> list[Variable]:
+        """Returns all variables and slots of this shard."""
+        return [*self._center.variables.values(), *self._center.slot_variables()]
 
     def shard_of(self, name: str) -> int:
         """Returns the shard of a variable."""

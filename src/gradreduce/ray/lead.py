@@ -27,7 +27,7 @@ from gradreduce.errors import BackendUnavailableError, CancelledError, log_warni
 
 from .cluster import NAMESPACE
 from .messages import Message
-from .shard import RetryError, Settings, Shard, stored
+from .shard import RetryError, Settings, Shard
 from .shard_state import Key, ShardState
 
 LEASE_SECONDS = 5.0  # a waiting take whose client has not asked again for so long is dropped
@@ -208,7 +208,7 @@ class Lead(Shard):
             checks = [(self._generation, self._number, command, arguments, message_id)]
             await self._from_others("check", checks * len(self._others))
             self._state.check(command, *arguments, message)
-        own = stored(self._execute(key, command, arguments, message))
+        own = self._execute(key, command, arguments, message)
         if not self._others:
             return [own]
         calls = [(self._generation, number, key, command, arguments, message_id)] * len(
@@ -278,7 +278,7 @@ class Lead(Shard):
             return await self._read(command, arguments)
 
     async def _read(self, command: str, arguments: Sequence[Any]) -> list[Any]:
-        own = stored(getattr(self._state, command)(*arguments))
+        own = getattr(self._state, command)(*arguments)
         calls = [(self._generation, self._number, command, arguments)] * len(self._others)
         return [own, *await self._from_others("read", calls)]
 

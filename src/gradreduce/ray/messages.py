@@ -8,7 +8,7 @@ bfloat16; both ends know shapes and dtypes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -178,7 +178,9 @@ class Layout:
 
         return pack
 
-    def message_of(self, packs: Sequence[Buffer], buffers: Sequence[Buffer]) -> Message:
+    def message_of(
+        self, packs: Sequence[Buffer], buffers: Sequence[Buffer] | Mapping[int, Buffer]
+    ) -> Message:
         """Returns a message of flat Buffers and of those tensors that travel alone.
 
         Waits for the device. See ``pack`` for what is not copied.

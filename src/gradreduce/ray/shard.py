@@ -50,18 +50,15 @@ class RetryError(RuntimeError):
 
 
 def stored(value: Any) -> Any:
-    """Returns what a command has returned, with the large arrays of a message in Ray's store.
-
-    Ray sends an answer later, when the next command may already change them.
-    """
+    """Returns an answer with its large arrays in Ray's store: the lead sends it on uncopied."""
     if isinstance(value, Message) and value.bigs:
         return value._replace(bigs=ray.put(list(value.bigs)))
     return value
 
 
 def fetched(value: Any) -> Any:
-    """Returns a value from ``stored``, with its large arrays, which are read-only."""
-    if isinstance(value, Message) and value.bigs:
+    """Returns an answer with its large arrays, which are read-only."""
+    if isinstance(value, Message) and isinstance(value.bigs, ray.ObjectRef):
         return value._replace(bigs=ray.get(value.bigs))
     return value
 
