@@ -1,8 +1,8 @@
 """The methods and operators of NumPy arrays, for Variables and traced values.
 
-Each ends in ``__array_ufunc__`` or ``__array_function__`` of its class. NumPy's functions find such
-a value by the same two protocols. Our functions that accept one (``gr.add_n``) are ``traceable``:
-they dispatch a call in the same way.
+Each calls ``__array_ufunc__`` or ``__array_function__`` of its class, like NumPy's functions. Our
+functions that accept such values (``gr.add_n``) are decorated with ``traceable``, and dispatch
+calls in the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def holds_traceable(value: Any) -> bool:
 def traceable(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorates ``function`` so that traced values and Variables handle the call.
 
-    They are found among the arguments and in lists and tuples of them.
+    Such values are found among the arguments, and in lists and tuples that are arguments.
     """
 
     @wraps(function)
@@ -64,7 +64,7 @@ def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(self, *args, **kwargs)
 
     method.__name__ = function.__name__
-    method.__doc__ = f"As of an array: ``np.{function.__name__}``."
+    method.__doc__ = f"Like the method of an array; see ``np.{function.__name__}``."
     return method
 
 
@@ -79,7 +79,7 @@ class Traceable(NDArrayOperatorsMixin):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Shape of the value."""
+        """The shape of the value."""
 
     @abstractmethod
     def numpy(self) -> Any:
@@ -89,16 +89,16 @@ class Traceable(NDArrayOperatorsMixin):
     def __array_function__(
         self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Runs ``function`` on arguments that contain this value: see NumPy's NEP 18."""
+        """Runs ``function`` on arguments that contain this value; see NumPy's NEP 18."""
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
+        """The number of dimensions."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -123,15 +123,15 @@ class Traceable(NDArrayOperatorsMixin):
         return index_into(self, index)
 
     def item(self, *index: Any) -> Any:
-        """The number, as a constant."""
+        """Returns one element as a Python number; in a loss a constant."""
         return self.numpy().item(*index)
 
     def tolist(self) -> Any:
-        """The numbers, as constants."""
+        """Returns the elements as a nested list of Python numbers; in a loss constants."""
         return self.numpy().tolist()
 
     def astype(self, dtype: Any, *, copy: bool = True) -> Any:
-        """As of an array; always a copy."""
+        """Like the method of an array; always copies."""
         return astype(self, dtype)
 
     def reshape(self: Any, *shape: Any, order: Any = "C") -> Any:

@@ -1,7 +1,7 @@
-"""Compares the copies of variables and modules, on the devices and in the processes of a mesh.
+"""Compares the copies of variables and modules on all devices and processes of a mesh.
 
-Each process hashes its copies, and all exchange the hashes: of tensors, then of the parts of the
-first tensor that differs, and of the parts of the first such part, down to one element.
+Each process hashes its copies, and all processes exchange the hashes: first of whole tensors, then
+of the parts of the first tensor that differs, then of the parts of that part, down to one element.
 """
 
 from __future__ import annotations
@@ -22,34 +22,39 @@ from .distributed import DistributedValues
 from .indexed_slices import IndexedSlices
 from .variable import Variable
 
-_PARTS = 1024  # of a tensor, that are hashed one by one
+_PARTS = 1024  # the number of parts of a tensor that are hashed separately
 
 
 def assert_mirrored(values: Any, mesh: Mesh | None = None) -> None:
     """Raises unless all copies of each tensor have the same bits.
 
-    Over several processes every process makes this call, and all raise alike. NaN equals NaN, and
-    0.0 differs from -0.0. The host waits for the tensors and copies each to host memory.
+    With several processes, every process makes this call, and all raise the same error. NaN equals
+    NaN, and 0.0 differs from -0.0. The host waits for the tensors and copies each to host memory.
 
     Args:
-        values: a Variable or ``Mirrored``, or a list of these: their copies on all devices of all
-            processes. A list of PyTorch modules, the replicas, or a ``gr.torch.DataParallel``, or
-            one module: their parameters, also in all processes of ``mesh``. Buffers of modules,
-            such as running statistics, are not compared.
-        mesh: of modules; with one module it must be given. Variables have one.
+        values: a Variable, a ``Mirrored`` or a list of these: compares their copies on all devices
+            of all processes. Or PyTorch modules: a list of replicas, a ``gr.torch.DataParallel``,
+            or one module: compares their parameters, also with those of the other processes of
+            ``mesh``. Buffers of modules, such as running statistics, are not compared.
+        mesh: the mesh of PyTorch modules; required for one module. Not needed for Variables.
 
     Raises:
-        AssertionError: a tensor differs. The message has the name of the first one, the first
-            element that differs and its two values, with their replicas; or the two shapes, dtypes
-            or names, if these differ.
-        TypeError: ``values`` is something else, or has IndexedSlices.
+        AssertionError: a tensor differs. The message names the first such tensor, its first element
+            that differs, and the two values with their replicas; or the two shapes, dtypes or names
+            if these differ.
+        TypeError: ``values`` is something else, or contains IndexedSlices.
         ValueError: ``values`` is empty, or one module without ``mesh``.
-        InvalidArgumentError: another process makes another call; the mesh has failed.
+        InvalidArgumentError: another process makes another call. The mesh has failed.
 
-    Example::
-
-        gr.assert_mirrored(step.variables)
-        gr.assert_mirrored(net, mesh)  # one module in each process
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> w = gr.Variable([1.0, 2.0], "w", device=mesh)
+        >>> gr.assert_mirrored([w])
+        >>> w.buffers[1].array[0] = 7.0  # damage a copy
+        >>> gr.assert_mirrored([w])
+        Traceback (most recent call last):
+            ...
+        AssertionError: 'w'[0] differs: 1.0 in replica 0, 7.0 in replica 1
     """
     copies, leader = _copies_of(values, mesh)
     group = None if leader is None else leader.mesh_state.process_group
@@ -67,15 +72,15 @@ class _Copy(NamedTuple):
     """One replica of all tensors.
 
     Attributes:
-        names: of the tensors.
-        tensors: of any library.
+        names: the names of the tensors.
+        tensors: arrays of any library.
     """
 
     names: list[str]
     tensors: list[Any]
 
     def array(self, index: int) -> np.ndarray:
-        """Returns a tensor in host memory, flat, with one NaN for all."""
+        """Returns a tensor in host memory, flat, with the same bits for every NaN."""
         found = np.ascontiguousarray(host_array(self.tensors[index])).reshape(-1)
         if found.dtype.kind in "fcV":  # bfloat16 is of kind V
             is_nan = np.isnan(found)
@@ -85,12 +90,12 @@ class _Copy(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What is compared of a replica.
+    """The data of a replica that is compared.
 
     Attributes:
-        process: which has it, for errors; empty: there is one.
-        tensors: the name, dtype and shape of each.
-        digests: of each.
+        process: the process that has it, for errors; empty if there is one process.
+        tensors: texts with name, dtype and shape of each tensor.
+        digests: the hash of each tensor.
     """
 
     process: str
@@ -108,7 +113,7 @@ class _Row(NamedTuple):
 
 
 def _copies_of(values: Any, mesh: Mesh | None) -> tuple[list[_Copy], Device | None]:
-    """Returns the replicas of this process, and the device that exchanges with the others."""
+    """Returns the replicas of this process, and the device for exchanges with other processes."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={brief(mesh)} must be a Mesh; gr.open_mesh() opens one")
     modules = _modules_of(values, mesh)
@@ -165,12 +170,12 @@ def _digest(array: np.ndarray) -> int:
 
 
 def _difference(copies: Sequence[_Copy], own: list[_Row], leader: Device | None) -> str | None:
-    """Describes the first difference between the copies of all processes; None without any.
+    """Describes the first difference between the copies of all processes; None if there is none.
 
     Args:
-        copies: of this process.
-        own: what is compared of them.
-        leader: exchanges with the other processes; None: there are none.
+        copies: the copies of this process.
+        own: their compared data.
+        leader: the device for exchanges with other processes; None: one process.
     """
     rows = [_Row(*row) for row in _of_all(own, leader)]
     names = [f"replica {replica}{row.process}" for replica, row in enumerate(rows)]
@@ -200,7 +205,7 @@ def _difference(copies: Sequence[_Copy], own: list[_Row], leader: Device | None)
 
 
 def _of_all(own: list[Any], leader: Device | None) -> list[Any]:
-    """Returns the entries of the lists of all processes, which JSON can write."""
+    """Returns the entries of the lists of all processes; they are JSON values."""
     if leader is None:
         return own
     group = leader.mesh_state.process_group
@@ -212,7 +217,7 @@ def _of_all(own: list[Any], leader: Device | None) -> list[Any]:
 
 
 def _first_unequal(rows: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Returns the first column that differs, and the first row that differs from row 0 there."""
+    """Returns the first column that differs, and its first row that differs."""
     for column, entries in enumerate(zip(*rows, strict=True)):
         for row, entry in enumerate(entries):
             if entry != entries[0]:

@@ -1,6 +1,6 @@
-"""Orders one public call with its caller's streams, each stream once per device and direction.
+"""Synchronizes a public call with its caller's streams, once per device and direction.
 
-Knows handles of streams and the devices whose queues they are ordered with, but no arrays.
+This module knows stream handles and devices, but no arrays.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class _Scope:
     """State of the outermost ``StreamScope`` of a thread.
 
     Attributes:
-        done: what was done with which streams; see ``is_first``.
+        done: the steps that were done with each stream; see ``is_first``.
         inputs: the current streams of the libraries whose arrays were passed in: a device of the
-            GPU, the stream, which must not end before it has been told to wait, and whether an
-            array was read already.
-        frame: in which it was opened.
-        read: callers' arrays that were passed in to be read, or were read.
+            GPU, the stream (kept alive until it waits for the call), and whether an array was read
+            already.
+        frame: the frame in which the scope was opened.
+        read: the blocks of callers' arrays that are read.
     """
 
     __slots__ = ("done", "frame", "inputs", "read")
@@ -44,7 +44,7 @@ class _Scope:
 
 
 class _ThreadScopes(threading.local):
-    """This thread's open scope, and the one that a ``SuspendedScope`` has suspended."""
+    """This thread's open scope, and the scope that a ``SuspendedScope`` has suspended."""
 
     scope: _Scope | None = None
     suspended: _Scope | None = None
@@ -54,27 +54,28 @@ _thread = _ThreadScopes()
 
 
 class StreamScope:
-    """Context in which each caller's stream is synchronized once per device and direction.
+    """Context manager: synchronizes each caller's stream once per device and direction.
 
-    Contexts nest; the outermost counts. A wait between streams is two driver calls, and a call may
-    have hundreds of arrays. One wait serves all inputs, because they existed before the call
-    began, and one all outputs, if all work is queued before the first is returned: so no launch
-    belongs between two outputs, and the caller's own code inside only in a ``SuspendedScope``.
-    Not so where only the sharing itself makes a stream wait (JAX's).
+    Contexts nest; the outermost counts. A wait between streams takes two driver calls, and a call
+    may have hundreds of arrays. One wait is enough for all inputs, because they existed before the
+    call began. One wait is enough for all outputs, if all work is queued before the first output is
+    returned. So no launch may come between two outputs, and the caller's own code may run only in a
+    ``SuspendedScope``. JAX arrays are an exception: only sharing an array makes a stream wait.
 
-    The caller may overwrite inputs as soon as the call has returned: each stream that has an input
-    and no output waits for our queue at the end. So everything that reads belongs inside.
+    The caller may overwrite inputs as soon as the call has returned: each stream of an input that
+    has no output waits for our queue at the end. So all work that reads inputs must be queued
+    inside.
 
     Args:
-        reads: False where arrays are only stored, to be read by a later call: only those that had
-            to be copied were read.
+        reads: False if arrays are only stored for a later call; then only copied arrays count as
+            read.
     """
 
     def __init__(self, *, reads: bool = True) -> None:
         self._reads = reads
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Decorates a function, each call of which gets a scope of its own."""
+        """Decorates a function so that each call has its own scope."""
         reads = self._reads
 
         @wraps(function)
@@ -98,9 +99,9 @@ class StreamScope:
 
 
 def _is_open(scope: _Scope, frame: FrameType | None) -> bool:
-    """Whether a scope is in use; False if Ctrl-C kept it from being closed.
+    """Whether a scope is in use; False if Ctrl-C prevented its closing.
 
-    What it synchronized does not count for a later call.
+    The waits of such a scope must not count for a later call.
     """
     while frame is not None:
         if frame is scope.frame:
@@ -110,10 +111,10 @@ def _is_open(scope: _Scope, frame: FrameType | None) -> bool:
 
 
 class SuspendedScope:
-    """Suspends the ``StreamScope`` around the caller's own code, whose calls open their own.
+    """Suspends the ``StreamScope`` while the caller's own code runs.
 
-    That code may queue work on its streams that nothing waits for yet, and read outputs. Inputs
-    that it passes outside a call of its own are released by the suspended scope.
+    That code may queue more work on its streams, and may read outputs. Its calls open scopes of
+    their own. Inputs that it passes outside of such a call are released by the suspended scope.
     """
 
     def __enter__(self) -> None:
@@ -132,10 +133,10 @@ def is_first(step: Step, device: Device, stream: Stream) -> bool:
     """Whether this call does a step with ``stream`` on the GPU for the first time.
 
     Args:
-        step: ``"check"`` it for graph capture, ``"enter"``: our queue waits for it, or ``"leave"``:
-            it waits for our queue.
-        device: any of that GPU.
-        stream: of the caller.
+        step: ``"check"``: look whether the stream captures a graph; ``"enter"``: our queue waits
+            for the stream; ``"leave"``: the stream waits for our queue.
+        device: any device of that GPU.
+        stream: the caller's stream.
     """
     scope = _thread.scope
     if scope is None:
@@ -148,7 +149,7 @@ def is_first(step: Step, device: Device, stream: Stream) -> bool:
 
 
 def record_input(device: Device, stream: Stream, *, read: bool = False) -> None:
-    """Notes that this call reads an array of ``stream``, or has ``read`` it (copied) already."""
+    """Records that this call reads an array of ``stream``; ``read``: has copied it already."""
     scope = _thread.scope or _thread.suspended
     if scope is not None:
         place = _place(device, stream)
@@ -169,7 +170,7 @@ def keep_alive(block: Block) -> None:
 
 
 def keep_alive_longer(block: Block) -> None:
-    """Keeps a caller's array alive beyond this call, since later work reads it too."""
+    """Keeps a caller's array alive beyond this call, because later work reads it too."""
     if _thread.scope is not None and hasattr(block, "remains"):
         _thread.scope.read.discard(block.remains)
 
@@ -177,7 +178,7 @@ def keep_alive_longer(block: Block) -> None:
 def release_inputs() -> None:
     """Makes the streams of all inputs wait for the queued work that reads them.
 
-    For a block that defers Ctrl-C, since an interrupt after it may come before the call ends.
+    Used in a block that defers Ctrl-C, because Ctrl-C may come after it and before the call ends.
     """
     scope = _thread.scope
     if scope is not None and scope.inputs:
@@ -189,7 +190,7 @@ def release_inputs() -> None:
 def _release_inputs(scope: _Scope, reads: bool) -> None:
     """Makes the streams of all inputs wait for the queues that read them.
 
-    From then on only their blocks hold those arrays. Otherwise one step's gradients would stay in
+    Afterwards only their blocks keep the arrays alive. Otherwise one step's gradients would stay in
     memory until the next call.
     """
     waiting = reads

@@ -1,10 +1,12 @@
 """Converts arrays of NumPy, CuPy, PyTorch and JAX to Buffers and back.
 
-Only this module, ``convert_gpu.py`` (arrays on GPUs) and ``flat_arrays.py`` know other array
-libraries. They never import one: a caller who passes its arrays has imported it, so it is in
-``sys.modules``. On simulated devices arrays are passed as NumPy arrays on the same host memory.
+Only this module, ``convert_gpu.py`` (arrays on GPUs) and ``flat_arrays.py`` use other array
+libraries.
 
-bfloat16 crosses as a 16-bit view: neither NumPy's DLPack nor PyTorch's ``numpy()`` knows it.
+They do not import them: a caller who passes an array has imported its library, which is then in
+``sys.modules``. On simulated devices arrays are shared as NumPy arrays on the same host memory.
+bfloat16 is passed as a 16-bit view, because neither NumPy's DLPack nor PyTorch's ``numpy()``
+supports it.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from .convert_gpu import (
 from .types import OutputType
 
 _OUTPUT_TYPES = get_args(OutputType)
-# How the arrays of a caller differ from the Buffers: these have their axes in this order.
+# The order of a caller's axes in the Buffer; None: the same.
 Form = tuple[int, ...] | None
 _MODULES: dict[str, Kind] = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
-_ONLY_OF_ARRAYS = {"cupy": "get", "torch": "layout", "jax": "devices"}  # of that library's classes
+_ONLY_OF_ARRAYS = {"cupy": "get", "torch": "layout", "jax": "devices"}  # attributes of arrays only
 
 
 def kind_of(value: Any) -> Kind:
@@ -49,7 +51,7 @@ def kind_of(value: Any) -> Kind:
     return _kind_of_class(type(value))  # type: ignore[arg-type]  # classes are hashable
 
 
-@cache  # subclasses and tracers of a library are its arrays too
+@cache  # a library's subclasses and tracers count as its arrays
 def _kind_of_class(cls: type) -> Kind:
     if issubclass(cls, Buffer):
         return "buffer"
@@ -68,11 +70,11 @@ def _kind_of_class(cls: type) -> Kind:
 
 
 def as_result_kind(output_type: str | None, kind: Kind, device: Device | None = None) -> Kind:
-    """Returns the kind of the results: ``output_type`` if given, else ``kind``.
+    """Returns the kind of the results: ``output_type`` if not None, else ``kind``.
 
     Raises:
-        ValueError: an unknown name, a library that is not imported, or CuPy for a simulated
-            ``device``.
+        ValueError: the name is unknown, the library is not imported, or it is CuPy and ``device``
+            is simulated.
     """
     if output_type is None:
         return kind
@@ -93,10 +95,10 @@ def as_result_kind(output_type: str | None, kind: Kind, device: Device | None = 
 
 
 def as_view_kind(output_type: str | None, device: Device | None, use: str) -> Kind:
-    """Returns the kind of arrays on the memory of ``device``; ``use``: what they are for.
+    """Returns the kind of arrays on the memory of ``device``; ``use``: their use, for errors.
 
     Raises:
-        ValueError: what ``as_result_kind`` raises; JAX, or NumPy for a GPU.
+        ValueError: what ``as_result_kind`` raises; or the kind is JAX, or NumPy for a GPU.
     """
     kind = as_result_kind(output_type, "native", device)
     if kind == "jax":
@@ -109,7 +111,7 @@ def as_view_kind(output_type: str | None, device: Device | None, use: str) -> Ki
 
 
 def is_array(value: Any) -> bool:
-    """Whether ``value`` has a dtype of its own; lists and Python numbers have none."""
+    """Whether ``value`` has its own dtype; lists and Python numbers have none."""
     return hasattr(value, "dtype")
 
 
@@ -120,7 +122,7 @@ def is_module(cls: type) -> bool:
 
 
 def as_list(value: Any) -> Any:
-    """Returns a ``ModuleList`` of PyTorch as a list, anything else as it is."""
+    """Returns a ``ModuleList`` of PyTorch as a list, other values unchanged."""
     nn = getattr(sys.modules.get("torch"), "nn", None)
     return list(value) if nn is not None and isinstance(value, nn.ModuleList) else value
 
@@ -128,7 +130,7 @@ def as_list(value: Any) -> Any:
 def axis_order(array: Any) -> tuple[int, ...] | None:
     """Returns the axis order that makes an array contiguous; None for C order or gaps.
 
-    For a channels_last tensor (0, 2, 3, 1). None too for arrays of other libraries than NumPy,
+    For a channels_last tensor (0, 2, 3, 1). Also None for arrays of libraries other than NumPy,
     CuPy and PyTorch.
     """
     try:
@@ -136,7 +138,7 @@ def axis_order(array: Any) -> tuple[int, ...] | None:
         if kind == "torch":
             check_tensor(array)
     except TypeError:
-        return None  # whoever converts it says why
+        return None  # its conversion raises an error later
     if kind == "torch":
         if array.layout is not sys.modules["torch"].strided or array.is_contiguous():
             return None
@@ -172,7 +174,7 @@ def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_coo(value: Any) -> bool:
     """Whether ``value`` is a ``torch.sparse_coo`` tensor."""
-    if type(value) in (Buffer, np.ndarray):  # asking these for a missing attribute is slow
+    if type(value) in (Buffer, np.ndarray):  # for these, a missing attribute is slow to look up
         return False
     return getattr(value, "is_sparse", False) is True and hasattr(value, "sparse_dim")
 
@@ -181,7 +183,7 @@ def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
     """Returns shape and NumPy dtype of an array of any library, or of a Buffer.
 
     Raises:
-        TypeError: not an array, or a dtype that cannot be added.
+        TypeError: it is not an array, or its dtype cannot be added.
     """
     if type(array) is np.ndarray:
         return array.shape, as_dtype(array.dtype)
@@ -195,11 +197,11 @@ def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
 def host_array(value: Any) -> np.ndarray:
     """Returns ``value`` as a NumPy array of any dtype, possibly on the caller's memory.
 
-    Only to be read. Waits for the device of a Buffer or a GPU array.
+    Do not write it. Waits for the device of a Buffer or a GPU array.
 
     Raises:
-        TypeError: no array, number or nested list; or one without values of its own in memory.
-        ValueError: a nested list that is ragged.
+        TypeError: it is not an array, number or nested list, or has no values in memory.
+        ValueError: a nested list is ragged.
     """
     kind = kind_of(value)
     if kind == "buffer":
@@ -219,23 +221,22 @@ def host_array(value: Any) -> np.ndarray:
 def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> Buffer:
     """Converts ``value`` to a Buffer, on the same memory where possible.
 
-    The caller may overwrite it, in the order of the stream that was current in its library, when
-    the ``StreamScope`` around this has ended; so what reads it must be queued by then.
+    After the end of the enclosing ``StreamScope`` the caller may overwrite it, in the order of its
+    library's current stream; so all work that reads it must be queued inside the scope.
 
     Args:
-        value: a Buffer, which stays where it is; an array of NumPy, CuPy, PyTorch or JAX; a
-            number or nested list. One that is not contiguous is copied; one that is read-only is
-            an input and never written.
-        device: where a value in host memory goes. A GPU array stays on its GPU: on ``device`` if
-            that is there, else on the first logical device that is.
-        dtype: what numbers and lists become; arrays keep theirs. Default: NumPy's choice.
+        value: a Buffer, which stays on its device; an array of NumPy, CuPy, PyTorch or JAX; a
+            number or nested list. An array that is not contiguous is copied.
+        device: the device for a value in host memory. A GPU array stays on its GPU: on ``device``
+            if that is on the GPU, else on the GPU's first logical device.
+        dtype: the dtype of numbers and lists; arrays keep their own. Default: NumPy's choice.
 
     Raises:
         DeviceMismatchError: a Buffer of another mesh, or an array on a GPU outside the mesh.
-        TypeError: a dtype that cannot be added, no array at all, or one without values of its own
-            in memory: a tensor of a subclass, nested or sparse; an array that JAX is tracing.
-        ValueError: a tensor that requires grad, an array that JAX has deleted, a nested list that
-            is ragged, or numbers that are not of ``dtype``.
+        TypeError: the dtype cannot be added, the value is not an array, or its values are not in
+            its memory: a tensor of a subclass, nested or sparse; an array that JAX is tracing.
+        ValueError: a tensor requires grad, JAX has deleted the array, a nested list is ragged, or
+            numbers do not fit ``dtype``.
     """
     kind = kind_of(value)
     if kind == "buffer":
@@ -250,8 +251,8 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
         buffer, owner = device.put(value if is_array(value) else numbers(value, dtype)), "copy"
     else:
         buffer = _CONVERTERS[kind](value, device)
-    if buffer.array_owner is None:  # set already where the array was copied
-        block = buffer.block  # in the pool there are only copies, and flat buffers
+    if buffer.array_owner is None:  # set already if the array was copied
+        block = buffer.block  # pool memory contains only copies and flat buffers
         buffer.array_owner = "copy" if block.owned and block.gaps is None else owner
     return buffer
 
@@ -259,9 +260,9 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
 def from_buffer(buffer: Buffer, kind: Kind) -> Any:
     """Converts ``buffer`` to an array of ``kind``, on the same memory where possible.
 
-    Copied are: NumPy arrays of a GPU's memory, tensors of memory that is read-only, and JAX arrays
-    where JAX itself copies (bfloat16 in host memory, memory that is not aligned as it likes, and
-    64-bit types without its x64 mode, which it makes 32-bit ones: large integers lose their upper
+    These are copied: NumPy arrays of GPU memory, tensors of read-only memory, and JAX arrays that
+    JAX itself copies: bfloat16 in host memory, memory with another alignment than JAX wants, and
+    64-bit types without its x64 mode (JAX converts them to 32 bits: large integers lose their upper
     half).
 
     Raises:
@@ -286,8 +287,8 @@ def numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
     """Converts a number or nested list to a host array of ``dtype``.
 
     Raises:
-        TypeError: a dtype that cannot be added.
-        ValueError: a nested list that is ragged, or numbers that are not of ``dtype``.
+        TypeError: the dtype cannot be added.
+        ValueError: a nested list is ragged, or numbers do not fit ``dtype``.
     """
     array = np.asarray(value)
     if dtype is not None:
@@ -328,7 +329,7 @@ _UNSUPPORTED = {
 
 
 def check_tensor(tensor: Any) -> None:
-    """Raises ``TypeError`` unless the tensor is a plain one, whose memory holds its values."""
+    """Raises ``TypeError`` unless this is a plain tensor, whose memory contains its values."""
     why = _unsupported(type(tensor))  # type: ignore[arg-type]  # classes are hashable
     if why:
         raise TypeError(why)
@@ -338,7 +339,7 @@ def check_tensor(tensor: Any) -> None:
 
 @cache
 def _unsupported(cls: type) -> str:
-    """Returns why tensors of a class are not supported; empty: they are."""
+    """Returns why tensors of a class are not supported; empty if they are."""
     if cls.__name__ in _PLAIN and cls.__module__.partition(".")[0] == "torch":
         return ""
     for ancestor in cls.__mro__:
@@ -409,7 +410,7 @@ def _to_jax(array: Any) -> Any:
     """Converts a host array to a JAX array, without a copy if JAX can."""
     jax = sys.modules["jax"]
     if array.dtype == BFLOAT16 or not array.flags.writeable:
-        with jax.default_device(jax.devices("cpu")[0]):  # its own may be a GPU
+        with jax.default_device(jax.devices("cpu")[0]):  # JAX's default may be a GPU
             return jax.numpy.asarray(array)
     return jax.dlpack.from_dlpack(array)
 

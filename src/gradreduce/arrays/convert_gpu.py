@@ -1,7 +1,7 @@
 """Shares GPU arrays of CuPy, PyTorch and JAX with Buffers, in stream order.
 
-The only module that queries streams of other libraries. Imports no array library: a GPU array
-exists only if its library is in ``sys.modules``, and CuPy is there on every CUDA mesh.
+This is the only module that queries streams of other libraries. It imports no array library: a GPU
+array exists only if its library is in ``sys.modules``, and a CUDA mesh has imported CuPy.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from gradreduce.errors import DeviceMismatchError
 
 from .caller_streams import is_first, keep_alive, record_input
 
-# "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
-OWNED_BY_CALLER = ("torch", "cupy")  # JAX's arrays never change
-# "coo": rows that came as tensors of torch.sparse_coo, and go out so; dense results are PyTorch's.
+# "native": NumPy arrays and numbers; the results are NumPy arrays on the simulation, CuPy arrays on
+# GPUs.
+OWNED_BY_CALLER = ("torch", "cupy")  # JAX arrays never change
+# "coo": torch.sparse_coo tensors, also as results; dense results are PyTorch tensors.
 Kind = Literal["native", "numpy", "cupy", "torch", "jax", "buffer", "coo"]
 _INT16 = np.dtype("int16")
 _NOWHERE = nullcontext()
@@ -37,17 +38,18 @@ def adopt_cupy(array: Any, device: Device) -> Buffer:
 
 
 def adopt_torch(tensor: Any, device: Device) -> Buffer:
-    """Wraps a PyTorch tensor as a Buffer on its GPU that waits for PyTorch's current stream.
+    """Wraps a PyTorch tensor as a Buffer that waits for PyTorch's current stream.
 
-    It is shared by its address: DLPack would make CuPy's stream wait for PyTorch's each time.
+    The tensor is shared by its address: DLPack would make CuPy's stream wait for PyTorch's each
+    time.
 
     Raises:
         CaptureError: PyTorch's current stream is capturing a CUDA graph.
-        DeviceMismatchError: it is on a GPU outside the mesh, or the mesh is simulated.
-        TypeError: it has no memory of its own (in ``torch.func``), or a dtype that cannot be added.
+        DeviceMismatchError: the tensor is on a GPU outside the mesh, or the mesh is simulated.
+        TypeError: it has no memory of its own (in ``torch.func``), or its dtype cannot be added.
     """
     _check_on_gpu(device)
-    owner = tensor.detach()  # of the memory, also when the tensor gets another one
+    owner = tensor.detach()  # keeps the memory, also if the tensor gets other memory
     try:
         address = owner.data_ptr()
     except RuntimeError as error:
@@ -71,10 +73,10 @@ def not_readable(error: Exception) -> TypeError:
 
 
 def adopt_jax(array: Any, device: Device) -> Buffer:
-    """Wraps a JAX array, which nobody writes, as a Buffer on its GPU.
+    """Wraps a JAX array, which is immutable, as a Buffer on its GPU.
 
-    JAX shows no stream: DLPack makes CuPy's current stream wait for the array, and ours waits for
-    that one.
+    JAX does not expose streams: DLPack makes CuPy's current stream wait for the array, and our
+    queue waits for that stream.
 
     Raises:
         CaptureError: CuPy's current stream is capturing a CUDA graph.
@@ -95,8 +97,8 @@ def _check_on_gpu(device: Device) -> None:
 def wait_for_inputs(buffers: Iterable[Buffer]) -> None:
     """Makes a call wait for the streams of callers' arrays that it reads.
 
-    Those are the current streams of their libraries, as if the arrays (of a ``PerReplica``, say)
-    were passed in this call.
+    These are the current streams of their libraries, as if the arrays (for example of a
+    ``PerReplica``) were passed in this call.
     """
     external = [
         buffer
@@ -115,8 +117,8 @@ def wait_for_inputs(buffers: Iterable[Buffer]) -> None:
 def _adopt(array: Any, device: Device, stream: Stream, *, writable: bool = True) -> Buffer:
     """Wraps a CuPy array as a Buffer of the mesh, whose queue waits for ``stream``.
 
-    And ``stream`` for ours when the call ends, unless the array is immutable (JAX's): then
-    ``stream`` waits for this very array only now, so no earlier wait serves.
+    At the end of the call ``stream`` waits for our queue, unless the array is immutable (JAX). A
+    JAX array needs its own wait: CuPy's stream waits for this array only now.
     """
     gpu = int(array.device.id)
     if device.mesh_state.backend != "cuda":
@@ -139,12 +141,12 @@ def _adopt(array: Any, device: Device, stream: Stream, *, writable: bool = True)
     current = sys.modules["cupy"].cuda.get_current_stream(gpu)
     home.mesh_state.check_usable(home)
     _check_streams(home, stream)
-    with array.device:  # CuPy copies to the current GPU, in the order of its current stream
+    with array.device:  # CuPy copies on the current GPU and its current stream
         if stream is not current:
             event = sys.modules["cupy"].cuda.Event(disable_timing=True)
             sys.modules["cupy"].cuda.runtime.eventRecord(event.ptr, handle_of(stream))
             current.wait_event(event)
-            record_input(home, stream, read=True)  # by CuPy's stream, which ours waits for
+            record_input(home, stream, read=True)  # by CuPy's stream; ours waits for it
         array = array.copy()
     # Always wait: the copy is newer than any earlier wait.
     buffer = home.adopt(array, current, writable=writable)
@@ -167,7 +169,7 @@ def _current(gpu: int) -> Stream:
 
 
 def wait_for_current_stream(buffers: Iterable[Buffer], kind: Kind) -> None:
-    """Makes our queues wait for the current streams of the library of ``kind``, once per GPU."""
+    """Makes our queues wait for the current streams of a library, once per GPU."""
     devices = {(each.device.mesh_state, each.device.physical): each.device for each in buffers}
     for device in devices.values():
         device.wait_for_stream(current_of(device, kind))
@@ -176,8 +178,8 @@ def wait_for_current_stream(buffers: Iterable[Buffer], kind: Kind) -> None:
 def current_of(device: Device, kind: str) -> Stream:
     """Returns the current stream of the library of ``kind``: PyTorch's own, else CuPy's.
 
-    CuPy's as its object, which keeps the stream until what was shown to it can be used anew.
-    PyTorch's by its handle: those of its own never end.
+    CuPy's stream is returned as its object, which keeps the stream alive as long as memory waits
+    for it. PyTorch's is returned as a handle, because PyTorch's own streams never end.
     """
     if kind == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device.physical).cuda_stream)
@@ -185,7 +187,7 @@ def current_of(device: Device, kind: str) -> Stream:
 
 
 def on_gpu_of(device: Device | None) -> AbstractContextManager[Any]:
-    """Context in which CuPy uses the GPU of ``device``; no effect on simulated devices."""
+    """Context manager: CuPy uses the GPU of ``device``; no effect on simulated devices."""
     if device is None or device.mesh_state.backend != "cuda":
         return _NOWHERE
     gpu: AbstractContextManager[Any] = sys.modules["cupy"].cuda.Device(device.physical)
@@ -201,19 +203,19 @@ def from_gpu(buffer: Buffer, kind: Kind) -> Any:
         return as_tensor(shared, sys.modules["torch"].from_dlpack)
     if kind != "jax":
         return shared
-    with on_gpu_of(buffer.device):  # CuPy makes JAX wait for the stream current on this GPU
+    with on_gpu_of(buffer.device):  # CuPy makes JAX wait for the current stream of this GPU
         return sys.modules["jax"].dlpack.from_dlpack(shared)
 
 
 def as_tensor(array: Any, share: Callable[[Any], Any]) -> Any:
-    """Shares an array of NumPy or CuPy with PyTorch, which ``share`` does but for bfloat16."""
+    """Shares a NumPy or CuPy array with PyTorch by ``share``, also if it is bfloat16."""
     if array.dtype == BFLOAT16:
         return share(array.view(_INT16)).view(sys.modules["torch"].bfloat16)
     return share(array)
 
 
 def release_to(consumer: Stream, buffer: Buffer) -> Any:
-    """Makes a caller's stream wait for our queue; returns a CuPy array of the Buffer's memory."""
+    """Makes a caller's stream wait for our queue; returns the Buffer's CuPy array."""
     buffer.block.record_stream(consumer)
     waited = not is_first("leave", buffer.device, consumer)
     return buffer.device.release(buffer, consumer, waited=waited)

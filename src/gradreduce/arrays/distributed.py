@@ -25,15 +25,21 @@ from .convert_gpu import Kind
 from .indexed_slices import IndexedSlices, as_slices
 from .replica_context import current_replica
 
-Part = Buffer | IndexedSlices  # what lies on one device; the values of the second are a Buffer
+Part = Buffer | IndexedSlices  # the value on one device; IndexedSlices have a Buffer of values
 
 
 class ReduceOp(enum.Enum):
     """How replicas are combined (tf.distribute.ReduceOp).
 
     Attributes:
-        SUM: their sum.
-        MEAN: their sum, divided by how many there are.
+        SUM: the sum of the replicas.
+        MEAN: the sum divided by the number of replicas.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> grads = [[np.array([2.0])], [np.array([4.0])]]
+        >>> gr.all_reduce(grads, gr.ReduceOp.SUM, mesh=mesh)[0], gr.all_reduce(grads, mesh=mesh)[0]
+        ([array([6.])], [array([3.])])
     """
 
     SUM = "SUM"
@@ -43,30 +49,29 @@ class ReduceOp(enum.Enum):
 class DistributedValues(NotCopied):
     """One array on each of several devices; the base of ``PerReplica`` and ``Mirrored``.
 
-    ``len``, indexing and iteration are those of ``values``. NumPy makes an array of it only where
+    ``len``, indexing and iteration are those of ``values``. NumPy converts it to an array only if
     there is one device.
 
     Args:
-        values: one for each device: arrays of any library, numbers, nested lists, Buffers, or
-            IndexedSlices of these, or tensors of ``torch.sparse_coo``, whose rows are taken as
-            IndexedSlices. Shared, not copied, where they can be; so a call that reads them
-            comes behind what their library's current stream holds by then, and they may be written
-            again when it has returned. Dense arrays that all lie in another order than C's, such as
-            channels_last, are reduced as they lie, and so do the results; ``parts`` are copies.
-        mesh: whose devices, in order. Default: that of ``values`` if they are Buffers, else
-            ``gr.default_mesh()``.
-        devices: on these devices of the mesh instead of all; names such as ``"gpu:1"`` and
-            ``torch.device`` objects too, in ``mesh``, else in that of ``values`` if one is a
-            Buffer, else in ``gr.default_mesh()``.
-        name: of the tensor, such as ``"layers.0.weight"``: stands for it in errors, in plans and in
-            the flight record.
+        values: one for each device: arrays of any library, numbers, nested lists, Buffers,
+            IndexedSlices, or ``torch.sparse_coo`` tensors, which become IndexedSlices. Arrays are
+            shared, not copied, where possible: a call that reads them waits for their library's
+            current stream, and they may be written again when it has returned. Dense arrays that
+            all have the same axis order in memory, such as channels_last, are reduced in this
+            order, and the results have it too; ``parts`` are then copies in C order.
+        mesh: the mesh whose devices hold the values, in order. Default: the mesh of ``values`` if
+            they are Buffers, else ``gr.default_mesh()``.
+        devices: a part of the devices instead of all: Devices, names such as ``"gpu:1"``, or
+            ``torch.device`` objects. Names are looked up in ``mesh`` or its default.
+        name: the name of the tensor, such as ``"layers.0.weight"``, for errors, plans and the
+            flight record.
 
     Raises:
-        ValueError: no value, another number of values than devices, a device named twice, or one
-            that is not in the mesh.
-        DeviceMismatchError: a Buffer that does not lie on its device, or devices of two meshes.
-        TypeError: a value that is not an array or cannot be added, or a device that is not one.
-            An error about one value names its replica.
+        ValueError: there is no value, the numbers of values and devices differ, a device is
+            repeated or not in the mesh.
+        DeviceMismatchError: a Buffer is not on its device, or devices are of two meshes.
+        TypeError: a value is not an array or cannot be added, or a device is not a device. The
+            error names the replica.
     """
 
     _copy_hint = "pass NumPy arrays, [buffer.numpy() for buffer in value.buffers]"
@@ -76,14 +81,14 @@ class DistributedValues(NotCopied):
     )
 
     _name: str = ""
-    _key: str | int | None = None  # of the tensor of ``all_reduce``'s grads: name or number
+    _key: str | int | None = None  # the name or number of the tensor in ``all_reduce``'s grads
     _kept: Sequence[Any] | None = None  # the arrays of ``_keep_arrays``
     _is_sparse: bool | None = None
-    _external: bool = False  # whether any may be a caller's memory
+    _external: bool = False  # whether a value may be a caller's memory
     _form: Form = None  # the axis order of ``values`` in memory; None for C order
     _values: tuple[Any, ...] = ()  # a caller's arrays, if ``_form`` is not None
-    _copies: tuple[Part, ...] | None = None  # ``parts``, likewise; None: not made yet
-    _own: tuple[Any, ...]  # the parts on the memory of ``values``, with axes in its order
+    _copies: tuple[Part, ...] | None = None  # ``parts`` in that case; None: not made yet
+    _own: tuple[Any, ...]  # the parts on the memory of ``values``, with axes in memory order
     _devices: tuple[Device, ...]
     _kind: Kind
 
@@ -133,7 +138,7 @@ class DistributedValues(NotCopied):
                 parts.append(_placed(value, device))
             except (TypeError, ValueError) as error:
                 name = self._name_of(0, replica)
-                if self._key is None:  # alone it has no place
+                if self._key is None:  # a value on its own has no position
                     name = f"{self._name}: " * bool(self._name) + f"replica {replica}"
                 raise about(name, error) from None
         return tuple(parts)
@@ -150,11 +155,11 @@ class DistributedValues(NotCopied):
         """Wraps Buffers, or IndexedSlices of Buffers, one on each device.
 
         Args:
-            parts: with a ``form``, their axes are in this order.
-            kind: of ``values``.
-            form: the order of the axes of ``parts``, seen from ``values``; None: the same.
-            devices: of the parts, where they are known.
-            name: of the tensor.
+            parts: the Buffers or IndexedSlices; with a ``form``, their axes are in this order.
+            kind: the kind of ``values``.
+            form: the order in which ``parts`` have the axes of ``values``; None: the same.
+            devices: the devices of the parts, if the caller knows them.
+            name: the name of the tensor.
         """
         made = cls.__new__(cls)
         if name:
@@ -167,7 +172,7 @@ class DistributedValues(NotCopied):
 
     @classmethod
     def of_grads(cls, values: Sequence[Any], key: str | int, name: str, mesh: Mesh) -> Self:
-        """Wraps ``grads[device][key]`` of every device; errors use these names."""
+        """Wraps ``grads[device][key]`` of all devices; errors use ``key`` and ``name``."""
         made = cls.__new__(cls)
         made._devices = mesh.devices
         made._key, made._name = key, name
@@ -178,9 +183,9 @@ class DistributedValues(NotCopied):
         """Returns the name of this value, or of one of its replicas, for error messages.
 
         Args:
-            index: of this value in its batch.
-            replica: which of its replicas; None: all of them.
-            of: ``"grads"`` or ``"out"``: the argument that it came in.
+            index: the index of this value in its batch.
+            replica: the index of a replica; None: all of them.
+            of: ``"grads"`` or ``"out"``: the argument that contains it.
         """
         if self._key is not None:
             key = "" if self._key == "" else f"[{self._key!r}]"  # empty: not part of a tree
@@ -193,7 +198,7 @@ class DistributedValues(NotCopied):
         """Makes ``values`` return these arrays from now on, without synchronizing again.
 
         Args:
-            arrays: on the Buffers' own memory; default what ``values`` makes now.
+            arrays: arrays on the Buffers' own memory; default: the present result of ``values``.
         """
         self._kept = self.values if arrays is None else arrays
 
@@ -216,7 +221,7 @@ class DistributedValues(NotCopied):
     def _discard_copies(self) -> None:
         """Drops ``parts`` that are copies of ``values``; the next use copies again.
 
-        Each call that reads ``parts`` calls this first: the arrays may have been written since.
+        Each call that reads ``parts`` calls this first, because the arrays may have been written.
         """
         self._copies = None
 
@@ -229,7 +234,7 @@ class DistributedValues(NotCopied):
         return made
 
     def _with_parts(self, parts: Sequence[Part]) -> DistributedValues:
-        """Returns a value of other parts, named as this one."""
+        """Returns a value with other parts and the name of this one."""
         made = type(self).of(parts, name=self._name)
         made._key = self._key
         return made
@@ -247,7 +252,7 @@ class DistributedValues(NotCopied):
     @property
     def is_sparse(self) -> bool:
         """Whether any value is IndexedSlices."""
-        if self._is_sparse is None:  # asked several times in a reduction
+        if self._is_sparse is None:  # used several times in a reduction
             self._is_sparse = any([isinstance(part, IndexedSlices) for part in self._own])
         return self._is_sparse
 
@@ -256,7 +261,7 @@ class DistributedValues(NotCopied):
         """The Buffer on each device, in the order of ``devices``.
 
         Raises:
-            TypeError: a value is IndexedSlices; see ``parts``.
+            TypeError: a value is IndexedSlices; use ``parts``.
         """
         if self.is_sparse:
             raise TypeError(f"{self} contains IndexedSlices, which are no Buffers: use .parts")
@@ -279,7 +284,7 @@ class DistributedValues(NotCopied):
 
     @property
     def kind(self) -> Kind:
-        """The kind of the arrays in ``values``: that of the first value given."""
+        """The kind of the arrays in ``values``: the kind of the first value."""
         return self._kind
 
     @property
@@ -296,16 +301,16 @@ class DistributedValues(NotCopied):
         return self._as_result(0)
 
     def get(self, device: DeviceLike | None = None) -> Any:
-        """The value on ``device``; without one, that of the replica ``gr.replica`` names.
+        """Returns the value on ``device``; by default the value of the current ``gr.replica``.
 
-        Replica i is the i-th value. Outside a ``gr.replica`` the first value.
+        Replica i is the i-th value. Outside a ``gr.replica`` it is the first value.
 
         Args:
             device: a device, its name (``"gpu:1"``) or a ``torch.device``.
 
         Raises:
-            ValueError: no value lies on ``device``, or ``gr.replica`` names a replica that this
-                value does not have.
+            ValueError: no value is on ``device``, or this value does not have the replica of
+                ``gr.replica``.
             TypeError: ``device`` is not a device.
         """
         if device is None:
@@ -330,7 +335,7 @@ class DistributedValues(NotCopied):
         return iter(self.values)
 
     def __getitem__(self, place: SupportsIndex | slice) -> Any:
-        """The value of a replica, as in ``values``; of a slice a tuple of them."""
+        """Returns the value of a replica; for a slice a tuple of values."""
         if isinstance(place, slice):
             return self.values[place]
         try:
@@ -389,11 +394,28 @@ class DistributedValues(NotCopied):
 
 
 class PerReplica(DistributedValues):
-    """A value that differs from device to device, such as a gradient before the all-reduce."""
+    """A value that differs from device to device, such as a gradient before the all-reduce.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> value = gr.PerReplica([np.zeros(3), np.ones(3)], mesh, name="w")
+        >>> value
+        PerReplica(sim:0: float64[3], sim:1: float64[3])
+        >>> value[1]
+        array([1., 1., 1.])
+    """
 
 
 class Mirrored(DistributedValues):
-    """A value that is equal on every device, such as a gradient after the all-reduce."""
+    """A value that is equal on every device, such as a gradient after the all-reduce.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> value = gr.PerReplica([np.array([1.0]), np.array([5.0])], mesh)
+        >>> total = gr.HierarchicalCopyAllReduce().reduce(gr.ReduceOp.SUM, value, mesh)
+        >>> type(total).__name__, total.get("sim:1")
+        ('Mirrored', array([6.]))
+    """
 
 
 def _as_tuple(values: Any) -> tuple[Any, ...]:

@@ -38,7 +38,7 @@ def to_buffers(buffers: Sequence[Buffer], output_type: str | None) -> None:
 
 
 def from_buffers(buffers: Sequence[Buffer], output_type: str | None) -> None:
-    """Makes the library's current streams wait for our queues; host arrays: the host waits."""
+    """Makes the library's current streams wait for our queues; the host for host arrays."""
     for buffer in buffers:
         if output_type != "buffer":
             hand_over(buffer, as_result_kind(output_type, "native"))
@@ -80,7 +80,7 @@ def attached(
 
 
 def _named(row: Any, index: int) -> tuple[list[str], list[Any]]:
-    """Returns the names, if there are any, and the parameters of a device."""
+    """Returns the names (if any) and the parameters of a device."""
     if is_module(type(row)):
         row = row.named_parameters()
     if not isinstance(row, Iterable):
@@ -95,7 +95,7 @@ def _named(row: Any, index: int) -> tuple[list[str], list[Any]]:
 
 
 def _check_names(named: Sequence[Sequence[str]]) -> None:
-    """Raises ``ValueError`` unless the names of all devices are alike."""
+    """Raises ``ValueError`` unless the names are equal on all devices."""
     for index, own_names in enumerate(named):
         for one, other in zip(named[0], own_names, strict=False):
             if one != other:
@@ -110,7 +110,7 @@ def _name_of(replica: int, tensor: int, names: Sequence[str]) -> str:
 
 
 def _check_parameter(parameter: Any, name: str) -> None:
-    """Raises unless it is a PyTorch tensor whose ``.grad`` can be a view."""
+    """Raises unless this is a PyTorch tensor whose ``.grad`` can be a view."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(parameter, torch.Tensor):
         raise TypeError(f"{name} is {type(parameter).__name__}; pass a PyTorch tensor")
@@ -128,13 +128,14 @@ def _check_parameter(parameter: Any, name: str) -> None:
 class _AttachedGradients:
     """Keeps the ``.grad`` of parameters as views of one device's flat buffer.
 
-    Holds no parameter and no view: both hold the block, which holds this.
+    Does not keep parameters and views alive: they keep the block alive, which keeps this object
+    alive.
 
     Args:
-        replica: index of the device, for errors.
-        parameters: tensors of PyTorch.
-        views: what their gradients shall be.
-        names: of the parameters, for errors; empty: they have none.
+        replica: the index of the device, for errors.
+        parameters: PyTorch tensors.
+        views: the views that become their gradients.
+        names: the names of the parameters, for errors; empty if they have none.
     """
 
     def __init__(
@@ -154,14 +155,14 @@ class _AttachedGradients:
     def replaced(self) -> list[tuple[int, Any, Any]]:
         """Finds the parameters whose ``.grad`` is not in their view; see ``Attached``."""
         found = []
-        for tensor, (owner, address) in enumerate(self._rows):  # at each replay
+        for tensor, (owner, address) in enumerate(self._rows):  # runs in each replay
             parameter = owner()
             if parameter is not None:
                 grad = parameter.grad
                 try:
                     if grad.data_ptr() == address:
                         continue
-                except (AttributeError, RuntimeError):  # None, or without memory of its own
+                except (AttributeError, RuntimeError):  # None, or it has no own memory
                     pass
                 found.append((tensor, parameter, grad))
         for tensor, parameter, grad in found:
@@ -197,7 +198,7 @@ class _AttachedGradients:
                 if grad is None:
                     view.zero_()
                     if not parameter.requires_grad:
-                        continue  # frozen: by a .grad its optimizer would move it
+                        continue  # frozen: with a .grad its optimizer would change it
                 else:
                     view.copy_(grad.detach())
                 parameter.grad = view

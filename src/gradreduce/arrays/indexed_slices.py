@@ -1,7 +1,7 @@
 """IndexedSlices: rows of a larger array with their indices, the form of a sparse gradient.
 
 Indices are host data: they are checked, sorted and merged on the host, and only the plan of an
-addition goes to a device. Source: tf.IndexedSlices.
+addition is copied to a device. Source: tf.IndexedSlices.
 """
 
 from __future__ import annotations
@@ -37,32 +37,37 @@ from .convert_gpu import Kind
 from .replica_context import on_current_devices
 from .types import OutputType
 
-UNKNOWN = -1  # the first entry of a dense_shape of which only the others are known
+UNKNOWN = -1  # the first entry of a dense_shape whose number of rows is unknown
 
 
 class IndexedSlices:
     """Rows of a larger array: ``values[k]`` belongs to row ``indices[k]`` (tf.IndexedSlices).
 
-    Rows of the same index are terms of that row; rows that no index names are zero.
+    Rows with the same index are added; rows without an index are zero.
 
     Args:
-        values: the rows, ``(num_rows, …)``: an array of any library, a Buffer, or a nested list.
-            Kept, not copied, and never written. May be IndexedSlices itself, rows of the rows:
-            its indices are looked up in ``indices`` (TensorFlow's nested ones).
-        indices: the row number of each, ``(num_rows,)``, integers of any dtype and library, in any
-            order, repeated or not. Copied to the host, which waits for those on a GPU.
-        dense_shape: of the whole array, ``(rows, …)``; None if unknown, and -1 as its first entry
-            if only the others are known.
+        values: the rows, shape ``(num_rows, …)``: an array of any library, a Buffer, or a nested
+            list. Not copied and not written. May be IndexedSlices too, as in TensorFlow: then its
+            indices are positions in ``indices``.
+        indices: the row number of each row, shape ``(num_rows,)``: integers of any dtype and
+            library, in any order; may be repeated. Copied to the host, which waits for indices on a
+            GPU.
+        dense_shape: the shape of the whole array, ``(rows, …)``. None if unknown; the first entry
+            is -1 if only the number of rows is unknown.
 
     Raises:
-        TypeError: ``values`` is no array or cannot be added, or indices or an entry of
-            ``dense_shape`` are not integers (booleans are none).
-        InvalidArgumentError: (a ``ValueError``) ``values`` has no dimension, ``indices`` is not a
-            vector, there is not one for each row, one is negative or not below ``dense_shape[0]``,
-            or the shape of a row is not ``dense_shape[1:]``.
+        TypeError: ``values`` is not an array or cannot be added, or indices or an entry of
+            ``dense_shape`` are not integers (booleans are not).
+        InvalidArgumentError: (a ``ValueError``) ``values`` is a scalar, ``indices`` is not a vector
+            with one entry for each row, an index is negative or not below ``dense_shape[0]``, or
+            the shape of a row is not ``dense_shape[1:]``.
+
+    Example:
+        >>> gr.IndexedSlices(np.array([[1.0], [2.0], [4.0]]), [5, 0, 5], dense_shape=(8, 1))
+        IndexedSlices(indices=[5, 0, 5], values=float64[3, 1], dense_shape=(8, 1))
     """
 
-    _was_coo = False  # whether these are the rows of a tensor of torch.sparse_coo
+    _was_coo = False  # whether these are the rows of a torch.sparse_coo tensor
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
         rows = _as_indices(indices)
@@ -86,7 +91,7 @@ class IndexedSlices:
     def of(
         cls, values: Any, indices: Indices, dense_shape: tuple[int, ...] | None
     ) -> IndexedSlices:
-        """Makes IndexedSlices without checks; ``indices``, int64, becomes read-only."""
+        """Makes IndexedSlices without checks; ``indices`` (int64) becomes read-only."""
         made = cls.__new__(cls)
         indices.flags.writeable = False
         made._values, made._indices, made._dense_shape = values, indices, dense_shape
@@ -95,7 +100,7 @@ class IndexedSlices:
 
     @property
     def values(self) -> Any:
-        """The rows, as they were given."""
+        """The rows, as passed to the constructor."""
         return self._values
 
     @property
@@ -105,10 +110,10 @@ class IndexedSlices:
 
     @property
     def dense_shape(self) -> tuple[int, ...] | None:
-        """Shape of the whole array; None, or -1 as first entry, if unknown."""
+        """The shape of the whole array; None, or -1 as first entry, if unknown."""
         return self._dense_shape
 
-    shape = dense_shape  # an IndexedSlices stands for the whole array
+    shape = dense_shape  # IndexedSlices represent the whole array
 
     @property
     def is_known(self) -> bool:
@@ -127,23 +132,28 @@ class IndexedSlices:
 
     @property
     def kind(self) -> Kind:
-        """The kind of array that the values are."""
+        """The kind of array of the values."""
         return "coo" if self._was_coo else kind_of(self._values)
 
     @StreamScope()
     def coalesce(self, *, output_type: OutputType | None = None) -> IndexedSlices:
-        """Adds rows of the same index; the result has each index once, in rising order.
+        """Adds rows with the same index; the result has each index once, in ascending order.
 
-        Rows of the same index are added in the order in which they came, so that the bits are the
-        same every time; float16 and bfloat16 in float32, rounded once.
+        Rows are added in their order, so the bits are reproducible. float16 and bfloat16 are added
+        in float32 and rounded once.
 
         Args:
-            output_type: kind of the result's values: ``"numpy"``, ``"cupy"``, ``"torch"``,
+            output_type: the kind of the result's values: ``"numpy"``, ``"cupy"``, ``"torch"``,
                 ``"jax"`` or ``"buffer"``. Default: the kind of ``values``.
 
         Returns:
-            New IndexedSlices on the values' device (an array's: that of ``gr.replica``, else the
-            first), which share no memory with these.
+            New IndexedSlices in new memory on the values' device. Host arrays are put on the device
+            of ``gr.replica``, else the first.
+
+        Example:
+            >>> merged = gr.IndexedSlices(np.array([[1.0], [2.0], [4.0]]), [5, 0, 5]).coalesce()
+            >>> merged.indices.tolist(), merged.values.tolist()
+            ([0, 5], [[2.0], [5.0]])
         """
         kind = as_result_kind(output_type, self.kind)
         segments = plan_segments(self._indices)
@@ -152,16 +162,20 @@ class IndexedSlices:
 
     @StreamScope()
     def to_dense(self, *, output_type: OutputType | None = None) -> Any:
-        """Returns the whole array: rows of the same index added, zeros elsewhere.
+        """Returns the whole array: adds rows with the same index; other rows are zero.
 
         Args:
             output_type: see ``coalesce``.
 
         Returns:
-            A new array of shape ``dense_shape``, of the values' kind, dtype and device.
+            A new array of shape ``dense_shape``, with the values' kind, dtype and device.
 
         Raises:
             ValueError: ``dense_shape`` is unknown.
+
+        Example:
+            >>> gr.IndexedSlices(np.array([1.0, 2.0, 4.0]), [2, 0, 2], dense_shape=(4,)).to_dense()
+            array([2., 0., 5., 0.])
         """
         kind = as_result_kind(output_type, self.kind)
         return from_buffer(densified([self._in_buffer()])[0], kind)
@@ -172,15 +186,15 @@ class IndexedSlices:
         return IndexedSlices.of(rows, self._indices, self._dense_shape)
 
     def _as_result(self, kind: Kind) -> Any:
-        """Converts rows in a Buffer to ``kind``; "coo" makes a ``torch.sparse_coo`` tensor."""
+        """Converts rows in a Buffer to ``kind``; "coo" means a ``torch.sparse_coo`` tensor."""
         made = IndexedSlices.of(from_buffer(self._values, kind), self._indices, self._dense_shape)
         return made._as_coo() if kind == "coo" else made
 
     def _as_coo(self) -> Any:
         """Converts rows that are a tensor to ``torch.sparse_coo``, on the same memory.
 
-        The tensor is coalesced if every index comes once, in rising order. Without a known
-        ``dense_shape`` returns these IndexedSlices.
+        The tensor is marked as coalesced if every index occurs once, in ascending order. If
+        ``dense_shape`` is unknown, returns these IndexedSlices.
         """
         if not self.is_known:
             return self
@@ -207,7 +221,7 @@ def as_slices(tensor: Any) -> Any:
     """Converts a ``torch.sparse_coo`` tensor to IndexedSlices; returns anything else unchanged.
 
     Raises:
-        ValueError: a tensor of another ``sparse_dim`` than 1, or that requires grad.
+        ValueError: the tensor's ``sparse_dim`` is not 1, or it requires grad.
     """
     if not is_coo(tensor):
         return tensor
@@ -237,10 +251,10 @@ def coalesced(
 
     Args:
         values: the rows of each tensor.
-        segments: which of them become one, from ``plan_segments``.
-        outs: where the results go, on the devices of the values; default new Buffers of their
+        segments: the rows of each that are added, from ``plan_segments``.
+        outs: Buffers for the results, on the devices of the values; default: new Buffers of their
             dtypes.
-        into: for each tensor the row of each segment in its result; default one after another.
+        into: for each tensor the row of each segment in its result; default: one after the other.
         divisors: for each tensor a number, or a float64 array with one for each segment.
     """
     if outs is None:
@@ -291,14 +305,14 @@ def check_indices(indices: Indices, dense_shape: tuple[int, ...] | None) -> None
 def _as_indices(value: Any) -> Indices:
     """Copies row numbers to a read-only int64 array on the host, and checks them."""
     indices = host_array(value)
-    if isinstance(value, list | tuple) and not value:  # which says nothing of its dtype
+    if isinstance(value, list | tuple) and not value:  # an empty list has no dtype
         indices = indices.astype("int64")
     if indices.dtype.kind not in "iu":
         raise TypeError(f"indices must be integers, got {indices.dtype}")
     if indices.ndim != 1:
         raise InvalidArgumentError(f"indices must be a vector, got shape {list(indices.shape)}")
     made = indices.astype("int64")
-    if len(made) and made.min() < 0:  # uint64 beyond int64 is negative now
+    if len(made) and made.min() < 0:  # uint64 above int64 has become negative
         index = int(made.argmin())
         raise InvalidArgumentError(
             f"indices[{index}] = {indices[index]} is negative, or too large for int64"
@@ -308,7 +322,7 @@ def _as_indices(value: Any) -> Indices:
 
 
 def _looked_up(inner: IndexedSlices, outer: Indices) -> Indices:
-    """Returns the row numbers of nested IndexedSlices, whose indices point into ``outer``."""
+    """Returns the row numbers of nested IndexedSlices: their indices are positions in ``outer``."""
     if inner.dense_shape is not None and inner.dense_shape[0] not in (UNKNOWN, len(outer)):
         raise InvalidArgumentError(
             f"got {len(outer)} indices for values of dense_shape {inner.dense_shape}; pass one for "

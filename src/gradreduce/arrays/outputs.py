@@ -33,14 +33,14 @@ class Out(NamedTuple):
     """A caller's array that a call writes.
 
     Attributes:
-        array: as it came.
-        kind: of array.
-        buffer: what to write, of its shape and dtype on the device asked for. On the array's own
-            memory, except where ``copied`` is set.
-        copied: the array, where its own memory cannot be written: it is not in C order, or
-            commands are deferred and cannot be ordered with the host. ``buffer`` is new memory
-            then, and ``release_outputs`` copies it to the array.
-        address: of the caller's own memory.
+        array: the caller's array.
+        kind: the kind of the array.
+        buffer: the Buffer to write, with the array's shape and dtype. It is on the array's own
+            memory, unless ``copied`` is set.
+        copied: the array, if its memory cannot be written directly: it is not in C order, or it is
+            in host memory and commands are deferred. Then ``buffer`` is new memory, and
+            ``release_outputs`` copies it to the array. Else None.
+        address: the address of the caller's memory.
     """
 
     array: Any
@@ -59,23 +59,26 @@ def as_out(
 ) -> Out:
     """Wraps a caller's array as a Buffer to write; call ``release_outputs`` when all is queued.
 
-    Our compute queue waits for the stream that is current in the array's library, once for each
-    ``StreamScope``. What lies in a flat buffer of ``device`` is written on the block of that.
+    Our compute queue waits for the current stream of the array's library, once for each
+    ``StreamScope``. For an array in a flat buffer of ``device``, the result is a view of that flat
+    buffer.
 
     Args:
-        array: a Buffer; a NumPy array or CPU tensor, for the simulation; a CuPy array or CUDA
-            tensor, for GPUs. Dense; with its axes in ``order`` of exactly this shape and dtype.
-        device: where it lies: for a Buffer its own device, else one of the GPU's logical devices.
-        shape: of what will be written.
-        dtype: of what will be written.
-        order: of the axes of the array in what is written; None: its own.
+        array: a Buffer; for the simulation a NumPy array or CPU tensor; for GPUs a CuPy array or
+            CUDA tensor. It must be dense, and have this shape (with its axes in ``order``) and
+            dtype.
+        device: the device of the array: for a Buffer its own device, else one of the GPU's logical
+            devices.
+        shape: the shape of the result.
+        dtype: the dtype of the result.
+        order: the order of the array's axes in the result; None: unchanged.
 
     Raises:
-        TypeError: not an array, an immutable one (JAX's), or one whose library has no current
-            stream to query.
-        ValueError: another shape or dtype; read-only, not dense, a tensor that requires grad
-            (outside ``torch.no_grad()``, or no leaf), or a lazy view of one.
-        DeviceMismatchError: it lies elsewhere, or in the flat buffer of another device.
+        TypeError: it is not an array, is immutable (JAX), or its library has no current stream to
+            query.
+        ValueError: it has another shape or dtype, is read-only or not dense, requires grad (outside
+            ``torch.no_grad()``, or as a non-leaf tensor), or is a lazy view.
+        DeviceMismatchError: it is on another device, or in the flat buffer of another device.
     """
     kind = kind_of(array)
     if kind == "jax" or (kind == "native" and not isinstance(array, np.ndarray)):
@@ -103,8 +106,8 @@ def overlaps(
     """Finds arrays that share memory.
 
     Returns:
-        Pairs of outs that share a byte; and, if there are none, each input that shares one with an
-        out, and the first such out. All by their indices.
+        Pairs of outs that share a byte. If there are none, pairs of an input and the first out that
+        share a byte. All as indices.
     """
     starts = np.array([out.address for out in outs], np.int64)
     sizes = np.array([out.buffer.nbytes for out in outs], np.int64)
@@ -114,7 +117,7 @@ def overlaps(
     shared = np.flatnonzero(starts[1:] < stops[:-1])
     begins = np.array([part.address for part in inputs], np.int64)
     sizes = np.array([part.nbytes for part in inputs], np.int64)
-    after = stops.searchsorted(begins, "right")  # the first out that ends behind the begin
+    after = stops.searchsorted(begins, "right")  # the first out that ends after the begin
     ends = np.where(sizes > 0, begins + sizes, 0)
     found = np.flatnonzero(np.append(starts, ends.max(initial=0))[after] < ends)
     return (
@@ -124,26 +127,26 @@ def overlaps(
 
 
 def release_outputs(outs: Iterable[Out]) -> None:
-    """Makes the users of these arrays wait for the queued work: their current streams wait.
+    """Makes the current streams of the arrays' libraries wait for the queued work.
 
-    For host arrays the host waits, and where commands are deferred it copies now. Buffers are
-    ordered by their queues already. Call it once, when everything is launched.
+    For host arrays the host waits, and copies now if commands are deferred. Buffers need no wait.
+    Call it once, when all work is launched.
     """
     outs = [out for out in outs if out.kind != "buffer"]
     with StreamScope():
         for out in outs:
             if out.copied is None:
-                if out.buffer.device.defers:  # else all work on it is done
+                if out.buffer.device.defers:  # else all its work is done
                     hand_over(out.buffer, out.kind)
             elif isinstance(out.copied, np.ndarray):
                 np.copyto(out.copied, out.buffer.device.release(out.buffer))
-            else:  # in the order of its library's current stream
+            else:  # on its library's current stream
                 out.copied[...] = from_buffer(out.buffer, out.kind)
     count_writes(tensors_of(outs))
 
 
 def tensors_of(outs: Iterable[Out]) -> list[Any]:
-    """Returns the PyTorch tensors among them, whose version counter counts writes."""
+    """Returns the PyTorch tensors of the outs; their version counters count writes."""
     found = [out.array for out in outs if out.kind == "torch" and not isinstance(out.array, Buffer)]
     return [tensor for tensor in found if not tensor.is_inference()]
 
@@ -190,10 +193,10 @@ def _gpu_memory(array: Any, contiguous: bool, lies: tuple[int, int], device: Dev
     """Wraps a GPU array as a Buffer.
 
     Args:
-        array: dense.
-        contiguous: in C's order.
-        lies: on which GPU, and at which address.
-        device: where it must lie.
+        array: a dense array.
+        contiguous: whether it is in C order.
+        lies: its GPU and its address.
+        device: the device on which it must be.
     """
     gpu, address = lies
     if device.mesh_state.backend == "sim" or gpu != device.physical:
@@ -218,10 +221,10 @@ def _host_memory(host: np.ndarray, device: Device) -> _Memory:
         raise ValueError("out is read-only; pass a writable array")
     if device.external_buffers.is_used:
         _check_flat_buffer(host.ctypes.data, host.nbytes, device)
-    if not flags.carray:  # contiguous in C's order, aligned and writable
+    if not flags.carray:  # contiguous in C order, aligned and writable
         _check_dense(host)
     else:
-        buffer = device.adopt(host) if device.defers else device.put(host)  # which would copy
+        buffer = device.adopt(host) if device.defers else device.put(host)  # put would copy
         if buffer.block.owned or not device.defers:
             return buffer, None, buffer.address
     return device.empty(host.shape, host.dtype), host, host.ctypes.data

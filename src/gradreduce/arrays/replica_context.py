@@ -15,23 +15,30 @@ from .convert import kind_of, to_buffer
 from .convert_gpu import wait_for_inputs
 from .trace_context import current_reader
 
-# Of a thread or, within one, of an asyncio task.
+# For each thread, or asyncio task in a thread.
 _current: ContextVar[tuple[int | None, Device | None]] = ContextVar(
     "gradreduce_replica", default=(None, None)
 )
 
 
 def replica(index: int) -> AbstractContextManager[None]:
-    """Context in which this thread works for replica ``index`` and reads its copies.
+    """Context manager: this thread works for replica ``index`` and reads its copies.
 
-    Mirrored values and Variables are read from the copy of this replica, and arrays that are no
-    Buffers are put on its device. Contexts nest; other threads are not affected.
+    Mirrored values and Variables are read from the copy of this replica, and host arrays are put on
+    its device. Contexts nest; other threads are not affected.
 
     Args:
-        index: place of the device in the mesh, from 0.
+        index: the index of the device in the mesh, from 0.
 
     Raises:
         ValueError: ``index`` is not a non-negative integer.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> value = gr.Mirrored([np.zeros(1), np.zeros(1)], mesh)
+        >>> with gr.replica(1):
+        ...     value.get() is value[1]
+        True
     """
     try:
         number = as_index(index)
@@ -47,8 +54,9 @@ def replica_on(device: Device | None, index: int) -> Iterator[None]:
     """Like ``replica``, for a worker whose devices are a part of a mesh.
 
     Args:
-        device: of this replica; None: the device of that index in the mesh.
-        index: place of the device among the worker's, and of its copy in a mirrored value.
+        device: the device of this replica; None: the device with this index in the mesh.
+        index: the index of the device among the worker's devices, and of its copy in a mirrored
+            value.
     """
     before = _current.get()
     _current.set((index, device))
@@ -59,18 +67,18 @@ def replica_on(device: Device | None, index: int) -> Iterator[None]:
 
 
 def current_replica() -> int | None:
-    """Returns the index of this thread's innermost ``gr.replica``; None outside any."""
+    """Returns the index of this thread's innermost ``gr.replica``; None without one."""
     return _current.get()[0]
 
 
 def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
     """Puts values on the device of the enclosing ``gr.replica``, else on device 0.
 
-    Used for values to be read. Buffers stay where they are, and a GPU array stays on its GPU, see
-    ``convert.to_buffer``. The mesh is ``gr.default_mesh()``.
+    Used for values that are only read. Buffers stay on their device, and GPU arrays on their GPU,
+    see ``convert.to_buffer``. The mesh is ``gr.default_mesh()``.
 
     Raises:
-        TypeError: one is not an array.
+        TypeError: a value is not an array.
         ValueError: the mesh has fewer replicas.
     """
     device: Device | None = None
@@ -92,8 +100,8 @@ def current_device(mesh: Mesh | None = None) -> Device:
     """Returns the device of the enclosing ``gr.replica`` in ``mesh``, else its first.
 
     Args:
-        mesh: default, inside a loss, that of the first Variable that it has read, whose device
-            takes the place of the first; elsewhere ``gr.default_mesh()``.
+        mesh: the mesh. Default: ``gr.default_mesh()``; inside a loss the mesh of the first Variable
+            that the loss has read, and that Variable's device instead of the first.
 
     Raises:
         ValueError: the mesh has fewer replicas.

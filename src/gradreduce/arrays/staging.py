@@ -15,27 +15,27 @@ from gradreduce.device import Buffer, Device, DType, flat_layout
 from .convert import to_buffer
 
 _Staged = tuple[np.ndarray, Buffer]  # staging memory on the host, and its copy on a device
-Wanted = tuple[Device, DType, tuple[int, ...]]  # of an array: where it is to lie, and what it is
+Wanted = tuple[Device, DType, tuple[int, ...]]  # device, dtype and shape of an array
 
-# To share an array costs as much as to copy it twice: 3 us for 8 KiB (two busy cores, 2026-11). On
-# a GPU, where nothing is shared, an upload costs more than that.
+# Sharing an array of 8 KiB takes as long as copying it twice: 3 us (two busy cores, 2026-11). On a
+# GPU, where host arrays cannot be shared, an upload takes longer than that.
 SMALL_BYTES = 1 << 13
 
 
 class Staging(threading.local):
-    """Keeps staging memory for the small arrays of repeated calls, for each thread its own.
+    """Keeps staging memory for the small arrays of repeated calls, separate for each thread.
 
     Args:
-        wanted: of each array.
+        wanted: device, dtype and shape of each array.
     """
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self._wanted = wanted
 
     def staged(self, arrays: Sequence[Any]) -> list[Buffer] | None:
-        """Returns these NumPy arrays as Buffers, small ones copied; None if one is anything else.
+        """Returns NumPy arrays as Buffers, small ones copied; None if unsuitable.
 
-        The next call in this thread overwrites them, in the order of the compute queues.
+        The next call in this thread overwrites the Buffers, in the order of the compute queues.
         """
         places, flat_buffers = self._memory
         found: list[Buffer] = []
@@ -45,7 +45,7 @@ class Staging(threading.local):
             if place is None:
                 found.append(to_buffer(array, device))
             elif (base := array.base) is None or (type(base) is np.ndarray and base.base is None):
-                place[0][...] = array  # NumPy owns its memory: it is no view of a Variable
+                place[0][...] = array  # NumPy owns its memory, so it is not a view of a Variable
                 found.append(place[1])
             else:
                 return None
@@ -55,7 +55,7 @@ class Staging(threading.local):
 
     @cached_property
     def _memory(self) -> tuple[list[_Staged | None], list[_Staged]]:
-        """Where each small array is copied to; and all of it, for each device and dtype."""
+        """Returns the destination of each small array, and the memory for each device and dtype."""
         places: list[_Staged | None] = [None] * len(self._wanted)
         flat_buffers = []
         groups: dict[tuple[Device, DType], list[int]] = {}

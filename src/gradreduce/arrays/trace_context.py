@@ -16,7 +16,7 @@ _CREATING = {
     "identity", "ones", "tri", "zeros",
 }  # fmt: skip
 
-# Of functions of which NumPy before 2.4 shows no signature.
+# Parameters of functions whose signatures NumPy before 2.4 does not have.
 _POSITIONAL = {"concatenate": ("arrays", "axis", "out"), "dot": ("a", "b", "out")}
 
 
@@ -24,7 +24,7 @@ class Reader(Protocol):
     """Interface through which a loss reads Variables.
 
     Attributes:
-        home: of the first copy that was read; where arrays of the loss lie that are no Buffers.
+        home: the device of the first copy that was read; host arrays of the loss are put there.
     """
 
     home: Device | None
@@ -36,12 +36,12 @@ class Reader(Protocol):
         """See the function ``check_unread``."""
 
 
-# Of a thread or, within one, of an asyncio task: several losses may be computed at once.
+# For each thread, or asyncio task in a thread: several losses may be computed at once.
 _reader: ContextVar[Reader | None] = ContextVar("gradreduce_reader", default=None)
 
 
 def current_reader() -> Reader | None:
-    """Returns the ``Reader`` of the loss of this thread; None outside any."""
+    """Returns the ``Reader`` of this thread's loss; None outside a loss."""
     return _reader.get()
 
 
@@ -49,7 +49,7 @@ def check_unread(variables: Iterable[Any]) -> None:
     """Raises if the current loss has read one of these Variables.
 
     Raises:
-        RuntimeError: it must not be written, because the tape holds its memory.
+        RuntimeError: a Variable must not be written, because the tape uses its memory.
     """
     reader = _reader.get()
     if reader is not None:
@@ -58,7 +58,7 @@ def check_unread(variables: Iterable[Any]) -> None:
 
 @contextmanager
 def reading_by(reader: Reader) -> Iterator[None]:
-    """Context in which this thread's Variables are read by ``reader``; contexts do not nest."""
+    """Context manager: ``reader`` reads this thread's Variables; contexts do not nest."""
     _reader.set(reader)
     try:
         yield
@@ -69,14 +69,14 @@ def reading_by(reader: Reader) -> Iterator[None]:
 def named_arguments(
     function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the arguments of a call of NumPy by the names of their parameters."""
+    """Returns the arguments of a NumPy call by the names of their parameters."""
     return {**dict(zip(_positional(function), args, strict=False)), **kwargs}
 
 
 def positioned(
     function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Moves arguments passed by name to their position, up to the first that is not given."""
+    """Moves arguments passed by name to their positions, up to the first missing one."""
     placed, rest = list(args), dict(kwargs)
     for name in _positional(function)[len(placed) :]:
         if name not in rest:
@@ -98,11 +98,12 @@ def _positional(function: Callable[..., Any]) -> Sequence[str]:
 def make_like(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], array: Any) -> Any:
     """Runs NumPy's creating ``function`` with ``like=array``, a plain array.
 
-    For a call that NumPy dispatches because of ``like=``, which it has removed: none of its
-    arguments is ``Traceable``.
+    For a call that NumPy dispatches because of ``like=``, which NumPy has removed.
+
+    None of the other arguments is ``Traceable``.
 
     Raises:
-        NotImplementedError: it has no ``like=``; a Traceable lies deeper in its arguments.
+        NotImplementedError: the function has no ``like=``: then a Traceable is inside nested lists.
     """
     name = function.__name__
     if name not in _CREATING:
@@ -112,4 +113,4 @@ def make_like(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], a
         )
     if hasattr(array, "__array_function__"):
         kwargs = {**kwargs, "like": array}
-    return function(*args, **kwargs)  # beside one of NumPy's numbers an array is NumPy's anyway
+    return function(*args, **kwargs)  # with a NumPy number the result is a NumPy array in any case

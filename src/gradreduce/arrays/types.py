@@ -11,7 +11,7 @@ ReductionType = Literal["MEAN", "SUM"]
 
 
 class Array(Protocol):
-    """An array of NumPy, CuPy, PyTorch or JAX, or a Buffer; not IndexedSlices, not a Variable."""
+    """An array of NumPy, CuPy, PyTorch or JAX, or a Buffer."""
 
     @property
     def shape(self) -> Any:

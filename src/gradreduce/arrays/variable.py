@@ -1,6 +1,6 @@
 """Variables: named arrays that are trained, on one device or mirrored on several.
 
-Arithmetic with a Variable is that of its value, see ``variable_operators.py``.
+Arithmetic with a Variable uses its value, see ``variable_operators.py``.
 """
 
 from __future__ import annotations
@@ -56,29 +56,39 @@ _numbers = itertools.count()
 class Variable(NotCopied, Readable):
     """A named array that is changed in place, with an equal copy on each device.
 
-    ``variable == 1.0`` compares identity, since Variables are keys of dictionaries; to compare the
-    numbers write ``variable.read() == 1.0`` or ``np.equal(variable, 1.0)``.
+    ``variable == 1.0`` compares identity, because Variables are keys of dictionaries. To compare
+    values write ``variable.read() == 1.0`` or ``np.equal(variable, 1.0)``.
 
     Args:
         initial_value: an array, number or nested list; copied.
-        name: default ``"Variable"``, or ``"Variable_1"`` and so on.
-        trainable: whether optimizers change it; if so it must be float16, bfloat16, float32 or
-            float64. A counter such as a global step is not.
-        dtype: default that of an array; float32 for numbers with a point, int64 for integers.
-        device: a device, its name (``"gpu:1"``), a ``torch.device`` or a whole mesh (one copy on
-            each of its devices). Names are looked up in the mesh of an ``initial_value`` that is a
+        name: the name. Default: ``"Variable"``, then ``"Variable_1"`` and so on.
+        trainable: whether optimizers change it; then the dtype must be float16, bfloat16, float32
+            or float64. False for a counter such as a global step.
+        dtype: the dtype. Default: that of an array; float32 for Python floats, int64 for Python
+            integers.
+        device: a Device, a device name (``"gpu:1"``), a ``torch.device``, or a mesh for one copy on
+            each of its devices. Names are looked up in the mesh of ``initial_value`` if that is a
             Buffer, else in ``gr.default_mesh()``. Default: the device of such a Buffer, else device
             0 of the default mesh.
 
     Raises:
-        TypeError: a dtype that cannot be added, ``initial_value`` is not an array, ``device`` is
-            not a device, or ``name`` is not a string.
-        ValueError: ``trainable`` with a dtype that is not a float, or a device outside the mesh.
+        TypeError: the dtype cannot be added, ``initial_value`` is not an array, ``device`` is not a
+            device, or ``name`` is not a string.
+        ValueError: ``trainable`` is True and the dtype is not a float, or the device is outside the
+            mesh.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> w = gr.Variable([1.0, 2.0], "w", device=mesh)
+        >>> w
+        <Variable 'w' float32[2] on sim:0, sim:1>
+        >>> w * 10
+        array([10., 20.], dtype=float32)
     """
 
     _copy_hint = "pass variable.numpy(), and make a new Variable of it"
 
-    _parameters: tuple[Any, ...] = ()  # tensors of PyTorch whose memory this is too
+    _parameters: tuple[Any, ...] = ()  # PyTorch tensors that share its memory
 
     @StreamScope()
     def __init__(
@@ -112,10 +122,10 @@ class Variable(NotCopied, Readable):
         """Makes a slot: a non-trainable Variable like another one, filled with one number.
 
         Args:
-            variable: whose shape and devices.
-            name: of the new one.
+            variable: the Variable whose shape and devices are used.
+            name: the name of the slot.
             value: the number.
-            dtype: default that of ``variable``.
+            dtype: the dtype. Default: that of ``variable``.
         """
         dtype = variable.dtype if dtype is None else dtype
         buffers = [_filled(device, variable.shape, dtype, value) for device in variable.devices]
@@ -123,18 +133,18 @@ class Variable(NotCopied, Readable):
 
     @classmethod
     def _on_buffers(cls, buffers: Sequence[Buffer], name: str, *, trainable: bool) -> Variable:
-        """Makes a Variable of memory that another one may own too."""
+        """Makes a Variable on memory that others may share."""
         made = cls.__new__(cls)
         made.name, made.trainable, made._buffers = name, trainable, tuple(buffers)
         return made
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """The copy on each device, which optimizers write. Do not keep it across an update."""
+        """The copy on each device, which optimizers write. Do not use it after an update."""
         return self._buffers
 
     def _check_memory(self) -> None:
-        """Raises ``RuntimeError`` if the memory was another owner's and is not any more."""
+        """Raises ``RuntimeError`` if the memory was shared with parameters and is not any more."""
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -143,19 +153,19 @@ class Variable(NotCopied, Readable):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of each copy."""
+        """The shape of each copy."""
         return self._buffers[0].shape
 
     @property
     def dtype(self) -> DType:
-        """NumPy dtype of each copy."""
+        """The NumPy dtype of each copy."""
         return self._buffers[0].dtype
 
     def numpy(self, *, deadline: float | None = None) -> np.ndarray:
-        """Copies the value of the current ``gr.replica``, else the first copy, to the host.
+        """Returns a host copy of the value of the current ``gr.replica``, else of the first.
 
-        Waits for the device, ``deadline`` seconds or for ever; see ``Device.download``, which
-        raises. Later updates do not change it.
+        Waits for the device, at most ``deadline`` seconds; raises what ``Device.download`` raises.
+        Later updates do not change the result.
         """
         return self._current().numpy(deadline=deadline)
 
@@ -163,38 +173,49 @@ class Variable(NotCopied, Readable):
     def array(self, output_type: OutputType | None = None) -> Any:
         """Returns a view of the memory of the current ``gr.replica``, else of the first copy.
 
-        Nothing is copied. The stream that is current in the library waits for our queue; later
-        updates write the same memory, after what that stream held when their gradients were
-        passed. To read what they wrote on a GPU, ask for a view again. Only to be read: change a
-        variable by ``assign``.
+        Nothing is copied. The library's current stream waits for our queue. Later updates write the
+        same memory, after the work that this stream had when their gradients were passed. To read
+        new values on a GPU, call ``array`` again. Do not write the view: change a Variable by
+        ``assign``.
 
         Args:
             output_type: ``"numpy"`` (on the simulation), ``"cupy"`` (on GPUs), ``"torch"`` or
-                ``"buffer"``. Default: NumPy's or CuPy's, where the variable lies.
+                ``"buffer"``.
+
+                Default: NumPy on the simulation, CuPy on GPUs.
 
         Raises:
-            ValueError: another word, a library that is not imported or cannot see that memory, or
-                JAX's, whose arrays never change.
+            ValueError: ``output_type`` is unknown, its library is not imported or cannot access the
+                memory, or it is ``"jax"``, whose arrays are immutable.
+
+        Example:
+            >>> w = gr.Variable([1.0, 2.0], device=gr.open_mesh(1, backend="sim"))
+            >>> view = w.array("numpy")
+            >>> _ = w.assign([3.0, 4.0])
+            >>> view
+            array([3., 4.], dtype=float32)
         """
         buffer = self._current()
         return from_buffer(buffer, as_view_kind(output_type, buffer.device, "views of a Variable"))
 
     def read(self, output_type: OutputType | None = None) -> Any:
-        """Returns the value to compute with, of the current ``gr.replica``, else the first copy.
+        """Returns the value of the current ``gr.replica``, else of the first copy, to compute with.
 
-        NumPy's functions and operators read a Variable by themselves, and so do PyTorch's
-        functions. Inside a loss that is being differentiated the value is traced, on the memory of
-        the Variable; elsewhere it is a new array, which later updates do not change. (So a function
-        of ``jax.jit`` that reads it outside a loss computes with the first value for ever: pass it
-        in.)
+        NumPy's functions and operators and PyTorch's functions read a Variable by themselves.
+        Inside a loss that is differentiated, the result is a traced value on the memory of the
+        Variable. Elsewhere it is a new array, which later updates do not change. (A ``jax.jit``
+        function that reads a Variable outside a loss always uses the first value: pass the value as
+        an argument.)
 
         Args:
-            output_type: kind of the array returned. ``"torch"``: a tensor, with which PyTorch
-                differentiates a loss that returns a tensor. Default: NumPy, on GPUs CuPy. Outside a
-                loss also ``"numpy"``, ``"cupy"``, ``"jax"`` or ``"buffer"``.
+            output_type: the kind of the result.
+
+            ``"torch"``: a tensor, for a loss that returns a tensor and that PyTorch differentiates.
+            Outside a loss also ``"numpy"``, ``"cupy"``, ``"jax"`` or ``"buffer"``. Default: NumPy
+            on the simulation, CuPy on GPUs.
 
         Raises:
-            ValueError: an unknown ``output_type``, or a library that is not imported.
+            ValueError: ``output_type`` is unknown, or its library is not imported.
         """
         current = self._current()
         kind = as_result_kind(output_type, "native", current.device)
@@ -231,13 +252,18 @@ class Variable(NotCopied, Readable):
         """Overwrites every copy with ``value``.
 
         Args:
-            value: of the variable's shape; a number, a list, an array of its dtype, or another
-                Variable.
+            value: a number, a list, an array of the Variable's dtype, or another Variable; with the
+                shape of this one.
 
         Raises:
-            ValueError: another shape or dtype; nothing is changed.
-            RuntimeError: inside a loss that has read this Variable, or its memory was that of a
-                parameter of PyTorch and is not any more; likewise.
+            ValueError: the shape or dtype differs. Nothing was changed.
+            RuntimeError: the call is inside a loss that has read this Variable, or its memory was
+                shared with a PyTorch parameter and is not any more. Nothing was changed.
+
+        Example:
+            >>> w = gr.Variable([1.0, 2.0], device=gr.open_mesh(2, backend="sim"))
+            >>> w.assign([3.0, 4.0]).numpy()
+            array([3., 4.], dtype=float32)
         """
         separate = self._sources(value)
         with self._all_copies():
@@ -247,12 +273,12 @@ class Variable(NotCopied, Readable):
 
     @StreamScope()
     def assign_add(self, delta: Any) -> Variable:
-        """Adds ``delta`` to every copy; otherwise like ``assign``."""
+        """Adds ``delta`` to every copy; see ``assign``."""
         self._ready_add(delta)()
         return self
 
     def _ready_add(self, delta: Any) -> Callable[[], None]:
-        """Checks, copies and compiles for ``assign_add``; returns a function that launches it."""
+        """Checks, copies and compiles for ``assign_add``; returns a function that launches."""
         accessible = [
             source if source.device is buffer.device else copied_to(buffer.device, source)
             for buffer, source in zip(self._buffers, self._sources(delta), strict=True)
@@ -273,7 +299,7 @@ class Variable(NotCopied, Readable):
 
     @contextmanager
     def _all_copies(self) -> Iterator[None]:
-        """Context that writes all copies or none, under the launch lock."""
+        """Context manager: writes all copies or none, under the launch lock."""
         mesh_state = self._buffers[0].device.mesh_state
         with (
             DeferInterrupts(),
@@ -322,12 +348,13 @@ class Variable(NotCopied, Readable):
 
 
 def begin_writes(variables: Sequence[Variable]) -> None:
-    """Makes the memory of Variables ready to be written; that which nobody else has always is.
+    """Prepares writes to Variables that share memory with PyTorch parameters.
 
-    Our queues wait for the current streams of PyTorch, and autograd notices the writes.
+    Our queues wait for PyTorch's current streams, and autograd counts the writes. Other Variables
+    need nothing.
 
     Raises:
-        RuntimeError: it is not the memory of a Variable's parameters any more.
+        RuntimeError: a Variable does not share its parameters' memory any more.
     """
     for variable in variables:
         variable._check_memory()
@@ -347,30 +374,36 @@ def get_variable(
     reuse: bool = False,
     custom_getter: Callable[..., Variable] | None = None,
 ) -> Variable:
-    """Makes a Variable, or finds one by name; calls a custom getter if given (tf.get_variable).
+    """Makes a Variable, or finds one by name, also by a custom getter (tf.get_variable).
 
     Args:
-        name: of the variable.
-        initial_value: see ``Variable``; or a callable: an initializer, called as
-            ``initial_value(shape, dtype=dtype)``, where ``shape`` is given, such as ``np.zeros``;
-            else without arguments. Not needed with ``reuse``.
-        shape: what an initializer is asked for; with ``reuse`` what the variable must have.
-        dtype: of the variable, see ``Variable``; default float32 for an initializer.
+        name: the name of the Variable.
+        initial_value: see ``Variable``; or an initializer: a callable such as ``np.zeros``, which
+            is called as ``initial_value(shape, dtype=dtype)`` if ``shape`` is passed, else without
+            arguments. Not needed with ``reuse``.
+        shape: the shape for an initializer; with ``reuse`` the required shape.
+        dtype: the dtype, see ``Variable``; default float32 for an initializer.
         trainable: see ``Variable``.
-        reuse: give the variable of this name that ``get_variable`` has made last and that still
-            lives, and make none. Without it a new one is made, whatever its name. (TensorFlow
-            refuses a second one.)
-        custom_getter: called as ``custom_getter(getter, name, initial_value, trainable=trainable)``
-            and returns the Variable; ``shape``, ``dtype`` and ``reuse`` are added where they are
-            given. ``getter`` makes one, or finds it: it takes the same, and ``device`` as
-            ``Variable`` does. An ``AGNCustomGetter``, say.
+        reuse: return the Variable of this name that ``get_variable`` has made last, if it still
+            exists, and make none. Otherwise a new one is made, even if the name exists. (TensorFlow
+            raises an error then.)
+        custom_getter: a callable such as an ``AGNCustomGetter``, which returns the Variable. It is
+            called as ``custom_getter(getter, name, initial_value, trainable=trainable)``, with
+            ``shape``, ``dtype`` and ``reuse`` if they were passed. ``getter`` makes or finds a
+            Variable: it takes the same arguments, and ``device`` as for ``Variable``.
 
     Raises:
-        TypeError: ``name`` is no string, ``reuse`` no bool, or ``custom_getter`` is no callable or
-            returns no Variable.
-        ValueError: an empty ``name``; ``shape`` without an initializer, no ``initial_value``, or
-            an initializer that gives another shape; with ``reuse``, no variable of this name, or
-            one of another shape or dtype than ``shape``, ``dtype`` or an array ``initial_value``.
+        TypeError: ``name`` is not a string, ``reuse`` not a bool, or ``custom_getter`` is not
+            callable or does not return a Variable.
+        ValueError: ``name`` is empty; ``shape`` is passed without an initializer; there is no
+            ``initial_value``; or an initializer returns another shape. With ``reuse``: there is no
+            Variable of this name, or its shape or dtype is not that of ``shape``, ``dtype`` or an
+            array ``initial_value``.
+
+    Example:
+        >>> w = gr.get_variable("w_of_example", np.zeros, shape=(2, 3))
+        >>> w.shape, w is gr.get_variable("w_of_example", reuse=True)
+        ((2, 3), True)
     """
     if not isinstance(name, str):
         raise TypeError(f"name={brief(name)} must be a string")
@@ -432,7 +465,7 @@ def _make_or_find(
 def reused(
     found: Variable | None, name: str, initial_value: Any, shape: Any, dtype: Any
 ) -> Variable:
-    """Returns ``found``, the variable to reuse, after checking its shape and dtype."""
+    """Checks shape and dtype of ``found``, the Variable to reuse, and returns it."""
     if found is None:
         raise ValueError(f"reuse=True: get_variable has made no {name!r} that still exists")
     if is_array(initial_value):

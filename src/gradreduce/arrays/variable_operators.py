@@ -1,6 +1,6 @@
-"""Arithmetic of a Variable: it is read first, then its value computes.
+"""Arithmetic of a Variable: reads it first, then uses its value.
 
-Inside a loss the value is a traced one, elsewhere a plain array.
+Inside a loss the value is traced; elsewhere it is a plain array.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .types import OutputType
 
 # NumPy's functions that write their first argument.
 _WRITING = {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
-# Where a library has the functions of NumPy's names.
+# The module of a library that has functions with NumPy's names.
 _FUNCTIONS = {"torch": "torch", "jax": "jax.numpy"}
 
 
@@ -26,9 +26,9 @@ def _reject_in_place() -> NoReturn:
 
 
 class Readable(Traceable):
-    """Operators and array protocols of an object that is read before it is computed with.
+    """Operators and array protocols of an object that must be read before it is used.
 
-    ``==`` compares identity, since Variables are keys of dictionaries.
+    ``==`` compares identity, because Variables are keys of dictionaries.
     """
 
     __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
@@ -41,7 +41,7 @@ class Readable(Traceable):
     def _make_like(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs NumPy's creating ``function`` on the value's device, without reading the value."""
 
-    if not TYPE_CHECKING:  # which would believe that it has whatever is asked for
+    if not TYPE_CHECKING:  # a type checker would accept every attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             hint = "" if name.startswith("_") else "; use variable.read() or variable.numpy()"
@@ -51,7 +51,7 @@ class Readable(Traceable):
         _reject_in_place()
 
     def __bool__(self) -> bool:
-        """True, whatever the value, as for any object without a truth value of its own."""
+        """Returns True for every value, like objects without a truth value."""
         return True
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ class Readable(Traceable):
 def _call(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Calls a NumPy function with the values of Variables.
 
-    Beside an array of PyTorch or JAX, and for a loss of JAX, it is their function of that name.
+    With an array of PyTorch or JAX, and in a loss of JAX, calls their function of this name.
     """
     library = _library(args)
     named = {name: _read(each, library) for name, each in kwargs.items()}
@@ -108,13 +108,13 @@ def _call(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _library(values: Any) -> str | None:
-    """Returns the library of an array of PyTorch or JAX among values; None: there is none."""
+    """Returns the library of a PyTorch or JAX array among the values; None without one."""
     for value in values:
         if isinstance(value, Traceable):
             continue
         try:
             kind = kind_of(value)
-        except TypeError:  # a slice, say
+        except TypeError:  # for example a slice
             continue
         if kind in _FUNCTIONS:
             return kind
@@ -138,7 +138,7 @@ def _is_readable(value: Any) -> bool:
 
 
 def _writes_tensor(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a PyTorch function would write a Variable; in-place names end in an underscore."""
+    """Whether a PyTorch function would write a Variable: its name ends in an underscore."""
     name = getattr(function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     if in_place or kwargs.get("inplace"):

@@ -47,10 +47,10 @@ def accumulate_n(
     One launch for all tensors with the same dtypes and number of inputs.
 
     Args:
-        totals: one per tensor; overwritten. May be one of its inputs exactly.
-        inputs: for each tensor at least one term of its size; all terms of one dtype, which is
-            the total's or a float that is cast to it.
-        device: launches on its queue; default that of ``totals[0]``. Adds no stream waits.
+        totals: one per tensor; overwritten. May be exactly one of its inputs.
+        inputs: for each tensor at least one term of its size; all terms of one dtype, which is the
+            total's or a float dtype that is cast to it.
+        device: the device that launches; default: that of ``totals[0]``. Adds no stream waits.
         queue: the queue to launch on.
 
     The operands are not validated.

@@ -15,9 +15,9 @@ from gradreduce.device.kernel import Arrays
 from .running_sum import add_left_to_right
 from .templates import SAME, TO_ACC
 
-# Up to this many inputs, the count is a template argument: all loads are in flight together.
+# Up to this many inputs the count is a template argument, so that all loads are in flight together.
 UNROLLED = 8
-SMALL = 4096  # elements: adding twice as many takes as long as creating a Buffer
+SMALL = 4096  # elements; adding twice as many takes as long as making a Buffer
 
 
 def _add_n_reference(table: Sequence[Arrays], num_inputs: int) -> None:
@@ -64,10 +64,10 @@ def add_n(
     added in float32 and rounded once. With a single input this is a copy, or a cast.
 
     Args:
-        outs: one per tensor; overwritten. May be one of its inputs exactly.
-        inputs: for each tensor at least one term of its size; all terms of one dtype, which is
-            the output's or one that it accumulates.
-        device: launches on its queue; default that of ``outs[0]``. Adds no stream waits.
+        outs: one per tensor; overwritten. May be exactly one of its inputs.
+        inputs: for each tensor at least one term of its size; all terms of one dtype, which is the
+            output's, or one whose accumulate dtype is the output's.
+        device: the device that launches; default: that of ``outs[0]``. Adds no stream waits.
         queue: the queue to launch on.
 
     The operands are not validated.
@@ -81,11 +81,11 @@ def add_n(
 def add_into_new(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
     """Returns the sum of ``terms``, left to right, in a new Buffer on their device.
 
-    As ``add_n``, in less host time.
+    Like ``add_n``, in less host time.
 
     Args:
-        terms: at least one; of one size and dtype, on one device.
-        dtype: of the sum: the terms' dtype, or one that accumulates them.
+        terms: at least one Buffer; all of one size and dtype, on one device.
+        dtype: the dtype of the sum: that of the terms, or their accumulate dtype.
     """
     first = terms[0]
     device = first.device
@@ -103,9 +103,10 @@ def add_into_new(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
 def add_on_host(terms: Sequence[Any], device: Callable[[], Device]) -> Any:
     """Sums small NumPy arrays on the host, left to right; returns None if it cannot.
 
-    It cannot if the device does not compute on the host, there are fewer than two terms, or a term
-    is not a NumPy array, is larger than ``SMALL``, differs in shape or dtype from the others, or is
-    not contiguous and aligned: then the caller validates, and calls ``add_into_new``.
+    Returns None if the device does not compute on the host, there are fewer than two terms, or a
+    term is not a NumPy array, has more than ``SMALL`` elements, differs in shape or dtype from the
+    others, or is not contiguous and aligned. The caller then validates the terms and calls
+    ``add_into_new``.
 
     Args:
         terms: any objects.

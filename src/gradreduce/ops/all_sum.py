@@ -13,8 +13,8 @@ from gradreduce.device.kernel import Arrays
 from .running_sum import add_left_to_right
 from .templates import FLOATS, FROM_ACC, SAME
 
-# For these numbers of inputs, of floats, the count is a template argument: all loads are in flight
-# together.
+# For these numbers of float inputs the count is a template argument, so that all loads are in
+# flight together.
 UNROLLED = (1, 2, 4, 8)
 
 
@@ -24,7 +24,7 @@ def _all_sum_reference(
     """``(in[0] + … + in[split-1]) + (in[split] + …)``, divided, into every out."""
     first = split or num_inputs
     acc_dtype = accumulate_dtype(table[0][num_outs].dtype)
-    over = np.asarray(divisor, acc_dtype)  # a zero-dimensional array: a scalar takes twice as long
+    over = np.asarray(divisor, acc_dtype)  # a 0-d array: a scalar takes twice as long
     for row in table:
         outs, inputs = row[:num_outs], row[num_outs:]
         late = inputs[split:] if split else ()
@@ -75,18 +75,17 @@ def all_sum(
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """Every ``outs[t][j]`` becomes ``(in[0] + … + in[split-1]) + (in[split] + … ) / divisor``.
+    """Sets every ``outs[t][j]`` to ``((in[0] + … + in[split-1]) + (in[split] + …)) / divisor``.
 
-    (The division is of the whole sum.) Reads each input once and writes each output once: an
-    all-reduce of replicas that are accessible to one device. One launch for all tensors with the
-    same dtypes and numbers of outputs and inputs.
+    Reads each input once and writes each output once: an all-reduce of replicas that one device can
+    access. One launch for all tensors with the same dtypes and numbers of outputs and inputs.
 
     Args:
-        outs: for each tensor t at least one; overwritten. Each may be an input exactly.
-        inputs: for each tensor at least one; all of one dtype.
-        split: number of inputs in the first group; 0 adds all left to right.
-        divisor: of the sum, in the accumulate dtype, before the one rounding; 1 means no division.
-        device: launches on its queue; default that of ``outs[0][0]``. Adds no stream waits.
+        outs: at least one for each tensor t; overwritten. Each may be exactly an input.
+        inputs: at least one for each tensor; all of one dtype.
+        split: the number of inputs in the first group; 0 adds all left to right.
+        divisor: divides the sum in the accumulate dtype, before the only rounding; 1: no division.
+        device: the device that launches; default: that of ``outs[0][0]``. Adds no stream waits.
         queue: the queue to launch on.
 
     The operands are not validated.

@@ -21,7 +21,7 @@ def _pack_reference(table: Sequence[Arrays], divisor: float) -> None:
             acc_dtype = accumulate_dtype(term.dtype)
             term = np.true_divide(term, acc_dtype.type(divisor), dtype=acc_dtype)
         if filled.itemsize == 2 and term.itemsize == 8 and term.dtype.kind == "f":
-            # As in the kernel, which has no conversion from double to half.
+            # Like the kernel, which has no conversion from double to half.
             term = term.astype(np.float32)
         filled[...] = term
         if filled is not out:
@@ -44,15 +44,15 @@ def pack(
     divisor: float = 1,
     device: Device | None = None,
 ) -> None:
-    """``outs[t] = inputs[t] / divisor`` for every tensor t, cast to the out's dtype.
+    """``outs[t] = inputs[t] / divisor`` for every tensor t, cast to the output's dtype.
 
     One launch for all tensors with the same dtypes.
 
     Args:
-        outs: one per tensor, usually in a flat buffer; overwritten. One that is longer than its
-            input is filled up with zeros.
+        outs: one per tensor, usually in a flat buffer; overwritten. The rest of an output that is
+            longer than its input becomes zero.
         inputs: one per tensor.
-        divisor: in the accumulate dtype of the input; 1 means no division.
+        divisor: divides in the accumulate dtype of the input; 1: no division.
         device: launches on its compute queue; default that of ``outs[0]``. Adds no stream waits.
 
     The operands are not validated.
@@ -62,7 +62,7 @@ def pack(
 
 
 def pack_rows(groups: Sequence[Sequence[Row]], *, divisor: float = 1, device: Device) -> None:
-    """As ``pack``, of rows ``(out, input)`` in groups that have the same dtypes each."""
+    """Like ``pack``, for groups of rows ``(out, input)``; a group has equal dtypes."""
     for (to, of, _), rows in by_template(groups).items():
         device.launch(PACK, (to, of), rows, (float(divisor),))
 

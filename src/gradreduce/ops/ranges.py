@@ -13,7 +13,7 @@ class Ranges:
     """Sorted address ranges of disjoint buffers, for repeated overlap queries.
 
     Args:
-        buffers: none overlaps another.
+        buffers: buffers that do not overlap.
     """
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
@@ -24,7 +24,7 @@ class Ranges:
         self._ends = self._starts + sizes[order]
 
     def shared_by(self, buffers: Sequence[Buffer]) -> int | None:
-        """The index of the first of ``buffers`` that overlaps a range; None if none does."""
+        """Returns the index of the first of ``buffers`` that overlaps a range, or None."""
         starts = np.array([buffer.address for buffer in buffers], np.uint64)
         ends = starts + np.array([buffer.nbytes for buffer in buffers], np.uint64)
         before = np.searchsorted(self._starts, ends)  # how many begin before its end

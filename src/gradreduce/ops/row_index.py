@@ -1,8 +1,8 @@
 """Host-side map from indices to the rows of a growing sparse sum.
 
-The rows of a sparse sum are in the order in which their indices first arrived: a gradient adds to
-existing rows and appends new ones, and rows are moved only when the memory grows. A take sorts them
-by index. Source: own.
+The rows of a sparse sum are in the order in which their indices first occurred: a gradient adds to
+existing rows and appends new ones. Rows are moved only when the memory grows. A take sorts them by
+index. Not taken from another library.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 from .segment_sum import Divisor
 from .segments import Segments, plan_segments
 
-# Number of gradients whose touched rows are kept as lists. Counting each at once would cost a pass
-# over the counts of all rows for every gradient, even if it touches few.
+# The number of gradients whose touched rows are kept as lists. Counting at once would need a pass
+# over the counts of all rows for every gradient, even if it touches few rows.
 MAX_TOUCHES = 64
 
 
@@ -40,13 +40,13 @@ class RowIndex:
 
     @classmethod
     def none(cls) -> Self:
-        """The index of a sum without rows."""
+        """Returns the index of a sum without rows."""
         empty = np.empty(0, np.int64)
         return cls(empty, empty, empty, ())
 
     @classmethod
     def of(cls, indices: np.ndarray, counts: np.ndarray) -> Self:
-        """The index of rows that are sorted by their indices."""
+        """Returns the index of rows that are sorted by their indices."""
         return cls(indices, np.arange(indices.size), counts, ())
 
     @property
@@ -58,7 +58,7 @@ class RowIndex:
         """Returns the index after one more gradient, and the rows that it adds to.
 
         Args:
-            indices: int64, ascending: of the gradient.
+            indices: int64, ascending: the indices of the gradient.
 
         Returns:
             The new ``RowIndex``, and for each index its row for ``segment_sum``'s ``into``:
@@ -82,13 +82,13 @@ class RowIndex:
         return type(self)(found, sum_rows, counts, touches), np.where(known, ~rows, rows)
 
     def num_touches(self) -> np.ndarray:
-        """The number of gradients that touched each index, in the order of ``indices``."""
+        """Returns the number of gradients that touched each index, in the order of ``indices``."""
         counts: np.ndarray = _counted(self.counts, self.touches, self.num_rows)[self.rows]
         return counts
 
 
 def _counted(counts: np.ndarray, touches: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
-    """The number of gradients that touched each row of the sum."""
+    """Returns the number of gradients that touched each row of the sum."""
     total = np.zeros(num_rows, np.int64)
     total[: counts.size] = counts
     for rows in touches:

@@ -21,10 +21,11 @@ def add_left_to_right(
     """Returns ``terms[0] + terms[1] + …``, added in ``acc_dtype``.
 
     Args:
-        terms: at least one; a single one is returned itself, if it has this dtype.
-        acc_dtype: of the sum.
-        out: holds the sum, if it has this dtype and no term that is read after the first addition.
-        late: what the caller reads after the sum is made.
+        terms: at least one; a single term of this dtype is returned itself.
+        acc_dtype: the dtype of the sum.
+        out: memory for the sum, used if it has this dtype and overlaps no term that is read after
+            the first addition.
+        late: arrays that the caller reads after the sum is made.
     """
     if len(terms) == 1:
         return terms[0].astype(acc_dtype, copy=False)
@@ -39,7 +40,7 @@ def add_left_to_right(
 def _can_hold(
     out: np.ndarray, acc_dtype: np.dtype, rest: Arrays, late: Sequence[np.ndarray]
 ) -> bool:
-    """Whether an output can hold a running sum before these arrays are read."""
+    """Whether an output can hold a running sum while these arrays are still needed."""
     if out.dtype != acc_dtype:
         return False
     if not rest and not late:

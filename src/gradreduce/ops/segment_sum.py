@@ -13,13 +13,14 @@ from gradreduce.device.kernel import Arrays
 from .segments import Segments, upload_together
 from .templates import FROM_ACC, SAME, TO_ACC
 
-# The NumPy reference adds the k-th rows of all segments at once while k is below this, and then the
-# rest of each long segment on its own: both few long and many short ones need few NumPy calls.
+# The NumPy reference adds the k-th rows of all segments at once while k is below this number, then
+# the rest of each long segment separately. So few long segments and many short ones both need few
+# NumPy calls.
 LEVELS = 128
-PART_SIZE = 1 << 16  # elements of a long segment at a time: the scratch stays in the cache
+PART_SIZE = 1 << 16  # elements of a long segment that are added at a time: scratch stays in cache
 
 Divisor = float | np.ndarray  # one for all segments, or float64 with one for each
-# Elements, whether a row has ``into`` and divisors of its own, and the divisor if it has none.
+# Element types, whether a row has ``into`` and its own divisors, and the divisor otherwise.
 _Key = tuple[str, str, int, int, float]
 
 
@@ -28,7 +29,7 @@ def _segment_sum_reference(
 ) -> None:
     """``out[into[s]] = (values[order[b]] + … + values[order[e-1]]) / divisors[s]``, b to e.
 
-    A row that is passed as ``~row`` is added to.
+    For an ``into`` of ``~row`` the sum is added to the row.
     """
     for out, values, order, *optional, bounds in table:
         values = values.reshape(order.size, -1)
@@ -77,7 +78,7 @@ def _left_to_right(values: np.ndarray, order: np.ndarray, bounds: np.ndarray) ->
 
 
 def _items(sizes: Sequence[int]) -> int:
-    """The number of items of a launch: one for each column of a segment."""
+    """Returns the number of items: one for each column of a segment."""
     num_values, num_rows, num_segments = sizes[1], sizes[2], sizes[-1] - 1
     return num_values // num_rows * num_segments if num_rows else 0
 
@@ -101,27 +102,28 @@ def segment_sum_command(
     divisor: Divisor | Sequence[Divisor] = 1,
     device: Device | None = None,
 ) -> Callable[[], None]:
-    """Uploads plans; the function that it returns launches.
+    """Uploads plans and returns a function that launches.
 
     The launch writes the sum of the rows in segment s to ``outs[t][into[t][s]]`` for every tensor
-    t. A caller of several launches has the memory of all before the first.
+    t. A caller can allocate the memory of several launches before the first launch.
 
     Adds left to right in the order of the rows, so the result is deterministic. 16-bit floats are
     added in float32 and rounded once. One upload of the plans of all tensors; one launch for
     those with the same dtypes and divisor that all have ``into`` or all do not.
 
     Args:
-        outs: one per tensor, ``(rows, …)``; overwritten where ``into`` says. Shares no memory
-            with ``values``.
-        values: one per tensor, ``(num_rows, …)``; of the output's dtype or one that is cast to it.
-        segments: one per tensor, of as many rows as ``values`` has.
+        outs: one per tensor, ``(rows, …)``; the rows of ``into`` are overwritten. Must not overlap
+            ``values``.
+        values: one per tensor, ``(num_rows, …)``; of the output's dtype, or one that is cast to it.
+        segments: one per tensor, with as many rows as ``values``.
         into: for each tensor the output row of each segment, int64, without duplicates; ``~row``
             adds the segment's sum to that row instead of overwriting it, in the accumulate dtype of
             the output. None (for one tensor or all): row s is segment s, and there are no others.
-        divisor: of every sum, or one for each tensor: a number, or a float64 for each segment. In
-            the accumulate dtype, before the one rounding; 1 means no division.
-        device: launches on its compute queue, and holds the plans; default that of ``outs[0]``.
-            Adds no stream waits.
+        divisor: divides every sum: one for all tensors, or a list with one for each: a number, or a
+            float64 array with one for each segment. Divides in the accumulate dtype, before the
+            only rounding; 1: no division.
+        device: the device whose compute queue launches, and that holds the plans; default: that of
+            ``outs[0]``. Adds no stream waits.
 
     The operands are not validated.
     """

@@ -1,7 +1,7 @@
 """Plans on the host which rows of a sparse array are summed.
 
-Source: own. Sorting gives every row of the result its terms in one fixed order, which
-floating-point atomics do not.
+Sorting fixes the order in which the terms of a row are added; with floating-point atomics the order
+would vary. Not taken from another library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from gradreduce.device import Buffer, Device, flat_layout
 
-Indices = np.ndarray  # for modules that hold indices and do not import NumPy
+Indices = np.ndarray  # for annotations in modules that do not import NumPy
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ def plan_segments(indices: np.ndarray) -> Segments:
 
 
 def single_row_segments(num_rows: int) -> Segments:
-    """Segments of one row each, in the order of the rows."""
+    """Returns segments of one row each, in the order of the rows."""
     return Segments(np.arange(num_rows), np.arange(num_rows), np.arange(num_rows + 1))
 
 

@@ -13,9 +13,9 @@ from gradreduce.device.kernel import Arrays
 
 from .templates import FLOATS
 
-BLOCK = 2048  # elements of a tensor whose squares are added together first
-_LANES = 32  # sums of a block, before these are added
-_SERIAL = 256  # terms of a sum of sums
+BLOCK = 2048  # elements whose squares are added in one block
+_LANES = 32  # partial sums of a block
+_SERIAL = 256  # terms in a sum of partial sums
 _DOUBLE = np.dtype(np.float64)
 
 
@@ -63,7 +63,7 @@ def square_sum(
     rooted: bool = False,
     device: Device | None = None,
 ) -> None:
-    """``outs[t][b * lanes + p]`` becomes the sum of the squares of block b, every lanes-th from p.
+    """Sets ``outs[t][b * lanes + p]`` to a sum of squares in block b: every lanes-th, from p.
 
     A block is ``lanes * terms`` elements; the last one may be shorter. The order is fixed, so the
     result does not depend on the launch. One launch for all inputs of the same dtype.
@@ -71,9 +71,9 @@ def square_sum(
     Args:
         outs: float64, one per tensor; overwritten. Shares no memory with its input.
         inputs: floats, one per tensor.
-        lanes: sums of each block.
-        terms: of each sum.
-        squared: False adds the elements themselves.
+        lanes: the number of sums of each block.
+        terms: the number of terms of each sum.
+        squared: False adds the elements instead of their squares.
         rooted: take the square root of each sum.
         device: launches on its compute queue; default that of ``outs[0]``. Adds no stream waits.
 
@@ -88,8 +88,8 @@ def square_sum(
 def block_sums(inputs: Sequence[Buffer], device: Device) -> Buffer:
     """Returns the sums of the squares of each block of each tensor, a new float64 Buffer.
 
-    Those of ``num_blocks(size)`` blocks for each tensor, one tensor after the other. The sum of a
-    block depends on its elements alone. Two launches for each dtype on ``device``.
+    There are ``num_blocks(size)`` sums for each tensor, one tensor after the other. The sum of a
+    block depends only on its elements. Makes two launches for each dtype on ``device``.
     """
     counts = [num_blocks(source.size) for source in inputs]
     starts = [0, *accumulate(counts)]
@@ -104,7 +104,8 @@ def block_sums(inputs: Sequence[Buffer], device: Device) -> Buffer:
 def norm_of(sums: Buffer) -> Buffer:
     """Returns the square root of the total of ``block_sums``, a new float64 Buffer ``(1,)``.
 
-    A few launches on its device, each over fewer elements; the host does not wait.
+    Makes a few launches on the device of ``sums``, each over fewer elements; the host does not
+    wait.
     """
     device = sums.device
     while True:
@@ -124,5 +125,5 @@ def prepare_norm_of(device: Device, dtype: np.dtype) -> None:
 
 
 def num_blocks(size: int) -> int:
-    """The number of blocks of a tensor of so many elements."""
+    """Returns the number of blocks of a tensor with ``size`` elements."""
     return -(-size // BLOCK)

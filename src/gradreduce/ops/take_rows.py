@@ -39,18 +39,18 @@ def take_rows_command(
     *,
     device: Device | None = None,
 ) -> Callable[[], None]:
-    """Uploads row numbers; the function that it returns launches.
+    """Uploads row numbers and returns a function that launches.
 
-    The launch writes ``outs[t][k] = values[t][rows[t][k]]`` for every tensor t. One upload of all
-    row numbers; one launch for all tensors whose elements are of one size.
+    The launch writes ``outs[t][k] = values[t][rows[t][k]]`` for every tensor t. One upload for all
+    row numbers; one launch for all tensors whose elements have the same size.
 
     Args:
         outs: one per tensor, ``(num_taken, …)``; overwritten. Shares no memory with ``values``.
         values: one per tensor, ``(num_rows, …)``, of the out's dtype; only read.
-        rows: for each tensor the number of each row that is taken: int64, ``(num_taken,)``, from 0
-            on and below ``num_rows``, in any order.
-        device: launches on its compute queue, and holds the row numbers; default that of
-            ``outs[0]``. Adds no stream waits.
+        rows: for each tensor the numbers of the rows to take: int64, ``(num_taken,)``, from 0 to
+            ``num_rows - 1``, in any order.
+        device: the device whose compute queue launches, and that holds the row numbers; default:
+            that of ``outs[0]``. Adds no stream waits.
 
     The operands are not validated.
     """
@@ -58,7 +58,7 @@ def take_rows_command(
     if not chosen:
         return lambda: None
     home = device or outs[0].device
-    # Tensors of one variable take the same rows: uploaded once.
+    # Tensors of one variable take the same rows, which are uploaded once.
     own = {id(numbers): numbers for _, _, numbers in chosen}
     uploaded = upload_together([[numbers] for numbers in own.values()], home)
     views = dict(zip(own, uploaded, strict=True))

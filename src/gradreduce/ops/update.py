@@ -1,6 +1,6 @@
 """Update kernels: three variants of each rule, their launcher and NumPy references.
 
-The formulas are in ``update_rules.py``; kernels of ``update.cu``. Source: own.
+The formulas are in ``update_rules.py``, the kernels in ``update.cu``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from gradreduce.device.kernel import Arrays, Template
 from .templates import UPDATES
 from .update_rules import RULES, UpdateRule
 
-# The operands of one tensor: the variable, a float; its master, if it has one; the slots of the
-# rule; the extra operands of the variant; the gradient, which is only read. They have one size, and
-# none overlaps another. Gradient and slots have the dtype of the variable. A master is the float32
-# value that a 16-bit variable is rounded from; then the slots are float32 too. If the master does
-# not round to its variable, the variable was assigned to: the master is overwritten, not used.
+# The operands of one tensor: the variable, of a float dtype; its master, if it has one; the slots
+# of the rule; the extra operands of the variant; the gradient, which is only read. All have the
+# same size and do not overlap. Gradient and slots have the dtype of the variable. A master is the
+# float32 value from which a 16-bit variable is rounded; then the slots are float32 too. If the
+# master does not round to its variable, the variable was assigned: the kernel then overwrites the
+# master instead of using it.
 Update = Sequence[Buffer]
 
 Variant = Literal["plain", "local", "global"]
@@ -34,10 +35,10 @@ Variant = Literal["plain", "local", "global"]
 # 2026-11: 2^15 10.3, 15.5, 34.2 ms, 2^16 9.6, 14.3, 31.4, 2^17 7.8, 12.7, 29.8; NumPy's own
 # SGD in blocks of 2^15 8.7.
 BLOCK_SIZE = 1 << 17
-# Rows below this size are concatenated: a NumPy call for each takes longer than the copies.
+# Rows below this size are concatenated: the copies take less time than a NumPy call for each row.
 SMALL_SIZE = 1 << 11
 
-# Updates one block: takes the operands without masters, and scratch arrays.
+# A function that updates one block; arguments: the operands without masters, and scratch arrays.
 Block = Callable[[Arrays, Arrays], None]
 _Step = Callable[..., None]
 
@@ -67,10 +68,10 @@ class _Form:
     """How a variant of a kernel differs from the rule.
 
     Attributes:
-        block: NumPy reference of one block.
-        num_more: operands between the slots and the gradient, without masters.
-        lead: scalars in front of those of the rule.
-        num_scratch: scratch arrays besides those of the rule.
+        block: the NumPy reference of one block.
+        num_more: the number of operands between the slots and the gradient, without masters.
+        lead: the names of scalars before those of the rule.
+        num_scratch: the number of scratch arrays besides those of the rule.
     """
 
     block: Callable[..., None]
@@ -81,17 +82,18 @@ class _Form:
 
 _FORMS: dict[Variant, _Form] = {
     "plain": _Form(_plain),
-    # The sum of a period, in the accumulate dtype. first: 1 writes the gradient there, 0 adds it.
+    # The extra operand is the sum of a period, in the accumulate dtype. first: 1 writes the
+    # gradient to it, 0 adds the gradient.
     "local": _Form(_local, 1, ("first",)),
-    # The pulled copy, and its master if the variable has one; the gradient is the sum, which
-    # ``period`` divides.
+    # The extra operand is the pulled copy, with its master if the variable has one. The gradient is
+    # the sum, which is divided by ``period``.
     "global": _Form(_global, 1, ("period",), 1),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class RuleKernel(Kernel):
-    """A kernel that updates variables by a rule; its entry is a template over the rule's struct.
+    """A kernel that updates variables by a rule; a template over the rule's struct.
 
     Attributes:
         rule: the rule.
@@ -107,7 +109,7 @@ class RuleKernel(Kernel):
         return 2 + len(self.rule.slots) + _FORMS[self.variant].num_more
 
     def template_of(self, row: Update) -> tuple[str, str]:
-        """The template arguments for a row: the dtypes of its variable and of its slots."""
+        """Returns the template arguments for a row: the dtypes of its variable and slots."""
         state = row[int(len(row) > self.num_plain)]
         return row[0].dtype.name, state.dtype.name
 
@@ -141,7 +143,7 @@ def _kernel(rule: UpdateRule, variant: Variant) -> RuleKernel:
 def _reference(
     rule: UpdateRule, form: _Form, table: Sequence[Arrays], num_written: int, *scalars: float
 ) -> None:
-    """NumPy reference of a rule in one variant."""
+    """Returns the NumPy reference of a rule in one variant."""
     if not table:
         return
     acc_dtype = accumulate_dtype(table[0][0].dtype)
@@ -151,7 +153,7 @@ def _reference(
     run_blocks(table, num_plain, block, rule.num_scratch + form.num_scratch)
 
 
-# Of each rule its kernel in each variant.
+# The kernel of each rule in each variant.
 RULE_KERNELS: dict[tuple[UpdateRule, Variant], RuleKernel] = {
     (rule, variant): _kernel(rule, variant) for rule in RULES.values() for variant in _FORMS
 }
@@ -163,10 +165,10 @@ def run_blocks(table: Sequence[Arrays], num_plain: int, block: Block, num_scratc
     Masters replace their variables.
 
     Args:
-        table: the rows of a launch, at least one; all operands except the last are written.
-        num_plain: number of operands of a row without masters.
-        block: updates the operands of a block, which are without masters.
-        num_scratch: number of scratch arrays, uninitialized.
+        table: the rows of a launch, at least one; all operands but the last are written.
+        num_plain: the number of operands of a row without masters.
+        block: updates one block; called without masters.
+        num_scratch: the number of uninitialized scratch arrays.
     """
     dtype, num_operands = table[0][0].dtype, len(table[0])
     acc_dtype = accumulate_dtype(dtype)
@@ -253,10 +255,11 @@ def update_rows(
     *,
     writer: LaunchBatch | None = None,
 ) -> None:
-    """Launches a rule once for each dtype, on rows that were created to match: no validation.
+    """Launches a rule once for each dtype, without validating the rows.
 
-    ``scalars`` are all that the kernel takes after ``num_written``. With a ``writer``, all rows
-    must have the same dtypes and go to the compute queue of ``device``; it launches faster.
+    ``scalars`` are the kernel's scalar arguments after ``num_written``. A ``writer`` launches
+    faster; then all rows must have the same dtypes, and are updated on the compute queue of
+    ``device``.
     """
     for launched in [rows] if writer is not None else _alike(kernel, rows):
         template, all_scalars = kernel.template_of(launched[0]), (len(launched[0]) - 1, *scalars)
@@ -267,7 +270,7 @@ def update_rows(
 
 
 def _alike(kernel: RuleKernel, rows: Sequence[Update]) -> list[list[Update]]:
-    """Groups rows by launch: of the same dtypes, and all with a master or none."""
+    """Groups rows by launch: equal dtypes, and all or none with a master."""
     # By id: hashing a dtype is slow.
     if len({(id(row[0].dtype), id(row[1].dtype), len(row)) for row in rows}) == 1:
         return [list(rows)]

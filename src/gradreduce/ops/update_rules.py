@@ -1,4 +1,4 @@
-"""The update rules: what each is called, its slots, its scalars and its NumPy formula.
+"""The update rules: name, slots, scalars and NumPy formula of each.
 
 A step is called ``step(var, *slots, grad, *scratch, *scalars)``, on blocks of the accumulate dtype,
 and changes ``var`` and the slots in place. It writes each of them once: a signal handler that saves
@@ -23,11 +23,11 @@ class UpdateRule:
     """An update rule.
 
     Attributes:
-        name: of the rule. Its CUDA struct has this name in CamelCase.
+        name: the name of the rule; its CUDA struct has this name in CamelCase.
         step: the formula; see the module's docstring.
-        slots: names of the slots of each variable.
-        num_scratch: number of scratch arrays of a block, uninitialized.
-        scalars: names of its scalars, in the order of the members of the struct.
+        slots: the names of the slots of each variable.
+        num_scratch: the number of uninitialized scratch arrays of a block.
+        scalars: the names of its scalars, in the order of the members of the struct.
     """
 
     name: str
@@ -38,7 +38,7 @@ class UpdateRule:
 
     @property
     def struct(self) -> str:
-        """Name of the template in ``kernels/rules.cuh``: ``RmspropCentered``."""
+        """The name of the struct in ``kernels/rules.cuh``, such as ``RmspropCentered``."""
         return self.name.title().replace("_", "")
 
 
@@ -46,7 +46,7 @@ RULES: dict[str, UpdateRule] = {}
 
 
 def _rule(num_scratch: int) -> Callable[[Callable[..., None]], UpdateRule]:
-    """Makes a step an ``UpdateRule``: names of slots and scalars are those of its parameters."""
+    """Makes an ``UpdateRule`` of a step, whose parameters name the slots and scalars."""
 
     def made(step: Callable[..., None]) -> UpdateRule:
         names = tuple(signature(step).parameters)
