@@ -11,8 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from docutils import nodes
 from sphinx.ext.autodoc.mock import mock
 from sphinx.util import logging
+from sphinx.util.nodes import make_refnode
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -87,6 +89,19 @@ def on_include_read(app: Sphinx, path: Path, name: str, source: list[str]) -> No
     """Rewrites the links of a file that a page includes."""
     file = (DOCS / path).resolve()
     source[0] = rewrite_links(source[0], file, included_files()[file])
+
+
+def link_names(app: Sphinx, document: nodes.document, page: str) -> None:
+    """Links names in texts to the reference: `gr.open_mesh(2)`, `Mesh` and `Mesh.reset`."""
+    known = app.env.domains.python_domain.objects
+    for text in list(document.findall(nodes.literal)):
+        named = re.fullmatch(r"(?:gr\.(?=\w)|(?=[A-Z]))([\w.]+)(?:\(.*\))?", text.astext())
+        target = known.get(f"gradreduce.{named[1]}") if named else None
+        if target is None or isinstance(text.parent, nodes.reference):
+            continue
+        copy = text.deepcopy()
+        link = make_refnode(app.builder, page, target.docname, target.node_id, copy)
+        text.parent.replace(text, link)
 
 
 # --- docstrings -----------------------------------------------------------------------------------
@@ -177,6 +192,7 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", signature_of_mocked)
     app.connect("autodoc-process-docstring", before_napoleon, priority=400)
     app.connect("autodoc-process-docstring", after_napoleon, priority=600)
+    app.connect("doctree-resolved", link_names)
     app.connect("env-check-consistency", check_reference)
     app.connect("source-read", on_source_read)
     app.connect("include-read", on_include_read)
