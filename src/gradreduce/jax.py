@@ -1,6 +1,6 @@
 """``all_reduce`` of JAX's pytrees, outside ``jax.jit``.
 
-Imported only when asked for, as ``gr.jax``: ``import gradreduce`` does not import JAX.
+Use it as ``gr.jax``, which imports JAX. ``import gradreduce`` does not import JAX.
 """
 
 from __future__ import annotations
@@ -34,50 +34,57 @@ def all_reduce(
     cross_device_ops: CrossDeviceOps | None = None,
     deadline: float | None = None,
 ) -> Any:
-    """Combines the gradients of several devices; what ``jax.lax.pmean`` does, but eagerly.
+    """Reduces the gradients of several devices eagerly; like ``jax.lax.pmean`` in a function.
 
-    For a sharded array the result is that of ``jax.shard_map(lambda x: jax.lax.pmean(x, axes),
-    in_specs=spec, out_specs=spec)``, with its own ``spec`` and all ``axes`` of its JAX mesh: every
-    shard is a replica, and is replaced by the mean. So it is for the results of ``jax.pmap``, whose
-    rows are the shards, and for an array that is replicated as far as JAX knows.
-
-    Example::
+    Every shard of a sharded array is the gradient of one replica, and is replaced by the mean (or
+    sum) of all shards. This is the result of ``jax.shard_map(lambda x: jax.lax.pmean(x, axes),
+    in_specs=spec, out_specs=spec)``, where ``spec`` is the array's own and ``axes`` are all axes of
+    its JAX mesh. It fits the results of ``jax.pmap``, whose rows are the shards, and arrays that
+    JAX regards as replicated although their copies differ::
 
         grads = jax.pmap(jax.grad(loss))(params, x, y)  # a row for each device
         grads = gr.jax.all_reduce(grads)  # every row is the mean
         updates, state = optimizer.update(grads, state)  # of optax
 
+    Example: see ``examples/train_jax.py``.
+
+    On the CPU, the host waits for JAX and for the reduction, and the shards of a result share
+    memory. On GPUs the host does not wait. Arrays are only read.
+
     Args:
-        grads: a pytree of arrays, each with a shard on every device of this process; of arrays over
-            several processes only these are read. They belong to the devices of the mesh in the
-            order of their ids. Or a list or tuple with one pytree for each device of the mesh, all
-            alike, each with its arrays on a JAX device of its own (those of devices of the mesh
-            that share a physical one may share it); arrays that are not committed to a device are
-            moved there. Where the mesh has one device in this process, any pytree of arrays on one
-            device. Trees without arrays, and None in them, stay as they are. Arrays are only read.
+        grads: one of these:
+
+            - A pytree of arrays that have a shard on every device of this process. The shards, in
+              the order of the ids of their JAX devices, belong to the devices of the mesh. Shards
+              of other processes are not read.
+            - A list or tuple with a pytree for each device of the mesh, all with the same
+              structure. The arrays of each pytree are on a JAX device of its own; pytrees of
+              devices that share a physical device may share it. Arrays that are not committed to a
+              device are moved there.
+            - If the mesh has one device in this process, a pytree of arrays on one device.
+
+            A pytree without arrays is returned unchanged. None in a pytree is kept.
         op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``; see ``CrossDeviceOps.batch_reduce``.
-        mesh: whose devices, and whose processes: of simulated devices where JAX has the arrays on
-            the CPU. Default: that of ``cross_device_ops``, else ``gr.default_mesh()``.
-        cross_device_ops: such as ``gr.AllReduceCrossDeviceOps(wire_dtype="bfloat16")``. Default: an
-            all-reduce by NCCL, in one pack.
-        deadline: seconds from now within which the devices must finish, else the mesh is marked as
-            failed.
+        mesh: the mesh of the devices; for arrays on JAX's CPU devices, a mesh of simulated devices.
+            Default: the mesh of ``cross_device_ops``, otherwise ``gr.default_mesh()``.
+        cross_device_ops: for example ``gr.AllReduceCrossDeviceOps(wire_dtype="bfloat16")``.
+            Default: an all-reduce by NCCL, in one pack.
+        deadline: seconds from now; if the devices are not done by then, the mesh has failed.
 
     Returns:
-        The same tree, with new arrays of the same shapes and shardings; committed to their devices,
-        and never weakly typed. Their dtypes are the same, but for means of integers, which are
-        floats. On the CPU the host waits for JAX and for the reduction, and the shards of a result
-        share their memory; on GPUs it waits for nothing.
+        A pytree of the same structure with new arrays of the same shapes and shardings, committed
+        to their devices and not weakly typed. Dtypes are the same, except that means of integers
+        are floats.
 
     Raises:
-        TypeError: a leaf that is no ``jax.Array``, one that JAX is tracing (inside ``jax.jit``,
-            ``grad``, ``vmap`` or ``shard_map``), or a dtype that cannot be added.
-        ValueError: trees that differ, arrays that differ in shape or dtype, one that was deleted or
-            donated, has another number of shards than the mesh has devices, or is replicated over a
-            part of its devices only; or ``mesh`` is not that of ``cross_device_ops``.
-        DeviceMismatchError: (a ``ValueError``) arrays that are on other devices than the mesh says.
-        BackendUnavailableError, CollectiveError: what ``CrossDeviceOps.batch_reduce`` raises.
-            Every error about an array has its path in ``grads``.
+        TypeError: a leaf is not a ``jax.Array``, JAX is tracing it (inside ``jax.jit``, ``grad``,
+            ``vmap`` or ``shard_map``), or its dtype cannot be added. This and the next two errors
+            name the path of the array in ``grads``.
+        ValueError: pytrees have different structures; arrays differ in shape or dtype; an array was
+            deleted or donated, has another number of shards than the mesh has devices, or is
+            replicated over some of its devices; or ``mesh`` is not that of ``cross_device_ops``.
+        DeviceMismatchError: (a ``ValueError``) arrays are on other devices than the mesh.
+        BackendUnavailableError, CollectiveError: see ``CrossDeviceOps.batch_reduce``.
     """
     check_op("op", op)
     ops = shared_ops() if cross_device_ops is None else cross_device_ops
@@ -115,20 +122,20 @@ def all_reduce(
 
 
 class _Shards(PerReplica):
-    """The shards of one array."""
+    """The shards of one array, as replicas."""
 
     def _name_of(self, index: int, replica: int | None = None, of: str = "grads") -> str:
         return f"{of}{_bracket(self._key)}"
 
 
 def _paths(tree: Any) -> list[str | int]:
-    """Returns the path of each leaf, such as ``"dense.kernel"``; of a list its number."""
+    """Returns the path of each leaf, such as ``"dense.kernel"``; in a list, its index."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [key_of([_part(key) for key in path]) for path, _ in found]
 
 
 def _part(key: Any) -> Any:
-    """Returns a key of a dict, an index or the name of an attribute."""
+    """Converts a key of a JAX path to a dict key, index or attribute name."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
@@ -136,7 +143,7 @@ def _part(key: Any) -> Any:
 
 
 def _bracket(path: str | int | None) -> str:
-    """Returns a path as an index; nothing for an array that is no part of a tree."""
+    """Formats a path as an index; empty if ``grads`` is a single array."""
     return "" if path == "" else f"[{path!r}]"
 
 
@@ -154,7 +161,7 @@ def _for_each(
 
 
 def _check_array(leaf: Any, mesh: Mesh) -> None:
-    """Raises unless it is an array with values, on devices like those of the mesh."""
+    """Raises unless a leaf is an array with values, on devices of the mesh's kind."""
     check_traced(leaf)
     if not isinstance(leaf, jax.Array):
         raise TypeError(f"{type(leaf).__name__} is not a jax.Array: pass jax.numpy.asarray of it")
@@ -172,7 +179,7 @@ def _shards(leaf: Any, mesh: Mesh) -> list[Any]:
     """Returns the shards of an array, in the order of their JAX devices.
 
     Raises:
-        ValueError: they are not replicas, one for each device of the mesh.
+        ValueError: the shards are not one replica for each device of the mesh.
     """
     shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
     if len(shards) != len(mesh):
@@ -190,8 +197,8 @@ def _shards(leaf: Any, mesh: Mesh) -> list[Any]:
     parts = [shard.data for shard in shards]
     if not leaf.is_fully_replicated and parts[0].size * count != leaf.size:
         raise ValueError(
-            f"the array is replicated over a part of its devices only ({leaf.sharding}): use "
-            "jax.lax.pmean over that axis in jax.shard_map"
+            "the array is replicated over some of its devices, but not over all "
+            f"({leaf.sharding}): use jax.lax.pmean over that axis in jax.shard_map"
         )
     return parts
 
@@ -222,7 +229,7 @@ def _rows(grads: Any, mesh: Mesh) -> list[list[Any]]:
 
 
 def _home(grads: Sequence[Any], replica: int, row: Sequence[Any]) -> Any:
-    """Returns the JAX device of a tree; arrays that are not committed to theirs do not count."""
+    """Returns the JAX device of a tree. Uncommitted arrays count only if all are uncommitted."""
     placed = [(index, leaf) for index, leaf in enumerate(row) if getattr(leaf, "committed", True)]
     found = {
         next(iter(leaf.sharding.device_set)): index for index, leaf in placed or enumerate(row)
@@ -237,7 +244,7 @@ def _home(grads: Sequence[Any], replica: int, row: Sequence[Any]) -> Any:
 
 
 def _difference(grads: Sequence[Any], replica: int) -> str:
-    """Says how the tree of a replica differs from the first one."""
+    """Returns a message about how the tree of a replica differs from the first."""
     mine, first = _paths(grads[replica]), _paths(grads[0])
     missing = [repr(path) for path in first if path not in mine]
     extra = [repr(path) for path in mine if path not in first]
@@ -252,12 +259,12 @@ def _like(leaf: Any, source: tuple[Mirrored, Sequence[int]]) -> Any:
     """Returns results as an array with the shape and sharding of a leaf.
 
     Args:
-        leaf: the array.
-        source: the result, and the replicas that its shards are.
+        leaf: the array of ``grads``.
+        source: the result, and the replicas that the shards of the array are.
     """
     mirrored, replicas = source
     if mirrored.kind == "jax":
         parts = [mirrored[replica] for replica in replicas]
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
-    host = mirrored[replicas[0]]  # all are equal; JAX shares their memory
+    host = mirrored[replicas[0]]  # all replicas are equal, so JAX's shards share this memory
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: host)

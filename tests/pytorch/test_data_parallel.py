@@ -615,9 +615,9 @@ def test_a_second_backward_of_one_replica_is_refused_before_that_of_another():
     with open_mesh(2) as mesh:
         dp = gr.torch.DataParallel(layers(), mesh)
         plain(dp.replicas[0], batch(0)).backward()
-        with pytest.raises(RuntimeError, match=r"no_sync\(\) after a backward of replica 0"):
+        with pytest.raises(RuntimeError, match=r"no_sync\(\) was entered after .* replica 0"):
             dp.no_sync().__enter__()
-        with pytest.raises(RuntimeError, match=r"second backward of replica 0, before one of .* 1"):
+        with pytest.raises(RuntimeError, match=r"second time for replica 0, before .* 1:"):
             plain(dp.replicas[0], batch(0)).backward()
         for found in trained(dp, plain, 0, zero, steps=1):
             assert_equal(found[0], found[1])
@@ -651,7 +651,7 @@ def test_parameters_that_would_not_be_reduced_are_refused():
         dp.replicas[1][0].weight = dp.replicas[0][0].weight.detach()
         with pytest.raises(RuntimeError, match="a parameter of replica 1 was replaced"):
             plain(dp.replicas[1], batch(0)).backward()
-        with pytest.raises(ValueError, match=r"0.weight is a parameter of another DataParallel"):
+        with pytest.raises(ValueError, match=r"0.weight is already a parameter of another Data"):
             gr.torch.DataParallel(dp.module, mesh)
         rows = torch.nn.Embedding(4, 2, sparse=True)
         dp = gr.torch.DataParallel(rows, mesh[:1])
@@ -697,7 +697,7 @@ def test_a_module_that_is_added_is_watched_as_those_around_it():
     with open_mesh(1) as mesh:
         dp = gr.torch.DataParallel(layers(), mesh)
         dp.module.more = torch.nn.ModuleList()
-        with pytest.raises(RuntimeError, match="0 would be another parameter of a module"):
+        with pytest.raises(RuntimeError, match="0 cannot be added to a module"):
             dp.module.more.append(torch.nn.Linear(3, 3))
 
 
@@ -707,7 +707,7 @@ def test_the_module_of_a_dropped_data_parallel_gets_another():
         nets = [layers(), layers()]
         dp = gr.torch.DataParallel(nets, mesh)
         for pair in (nets, [layers(), nets[1]]):
-            with pytest.raises(ValueError, match="of another DataParallel already: delete that"):
+            with pytest.raises(ValueError, match="of another DataParallel: delete that one"):
                 gr.torch.DataParallel(pair, mesh)
         trained(dp, plain, 0, zero, steps=2)
         del dp

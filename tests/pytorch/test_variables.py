@@ -133,7 +133,7 @@ def test_no_use_of_a_variable_takes_memory_that_is_not_the_parameter_any_more(ch
         do(module)
         before = parameter.detach().clone()
         for use in USES.values():
-            with pytest.raises(RuntimeError, match=f"'{name}' has been replaced or has other mem"):
+            with pytest.raises(RuntimeError, match=f"'{name}' was replaced or moved to other"):
                 use(variable, optimizer)
         assert parameter.equal(before)
         assert variable.name in repr(variable)
@@ -157,7 +157,7 @@ def test_a_step_on_memory_that_is_stale_takes_no_gradient(shard_optimizer):
         terms = [[[torch.ones(2, 2)], [torch.ones(2)]]] * 2
         step(terms)
         replicas[1].bias.data = torch.zeros(2)
-        with pytest.raises(RuntimeError, match="'bias' has been replaced or has other memory"):
+        with pytest.raises(RuntimeError, match="'bias' was replaced or moved to other memory"):
             step(terms)
         assert [each.num_accumulated() for each in step.accumulators] == [0, 0]
         assert step.global_step == 1

@@ -1,6 +1,6 @@
-"""PyTorch on our reductions: modules, optimizers, what DDP and FSDP2 accept.
+"""PyTorch modules and optimizers that use gradreduce, and hooks for DDP and FSDP2.
 
-Imported only when asked for, as ``gr.torch``: ``import gradreduce`` does not import PyTorch.
+Use it as ``gr.torch``, which imports PyTorch. ``import gradreduce`` does not import PyTorch.
 """
 
 from __future__ import annotations

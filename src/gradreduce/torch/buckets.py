@@ -1,4 +1,4 @@
-"""Which parameters are reduced together."""
+"""Plans which parameters are reduced together, as a bucket."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 
 class Size(NamedTuple):
-    """What decides about the bucket of a parameter.
+    """The properties of a parameter's gradient that decide about its bucket.
 
     Attributes:
-        dtype: of its gradient; a bucket has one.
-        nbytes: of its gradient.
+        dtype: the dtype; all gradients in a bucket have the same.
+        nbytes: the number of bytes.
     """
 
     dtype: Hashable
@@ -21,13 +21,13 @@ class Size(NamedTuple):
 def plan_buckets(sizes: Sequence[Size], order: Sequence[int], most_bytes: float) -> list[list[int]]:
     """Returns the parameters of each bucket, in the order in which the buckets become ready.
 
-    A bucket is closed by the parameter with which it would exceed ``most_bytes``; a larger one has
-    its own.
+    If a parameter would make a bucket larger than ``most_bytes``, it begins a new bucket. A
+    parameter larger than that has a bucket of its own.
 
     Args:
-        sizes: of all parameters.
+        sizes: the sizes of all parameters.
         order: the parameters in the order in which their gradients become ready.
-        most_bytes: of a bucket.
+        most_bytes: the largest size of a bucket.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[Hashable, tuple[list[int], int]] = {}

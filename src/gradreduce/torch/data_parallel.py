@@ -23,9 +23,10 @@ from .reducer import Reducer, reducer_of
 class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch need not be installed
     """Replicas of a module whose gradients are averaged while ``backward`` runs.
 
-    With one device in this process call it like the module; with several call each replica. The
-    caller calls ``backward``, for each replica or for the sum of the losses. When the last one
-    returns, every ``.grad`` is the mean over the replicas of all processes::
+    With one device in this process, call the DataParallel like the module. With several devices,
+    call each replica. Then call ``backward``, once for each replica or once for the sum of the
+    losses. After the last ``backward``, every ``.grad`` is the mean over the replicas of all
+    processes::
 
         mesh = gr.open_mesh(processes="auto", devices_per_process=1)
         dp = gr.torch.DataParallel(net, mesh)
@@ -35,34 +36,42 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
         loss.backward()
         optimizer.step()
 
-    The first backward shows in which order gradients become ready; from then on each bucket is
-    reduced as soon as it is complete, while ``backward`` goes on, and all gradients are views of
-    flat buffers (``mesh.flat_buffer``). An optimizer's ``zero_grad`` is allowed, but drops the
-    views, which costs a copy; ``zero_grad`` of this class keeps them. If gradients are not zeroed,
-    the next backward adds to them and averages the sums. A parameter that was not used has a
-    gradient of zeros. Parameters that are frozen (``requires_grad`` is False) when the DataParallel
-    is made have no gradient, and must stay frozen.
+    Example: see ``examples/train_torch.py``.
+
+    The first backward shows in which order gradients become ready. In later backwards, each bucket
+    is reduced as soon as it is complete, while ``backward`` continues. Then all gradients are views
+    of flat buffers (``mesh.flat_buffer``).
+
+    - The ``zero_grad`` of this class keeps these views. That of an optimizer drops them, so that
+      the next backward must copy.
+    - If gradients are not zeroed, the next backward adds to them and averages the sums.
+    - A parameter that was not used has a gradient of zeros.
+    - Parameters that are frozen (``requires_grad`` is False) when the DataParallel is made have no
+      gradient, and must stay frozen.
+    - If a reduction fails, ``backward`` raises ``CollectiveError`` with the names of the
+      parameters.
+    - Adding a parameter that is not frozen to a module inside raises ``RuntimeError``.
 
     Args:
-        module_or_replicas: a module, of which every device but the first gets a copy; or one
-            module for each device, alike. Its parameters must stay the same objects.
-        mesh: the devices of this process, and all processes.
-        bucket_mb: the most MiB of gradients that are reduced together; larger ones are alone.
-        ops: an ``AllReduceCrossDeviceOps``, which may have a ``wire_dtype``. Default: one by NCCL.
+        module_or_replicas: a module, which is copied to all devices but the first; or a list with
+            one module for each device, with the same parameters. The parameters must stay the same
+            objects.
+        mesh: a mesh with the devices of this process, over all processes.
+        bucket_mb: the largest size of a bucket, in MiB. A larger gradient is reduced alone.
+        ops: an ``AllReduceCrossDeviceOps``, which may have a ``wire_dtype``. Default: one that
+            uses NCCL.
 
     Attributes:
         replicas: the modules, one for each device of this process, in the order of the mesh. The
-            parameters and buffers of process 0's first replica are copied to all of them once, when
-            the DataParallel is made.
+            constructor copies the parameters and buffers of process 0's first replica to all of
+            them.
 
     Raises:
-        TypeError: ``module_or_replicas`` is no module or list of modules, or ``mesh`` no Mesh.
-        ValueError: another number of replicas than devices, replicas that differ, no parameter
-            that requires gradients, one that is in another DataParallel, or a wrong ``bucket_mb``
-            or ``ops``.
-
-    ``backward`` raises ``CollectiveError`` if a reduction fails, with the names of the parameters.
-    A module inside that would get another parameter, which is not frozen, raises ``RuntimeError``.
+        TypeError: ``module_or_replicas`` is not a module or a list of modules, or ``mesh`` is not a
+            Mesh.
+        ValueError: the number of replicas is not the number of devices, replicas differ, no
+            parameter requires gradients, a parameter is in another DataParallel, or ``bucket_mb``
+            or ``ops`` is invalid.
     """
 
     _copy_hint = "copy its module"
@@ -103,14 +112,14 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
 
     @property
     def module(self) -> Any:
-        """The first replica: save its ``state_dict``."""
+        """The first replica; save its ``state_dict``."""
         return self.replicas[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the only replica.
+        """Calls the replica of this process.
 
         Raises:
-            RuntimeError: there are several.
+            RuntimeError: there are several replicas.
         """
         if len(self.replicas) > 1:
             raise RuntimeError(
@@ -120,18 +129,22 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
         return self.replicas[0](*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context in which ``backward`` only adds to each replica's own gradients.
+        """Returns a context in which ``backward`` adds to each replica's own gradients.
 
-        The first ``backward`` outside averages what they are by then. Where the loss was computed
-        does not matter.
+        The first ``backward`` after the context averages the accumulated gradients. It does not
+        matter where the loss was computed.
 
         Raises:
-            RuntimeError: some replicas have had their ``backward`` of this step, and some not.
+            RuntimeError: some replicas have had their ``backward`` of this step, and others have
+                not.
         """
         return self._reducer.no_sync()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zeroes the gradients, by one fill for each bucket; ``set_to_none`` drops the views."""
+        """Zeroes the gradients, with one fill for each bucket.
+
+        With ``set_to_none``, each ``.grad`` becomes None, and the views of flat buffers are lost.
+        """
         if set_to_none or not self._reducer.zero():
             super().zero_grad(set_to_none)
 
@@ -161,7 +174,7 @@ def _replicas_of(module_or_replicas: Any, mesh: Mesh) -> list[Any]:
 
 
 def check_alike(named: Sequence[Sequence[tuple[str, Any]]]) -> None:
-    """Raises unless the parameters of all replicas are alike."""
+    """Raises ``ValueError`` unless the parameters of all replicas are alike."""
     alike = [
         [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in row]
         for row in named
@@ -177,7 +190,7 @@ def check_alike(named: Sequence[Sequence[tuple[str, Any]]]) -> None:
 def _check_parameters(
     named: Sequence[Sequence[tuple[str, Any]]], trained: Sequence[Sequence[tuple[str, Any]]]
 ) -> None:
-    """Raises unless all replicas have parameters alike, which no other DataParallel has."""
+    """Raises unless all replicas have the same parameters, which no other DataParallel has."""
     check_alike(named)
     if not trained[0]:
         raise ValueError("the module has no parameter that requires gradients")
@@ -185,7 +198,7 @@ def _check_parameters(
         other = reducer_of(parameter)
         if other is not None and other.owner() is not None:
             raise ValueError(
-                f"{name} is a parameter of another DataParallel already: delete that one first"
+                f"{name} is already a parameter of another DataParallel: delete that one first"
             )
     for _, parameter in chain.from_iterable(trained):
         other = reducer_of(parameter)
@@ -210,20 +223,21 @@ def _broadcast_state(
     cross_device_ops.broadcast(values, mesh, out=list(zip(*rows, strict=True)))
 
 
-# The DataParallel of each module inside one.
+# The DataParallel of each module that is part of one.
 _owners: WeakKeyDictionary[Any, ref[DataParallel]] = WeakKeyDictionary()
 
 
 def _reject_others(module: Any, name: str, added: Any) -> None:
-    """Refuses parameters whose gradients would not be averaged; called by PyTorch.
+    """Rejects parameters whose gradients would not be averaged; called by PyTorch.
 
     Args:
-        module: any, which gets a parameter or a module, also by ``load_state_dict(assign=True)``.
-        name: of what it gets.
+        module: any module that gets a parameter or a module, also by
+            ``load_state_dict(assign=True)``.
+        name: the name of the parameter or module.
         added: the parameter or module; or None.
 
     Raises:
-        RuntimeError: ``module`` is in a DataParallel, and has other parameters from here on.
+        RuntimeError: ``module`` is in a DataParallel that does not have the parameter.
     """
     owner = _owners.get(module)
     if added is None or owner is None or owner() is None:
@@ -231,8 +245,8 @@ def _reject_others(module: Any, name: str, added: Any) -> None:
     parameters = added.parameters() if isinstance(added, torch.nn.Module) else [added]
     if any([each.requires_grad and reducer_of(each) is None for each in parameters]):
         raise RuntimeError(
-            f"{name} would be another parameter of a module in a DataParallel, which would not "
-            "average its gradients: make a new DataParallel from the changed module"
+            f"{name} cannot be added to a module in a DataParallel, which would not average its "
+            "gradients: make a new DataParallel from the changed module"
         )
     if isinstance(added, torch.nn.Module):
         _owners.update(dict.fromkeys(added.modules(), owner))

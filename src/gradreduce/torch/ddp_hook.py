@@ -1,4 +1,4 @@
-"""A communication hook of ``DistributedDataParallel``: reduces its buckets by our all-reduce."""
+"""A communication hook for ``DistributedDataParallel`` that reduces its buckets."""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 
@@ -22,7 +22,7 @@ Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | None = None) -> Hook:
-    """Returns a communication hook that averages DDP's buckets by our all-reduce.
+    """Returns a communication hook that averages DDP's buckets by ``cross_device_ops``.
 
     Register it in every process, before the first ``backward``::
 
@@ -30,27 +30,31 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
         ops = gr.AllReduceCrossDeviceOps(mesh=mesh, wire_dtype="bfloat16")
         ddp.register_comm_hook(None, gr.torch.comm_hook(ops))
 
-    The hook returns at once; a thread reduces one bucket after the other, in place, while
-    ``backward`` computes the next ones. ``backward`` ends when all of them are averaged. Everything
-    else of DDP stays as it is: ``no_sync``, unused parameters, its own buckets.
+    The hook does not wait. A thread reduces one bucket after the other, in place, while
+    ``backward`` computes the next gradients. ``backward`` returns when all buckets are averaged.
+    Everything else in DDP works as before: ``no_sync``, unused parameters, DDP's own buckets.
+
+    If a reduction fails, ``backward`` raises the error, such as ``CollectiveError`` if a process
+    has ended or a deadline has passed. The message names the bucket and its parameters. The mesh
+    has failed then, and the gradients are undefined.
+
+    Example: see ``examples/ddp_hook.py``.
 
     Args:
-        cross_device_ops: over a mesh of the processes of DDP's process group, with one device in
-            each. Its ``wire_dtype`` is the dtype in which gradients travel.
-        deadline: seconds in which a bucket must be reduced once the ones before it are. Default:
-            the ``timeout`` of the mesh.
+        cross_device_ops: an ``AllReduceCrossDeviceOps`` over a mesh of the processes in DDP's
+            process group, with one device in each process. Gradients are sent in its
+            ``wire_dtype``.
+        deadline: seconds for the reduction of a bucket, counted from the end of the previous
+            reduction. Default: the ``timeout`` of the mesh.
 
     Returns:
-        The hook; for one DDP module.
+        The hook, for one DDP module.
 
     Raises:
-        TypeError: ``cross_device_ops`` is no ``AllReduceCrossDeviceOps``.
-        ValueError: its mesh is not given, has several devices in this process, or is of this
-            process alone; or ``deadline`` is not a number above 0.
-
-    What goes wrong in a reduction, such as a ``CollectiveError`` when a process ends or a deadline
-    passes, is raised by ``backward`` with a message that names the bucket and its parameters. The
-    mesh has failed then, and the gradients are undefined.
+        TypeError: ``cross_device_ops`` is not an ``AllReduceCrossDeviceOps``.
+        ValueError: ``cross_device_ops`` has no mesh, or its mesh has several devices in this
+            process or does not contain the other processes; or ``deadline`` is not a number above
+            0.
     """
     seconds = as_deadline(deadline)
     mesh = checked_mesh(cross_device_ops)
@@ -73,7 +77,7 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
                 raise named from error.__cause__
 
         task = worker.submit(reduce, map(torch.cuda.current_stream, on_gpu))
-        # At the end of backward, before DDP's own callback, for which an error is a wrong result.
+        # Called at the end of backward, before DDP's own callback, which would ignore the error.
         torch.autograd.Variable._execution_engine.queue_callback(task.wait)
         return future
 
@@ -81,7 +85,7 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
 
 
 def checked_mesh(cross_device_ops: Any) -> Any:
-    """Returns the mesh of an all-reduce; raises unless it has one device in each process."""
+    """Returns the mesh of ``cross_device_ops``, which must have one device in each process."""
     if not isinstance(cross_device_ops, AllReduceCrossDeviceOps):
         raise TypeError(
             f"cross_device_ops={brief(cross_device_ops)} is not an AllReduceCrossDeviceOps"
@@ -97,29 +101,29 @@ def checked_mesh(cross_device_ops: Any) -> Any:
         )
     if mesh.mesh_state.process_group is None and dist.get_world_size() > 1:
         raise ValueError(
-            f"{mesh!r} is of this process alone, one of {dist.get_world_size()}: {how}"
+            f"{mesh!r} has only this process, and there are {dist.get_world_size()}: {how}"
         )
     return mesh
 
 
 class _Means:
-    """Averages buckets over the processes; in place, but for sparse gradients.
+    """Averages buckets over the processes, in place unless gradients are sparse.
 
-    A bucket that is where it was the time before gets a prepared step.
+    A bucket that has the same memory as in the previous backward gets a prepared step.
 
     Args:
         cross_device_ops: see ``comm_hook``.
-        deadline: of each reduction.
+        deadline: seconds for each reduction.
     """
 
     def __init__(self, cross_device_ops: AllReduceCrossDeviceOps, deadline: float | None) -> None:
         self._cross_device_ops = cross_device_ops
         self._deadline = deadline
-        # Of each bucket the place that it had the last time, and its step.
+        # For each bucket the memory that it had in the last backward, and its prepared step.
         self._known: dict[int, tuple[tuple[object, ...], PreparedStep | None]] = {}
 
     def __call__(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
-        """Averages the bucket of this index."""
+        """Averages the bucket with this index; returns the mean."""
         ops, deadline = self._cross_device_ops, self._deadline
         if gradients.is_sparse:
             ((mean,),) = ops.all_reduce([[gradients]], ReduceOp.MEAN, deadline=deadline)
@@ -127,7 +131,7 @@ class _Means:
         out = [[gradients]]
         place = (gradients.data_ptr(), gradients.shape, gradients.dtype)
         known, step = self._known.get(index, (None, None))
-        if known != place:  # DDP makes other buckets after the first backward
+        if known != place:  # DDP makes new buckets after the first backward
             self._known[index] = place, None
             ops.all_reduce(out, ReduceOp.MEAN, out=out, deadline=deadline)
         elif step is not None:
@@ -140,7 +144,7 @@ class _Means:
 
 
 def _names_of(parameters: Sequence[torch.Tensor]) -> list[str]:
-    """Returns the names of parameters in the DDP module that has them: a bucket does not know."""
+    """Returns the names of parameters; searches for their DDP module, which buckets lack."""
     names = {id(parameter): f"a parameter {list(parameter.shape)}" for parameter in parameters}
     for found in gc.get_objects():
         if issubclass(type(found), DistributedDataParallel):

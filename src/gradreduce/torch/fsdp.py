@@ -1,4 +1,4 @@
-"""The reduce-scatter of FSDP2 (``fully_shard``) by ours."""
+"""A reduce-scatter for FSDP2 (``fully_shard``)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ class ReduceScatter:
         for layer in sharded_layers:
             layer.set_custom_reduce_scatter(gr.torch.ReduceScatter(ops))
 
+    Example: see ``docs/pytorch.md``.
+
     Args:
-        cross_device_ops: over a mesh of the processes that share a parameter, with one device in
-            each. Its ``wire_dtype`` is the dtype in which gradients travel.
+        cross_device_ops: an ``AllReduceCrossDeviceOps`` over a mesh of the processes that shard the
+            parameters, with one device in each process. Gradients are sent in its ``wire_dtype``.
 
     Raises:
         TypeError, ValueError: see ``comm_hook``.
@@ -53,20 +55,22 @@ class ReduceScatter:
         """Reduces gradients; called by FSDP, on its stream.
 
         Args:
-            output_tensor: overwritten by this process's share.
-            input_tensor: the gradients, of as many elements for each process.
-            group: whose processes share them.
-            op: ``ReduceOp.SUM`` or ``ReduceOp.AVG`` of PyTorch.
-            async_op: has no effect: on GPUs the work is queued, else it is done.
+            output_tensor: overwritten with this process's share.
+            input_tensor: the gradients, with the same number of elements for each process.
+            group: the process group that shards them.
+            op: PyTorch's ``ReduceOp.SUM`` or ``ReduceOp.AVG``.
+            async_op: no effect. On GPUs the work is queued; on the CPU it is done before the call
+                returns.
 
         Raises:
-            ValueError: ``group`` has another number of processes than the mesh, or another ``op``.
+            ValueError: ``group`` has another number of processes than the mesh, or ``op`` is
+                neither SUM nor AVG.
             CollectiveError: another process did not take part in time.
         """
         if group.size() != self._mesh.num_processes:
             raise ValueError(
                 f"FSDP shards over {group.size()} processes, but the mesh has "
-                f"{self._mesh.num_processes}: open it by process_group= of the same ones"
+                f"{self._mesh.num_processes}: open the mesh with process_group= of FSDP"
             )
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(

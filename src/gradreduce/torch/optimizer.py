@@ -1,4 +1,4 @@
-"""``Optimizer``: an optimizer of this library as one of PyTorch."""
+"""``Optimizer``: a ``torch.optim.Optimizer`` that uses an optimizer of this library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gradreduce.optim.hyperparameters import text_of, value_of
 from .variables import ParameterVariable, check_separate
 
 _BETAS = ("beta1", "beta2")  # together "betas"; schedulers look for this and for "lr"
-# A group that asks for one of these would train otherwise than it says.
+# Options of PyTorch's optimizers. If the rule lacks one, a group that sets it is an error.
 _OPTIONS_OF_PYTORCH = {
     "alpha", "amsgrad", "betas", "centered", "dampening", "eps", "lr", "lr_decay", "maximize",
     "momentum", "nesterov", "weight_decay",
@@ -34,8 +34,9 @@ class _Row(NamedTuple):
     """A parameter that is updated.
 
     Attributes:
-        variable: on its memory.
-        views: the tensors in ``Optimizer.state``, on the memory of its slots; none yet at first.
+        variable: a Variable on its memory.
+        views: the tensors in ``Optimizer.state``, which share memory with its slots. Empty before
+            the slots exist.
     """
 
     variable: ParameterVariable
@@ -43,11 +44,11 @@ class _Row(NamedTuple):
 
 
 class _Group:
-    """What a parameter group needs besides its options.
+    """The rule and the Variables of a parameter group.
 
     Args:
-        number: of the group.
-        rule: with slots of its own.
+        number: the number of the group.
+        rule: an optimizer that only this group uses.
     """
 
     def __init__(self, number: int, rule: optim.Optimizer) -> None:
@@ -61,7 +62,7 @@ class _Group:
         return row
 
     def row_of(self, options: Mapping[str, Any], index: int) -> _Row:
-        """Returns the row of a parameter of the group; makes it at first."""
+        """Returns the row of a parameter of the group; the first call creates it."""
         parameter = options["params"][index]
         row = self.rows.get(parameter)
         if row is None:
@@ -74,41 +75,42 @@ class _Group:
 
 
 class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see DataParallel
-    """An optimizer of PyTorch that updates parameters in place by a rule of this library.
+    """A PyTorch optimizer that updates parameters in place by a rule of this library.
 
-    It gives the bits of the rule's own ``apply_gradients``, with one launch for each parameter
-    group, dtype and GPU::
+    The result has the same bits as ``apply_gradients`` of the rule. There is one launch for each
+    parameter group, dtype and GPU::
 
         optimizer = gr.torch.Optimizer(gr.AdamOptimizer(1e-3), net.parameters())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
         loss.backward()
         optimizer.step()
 
-    The options of a parameter group are the hyperparameters of the rule, by their names, but for
-    ``"lr"`` (``learning_rate``) and ``"betas"`` (``beta1`` and ``beta2``), as schedulers expect.
-    Each group has its own, and Adam's powers too (``"beta1_power"``, ``"beta2_power"``). The state
-    of a parameter are its slots, as tensors on their memory: change them in place. ``state_dict()``
-    is that of PyTorch, of tensors and numbers, for ``torch.save`` and
-    ``torch.load(weights_only=True)``.
+    Example: see ``docs/pytorch.md``.
 
-    Parameters whose ``.grad`` is None are left out; sparse ``.grad`` are taken as ``IndexedSlices``
-    are. ``GradScaler`` unscales the gradients (``unscale_``) and leaves the step out if one is
-    infinite or NaN, as for optimizers of PyTorch that are not fused.
+    - The options of a parameter group are the hyperparameters of the rule, by their names. As
+      schedulers expect, ``learning_rate`` is ``"lr"``, and ``beta1`` and ``beta2`` are ``"betas"``.
+      Each group has its own options, also Adam's powers (``"beta1_power"``, ``"beta2_power"``).
+    - The state of a parameter has its slots, as tensors that share their memory. Change them in
+      place.
+    - ``state_dict()`` is PyTorch's: it has tensors and numbers, for ``torch.save`` and
+      ``torch.load(weights_only=True)``.
+    - Parameters whose ``.grad`` is None are not updated. A sparse ``.grad`` is used like
+      ``IndexedSlices``.
+    - ``GradScaler`` works as with PyTorch's optimizers that are not fused: it unscales the
+      gradients (``unscale_``), and skips the step if a gradient is infinite or NaN.
 
     Args:
-        optimizer: the rule, and the default options; numbers, no callables. It is not changed.
-        params: as of ``torch.optim.SGD``: parameters, pairs with their names, or parameter groups.
-            Or Variables of ``gr.torch.variables``, whose mesh is used then; else the parameters
-            must be in memory of ``gr.default_mesh()``.
+        optimizer: has the rule, and numbers as default options, not callables. It is not changed.
+        params: parameters, pairs of name and parameter, or parameter groups, as in
+            ``torch.optim.SGD``. They must be in memory of ``gr.default_mesh()``. Or Variables of
+            ``gr.torch.variables``, whose mesh is used.
 
     Raises:
         TypeError: ``optimizer`` is not a ``gr.Optimizer``, is an ``AGNOptimizer``, or has a
-            hyperparameter that is not a number; or what ``variables`` raises.
-        ValueError: ``optimizer`` has state, an option that the rule does not have, parameters that
-            cannot be shared (see ``variables``), or what ``torch.optim.Optimizer`` raises.
-
-    ``step`` raises ``RuntimeError`` if a parameter has got other memory since, or its state was
-    replaced; nothing is updated then.
+            hyperparameter that is not a number; or an error of ``variables``.
+        ValueError: ``optimizer`` already has state, the rule does not have an option of a group,
+            the memory of a parameter cannot be shared (see ``variables``), or an error of
+            ``torch.optim.Optimizer``.
     """
 
     _copy_hint = "make a new one, and load the state_dict() of this one into it"
@@ -133,7 +135,7 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         super().__init__([params] if isinstance(params, Variable) else params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See ``torch.optim.Optimizer``; the group gets slots and options of its own."""
+        """See ``torch.optim.Optimizer``. The group gets its own slots and options."""
         params = param_group["params"]
         items = [params] if isinstance(params, torch.Tensor | Variable) else params
         if not isinstance(items, set):
@@ -166,26 +168,27 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         self._groups.append(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have gradients; queues work, and does not wait for it.
+        """Updates the parameters that have gradients; does not wait for the device.
 
         Args:
-            closure: computes the loss and its gradients.
+            closure: a function that computes the loss and its gradients.
 
         Returns:
-            What ``closure`` returned.
+            The result of ``closure``, or None.
 
         Raises:
-            RuntimeError: a parameter has got other memory, or its state was replaced.
-            ValueError: an option that the rule cannot use.
+            RuntimeError: a parameter has other memory than before, or its state was replaced.
+                Nothing is updated.
+            ValueError: the rule cannot use the value of an option.
             CollectiveError: the mesh has failed.
         """
         return self._step() if closure is None else self._step(closure)
 
-    step.hooked = True  # type: ignore[attr-defined]  # PyTorch need not do it to ``step`` itself
+    step.hooked = True  # type: ignore[attr-defined]  # PyTorch must not wrap ``step`` again
 
     @torch.optim.Optimizer.profile_hook_step  # type: ignore[untyped-decorator]
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates, between the hooks of users; see ``step``."""
+        """Implements ``step``; PyTorch calls the users' hooks before and after it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -200,11 +203,11 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         return loss
 
     def _updates(self) -> list[tuple[_Group, dict[str, Any], list[tuple[Any, ParameterVariable]]]]:
-        """Returns the groups with their options and pairs; what can fail does so before a step."""
+        """Returns the groups with options and pairs; checks everything before an update."""
         if len(self.param_groups) != len(self._groups):
             raise RuntimeError(
-                f"param_groups has {len(self.param_groups)} groups, and the optimizer was made for "
-                f"{len(self._groups)}: add one by add_param_group, or make a new optimizer"
+                f"param_groups has {len(self.param_groups)} groups, but the optimizer was made for "
+                f"{len(self._groups)}: add a group by add_param_group, or make a new optimizer"
             )
         updates = []
         for group, options in zip(self._groups, self.param_groups, strict=True):
@@ -217,16 +220,17 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         return updates
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores a ``state_dict``; on error, state is unchanged.
+        """Restores a ``state_dict``. On error, the optimizer is unchanged.
 
         Raises:
-            KeyError: an option or a slot is missing or unknown: it is of another optimizer.
+            KeyError: an option or a slot is missing or unknown, because another optimizer was
+                saved.
             TypeError: a slot is not an array.
-            ValueError: a slot of another shape or dtype, or what PyTorch raises.
+            ValueError: a slot has another shape or dtype, or an error of PyTorch.
         """
 
         def take_state(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-            """Keeps the state from PyTorch, which would cast it to the parameters' dtypes."""
+            """Removes the state, because PyTorch would cast it to the parameters' dtypes."""
             keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
             self._saved = list(map(state_dict["state"].get, keys))
             return {**state_dict, "state": {}}
@@ -239,7 +243,7 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             self._saved = []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores what ``load_state_dict`` has checked."""
+        """Validates and restores a state; called by PyTorch in ``load_state_dict``."""
         saved = iter(self._saved)
         ready = []
         for group, options in zip(self._groups, state["param_groups"], strict=True):
@@ -289,7 +293,7 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         return found
 
     def _show_state(self, group: _Group) -> None:
-        """Adds the slots of parameters that have got theirs to ``state``."""
+        """Adds new slots of parameters to ``state``."""
         slots = group.rule._slots.by_name
         for parameter, row in group.rows.items() if slots else ():
             if row.views:
@@ -312,13 +316,13 @@ def _parameters_of(item: Any) -> Sequence[Any]:
 
 
 def _device_of(parameter: Any) -> Device:
-    """Returns the device of the default mesh that a parameter is on; else the first."""
+    """Returns the device of the default mesh that has a parameter, or the first."""
     mesh = default_mesh()
     return next((each for each in mesh if each.physical == parameter.device.index), mesh[0])
 
 
 def _options(optimizer: optim.Optimizer) -> dict[str, Any]:
-    """Returns the options of a parameter group, with the values that an optimizer has."""
+    """Returns the default options of parameter groups: the hyperparameters of an optimizer."""
     known = (*optimizer._hyperparameters, *optimizer._settings)
     public = [name for name in vars(optimizer) if not name.startswith("_")]
     options = {name: getattr(optimizer, name) for name in dict.fromkeys((*known, *public))}
@@ -327,10 +331,10 @@ def _options(optimizer: optim.Optimizer) -> dict[str, Any]:
             continue
         if name in optimizer._hyperparameters:
             raise TypeError(
-                f"{name}={text_of(value)} is not a number: pass one, and change it by "
+                f"{name}={text_of(value)} is not a number: pass a number, and change it by "
                 "param_groups, or by a scheduler of torch.optim.lr_scheduler"
             )
-        del options[name]  # not a hyperparameter of a rule written in Python
+        del options[name]  # another attribute of a rule written in Python
     if _BETAS[0] in options:
         options["betas"] = tuple(options.pop(name) for name in _BETAS)
     if "learning_rate" in options:
@@ -355,7 +359,7 @@ def _are_same(some: Iterable[Any], others: Sequence[Any]) -> bool:
 
 
 def _as_saved(value: Any, order: Form) -> Any:
-    """Returns a tensor of ``state`` as the state of a ``gr.Optimizer`` has it."""
+    """Converts a tensor of ``state`` to the form in a ``state_dict`` of ``gr.Optimizer``."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
@@ -363,7 +367,7 @@ def _as_saved(value: Any, order: Form) -> Any:
 
 
 def _checked(rule: optim.Optimizer, variable: ParameterVariable, saved: Any) -> dict[str, Any]:
-    """Returns the slots of a parameter in a ``state_dict`` as host arrays."""
+    """Validates the slots of a parameter in a ``state_dict``; returns host arrays."""
     slot = array(variable.shape, rule._slots.state_dtype(variable))
     if isinstance(saved, Mapping):
         saved = {name: _as_saved(value, variable.order) for name, value in saved.items()}

@@ -1,13 +1,13 @@
 """Reduces gradients while ``backward`` computes others, as the reducer of DDP does.
 
-The first backward shows in which order gradients become ready. At its end buckets of that order are
-made, and the gradients move there. From then on a bucket is reduced as soon as the gradients of all
-its parameters are there, in all replicas, and all buckets before it are on their way: so the order
-is the same in all processes.
+The first backward shows in which order gradients become ready. At its end, the reducer makes
+buckets in this order, and moves the gradients into them. In later backwards, the reduction of a
+bucket starts when all replicas have the gradients of all its parameters, and the reductions of all
+earlier buckets have started. Therefore the order is the same in all processes.
 
-A round is one backward of each replica, by one call of ``backward`` or by several. It ends with the
-backward of the last one, when all buckets have been reduced: those too for which gradients did not
-come.
+A round is one backward of each replica, in one call of ``backward`` or in several. It ends with the
+backward of the last replica. Then all buckets have been reduced, also those with parameters that
+got no gradient.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from .worker import Task, with_name, worker_of
 
 
 class Replica:
-    """The parameters of one device, and how far their backward has come in this round.
+    """The parameters of one device, and the progress of their backward in this round.
 
-    Holds the parameters weakly, as all that their hooks hold does: PyTorch does not free a
-    parameter that its own hook leads to.
+    It refers to the parameters weakly. The hooks of a parameter refer to this object, and PyTorch
+    does not free a parameter that its own hook refers to.
 
     Attributes:
-        index: of the device.
-        device: of PyTorch.
-        waits: whether no backward of it has begun. The first gradient begins it.
-        runs: whether one has begun, and not ended.
-        is_done: whether one has ended.
-        is_incomplete: whether a parameter was freed: the module has another one in its place.
+        index: the index of the device.
+        device: PyTorch's device.
+        waits: whether the replica waits for its first gradient, which begins its backward.
+        runs: whether its backward has begun and not ended.
+        is_done: whether its backward in this round has ended.
+        is_incomplete: whether a parameter was freed, because the module has another one instead.
         ready: in the first round, the indices of the parameters in the order of their gradients.
-        parts: its gradients of each bucket.
+        parts: the part of each bucket that belongs to this replica.
     """
 
     def __init__(self, index: int, parameters: Sequence[Any]) -> None:
@@ -78,11 +78,11 @@ class Part:
     """One replica's gradients of a bucket.
 
     Attributes:
-        bucket: which.
-        total: how many gradients are expected in a round: more than one of a parameter that two
-            reentrant checkpoints share.
-        missing: how many are still to come: infinitely many inside ``no_sync``, and at first; none
-            while the replica waits.
+        bucket: the bucket.
+        total: the number of gradients that are expected in a round. A parameter that several
+            reentrant checkpoints share gets several gradients.
+        missing: the number of gradients that have not come yet. 0 while the replica waits. Infinite
+            inside ``no_sync``, and before the first round has ended.
     """
 
     __slots__ = ("bucket", "missing", "total")
@@ -97,12 +97,12 @@ class Bucket:
     """Parameters that are reduced together.
 
     Attributes:
-        name: for errors.
-        blocks: the flat buffer of each replica.
-        step: reduces it.
-        num_ready: how many parts are ready.
-        is_launched: whether it is being reduced, or has been.
-        streams: on GPUs: of each replica, the stream in which its gradients became ready.
+        name: the name for error messages.
+        blocks: the memory of the flat buffer of each replica.
+        step: the prepared step that reduces the bucket.
+        num_ready: the number of parts that are ready.
+        is_launched: whether its reduction has started in this round.
+        streams: on GPUs, for each replica the stream that computed its gradients.
     """
 
     def __init__(self, name: str, step: Any) -> None:
@@ -127,15 +127,16 @@ class Reducer:
     """Averages the gradients of replicas over all devices and processes of a mesh.
 
     Args:
-        names: of the parameters.
-        replicas: the parameters of each of this process's devices, in the order of the names.
+        names: the names of the parameters.
+        replicas: the parameters on each device of this process, in the order of the names.
         frozen: parameters that get no gradients, with their names.
-        mesh: whose devices they are on.
+        mesh: the mesh of the devices.
         cross_device_ops: reduces the gradients.
-        bucket_bytes: the most that a bucket has, unless it is of one parameter.
+        bucket_bytes: the largest size of a bucket. A larger parameter has a bucket of its own.
 
     Attributes:
-        owner: set by who made it. When that is gone, another reducer may take the parameters.
+        owner: the DataParallel that made the reducer, which sets this. When it has been freed,
+            another reducer may use the parameters.
     """
 
     owner: ref[Any]
@@ -158,10 +159,10 @@ class Reducer:
         self._lock = Lock()  # replicas may run in threads
         self._replicas = [Replica(*each) for each in enumerate(replicas)]
         self._buckets: list[Bucket] = []
-        self._tasks: list[Task] = []  # of the buckets that are launched
+        self._tasks: list[Task] = []  # of the buckets whose reduction has started
         self._is_paused = False
         self._is_interrupted = False
-        self._handles = [  # of the hooks
+        self._handles = [  # remove the hooks
             parameter.register_post_accumulate_grad_hook(_first_hook(self, replica, index))
             for replica, parameters in zip(self._replicas, replicas, strict=True)
             for index, parameter in enumerate(parameters)
@@ -177,8 +178,8 @@ class Reducer:
         begun = [replica for replica in self._replicas if replica.is_done or replica.runs]
         if begun:
             raise RuntimeError(
-                f"no_sync() after a backward of replica {begun[0].index}, but not of all replicas: "
-                "enter it before the first one"
+                f"no_sync() was entered after a backward of replica {begun[0].index}, before all "
+                "replicas had theirs: enter it before the first backward of a step"
             )
         try:
             self._is_paused = True
@@ -192,13 +193,13 @@ class Reducer:
             self._reset()
 
     def zero(self) -> bool:
-        """Zeroes all gradients, one fill for each bucket and device; False: there are none yet."""
+        """Zeroes all gradients, with one fill for each bucket; returns False without buckets."""
         for bucket in self._buckets:
             bucket.step.flat.zero()
         return bool(self._buckets)
 
     def remove_hooks(self) -> None:
-        """Leaves the gradients to somebody else."""
+        """Removes all hooks, so that another reducer can use the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -211,9 +212,9 @@ class Reducer:
             others = [each.index for each in self._replicas if not each.is_done]
             self._is_interrupted = True  # the next backward begins a new round
             raise RuntimeError(
-                f"a second backward of replica {replica.index}, before one of replica "
-                f"{listed(others)}: call backward once for each replica, or all but the last "
-                "times inside no_sync()"
+                f"backward was called a second time for replica {replica.index}, before it was "
+                f"called for replica {listed(others)}: call it once for each replica; to "
+                "accumulate gradients, make all calls but the last inside no_sync()"
             )
         if replica.is_incomplete:
             raise RuntimeError(
@@ -227,12 +228,12 @@ class Reducer:
                 "a new one"
             )
         EndOfBackward(partial(self._end, replica), partial(self._interrupt, replica)).register()
-        replica.waits, replica.runs = False, True  # an interrupt before leaves it waiting
+        replica.waits, replica.runs = False, True  # last: after an interrupt it still waits
         for part in replica.parts:
             part.missing = part.total
 
     def part_is_ready(self, replica: Replica, part: Part, parameter: Any) -> None:
-        """Launches the bucket of a part if all of it is ready, and those before it."""
+        """Starts the reduction of the part's bucket, if it and all earlier ones are ready."""
         if replica.waits:
             self.begin(replica)
             part.missing -= 1
@@ -244,8 +245,8 @@ class Reducer:
                 index = [each is parameter for each in replica.parameters].index(True)
                 raise RuntimeError(
                     f"{self._names[index]} got another gradient after {bucket.name} was reduced: "
-                    "reentrant checkpoints that share it run a varying number of times; use "
-                    "use_reentrant=False"
+                    "several reentrant checkpoints use this parameter, and their number differs "
+                    "from that in the first backward; use use_reentrant=False"
                 )
         if part.missing < 0:
             return
@@ -275,7 +276,7 @@ class Reducer:
 
     @contextmanager
     def _dropping_if_failed(self) -> Iterator[None]:
-        """Context manager: drops the round if an error comes, which the others hear of."""
+        """Drops the round if an error is raised inside; other processes are told."""
         try:
             yield
         except BaseException as error:
@@ -283,12 +284,12 @@ class Reducer:
             raise
 
     def _interrupt(self, replica: Replica) -> None:
-        """Notes that an error ended a backward in the middle; the next one cleans up."""
+        """Notes that an error ended a backward; the next backward cleans up."""
         self._is_interrupted = True
         replica.wait()
 
     def _clean_up(self) -> None:
-        """Drops an interrupted round. Raises if the mesh cannot be used any more."""
+        """Drops an interrupted round; raises if the mesh cannot be used."""
         mesh_state = self._mesh.mesh_state
         mesh_state.check_process()
         if self._is_interrupted:
@@ -296,31 +297,31 @@ class Reducer:
         mesh_state.check_usable(self._mesh[0])
 
     def _finish(self) -> None:
-        """Reduces the buckets that are left, and waits for all."""
+        """Reduces the remaining buckets, and waits for all reductions."""
         for bucket in self._buckets[len(self._tasks) :]:
             for replica in self._replicas:
                 self._collect(bucket, replica)
             self._launch(bucket)
         for task in self._tasks:
             task.wait()
-        for task in self._tasks[-1:]:  # the streams are those of all
+        for task in self._tasks[-1:]:  # all tasks use the same streams
             task.join()
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.is_launched = True
-        # Between two calls of backward a gradient may have been replaced.
+        # If a replica had its backward before this one, its gradients may have been replaced since.
         bucket.step.attaches = any([replica.is_done for replica in self._replicas])
         self._tasks.append(self._worker.submit(bucket.reduce, bucket.streams.values()))
 
     def _collect(self, bucket: Bucket, replica: Replica) -> None:
-        """Moves gradients to the flat buffer; on a GPU, notes the stream that has them."""
+        """Moves gradients to the flat buffer; on a GPU, notes the stream that computed them."""
         with naming(bucket.name):
             attach_again(bucket.blocks[replica.index : replica.index + 1])
         if replica.device.type == "cuda":
             bucket.streams[replica.index] = torch.cuda.current_stream(replica.device)
 
     def _drop_round(self, why: str) -> None:
-        """Drops a round. A mesh over several processes fails: their rounds would differ."""
+        """Drops a round. A mesh over several processes fails, because their rounds differ."""
         mesh_state = self._mesh.mesh_state
         group = mesh_state.process_group
         if group is not None and mesh_state.reason is None:
@@ -335,16 +336,19 @@ class Reducer:
             replica.wait()
         for bucket in self._buckets:
             bucket.reset()
-        self._is_interrupted = False  # last: an error before leaves the rest to the next backward
+        # Last, so that the next backward cleans up after an interrupt of this function.
+        self._is_interrupted = False
 
     # -- after the first backward -----------------------------------------------------------------
 
     def _make_buckets(self) -> None:
         """Makes the buckets, moves the gradients there, and reduces them for the first time."""
         rows = [replica.parameters for replica in self._replicas]
-        last = reversed(range(len(self._names)))  # what was not used; the first layers are last
+        # Parameters without a gradient come last, in reversed order, because the gradients of the
+        # first layers become ready last.
+        last = reversed(range(len(self._names)))
         order = list(dict.fromkeys([*self._replicas[0].ready, *last]))
-        if self._mesh.num_processes > 1:  # that of process 0
+        if self._mesh.num_processes > 1:  # all use the order of process 0
             first = self._cross_device_ops.broadcast(torch.tensor(order), self._mesh[0])
             order = first.primary.tolist()
         sizes = [Size(each.dtype, each.nbytes) for each in rows[0]]
@@ -352,7 +356,7 @@ class Reducer:
         plan = plan_buckets(sizes, order, self._bucket_bytes)
         made: dict[int, Bucket] = {}
         nbytes = [sum([sizes[index].nbytes for index in indices]) for indices in plan]
-        # The largest first: the others use its temporary memory.
+        # The largest bucket first, because the others reuse its temporary memory.
         for number in sorted(range(len(plan)), key=nbytes.__getitem__, reverse=True):
             names = [self._names[index] for index in plan[number]]
             inside = [[row[index] for index in plan[number]] for row in rows]
@@ -367,7 +371,8 @@ class Reducer:
                 hook = _hook(self, replica, part)  # has no effect before the end of the round
                 for index in indices:
                     handles.append(row[index].register_post_accumulate_grad_hook(hook))
-        self._buckets = buckets  # in this order: an interrupt leaves hooks that begin a round
+        # The old hooks are removed last, so that an interrupt leaves hooks that can begin a round.
+        self._buckets = buckets
         for replica, found in zip(self._replicas, parts, strict=True):
             replica.parts = found
         first, self._handles = self._handles, handles
@@ -377,7 +382,7 @@ class Reducer:
     def _bucket(
         self, name: str, names: Sequence[str], parameters: Sequence[Sequence[Any]]
     ) -> Bucket:
-        """Makes a bucket of the gradients that are there, by replica, and averages it."""
+        """Makes a bucket of existing gradients, ``[replica][parameter]``, and averages it."""
         shapes = {key: tuple(each.shape) for key, each in zip(names, parameters[0], strict=True)}
         dtype = str(parameters[0][0].dtype).removeprefix("torch.")
         with naming(name):
@@ -402,9 +407,9 @@ def _first_hook(reducer: Reducer, replica: Replica, index: int) -> Callable[[Any
 
 
 def _hook(reducer: Reducer, replica: Replica, part: Part) -> Callable[[Any], None]:
-    """Returns the hook of parameters, which is called each time a gradient was accumulated."""
+    """Returns the hook of parameters after the first round; called for each gradient."""
 
-    def gradient_is_ready(parameter: Any) -> None:  # thousands of times in a backward
+    def gradient_is_ready(parameter: Any) -> None:  # called thousands of times in a backward
         part.missing -= 1
         if part.missing <= 0:
             reducer.part_is_ready(replica, part, parameter)
@@ -414,21 +419,21 @@ def _hook(reducer: Reducer, replica: Replica, part: Part) -> Callable[[Any], Non
 
 
 def reducer_of(parameter: Any) -> Reducer | None:
-    """Returns the reducer whose hook a parameter has; None: it has none."""
+    """Returns the reducer whose hook a parameter has, or None."""
     hooks = parameter._post_accumulate_grad_hooks or {}
     found = (getattr(hook, "reducer", None) for hook in hooks.values())
     return next((each for each in found if isinstance(each, Reducer)), None)
 
 
 class EndOfBackward:
-    """What is called when the outermost backward ends; or dropped when an error ends it.
+    """A callback for the end of the outermost backward, or for its error.
 
-    A reentrant checkpoint calls ``backward`` inside a node of another one: then the call is passed
-    on to that one, when the node is done.
+    A reentrant checkpoint calls ``backward`` inside a node of an outer backward. At the end of the
+    inner backward, the callback is registered again in the outer one.
 
     Args:
-        ended: called at the end.
-        interrupted: called instead, when the graph is dropped.
+        ended: called when the outermost backward ends.
+        interrupted: called instead if an error ends it.
     """
 
     _ended: Callable[[], None] | None = None
@@ -438,11 +443,11 @@ class EndOfBackward:
         self._ended = ended
 
     def register(self) -> None:
-        """Registers the call in the backward that is running."""
+        """Registers the callback in the backward that is running."""
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     def __call__(self) -> None:
-        """Ends the innermost backward; called by PyTorch."""
+        """Called by PyTorch at the end of the backward in which it is registered."""
         try:
             node = torch._C._current_autograd_node()
             if node is None:
@@ -450,7 +455,7 @@ class EndOfBackward:
                 self._ended()
                 self._ended = None
                 return
-        except BaseException:  # such as a KeyboardInterrupt before the round is reset
+        except BaseException:  # also a KeyboardInterrupt before the round is reset
             self._ended = None
             self._interrupted()
             raise
@@ -468,7 +473,7 @@ class EndOfBackward:
 
 @contextmanager
 def naming(bucket: str) -> Iterator[None]:
-    """Context manager: errors have the name of the bucket."""
+    """Adds the name of the bucket to errors that are raised inside."""
     try:
         yield
     except Exception as error:

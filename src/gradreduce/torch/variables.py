@@ -19,9 +19,9 @@ class _Copy(NamedTuple):
     """A parameter of one replica.
 
     Attributes:
-        parameter: of PyTorch.
-        layout: what it was when its memory was shared.
-        places: the modules that have it, each with the name that it has there.
+        parameter: the parameter.
+        layout: the result of ``_layout`` when its memory was shared.
+        places: the modules that have it, each with the parameter's name in the module.
     """
 
     parameter: Any
@@ -30,21 +30,24 @@ class _Copy(NamedTuple):
 
 
 class ParameterVariable(Variable):
-    """A Variable on the memory of a parameter, or of the same parameter of several replicas.
+    """A Variable that shares memory with a parameter, on one or several replicas.
 
-    Each use raises ``RuntimeError`` if the parameter has got other memory, or its module another
-    parameter. Calls are ordered with PyTorch's current streams, and autograd sees what they write.
+    Each use raises ``RuntimeError`` if the parameter has other memory than before, or its module
+    has another parameter. Calls are ordered with PyTorch's current streams. Autograd notices when
+    they write the parameter.
 
     Args:
-        name: of the parameter.
-        parameters: one for each device.
-        devices: that they are on.
-        places: of each, the modules that have it, each with the name that it has there.
-        order: of the parameters' axes in the Variable: that of their memory. None: the same.
+        name: the name of the parameter.
+        parameters: the parameter on each device.
+        devices: the devices of the parameters.
+        places: for each parameter the modules that have it, each with the parameter's name in the
+            module.
+        order: the order in which the Variable has the axes of the parameter, which is their order
+            in memory. None: the same order.
 
     Raises:
         ValueError: the memory of a parameter cannot be shared with its device.
-        TypeError: a parameter whose memory does not hold its values, such as a DTensor.
+        TypeError: the memory of a parameter does not hold its values, as in a DTensor.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class ParameterVariable(Variable):
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """See ``Variable.buffers``; checks the memory, and waits for PyTorch's current streams."""
+        """See ``Variable.buffers``. Checks the memory; waits for PyTorch's current streams."""
         self._check_memory()
         wait_for_inputs(self._buffers)
         return self._buffers
@@ -86,17 +89,19 @@ class ParameterVariable(Variable):
             is_there = all([owner._parameters.get(leaf) is parameter for owner, leaf in places])
             if not is_there or _layout(parameter) != layout:
                 raise RuntimeError(
-                    f"the parameter {brief(self.name)} has been replaced or has other memory than "
-                    "when it was shared, as after module.to(...) or load_state_dict(assign=True): "
-                    "make new variables, or a new optimizer, of the module as it is now"
+                    f"the parameter {brief(self.name)} was replaced or moved to other memory since "
+                    "its variable was made, for example by module.to(...) or "
+                    "load_state_dict(assign=True): make new variables, or a new optimizer, from "
+                    "the module"
                 )
 
 
 def variables(module_or_replicas: Any, mesh: Mesh) -> list[ParameterVariable]:
-    """Returns Variables on the memory of a module's parameters; nothing is copied.
+    """Returns Variables that share memory with a module's parameters; nothing is copied.
 
-    What an optimizer, a ``SyncStep`` or ``assign`` writes is in the module at once, and what
-    PyTorch writes to a parameter (``load_state_dict``, another optimizer) is in the Variable::
+    If an optimizer, a ``SyncStep`` or ``assign`` writes a Variable, the parameter of the module
+    changes too. If PyTorch writes a parameter (``load_state_dict``, another optimizer), the
+    Variable changes too::
 
         net = torch.nn.Linear(8, 1)
         weight, bias = gr.torch.variables(net, gr.open_mesh(1, backend="sim"))
@@ -104,28 +109,30 @@ def variables(module_or_replicas: Any, mesh: Mesh) -> list[ParameterVariable]:
         optimizer = gr.AdamOptimizer(0.1)
         optimizer.apply_gradients([(net.weight.grad, weight), (net.bias.grad, bias)])
 
-    Calls come behind what PyTorch's current streams hold, and those behind them; the host waits for
-    nothing. A parameter that gets other memory (by ``module.to``) or is replaced (by
-    ``load_state_dict(assign=True)``) is found by its address: the next use of its Variable raises
-    ``RuntimeError``, and the old memory stays as it was.
+    Example: see ``docs/pytorch.md``.
+
+    Work on the Variables waits for earlier work on PyTorch's current streams, and later work on
+    these streams waits for it; the host does not wait. If a parameter is moved to other memory (by
+    ``module.to``) or replaced (by ``load_state_dict(assign=True)``), the next use of its Variable
+    raises ``RuntimeError``, and the old memory is not changed.
 
     Args:
-        module_or_replicas: a module, for a mesh of one device; or a list of alike modules, one on
-            each device of the mesh, such as ``DataParallel.replicas``. Those must have equal
-            values, which is not checked.
-        mesh: the devices of this process. The simulation has the parameters in host memory.
+        module_or_replicas: a module, for a mesh of one device; or a list of modules with the same
+            parameters, one on each device of the mesh, such as ``DataParallel.replicas``. Their
+            values must be equal; this is not checked.
+        mesh: the devices of this process. For simulated devices the parameters are in host memory.
 
     Returns:
-        One Variable for each parameter, of its name, shape and dtype, in the order of
-        ``named_parameters()``; with a copy for each replica. Tied weights are one, of the first
-        name. ``trainable`` is what ``requires_grad`` is now.
+        One Variable for each parameter, with its name, shape and dtype and a copy for each replica,
+        in the order of ``named_parameters()``. Tied weights have one Variable, with the first name.
+        ``trainable`` is the current value of ``requires_grad``.
 
     Raises:
-        TypeError: no module or list of modules, no Mesh, or a parameter whose memory does not hold
-            its values (a DTensor).
-        ValueError: another number of replicas than devices, replicas that differ, a parameter that
-            is not contiguous or not on the device of its replica, two parameters that share
-            memory, a mesh with a ``schedule_seed``, or no parameter.
+        TypeError: ``module_or_replicas`` is not a module or a list of modules, ``mesh`` is not a
+            Mesh, or the memory of a parameter does not hold its values (a DTensor).
+        ValueError: the number of replicas is not the number of devices, replicas differ, a
+            parameter is not contiguous or not on the device of its replica, two parameters share
+            memory, the mesh has a ``schedule_seed``, or there is no parameter.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={brief(mesh)} is not a Mesh: see gr.open_mesh")
@@ -150,7 +157,7 @@ def variables(module_or_replicas: Any, mesh: Mesh) -> list[ParameterVariable]:
 
 
 def check_separate(variables: Sequence[ParameterVariable]) -> None:
-    """Raises ``ValueError`` if two of these Variables share memory, which one launch writes."""
+    """Raises ``ValueError`` if two Variables share memory, because one launch writes both."""
     copies = [(each.name, buffer) for each in variables for buffer in each._buffers if buffer.size]
     copies.sort(key=lambda copy: copy[1].address)
     for (one, low), (other, high) in pairwise(copies):
@@ -162,7 +169,7 @@ def check_separate(variables: Sequence[ParameterVariable]) -> None:
 
 
 def _places(module: Any) -> dict[int, list[tuple[Any, str]]]:
-    """Returns the modules that have each parameter, by its id, and the names that it has there."""
+    """Returns the modules that have each parameter, and its names there, by id."""
     found: dict[int, list[tuple[Any, str]]] = {}
     for owner in module.modules():
         for leaf, parameter in owner._parameters.items():
@@ -171,12 +178,12 @@ def _places(module: Any) -> dict[int, list[tuple[Any, str]]]:
 
 
 def _layout(parameter: Any) -> tuple[Any, ...]:
-    """Returns what differs if a parameter has got other memory."""
+    """Returns a key that changes if a parameter gets other memory."""
     return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 def _shared(name: str, parameter: Any, device: Device, order: Form) -> Buffer:
-    """Returns a Buffer of ``device`` on the memory of a parameter."""
+    """Returns a Buffer of ``device`` that shares the memory of a parameter."""
     what = f"the parameter {brief(name)}"
     seen = parameter.detach() if order is None else in_order(parameter.detach(), order)
     try:

@@ -1,4 +1,4 @@
-"""Who reduces while ``backward`` goes on: a thread, where a reduction waits for other processes."""
+"""Runs reductions while ``backward`` continues: in a thread if there are several processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradreduce.errors import CollectiveError
 
 
 class Task:
-    """A call that a worker makes."""
+    """A call that a worker runs."""
 
     def __init__(self, call: Callable[[], object], streams: list[Any]) -> None:
         self._call: Callable[[], object] | None = call
@@ -27,7 +27,7 @@ class Task:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Makes the call, on the worker's streams of its devices."""
+        """Runs the call, on the worker's streams."""
         assert self._call is not None
         try:
             with ExitStack() as stack:
@@ -37,32 +37,32 @@ class Task:
         except BaseException as error:
             self._error = error
         finally:
-            self._call = None  # and what it holds
+            self._call = None  # frees what the call refers to
             self._done.set()
 
     def wait(self) -> None:
-        """Waits until the call has returned; raises what it raised.
+        """Waits until the call has returned; raises its error.
 
-        Work that the call has queued on GPUs may go on: see ``join``.
+        Work that the call has queued on GPUs may still run: see ``join``.
         """
         self._done.wait()
         if self._error is not None:
             raise self._error
 
     def join(self) -> None:
-        """Makes PyTorch's current streams wait for what the call has queued."""
+        """Makes PyTorch's current streams wait for the work that the call has queued."""
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 class Worker:
-    """Makes calls one after the other, in the order of submission.
+    """Runs calls one after the other, in the order of submission.
 
-    On GPUs they run on streams of their own.
+    On GPUs it uses its own streams.
 
     Args:
-        in_thread: whether a thread makes the calls. Otherwise ``submit`` makes them itself: that is
-            faster for calls that wait for nothing.
+        in_thread: whether a thread runs the calls. If not, ``submit`` runs them, which is faster if
+            they do not wait for other processes.
     """
 
     def __init__(self, *, in_thread: bool) -> None:
@@ -77,9 +77,9 @@ class Worker:
         """Submits a call.
 
         Args:
-            call: whose errors ``Task.wait`` raises.
-            streams: of the GPUs whose tensors it reads or writes, one for each; the call comes
-                behind what they hold now.
+            call: the call; ``Task.wait`` raises its error.
+            streams: one stream for each GPU whose tensors the call reads or writes. The call's work
+                waits for the work that these streams have now.
         """
         own = []
         for stream in streams:
@@ -102,7 +102,7 @@ _workers_lock = ModuleLock()
 def worker_of(mesh: Mesh) -> Worker:
     """Returns the worker of a mesh.
 
-    There is one, because the processes of a mesh must make their calls in the same order.
+    A mesh has one worker, because its processes must run their calls in the same order.
     """
     with _workers_lock.lock:
         worker = _workers.get(mesh.mesh_state)
@@ -113,14 +113,14 @@ def worker_of(mesh: Mesh) -> Worker:
 
 
 def _run(tasks: SimpleQueue[Task | None]) -> None:
-    """Runs tasks until a None comes; holds no worker, whose end sends the None."""
+    """Runs tasks until it gets None, which the worker sends when it is freed."""
     while (task := tasks.get()) is not None:
         task.run()
-        del task  # it holds tensors
+        del task  # it refers to tensors
 
 
 def with_name(error: Exception, bucket: str) -> Exception:
-    """Returns the error with the name of a bucket; a CollectiveError has it in its message."""
+    """Adds the name of a bucket to an error; replaces a CollectiveError."""
     if type(error) is CollectiveError:
         return CollectiveError(f"{bucket}: {error}")
     error.add_note(f"It was about {bucket}.")
