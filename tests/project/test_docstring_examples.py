@@ -73,20 +73,6 @@ MISSING = set(
     checkpoint.join
     checkpoint.split
     show_versions
-
-    jax.all_reduce
-    ray.AGNCenter
-    ray.AccumulatorSet
-    ray.AccumulatorSpec
-    ray.ConditionalAccumulator
-    ray.SparseConditionalAccumulator
-    ray.WorkerInfo
-    ray.init
-    torch.DataParallel
-    torch.Optimizer
-    torch.ReduceScatter
-    torch.comm_hook
-    torch.variables
 """.split()
 )
 

@@ -34,6 +34,8 @@ class AccumulatorSpec(NamedTuple):
         dtype: of the gradients.
         shape: of the gradients; None for any, None entries for any extent.
         is_sparse: whether gradients are IndexedSlices.
+
+    Example: see ``docs/ray.md``.
     """
 
     dtype: Any

@@ -224,7 +224,7 @@ class AccumulatorSet(SharedAccumulator):
         BackendUnavailableError: the actor of this name has ended.
         RuntimeError, ConnectionError: see ``gr.ray.init``.
 
-    Example::
+    Example: see ``docs/ray.md``. In short::
 
         specs = {"kernel": ("float32", [64, 10]), "bias": ("float32", [10])}
         accumulators = gr.ray.AccumulatorSet(specs, "digits")
@@ -358,7 +358,7 @@ class ConditionalAccumulator(SharedAccumulator):
     Raises:
         ValueError, TypeError, RuntimeError, ConnectionError: see ``AccumulatorSet``.
 
-    Example::
+    Example: see ``docs/ray.md``. In short::
 
         accumulator = gr.ray.ConditionalAccumulator("float32", [10], "bias")
         accumulator.apply_grad(np.ones(10, np.float32), local_step=accumulator.global_step)
@@ -416,7 +416,7 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
 
     Its arguments are those of ``ConditionalAccumulator``.
 
-    Example::
+    Example: see ``docs/ray.md``. In short::
 
         rows = gr.ray.SparseConditionalAccumulator("float32", [1000, 8], "embedding")
         rows.apply_grad(grad_indices=[3, 7], grad_values=np.ones((2, 8), np.float32))

@@ -452,7 +452,7 @@ class AGNCenter(LocalCenter):
         ValueError: the actor of this name has another number of shards, or is no center.
         TypeError, RuntimeError, ConnectionError: see ``AccumulatorSet``.
 
-    Example::
+    Example: see ``docs/ray.md``. In short::
 
         center = gr.ray.AGNCenter("digits", snapshots="/shared/digits", durability="push")
         getter = gr.AGNCustomGetter(gr.default_mesh().devices[0], center=center)

@@ -39,7 +39,7 @@ def init(address: str | None = None, **options: Any) -> None:
         ConnectionError: the cluster does not answer, or asks for a token.
         ray.exceptions.AuthenticationError: it asks for a token, and this process has none.
 
-    Example::
+    Example: see ``docs/ray.md``. In short::
 
         gr.ray.init(num_cpus=4)
     """

@@ -80,6 +80,8 @@ class WorkerInfo(NamedTuple):
             steps of AGN.
         staleness: the number of updates that its last gradient did not know of.
         last_contact: seconds since then.
+
+    Example: see ``docs/ray.md``.
     """
 
     name: str
