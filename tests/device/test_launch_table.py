@@ -75,12 +75,22 @@ def test_words_that_are_not_inline_come_with_their_map(cache, placed):
 
 def test_all_tables_are_dropped_when_they_are_too_large(cache, monkeypatch):
     monkeypatch.setattr(tables, "CACHED_WORDS", 2 * INLINE_WORDS)
+    monkeypatch.setattr(tables, "CACHED_TABLES", 1)
     made = [find(cache, rows_of(1, address=64 * (1 + place))) for place in range(2)]
     assert find(cache, rows_of(1, address=64)) is made[0]
     large = find(cache, rows_of(2000))  # larger than the limit of the cache: it is kept alone
     assert find(cache, rows_of(2000)) is large
     assert find(cache, rows_of(1, address=64)) is not made[0]
     assert find(cache, rows_of(2000)) is not large
+
+
+def test_a_few_tables_are_kept_however_large_they_are(cache, placed, monkeypatch):
+    monkeypatch.setattr(tables, "CACHED_WORDS", 1000)
+    sizes = range(2000, 2000 + tables.CACHED_TABLES)
+    for _ in range(3):
+        for num_rows in sizes:
+            find(cache, rows_of(num_rows))
+    assert len(placed) == len(sizes)
 
 
 def test_any_thread_may_ask(cache):

@@ -451,6 +451,7 @@ def test_a_handler_may_use_a_pool_in_the_middle_of_its_calls():
 def test_a_handler_may_use_tables_in_the_middle_of_a_search(handled, monkeypatch):
     """A table of the handler evicts the one that the interrupted call found, or makes the same."""
     monkeypatch.setattr(launch_table, "CACHED_WORDS", 1)
+    monkeypatch.setattr(launch_table, "CACHED_TABLES", 1)
     with gr.open_mesh(1, backend="sim") as mesh:
         batches = [
             [[mesh.devices[0].empty((SIZE,), "float32")] for _ in range(num_rows)]

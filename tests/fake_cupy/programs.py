@@ -344,17 +344,16 @@ def run(seed: int, num_steps: int = 40) -> int:
     """
     machine = fresh(seed, peers=seed % 3 != 2)
     placement = PLACEMENTS[seed % len(PLACEMENTS)]
-    cached, launch_table.CACHED_WORDS = (
-        launch_table.CACHED_WORDS,
-        1,
-    )  # tables are freed while launches use them
+    cached = launch_table.CACHED_WORDS, launch_table.CACHED_TABLES
+    # Tables are freed while launches use them.
+    launch_table.CACHED_WORDS = launch_table.CACHED_TABLES = 1
     try:
         with gr.open_mesh(placement, backend="cuda") as mesh:
             program = Program(mesh, seed)
             program.run(num_steps)
             checked = program.checked
     finally:
-        launch_table.CACHED_WORDS = cached
+        launch_table.CACHED_WORDS, launch_table.CACHED_TABLES = cached
     del mesh, program
     gc.collect()  # devices and what they still hold
     machine.settle()

@@ -104,8 +104,9 @@ def struct(
     return table
 
 
-# 8 MiB of host memory, and at most as much on the device. A larger cache is emptied.
-CACHED_WORDS = 1 << 20
+# 8 MiB of host memory, and at most as much on the device. A larger cache is emptied, but not while
+# it has fewer tables than this: a step over 100,000 tensors needs a few large ones.
+CACHED_WORDS, CACHED_TABLES = 1 << 20, 16
 
 
 class Table(NamedTuple):
@@ -158,7 +159,8 @@ class Tables:
         found = self._made.get(key)
         if found is None:
             found = self._make(np.frombuffer(looked, np.int64), len(rows), chunk_size)
-            if self._num_words > CACHED_WORDS:  # mostly for addresses that are no longer used
+            # mostly for addresses that are no longer used
+            if self._num_words > CACHED_WORDS and len(self._made) >= CACHED_TABLES:
                 self._made.clear()
                 self._num_words = 0
             self._made[key] = found

@@ -111,6 +111,7 @@ def test_two_devices_keep_their_own_tables(mesh):
 
 def test_old_tables_are_given_up(mesh, monkeypatch):
     monkeypatch.setattr(launch_table, "CACHED_WORDS", 3000)  # space for three of these
+    monkeypatch.setattr(launch_table, "CACHED_TABLES", 1)
     device = mesh.devices[0]
     values = exact_data((SIZE * 200,), "float32")
     term, out = device.upload(values), device.zeros(values.shape, "float32")
