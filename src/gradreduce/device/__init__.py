@@ -24,7 +24,7 @@ from .device import Device
 from .dtypes import DType, accumulate_dtype, as_dtype, as_flag, as_index, element_of, mean_dtype
 from .flat_buffer import FlatBuffer, attach_again
 from .forks import ModuleLock
-from .graph_capture import Capture, check_peers
+from .graph_capture import Capture, check_peers, no_collection
 from .interrupts import DeferInterrupts
 from .kernel import Kernel, Template
 from .launch_batch import LaunchBatch

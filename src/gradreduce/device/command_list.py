@@ -29,20 +29,20 @@ class WrittenSpans:
     """
 
     def __init__(self, written: Iterable[Buffer]) -> None:
-        self._spans: dict[int, tuple[Block, int, int]] = {}  # first and last byte
+        self._spans: dict[Block, tuple[int, int]] = {}  # addresses of the first and last byte
         self._seen: object = None  # the mesh's last copy at the last call
         for part in written:
-            block, start, stop = part.block, part.offset, part.offset + part.nbytes
-            _, low, high = self._spans.get(id(block), (block, start, stop))
-            self._spans[id(block)] = (block, min(low, start), max(high, stop))
+            start = part.address
+            low, high = self._spans.get(part.block, (start, start))
+            self._spans[part.block] = min(low, start), max(high, start + part.nbytes)
 
     def wait_for_readers(self, mesh_state: MeshState) -> None:
         """Makes the blocks' compute queues wait for copies that still read the spans."""
         seen = mesh_state.last_read
         if self._seen is seen:
             return
-        for block, start, stop in self._spans.values():
-            for mark in block.readers_between(start, stop):
+        for block, (start, stop) in self._spans.items():
+            for mark in block.readers_between(start - block.address, stop - block.address):
                 block.device.wait(mark)
         self._seen = seen  # at the end: Ctrl-C may end the loop
 

@@ -11,6 +11,7 @@ import gc
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ContextDecorator
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
     from .device import Device
 
 
-class _NoCollection:
-    """Context manager: disables Python's garbage collection; several threads may be inside.
+class _NoCollection(ContextDecorator):
+    """Disables Python's garbage collection, as a context manager or a decorator, in any thread.
 
     A finalizer may free GPU memory or wait for a GPU. In a thread that captures, CUDA forbids both
-    and invalidates the capture.
+    and invalidates the capture. While a step over many tensors is planned, collections would look
+    at all new objects again and again, and take most of the time.
     """
 
     def __init__(self) -> None:
@@ -60,7 +62,7 @@ class _NoCollection:
                 gc.enable()
 
 
-_no_collection = _NoCollection()
+no_collection = _NoCollection()
 
 
 class Capture:
@@ -89,7 +91,7 @@ class Capture:
         thread = self._mesh_state.thread
         pending_call, thread.pending_call = thread.pending_call, None  # no marks in the capture
         try:
-            with _no_collection, self._mesh_state.recording_commands(None):
+            with no_collection, self._mesh_state.recording_commands(None):
                 self._mesh_state.capturing.add(threading.get_ident())
                 self._run = self._leader._captured(self._devices, command_list)
         finally:

@@ -25,6 +25,7 @@ from gradreduce.device import (
     as_flag,
     by_physical,
     deadline_scope,
+    no_collection,
 )
 from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import CollectiveError, brief
@@ -504,6 +505,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 algorithm_of(self.settings, request.devices)
         return requests
 
+    @no_collection
     @StreamScope()
     def prepare(
         self,
@@ -547,6 +549,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         with call.running("prepare", deadline):
             return PreparedStep(call, partial(self.reduce_batch, reduce_op, coalesce=False))
 
+    @no_collection
     @StreamScope()
     def capture(
         self,
@@ -592,8 +595,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 "a captured step",
                 "use prepare (a CUDA graph cannot wait for other processes)",
             )
-            crosses = len(by_physical(request.devices)) > 1 and request.is_all_reduced
-            if crosses and self.all_reduce_alg == "nccl":
+            is_nccl = self.all_reduce_alg == "nccl" and request.is_all_reduced
+            if is_nccl and len(by_physical(request.devices)) > 1:
                 raise CollectiveError(f"{request.value._name_of(index)}: {NOT_CAPTURED}")
         with call.running("capture", deadline):
             return CapturedStep(call, partial(self.reduce_batch, reduce_op, coalesce=False))

@@ -183,13 +183,14 @@ def plan_packing(  # noqa: PLR0913  # all of it determines the layout
         for group in groups:
             carried = wire_of(pair[0], wire)
             narrowest = min(dtype.itemsize for dtype in (*pair, carried))
-            layout = flat_layout([sizes[tensor] for tensor in group], narrowest)
-            cuts = _cut(layout.size, narrowest, num_packs)
             together = num_packs > 0 or len(group) > 1
-            if not together:  # no gap after a tensor that is not moved
+            if together:
+                layout = flat_layout([sizes[tensor] for tensor in group], narrowest)
+                cuts = _cut(layout.size, narrowest, num_packs)
+            else:  # no gap after a tensor that is not moved
                 size = sizes[group[0]]
                 layout = FlatLayout((0,), (size,), (size,), size)
-                cuts = ((0, layout.size),) if layout.size else ()
+                cuts = ((0, size),) if size else ()
             early = divisor if wire is not None and carried == wire and is_half(wire) else 1
             places = tuple([num_before + tensor for tensor in group])
             plans.append(
