@@ -3,7 +3,8 @@
 Mean of replicas in flat buffers by ``hierarchical_copy``, prepared in place and as a plain call: on
 logical devices of GPU 0 if CuPy finds one, otherwise on simulated devices with compiled kernels.
 The copy reads and writes as many bytes as the all-reduce must, on a CPU in one thread. A size that
-needs more than a quarter of the free memory is left out, and the report says so.
+needs more than a quarter of the free memory is left out, and the report says so. Our Python's time
+is measured separately, with a driver that does nothing (``measure/many_tensors.py``).
 
     python bench/bench_scaling.py [--json FILE] [--quick]
 """
@@ -15,10 +16,11 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+from measure import many_tensors
 from measure.all_reduce_peers import NUMPY, numpy_sum_and_copies
 from measure.case import OURS, Case
 from measure.clock import Call, Clock, HostClock, clock_of
-from measure.floors import Floor, over_the_copy
+from measure.floors import Floor, counted, over_the_copy
 from measure.reduced import Reduced
 from measure.report import finish, options_of, report_of
 from measure.setting import has_gpu
@@ -26,20 +28,38 @@ from measure.setting import has_gpu
 import gradreduce as gr
 
 TENSORS = tuple(10**power for power in range(6))
+HOST_TENSORS = (1, 10, 1_000, 100_000)
 REPLICAS = tuple(2**power for power in range(7))
 BYTES = tuple(2**power for power in (10, 15, 20, 25, 30, 32))  # of all replicas together
 NUM_DEVICES, TENSOR_SIZE, REPLICA_SIZE = 4, 16, 2**20  # sizes in elements of float32
-MOST_TENSORS, MOST_BYTES = 10_000, 2**28  # of plain calls and peers, which would take seconds
+MOST_TENSORS, MOST_BYTES = 10_000, 2**28  # of plain calls, which would take seconds
+MOST_PEER_BYTES = 2**30  # of peers, which have arrays of their own
 QUICK_MOST_TENSORS, QUICK_MOST_REPLICAS, QUICK_MOST_BYTES, QUICK_SIZE = 10, 2, 2**10, 2**8
 ROUNDS = 5
 PREPARED, PLAIN = "prepared", "plain"
 
 LARGEST_FLOOR = "bytes, 1,073,741,824 in all"
+MANY_TENSORS = f"host, {HOST_TENSORS[-1]:,} tensors"
+# On an AMD EPYC virtual machine with 2 cores that others kept busy, 2026-11.
+HOST_FLOORS = tuple(
+    Floor(
+        f"{HOST_TENSORS[-1]:,} tensors, {figure}", MANY_TENSORS, counted(figure), "<=", bound, found
+    )
+    for figure, bound, found in (
+        ("captured step, us", 10, "4.2"),
+        ("prepared step, us", 10, "3.8"),
+        ("captured step, launches", 1, "1"),
+        ("captured step, uploads", 0, "0"),
+        ("apply_gradients, launches", 1, "1"),
+        ("apply_grads, launches", 1, "1"),
+    )
+)
 CPU_FLOORS = (
     Floor("compiled, prepared, over the copy at 1 GiB", LARGEST_FLOOR,
           over_the_copy(f"compiled, {PREPARED}"), "<=", 1.1, "docs/benchmarks.md"),
+    *HOST_FLOORS,
 )  # fmt: skip
-GPU_FLOORS: tuple[Floor, ...] = ()
+GPU_FLOORS = HOST_FLOORS
 
 
 def free_bytes() -> int:
@@ -48,7 +68,7 @@ def free_bytes() -> int:
 
 
 class Bench:
-    """The three sweeps."""
+    """The sweeps."""
 
     def __init__(self, *, quick: bool) -> None:
         self.quick = quick
@@ -61,6 +81,7 @@ class Bench:
         """Runs all cases; each frees its memory when it ends."""
         for count in self._up_to(TENSORS, QUICK_MOST_TENSORS):
             self.case(f"tensors, {count:,}", NUM_DEVICES, count, TENSOR_SIZE)
+        self.host_cases(self._up_to(HOST_TENSORS, QUICK_MOST_TENSORS))
         for count in self._up_to(REPLICAS, QUICK_MOST_REPLICAS):
             self.case(f"replicas, {count}", count, 1, QUICK_SIZE if self.quick else REPLICA_SIZE)
         for nbytes in self._up_to(BYTES, QUICK_MOST_BYTES):
@@ -78,11 +99,12 @@ class Bench:
         calls: dict[str, Call] = {}
         with self._mesh(num_devices) as mesh:
             replica = 4 * num_tensors * size
-            is_small = num_tensors <= MOST_TENSORS and num_devices * replica <= MOST_BYTES
+            nbytes = num_devices * replica
+            is_small = num_tensors <= MOST_TENSORS and nbytes <= MOST_BYTES
             for way, make in ((PREPARED, prepared), (PLAIN, plain)):
                 if way == PREPARED or is_small:
                     calls[f"{OURS}{self.implementation}, {way}"] = make(mesh, num_tensors, size)
-            if is_small and num_devices > 1 and not self.on_gpu:
+            if nbytes <= MOST_PEER_BYTES and num_devices > 1 and not self.on_gpu:
                 rows = np.ones((num_tensors, num_devices, size), np.float32)
                 calls[NUMPY] = numpy_sum_and_copies([list(row) for row in rows])
             moved = 2 * num_devices * replica
@@ -91,6 +113,13 @@ class Bench:
         case = Reduced(name, words, moved, took, {}, replica, num_devices)
         case.show()
         self.cases[name] = case
+
+    def host_cases(self, counts: Sequence[int]) -> None:
+        """Measures our Python alone, for each number of tensors."""
+        for count, figures in zip(counts, many_tensors.measured(counts), strict=True):
+            name = f"host, {count:,} tensors"
+            self.cases[name] = Case(name, figures=figures)
+            self.cases[name].show()
 
     def _mesh(self, num_devices: int) -> gr.Mesh:
         if self.on_gpu:

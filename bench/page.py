@@ -29,7 +29,7 @@ HEAD = """# Benchmarks
 Written by `python bench/page.py` from the figures in `bench/results`; do not edit. To measure
 again, on a machine that does nothing else:
 
-    python -m pip install -e ".[torch,jax,mpi,examples]"
+    python -m pip install -e ".[torch,jax,mpi,ray,examples]"
     python bench/record.py
 
 What each benchmark measures, and how, is in [bench/README.md](../bench/README.md). Times are in

@@ -1,9 +1,10 @@
 """Runs the benchmarks one after the other, keeps their figures, and writes docs/benchmarks.md.
 
 Figures go to ``bench/results/cpu/NAME.json``, or ``bench/results/gpu/NAME.json`` where CuPy finds a
-GPU, with machine, versions, command, date and load average. If a benchmark fails or does not end in
-time, its earlier file stays. Figures that violate a floor are written too, and the page shows it.
-Run this on a machine without other work; otherwise ``--busy`` marks the figures.
+GPU, with machine, versions, command, date and load average. A benchmark that fails, does not end in
+time or lacks its library is named, and its earlier file stays. Figures that violate a floor are
+written too, and the page shows it. Run this on a machine without other work; otherwise ``--busy``
+marks the figures.
 
     python bench/record.py [NAME...] [--minutes 10] [--busy]
 """
@@ -29,7 +30,7 @@ from measure.setting import has_gpu
 
 BENCH = Path(__file__).resolve().parent
 NAMES = tuple(sorted(path.stem.removeprefix("bench_") for path in BENCH.glob("bench_*.py")))
-LIBRARIES = ("numpy", "torch", "jax", "tensorflow", "cupy-cuda12x", "cupy-cuda13x", "mpi4py")
+LIBRARIES = ("numpy", "torch", "jax", "tensorflow", "cupy-cuda12x", "cupy-cuda13x", "mpi4py", "ray")
 DIGITS = 4  # that are kept of a figure
 
 
@@ -89,18 +90,22 @@ def kept(report: dict[str, Any], name: str, date: str, *, busy: bool) -> str:
 
 
 def run(name: str, seconds: float) -> dict[str, Any] | None:
-    """Runs a benchmark; returns its report, or None if it wrote none in time."""
+    """Runs a benchmark; returns its report, or None and says why if it has no figures."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, str(BENCH / f"bench_{name}.py"), "--json", str(report)]
+        why = "wrote no report"
         try:
             subprocess.run(command, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:
-            print(f"{name}: did not end in time")
-        if not report.exists():
-            return None
-        found: dict[str, Any] = json.loads(report.read_text("utf-8"))
-        return found
+            why = "did not end in time"
+        found: dict[str, Any] = json.loads(report.read_text("utf-8")) if report.exists() else {}
+        if found.get("cases") == []:
+            why = "; ".join(f"{what}: {reason}" for what, reason in found["absent"].items())
+        elif found:
+            return found
+        print(f"{name}: not measured ({why})", flush=True)
+        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -207,6 +207,7 @@ def install() -> None:
         ),
         function=_module("cupy.cuda.function", CNumpyArray=CNumpyArray),
         get_current_stream=lambda device_id=-1: current,
+        nvtx=_module("cupy.cuda.nvtx", RangePop=_nothing, RangePush=_nothing),
         runtime=runtime,
     )
     Array.__module__ = "cupy"  # by which our code recognizes its arrays

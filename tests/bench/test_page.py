@@ -102,19 +102,32 @@ def test_the_sweeps_run_and_find_their_floor(tools, tmp_path, monkeypatch):
     monkeypatch.setattr(tools.bench_scaling, "has_gpu", lambda: False)
     path = tmp_path / "report.json"
     tools.bench_scaling.main(["--quick", "--json", str(path)])
-    names = [case["name"] for case in json.loads(path.read_text(encoding="utf-8"))["cases"]]
-    assert {name.partition(",")[0] for name in names} == set(tools.page.SWEEPS)
-    (floor,) = tools.bench_scaling.CPU_FLOORS
+    cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    names = {case["name"].partition(",")[0] for case in cases}
+    assert names == {*tools.page.SWEEPS, "host"}
+    copied, *of_host = tools.bench_scaling.CPU_FLOORS
     largest = tools.bench_scaling.BYTES[-2]
-    assert floor.case == f"bytes, {largest:,} in all"
+    assert copied.case == f"bytes, {largest:,} in all"
     assert largest == 2**30
+    assert {floor.case for floor in of_host} == {"host, 100,000 tensors"}
+    one, ten = (case["figures"] for case in cases if case["name"].startswith("host"))
+    for floor in of_host:
+        found = [floor.figure(SimpleNamespace(figures=figures)) for figures in (one, ten)]
+        assert None not in found
+        assert "us" in floor.name or max(found) <= floor.bound
+    for name in ("captured", "prepared"):  # whatever the number of tensors
+        assert one[f"{name} step, Python calls"] == ten[f"{name} step, Python calls"]
 
 
-def test_a_benchmark_that_does_not_end_keeps_its_figures(tools, tmp_path, monkeypatch):
+def test_a_benchmark_without_figures_keeps_those_it_has(tools, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tools.record, "BENCH", tmp_path)
     program = tmp_path / "bench_slow.py"
     program.write_text("import time\ntime.sleep(60)\n", encoding="utf-8")
     assert tools.record.run("slow", 0.05) is None
-    text = "import sys\nopen(sys.argv[2], 'w').write('{\"a\": 1}')\nsys.exit(1)\n"
-    program.write_text(text, encoding="utf-8")
+    assert capsys.readouterr().out == "slow: not measured (did not end in time)\n"
+    text = "import sys\nopen(sys.argv[2], 'w').write({!r})\nsys.exit(1)\n"
+    program.write_text(text.format('{"a": 1}'), encoding="utf-8")
     assert tools.record.run("slow", 20) == {"a": 1}
+    program.write_text(text.format('{"cases": [], "absent": {"ray": "gone"}}'), encoding="utf-8")
+    assert tools.record.run("slow", 20) is None
+    assert capsys.readouterr().out == "slow: not measured (ray: gone)\n"

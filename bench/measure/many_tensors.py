@@ -1,0 +1,106 @@
+"""Host time of steps over many tensors, on a driver that does nothing; needs neither GPU nor CuPy.
+
+``measured`` runs this program in a process of its own, where ``stub_cupy`` is CuPy.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import gradreduce as gr
+
+from . import stub_cupy
+
+__all__ = ["measured"]
+
+NUM_LOGICAL, SIZE = 4, 16  # of one GPU; elements of float32
+LOOPS, CALLS = 20, 200
+SOURCES = Path(gr.__file__).resolve().parents[1], Path(__file__).resolve().parents[1]
+
+
+def measured(counts: Sequence[int]) -> list[dict[str, float]]:
+    """Returns what steps over each number of tensors take: see ``figures``."""
+    path = os.pathsep.join(map(str, SOURCES))
+    command = [sys.executable, "-m", "measure.many_tensors", *map(str, counts)]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=True
+    )
+    found: list[dict[str, float]] = json.loads(done.stdout)
+    return found
+
+
+def figures(count: int) -> dict[str, float]:
+    """Returns times and counts of one all-reduce, one update and one joint apply of all tensors.
+
+    The tensors of the all-reduce are reduced where they lie, without packs.
+    """
+    mesh = gr.open_mesh([0] * NUM_LOGICAL, backend="cuda")
+    first = mesh.devices[0]
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=0, mesh=mesh)
+    shape = (SIZE,)
+    values = [
+        gr.PerReplica([device.empty(shape, "float32") for device in mesh], mesh)
+        for _ in range(count)
+    ]
+    pairs = [(value, value) for value in values]
+    grads = [value.buffers[0] for value in values]
+    start = time.process_time()
+    captured = ops.capture(gr.ReduceOp.MEAN, pairs)
+    found = {"first plan, s": time.process_time() - start}
+    captured()
+    found |= counted(mesh, "captured step", captured)
+    for name, step in (("captured", captured), ("prepared", ops.prepare(gr.ReduceOp.MEAN, pairs))):
+        step()
+        found[f"{name} step, us"] = microseconds(step)
+        found[f"{name} step, Python calls"] = python_calls(step)
+    variables = [gr.Variable(np.zeros(shape, np.float32), device=first) for _ in range(count)]
+    optimizer = gr.GradientDescentOptimizer(0.5)
+    sums = [gr.ConditionalAccumulator("float32", shape, device=first) for _ in range(count)]
+    updates = list(zip(grads, variables, strict=True))
+    found |= counted(mesh, "apply_gradients", partial(optimizer.apply_gradients, updates))
+    found |= counted(mesh, "apply_grads", partial(gr.apply_grads, sums, grads, 0))
+    return found
+
+
+def counted(mesh: gr.Mesh, name: str, call: Callable[[], Any]) -> dict[str, float]:
+    """Returns the launches and uploads of a call; a pointer table that is built is an upload."""
+    with mesh.journal() as journal:
+        call()
+    return {f"{name}, launches": journal.launches, f"{name}, uploads": journal.uploads}
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """Returns the processor time of a call: the best of several loops."""
+    taken = []
+    for _ in range(LOOPS):
+        start = time.process_time()
+        for _ in range(CALLS):
+            call()
+        taken.append((time.process_time() - start) / CALLS * 1e6)
+    return min(taken)
+
+
+def python_calls(call: Callable[[], Any]) -> int:
+    """Returns how many functions of Python and C a call calls."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    call()
+    sys.setprofile(None)
+    return events.count("call") + events.count("c_call")
+
+
+if __name__ == "__main__":
+    stub_cupy.install()
+    gc.disable()  # which would look at all tensors again and again; ``capture`` pauses it anyway
+    print(json.dumps([figures(int(count)) for count in sys.argv[1:]]))
