@@ -51,6 +51,15 @@ assert_type(ops.all_reduce(dicts), list[dict[str, Floats | None]])
 assert_type(ops.all_reduce(((tensor,), (tensor,))), tuple[tuple[torch.Tensor], tuple[torch.Tensor]])
 assert_type(ops.all_reduce(lists, output_type="numpy"), Any)
 assert_type(ops.all_reduce([[slices], [slices]]), list[list[gr.IndexedSlices]])
+assert_type(ops.all_reduce(lists, gr.ReduceOp.SUM, deadline=9.0), list[list[torch.Tensor]])
+rows = [[torch.ones(4)], [torch.ones(4)]]
+shares = ops.reduce_scatter(rows, gr.ReduceOp.SUM)
+assert_type(shares, list[list[torch.Tensor]])
+assert_type(ops.all_gather(shares), list[list[torch.Tensor]])
+shared = ({"w": ones()}, {"w": ones()})
+assert_type(ops.all_gather(shared), tuple[dict[str, Floats], dict[str, Floats]])
+assert_type(ops.reduce_scatter(rows, output_type="numpy"), Any)
+assert_type(ops.all_gather(shares, output_type="numpy"), Any)
 value = gr.PerReplica([ones(), ones()], mesh)
 assert_type(ops.batch_reduce(gr.ReduceOp.MEAN, [(value, mesh)]), list[gr.Mirrored])
 assert_type(ops.reduce(gr.ReduceOp.MEAN, value, mesh), gr.Mirrored)
@@ -58,7 +67,10 @@ assert_type(ops.reduce(gr.ReduceOp.MEAN, value, mesh), gr.Mirrored)
 # Sums over time, clipping, variables.
 accumulator = gr.ConditionalAccumulator("float32", [3], reduction_type="SUM", device=mesh)
 assert_type(accumulator.apply_grad(value), bool)
-assert_type(accumulator.take_grad(1), Any)  # of the kind of the first gradient; here Mirrored
+# Of the kind of the first gradient, or Mirrored: only the run knows.
+assert_type(accumulator.take_grad(1), Any)
+accumulator.apply_grad(value, local_step=1)
+assert_type(gr.take_grads([accumulator], 1), list[Any])
 clipped, norm = gr.clip_by_global_norm([tensor, None], 1.0)
 assert_type(clipped, list[torch.Tensor | None])
 variable = gr.Variable(ones(), "w", dtype="float32", device=mesh)
@@ -73,6 +85,14 @@ def of_pytorch() -> None:
     gr.torch.Optimizer(tensor, [tensor])  # type: ignore[arg-type]
 
 
+def of_ray(
+    dense: gr.ray.ConditionalAccumulator, sparse: gr.ray.SparseConditionalAccumulator
+) -> None:
+    """Needs Ray; never called."""
+    assert_type(dense.take_grad(1), NDArray[Any])
+    assert_type(sparse.take_grad(1), tuple[NDArray[Any], NDArray[Any], tuple[int, ...] | None])
+
+
 def refused() -> None:
     """Words that no call takes; never called."""
     gr.AllReduceCrossDeviceOps("ring")  # type: ignore[arg-type]
@@ -82,3 +102,5 @@ def refused() -> None:
     gr.AdamOptimizer(0.1, eps_mode="keras")  # type: ignore[arg-type]
     gr.add_n([tensor, tensor], output_type="tensor")  # type: ignore[call-overload]
     ops.all_reduce(lists, output_type="list")  # type: ignore[call-overload]
+    ops.reduce_scatter(lists, output_type="list")  # type: ignore[call-overload]
+    ops.all_gather(lists, output_type="list")  # type: ignore[call-overload]

@@ -184,7 +184,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         timeout: float | None = None,
         output_type: OutputType | None = None,
         deadline: float | None = None,
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Any, Any, tuple[int, ...] | None]:
         """Does what ``take_indexed_slices_grad`` does, and returns indices, rows and shape.
 
         It raises the same errors. Example: see the class.

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
+
 from gradreduce.accumulator.checkpoint import ready_state
 from gradreduce.accumulator.validate import DEFAULT_STEP, as_required, as_step
 from gradreduce.arrays.caller_streams import StreamScope
@@ -397,9 +399,12 @@ class ConditionalAccumulator(SharedAccumulator):
         """Adds a gradient unless it is stale; see ``AccumulatorSet.apply_grads``."""
         return self._apply([grad], local_step, cast)
 
-    def take_grad(self, num_required: int | Variable, *, timeout: float | None = None) -> Any:
+    def take_grad(
+        self, num_required: int | Variable, *, timeout: float | None = None
+    ) -> np.ndarray:
         """Blocks until there are ``num_required`` gradients; see ``AccumulatorSet.take_grads``."""
-        return self._take(num_required, timeout)[0]
+        taken: np.ndarray = self._take(num_required, timeout)[0]
+        return taken
 
     def state_dict(self, *, output_type: str = "numpy") -> dict[str, Any]:
         """Returns the state, which ``gr.ConditionalAccumulator`` can load too."""
@@ -446,9 +451,9 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
         """Adds IndexedSlices, or a tensor of ``torch.sparse_coo``, unless they are stale."""
         return self._apply([grad], local_step, cast)
 
-    def take_grad(
+    def take_grad(  # type: ignore[override]
         self, num_required: int | Variable, *, timeout: float | None = None
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[np.ndarray, np.ndarray, tuple[int, ...] | None]:
         """As ``take_indexed_slices_grad``, but returns indices, rows and shape."""
         taken = self.take_indexed_slices_grad(num_required, timeout=timeout)
         return taken.indices, taken.values, taken.dense_shape

@@ -194,8 +194,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         op: ReduceOp = ReduceOp.MEAN,
         *,
         coalesce: bool = False,
-        output_type: None = None,
-        out: None = None,
         deadline: float | None = None,
     ) -> NestT: ...
     @overload
@@ -239,7 +237,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         Returns:
             The combined arrays, ``[device][tensor]``, nested like ``grads`` (a dict for a module):
             in new memory, or ``out``. The call does not wait for a device, except for results of
-            GPUs in NumPy arrays (``output_type="numpy"`` or ``out``).
+            GPUs in NumPy arrays (``output_type="numpy"`` or ``out``). The mean of integers is
+            float32 (8 and 16 bits) or float64, although a type checker sees the type of ``grads``.
 
         Raises:
             ValueError: another number of entries than devices, entries of different length or
@@ -297,6 +296,20 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """
         return [(value, value) for value in self._checked_nests(grads).values]
 
+    @overload
+    def reduce_scatter(
+        self, grads: NestT, op: ReduceOp = ReduceOp.MEAN, *, deadline: float | None = None
+    ) -> NestT: ...
+    @overload
+    def reduce_scatter(
+        self,
+        grads: Sequence[Any],
+        op: ReduceOp = ReduceOp.MEAN,
+        *,
+        output_type: OutputType | None = None,
+        out: Sequence[Any] | None = None,
+        deadline: float | None = None,
+    ) -> Any: ...
     @StreamScope()
     def reduce_scatter(
         self,
@@ -348,6 +361,17 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         run = partial(reduced_shares, self.settings, op)
         return self._nested("reduce_scatter", op, grads, output_type, out, deadline, run)
 
+    @overload
+    def all_gather(self, grads: NestT, *, deadline: float | None = None) -> NestT: ...
+    @overload
+    def all_gather(
+        self,
+        grads: Sequence[Any],
+        *,
+        output_type: OutputType | None = None,
+        out: Sequence[Any] | None = None,
+        deadline: float | None = None,
+    ) -> Any: ...
     @StreamScope()
     def all_gather(
         self,

@@ -78,8 +78,6 @@ def all_reduce(
     *,
     mesh: Mesh | None = None,
     coalesce: bool = False,
-    output_type: None = None,
-    out: None = None,
     wire_dtype: str | DType | None = None,
     deadline: float | None = None,
 ) -> NestT: ...
