@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shutil
 import signal
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -257,6 +259,63 @@ def test_another_definition_of_a_name_is_an_error_that_changes_nothing(idle):
         with pytest.raises(ValueError, match=f"^the actor {name!r} has {what} "):
             make()
     check_equal(idle.take_grads(1, timeout=LIMIT_S), 1.0)
+
+
+def test_a_fork_cannot_call_actors(idle):
+    import ray
+
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
+        child = os.fork()
+    if not child:
+        found = []
+        for call in (idle.num_accumulated, idle.close, lambda: gr.ray.AGNCenter("forked")):
+            try:
+                call()
+            except BackendUnavailableError as error:
+                found.append(str(error).startswith("this process is a fork of one that used Ray,"))
+        os.write(writer, repr(found).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        assert answer.read() == "[True, True, True]"
+    assert os.waitpid(child, 0) == (child, 0)
+    assert idle.num_accumulated() == 0
+    assert ray.is_initialized()
+
+
+def test_after_ray_was_shut_down_calls_raise(idle, monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # else Ray ends this process
+    text = "Ray was shut down in this process: call gr.ray.init, and make the object again"
+    for call in (idle.close, idle.num_accumulated, lambda: idle.apply_grads(ones())):
+        with pytest.raises(BackendUnavailableError, match=f"^{re.escape(text)}$"):
+            call()
+
+
+@pytest.mark.exhaustive
+def test_an_actor_that_cannot_start_says_why(unique_name, tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    text = f"the actor {unique_name!r} could not start: FileExistsError: "
+    with pytest.raises(BackendUnavailableError, match=f"^{re.escape(text)}.*{path}'$"):
+        gr.ray.AccumulatorSet(SPECS, unique_name, snapshots=path)
+
+
+@pytest.mark.exhaustive
+def test_a_folder_that_was_removed_is_made_again(unique_name, tmp_path):
+    folder = tmp_path / "snapshots"
+    options = {"snapshots": folder, "durability": "push"}
+    with gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options) as shared:
+        for _ in range(2):
+            assert shared.apply_grads(ones())
+            shutil.rmtree(folder)
+        assert shared.apply_grads(ones())
+        kill(unique_name)
+        check_equal(shared.take_grads(3, timeout=LIMIT_S), 3.0)
+        shutil.rmtree(folder)
 
 
 def listening(pid: int | str) -> set[str]:

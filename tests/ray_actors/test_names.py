@@ -36,3 +36,8 @@ def test_a_spec_that_is_no_tuple_of_the_arguments_is_an_error(spec):
     text = "] must be (dtype, shape) or (dtype, shape, is_sparse)"
     with pytest.raises(TypeError, match=rf"^specs\['a'\]=.* {re.escape(text[2:])}$"):
         gr.ray.AccumulatorSet({"a": spec}, "name")
+
+
+def test_a_worker_that_is_no_string_is_an_error():
+    with pytest.raises(TypeError, match=r"^worker=7 must be a string or None$"):
+        gr.ray.ConditionalAccumulator("float32", [3], "name", worker=7)

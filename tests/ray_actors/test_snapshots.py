@@ -92,6 +92,13 @@ def test_the_newest_two_are_kept_and_no_other_file_is_touched(tmp_path):
     assert neighbour.numbers() == [5]
 
 
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    snapshots = Snapshots(tmp_path / "a", "a")
+    (tmp_path / "a").rmdir()
+    snapshots.write(7, {"n": 7})
+    assert snapshots.numbers() == [7]
+
+
 def test_after_a_way_back_there_is_one_history(tmp_path):
     snapshots = Snapshots(tmp_path, "a")
     for number in (5, 6):

@@ -75,7 +75,7 @@ class Client:
         self._timeout = None if limit is None else max(limit, START_SECONDS)
         # Less than the time for an answer.
         self._poll_seconds = min(POLL_SECONDS, math.inf if timeout is None else timeout / 2)
-        self._lead = start_shard(settings, make_state)
+        self._actor = start_shard(settings, make_state)
         self._caller = _Caller()
         found = self.ask("describe")
         self._timeout = limit
@@ -83,6 +83,12 @@ class Client:
             if found.get(name) != wanted:
                 had = f"{name} {brief(found.get(name))}"
                 raise ValueError(f"the actor {self.name!r} has {had}, not {brief(wanted)}")
+
+    @property
+    def _lead(self) -> Any:
+        """The lead; raises ``BackendUnavailableError`` where Ray would end or hang this process."""
+        cluster.check_usable()
+        return self._actor
 
     def next_key(self) -> Key:
         """Returns the key of this thread's next call."""
@@ -114,6 +120,7 @@ class Client:
             CancelledError: the actor was closed.
             BackendUnavailableError: it has ended, and is not restarted.
         """
+        cluster.check_usable()
         self._wait_for_unanswered(timeout)
         key = self.next_key() if key is None else key
         first = messages[0] if messages else None
@@ -180,9 +187,10 @@ class Client:
 
     def close(self) -> None:
         """Ends the actors, and removes their snapshots; does nothing if they have ended."""
+        lead = self._lead
         try:
-            self._get(self._lead.end.remote())
-            self._get(self._lead.close.options(max_task_retries=0).remote())
+            self._get(lead.end.remote())
+            self._get(lead.close.options(max_task_retries=0).remote())
         except CancelledError:
             pass
         except BackendUnavailableError:  # the lead has ended, the others may still run
@@ -236,6 +244,10 @@ class Client:
         except ray.exceptions.RayActorError as error:
             if "INTENDED_USER_EXIT" in str(error):
                 raise CancelledError(f"{self.name!r} was closed") from None
+            if "in its creation task" in str(error):
+                cause = str(error).strip().rpartition("\n")[2]
+                text = f"the actor {self.name!r} could not start: {cause}"
+                raise BackendUnavailableError(text) from None
             # Ray's text has a paragraph of hints behind it.
             reason = str(error).rpartition(" is dead because ")[2].partition(". ")[0].rstrip(".")
             hint = "make it again: it continues from its snapshots"
@@ -270,6 +282,8 @@ class SharedOptions(NamedTuple):
         writes_each = self.durability == "push"
         if writes_each and self.snapshots is None:
             raise ValueError("durability='push' needs a folder: pass snapshots=")
+        if self.worker is not None and not isinstance(self.worker, str):
+            raise TypeError(f"worker={brief(self.worker)} must be a string or None")
         if self.num_gpus not in (0, 1):
             raise ValueError(f"num_gpus={brief(self.num_gpus)} must be 0 or 1")
         return Settings(

@@ -10,13 +10,14 @@ from typing import Any
 
 import ray
 
-from gradreduce.errors import brief, log_warning
+from gradreduce.errors import BackendUnavailableError, brief, log_warning
 
 # All actors of this library are in this namespace, whatever that of the driver is.
 NAMESPACE = "gradreduce"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _AUTH_MODE = "RAY_AUTH_MODE"  # Ray sets it to token in what it starts, unless it is set
 _lock = threading.Lock()  # threads may make their first accumulators at the same time
+_was_forked = False  # whether this process is a fork of one that used Ray
 
 
 def init(address: str | None = None, **options: Any) -> None:
@@ -37,12 +38,14 @@ def init(address: str | None = None, **options: Any) -> None:
     Raises:
         RuntimeError: a new cluster would not ask for a token, because ``RAY_AUTH_MODE`` is set.
         ConnectionError: the cluster does not answer, or asks for a token.
+        BackendUnavailableError: this process is a fork of one that used Ray.
         ray.exceptions.AuthenticationError: it asks for a token, and this process has none.
 
     Example: see ``docs/ray.md``. In short::
 
         gr.ray.init(num_cpus=4)
     """
+    _check_not_forked()
     with _lock:
         if not ray.is_initialized():
             _check_mode(address)
@@ -55,6 +58,31 @@ def init(address: str | None = None, **options: Any) -> None:
                 )
                 raise
         _warn_if_open(ray.get_runtime_context().gcs_address)
+
+
+def check_usable() -> None:
+    """Raises ``BackendUnavailableError`` if this process cannot call actors."""
+    _check_not_forked()
+    if not ray.is_initialized():
+        raise BackendUnavailableError(
+            "Ray was shut down in this process: call gr.ray.init, and make the object again"
+        )
+
+
+def _check_not_forked() -> None:
+    if _was_forked:
+        raise BackendUnavailableError(
+            "this process is a fork of one that used Ray, where calls to actors hang: start "
+            "processes by Ray, or by multiprocessing with the start method 'spawn'"
+        )
+
+
+def _note_fork() -> None:
+    global _was_forked
+    _was_forked = ray.is_initialized()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def _check_mode(address: str | None) -> None:

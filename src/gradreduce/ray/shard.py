@@ -164,7 +164,11 @@ class Shard:
     async def close(self) -> None:
         """Removes the snapshots, and ends the actor."""
         if self._snapshots is not None:
-            self._snapshots.remove()
+            try:
+                self._snapshots.remove()
+            except OSError as error:
+                name = self._settings.actor_name
+                log_warning(__name__, "the snapshots of %r were not removed: %s", name, error)
         leave: Any = ray.actor.exit_actor  # untyped
         leave()
 

@@ -58,6 +58,7 @@ class Snapshots:
             TypeError: the state has something else than ``state_dict`` returns.
         """
         path, unfinished = self._path(number), self._path(number, _UNFINISHED)
+        self._folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
         try:
             with unfinished.open("wb") as file:
                 _write(file, state)
