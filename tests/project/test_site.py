@@ -11,6 +11,7 @@ import click
 import pytest
 
 from gradreduce.cli.app import command
+from gradreduce.device import Device
 
 pytestmark = pytest.mark.repo
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,6 +109,13 @@ def test_the_tree_has_every_package():
     folders = {path.parent.relative_to(package) for path in package.rglob("*.py")}
     named = {folder.as_posix() for folder in folders} - {"."}
     assert named == set(re.findall(r"^  .*?((?:\w+/)*\w+)/ ", tree, re.MULTILINE))
+
+
+def test_the_backend_interface_has_every_abstract_method():
+    _, _, section = text_of(ROOT / "docs/architecture.md").partition("## The backend interface")
+    rows = re.findall(r"^\| .* \|$", section.partition("\n## ")[0], re.MULTILINE)
+    named = set(re.findall(r"`(\w+)`", "".join(rows)))
+    assert named == Device.__abstractmethods__
 
 
 # --- commands -------------------------------------------------------------------------------------
