@@ -24,7 +24,7 @@ from .messages import Layout, Message, specs_of
 from .shard import Settings
 from .shard_state import Key, ShardState
 
-MAX_TAKEN = 16  # results of callers that may have been killed before they arrived
+MAX_TAKEN = 16  # results kept for callers that have not confirmed them; they may have been killed
 
 
 class AccumulatorSpec(NamedTuple):
@@ -32,7 +32,7 @@ class AccumulatorSpec(NamedTuple):
 
     Attributes:
         dtype: of the gradients.
-        shape: of the gradients; None for any, None entries for any extent.
+        shape: of the gradients. None: any shape. A None entry: any extent.
         is_sparse: whether gradients are IndexedSlices.
 
     Example: see ``docs/ray.md``.
@@ -59,7 +59,7 @@ class SetSpec(NamedTuple):
     shards: tuple[int, ...]
 
     def accumulator(self, index: int, device: Device) -> ConditionalAccumulatorBase:
-        """Returns a new accumulator of this process, as the set has it."""
+        """Returns a new accumulator in this process, with the arguments of the set."""
         dtype, shape, is_sparse = self.specs[index]
         kind = SparseConditionalAccumulator if is_sparse else ConditionalAccumulator
         return kind(
@@ -76,7 +76,7 @@ class SetSpec(NamedTuple):
 
 
 class AccumulatorSetState(ShardState):
-    """Accumulators with one step, on which every call is a joint one.
+    """Accumulators with one step; every call is about all of them.
 
     Args:
         settings: of the shard.
@@ -92,7 +92,7 @@ class AccumulatorSetState(ShardState):
         mesh = open_mesh(backend="cuda") if settings.num_gpus else open_mesh(1, backend="sim")
         self._device = mesh.devices[0]
         self._accumulators: list[ConditionalAccumulatorBase] = []
-        # What a caller has taken last, and in which call, until it has arrived.
+        # caller -> the number of its last take and the results, until they have arrived.
         self._taken: dict[str, tuple[int, list[np.ndarray]]] = {}
         self._make()
 
@@ -111,11 +111,11 @@ class AccumulatorSetState(ShardState):
     # -- commands ---------------------------------------------------------------------------------
 
     def apply(self, local_step: int, message: Message) -> bool:
-        """Adds one gradient to each accumulator, which the client has checked."""
+        """Adds one gradient to each accumulator; the client has checked the gradients."""
         return apply_grads(self._accumulators, self._gradients(message), local_step, cast=True)
 
     def take(self, key: Key, num_required: int, message: None) -> Message:
-        """Takes the gradient of each accumulator, of which there are enough."""
+        """Takes the gradient of each accumulator; there are enough."""
         taken = take_grads(self._accumulators, num_required, timeout=0, output_type="numpy")
         caller, number = key
         self._taken.pop(caller, None)
@@ -139,7 +139,7 @@ class AccumulatorSetState(ShardState):
             load()
 
     def _gradients(self, message: Message) -> list[Any]:
-        """Returns the gradients of a message, on its memory."""
+        """Returns the gradients of a message, as views of its memory."""
         arrays = iter(Layout.of(message.form).arrays(message))
         return [
             as_slices(next(arrays), next(arrays), next(arrays))
@@ -151,7 +151,7 @@ class AccumulatorSetState(ShardState):
     # -- reads ------------------------------------------------------------------------------------
 
     def taken(self, caller: str) -> Message:
-        """Returns what a caller has taken last."""
+        """Returns the results of a caller's last take."""
         if caller not in self._taken:
             raise BackendUnavailableError("the gradients of this take are lost: take again")
         _, arrays = self._taken[caller]
@@ -168,7 +168,7 @@ class AccumulatorSetState(ShardState):
         return [each.state_dict() for each in self._accumulators]
 
     def counts(self) -> tuple[int, int, int]:
-        """Returns step, number of gradients in the sum, and of dropped ones."""
+        """Returns the step, and the numbers of gradients in the sum and of dropped ones."""
         first = self._accumulators[0]
         return first.global_step, first.num_accumulated(), first.num_dropped
 
@@ -188,7 +188,7 @@ class AccumulatorSetState(ShardState):
     # -- snapshots --------------------------------------------------------------------------------
 
     def save(self) -> dict[str, Any]:
-        """See ``ShardState``; results that were taken are in it, because an answer may be lost."""
+        """See ``ShardState``; includes the results of takes, whose answers may be lost."""
         taken = {
             caller: {
                 "number": number,

@@ -1,4 +1,4 @@
-"""The caller's side of an actor: calls that are applied once, and their errors."""
+"""Calls actors from any process: each call is applied once, also if it is sent again."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from .shard import RetryError, Settings, fetched
 from .shard_state import Key, ShardState
 
 START_SECONDS = 60.0  # a new actor is a new process, which takes some seconds to start
-POLL_SECONDS = 1.0  # how long a lead keeps a take that waits, before its client asks again
+POLL_SECONDS = 1.0  # after so long a lead answers a take that waits, and its client asks again
 
 
 class _Caller(threading.local):
-    """The name of a thread's calls, and the number of the last one."""
+    """Numbers the calls of a thread."""
 
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
         self.number = 0
-        self.unanswered: Any = None  # the answer to a call that was given up at its deadline
+        self.unanswered: Any = None  # refers to the answer of a call that reached its deadline
 
     def next_key(self) -> Key:
         """Returns the key of the thread's next call."""
@@ -53,12 +53,12 @@ class Client:
     Args:
         settings: of shard 0.
         make_state: returns an empty state for a shard.
-        description: what the actor has to be; see ``ShardState.describe``.
-        timeout: seconds that a call waits for its answer, and the first one, which may wait for the
-            start of the actor, at least 60; None: as long as the actor lives.
+        description: expected of the actor; see ``ShardState.describe``.
+        timeout: seconds that a call waits for its answer. The first call may wait for the start of
+            the actor, so it waits at least 60 seconds. None: wait as long as the actor lives.
 
     Raises:
-        ValueError: the actor of this name is something else.
+        ValueError: the actor of this name has another description.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Client:
             arguments: for all shards.
             messages: one for each shard; or none.
             origin: of a gradient.
-            key: of an earlier call that failed, to repeat it without applying it twice. Default:
-                that of the next call.
-            timeout: seconds to wait for the answer, if less than the client's.
+            key: of an earlier call that failed: repeats that call, which is applied at most once.
+                Default: a new key.
+            timeout: seconds to wait for the answer. The client's ``timeout`` applies too.
 
         Raises:
             DeadlineExceededError: no answer within ``timeout``; whether the command was applied is
@@ -129,11 +129,11 @@ class Client:
         return self._answered(self._lead.call, sent, timeout=timeout)
 
     def read(self, method: str, *arguments: Any) -> Any:
-        """Runs a method that changes nothing; returns the value or message of each shard."""
+        """Calls a method that only reads; returns the value or message of each shard."""
         return self._answered(self._lead.read_all, method, arguments)
 
     def take(self, num_required: int, timeout: float | None) -> Any:
-        """Takes; blocks until there are enough gradients.
+        """Blocks until there are enough gradients, and takes them.
 
         Raises:
             DeadlineExceededError: nothing was taken within ``timeout`` seconds.
@@ -161,28 +161,28 @@ class Client:
         raise DeadlineExceededError(f"not enough gradients within {limit} s; {found}")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the lead's state that concerns no tensor."""
+        """Calls a method of the lead's state, for which no other shard is needed."""
         return self._answered(self._lead.ask, method, arguments)
 
     def wait_for(self, method: str, least: int, timeout: float) -> list[Any]:
-        """Returns a list of the lead's state; waits at most a second until it is long enough.
+        """Returns a list of the lead's state, as soon as it has ``least`` entries.
 
         Args:
-            method: of the state, returns the list.
-            least: entries to wait for.
-            timeout: seconds to wait, if less than one.
+            method: of the state; returns the list.
+            least: number of entries to wait for.
+            timeout: seconds to wait, at most one. Then the list is returned as it is.
         """
         seconds = min(timeout, self._poll_seconds)
         found: list[Any] = self._get(self._lead.wait_for.remote(method, least, seconds))
         return found
 
     def workers(self) -> list[WorkerInfo]:
-        """Returns what the lead knows of each worker."""
+        """Returns a ``WorkerInfo`` of each worker, sorted by name."""
         found: list[WorkerInfo] = self._get(self._lead.workers.remote())
         return found
 
     def leave(self, worker: str) -> None:
-        """Has the lead forget a worker."""
+        """Removes a worker from ``workers()``."""
         self._get(self._lead.leave.remote(worker))
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class Client:
                     ray.kill(ray.get_actor(name, namespace=cluster.NAMESPACE))
 
     def _answered(self, method: Any, *arguments: Any, timeout: float | None = None) -> Any:
-        """Calls a method of the lead until it answers; fetches the arrays of the answer."""
+        """Calls a method of the lead until it answers; returns the answer with its arrays."""
         limit = self._limit(timeout)
         end = None if limit is None else time.monotonic() + limit
         while True:
@@ -214,10 +214,12 @@ class Client:
                 continue
 
     def _wait_for_unanswered(self, timeout: float | None) -> None:
-        """Waits for the call that this thread has given up, so that no more are on their way.
+        """Waits for this thread's last call if that reached its deadline without an answer.
+
+        So each thread has at most one call under way.
 
         Raises:
-            DeadlineExceededError: it has no answer yet.
+            DeadlineExceededError: there is still no answer.
         """
         reference, limit = self._caller.unanswered, self._limit(timeout)
         if reference is not None and not ray.wait([reference], timeout=limit)[0]:
@@ -248,7 +250,7 @@ class Client:
                 cause = str(error).strip().rpartition("\n")[2]
                 text = f"the actor {self.name!r} could not start: {cause}"
                 raise BackendUnavailableError(text) from None
-            # Ray's text has a paragraph of hints behind it.
+            # Ray's text goes on with a paragraph of hints.
             reason = str(error).rpartition(" is dead because ")[2].partition(". ")[0].rstrip(".")
             hint = "make it again: it continues from its snapshots"
             if self._settings.folder is None:
@@ -296,7 +298,7 @@ class SharedOptions(NamedTuple):
         )
 
     def for_others(self) -> dict[str, Any]:
-        """Returns the options for another process, which is another worker."""
+        """Returns the options for another process, which gets a worker name of its own."""
         return {**self._asdict(), "worker": None}
 
 

@@ -15,7 +15,7 @@ from gradreduce.errors import BackendUnavailableError, brief, log_warning
 # All actors of this library are in this namespace, whatever that of the driver is.
 NAMESPACE = "gradreduce"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
-_AUTH_MODE = "RAY_AUTH_MODE"  # Ray sets it to token in what it starts, unless it is set
+_AUTH_MODE = "RAY_AUTH_MODE"  # if it is not set, Ray sets it to token for a new cluster
 _lock = threading.Lock()  # threads may make their first accumulators at the same time
 _was_forked = False  # whether this process is a fork of one that used Ray
 
@@ -23,9 +23,9 @@ _was_forked = False  # whether this process is a fork of one that used Ray
 def init(address: str | None = None, **options: Any) -> None:
     """Joins a running Ray cluster, or starts one on this machine.
 
-    The first use of any class of ``gr.ray`` calls it without arguments. If Ray is initialized, it
-    starts nothing. Warns, by a log message, if anybody can use the cluster without a token. Blocks
-    until the cluster works: 2 to 3 seconds for a new one.
+    The first use of any class of ``gr.ray`` calls it without arguments. If Ray is initialized in
+    this process, that cluster is used. Logs a warning if the cluster asks for no token. Blocks
+    until the cluster is ready: 2 to 3 seconds for a new one.
 
     Args:
         address: of the cluster to join: ``"host:port"``, or ``"auto"`` for one on this machine;
@@ -33,13 +33,13 @@ def init(address: str | None = None, **options: Any) -> None:
             it is not set, the cluster that ``ray start`` has started on this machine; if there is
             none, a new cluster, which ends with this process.
         options: other arguments of ``ray.init``, such as ``num_cpus`` and ``object_store_memory``
-            (bytes) of a new cluster. Without ``include_dashboard=True`` it has no dashboard.
+            (in bytes) of a new cluster. ``include_dashboard`` is False by default.
 
     Raises:
         RuntimeError: a new cluster would not ask for a token, because ``RAY_AUTH_MODE`` is set.
         ConnectionError: the cluster does not answer, or asks for a token.
         BackendUnavailableError: this process is a fork of one that used Ray.
-        ray.exceptions.AuthenticationError: it asks for a token, and this process has none.
+        ray.exceptions.AuthenticationError: the cluster asks for a token, and this process has none.
 
     Example: see ``docs/ray.md``. In short::
 
@@ -100,7 +100,7 @@ def _check_mode(address: str | None) -> None:
 
 @lru_cache
 def _warn_if_open(cluster: str) -> None:
-    """Logs a warning if a cluster asks for no token; once for each."""
+    """Logs a warning if a cluster asks for no token; once for each cluster."""
     context = ray.get_runtime_context()
     if context.worker.mode == ray.WORKER_MODE:
         mode = os.environ.get(_AUTH_MODE)
@@ -118,10 +118,10 @@ def _warn_if_open(cluster: str) -> None:
 
 
 def check_name(what: str, name: Any) -> str:
-    """Returns a name that can be that of an actor and of files.
+    """Returns a name if it is valid for an actor and its files.
 
     Args:
-        what: the argument, for errors.
+        what: name of the argument, for errors.
         name: 1 to 128 letters, digits, ``_``, ``.`` and ``-`` of ASCII; the first is a letter or a
             digit.
 

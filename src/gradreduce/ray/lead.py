@@ -1,13 +1,13 @@
-"""The lead: the actor that gives all commands of a set of shards their order.
+"""The lead is shard 0: it decides the order of the commands of all shards.
 
-    client -> call          the other shards read their arrays, while earlier commands still run
-              (lock)        was this call already applied? Then its answer is given again
+    client -> call          stages the arrays on the other shards, while earlier commands still run
+              (lock)        a call that was already applied only gets its answer again
               execute       every shard runs the command, and writes a snapshot if one is due
-              serve         takes that now have enough gradients are commands too
+              serve         runs the takes that now have enough gradients, as commands
               answer        the small values and arrays of all shards
 
-A take that waits does not hold the lock: other calls go on meanwhile. All code of an actor runs in
-one thread; another call can only go on at an ``await``.
+A take that waits does not hold the lock, so other calls continue. All code of an actor runs in one
+thread, and switches to another call only at an ``await``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .messages import Message
 from .shard import RetryError, Settings, Shard
 from .shard_state import Key, ShardState
 
-LEASE_SECONDS = 5.0  # a waiting take whose client has not asked again for so long is dropped
-MAX_CALLERS = 10_000  # whose last calls are known, and workers
+LEASE_SECONDS = 5.0  # a take is dropped if its client has not asked again for so long
+MAX_CALLERS = 10_000  # callers whose last call is known; also the workers in ``workers``
 
 
 class Origin(NamedTuple):
@@ -39,10 +39,10 @@ class Origin(NamedTuple):
 
     Attributes:
         worker: its name.
-        step: number of its gradient or step.
-        clock: that of the state when the worker read what the gradient was computed from.
-        tasks: task indices that the thread has registered; a lead that was restarted does not know
-            them.
+        step: of the gradient; see ``WorkerInfo``.
+        clock: the ``clock`` of the state at the worker's last pull.
+        tasks: task indices that the worker's thread has registered. A lead that was restarted
+            registers them again.
     """
 
     worker: str
@@ -55,12 +55,12 @@ class Call(NamedTuple):
     """A call of a command, as one object: Ray needs 50 us for each argument of a call.
 
     Attributes:
-        key: of the call; a caller's numbers ascend.
+        key: of the call; the numbers of a caller ascend.
         command: name of the state's method.
         arguments: for all shards.
-        message: for the lead.
-        others: refer to the messages for the other shards; empty: no command has any.
-        origin: of a gradient.
+        message: arrays for the lead, or None.
+        others: references to the messages for the other shards; empty for a command without arrays.
+        origin: of a gradient, or None.
     """
 
     key: Key
@@ -76,10 +76,10 @@ class WorkerInfo(NamedTuple):
 
     Attributes:
         name: of the worker.
-        step: of its last gradient: the ``local_step`` of an accumulator's, the number of local
-            steps of AGN.
-        staleness: the number of updates that its last gradient did not know of.
-        last_contact: seconds since then.
+        step: of its last gradient: the ``local_step`` for accumulators, the number of local steps
+            for AGN.
+        staleness: the number of updates between its last pull and its last gradient.
+        last_contact: seconds since its last gradient.
 
     Example: see ``docs/ray.md``.
     """
@@ -92,13 +92,13 @@ class WorkerInfo(NamedTuple):
 
 @dataclass(eq=False)
 class QueuedTake:
-    """The place of a waiting take in the queue.
+    """A take that waits in the queue.
 
     Attributes:
         key: of the call.
-        num_required: gradients.
-        seen: when its client has asked last.
-        done: has the answers.
+        num_required: number of gradients that it waits for.
+        seen: when its client asked last, by the monotonic clock.
+        done: will have the answers of all shards.
     """
 
     key: Key
@@ -126,10 +126,10 @@ def start_shard(settings: Settings, make_state: Callable[[Settings], ShardState]
 
 
 def _to_its_end(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
-    """Returns a method of the lead that goes on where Ray cancels a call of it.
+    """Decorates a method of the lead that must run to its end, also if Ray cancels the call.
 
-    ``ray.cancel`` of a task cancels the calls that the task waits for too, at any ``await``; then
-    some shards would have run a command that others have not.
+    ``ray.cancel`` of a task also cancels the calls that the task waits for, at any ``await``.
+    Without this, some shards would have run a command and others not.
     """
 
     @wraps(method)
@@ -175,7 +175,7 @@ class Lead(Shard):
 
     @_to_its_end
     async def call(self, sent: Call) -> list[Any]:
-        """Runs a command once on all shards, however often it is sent with the same key."""
+        """Runs a command on all shards, unless a call with its key was already applied."""
         message_id, generation = uuid.uuid4().hex if sent.others else "", self._generation
         try:
             with suppress(RetryError):  # a shard has ended: _ready sees it too
@@ -235,11 +235,11 @@ class Lead(Shard):
         return saved
 
     async def _from_others(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls the other shards at the same time, and waits for all; raises the first error.
+        """Calls all other shards at the same time, waits for all, and raises the first error.
 
         Args:
-            method: of a shard.
-            calls: the arguments for each; empty: there is nothing to call.
+            method: name of a method of ``Shard``.
+            calls: the arguments for each shard; empty if there is nothing to call.
         """
         pending = [
             getattr(other, method).remote(*call)
@@ -260,7 +260,7 @@ class Lead(Shard):
             raise RetryError(f"a shard of {self._settings.name!r} has ended") from error
 
     def _is_known(self, key: Key) -> bool:
-        """Whether a call was applied already, or its caller has made a later one."""
+        """Whether a call, or a later call of the same caller, was already applied."""
         known = self._calls.get(key[0])
         return known is not None and key[1] <= known[0]
 
@@ -274,7 +274,7 @@ class Lead(Shard):
 
     @_to_its_end
     async def read_all(self, command: str, arguments: Sequence[Any]) -> list[Any]:
-        """Runs a method that changes nothing on all shards, between two commands."""
+        """Calls a method that only reads, on all shards, between two commands."""
         async with self._lock:
             await self._ready()
             return await self._read(command, arguments)
@@ -286,7 +286,7 @@ class Lead(Shard):
 
     @_to_its_end
     async def ask(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Calls a method of this shard's state that concerns no tensor."""
+        """Calls a method of the lead's state, for which no other shard is needed."""
         async with self._lock:
             await self._ready()
             value = getattr(self._state, method)(*arguments)
@@ -295,7 +295,7 @@ class Lead(Shard):
         return value
 
     async def wait_for(self, method: str, least: int, seconds: float) -> list[Any]:
-        """Returns a list of the state; waits until it has at least so many entries."""
+        """Returns a list of the state; first waits until it has ``least`` entries."""
         end = time.monotonic() + seconds
         while True:
             found: list[Any] = getattr(self._state, method)()
@@ -308,15 +308,15 @@ class Lead(Shard):
 
     @_to_its_end
     async def take(self, key: Key, num_required: int, seconds: float) -> list[Any] | str:
-        """Takes, or waits for gradients; takes complete in the order of their first calls.
+        """Takes gradients if there are enough; takes complete in the order of their first calls.
 
         Args:
-            key: of the call. The client calls again with it until the take has completed.
-            num_required: gradients.
-            seconds: to wait.
+            key: of the take. The client calls again with the same key until it has the answers.
+            num_required: number of gradients.
+            seconds: how long this call waits.
 
         Returns:
-            The answers, or a text that says what is missing.
+            The answers of all shards, or a text that says what the take waits for.
         """
         async with self._lock:
             await self._ready()
@@ -332,7 +332,7 @@ class Lead(Shard):
 
     @_to_its_end
     async def withdraw(self, key: Key) -> list[Any] | None:
-        """Drops a waiting take; if it has completed, returns the answers."""
+        """Removes a take from the queue; returns its answers if it has already completed."""
         async with self._lock:
             self._queue.pop(key, None)
             await self._ready()
@@ -342,13 +342,16 @@ class Lead(Shard):
             return None
 
     async def delivered(self, key: Key) -> None:
-        """Notes that the answers to a take have arrived, or nobody waits for them any more."""
+        """Frees the results of a take, which have arrived or are no longer wanted."""
         await self.forget(key)
         for other in self._others:
             other.forget.remote(key)
 
     async def _serve(self) -> None:
-        """Completes the takes that have enough gradients, in order; the lock is held."""
+        """Runs the takes at the front of the queue that have enough gradients.
+
+        The lock is held.
+        """
         while self._queue:
             queued = next(iter(self._queue.values()))
             if time.monotonic() - queued.seen > LEASE_SECONDS:
@@ -362,7 +365,7 @@ class Lead(Shard):
                     answers = await self._run(key, "take", (key, queued.num_required))
                 except RetryError:
                     raise  # it is still queued
-                except Exception as error:  # of the client that takes, not of the one that applies
+                except Exception as error:  # goes to the client that takes, not to this caller
                     queued.done.set_exception(error)
                 else:
                     queued.done.set_result(answers)
@@ -379,7 +382,7 @@ class Lead(Shard):
         _set_last(self._workers, origin.worker, (origin.step, staleness, time.monotonic()))
 
     async def workers(self) -> list[WorkerInfo]:
-        """Returns what is known of each worker, sorted by name."""
+        """Returns a ``WorkerInfo`` of each worker, sorted by name."""
         now = time.monotonic()
         return [
             WorkerInfo(name, step, staleness, now - seen)
@@ -399,7 +402,7 @@ class Lead(Shard):
             raise BackendUnavailableError(self._fault)
 
     async def _ready(self) -> None:
-        """Raises if closed; has all shards go back to a snapshot if one was restarted."""
+        """Raises if closed; if a shard was restarted, loads the newest common snapshot on all."""
         self._check_open()
         if self._are_alike:
             return
@@ -427,7 +430,7 @@ class Lead(Shard):
 
     @_to_its_end
     async def end(self) -> None:
-        """Closes: waiting takes and later calls raise; removes snapshots, and ends all actors."""
+        """Closes: waiting takes and later calls raise, and the other shards end."""
         async with self._lock:
             self._closed = True
             for queued in self._queue.values():
@@ -438,7 +441,7 @@ class Lead(Shard):
 
 
 def _set_last(known: dict[str, Any], key: str, value: Any) -> None:
-    """Sets the last entry of a dict; drops the first ones if there are too many."""
+    """Makes an entry the last of a dict; drops the oldest ones beyond ``MAX_CALLERS``."""
     known.pop(key, None)
     known[key] = value
     while len(known) > MAX_CALLERS:
@@ -446,7 +449,7 @@ def _set_last(known: dict[str, Any], key: str, value: Any) -> None:
 
 
 async def _wait(awaitable: Any, seconds: float) -> None:
-    """Waits for something at most some seconds; errors are left in it."""
+    """Waits at most ``seconds`` for an awaitable; raises none of its errors."""
     try:
         await asyncio.wait_for(awaitable, seconds)
     except TimeoutError:

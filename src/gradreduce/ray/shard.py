@@ -1,9 +1,9 @@
 """The actors of gradreduce.ray: what every shard does.
 
-Several actors (shards) may share the tensors of a set of accumulators or of a center. All run the
-same commands in the same order, numbered by shard 0, the lead; see ``lead.py``. A snapshot has the
-number of the last command in it, and every shard writes those of the same numbers, so that all can
-go back to the same one after one of them was restarted.
+The tensors of a set of accumulators, or of a center, may be distributed over several actors, the
+shards. All shards run the same commands in the same order. Shard 0, the lead, numbers the commands;
+see ``lead.py``. A snapshot has the number of the last command in it, and all shards write snapshots
+of the same numbers. So all can load the same one after one of them was restarted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Settings(NamedTuple):
         shard: number of the shard.
         num_shards: number of shards.
         folder: of the snapshots; None: there are none.
-        period: commands between two snapshots; 1: each command has one before its answer.
+        period: number of commands from one snapshot to the next; 1: a snapshot is written before
+            each command is answered.
         num_gpus: of each actor.
     """
 
@@ -46,7 +47,7 @@ class Settings(NamedTuple):
 
 
 class RetryError(RuntimeError):
-    """The shards have gone back to a snapshot: the client has to send its call again."""
+    """The shards have loaded an older snapshot, so the client must send its call again."""
 
 
 def stored(value: Any) -> Any:
@@ -75,7 +76,7 @@ class Shard:
         self._settings = settings
         self._state = make_state(settings)
         self._number = 0  # of the last command
-        # Which restart of which shard was the last; a shard that starts does not know it.
+        # A random name of the last ``go_back`` of all shards; a new process does not know it.
         self._generation = ""
         self._staged: dict[str, Message] = {}
         self._snapshots: Snapshots | None = None
@@ -86,7 +87,7 @@ class Shard:
     async def stage(self, generation: str, message_id: str, message: Message) -> None:
         """Keeps the arrays of a call until ``execute`` or ``discard``.
 
-        Drops those that a lead has sent before it ended, and that came later than its restart.
+        Ignores arrays of another generation: a lead that has ended since had sent them.
         """
         if generation == self._generation:
             self._staged[message_id] = message
@@ -136,7 +137,7 @@ class Shard:
     async def read(
         self, generation: str, number: int, command: str, arguments: Sequence[Any]
     ) -> Any:
-        """Runs a method of the state that changes nothing, after a command; see ``execute``."""
+        """Calls a method of the state that only reads, after command ``number``."""
         self._check_moment(generation, number)
         return stored(getattr(self._state, command)(*arguments))
 
@@ -145,19 +146,19 @@ class Shard:
             raise RetryError(f"{self._settings.actor_name} was restarted")
 
     async def forget(self, key: Key) -> None:
-        """Drops what is kept to answer a call again."""
+        """Frees the results that are kept to answer a call again."""
         self._state.forget(key)
 
     async def snapshots(self) -> list[int]:
-        """Returns the numbers of the states that this shard can go back to."""
+        """Returns the numbers of the states that ``go_back`` can load."""
         if self._snapshots is None:
-            # The lead may be a new one, and this shard that of an earlier lead.
+            # This shard may have run commands of an earlier lead, which a new lead has not run.
             return [] if self._number and not self._settings.shard else [0]
         numbers = self._snapshots.numbers()
         return numbers if len(numbers) > 1 else [0, *numbers]
 
     async def go_back(self, number: int, generation: str) -> None:
-        """Goes back to the state after a command, of which there is a snapshot; 0: the first."""
+        """Loads the snapshot of a command; 0 stands for the empty state of a new actor."""
         self._load(number)
         self._generation = generation
 
@@ -184,7 +185,7 @@ class Shard:
         return value
 
     def _write_snapshot(self, snapshots: Snapshots) -> None:
-        """Writes a snapshot; if it fails, undoes a command that must not be answered without."""
+        """Writes a snapshot; if that fails and ``period`` is 1, undoes the command."""
         try:
             snapshots.write(self._number, self._snapshot())
         except OSError as error:
@@ -198,11 +199,11 @@ class Shard:
         """Called after a command, before its snapshot."""
 
     def _snapshot(self) -> dict[str, Any]:
-        """Returns what a snapshot has."""
+        """Returns the contents of a snapshot."""
         return {"state": self._state.save()}
 
     def _load(self, number: int) -> dict[str, Any]:
-        """Loads a snapshot, and returns it; 0: the state of a new actor, which is empty."""
+        """Loads a snapshot and returns its contents; 0 stands for the state of a new actor."""
         saved: dict[str, Any] = {}
         if self._snapshots is not None:
             saved = self._snapshots.read(number) if number else {}

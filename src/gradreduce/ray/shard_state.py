@@ -1,4 +1,4 @@
-"""What an actor holds: the interface of the accumulators and of the center of an actor."""
+"""The interface of the state of an actor, which is a set of accumulators or a center."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ Key = tuple[str, int]  # of a call: the caller, and its number
 class ShardState(ABC):
     """The state of a shard, and the commands on it.
 
-    Every shard runs the same commands in the same order, each on its own tensors, so that all
-    shards decide alike. A command is a method, called with the arguments that all shards get and
-    this shard's message. If it raises, the state is unchanged. The answer is a small value that is
-    equal on all shards, or a ``Message`` with this shard's tensors.
+    Every shard runs the same commands in the same order, each on its own tensors, so all shards
+    make the same decisions. A command is a method. Its arguments are the same for all shards; the
+    last one, ``message``, has the arrays for this shard. If it raises, the state is unchanged. It
+    returns a small value, equal on all shards, or a ``Message`` with the tensors of this shard.
 
     Attributes:
-        repeated: for each command whose answer is a message, the name of the method that returns
-            that answer to a caller again.
+        repeated: name of a command -> name of the method that returns its answer again. Has the
+            commands whose answer is a message.
     """
 
     repeated: Mapping[str, str]
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Returns what all users of an actor must agree on, first of all its kind."""
+        """Returns what must be equal for all users of an actor, such as its kind and shapes."""
 
     @property
     @abstractmethod
     def clock(self) -> int:
-        """The number of updates that a gradient may or may not know of."""
+        """The number of updates, from which the staleness of a gradient is computed."""
 
     @abstractmethod
     def save(self) -> dict[str, Any]:
@@ -39,32 +39,32 @@ class ShardState(ABC):
 
     @abstractmethod
     def load(self, state: dict[str, Any] | None) -> None:
-        """Replaces the state by a saved one; None: by that of a new state."""
+        """Replaces the state by a saved one; None stands for the state of a new actor."""
 
     def may_raise(self, command: str) -> bool:
-        """Whether a command may raise on one shard only, so that ``check`` is called before it."""
+        """Whether a command may raise on one shard only; then ``check`` is called before it."""
         return False
 
     def check(self, command: str, *arguments: Any) -> None:
-        """Raises what a command would raise; called on all shards before it."""
+        """Raises the error that a command would raise; called on all shards before it."""
         raise NotImplementedError
 
     # -- accumulators only ------------------------------------------------------------------------
 
     def forget(self, key: Key) -> None:
-        """Drops what a call has taken."""
+        """Frees the results of a take."""
         raise NotImplementedError
 
     def can_take(self, num_required: int) -> bool:
-        """Whether enough gradients for a take have arrived."""
+        """Whether there are enough gradients for a take."""
         raise NotImplementedError
 
     def missing(self, num_required: int) -> str:
-        """Returns what a take still waits for, for a message."""
+        """Returns a text for error messages: what a take still waits for."""
         raise NotImplementedError
 
     # -- centers only -----------------------------------------------------------------------------
 
     def register(self, tasks: Sequence[int]) -> None:
-        """Registers workers that are not registered, because the actor was restarted."""
+        """Registers workers again after a restart of the actor; does nothing for the others."""
         raise NotImplementedError

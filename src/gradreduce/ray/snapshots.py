@@ -1,4 +1,4 @@
-"""Snapshots of an actor: numbered files that are whole or not there, with a checksum."""
+"""Snapshots of an actor: numbered files with a checksum, each written completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ import numpy as np
 from gradreduce import checkpoint
 from gradreduce.errors import log_warning
 
-_KEPT = 2  # the older one is for shards whose newest has another number, and for damage
+_KEPT = 2  # the older one is used if the newest is damaged, or if another shard does not have it
 _FINISHED, _UNFINISHED = ".snapshot", ".snapshot.tmp"
 _BLOCK_BYTES = 1 << 20
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Snapshots:
-    """The snapshots of one actor; nothing else in the folder is touched.
+    """The snapshots of one actor; changes no other files in the folder.
 
-    A file has the SHA-256 digest of all that follows; then arrays, each as ``np.save`` stores it:
-    first a string of JSON as bytes, with the names of the others. A snapshot of 64 MB takes 80 ms
-    (a virtual disk, 2026-11): 45 to write and sync, 36 to hash. Any machine may read it.
+    A file begins with the SHA-256 digest of the rest. The rest are arrays, each as ``np.save``
+    stores it. The first array is a JSON text as bytes, with the names of the other arrays. A
+    snapshot of 64 MB takes 80 ms (a virtual disk, 2026-11): 45 to write and sync, 36 to hash. Any
+    machine can read it.
 
     Args:
-        folder: is made if it does not exist. On disks of several machines: where an actor is
-            restarted it must find the folder again.
-        name: of the actor; no other actor of this name may use the folder. Files that an ended
-            process of this actor has left unfinished are removed.
+        folder: created if it does not exist. All machines on which Ray may restart the actor must
+            share it.
+        name: of the actor; no other actor of this name may use the folder. Unfinished files of an
+            earlier process of this actor are removed.
     """
 
     def __init__(self, folder: str | os.PathLike[str], name: str) -> None:
@@ -44,10 +45,10 @@ class Snapshots:
             self._path(number, _UNFINISHED).unlink(missing_ok=True)
 
     def write(self, number: int, state: Mapping[str, Any]) -> None:
-        """Stores a state; when this returns, it is on the disk.
+        """Writes a snapshot; when this returns, it is on the disk.
 
-        Keeps the snapshot before this one too, and removes all others. On an error all earlier
-        snapshots are as they were.
+        Keeps the previous snapshot and removes older ones. On error, earlier snapshots are
+        unchanged.
 
         Args:
             number: from 1 on; an earlier snapshot of this number is replaced.
@@ -55,7 +56,7 @@ class Snapshots:
 
         Raises:
             OSError: the disk is full, or the folder cannot be written to.
-            TypeError: the state has something else than ``state_dict`` returns.
+            TypeError: the state has a value that ``state_dict`` does not return.
         """
         path, unfinished = self._path(number), self._path(number, _UNFINISHED)
         self._folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
@@ -75,9 +76,9 @@ class Snapshots:
             self._path(each).unlink(missing_ok=True)
 
     def numbers(self) -> list[int]:
-        """Returns the numbers of the snapshots that can be read, in ascending order.
+        """Returns the numbers of the undamaged snapshots, in ascending order.
 
-        Reads all of them. Logs a warning for each that is damaged.
+        Reads all files, and logs a warning for each damaged one.
         """
         whole = []
         for number in self._numbers():
@@ -89,11 +90,11 @@ class Snapshots:
         return whole
 
     def newest(self) -> int:
-        """Returns the number of the newest snapshot that can be read, or 0; see ``numbers``."""
+        """Returns the number of the newest undamaged snapshot, or 0; see ``numbers``."""
         return max(self.numbers(), default=0)
 
     def read(self, number: int) -> dict[str, Any]:
-        """Returns the state that ``write`` has stored, with new arrays.
+        """Returns the state of a snapshot, with new arrays.
 
         Raises:
             FileNotFoundError: there is no snapshot of this number.
@@ -109,12 +110,12 @@ class Snapshots:
         return checkpoint.join(tensors, contents["metadata"])
 
     def remove(self, above: int = 0) -> None:
-        """Removes the snapshots with greater numbers.
+        """Removes the snapshots with numbers greater than ``above``.
 
-        An actor that goes back to an older state calls it before it continues: what comes then is
-        another state of the same number.
+        An actor calls it when it has loaded an older snapshot, because the next commands get the
+        numbers of the removed snapshots.
         """
-        for number in reversed(self._numbers()):  # what is left is a state without a gap
+        for number in reversed(self._numbers()):  # newest first: no gap is left if this fails
             if number > above:
                 self._path(number).unlink(missing_ok=True)
         self._sync_folder()
@@ -129,7 +130,7 @@ class Snapshots:
         return sorted(int(each[1]) for each in found if each is not None)
 
     def _sync_folder(self) -> None:
-        """Waits until the names of its files are on the disk."""
+        """Waits until the names of the files are on the disk."""
         folder = os.open(self._folder, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -167,7 +168,7 @@ class _Hashed:
 
 
 def _is_whole(file: IO[bytes]) -> bool:
-    """Whether a file has the digest that it begins with."""
+    """Whether the contents of a file have the digest at its beginning."""
     digest, found = file.read(_DIGEST_BYTES), hashlib.sha256()
     while block := file.read(_BLOCK_BYTES):
         found.update(block)
