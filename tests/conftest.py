@@ -1,9 +1,9 @@
 """Settings for all tests.
 
-Loads the plugins of ``support/``: the rules for skips (``skip_rules.py``), background processes
-(``background_runs.py``), the cases that a plain run leaves out (``exhaustive.py``), the cluster of
-tests that need Ray (``ray_cluster.py``). Also keeps memory use and the time of garbage collections
-small.
+This file loads the plugins of ``support/``: the rules for skips (``skip_rules.py``), background
+processes (``background_runs.py``), the cases that a plain run leaves out (``exhaustive.py``) and
+the cluster for tests that need Ray (``ray_cluster.py``). It also reduces memory use and the time
+of garbage collections.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ pytest_plugins = (
 
 
 def pytest_configure() -> None:
-    """Lets tests interrupt this process and its children, also if a shell runs it with &.
+    """Lets tests interrupt this process and its children; sets environment variables for JAX.
 
-    Such a shell ignores SIGINT in what it starts, and Python then leaves it ignored. Also sets the
-    environment variables that JAX reads when it is imported.
+    If a shell starts the process with ``&``, SIGINT is ignored in it, and Python does not change
+    that. JAX reads the environment variables when it is imported.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Where JAX has GPUs: its plain tests stay on the CPU, and it takes only the memory it uses. The
-    # CPU has four devices.
+    # On a machine with GPUs, JAX's plain tests use the CPU, and JAX allocates only what it uses.
+    # JAX's CPU has four devices.
     os.environ.setdefault("JAX_DEFAULT_DEVICE", "cpu")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -57,8 +57,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection() -> Iterator[None]:
     """Excludes pytest's own objects from garbage collection.
 
-    They live as long as the run, and each ``gc.collect()`` of a test would search all of them: a
-    third of a second with the whole suite. Objects made by tests are collected as usual.
+    They exist until the end of the run. Each ``gc.collect()`` of a test would search all of them,
+    which takes a third of a second with the whole suite. Objects of tests are collected as usual.
     """
     gc.disable()
     try:
@@ -71,10 +71,10 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None, item: pytest.Item) -> Iterator[None]:
-    """Returns memory freed by a file's tests to the system; excludes what is left from collections.
+    """Returns freed memory to the system after a file's tests; excludes the rest from collections.
 
-    The C library keeps it per thread that has allocated some: half a gigabyte in a whole run. What
-    is left are pytest's reports, tens of objects per test.
+    The C library keeps freed memory for each thread that allocated some: half a gigabyte in a whole
+    run. The rest are pytest's reports, tens of objects per test.
     """
     made = yield
     if nextitem is None or nextitem.path != item.path:

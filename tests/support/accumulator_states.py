@@ -33,7 +33,7 @@ def check_refused(acc, state, error, text):
     with acc.accumulator_ref.devices[0].mesh.journal() as journal:
         try:
             acc.load_state_dict(state)
-        except Exception as raised:  # kept in no variable: it would keep the accumulator's memory
+        except Exception as raised:  # not stored: its traceback would keep the accumulator's memory
             found = type(raised), str(raised.args[0])
         else:
             found = None, ""

@@ -1,4 +1,4 @@
-"""Runs one step of a reduction by itself, without the pipeline: packing, or an algorithm."""
+"""Runs one part of a reduction without the pipeline: packing, or an algorithm."""
 
 from __future__ import annotations
 

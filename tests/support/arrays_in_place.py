@@ -28,12 +28,12 @@ def check_reduced_in_place(
     """Sums arrays that are overwritten as soon as the call has returned.
 
     Args:
-        mesh: on whose devices.
-        algorithm: its name.
-        dtype: of the arrays.
+        mesh: the mesh.
+        algorithm: the name of the algorithm.
+        dtype: the dtype of the arrays.
         array_on: makes the user's array on a device.
-        overwrite: overwrites it, in the order of its library.
-        num_moved: launches that pack.
+        overwrite: overwrites an array, on the stream of its library.
+        num_moved: the expected number of launches that pack.
     """
     hosts = [
         [exact_data(shape, dtype, seed=9 * index + place) for place, shape in enumerate(SHAPES)]

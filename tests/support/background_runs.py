@@ -1,8 +1,8 @@
-"""Runs slow processes in the background while the other tests run, one after the other.
+"""Runs slow processes in the background, one after the other, while the other tests run.
 
-A test marked ``early(*arguments, **environment)`` checks a Python process with these arguments and
-variables, run in its own empty folder. The fixture ``early`` gives it the result. Such tests run
-last.
+A test marked ``early(*arguments, **environment)`` checks a Python process that was run with these
+arguments and environment variables, in an empty folder of its own. The fixture ``early`` returns
+the result of the process. Tests with this mark run last.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Beside:
         return self._ended[_key(mark)]
 
     def stop(self) -> None:
-        """Ends the running process; starts no other."""
+        """Ends the running process, and starts no more."""
         with self._lock:
             self._is_over = True
             if self._process is not None:
@@ -103,13 +103,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Ends a process that still runs, whatever ended the run."""
+    """Ends a process that still runs, also after an interrupted test run."""
     if _make_like in config.stash:
         config.stash[_make_like].stop()
 
 
 def environment(**changed: str) -> dict[str, str]:
-    """Environment variables with which a Python finds the tests' modules and the package."""
+    """Environment variables so that a Python process finds the package and the tests' modules."""
     folders = [ROOT / "tests", Path(gradreduce.__file__).parent.parent]
     path = os.pathsep.join(map(str, folders))
     return {**os.environ, "PYTHONPATH": path, "GRADREDUCE_BACKEND": "sim", **changed}

@@ -1,4 +1,4 @@
-"""Captures of commands that no reduction has recorded."""
+"""Captures of commands that a test records, without a reduction."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ def captured(
     work: Callable[[], object],
     meanwhile: Callable[[], object] | None = None,
 ) -> Capture:
-    """Records what ``work`` submits, which runs; captures it.
+    """Calls ``work`` and records what it submits; then captures it.
 
-    During that, after the first operation, it calls ``meanwhile``.
+    During the capture, it calls ``meanwhile`` after the first operation.
     """
     commands = CommandList()
     with devices[0].mesh_state.recording_commands(commands):
         work()
     commands.close()
     if meanwhile is not None:
-        calls = [meanwhile]  # not again in each call of the simulation
+        calls = [meanwhile]  # called once, not in each call of the simulation
         once = Operation(lambda: calls.pop()() if calls else None)
         commands.operations.insert(1, once)
     return Capture(devices, commands)

@@ -1,4 +1,4 @@
-"""An object of every class that has checkpoints, on two simulated devices, and what it is given."""
+"""An object of every class that has checkpoints, with gradients, on two simulated devices."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ CASES = {
     each.__name__: each
     for each in (dense, sparse, optimizer, agn_center, agn_worker, sync_step, sharded_sync_step)
 }
-NUM_STEPS = 3  # after which a sum waits
+NUM_STEPS = 3  # after so many steps, a sum waits for more gradients
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -130,7 +130,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def where(path: tuple[Any, ...]) -> str:
-    """The name of an entry in errors."""
+    """The name of an entry in error messages."""
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 

@@ -16,15 +16,15 @@ COMPLEX = tuple(as_dtype(name) for name in ("complex64", "complex128"))
 INTEGERS = tuple(as_dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64))
 DTYPES = FLOATS + COMPLEX + INTEGERS
 
-SCALE = 2.0**-3  # exact in every float type, and makes the data no integers
-KEPT_BYTES = 8 << 20  # of cached data: each implementation, offset and mesh asks for the same
+SCALE = 2.0**-3  # exact in every float type; the data are not integers
+KEPT_BYTES = 8 << 20  # size of the cache: implementations, offsets and meshes use the same data
 
 
 def exact_data(shape, dtype, *, num_terms: int = 32, seed: int = 0) -> np.ndarray:
-    """Values of which ``num_terms`` have the same sum in any order and any grouping.
+    """Values such that ``num_terms`` of them have the same sum in any order and any grouping.
 
-    Floats: small integers times a power of two, so that no partial sum needs rounding, not even
-    in the dtype itself (halves too). Integers: of the full range; their sums wrap.
+    Floats are small integers times a power of two, so that no partial sum is rounded, even in the
+    dtype itself and in 16 bits. Integers have the full range; their sums wrap.
     """
     dtype, rng = as_dtype(dtype), np.random.default_rng(seed)
     if dtype.kind in "iu":
@@ -39,7 +39,7 @@ def exact_data(shape, dtype, *, num_terms: int = 32, seed: int = 0) -> np.ndarra
 
 
 def _kept(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Caches the results of ``make``; to draw them anew took a third of the tests' time."""
+    """Caches the results of ``make``; without it, drawing took a third of the tests' time."""
     made: dict[tuple, np.ndarray] = {}
     num_bytes = 0
 
@@ -62,12 +62,12 @@ def _kept(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 @_kept
 def random_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
-    """Values whose sums depend on the order: for results with a fixed order only.
+    """Values whose sum depends on the order; use them for results with a fixed order.
 
-    One in eight is special: zeros of both signs, subnormals, and numbers whose sum lies halfway
-    between two neighbours, at the overflow too. One in eight is so large that most of another
-    number is lost beside it, in the accumulate type too, until its opposite comes. One in a hundred
-    is infinite or NaN, with no payload or with all its bits set.
+    One in eight is special: a zero of either sign, a subnormal number, or a number whose sums lie
+    halfway between two floats, also at the overflow. One in eight is so large that a sum with it
+    loses most other numbers, also in the accumulate type, until its opposite is added. One in a
+    hundred is infinite or NaN, with an empty payload or with all payload bits set.
     """
     dtype, rng = as_dtype(dtype), np.random.default_rng(seed)
     if dtype.kind in "iu":
@@ -88,9 +88,9 @@ def random_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
 
 @_kept
 def finite_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
-    """Finite ``random_data``, for sums of a thousand terms, which infinities would make NaN.
+    """Finite random values for sums of a thousand terms; infinities would make these NaN.
 
-    Ordinary numbers, of magnitudes far enough apart that the order of additions matters.
+    Their magnitudes differ so much that the order of additions changes the sum.
     """
     dtype, rng = as_dtype(dtype), np.random.default_rng(seed)
     if dtype.kind in "iu":
@@ -101,11 +101,11 @@ def finite_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
 
 
 def unflushed_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
-    """``random_data`` for GPUs: no sum, product or quotient of it is subnormal.
+    """``random_data`` for GPUs: no sum, product or quotient of these values is subnormal.
 
-    CuPy builds with ``-ftz=true``, which flushes every subnormal float32 that is read or computed
-    to zero. Values near that range are replaced by a one with the same sign, also for bfloat16,
-    which has the exponents of float32. Other dtypes stay as they are.
+    CuPy compiles with ``-ftz=true``: subnormal float32 numbers that are read or computed become
+    zero. Values near the subnormal range are replaced by one, with the same sign. This is also done
+    for bfloat16, which has the exponents of float32. Other dtypes are not changed.
     """
     values = random_data(shape, dtype, seed=seed)
     parts = values.view(values.real.dtype) if values.dtype.kind == "c" else values
@@ -117,7 +117,7 @@ def unflushed_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
 
 
 def same(left: np.ndarray, right: np.ndarray) -> bool:
-    """Whether dtypes, shapes and all bits are equal; a NaN equals a NaN of any sign or payload.
+    """Whether dtypes, shapes and all bits are equal. All NaNs are equal.
 
     ``-0.0`` is not ``0.0``.
     """
@@ -132,7 +132,7 @@ def same(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 def _real(array: np.ndarray) -> np.ndarray:
-    """All numbers of the array in one dimension; a complex number counts as two."""
+    """All numbers of the array in one dimension; a complex number becomes two."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
 
@@ -151,7 +151,7 @@ def _precision(dtype: np.dtype) -> int:
 
 
 def _large(dtype: np.dtype) -> float:
-    """A number so large that a sum with it loses most others, in the accumulate type too."""
+    """A number so large that a sum with it loses most others, also in the accumulate type."""
     if dtype == np.float16:
         return 2.0**15
     return 2.0**57 if dtype == np.float64 else 2.0**28

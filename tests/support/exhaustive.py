@@ -1,16 +1,16 @@
 """The tier ``exhaustive``: all parameter combinations, and all examples of hypothesis tests.
 
-A pytest plugin. Of a test with several parameters the plain run takes a covering sample: each value
-of each parameter at least once, and as many pairs of values as fit into that many cases. Cases with
-different needs (g++, a GPU) are covered separately. The other cases belong to the tier. A plain run
-does not create them, because tens of thousands of cases take seconds and hundreds of megabytes.
-The sample depends only on the test and its parameters.
+This is a pytest plugin. If a test has several parameters, the plain run takes a sample of the
+cases: each value of each parameter at least once, and as many pairs of values as so many cases can
+have. Cases with different needs (g++, a GPU) are covered separately. The other cases belong to the
+tier. A plain run does not create them, because tens of thousands of cases take seconds and hundreds
+of megabytes. The sample depends only on the test and its parameters.
 
 * A test with the mark ``whole_product`` has all its cases in the plain run.
-* A test or parameter with the mark ``exhaustive`` is left out of the plain run too.
-* A test that goes through seeds takes them as a parameter from ``seeds(few, all_of_them)``.
-* A hypothesis test with ``settings(max_examples=examples(number))`` belongs to both: it has all its
-  examples in the tier, and a part of them in the plain run.
+* A test or parameter with the mark ``exhaustive`` belongs to the tier.
+* A test that uses several seeds takes them as a parameter from ``seeds(few, all_of_them)``.
+* A hypothesis test with ``settings(max_examples=examples(number))`` belongs to both: the tier runs
+  all its examples, the plain run some of them.
 
 ``-m exhaustive`` runs the tier, ``-m faults`` its tests that plant faults in processes.
 ``--sample-exhaustive=SEED:COUNT`` runs that many tests of the tier. A case named on the command
@@ -28,9 +28,9 @@ from itertools import combinations
 import pytest
 
 FEWER_EXAMPLES = 4
-FEWEST = 4  # so few cases of a product are run in any case
+FEWEST = 4  # a product has at least so many cases in the plain run
 
-Value = tuple[Hashable, Hashable]  # a parameter, and the place of the value among its values
+Value = tuple[Hashable, Hashable]  # a parameter, and the index of one of its values
 _tier = pytest.StashKey[bool]()
 _left_out = pytest.StashKey[int]()
 _all_examples = False
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def examples(number: int) -> int:
-    """Examples of a hypothesis test in this run; ``number`` is their number in the tier."""
+    """The number of examples of a hypothesis test in this run; in the tier it is ``number``."""
     return number if _all_examples else max(1, number // FEWER_EXAMPLES)
 
 
@@ -80,12 +80,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     config, function = metafunc.config, metafunc.definition
     if function.get_closest_marker("whole_product") is not None:
         return made
-    # There is no public name for what the other hooks of this kind have made.
+    # pytest has no public name for the cases that other hooks have made.
     cases = metafunc._calls
     by_needs: dict[frozenset[str], list[int]] = {}
     for number, case in enumerate(cases):
         by_needs.setdefault(frozenset(mark.name for mark in case.marks), []).append(number)
-    # A machine may lack what some of them need: those of the same needs are covered by themselves.
+    # A machine may lack what some cases need, so cases with the same needs are covered separately.
     chosen = set[int]()
     for needs, numbers in by_needs.items():
         if "exhaustive" not in needs:
@@ -142,10 +142,10 @@ def _named(config: pytest.Config) -> set[str]:
 
 
 def covering(cases: Sequence[Sequence[Value]], seed: int, fewest: int = FEWEST) -> set[int]:
-    """Numbers of at least ``fewest`` cases that together cover every value of every parameter.
+    """Indices of at least ``fewest`` cases that together cover every value of every parameter.
 
-    The next case is the one that adds the most new values; among those, the most new pairs of
-    values; among those, the first in the order that the seed gives.
+    Each next case adds the most new values. Among equal ones it adds the most new pairs of values,
+    and among these it is the first in an order that the seed determines.
     """
     left = list(range(len(cases)))
     random.Random(seed).shuffle(left)

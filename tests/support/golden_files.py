@@ -25,7 +25,7 @@ PACKAGE = Path(gr.__file__).parent
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
-    """Every public name with its object, those of the public submodules included."""
+    """Every public name with its object, also those of the public submodules."""
     for name in gr.__all__:
         found = getattr(gr, name)
         if not inspect.ismodule(found):
@@ -37,7 +37,7 @@ def public_names() -> Iterator[tuple[str, Any]]:
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """Public methods, properties and constants, where no public base class has them already."""
+    """Public methods, properties and constants that no public base class has."""
     public = [getattr(gr, name) for name in gr.__all__]
     for name in dir(cls):
         owner = next((base for base in cls.__mro__ if name in vars(base)), object)
@@ -97,7 +97,7 @@ FIELD = "{…}"
 
 
 def template(text: ast.expr) -> str:
-    """The text of an expression, with a field in the place of what is known at run time alone."""
+    """The text of an expression, with a field in place of values known only at run time."""
     match text:
         case ast.Constant(value=str(value)):
             return value
@@ -109,7 +109,7 @@ def template(text: ast.expr) -> str:
 
 
 def messages_of(tree: ast.Module) -> Iterator[str]:
-    """The messages of the errors that a file makes or raises, each with the name of its class."""
+    """The messages of the errors that a file creates or raises, each with its class."""
     raised = {node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -138,7 +138,7 @@ FILES = {
 
 
 def text_of(name: str) -> str:
-    """What the code says now."""
+    """The content of a golden file, from the current code."""
     return "".join(f"{line}\n" for line in FILES[name]())
 
 

@@ -56,7 +56,7 @@ def wait_for_failure(mesh: Mesh) -> str:
 
 @contextmanager
 def no_thread_starts() -> Iterator[list[bool]]:
-    """Inside, no thread can be started once the list is not empty."""
+    """In this context, no thread can be started when the list is not empty."""
     refused: list[bool] = []
 
     def unless_refused(start: Callable[..., object]) -> Callable[..., object]:

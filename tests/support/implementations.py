@@ -1,4 +1,4 @@
-"""The implementations of a kernel that tests run on, and operands that detect stray accesses."""
+"""The implementations of a kernel under test, and operands that detect stray accesses."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ GEOMETRIES = [
     pytest.param(shape, marks=pytest.mark.host, id=f"{shape[0]}x{shape[1]}")
     for shape in ((1, 1), (1, 32), (3, 37), (64, 256))
 ]
-NUM_THREADS = 3  # on every machine, and so that no size here is cut into equal parts
+NUM_THREADS = 3  # the same on every machine; SPLIT_SIZE is cut into unequal parts
 
-# Around vectors of 1 to 16 elements and around the chunk of a table.
+# Sizes near those of vectors (1 to 16 elements) and near the chunk of a table.
 SIZES = (0, 1, 3, 7, 8, 15, 16, 17, 255, 16_383, 16_384, 16_385)
 SPLIT_SIZE = 2**18 + 13  # enough for several threads
-INLINE_ROWS = INLINE_WORDS // (ROW_HEADER + 2)  # of two operands; more leave the inline table
+INLINE_ROWS = INLINE_WORDS // (ROW_HEADER + 2)  # of two operands; more do not fit inline
 # Bytes. As a float of any size: positive and at least 200; negative and tiny.
 AROUND, BLANK = 0x5A, 0xA5
 
@@ -81,7 +81,7 @@ def opened(implementation: str) -> Iterator[Device]:
 
 
 def recorded(device: Device) -> AbstractContextManager[Journal]:
-    """A journal of what the device does inside."""
+    """A journal of what the device does in this context."""
     return device.mesh_state.log.journal()
 
 
@@ -119,14 +119,14 @@ def random_terms(num_terms: int, size: int, dtype: DTypeLike, seed: int = 0) -> 
 class Operand:
     """A Buffer with guard bytes around it.
 
-    Its memory starts ``start`` elements behind a 16-byte boundary. The guard bytes are a large
-    number: a value read from there changes a result, and a write there is detected (a NaN would
-    stay a NaN). Under the sanitizers there are none behind it.
+    Its memory starts ``start`` elements after a 16-byte boundary. The guard bytes hold a large
+    number: reading it changes a result, and writing it is detected. (NaN is not used, because a
+    write may leave it a NaN.) With the sanitizers there are no guard bytes after the operand.
 
     Attributes:
-        buffer: the operand, adopted.
-        array: its memory; tests read results here.
-        values: its content at the start.
+        buffer: the operand as an adopted Buffer.
+        array: the memory of the operand; tests read results here.
+        values: the initial values.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Operand:
         self.buffer: Buffer = device.adopt(self._whole).view(start, values.shape)
 
     def unchanged(self) -> bool:
-        """Whether no byte of it, nor of the guard bytes, has changed."""
+        """Whether neither the operand nor a guard byte has changed."""
         return self._whole.tobytes() == self._before
 
     def contained(self) -> bool:

@@ -25,11 +25,11 @@ class Operation:
 
     Attributes:
         name: the name of its test.
-        do: computes it; takes NumPy or HIPS autograd's NumPy module, and the operands.
+        do: computes the operation; takes NumPy or HIPS autograd's NumPy module, and the operands.
         shapes: the operands' shapes, one entry per case.
-        low: the smallest operand.
-        high: the largest.
-        oracle: the same with operations that HIPS autograd supports, if it does not support `do`.
+        low: the smallest value of an operand.
+        high: the largest value of an operand.
+        oracle: computes the same by operations that HIPS autograd supports, if ``do`` uses others.
     """
 
     name: str

@@ -18,7 +18,7 @@ from support.implementations import accumulate_dtype_of
 import gradreduce as gr
 from gradreduce.device import Buffer, Device, Journal, Mesh
 
-# The fourth is irregular on purpose; the last has a physical device for each of an odd number.
+# The fourth is irregular on purpose. The last is an odd number of physical devices.
 PLACEMENTS: tuple[tuple[int, ...], ...] = (
     (0,),
     (0, 0),
@@ -44,7 +44,7 @@ class MeshCase:
     implementation: str = "numpy"
 
     def open(self) -> Mesh:
-        """A new mesh, for a ``with``."""
+        """Opens a mesh; use it in a ``with`` statement."""
         return gr.open_mesh(
             self.placement,
             backend="sim",
@@ -76,7 +76,7 @@ def cases(
     cases = itertools.product(enumerate(placements), (True, False), implementations)
     for (turn, placement), peer_access, implementation in cases:
         if is_one_physical(placement) and not peer_access:
-            continue  # nobody to be a peer of
+            continue  # one physical device has no peer
         case = MeshCase(tuple(placement), peer_access, implementation)
         marks = [] if implementation == "numpy" else [pytest.mark.host]
         if marks and not is_one_physical(placement) and peer_access != (turn % 2 == 0):
@@ -94,7 +94,7 @@ def mesh(request) -> Iterator[Mesh]:
 
 @pytest.fixture(scope="module", params=cases(implementations=("numpy",)))
 def numpy_mesh(request) -> Iterator[Mesh]:
-    """The same with NumPy references only, for tests that do not depend on a kernel's values."""
+    """Like ``mesh``, with NumPy references only; for tests that do not test a kernel's values."""
     with request.param.open() as opened:
         yield opened
 
@@ -123,7 +123,7 @@ def adopted(device: Device, array: np.ndarray) -> Buffer:
 def per_replica(
     mesh: Mesh, make: Callable[[int], np.ndarray], place: Callable | None = None
 ) -> gr.PerReplica:
-    """``make(replica)`` on each device; as NumPy arrays, or as ``place`` puts them."""
+    """A PerReplica of ``make(replica)``: NumPy arrays, or the results of ``place``."""
     arrays = [make(replica) for replica in range(len(mesh))]
     if place is not None:
         arrays = [place(device, array) for device, array in zip(mesh, arrays, strict=True)]
@@ -131,13 +131,13 @@ def per_replica(
 
 
 def num_grown(mesh: Mesh) -> int:
-    """How often the pools of all devices have asked the system for memory."""
+    """How many times the pools of all devices have requested memory from the system."""
     return sum(device._pool.grown for device in mesh.devices)
 
 
 @contextmanager
 def unchanged(*arrays: np.ndarray) -> Iterator[None]:
-    """Asserts that no byte of ``arrays`` is written inside."""
+    """Asserts that no byte of ``arrays`` is written in this context."""
     before = [array.tobytes() for array in arrays]
     yield
     for place, (array, content) in enumerate(zip(arrays, before, strict=True)):
@@ -165,8 +165,8 @@ def hierarchical_sum(
 ) -> np.ndarray:
     """The expected result of hierarchical_copy, computed independently.
 
-    Adds the replicas of each group left to right, then the two sums, and divides. All of it in the
-    accumulate type, with one rounding to ``out`` (default: the dtype of the replicas).
+    Adds the replicas of each group left to right, then the two sums, and divides. All steps are in
+    the accumulate type; the result is rounded once, to ``out`` (default: the replicas' dtype).
     """
     split = len(replicas) // 2
     parts = [replicas[:split], replicas[split:]]
@@ -220,7 +220,7 @@ def _finished(
 
 
 def _numbers(array: np.ndarray) -> np.ndarray:
-    """All numbers of the array in one dimension; a complex number counts as two."""
+    """All numbers of the array in one dimension; a complex number becomes two."""
     flat = array.reshape(-1)
     return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
 

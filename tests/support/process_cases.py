@@ -1,6 +1,6 @@
-"""Runs the calls that ``test_values.py`` has drawn, over processes or in one alike.
+"""Runs the calls that ``test_values.py`` has drawn, over several processes or in one.
 
-A case is a dict of JSON: which call, the shapes and dtypes of its tensors, and all options.
+A case is a dict that fits into JSON: the call, the shapes and dtypes of its tensors, all options.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import gradreduce as gr
 
 Case = dict[str, Any]
-Rows = list[list[np.ndarray]]  # of each replica of this process the results
+Rows = list[list[np.ndarray]]  # for each replica of this process the results
 WAYS: dict[str, Callable[[Side], Rows]] = {}
 # Devices of each process, and the seed of their schedule.
 LAYOUTS: dict[str, tuple[Sequence[int], int | None]] = {
@@ -37,7 +37,7 @@ def as_dtype(name: str) -> np.dtype:
 def random_array(
     seed: Sequence[int], shape: Sequence[int], dtype: np.dtype, *, exact: bool = False
 ) -> np.ndarray:
-    """An array; unless ``exact``, another order of additions gives other bits."""
+    """A random array. Unless ``exact``, the bits of a sum depend on the order of additions."""
     random = np.random.default_rng(seed)
     if exact or dtype.kind in "iu":
         return random.integers(0, 20, shape).astype(dtype)
@@ -45,11 +45,11 @@ def random_array(
 
 
 class Side(NamedTuple):
-    """A case on the mesh of all processes, or on that of one process with all replicas.
+    """A case on a mesh over all processes, or on a mesh of one process with all replicas.
 
     Attributes:
-        case: what is called.
-        mesh: of either kind.
+        case: the call.
+        mesh: the mesh.
         firsts: the number of the first replica of each process.
     """
 
@@ -77,7 +77,7 @@ class Side(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether all sums are: nccl promises no order."""
+        """Whether all sums must be exact, because nccl promises no order of additions."""
         return self.case["groups"] == "nccl"
 
     @property
@@ -156,7 +156,7 @@ def attached(side: Side) -> Rows:
     buffer.attach(parameters)
     step = buffer.prepare_all_reduce(side.op, cross_device_ops=side.ops)
     for row, grads in zip(parameters, side.grads(), strict=True):
-        row[0].grad = None  # as zero_grad() leaves it
+        row[0].grad = None  # as after zero_grad()
         for parameter, grad in zip(row[1:], grads[1:], strict=True):
             (parameter * torch.from_numpy(grad.astype("f4"))).sum().backward()
     step()
@@ -224,7 +224,7 @@ def _trained(side: Side, *, shard: bool) -> Rows:
         if turn == 2:  # other processes may have all shards of the first variable
             terms = [[row[0], *[None] * (len(row) - 1)] for row in terms]
         if clips and turn == 3:
-            terms[-1][-1][0].fill(np.nan)  # of another replica in each process
+            terms[-1][-1][0].fill(np.nan)  # the last replica of each process
         step(terms)
     slots = step.state_dict()["optimizer"]["slots"]
     state = [array for name in sorted(slots) for array in slots[name].values()]

@@ -17,7 +17,7 @@ import pytest
 
 PROGRAM = Path(__file__).parents[1] / "backends" / "processes" / "program.py"
 FAULT_PROGRAM = PROGRAM.with_name("fault_program.py")
-# Starts processes with the variables that srun sets; the number of the job selects the port.
+# Starts processes with the variables that srun sets. The number of the job determines the port.
 SRUN = """
 import os, subprocess, sys
 size, script = sys.argv[1], sys.argv[2:]
@@ -36,7 +36,7 @@ TORCHRUN = pytest.param("torchrun", marks=pytest.mark.torch)
 SLURM = pytest.param("slurm", marks=pytest.mark.torch)
 MPI = pytest.param("mpi", marks=pytest.mark.mpi)
 RUN_ID = "TEST_RUN_ID"  # an environment variable of all processes of a run
-RUN_S = 120.0  # torchrun gives processes that do not end 30 s
+RUN_S = 120.0  # longer than torchrun's 30 s for processes that do not end
 LEAVE_S = 35.0  # for processes that outlive their launcher
 
 
@@ -53,7 +53,7 @@ def run_scenario(launcher: str, size: int, scenario: str, *arguments: str, **opt
 
 
 def ends_well(launcher: str, size: int, scenario: str, *arguments: str, **options: int) -> None:
-    """Runs a scenario of ``program.py``, which must end well in every process."""
+    """Runs a scenario of ``program.py``, which must succeed in every process."""
     done = run_scenario(launcher, size, scenario, *arguments, **options)
     assert done.returncode == 0, done.text
     assert done.text.count("done") == size
@@ -67,7 +67,7 @@ def run_fault(
 
 
 def run(launcher: str, size: int, *script: str, restarts: int = 0) -> Run:
-    """Runs a script in so many processes; fails if it hangs, or if one of them is left behind."""
+    """Runs a script in several processes; fails if it hangs, or if a process does not end."""
     python, number = sys.executable, str(size)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number]
     torchrun += ["--max-restarts", str(restarts)]
@@ -87,7 +87,7 @@ def start(command: Sequence[str], run_id: str, **variables: str) -> subprocess.P
         **os.environ,
         RUN_ID: run_id,
         "OMP_NUM_THREADS": "1",
-        "TERM": "dumb",  # mpiexec is a terminal, where rich would redraw its bar
+        "TERM": "dumb",  # mpiexec has a terminal, in which rich would redraw its bar
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -123,15 +123,15 @@ def result_of(program: subprocess.Popen[str], run_id: str) -> Run:
 
 
 def processes_of(run_id: str) -> Iterator[int]:
-    """The processes of a run: both launchers start them in process groups of their own."""
+    """The processes of a run; they are not in the process group of their launcher."""
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # it has ended, or belongs to another user
             if f"{RUN_ID}={run_id}".encode() in path.read_bytes():
                 yield int(path.parent.name)
 
 
 def end_all(run_id: str) -> None:
-    """Ends what is left of a run."""
+    """Ends the processes of a run that still exist."""
     for process in processes_of(run_id):
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

@@ -18,7 +18,7 @@ START_S = 60.0  # a start takes 2 to 3 seconds on an idle machine
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raises ``TimeoutError`` in the main thread where a block takes longer."""
+    """Raises ``TimeoutError`` in the main thread if a block takes longer."""
 
     def expire(*_: object) -> None:
         raise TimeoutError(f"longer than {seconds} s")

@@ -14,7 +14,7 @@ SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
 
 def everything(mesh: Mesh, algorithm: str, *, rounds: int = 2) -> list[np.ndarray]:
-    """All arrays of all results. The inputs are dropped right after each call."""
+    """All arrays of all results. The inputs are freed right after each call."""
     ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
     one = gr.ReductionToOneDevice(mesh.devices[len(mesh) // 2], mesh=mesh)
     kept = []
@@ -65,9 +65,10 @@ def data(shape, dtype, seed: int) -> np.ndarray:
 
 
 def arrays_of(result: gr.Mirrored) -> Iterator[np.ndarray]:
-    """The last device first, so that a leader comes after the devices it launches for.
+    """The arrays of a value, with those of the last device first.
 
-    Reading a device's memory waits for its queue, which could hide a missing wait.
+    Reading a device's memory waits for its queue, which could hide a missing wait. So the leader,
+    which launches for other devices, is read after them.
     """
     for part in result.parts[::-1]:
         if isinstance(part, gr.IndexedSlices):

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["Strike", "ctrl_c", "interrupted_at", "num_points_of", "pressed"]
 
-# CPython (3.11 to 3.13) runs handlers of signals behind these instructions, in the main thread.
+# CPython (3.11 to 3.13) runs signal handlers after these instructions, in the main thread.
 _CHECKED = frozenset(
     number
     for number, name in enumerate(dis.opname)
@@ -33,7 +33,7 @@ def _ends_alike(frame: FrameType, before: int) -> bool:
 
 @cache
 def _handled_at(code: CodeType, offset: int) -> int | None:
-    """The offset of the handler for an error of the instruction at ``offset``; None: no handler."""
+    """The offset of the handler for an error of the instruction at ``offset``, or None."""
     entries = dis._parse_exception_table(code)
     return next((each.target for each in entries if each.start <= offset < each.end), None)
 
@@ -44,7 +44,7 @@ def pressed() -> None:
 
 
 def ctrl_c() -> None:
-    """Does what the key does; the current handler has run when this returns."""
+    """Sends the signal of Ctrl-C; when this returns, the current handler has run."""
     signal.raise_signal(signal.SIGINT)
 
 
@@ -52,12 +52,12 @@ class Strike:
     """Calls ``handler`` inside the block at chosen points of this thread, the same every time.
 
     Args:
-        place: number of the first point, from 1; 0: none.
-        handler: called there, without tracing; not called again after it has raised.
-        every: distance to the next point; 0: there is no next one.
+        place: the number of the first point, from 1 on; 0 for none.
+        handler: called at the point, without tracing. It is not called again after it has raised.
+        every: the distance to the next point; 0 if there is no next point.
 
     Attributes:
-        points: how many points were passed, until the last call of the handler or the end.
+        points: the number of points until the last call of the handler, or until the end.
     """
 
     def __init__(self, place: int, handler: Callable[[], object], every: int = 0) -> None:
@@ -117,8 +117,8 @@ def interrupted_at(place: int, call: Callable[[], object]) -> tuple[bool, int]:
     """Makes a call and presses Ctrl-C at one point of it.
 
     Returns:
-        Whether KeyboardInterrupt was raised, also if a finalizer swallowed it; and how many points
-        were passed.
+        Whether KeyboardInterrupt was raised, also if a finalizer swallowed it; and the number of
+        points.
     """
     hook, unheard, is_raised = sys.unraisablehook, [], False
     sys.unraisablehook = lambda raised: unheard.append(raised.exc_type)

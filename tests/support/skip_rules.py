@@ -1,7 +1,7 @@
 """Which tests may skip: a pytest plugin that fails a run for any other skip.
 
-Loaded by ``conftest.py``. Imports CuPy only if a test that needs a GPU is about to run or with
-``--require-gpu``, so that a run on a CPU stays fast.
+``conftest.py`` loads it. It imports CuPy only for a test that needs a GPU, and for
+``--require-gpu``, so that a run on a CPU is fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-# What the compile tier needs, and where the wheel of that name has it below `nvidia`.
+# The files that the compile tier needs: for each wheel, their path in it below `nvidia`.
 COMPILER_WHEELS = {
     "nvidia-cuda-nvrtc-cu12": "cuda_nvrtc/lib/libnvrtc.so.12",
     "nvidia-cuda-nvrtc": "cu13/lib/libnvrtc.so.13",
@@ -28,7 +28,7 @@ COMPILER_WHEELS = {
 def count_gpus() -> tuple[int, str]:
     """The number of CUDA devices that CuPy finds; if it is zero, with the reason."""
     with warnings.catch_warnings():
-        # The suite makes warnings errors; what CuPy says about its own install is not our fault.
+        # Warnings are errors in the tests, except those of CuPy about its own installation.
         warnings.simplefilter("default")
         try:
             import cupy
@@ -58,7 +58,7 @@ class SkipLedger:
     Attributes:
         require_gpu: whether a missing GPU or NCCL is a failure instead of a skip.
         required: markers whose unmet need is a failure instead of a skip.
-        allowed: the marker for which each skipped test (by node id) was skipped.
+        allowed: for each skipped test, by node id, the marker whose need is not met.
         forbidden: node id and reason of every other skip.
     """
 
@@ -68,7 +68,7 @@ class SkipLedger:
         self.allowed: dict[str, str] = {}
         self.forbidden: list[tuple[str, str]] = []
         self._gpus: tuple[int, str] | None = None
-        # Also the order of the checks: the need that says most about the machine comes first.
+        # Needs are checked in this order: first the need that says most about the machine.
         self._needs: dict[str, Callable[[pytest.Mark], str | None]] = {
             "gpu": self._lacks_gpu,
             "multi_gpu": self._lacks_gpus,
@@ -153,7 +153,7 @@ class SkipLedger:
                 pytest.skip(f"{name}: {reason}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Records every skip that the setup above did not cause; an expected failure is no skip."""
+        """Records every skip that the setup above did not cause, except expected failures."""
         if not report.skipped or hasattr(report, "wasxfail"):
             return
         if report.nodeid not in self.allowed:

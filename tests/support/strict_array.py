@@ -1,7 +1,7 @@
 """An array class like CuPy's that raises when it is converted to NumPy or mixed with it.
 
-Everything goes through NumPy's two protocols, as with CuPy: a 0-d result is an array, not a NumPy
-scalar; ``np.add.at`` does not exist; a NumPy array beside one of these is a ``TypeError``.
+As with CuPy, all operations use NumPy's two protocols. A 0-d result is an array, not a NumPy
+scalar; ``np.add.at`` does not exist; an operation with a NumPy array is a ``TypeError``.
 """
 
 from __future__ import annotations

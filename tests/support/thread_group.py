@@ -1,4 +1,4 @@
-"""Processes played by threads: each has its mesh, and messages go through queues."""
+"""Threads that act as processes: each has its own mesh, and messages go through queues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradreduce.device.process_group import Message, ProcessError, ProcessGroup
 
 
 class Post:
-    """What the groups of all threads share."""
+    """The queues that the groups of all threads share."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -61,7 +61,7 @@ class ThreadGroup(ProcessGroup):
             array[...] = came
 
     def _next(self, queue: SimpleQueue[np.ndarray], rank: int, end: float) -> np.ndarray | None:
-        """The next message; None if it has not come in time, or never will."""
+        """The next message; None if it has not come in time or cannot come."""
         while True:
             is_last = self.has_gone(rank) is not None or time.monotonic() >= end
             with suppress(Empty):
@@ -86,9 +86,9 @@ def run_processes(
 
     Args:
         size: the number of processes.
-        work: takes the group as one process sees it.
-        timeout: of the groups.
-        options: of ``ThreadGroup``.
+        work: called in each thread with the group of its process.
+        timeout: the timeout of the groups.
+        options: arguments of ``ThreadGroup``.
 
     Raises:
         The error of the first process that failed.

@@ -8,11 +8,12 @@ NAMED = {"process_name", "thread_name"}
 
 
 def check_trace(content: Any) -> list[dict[str, Any]]:
-    """Returns the complete events; every event must be as the format's document says.
+    """Checks every event by the format's document; returns the complete events.
 
-    The JSON object format: ``traceEvents`` is a list, ``displayTimeUnit`` is ``ms`` or ``ns``. Each
-    event has a name, a phase, a process, a thread and a time in microseconds; a complete event
-    (``X``) a duration, metadata (``M``) the name as an argument. Every process has a name.
+    In the JSON object format, ``traceEvents`` is a list and ``displayTimeUnit`` is ``ms`` or
+    ``ns``. Each event has a name, a phase, a process, a thread and a time in microseconds. A
+    complete event (``X``) has a duration too, and metadata (``M``) has the name as an argument.
+    Every process has a name.
     """
     assert set(content) == {"displayTimeUnit", "traceEvents"}
     assert content["displayTimeUnit"] in ("ms", "ns")

@@ -31,7 +31,7 @@ def rule_of(kernel: RuleKernel) -> str:
 
 
 def layout(kernel: RuleKernel, template: Template) -> list[tuple[str, str]]:
-    """Name and dtype of each operand of a row; all but the last are written."""
+    """Name and dtype of each operand of a row. All but the last are written."""
     dtype, state = (str(part) for part in template)
     wide = accumulate_dtype_of(as_dtype(dtype)).name
     has_master = dtype != state
@@ -91,7 +91,7 @@ class FormBody:
 
     Attributes:
         variant: the variant.
-        leads: two values of the scalar that it takes before those of the rule.
+        leads: two values of the scalar that the kernel takes before the scalars of the rule.
     """
 
     variant: str
