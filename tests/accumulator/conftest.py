@@ -16,7 +16,7 @@ from gradreduce.accumulator import multi
 from gradreduce.device import accumulate_dtype
 
 IMPLEMENTATIONS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
-# A placement and whether its devices are peers; on one physical device that is no question.
+# A placement, and whether its devices have peer access; one physical device needs none.
 MESHES = [
     ([0, 0], True),
     ([0, 0, 1, 1], True),
@@ -24,7 +24,7 @@ MESHES = [
     ([0, 1, 1, 2, 0], True),
     ([0, 1, 1, 2, 0], False),
 ]
-LIMIT_S = 30.0  # for what takes milliseconds: only a deadlock needs so long
+LIMIT_S = 30.0  # these calls take milliseconds, so only a deadlock takes so long
 
 
 @pytest.fixture(scope="session", params=IMPLEMENTATIONS)
@@ -64,7 +64,7 @@ def mesh(request, implementation) -> Iterator[gr.Mesh]:
 
 @pytest.fixture(scope="session")
 def combined() -> Callable[..., np.ndarray]:
-    """What a take of these gradients on one device gives: added in order, rounded once."""
+    """The expected result of a take on one device: gradients added in order, rounded once."""
 
     def reference(grads, reduction_type="MEAN"):
         wide = accumulate_dtype(grads[0].dtype)
@@ -80,7 +80,7 @@ def combined() -> Callable[..., np.ndarray]:
 
 
 class Expiring(threading.Event):
-    """An event whose waiter's time runs out when ``expired`` is set, and not before."""
+    """An event whose timeout expires when ``expired`` is set, and not before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Call:
     """A call that runs in a thread of its own.
 
     Attributes:
-        pending_take: of the take that it makes, once that has its place in the queue.
+        pending_take: the take of the call, once it is in the queue.
     """
 
     def __init__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -115,16 +115,16 @@ class Call:
             self.queued.set()
 
     def expire(self) -> None:
-        """Lets the time of a take from ``Crew.expiring`` run out."""
+        """Lets the timeout of a take from ``Crew.expiring`` expire."""
         self.pending_take.done.expired.set()
 
     @property
     def is_done(self) -> bool:
-        """Whether its take has left the queue: at once, not when its thread has noticed."""
+        """Whether its take has left the queue; its thread may not have noticed yet."""
         return self.pending_take.done.is_set()
 
     def result(self, limit: float = LIMIT_S) -> Any:
-        """What it returns or raises; it must end in time."""
+        """Returns or raises what the call did; fails if it does not end in time."""
         self.thread.join(limit)
         assert not self.thread.is_alive(), "deadlock: a call did not end"
         if self._error is not None:
@@ -146,14 +146,14 @@ class Crew:
         return made
 
     def waiting(self, take: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
-        """Starts a take, and returns when it stands in its queues."""
+        """Starts a take; returns when it is in its queues."""
         made = self.start(take, *args, **kwargs)
         assert made.queued.wait(LIMIT_S), "deadlock: a take did not even queue"
         assert made.pending_take is not None, "the take ended without a place in the queue"
         return made
 
     def expiring(self, take: Callable[..., Any], *args: Any) -> Call:
-        """As ``waiting``, with a timeout that runs out when the test says ``expire()``."""
+        """Like ``waiting``, with a timeout that expires when the test calls ``expire()``."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 multi, "PendingTake", functools.partial(multi.PendingTake, done=Expiring())
@@ -161,9 +161,9 @@ class Crew:
             return self.waiting(take, *args, timeout=0.2)
 
     def any_runs(self, calls: Sequence[Call]) -> bool:
-        """Whether one of the calls has not ended; they all must in time.
+        """Whether a call has not ended; fails if one does not end in time.
 
-        Waits a moment for it: a caller who loops would take the locks again before any other.
+        It waits a moment, because a loop over it would acquire the locks before any other thread.
         """
         assert time.monotonic() < self._end, "deadlock: calls did not end"
         running = [call.thread for call in calls if call.thread.is_alive()]
@@ -177,7 +177,7 @@ _running = threading.local()
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch) -> None:
-    """A take of the test's own thread never waits for ever: it would hang the whole run."""
+    """A take in the test's own thread has a time limit; otherwise it could hang the whole run."""
     await_ticket = multi.await_take
 
     def limited(pending_take, timeout):

@@ -1,4 +1,4 @@
-"""What is saved of an accumulator, and that what is loaded goes on with the same bits."""
+"""The saved state of an accumulator; after a load, results have the same bits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import gradreduce as gr
 from gradreduce.device import accumulate_dtype
 from gradreduce.errors import CollectiveError
 
-LIMIT_S = 60.0  # for what takes a second
+LIMIT_S = 60.0  # these calls take a second
 
 
 def go_on(acc, values, step):
-    """More arrivals of one step and a take, twice; the results as one list."""
+    """Adds more gradients of one step and takes, twice; returns the results as one list."""
     made = []
     for turn in range(2):
         for value in values:
@@ -79,7 +79,7 @@ def test_what_goes_on_from_a_state_has_the_same_bits(accumulator, dtype, reducti
     before = state["partial_sums"][0].copy()
     wanted = go_on(acc, values[3:], 4)
     assert same(state["partial_sums"][0], before), "what came later shows in it"
-    fresh.apply_grad(values[5], 0)  # of another life
+    fresh.apply_grad(values[5], 0)  # replaced by the load
     fresh.load_state_dict(state)
     assert (fresh.num_accumulated(), fresh.global_step, fresh.num_dropped) == (2, 4, 1)
     found = go_on(fresh, values[3:], 4)
@@ -224,7 +224,7 @@ def test_a_deadline_ends_the_wait_and_a_load_the_loss(frail, crew):
 
 @pytest.mark.parametrize("method", ["download", "upload"])
 def test_a_mesh_that_fails_and_is_reset_meanwhile(frail, monkeypatch, method):
-    """Its memory is nobody's promise then: it is neither handed out nor put in."""
+    """The memory is undefined then: it is neither returned nor loaded."""
     mesh, acc = frail
     state = acc.state_dict()
 

@@ -1,4 +1,4 @@
-"""What is no state of this accumulator, or comes at the wrong time, changes nothing."""
+"""An invalid state, or a load at the wrong time, changes nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradreduce.errors import BackendUnavailableError, CancelledError
 
 TOTAL = np.array([[1.0, np.nan]], "float32")
 FILLED = {"num_accumulated": 2, "sum_shape": [1, 2], "kind": "native", "partial_sums": [TOTAL]}
-# What tests/test_checkpoint.py does not have for every class.
+# Cases in addition to those that tests/test_checkpoint.py has for every class.
 WRONG = {
     "any shape": ({"shape": None}, ValueError, "['shape'] is None; expected [None, 2]"),
     "no shape": ({"shape": "12"}, ValueError, "['shape'] is '12'; expected [None, 2]"),
@@ -88,7 +88,7 @@ def test_a_failure_changes_nothing(mesh, monkeypatch, method, name, kind, fill):
         raise MemoryError(method)
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError, match=method):
-        patch.setattr(mesh.devices[-1], method, failing)  # when those before it have theirs
+        patch.setattr(mesh.devices[-1], method, failing)  # after the other devices have memory
         calls[name]()
     assert [frozen(acc), frozen(source)] == before
     calls[name]()

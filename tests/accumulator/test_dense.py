@@ -1,4 +1,4 @@
-"""A dense accumulator on one device, edge by edge: what is kept, counted, and handed out."""
+"""A dense accumulator on one device: what it adds, counts and returns."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_steps_may_be_variables_and_numpy_integers(accumulator, device, dtype):
 
 
 def test_a_step_variable_may_lie_anywhere(accumulator, device):
-    """On this device, on another, on a whole mesh, on another mesh: what it holds is read."""
+    """Its value is read on this device, on another, on a whole mesh, and on another mesh."""
     acc = accumulator()
     with gr.open_mesh(3, backend="sim") as other:
         for value, home in enumerate((device, device.mesh.devices[0], device.mesh, other), 1):
@@ -247,7 +247,7 @@ def test_a_step_set_later_leaves_the_sum_alone(accumulator):
 
 
 def test_a_handler_of_the_warning_may_use_the_accumulator(accumulator, crew):
-    """It is called without a lock: even another thread gets an answer."""
+    """No lock is held while it is called: even another thread can use the accumulator."""
     acc = accumulator()
     acc.set_global_step(5)
     seen = []

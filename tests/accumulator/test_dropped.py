@@ -1,4 +1,4 @@
-"""A stale gradient is dropped as it is: looked at, but never made a Buffer, sent or launched."""
+"""A stale gradient is checked and dropped: no Buffer, no copy, no launch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = gr.IndexedSlices(np.ones((2, 3), np.float32), [1, 0], (4, 3))
 
 @pytest.fixture
 def queued():
-    """Work waits in queues, so that a host array cannot be shared: it would be uploaded."""
+    """A mesh with a queue, which must upload host arrays because it cannot share them."""
     with gr.open_mesh(2, backend="sim", schedule_seed=0) as mesh:
         yield mesh
 
@@ -96,7 +96,7 @@ def test_what_is_of_no_use_any_more_drops_nothing(queued):
 
 
 def test_one_that_is_not_stale_any_more_is_added(queued, monkeypatch):
-    """The step goes back between the first look, which takes no lock, and the decision."""
+    """The step is lowered between the first check, which takes no lock, and the decision."""
     acc = dense(queued.devices[0])
     locked = multi.locked
 
@@ -111,7 +111,7 @@ def test_one_that_is_not_stale_any_more_is_added(queued, monkeypatch):
 
 
 def test_every_replica_of_one_that_has_become_stale_is_counted(queued, monkeypatch):
-    """The step goes on between the first look, which takes no lock, and the decision."""
+    """The step is raised between the first check, which takes no lock, and the decision."""
     acc = dense(queued)
     first_look = iter([False])
     really = multi.is_stale

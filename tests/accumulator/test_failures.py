@@ -21,9 +21,9 @@ def method(request) -> str:
 
 @pytest.fixture
 def plant():
-    """Makes a method of devices fail from the n-th call on, so many times; returns the calls.
+    """Makes a method of devices fail from the n-th call on, ``times`` times; returns the calls.
 
-    Ends what was planted before; without devices that is all.
+    First removes a failure planted before. Without devices, it does only that.
     """
     patch = pytest.MonkeyPatch()
 
@@ -67,7 +67,7 @@ def test_the_first_apply(accumulator, device, plant, method, dtype):
         acc.apply_grad([1.0])
     assert counters(acc) == [(0, 0, 0)]
     assert values(acc) == [None]
-    acc.apply_grad([2.0, 3.0])  # also the shape is open still
+    acc.apply_grad([2.0, 3.0])  # the shape is still unknown, too
     assert acc.take_grad(1).tolist() == [2.0, 3.0]
 
 
@@ -133,11 +133,11 @@ def test_a_take_that_does_not_wait(accumulator, device, plant, method):
 
 
 def test_a_take_that_another_threads_apply_serves(accumulator, device, plant, method, crew):
-    """The consumer gets the error, the applier goes on, the next in the queue is looked at."""
+    """The consumer gets the error, the applier continues, and the next take is checked."""
     acc = accumulator("float16")
     takes = [crew.waiting(acc.take_grad, num_required) for num_required in (2, 2, 1)]
     acc.apply_grad([1.0])
-    # Its own launch is fine; the one that serves the first take is not.
+    # Its own launch succeeds; the launch that completes the first take fails.
     plant([device], method, first=2 if method == "_launch" else 1)
     assert acc.apply_grad([3.0]) is True
     assert [take.is_done for take in takes] == [True, True, False]
@@ -152,7 +152,7 @@ def test_a_take_that_another_threads_apply_serves(accumulator, device, plant, me
 def test_every_waiting_take_may_fail(accumulator, device, plant, method, crew):
     acc = accumulator("float16")
     takes = [crew.waiting(acc.take_grad, 1) for _ in range(3)]
-    plant([device], method, first=2, times=3)  # after the one of the apply itself
+    plant([device], method, first=2, times=3)  # after the launch of the apply itself
     assert acc.apply_grad([3.0]) is True
     for take in takes:
         assert take.is_done
@@ -164,7 +164,7 @@ def test_every_waiting_take_may_fail(accumulator, device, plant, method, crew):
 
 
 def test_a_take_that_a_timeout_serves(accumulator, device, plant, method, crew):
-    """The failure is the next consumer's, not that of the one whose time ran out."""
+    """The next consumer gets the error, not the one whose timeout expired."""
     acc = accumulator("float16")
     acc.apply_grad([3.0])
     head = crew.expiring(acc.take_grad, 2)
@@ -181,7 +181,7 @@ def test_a_take_that_a_timeout_serves(accumulator, device, plant, method, crew):
 
 @pytest.mark.parametrize("step", ["_allocate", "_copy", "_launch"])
 def test_replicas_that_come_to_one_device(mesh, plant, step):
-    """Whichever memory, copy or launch fails, the first or the last: none of them is added."""
+    """If any allocation, copy or launch fails, no replica is added."""
     acc = gr.ConditionalAccumulator("float32", device=mesh.devices[0], reduction_type="SUM")
     grad = gr.PerReplica([device.upload(np.ones(2, "float32")) for device in mesh.devices])
     for applied in range(2):
@@ -217,7 +217,7 @@ def test_a_joint_apply(accumulator, device, plant, method):
 
 
 def test_a_joint_take(accumulator, device, plant, method):
-    """Memory for all is there before the first launch: a later failure to get any harms none."""
+    """All memory is allocated before the first launch, so a failed allocation harms no sum."""
     accumulators = [accumulator(dtype) for dtype in ("float32", "float16", "bfloat16")]
     for _ in range(2):
         gr.apply_grads(accumulators, [[2.0], [4.0], [6.0]])

@@ -1,4 +1,4 @@
-"""Ctrl-C at the worst moments: nothing is counted wrongly, and no queue or lock is left behind."""
+"""Ctrl-C at the worst moments: counts stay right, and no take or lock remains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pressed(*args, **options):
 
 @pytest.fixture
 def own():
-    """A device that may be lost."""
+    """A device that may fail."""
     with gr.open_mesh(1, backend="sim", strict=True) as mesh:
         yield mesh.devices[0]
 
@@ -47,7 +47,7 @@ def taken_sum(acc):
 
 
 def test_behind_the_launch_of_a_first_gradient(kind):
-    """It is in memory that nobody holds."""
+    """The new sum is freed, because no state refers to it."""
     acc, apply = kind
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(AccumulatorState, "update", pressed)
@@ -58,7 +58,7 @@ def test_behind_the_launch_of_a_first_gradient(kind):
 
 
 def test_behind_the_launch_of_a_later_gradient(kind):
-    """It is in the sum, and nobody has counted it: the sum may not be used."""
+    """The gradient is in the sum but not counted, so the sum must not be used."""
     acc, apply = kind
     apply(acc, 7.0)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
@@ -70,7 +70,7 @@ def test_behind_the_launch_of_a_later_gradient(kind):
 
 
 def test_behind_the_division_of_a_take(own, monkeypatch):
-    """The sum is divided and still counts two: it would be divided again."""
+    """The sum is divided and its count is still two, so it would be divided again."""
     acc = gr.ConditionalAccumulator("float32", device=own)
     acc.apply_grad([2.0])
     acc.apply_grad([4.0])
@@ -102,7 +102,7 @@ class Pressed(threading.Event):
 
 
 def test_a_second_one_while_the_first_is_dealt_with(own, monkeypatch):
-    """It waits until the take has left its queues."""
+    """The second Ctrl-C is deferred until the take has left its queues."""
     acc, other = (gr.ConditionalAccumulator("float32", device=own) for _ in range(2))
     leave = PendingTake.leave
 
@@ -123,7 +123,7 @@ def test_a_second_one_while_the_first_is_dealt_with(own, monkeypatch):
 
 
 def test_in_the_middle_of_many_locks(own):
-    """It comes when all are locked, and finds none of them locked afterwards."""
+    """It comes when all are locked; afterwards none is locked."""
     states = [gr.ConditionalAccumulator("float32", device=own).accumulator_ref for _ in range(3)]
     entered = []
 
@@ -138,7 +138,7 @@ def test_in_the_middle_of_many_locks(own):
 
 
 def test_behind_the_all_reduce_of_a_take():
-    """The sums are reduced where they lie and still count: they would be reduced again."""
+    """The sums are reduced in place and still counted, so they would be reduced again."""
     with gr.open_mesh([0, 0, 1, 1], backend="sim") as mesh:
         acc = gr.ConditionalAccumulator("float32", device=mesh)
         acc.apply_grad(gr.PerReplica([np.full(1, 2, "float32")] * 4, mesh))

@@ -1,4 +1,4 @@
-"""Nothing grows: neither a device's memory nor the process's, however long it goes on."""
+"""The memory of devices and of the process does not grow with the number of cycles."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import gradreduce as gr
 from gradreduce.errors import DeadlineExceededError
 
 LONG = (pytest.mark.exhaustive, pytest.mark.slow)
-# Python's own blocks that all cycles together may leave; three do.
+# The number of Python's memory blocks that all cycles together may leave; three do.
 FEW_BLOCKS = 100
 
 
 def blocks(mesh):
-    """What is in use: Python's blocks, and of each device's memory all and what is asked for."""
+    """Python's memory blocks in use; and each device's memory, allocated and requested."""
     for device in mesh.devices:
         device.drain()
     gc.collect()
@@ -29,10 +29,10 @@ def blocks(mesh):
 
 
 def check_steady(mesh, cycle, num_cycles, warm):
-    """The last cycles leave what the first ones left; how many cycles there were.
+    """Checks that the last cycles use as much as the first ones; returns the number of cycles.
 
-    The first fill the record of the last thousand operations, which is kept whole. Other threads of
-    the process allocate blocks too, so a round that left many is run again.
+    The first cycles fill the record of the last thousand operations. Other threads of the process
+    allocate blocks too, so a round that left many is run again.
     """
     steps = itertools.count()
     for _ in range(warm):
@@ -51,7 +51,7 @@ def check_steady(mesh, cycle, num_cycles, warm):
 
 @pytest.mark.parametrize("num", [3000, pytest.param(100_000, marks=LONG)])
 def test_many_cycles(num):
-    """Two applies and a take; some are dropped, and some takes have no time."""
+    """Two applies and a take; some gradients are dropped, and some takes time out."""
     with gr.open_mesh(1, backend="sim") as mesh:
         acc = gr.ConditionalAccumulator("float32", (1,), device=mesh.devices[0])
         grad = np.ones(1, "float32")
@@ -70,7 +70,7 @@ def test_many_cycles(num):
 
 @pytest.mark.parametrize(("algorithm", "peers"), [("nccl", True), ("hierarchical_copy", False)])
 def test_cycles_over_a_mesh(algorithm, peers):
-    """From all replicas and from one, alone and together; halves, of which every take asks more."""
+    """From all replicas and from one, alone and together; in float16, whose takes allocate."""
     with gr.open_mesh([0, 0, 1], backend="sim", peer_access=peers) as mesh:
         ops = gr.AllReduceCrossDeviceOps(algorithm)
         accumulators = [

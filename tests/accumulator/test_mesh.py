@@ -71,7 +71,7 @@ def test_every_replica_counts_once(accumulator, mesh, dtype, reduction_type):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("num_packs", [0, 1, 3])
 def test_any_devices_may_be_the_filled_ones(accumulator, mesh, dtype, num_packs):
-    """One, all but one, all: the others count as zeros and not as gradients."""
+    """One, all but one, all: the other devices add zeros, which are not counted."""
     acc = accumulator(dtype, num_packs=num_packs)
     everyone = range(len(mesh))
     patterns = [{place} for place in everyone]
@@ -125,7 +125,7 @@ def test_a_replica_that_the_mesh_has_not_is_an_error(mesh):
 
 
 class OneDevice(gr.CrossDeviceOps):
-    """Ops of a user: they add on the last device."""
+    """CrossDeviceOps of a user, which add on the last device."""
 
     num_values = 0
 
@@ -136,7 +136,7 @@ class OneDevice(gr.CrossDeviceOps):
 
 
 class OwnAllReduce(gr.NcclAllReduce):
-    """A subclass of ours, which reduces in a way of its own."""
+    """A subclass of AllReduceCrossDeviceOps with its own reduction."""
 
     num_values = 0
     reduce_batch = OneDevice.reduce_batch
@@ -155,7 +155,7 @@ def apply_one_to_each(accumulators, mesh, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
 def test_any_ops_reduce_the_sums_of_a_mesh(mesh, make, dtype, reduction_type):
-    """Those of a joint take; some devices hold nothing."""
+    """In a joint take, where some devices have no gradient."""
     own, taken = make(), []
     for ops in (None, own):
         accumulators = [
@@ -201,7 +201,7 @@ def test_ops_that_fail_leave_the_sums(mesh):
 
 
 def test_a_gradient_from_outside_the_part_is_pulled_to_its_first_device(mesh):
-    """By a copy, unless its launches reach it: a peer's, in anybody's memory."""
+    """By a copy, unless its launches can access a peer's memory."""
     part, outside = mesh[1:], mesh.devices[0]
     is_read = mesh.mesh_state.peers(mesh.devices[1].physical, outside.physical)
     for place in (outside.put, outside.upload):
@@ -227,7 +227,7 @@ def test_halves_cross_in_float32_and_are_rounded_once(accumulator, mesh):
 
 
 def hierarchical(partials):
-    """The order that the design fixes: two halves, each left to right."""
+    """The order of hierarchical_copy: two groups, each added left to right."""
     split = len(partials) // 2
     halves = [list(itertools.accumulate(half))[-1] for half in (partials[:split], partials[split:])]
     return halves[0] + halves[1]
@@ -281,7 +281,7 @@ def test_a_stale_per_replica_drops_every_replica_and_does_no_work(accumulator, m
 
 
 def test_launches_and_zeros(accumulator, mesh):
-    """One launch on each GPU for an arrival; a device without one is the only thing zeroed."""
+    """One launch on each GPU for a gradient; only devices without a gradient are zeroed."""
     acc = accumulator()
     grad = gr.PerReplica(list(replicas(mesh)), mesh)
     with mesh.journal() as journal:

@@ -1,7 +1,7 @@
-"""Any order of calls against a plain model: three accumulators, alone and together, with a queue.
+"""Any order of calls against a plain model: three accumulators, alone and together.
 
-One is on one device and two are over a mesh; each has two handles. Takes wait as tickets, which
-need no threads: whether one is served is known when the call that serves it has returned.
+One is on one device and two are over a mesh; each has two handles. Waiting takes are PendingTakes,
+without threads: when a call returns, the takes that it completes are complete.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SOME = st.one_of(
     st.integers(0, 2).map(lambda which: [which]),
     st.lists(st.integers(0, 2), min_size=2, max_size=3, unique=True),
 )
-# How a gradient comes: by itself, from a replica, or as replicas on some devices, in any order.
+# A gradient is a single array, from one replica, or a PerReplica on some devices, in any order.
 FORMS = st.one_of(
     st.none(),
     st.integers(0, NUM_DEVICES - 1),
@@ -47,9 +47,9 @@ class Waiting:
     """A take in the queues of the model.
 
     Attributes:
-        which: whose.
-        num_required: of each.
-        outcome: what each gave, ``"cancelled"``, or None while it waits.
+        which: the accumulators.
+        num_required: the number of gradients that each must have.
+        outcome: the results, ``"cancelled"``, or None while it waits.
     """
 
     which: list[int]
@@ -58,7 +58,7 @@ class Waiting:
 
 
 class Model:
-    """What an accumulator is, in plain Python."""
+    """An accumulator in plain Python."""
 
     def __init__(self, dtype, reduction_type):
         self.dtype, self.reduction_type = dtype, reduction_type
@@ -81,7 +81,7 @@ class Model:
 
 
 class World:
-    """Three models and who waits for them."""
+    """Three models and the takes that wait for them."""
 
     def __init__(self):
         self.models = [Model("float32", "MEAN"), Model("float16", "SUM"), Model("float32", "SUM")]
@@ -93,7 +93,7 @@ class World:
         return any(model.closed for model in self.of(which))
 
     def apply(self, which, grads, local_step):
-        """Whether they are kept, or the error."""
+        """Returns whether the gradients were added, or the error."""
         models = self.of(which)
         if self.is_closed(which):
             return CancelledError
@@ -120,7 +120,7 @@ class World:
         self.take_what_waits()
 
     def take_what_waits(self):
-        """Takes that head every queue and find enough, until there is none."""
+        """Completes takes that are first in all queues and have enough, until there is none."""
         for head in [model.queue[0] for model in self.models if model.queue]:
             models = self.of(head.which)
             if not self.is_closed(head.which) and all(
@@ -169,7 +169,7 @@ class Accumulators(RuleBasedStateMachine):
         return [self.handles[place][handle] for place in which]
 
     def hold(self, taken, wanted):
-        """What was taken is what the model says, now and at the end."""
+        """Checks a result against the model, now and at the end."""
         for result, values in zip(taken, wanted, strict=True):
             if values is None:
                 assert result is None
@@ -216,7 +216,7 @@ class Accumulators(RuleBasedStateMachine):
 
     @rule(which=SOME, num_required=st.sampled_from([1, 1, 1, 2, 0]), handle=HANDLES)
     def take(self, which, num_required, handle):
-        """With no time: it is served at once, or loses its place again."""
+        """A take with timeout 0: it completes at once, or leaves the queue."""
         waiting = Waiting(which, num_required)
         if num_required >= 1 and not self.world.is_closed(which):
             self.world.join(waiting)
@@ -291,7 +291,7 @@ class Accumulators(RuleBasedStateMachine):
 
     @invariant()
     def waiters_agree(self):
-        """Whoever the model has served or cancelled is, and nobody else."""
+        """Checks that the same takes as in the model are complete or cancelled."""
         still = []
         for pending_take, waiting in self.waiting:
             assert pending_take.done.is_set() == (waiting.outcome is not None)
@@ -320,7 +320,7 @@ class Accumulators(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def no_warnings(caplog):
-    """Lowering the step is logged; the test's report need not show it thousands of times."""
+    """Hides the warning about a lower step, which the report would show thousands of times."""
     with caplog.at_level(logging.ERROR, "gradreduce"):
         yield
 

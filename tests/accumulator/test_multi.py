@@ -153,7 +153,7 @@ def test_fresh_and_later_sums_in_one_call(several, device):
 
 
 def test_sums_that_share_memory_are_apart(several):
-    """They lie end to end in one flat buffer: writing one result leaves the others alone."""
+    """They are end to end in one flat buffer; writing one result does not change the others."""
     accumulators = several(3)
     shapes = [(5,), (), (2, 3)]
     gr.apply_grads(accumulators, [np.full(shape, 4, "float32") for shape in shapes])
@@ -222,7 +222,7 @@ def test_accumulators_of_a_device_and_of_a_mesh_together(mesh):
 
 @pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
 def test_a_joint_take_that_gets_no_memory_leaves_every_sum(algorithm, monkeypatch):
-    """Of several batches the first ones may have been launched when a later one gets none."""
+    """The first batches may have been launched when a later one gets no memory."""
     size = 40
     with gr.open_mesh(2, backend="sim") as mesh:
         ops = gr.AllReduceCrossDeviceOps(algorithm, 1, mesh=mesh)

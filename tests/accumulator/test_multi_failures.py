@@ -1,4 +1,4 @@
-"""A joint take whose launches fail half way: the sums are as they were, or nobody gets them."""
+"""A joint take whose launches fail part-way: the sums are unchanged, or the devices fail."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Case(NamedTuple):
     """One joint take.
 
     Attributes:
-        placement: of the mesh.
-        dtypes: of the accumulators: ``"float32:1"`` on that device, ``"float32"`` over the mesh.
-        applies: how many each gets.
-        outcomes: for each launch and collective of the take what its failure does: the sums stay,
-            or the devices are lost.
-        algorithm: over the mesh.
-        peers: whether GPUs reach each other.
-        size: of the gradients.
+        placement: the placement of the mesh.
+        dtypes: the accumulators: ``"float32:1"`` on that device, ``"float32"`` over the mesh.
+        applies: the number of gradients of each.
+        outcomes: for each launch and collective of the take, the result of its failure: the sums
+            are unchanged, or the devices fail.
+        algorithm: the all-reduce algorithm.
+        peers: whether GPUs have peer access.
+        size: the size of the gradients.
     """
 
     placement: list[int]
@@ -63,7 +63,7 @@ class Case(NamedTuple):
         return made
 
     def check(self, taken) -> None:
-        """The means of what ``filled`` filled in."""
+        """Checks the means of the gradients of ``filled``."""
         for result, times in zip(taken, self.applies, strict=True):
             values = result.values if isinstance(result, gr.Mirrored) else [result]
             assert all((value == (times + 1) / 2).all() for value in values)
@@ -78,14 +78,14 @@ SIDE_BY_SIDE = [
 ]
 OVER_A_MESH = [
     Case([0, 1], ("float32",), (2,), ("stay",)),
-    # Two slices, one on each GPU; and without peers, where nothing is reduced in place.
+    # Two slices, one on each GPU; and without peer access, where nothing is reduced in place.
     Case([0, 1], ("float32",), (2,), ("stay", "lost"), size=20_000),
     Case([0, 1], ("float32",), (2,), ("stay", "stay"), size=20_000, peers=False),
-    # Two packs, of two divisors: the first is reduced beside its sums, the second into them.
+    # Two packs with two divisors: the first is reduced out of place, the second in place.
     Case([0, 1], ("float32", "float32"), (2, 3), ("stay", "stay")),
-    # The division of the lone sum comes last: the mesh's must be there still.
+    # The single sum is divided last; the sums of the mesh must still be intact before.
     Case([0, 1], ("float32", "float32:0"), (2, 2), ("stay", "stay")),
-    # The collective, which may have been given to one of the two, and their divisions.
+    # The collective, which one of the two may have received, and their divisions.
     Case([0, 1], ("float32",), (2,), ("lost",) * 3, "nccl"),
     Case([0, 0, 1], ("float32",), (2,), ("stay", "lost", "lost", "lost"), "nccl"),
     Case([0, 1], ("float32", "float16:1"), (2, 2), ("stay",) * 4, "nccl"),
@@ -100,7 +100,7 @@ FAILURES = [
 
 @contextlib.contextmanager
 def failing_at(mesh, number):
-    """The launch or collective of this number, from 1, fails; yields those that were tried."""
+    """Makes the n-th launch or collective fail, from 1 on; yields those that were tried."""
     tried = []
 
     def counted(real):
@@ -157,7 +157,7 @@ def test_every_launch_of_these_takes_was_made_to_fail(implementation, case):
 
 
 def test_the_consumer_gets_the_error_and_whoever_waits_behind_it_too(implementation, crew):
-    """Also where another thread's apply served it: that has kept its gradient, and goes on."""
+    """Also if another thread's apply completes it: that apply adds its gradient and continues."""
     with gr.open_mesh([0, 0], backend="sim", kernels=implementation, strict=True) as mesh:
         first, second = (gr.ConditionalAccumulator("float32", device=each) for each in mesh.devices)
         for acc, times in ((first, 4), (second, 2)):

@@ -1,4 +1,4 @@
-"""Joint takes that wait: one place in every queue, served when it is head everywhere."""
+"""Joint takes that wait: in every queue, completed when first in all of them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_close_of_one_cancels_the_joint_take_and_frees_the_queues_of_the_others(
 
 
 def test_an_apply_while_one_is_being_closed_serves_nobody(several, crew, monkeypatch):
-    """Closed already, and its takes not cancelled yet: they are as good as gone."""
+    """The accumulator is closed and its takes are not cancelled yet; they get nothing."""
     first, second = several(2)
     first.apply_grad([1.0])
     joint = crew.waiting(gr.take_grads, [first, second], 1)
@@ -168,7 +168,7 @@ def test_opposite_orders_never_deadlock(several, crew):
         crew.start(apply, [second, first], [[2.0], [1.0]]),
     ]
     assert [call.result() for call in applies] == [rounds, rounds]
-    # As many takes as applies, so the last ones may find less than they need: feed them.
+    # As many takes as applies, so the last takes may lack gradients: add some.
     while crew.any_runs(takes):
         gr.apply_grads([first, second], [[1.0], [2.0]], 10**9)
     for call, (left, right) in zip(takes, ((1, 2), (2, 1)), strict=True):

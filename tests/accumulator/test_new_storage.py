@@ -1,4 +1,4 @@
-"""A storage of a user's own takes part in everything that accumulators do."""
+"""A new storage class works with everything that accumulators do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Over a mesh, whichever devices something came to: one plan, one order, and zeros elsewhere."""
+"""Over a mesh, for any devices with gradients: one plan, one order, zeros elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = 19
 
 
 def patterns(mesh):
-    """Every set of devices to which something comes."""
+    """Every set of devices that get a gradient."""
     places = range(len(mesh))
     return [
         set(some)
@@ -25,7 +25,7 @@ def patterns(mesh):
 
 
 def take(mesh, acc):
-    """A take and what it did, zeros apart."""
+    """A take, and its operations without fills."""
     with mesh.journal() as journal:
         taken = acc.take_grad(1)
     steps = [record for record in journal.records if record.kind != "fill"]
@@ -37,7 +37,7 @@ def take(mesh, acc):
 def test_every_pattern_of_arrivals_has_the_same_plan_and_order(mesh, algorithm, dtype):
     """The same launches, copies and collectives, between the same devices, in the same order.
 
-    (Of a SUM: a mean divides by the count, and a mean of one by nothing.)
+    (With SUM, because a mean divides by the count, and a mean of one gradient does not divide.)
     """
     ops = gr.AllReduceCrossDeviceOps(algorithm)
     acc = gr.ConditionalAccumulator(dtype, device=mesh, cross_device_ops=ops, reduction_type="SUM")
@@ -61,7 +61,7 @@ def test_every_pattern_of_arrivals_has_the_same_plan_and_order(mesh, algorithm, 
 
 
 def test_a_gradient_that_is_not_there_adds_as_a_zero_does(mesh):
-    """Bit by bit: where it would have stood, in the order that the number of devices fixes."""
+    """Bit by bit, at its position in the order that the number of devices determines."""
     ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
     some, all_of_them = (
         gr.ConditionalAccumulator(
@@ -84,7 +84,7 @@ def test_a_gradient_that_is_not_there_adds_as_a_zero_does(mesh):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_many_accumulators_taken_together_travel_packed(mesh, algorithm):
-    """As many copies, collectives, launches and fills as for one, wherever something came to."""
+    """As many copies, collectives, launches and fills as for one, for any set of devices."""
     ops = gr.AllReduceCrossDeviceOps(algorithm)
     many, (alone,) = (
         [gr.ConditionalAccumulator("float32", device=mesh, cross_device_ops=ops)
@@ -111,7 +111,7 @@ def test_many_accumulators_taken_together_travel_packed(mesh, algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_results_of_a_joint_take_stay_what_they_were(mesh, algorithm):
-    """They share flat buffers: with each other, not with what comes later, whoever is dropped."""
+    """They share flat buffers with each other, but not with later results."""
     ops = gr.AllReduceCrossDeviceOps(algorithm)
     homes = [mesh, mesh, mesh.devices[0], mesh.devices[1], mesh.devices[0]]
     shapes = [(5,), (), (2, 3), (7,), (1,)]
@@ -126,7 +126,7 @@ def test_results_of_a_joint_take_stay_what_they_were(mesh, algorithm):
         taken = gr.take_grads(accumulators, 2)
         for place, result in enumerate(taken):
             values = result.values if isinstance(result, gr.Mirrored) else [result]
-            if place == step:  # a caller may write its own; another drops it
+            if place == step:  # one caller overwrites its result, another frees it
                 for value in values:
                     value[...] = -1
                 continue
@@ -138,7 +138,7 @@ def test_results_of_a_joint_take_stay_what_they_were(mesh, algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_gradient_from_outside_comes_to_the_first_device_of_the_mesh(mesh, algorithm):
-    """Of a part of an open mesh: pulled, counted once, and taken on the part alone."""
+    """The accumulator is over a part of a mesh; the gradient is copied and counted once."""
     part, outside = mesh[1:], mesh.devices[0]
     ops = gr.AllReduceCrossDeviceOps(algorithm)
     acc = gr.ConditionalAccumulator("float32", device=part, cross_device_ops=ops)

@@ -1,4 +1,4 @@
-"""Whose memory a gradient and a result are, what a cycle launches, and how all of it ends."""
+"""Ownership of gradients and results, the launches of a cycle, and closing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_results_are_the_callers(accumulator, dtype):
         assert all(same(left, right) for left, right in zip(taken, wanted, strict=True))
     acc.apply_grad(np.full(33, 8, dtype), 4)
     for array in taken:
-        array[...] = -1  # and may be written
+        array[...] = -1  # and may be overwritten
     assert same(acc.take_grad(1), np.full(33, 8, dtype))
 
 
@@ -110,7 +110,7 @@ def steps(journal):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
 def test_a_cycle_is_a_copy_additions_and_one_pass(accumulator, device, dtype, reduction_type):
-    """Nothing is zeroed, copied or waited for."""
+    """Nothing is zeroed or copied, and the host does not wait."""
     acc = accumulator(dtype, reduction_type=reduction_type)
     grad = ones(50, dtype=dtype)
     for step in range(2):
@@ -214,7 +214,7 @@ def test_a_closed_mesh_says_so():
 
 
 def test_a_call_inside_a_launch_sees_the_state_before_it(accumulator, device, crew, monkeypatch):
-    """The collector may run a caller's finaliser there: it must not deadlock."""
+    """Garbage collection may run a caller's finalizer there, which must not deadlock."""
     acc = accumulator()
     launch, seen = device.launch, []
 

@@ -90,7 +90,7 @@ def test_another_place_is_refused(accumulator, device):
 
 
 def test_the_last_handle_frees_the_memory_and_the_name(accumulator, device):
-    gc.disable()  # by counting references alone
+    gc.disable()  # freed by reference counting alone
     try:
         device.drain()
         before = device._pool.live_bytes
@@ -134,7 +134,7 @@ def test_threads_that_come_first_together_get_the_same_one(accumulator, crew):
 
 
 def test_a_closed_one_gives_its_name_up(accumulator):
-    """Though its handle, or a traceback, is still there; and to another definition too."""
+    """Even if a handle or a traceback still refers to it; a new one may have other arguments."""
     first = accumulator("float32", (2,), shared_name="given up")
     first.close()
     second = accumulator("float64", shared_name="given up")
@@ -146,7 +146,7 @@ def test_a_closed_one_gives_its_name_up(accumulator):
 
 
 def test_over_a_mesh_it_is_reduced_in_one_way(device):
-    """Two objects that do the same are as good as one; who names none takes what there is."""
+    """Two objects with the same settings count as one; without an argument any is accepted."""
 
     def made(*how):
         ops = gr.AllReduceCrossDeviceOps(*how) if how else None

@@ -26,7 +26,7 @@ def counters(acc):
 
 
 def coalesced(indices, values):
-    """The rows of one gradient by index: those of the same index added as they came, widened."""
+    """The rows of one gradient by index, in the accumulate type; equal indices are added."""
     wide, found = accumulate_dtype(values.dtype), {}
     with np.errstate(all="ignore"):
         for index, row in zip(indices, values.astype(wide), strict=True):
@@ -35,7 +35,7 @@ def coalesced(indices, values):
 
 
 def combined(gradients, dtype, reduction_type="MEAN"):
-    """What a take gives: indices and rows, in a plain loop over the gradients."""
+    """The expected result of a take, by a plain loop over the gradients: indices and rows."""
     dtype = np.dtype(dtype)
     wide, total, counts = accumulate_dtype(dtype), {}, {}
     with np.errstate(all="ignore"):
@@ -85,7 +85,7 @@ def test_rows_are_added_where_their_index_lies(sparse, dtype, reduction_type):
 
 
 def test_each_row_is_divided_by_the_gradients_that_touched_it(sparse):
-    """Not by those that came, and a gradient that names a row twice has touched it once."""
+    """Not by the number of all gradients. An index that repeats in a gradient counts once."""
     acc = sparse()
     acc.apply_grad([0, 1], [[1, 0], [0, 2]])
     acc.apply_grad([0, 2], [[0, 1], [3, 0]])
@@ -97,7 +97,7 @@ def test_each_row_is_divided_by_the_gradients_that_touched_it(sparse):
 
 
 def test_rows_of_one_gradient_are_merged_before_they_are_added(sparse):
-    """1e8 - 1e8 + 1 is 1; with a sum of 1 that is there first it would be 0, and 1 after it 1."""
+    """1e8 - 1e8 + 1 is 1. Added one by one to a sum of 1, they would give 1, not 2."""
     acc = sparse(reduction_type="SUM")
     acc.apply_grad([3], [[1.0]])
     acc.apply_grad([3, 3, 3], [[1e8], [-1e8], [1.0]])
@@ -112,7 +112,7 @@ def test_halves_are_summed_in_float32_and_rounded_once(sparse):
 
 
 def test_many_gradients_of_few_rows_and_a_sum_that_grows(sparse):
-    """More gradients than are counted at once, and rows that outgrow their memory many times."""
+    """More gradients than are counted together, and rows that outgrow their memory often."""
     acc = sparse("float16")
     gradients = [random_gradient(seed, "float16", (3,), 2, end=1000) for seed in range(200)]
     for indices, values in gradients:
@@ -236,7 +236,7 @@ def test_indices_that_are_no_integers(sparse, indices):
 )
 def test_the_shape_of_a_take(sparse, shape, dense_shape, wanted):
     acc = sparse("float32", shape)
-    for step in range(2):  # what was remembered goes with the take
+    for step in range(2):  # the take forgets the shape
         acc.apply_grad([3], [[1, 2]], dense_shape, step)
         assert acc.take_grad(1)[2] == wanted
     acc.apply_grad([3], [[1, 2]], None, 2)

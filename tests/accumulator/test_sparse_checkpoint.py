@@ -1,4 +1,4 @@
-"""What is saved of a sparse accumulator, what is loaded, and what is no state of one."""
+"""Saving and loading the state of a sparse accumulator, and invalid states."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def sparse(device):
 
 
 def gradient(seed, dtype, row=(5,)):
-    """Indices in no order, some of them twice; now and then none."""
+    """A gradient with indices in any order, some twice; sometimes without rows."""
     luck = np.random.default_rng(seed)
     indices = luck.integers(0, 12, luck.integers(0, 9))
     return gr.IndexedSlices(random_data((len(indices), *row), dtype, seed=seed), indices)
 
 
 def go_on(acc, gradients, step):
-    """More arrivals of one step and a take, twice; the results as one list."""
+    """Adds more gradients of one step and takes, twice; returns the results as one list."""
     made = []
     for turn in range(2):
         for each in gradients:
@@ -55,7 +55,7 @@ def check_goes_on(acc, fresh, gradients, step=0):
 
 
 def test_the_keys_and_their_types(sparse, device):
-    """Rows in the order of their indices, however they came."""
+    """Rows are in the order of their indices, in whatever order they were added."""
     acc = sparse("float16", (None, 2), reduction_type="SUM")
     empty = EMPTY | {"format": FORMAT}
     assert acc.state_dict() == empty
@@ -100,7 +100,7 @@ def test_what_goes_on_from_a_state_has_the_same_bits(sparse, dtype, reduction_ty
     acc.apply_indexed_slices_grad(given[4], 3)
     state = acc.state_dict()
     before = pickle.dumps(state)
-    fresh.apply_indexed_slices_grad(given[5], 0)  # of another life
+    fresh.apply_indexed_slices_grad(given[5], 0)  # replaced by the load
     fresh.load_state_dict(state)
     assert frozen(fresh) == frozen(acc)
     assert state["partial_sums"][0]["values"].dtype == accumulate_dtype(dtype)
@@ -109,7 +109,7 @@ def test_what_goes_on_from_a_state_has_the_same_bits(sparse, dtype, reduction_ty
 
 
 def test_touches_of_many_gradients_are_all_there(sparse):
-    """More than are kept as they came; and those that come after the load are counted on top."""
+    """More than are counted together; gradients after the load are counted in addition."""
     acc, fresh = sparse(), sparse()
     for turn in range(70):
         acc.apply_grad([turn % 2, 2], np.ones((2, 1), "float32"))
@@ -273,7 +273,7 @@ def test_dense_and_sparse_states_are_no_states_of_each_other(sparse, accumulator
     check_refused(acc, states[1], ValueError, text)
     text = f"state['format'] is {FORMAT!r}; expected {EMPTY['format']!r}"
     check_refused(other, states[0], ValueError, text)
-    # And where only the name of the format was changed.
+    # Also if only the name of the format differs.
     check_refused(acc, states[1] | {"format": FORMAT}, TypeError, f"{SUM} is a ndarray; expected a")
     text = "state['sum_shape'] is [-1, 1], which does not fit"
     check_refused(other, states[0] | {"format": EMPTY["format"]}, ValueError, text)

@@ -1,4 +1,4 @@
-"""Whatever fails in a sparse call: all is as before, or the devices are lost and say so."""
+"""If anything fails in a sparse call, nothing has changed, or the devices have failed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Planted(RuntimeError):
 
 @contextlib.contextmanager
 def failing_at(mesh, number, methods=METHODS, times=1):
-    """The devices' work of this number, from 1, fails; yields the names of what was tried."""
+    """Makes the n-th operation of the devices fail, from 1 on; yields the names of all tried."""
     tried = []
 
     def counted(real, name):
@@ -116,7 +116,7 @@ def across_later(mesh):
 
 
 def new_and_old(mesh):
-    """On the second GPU in place, and on the first into new memory: that goes first."""
+    """On the second GPU in place, and on the first into new memory, which is launched first."""
     acc, given = sparse(mesh[[2, 0]]), replicas(mesh, [])
     with gr.replica(2):
         acc.apply_indexed_slices_grad(rows([1, 2]))
@@ -134,7 +134,7 @@ def takes_over_a_mesh(mesh):
 
 
 def takes_both(mesh):
-    """Sparse sums are merged beside themselves, dense ones divided in place: they come last."""
+    """Sparse sums are merged out of place; dense sums are divided in place, so they come last."""
     accumulators = [dense(mesh.devices[1], *np.ones((2, 4), "float32")),
                     sparse(mesh.devices[1], rows([3, 1]), rows([1]))]  # fmt: skip
     return accumulators, lambda: gr.take_grads(accumulators, 2)
@@ -145,8 +145,8 @@ class Case(NamedTuple):
 
     Attributes:
         make: the accumulators and the call.
-        work: what the devices do for it, in order; in capitals where a failure loses them.
-        peers: whether GPUs reach each other.
+        work: the operations of the devices, in order; in capitals if a failure makes them fail.
+        peers: whether GPUs have peer access.
     """
 
     make: Callable
@@ -189,7 +189,7 @@ def opened(case, implementation):
 
 
 def contents(taken):
-    """A result, comparable."""
+    """A result in a form that compares with ``==``."""
     if isinstance(taken, list | tuple):
         return [contents(each) for each in taken]
     if isinstance(taken, gr.IndexedSlices):
@@ -203,7 +203,7 @@ def contents(taken):
     "case", CASES, ids=lambda case: f"{case.make.__name__}{'' if case.peers else '-no-peers'}"
 )
 def test_all_is_as_before_whatever_fails(implementation, case):
-    """Each thing that the call does, one after the other; then it is right."""
+    """Each operation of the call fails once, one after the other; then the call succeeds."""
     with opened(case, implementation) as mesh:
         accumulators, call = case.make(mesh)
         before = [frozen(acc) for acc in accumulators]
@@ -242,7 +242,7 @@ def test_nobody_may_use_what_is_half_written(implementation, case, number):
 # -- takes that another call serves ---------------------------------------------------------------
 
 
-TAKE = ("_allocate", "_upload", "_launch")  # the last of these that an apply asks for, and a take
+TAKE = ("_allocate", "_upload", "_launch")  # in this order, the last that an apply and a take use
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def home(implementation):
 
 @pytest.mark.parametrize("number", [4, 5, 6, 7])
 def test_a_take_that_another_threads_apply_serves(home, crew, number):
-    """The consumer gets the error, the applier goes on, the next in the queue is looked at."""
+    """The consumer gets the error, the applier continues, and the next take is checked."""
     acc = sparse(home.devices[1])
     heads = [crew.waiting(acc.take_grad, num_required) for num_required in (2, 2, 1)]
     acc.apply_indexed_slices_grad(rows([3, 1]))
@@ -273,7 +273,7 @@ def test_a_take_that_another_threads_apply_serves(home, crew, number):
 def test_every_waiting_take_may_fail(home, crew):
     acc = sparse(home)
     heads = [crew.waiting(acc.take_indexed_slices_grad, 1) for _ in range(3)]
-    with failing_at(home, 2, ["_launch"], times=9):  # behind the one of the apply itself
+    with failing_at(home, 2, ["_launch"], times=9):  # after the launch of the apply itself
         assert acc.apply_indexed_slices_grad(rows([1, 1])) is True
     for head in heads:
         assert head.is_done
@@ -284,7 +284,7 @@ def test_every_waiting_take_may_fail(home, crew):
 
 
 def test_a_joint_take_that_an_apply_to_one_serves(home, crew):
-    """The dense sum stays too, and whoever waits behind for it alone is served."""
+    """The dense sum is unchanged, too, and the next take of it alone completes."""
     accumulators = sparse(home.devices[1]), dense(home.devices[1])
     both = crew.waiting(gr.take_grads, accumulators, 1)
     behind = crew.waiting(accumulators[1].take_grad, 1)
@@ -301,7 +301,7 @@ def test_a_joint_take_that_an_apply_to_one_serves(home, crew):
 
 
 def test_a_new_sum_of_several_gradients_beside_one_in_place(home):
-    """The first of them shares a launch with the other sum; the second comes behind that."""
+    """The first gradient shares a launch with the other sum; the second has the next launch."""
     acc = gr.SparseConditionalAccumulator("float32", device=home[:2], reduction_type="SUM")
     with gr.replica(1):
         acc.apply_indexed_slices_grad(rows([5]))
@@ -324,7 +324,7 @@ def test_a_stale_gradient_of_another_mesh_is_no_gradient(home):
 
 
 def test_no_rows_for_a_device_that_is_gone_are_no_gradient(implementation):
-    """They launch nothing, on a sum that is there; still they would be told as kept."""
+    """They launch nothing on an existing sum, but must not be reported as added."""
     for lose in (True, False):
         with gr.open_mesh([0, 1], backend="sim", kernels=implementation) as mesh:
             acc, none = sparse(mesh, rows([1])), mesh.devices[0].upload(np.ones((0, 2), "float32"))

@@ -1,4 +1,4 @@
-"""What sparse gradients launch, upload and keep, how they wait, and joint calls with dense ones."""
+"""Launches, uploads, memory and waiting of sparse gradients, and joint calls with dense."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_gradient_is_one_launch_and_one_upload_and_a_take_too(sparse, device, 
 
 
 def test_a_sum_that_grows_is_copied_now_and_then(sparse, device):
-    """Into twice as much each time: ten copies for a thousand rows, not a thousand."""
+    """The memory doubles each time: ten copies for a thousand rows, not a thousand."""
     acc = sparse()
     with device.mesh.journal() as journal:
         for index in range(1000):
@@ -119,7 +119,7 @@ def test_results_are_the_callers_and_gradients_are_not_written(sparse, device):
         held.append((taken, contents(taken)))
         assert all(contents(each) == wanted for each, wanted in held)
     for each, _ in held:
-        each.values[...] = -1  # and may be written
+        each.values[...] = -1  # and may be overwritten
     acc.apply_grad([3], rows(8), None, 4)
     assert contents(acc.take_indexed_slices_grad(1)) == ([3], [8])
 
@@ -162,7 +162,7 @@ def test_a_take_waits_and_is_first_come_first_served(sparse, crew):
     takes = [crew.waiting(acc.take_indexed_slices_grad, 2), crew.waiting(acc.take_grad, 1)]
     acc.apply_grad([1], rows(1))
     assert [take.is_done for take in takes] == [False, False]
-    acc.apply_grad([], np.empty((0, 1), "float32"))  # which counts
+    acc.apply_grad([], np.empty((0, 1), "float32"))  # counted, although it has no rows
     assert contents(takes[0].result()) == ([1], [1])
     assert acc.apply_grad([5], rows(1), None, 0) is False
     acc.apply_grad([5], rows(7), None, 1)

@@ -28,13 +28,13 @@ def counters(acc):
 
 
 def gradient(seed, dtype, make=exact_data, row=(3,)):
-    """Its own rows for every seed, some of which others have too, in no order."""
+    """A gradient with other rows for every seed, some of them shared, in any order."""
     indices = np.random.default_rng(seed).integers(0, 12, 1 + seed % 7)
     return gr.IndexedSlices(make((indices.size, *row), dtype, seed=seed), indices)
 
 
 def row_sums(slices):
-    """Rows by index, widened, those of one gradient added first."""
+    """Rows by index, in the accumulate type; rows of one gradient are added first."""
     found, wide = {}, accumulate_dtype(slices.dtype)
     for index, row in zip(slices.indices.tolist(), slices.values.astype(wide), strict=True):
         found[index] = found[index] + row if index in found else row
@@ -42,7 +42,7 @@ def row_sums(slices):
 
 
 def combined(by_device, dtype, reduction_type):
-    """Gradients of each device in their order, then the sums of the devices in theirs."""
+    """Adds the gradients of each device in order, then the sums of the devices in order."""
     total, counts = {}, {}
     for gradients in by_device:
         partial = {}
@@ -123,7 +123,7 @@ def test_gradients_without_rows(sparse, mesh):
 
 
 def test_a_gradient_from_outside_goes_to_the_first_device(mesh):
-    """Of a part of a mesh; and replicas one by one to the sum of one device, in order."""
+    """For a part of a mesh; and replicas are added to the sum of one device, in order."""
     part, last = mesh[0:1], mesh.devices[-1]
     acc = gr.SparseConditionalAccumulator("float32", device=part, reduction_type="SUM")
     rows = last.put(np.array([[1e8], [1.0]], "float32"))
@@ -148,7 +148,7 @@ def test_a_gradient_from_outside_goes_to_the_first_device(mesh):
 
 
 def test_launches(sparse, mesh):
-    """One on each GPU for replicas that arrive; at the take one that merges."""
+    """One on each GPU for the gradients of all replicas; at the take, one that merges."""
     acc = sparse()
     grad = gr.PerReplica([gradient(k, "float32") for k in range(len(mesh))], mesh)
     num_physical = len(mesh.by_physical)
@@ -163,7 +163,7 @@ def test_launches(sparse, mesh):
         acc.take_indexed_slices_grad(1)
     launched = [record.name for record in journal.of("launch")]
     assert launched.count("segment_sum") == 1
-    assert launched.count("pack") == 1  # all that the first device reaches, at once
+    assert launched.count("pack") == 1  # one launch for all that the first device can access
     assert (journal.uploads, journal.syncs) == (1, 0)
     assert journal.of("fill") == []
 

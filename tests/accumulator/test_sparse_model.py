@@ -44,7 +44,7 @@ class Rows(NamedTuple):
         return gr.IndexedSlices(self.array(dtype), self.indices, self.dense_shape)
 
     def is_one(self):
-        """Whether IndexedSlices can be made of it."""
+        """Whether it is a valid IndexedSlices."""
         end = 100 if self.first in (None, UNKNOWN) else self.first
         return all(0 <= index < end for index in self.indices)
 
@@ -62,7 +62,7 @@ def gradients(draw):
 
 
 class Model:
-    """What a sparse accumulator is, in plain Python."""
+    """A sparse accumulator in plain Python."""
 
     def __init__(self, dtype, reduction_type, shape):
         self.dtype, self.reduction_type, self.shape = dtype, reduction_type, shape
@@ -74,7 +74,7 @@ class Model:
         self.count, self.sum_shape, self.sums, self.touches = 0, None, {}, {}
 
     def may_enter(self, given):
-        """The constructor's shape."""
+        """Checks rows against the constructor's shape."""
         if self.shape is None:
             return True
         first, width = self.shape
@@ -90,7 +90,7 @@ class Model:
         return (first if self.shape is None else self.shape[0], each.width)
 
     def fits(self, given):
-        """What the first gradient since the last take has fixed."""
+        """Checks rows against the shape of the first gradient since the last take."""
         first, width = self.sum_shape or self.whole(given[0])
         for each in given:
             own = self.whole(each)
@@ -124,7 +124,7 @@ class Model:
 
 
 class DenseModel(Model):
-    """One number is all that a gradient is."""
+    """A dense accumulator in plain Python; a gradient is one number."""
 
     def may_enter(self, given):
         return True
@@ -186,7 +186,7 @@ class Accumulators(RuleBasedStateMachine):
                 assert part.tolist() == wanted
 
     def check_apply(self, which, given, local_step, call):
-        """``given``: for each accumulator what it gets, a list of Rows or a number."""
+        """``given``: for each accumulator its gradient, a list of Rows or a number."""
         models = [self.models[place] for place in which]
         pairs = list(zip(models, given, strict=True))
         rows = [each for grads in given if isinstance(grads, list) for each in grads]
@@ -345,7 +345,7 @@ class AccumulatorsOnOneDevice(Accumulators):
 
 @pytest.fixture(autouse=True)
 def no_warnings(caplog):
-    """Lowering the step is logged; the test's report need not show it thousands of times."""
+    """Hides the warning about a lower step, which the report would show thousands of times."""
     with caplog.at_level(logging.ERROR, "gradreduce"):
         yield
 

@@ -1,7 +1,7 @@
-"""The queued simulator over sparse accumulators: no legal order changes a bit.
+"""Sparse accumulators in random schedules: no allowed order changes a bit.
 
-Seed 0 runs as late as the host allows, seed 1 as early, the others mix. Producers, sums and
-consumers are on several devices, and what a call has read is overwritten when it returns.
+Seed 0 runs work as late as the host allows, seed 1 as early, other seeds mix. Producers, sums and
+consumers are on several devices, and inputs of a call are overwritten when it has returned.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from support.reduction_calls import data
 import gradreduce as gr
 
 PLACES = list(itertools.product(([0, 0, 1], [0, 1, 1, 2, 0], [0, 1]), (True, False)))
-# Some of the rows are there, then they are copied into more memory, then all are there.
+# First some rows exist; then they are copied into more memory; then all exist.
 TURNS = ([4, 1, 4], [1, 7, 9, 2, 8], [9, 2, 4])
 
 
 def produced(mesh, turn, dtype="float32"):
-    """Rows on each device, made by a launch there; which of them have one index differs."""
+    """Rows on each device, made by a launch there; different rows have equal indices."""
     made = []
     for place, device in enumerate(mesh):
         rows = device.upload(data((len(TURNS[turn]), 33), dtype, 10 * turn + place))
@@ -37,7 +37,7 @@ def overwrite(slices):
 
 
 def consumed(taken):
-    """Read on each device, the last first; by a launch, and by the host."""
+    """Reads the result on each device, the last first, by a launch and by the host."""
     parts = taken.parts if isinstance(taken, gr.Mirrored) else [taken]
     made = [gr.add_n([part.values, part.values], output_type="buffer") for part in parts[::-1]]
     found = [each.numpy().tobytes() for each in made]
@@ -45,7 +45,7 @@ def consumed(taken):
 
 
 def over_the_mesh(mesh):
-    """A gradient of each replica; sums that grow; two periods, the second in recycled memory."""
+    """A gradient of each replica; sums that grow; two takes, the second in reused memory."""
     acc = gr.SparseConditionalAccumulator("float32", device=mesh)
     for period in range(2):
         for turn in range(3):
@@ -56,7 +56,7 @@ def over_the_mesh(mesh):
 
 
 def on_one_device(mesh):
-    """From every device, one behind the other."""
+    """Gradients from every device, one after the other."""
     acc = gr.SparseConditionalAccumulator("float16", device=mesh.devices[1])
     for turn in range(3):
         given = produced(mesh, turn, "float16")
@@ -67,7 +67,7 @@ def on_one_device(mesh):
 
 
 def side_by_side(mesh):
-    """One launch by the first of those that share a GPU; each takes on a queue of its own."""
+    """One launch by the first device of a GPU; each takes on its own queue."""
     accs = [gr.SparseConditionalAccumulator("float32", device=device) for device in mesh]
     dense = gr.ConditionalAccumulator("float32", device=mesh.devices[-1])
     for turn in range(3):

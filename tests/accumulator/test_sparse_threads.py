@@ -1,6 +1,6 @@
-"""Many threads on sparse accumulators: every row of every kept gradient is in exactly one take.
+"""Many threads on sparse accumulators: each row of each added gradient is in one take.
 
-And what accumulates for long: no cycle leaves anything behind, whatever rows it touched.
+Also that no cycle leaves memory behind, whatever rows it touched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZE = NUM_APPLIERS * NUM_EACH
 
 @pytest.fixture(autouse=True)
 def restless():
-    """Threads change places a hundred times more often than they do by themselves."""
+    """Makes Python switch threads a hundred times more often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(before / 100)
     yield
@@ -34,12 +34,12 @@ def restless():
 
 
 def gradient(place):
-    """2 in a row of its own, in two terms, and 1 in one that all have."""
+    """A gradient with 2, in two terms, in a row of its own, and 1 in a row that all have."""
     return gr.IndexedSlices(np.ones((3, 2), "float32"), [place, HOT, place])
 
 
 def places_of(sums):
-    """Whose gradients some sums hold; how many is in the row that all have touched."""
+    """The gradients that sums contain; the row that all touch has their number."""
     rows = [
         (index, value)
         for indices, values in sums
@@ -54,7 +54,7 @@ def places_of(sums):
 
 
 class Run:
-    """Appliers and consumers that start together; then who was kept, taken and left over."""
+    """Appliers and consumers that start together; records added, taken and left gradients."""
 
     def __init__(self, crew, accumulators):
         self.accumulators = accumulators
@@ -66,10 +66,10 @@ class Run:
             call.result()
         states = [acc.accumulator_ref for acc in accumulators]
         with locked(states):
-            # What is left is not enough for whoever is head: they would wait for ever.
+            # The rest is not enough for the first take, so takes would wait forever.
             self.left = [acc.state_dict() for acc in accumulators]
             for state in states:
-                close(state)  # a take from the next one alone may be served by that
+                close(state)  # this may complete a take from the next one alone
         for call in consumers:
             with pytest.raises(CancelledError):
                 call.result()
@@ -87,7 +87,7 @@ class Run:
             self.taken.append(self.take_one(number))
 
     def check(self):
-        """Of the sparse accumulator, the first one."""
+        """Checks the sparse accumulator, which is the first one."""
         left = self.left[0]
         sums = [[(total["indices"], total["values"]) for total in left["partial_sums"] if total]]
         sums += [[(taken.indices, taken.values)] for taken, *_ in self.taken]
@@ -128,7 +128,7 @@ def test_sixteen_threads_over_a_mesh(implementation, crew):
 
 
 class SeveralRun(Run):
-    """With a dense accumulator; half of the threads name them in the other order."""
+    """With a dense accumulator; half of the threads pass the two in the other order."""
 
     offered = SIZE
 
@@ -158,7 +158,7 @@ def test_sixteen_threads_on_a_sparse_and_a_dense_one(device, crew):
 
 @pytest.mark.parametrize("num", [1200, pytest.param(4000, marks=pytest.mark.exhaustive)])
 def test_memory_does_not_grow(num):
-    """Other rows in every period; now and then sums grow, are taken together, or are dropped."""
+    """Other rows in every cycle; sometimes sums grow, are taken together, or are dropped."""
     luck = np.random.default_rng(0)
     given = [
         gr.IndexedSlices(np.ones((size, 3), "float32"), luck.integers(0, 99, size))
@@ -182,7 +182,7 @@ def test_memory_does_not_grow(num):
                 assert not acc.apply_indexed_slices_grad(given[0], step - 1)
                 gr.take_grads([acc, dense], 1)
 
-        use(800)  # what the first cycles leave is left once
+        use(800)  # the first cycles leave memory once
         gc.collect()
         grown, blocks = device._pool.grown, sys.getallocatedblocks()
         use(num)

@@ -1,4 +1,4 @@
-"""Takes that wait: who is served when, and how waiting ends."""
+"""Waiting takes: the order in which they complete, and how waiting ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_take_waits_for_enough_and_is_served_by_the_apply_that_brings_it(accum
 
 
 def test_take_two_waiting_and_three_applies_of_one_step(accumulator, crew):
-    """A mean of two, and a dropped third."""
+    """The first two are averaged, and the third is dropped."""
     acc = accumulator()
     take = crew.waiting(acc.take_grad, 2)
     assert [acc.apply_grad([value]) for value in (1.0, 3.0, 100.0)] == [True, True, False]
@@ -205,7 +205,7 @@ def test_a_take_in_the_middle_that_times_out(accumulator, crew):
 
 
 class Interrupted(threading.Event):
-    """An event whose waiter is hit by Ctrl-C."""
+    """An event whose waiter is interrupted by Ctrl-C."""
 
     def wait(self, timeout=None):
         raise KeyboardInterrupt
@@ -269,7 +269,7 @@ def test_close_cancels_everyone_who_waits(accumulator, crew):
 
 
 def test_close_serves_nobody(accumulator, crew):
-    """The second would be satisfied once the first is gone."""
+    """The second would have enough gradients when the first has left the queue."""
     acc = accumulator()
     acc.apply_grad([1.0])
     takes = [crew.waiting(acc.take_grad, num_required) for num_required in (2, 1)]
@@ -301,7 +301,7 @@ def test_the_block_is_left_in_another_thread(accumulator, crew):
 
 
 def test_close_races_with_applies_and_takes(accumulator, crew):
-    """Whoever comes first, nobody waits for ever and nothing is handed out after the end."""
+    """In any order, no take waits forever and none returns a result after the close."""
     for _ in range(50):
         acc = accumulator(reduction_type="SUM")
         start = threading.Barrier(3)

@@ -1,4 +1,4 @@
-"""Many threads at once: every kept gradient is in exactly one take, and nobody waits for ever."""
+"""Many threads: every added gradient is in exactly one take, and no call waits forever."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gradreduce.errors import CancelledError, DeadlineExceededError
 NUM_APPLIERS = 48
 NUM_CONSUMERS = 16
 LONG = (pytest.mark.exhaustive, pytest.mark.slow)
-LONG_S = 180.0  # for what takes ten seconds where nobody else works
+LONG_S = 180.0  # a run takes ten seconds on an idle machine
 
 
 @pytest.fixture(autouse=True)
 def restless():
-    """Threads change places a hundred times more often than they do by themselves."""
+    """Makes Python switch threads a hundred times more often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(before / 100)
     yield
@@ -33,18 +33,18 @@ def restless():
 
 @contextmanager
 def opened(placement, implementation="numpy"):
-    """A mesh that is closed if all goes well: after a deadlock that would wait for ever."""
+    """A mesh that is closed unless the test fails: after a deadlock, a close would not return."""
     mesh = gr.open_mesh(placement, backend="sim", kernels=implementation, strict=True)
     yield mesh
     mesh.close()
 
 
 class Watched(deque):
-    """A queue of takes that notes who came and who was served, in order; its lock is held.
+    """A queue of takes that records, in order, which joined and completed; its lock is held.
 
     Attributes:
-        joined: every ticket, with the thread that waits for it.
-        served: tickets that were handed a gradient, with whether they were the head.
+        joined: every take, with the thread that waits for it.
+        served: the completed takes, and whether each was first in the queue.
     """
 
     def __init__(self):
@@ -62,16 +62,16 @@ class Watched(deque):
 
 
 class Run:
-    """Appliers and consumers that start together, and what becomes of every gradient.
+    """Appliers and consumers that start together; records the take of every gradient.
 
-    The k-th gradient of an applier says whose it is and that it is the k-th: it holds 1 at the
-    applier's place, and k at its place in the second half. An applier's gradients are kept in
-    order, so the counts of the takes before tell which of them a take must hold.
+    The k-th gradient of an applier has 1 at the applier's index in the first half, and k at its
+    index in the second half. An applier's gradients are added in order, so the counts of earlier
+    takes determine which gradients a take must contain.
 
     Args:
-        crew: whose threads they are.
-        accumulators: of SUM.
-        num_each: applies of each applier.
+        crew: starts the threads.
+        accumulators: accumulators with reduction type SUM.
+        num_each: the number of applies of each applier.
     """
 
     def __init__(self, crew, accumulators, num_each):
@@ -86,7 +86,7 @@ class Run:
         appliers = [crew.start(self.apply, number) for number in range(NUM_APPLIERS)]
         for call in appliers:
             call.result(LONG_S)
-        # What is left is not enough for whoever is head: they would wait for ever.
+        # The rest is not enough for the first take, so takes would wait forever.
         self.left, self.counts, self.steps = [], [], []
         with locked(self.states):
             for state in self.states:
@@ -94,7 +94,7 @@ class Run:
                 self.left.append(np.sum(totals, axis=0))
                 self.counts.append(state.count)
                 self.steps.append(state.step)
-                close(state)  # a take from the next one alone may be served by that
+                close(state)  # this may complete a take from the next one alone
         for call in consumers:
             with pytest.raises(CancelledError):
                 call.result()
@@ -111,7 +111,7 @@ class Run:
             self.kept[number] += [place] * self.apply_one(number, grad, step)
 
     def apply_one(self, number, grad, step):
-        """How many gradients were kept."""
+        """Applies a gradient; returns the number of gradients that were added."""
         (acc,) = self.accumulators
         return int(acc.apply_grad(grad, step))
 
@@ -131,21 +131,21 @@ class Run:
     # -- what must have happened --------------------------------------------------------------
 
     def check(self):
-        """Nothing is lost and nothing twice, and who came first was served first."""
+        """Checks that nothing is lost or taken twice, and that takes completed in order."""
         for place, state in enumerate(self.states):
             sums = self.in_order(place, state)
             assert self.steps[place] == len(sums) > 0
             self.account([*sums, self.left[place]], self.counts[place])
 
     def in_order(self, place, state):
-        """The sums that takes were handed, in the order of the takes."""
+        """The sums that takes returned, in the order of the takes."""
         joined = [pending_take for pending_take, _ in state.queue.joined]
         served = [pending_take for pending_take, _ in state.queue.served]
         assert all(was_head for _, was_head in state.queue.served)
         assert served == [pending_take for pending_take in joined if pending_take.taken], (
             "first come, first served"
         )
-        # The takes of one thread, cancelled by the end without a result, stood here in its order.
+        # Takes that were cancelled at the end were here in the order of their thread.
         results = {thread: iter(mine) for thread, mine in self.results.items()}
         handed = {
             pending_take: next(results[thread], None) for pending_take, thread in state.queue.joined
@@ -160,7 +160,7 @@ class Run:
         return sums
 
     def account(self, sums, num_left):
-        """Every applier's gradients are in the sums one after the other, each once."""
+        """Checks that every applier's gradients are in the sums in order, each once."""
         sums = np.array([np.broadcast_to(total, 2 * NUM_APPLIERS) for total in sums])
         assert sums[-1, :NUM_APPLIERS].sum() == num_left
         upto = np.cumsum(sums[:, :NUM_APPLIERS], axis=0).astype(int)
@@ -197,7 +197,7 @@ def test_sixty_four_threads_over_a_mesh(implementation, crew):
 
 
 class SeveralRun(Run):
-    """Two accumulators; the threads name them in either order, and some take from one alone."""
+    """Two accumulators, passed in either order; some threads take from one alone."""
 
     def ordered(self, number):
         return self.accumulators[:: -1 if number % 2 else 1]
@@ -224,7 +224,7 @@ def test_sixty_four_threads_on_two_accumulators_together(implementation, crew, s
 
 
 def test_means_of_many_threads_are_of_all_that_each_take_holds(implementation, crew):
-    """Every gradient can be told in a mean too: one over the count, at its place."""
+    """Gradients can be recognized in a mean, too: 1 / count at the applier's index."""
     num_each, num_threads = 20, 16
     size = num_each * num_threads
     with opened([0, 0, 1, 1], implementation) as mesh:
@@ -251,7 +251,7 @@ def test_means_of_many_threads_are_of_all_that_each_take_holds(implementation, c
 
 
 def test_a_waiting_take_gets_no_more_than_it_needs_from_applies_of_one_step(accumulator, crew):
-    """It is served by the call that satisfies it, in one step with that: the third is stale."""
+    """The call that adds the last gradient also completes the take, so the third is stale."""
     acc = accumulator(reduction_type="SUM")
     for step in range(60):
         take = crew.waiting(acc.take_grad, 2)

@@ -1,4 +1,4 @@
-"""What may enter a dense accumulator on one device: dtypes, definitions, required numbers."""
+"""Valid arguments of a dense accumulator: dtypes, definitions, required numbers."""
 
 from __future__ import annotations
 
