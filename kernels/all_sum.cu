@@ -1,5 +1,5 @@
 // all_sum: every out[t][j][i] = ((in[0] + … + in[split-1]) + (in[split] + … + in[n-1])) / divisor
-// order    each group left to right, then both; split 0: one group. Divided (truly) if the
+// order    each group left to right, then both; split 0: one group. A true division if the
 //          divisor is not 1, in the accumulate dtype of In, before the one rounding at the store
 // types    <Out, In, N>: 16-bit types accumulate in float; integers take divisor 1 only
 //          N: inputs known when compiled (their loads are in flight together); 0: any number
@@ -48,7 +48,7 @@ template <typename Out, typename In, int N> struct AllSum : Elementwise {
         for (int k = 1; k < N; ++k) {
             const Lanes<Acc, LANES> term = widened<Acc>(raw[k]);
             UNROLL
-            for (int l = 0; l < LANES; ++l) {  // selects: with a branch NVRTC puts terms on the stack
+            for (int l = 0; l < LANES; ++l) {  // a select: with a branch NVRTC puts terms on the stack
                 if (k == split) first.lane[l] = total.lane[l];
                 total.lane[l] = k == split ? term.lane[l] : add<Acc>(total.lane[l], term.lane[l]);
             }
@@ -74,8 +74,8 @@ template <typename Out, typename In, int N> struct AllSum : Elementwise {
     }
 };
 
-// Registers for all N loads before the first add. Compiled, not measured. The fast build's loops over
-// lanes are twice as slow with N terms at once.
+// Uses registers for all N loads before the first add. Compiled, not measured. In the fast build loops
+// over lanes are twice as slow with N terms at once.
 template <typename Out, typename In, int N>
 __global__ void __launch_bounds__(256, N ? 2 : 4) all_sum(
     TABLE_ARGUMENT table, i64 num_outs, i64 num_inputs, i64 split, double divisor) {

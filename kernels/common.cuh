@@ -1,5 +1,5 @@
-// Shared by all kernels: element types, 16-byte vectors, the pointer table and its loop.
-// No CUDA header is included: NVRTC carries none, and a host compiler needs none. The same text
+// Shared by all kernels: element types, 16-byte vectors, the pointer table and the loop over it.
+// No CUDA header is included: NVRTC has none, and a host compiler needs none. The same text
 // is built three times: by NVRTC for a GPU, by g++ "exact" (every block and thread of a launch in
 // turn) and by g++ "fast" (GRADREDUCE_FAST: one thread, which the compiler may vectorise).
 
@@ -61,7 +61,7 @@ DEVICE float widen(bf16 value) {
 
 template <typename T> DEVICE T widen(T value) { return value; }
 
-// to<T>: rounded once, to nearest, ties to even.
+// to<T> rounds once, to nearest, ties to even.
 template <typename To> struct to {
     template <typename From> static DEVICE To from(From value) { return (To)value; }
 };
@@ -93,7 +93,7 @@ template <> struct to<bf16> {
     }
 };
 
-// The type in which T is added.
+// The accumulate type of T.
 template <typename T> struct accumulate { typedef T type; };
 template <> struct accumulate<f16> { typedef float type; };
 template <> struct accumulate<bf16> { typedef float type; };
@@ -118,8 +118,8 @@ DEVICE double square_root(double value) { return __builtin_sqrt(value); }
 
 struct alignas(16) Vector { u32 word[4]; };
 
-// Spelled out on the GPU: left to itself, NVRTC 12.9 splits a 16-byte store into four in loops
-// whose pointers it must reload (all_sum), and then a warp's stores touch four times the sectors they fill.
+// Explicit 16-byte stores on the GPU: otherwise NVRTC 12.9 splits a 16-byte store into four in loops
+// whose pointers it must reload (all_sum), and a warp's stores touch four times the sectors they fill.
 DEVICE Vector load_vector(const void* from, bool wanted) {
     Vector v;
 #if defined(__CUDACC__)
@@ -145,9 +145,9 @@ DEVICE void store_vector(void* into, const Vector& v) {
 #endif
 }
 
-// In the fast build a GROUPED body works on as many elements at a time. So does one that branches, or
-// loops over operands whose number it does not know: g++ vectorises the innermost loops only, and
-// these are then the ones over the lanes. (all_sum of 8 x 8M float32: 46 ms plain, 11 ms grouped.)
+// The number of elements that a GROUPED body works on at a time in the fast build. A body is GROUPED if it
+// branches, or loops over an unknown number of operands: g++ vectorises only the innermost loops, which
+// are then the loops over lanes. (all_sum of 8 x 8M float32: 46 ms plain, 11 ms grouped.)
 static constexpr int HOST_LANES = 32;
 #if defined(GRADREDUCE_FAST)
 static constexpr bool FAST = true;  // the fast build
@@ -155,14 +155,14 @@ static constexpr bool FAST = true;  // the fast build
 static constexpr bool FAST = false;
 #endif
 
-// LANES elements as they are in memory. LANES * sizeof(T) is a multiple of 16, or LANES is 1.
+// LANES elements in their memory format. LANES * sizeof(T) is a multiple of 16, or LANES is 1.
 template <typename T, int LANES> struct Raw {
     union { Vector vector[LANES * (int)sizeof(T) / 16]; T element[LANES]; };
 };
 template <typename T> struct Raw<T, 1> { T element[1]; };
 template <typename T> struct Raw<T, HOST_LANES> { const T* element; };
 
-// Loads nothing, and returns any value, if not `wanted`.
+// If not `wanted`, loads nothing and returns any value.
 template <int LANES, typename T>
 DEVICE Raw<T, LANES> load_raw(const T* from, i64 index, bool wanted = true) {
     Raw<T, LANES> raw;
@@ -178,7 +178,7 @@ DEVICE Raw<T, LANES> load_raw(const T* from, i64 index, bool wanted = true) {
     return raw;
 }
 
-// LANES elements, widened.
+// LANES elements in the accumulate type.
 template <typename Acc, int LANES> struct Lanes { Acc lane[LANES]; };
 
 template <typename Acc, typename T, int LANES>
@@ -220,8 +220,8 @@ DEVICE void add_to(Lanes<Acc, LANES>& total, const Lanes<Acc, LANES>& term) {
     for (int l = 0; l < LANES; ++l) total.lane[l] = add<Acc>(total.lane[l], term.lane[l]);
 }
 
-// True division, never a product with 1/n; none by 1. Integers are not divided here,
-// but by divide.cu when they have been added.
+// A true division, not a product with 1/n; no division by 1. Integers are divided by divide.cu after
+// the additions, not here.
 template <typename Acc> struct Divisor {
     bool divides;
     Acc value;
@@ -239,7 +239,7 @@ template <typename Acc> struct Divisor {
 
 // ---- the table ---------------------------------------------------------------------------------
 
-// Written by src/gradreduce/device/launch_table.py, which explains it.
+// Made by src/gradreduce/device/launch_table.py, whose docstring describes it.
 struct Table {
     const i64* words;
     i64 num_rows;
@@ -260,9 +260,9 @@ struct Row {
     template <typename T> DEVICE T* operand(i64 position) const { return (T*)words[4 + position]; }
 };
 
-// The last row whose first chunk is not behind `chunk`. Inline words are constant memory, the same
-// for all threads of a block, and cheap to search; in device memory each step of a search would wait
-// for a load, so a map lies behind the rows there: the row of every chunk.
+// Returns the last row whose first chunk is not after `chunk`. Inline words are in constant memory and
+// cheap to search. In device memory each step of a search would wait for a load, so a map follows
+// the rows there: the row of every chunk.
 DEVICE Row find_row(const Table& table, i64 chunk) {
     if (table.words) {
         const i64 row = table.words[table.num_rows * table.row_words + chunk];
@@ -277,8 +277,8 @@ DEVICE Row find_row(const Table& table, i64 chunk) {
 }
 
 #if defined(GRADREDUCE_FAST)
-// A STREAMED body stores past the cache, which would read each line before it is written, so many elements
-// at a time, in launches whose outputs the cache would not keep for the next one. Time of such stores over
+// A STREAMED body stores this many elements at a time past the cache, which would read each line before it is
+// written. Only in launches whose outputs are too large to stay in the cache for the next launch. Time of such stores over
 // plain ones, two cores, 32 MiB of L3, 2026-11: pack of 2^20, 2^21, 2^22 and 2^23 float32 and a read of its
 // output 1.6, 1.1, 0.9, 0.8; at 2^23 pack 0.65, add_n of two 0.75, of eight 0.93, all_sum of eight 0.6; all_sum
 // in place 1.1 to 2.
@@ -295,17 +295,17 @@ inline bool is_streamed(const Table& table, const Row& row) {
 }
 #endif
 
-// What bodies have in common; each says where it differs.
+// The defaults of bodies; a body overrides those that differ.
 struct Elementwise {
     static constexpr bool GROUPED = false;   // see HOST_LANES
     static constexpr bool STREAMED = false;  // see STREAM_LANES; not with 8 and 16-bit types, whose code takes g++ long
-    static constexpr bool PADDED = false;    // the last operand may be shorter; then no vector crosses its end
-    // A body of one input may have AHEAD of its vectors loaded, then put(i, values) is called for each.
+    static constexpr bool PADDED = false;    // the last operand may be shorter; no vector crosses its end
+    // For a body of one input, AHEAD vectors may be loaded first; then put(i, values) is called for each.
     static constexpr int AHEAD = 1;
 };
 
-// Runs body.at<LANES>(i) for whole vectors and body.at<1>(i) for what is left, over every item of
-// every row: an element of the first operand, unless Kernel.items says otherwise. A `Body` is made
+// Runs body.at<LANES>(i) for whole vectors and body.at<1>(i) for the remaining items, over every item of
+// every row. An item is an element of the first operand, unless Kernel.items is set. A `Body` is made
 // once per chunk, from its row. Blocks stride over chunks, threads over the vectors of a chunk: the
 // result is the same for any grid and block.
 template <typename Body, int LANES, typename... Arguments>
@@ -348,11 +348,11 @@ DEVICE void elementwise(const Table& table, Arguments... arguments) {
         for (i64 i = tail + threadIdx.x; i < end; i += blockDim.x) body.template at<1>(i);
     }
 #if defined(GRADREDUCE_FAST) && defined(__SSE2__)
-    if constexpr (Body::STREAMED) __builtin_ia32_sfence();  // before other threads are told
+    if constexpr (Body::STREAMED) __builtin_ia32_sfence();  // before other threads continue
 #endif
 }
 
-// Lanes that make every operand a whole number of 16-byte vectors.
+// The number of lanes with which every operand is a whole number of 16-byte vectors.
 template <typename A, typename B> struct lanes_of {
     static constexpr int value = 16 / (int)(sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
     // AHEAD of a body whose one input is of B: 64 bytes. With the 4 or 5 blocks that fit on a multiprocessor

@@ -1,9 +1,9 @@
 // divide:  out[t][i] = in[t][i] / divisor, a true division of integers
 // order    one rounding of the integer to Out (none up to 32 bits), one of the quotient
 // types    <float, In> of 8 and 16 bits, <double, In> of 32 and 64; signed and unsigned
-// aliasing out and in may be the same exactly (of 64 bits only: the others differ in size)
+// aliasing out and in may be exactly the same (only with 64 bits: the others differ in size)
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
-// limits   none; the divisor is rounded to Out once, and 0, infinity and NaN are divisors too
+// limits   none; the divisor is rounded to Out once; it may be 0, infinite or NaN
 // reference src/gradreduce/ops/divide.py, bit-equal except subnormals (CuPy builds with -ftz=true)
 // source   tf.math.truediv: the types; own
 #include "common.cuh"

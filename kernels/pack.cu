@@ -1,6 +1,6 @@
 // pack: out[t][i] = in[t][i] / divisor for i < size of in[t], and 0 from there to the size of out[t]
 // order    one quotient, one rounding to Out (both omitted if they change nothing)
-// types    <Out, In>: divided in the accumulate dtype of In; double to 16-bit by way of float;
+// types    <Out, In>: divided in the accumulate dtype of In; double to 16-bit through float;
 //          integers take divisor 1 only
 // aliasing out and in may be the same exactly
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices

@@ -1,5 +1,5 @@
-// The update rules: step changes var and slots of one element by its gradient. Each is written once;
-// update.cu has a plain update, AGN's local one and its global one around the same step. A rule's
+// The update rules: step changes var and slots of one element by its gradient. Each rule is written once;
+// update.cu uses its step in the plain update and in AGN's local and global updates. A rule's
 // members are its scalars, in the order of src/gradreduce/ops/update_rules.py.
 #include "common.cuh"
 
@@ -79,7 +79,7 @@ template <typename Acc> struct Adagrad {
     }
 };
 
-// TensorFlow has an epsilon inside of the root, PyTorch outside; the other one is 0.
+// TensorFlow has an epsilon inside the square root, PyTorch outside; the unused one is 0.
 template <typename Acc> struct Rmsprop {
     static constexpr int SLOTS = 2;
     Acc lr, one_minus_decay, decay, epsilon_inside, epsilon_outside;

@@ -1,9 +1,9 @@
 // segment_sum: out[t][into[s]] = (values[t][order[b]] + … + values[t][order[e-1]]) / divisors[s]
 // order    left to right from b = bounds[s] to e = bounds[s+1], b < e; one rounding per add in the
-//          accumulate dtype of In; divided (truly) there if not by 1; where into[s] is ~row, cast to
+//          accumulate dtype of In; there a true division unless by 1; if into[s] is ~row, cast to
 //          the accumulate dtype of Out and added to the row; one rounding at the store
 // types    <Out, In>: 16-bit types accumulate in float; integers take divisor 1 only; indices are i64
-// aliasing none: out does not overlap later operands, and into has no row twice
+// aliasing none: out does not overlap later operands, and into repeats no row
 // launch   1-D, any grid and block; blocks stride over chunks of (segment, column); 64-bit indices
 // limits   none; without has_into into[s] is s, without has_divisors divisors[s] is divisor
 // reference src/gradreduce/ops/segment_sum.py, bit-equal except subnormals (-ftz=true)

@@ -3,8 +3,8 @@
 // types    <In>: out is double; squared 0: of the elements themselves; rooted: the square root of the sum
 // aliasing none: out does not overlap in
 // launch   1-D, any grid and block; blocks stride over chunks of out's elements; 64-bit indices
-// limits   none; L is lanes, T is terms; what is behind the end of in counts as zero
-// reference src/gradreduce/ops/square_sum.py, bit-equal but for subnormal float32 (-ftz=true)
+// limits   none; L is lanes, T is terms; elements after the end of in count as zero
+// reference src/gradreduce/ops/square_sum.py, bit-equal except subnormal float32 (-ftz=true)
 // source   own; tf.global_norm for the operation
 #include "common.cuh"
 

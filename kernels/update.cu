@@ -4,7 +4,7 @@
 // order    the rule's, one rounding per operation (-fmad=false), one at each store; the sum left to right
 // types    <Rule, T, State, double…>: 16-bit T computed in float; State (of the slots) is T, or float
 //          with a master; the sum is T, or float for 16-bit T; one double for each scalar of the rule
-// aliasing copy may be the variable, and its master that of the variable; no others overlap
+// aliasing copy may be the variable, and the copy's master the variable's; no others overlap
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows or elements; num_written: operands before the last; first: 1 or 0; period: 1 or more
 // reference src/gradreduce/ops/update.py, bit-equal except subnormals (CuPy builds with -ftz=true)
@@ -16,14 +16,14 @@
 template <typename A, typename B> struct is_same { static constexpr bool value = false; };
 template <typename A> struct is_same<A, A> { static constexpr bool value = true; };
 
-// The operands that begin a row: var, [master,] slots. State is T, or float with a 16-bit T: then a
-// master precedes the slots and replaces the variable, as long as it rounds to it; if not, the
-// variable was assigned to, and is used.
+// The first operands of a row: var, [master,] slots. State is T; or float for a 16-bit T with a master,
+// which is before the slots. The master is used in place of the variable if it rounds to it. If not, the
+// variable was assigned, and is used itself.
 template <template <typename> class Rule, typename T, typename State> struct Changed : Elementwise {
     static constexpr bool MASTER = !is_same<T, State>::value;
     typedef typename accumulate<T>::type Acc;
     static constexpr int SLOTS = Rule<Acc>::SLOTS;
-    static constexpr int NEXT = 1 + MASTER + SLOTS;  // the operand after them
+    static constexpr int NEXT = 1 + MASTER + SLOTS;  // the first operand after these
     T* var;
     State* state[1 + SLOTS];  // the master (or nothing), and the slots
     Rule<Acc> rule;
@@ -36,7 +36,7 @@ template <template <typename> class Rule, typename T, typename State> struct Cha
         for (int k = 1; k <= SLOTS; ++k) state[k] = row.operand<State>(MASTER + k);
     }
 
-    // What it was, all of which is loaded before anything is stored.
+    // The old values, which are all loaded before anything is stored.
     template <int LANES> struct Before {
         Raw<T, LANES> var;
         Raw<State, LANES> state[1 + SLOTS];

@@ -1,8 +1,8 @@
 """Sums gradients across micro-batches, devices and time, on GPUs or simulated devices.
 
 Names and behaviour follow TensorFlow's AggregationMethod, ConditionalAccumulator,
-AllReduceCrossDeviceOps and AGNOptimizer, without TensorFlow and executed eagerly. Start with
-``gr.SyncStep``, which runs one data-parallel training step.
+AllReduceCrossDeviceOps and AGNOptimizer. TensorFlow is not needed, and calls run eagerly. Start
+with ``gr.SyncStep``, which runs one data-parallel training step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ``gradreduce`` command, which is also ``python -m gradreduce``."""
+"""The ``gradreduce`` command; ``python -m gradreduce`` runs it too."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Checkpoints: schemas of states, their one validator, and ``split`` and ``join`` for file formats.
+"""Checkpoints: schemas of states, their validator, and ``split`` and ``join`` for file formats.
 
 A state is a dict of numbers, strings, None, lists, dicts and arrays, in host memory. Arrays are
-float32 or float64 (float32 of float16 and bfloat16), and int64 for indices. Every class that has a
-``state_dict`` declares a schema of it:
+float32 (also for float16 and bfloat16) or float64; indices are int64. Every class with a
+``state_dict`` declares a schema for it:
 
 - a dict: the state has exactly these keys, and each entry fits the schema of its key;
 - a list: the state is a list of this length, and each entry fits its schema;
-- a function: validates an entry, given its name for errors, and returns its value.
+- a function: is called with the name (for errors) and value of an entry, validates the entry, and
+  returns its value.
 
 The entry ``"format"`` names the class and the version of the schema. A load validates everything by
 ``checked`` and allocates memory before it changes anything.
@@ -39,7 +40,7 @@ __all__ = ["join", "split"]
 
 Check = Callable[[str, Any], Any]
 _OUTPUT_TYPES = ("numpy", "torch")
-_METADATA = "gradreduce"  # the key of what is not an array
+_METADATA = "gradreduce"  # the key of the metadata
 _NUMBERED = "; Variables without a name are numbered as they are made: give each a name"
 
 
@@ -50,25 +51,29 @@ def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Splits a state into its arrays and one string, as safetensors stores them.
 
     Args:
-        state: from any ``state_dict``.
+        state: the result of any ``state_dict``.
 
     Returns:
-        The arrays, not copied, by names such as ``"variables.w"``; and metadata with all else.
+        The arrays, not copied, by names such as ``"variables.w"``; and metadata with everything
+        else.
 
     Raises:
-        TypeError: the state has something else than ``state_dict`` returns.
+        TypeError: the state contains a value that ``state_dict`` does not return.
 
-    Example::
-
-        tensors, metadata = gr.checkpoint.split(step.state_dict(output_type="torch"))
-        safetensors.torch.save_file(tensors, "step.safetensors", metadata)
+    Example:
+        >>> optimizer = gr.MomentumOptimizer(0.1, 0.9)
+        >>> w = gr.Variable([1.0, 2.0], "w", device=gr.open_mesh(1, backend="sim"))
+        >>> optimizer.prepare([w])
+        >>> tensors, metadata = gr.checkpoint.split(optimizer.state_dict())
+        >>> list(tensors), list(metadata)
+        (['slots.w.momentum'], ['gradreduce'])
     """
     tensors: dict[str, Any] = {}
 
     def without_arrays(path: str, leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
-        while path in tensors:  # names of variables have dots too
+        while path in tensors:  # names of variables may contain dots
             path += "_"
         tensors[path] = leaf
         return {"tensor": path}
@@ -77,21 +82,21 @@ def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def join(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """Returns the state that ``split`` has split, for ``load_state_dict``.
+    """Joins the results of ``split`` to a state for ``load_state_dict``.
 
     Args:
-        tensors: arrays of any library, by name.
-        metadata: may have other keys too; of ``np.load`` the file again.
+        tensors: arrays of any library, by name; for example an open ``.npz`` file.
+        metadata: the metadata of ``split``; may have other keys too. For an ``.npz`` file that
+            contains the metadata, pass the file again.
 
     Raises:
         KeyError: an array is missing.
         ValueError: the metadata is not from ``split``.
 
-    Example::
-
-        with safetensors.safe_open("step.safetensors", "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-            step.load_state_dict(gr.checkpoint.join(tensors, file.metadata()))
+    Example:
+        >>> state = {"format": "example 1", "sums": [np.zeros(2)]}
+        >>> gr.checkpoint.join(*gr.checkpoint.split(state))
+        {'format': 'example 1', 'sums': [array([0., 0.])]}
     """
     if metadata is None or _METADATA not in metadata:
         raise ValueError(f"metadata={brief(metadata)} has no {_METADATA!r}: pass that of split()")
@@ -104,13 +109,13 @@ def join(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict
             raise KeyError(f"tensors has no {name!r}, which the metadata names")
         return tensors[name]
 
-    text = str(metadata[_METADATA])  # of np.load, an array
+    text = str(metadata[_METADATA])  # np.load returns an array
     state: dict[str, Any] = json.loads(text, object_hook=with_arrays)
     return state
 
 
 def mapped(function: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:
-    """Applies a function to the leaves of dicts and lists in each other, and to their paths."""
+    """Applies a function to the paths and leaves of nested dicts and lists."""
     inside = f"{path}." if path else ""
     if isinstance(value, Mapping):
         return {key: mapped(function, each, f"{inside}{key}") for key, each in value.items()}
@@ -123,7 +128,7 @@ def mapped(function: Callable[[str, Any], Any], value: Any, path: str = "") -> A
 
 
 def copied(buffer: Buffer) -> Buffer:
-    """Queues a copy on the device, so that a state is from one moment."""
+    """Queues a copy on the device: all of a state is from one time."""
     return copied_to(buffer.device, buffer)
 
 
@@ -135,14 +140,14 @@ def copies_of(variables: Mapping[str, Variable]) -> dict[str, Buffer]:
 def downloader(deadline: float | None, output_type: str = "numpy") -> Callable[[Any], Any]:
     """Returns a function that replaces the Buffers in a state by downloaded arrays.
 
-    An entry may also be a function, which gets one that downloads a Buffer.
+    An entry may also be a function; it is called with a function that downloads a Buffer.
 
     Args:
         deadline: seconds from now for all downloads together; None: no limit.
-        output_type: of the arrays, ``"numpy"`` or ``"torch"`` (on the CPU).
+        output_type: the kind of the arrays: ``"numpy"`` or ``"torch"`` (on the CPU).
 
     Raises:
-        ValueError: another ``output_type``, or PyTorch is not imported.
+        ValueError: ``output_type`` is unknown, or PyTorch is not imported.
     """
     if output_type not in _OUTPUT_TYPES:
         raise ValueError(f"output_type={brief(output_type)} is not one of {_OUTPUT_TYPES}")
@@ -182,21 +187,21 @@ def checked(where: str, saved: Any, schema: Any) -> Any:
     """Validates a part of a state; returns its values, with arrays in host memory.
 
     Args:
-        where: name of the part, for errors.
-        saved: the part; from ``state_dict``, or as a file format returns it: tuples or arrays for
-            lists, zero-dimensional arrays for numbers and strings, tensors for arrays.
-        schema: see the module.
+        where: the name of the part, for errors.
+        saved: the part, from ``state_dict`` or from a file format, which may return tuples or
+            arrays for lists, 0-d arrays for numbers and strings, and tensors for arrays.
+        schema: see the module's docstring.
 
     Raises:
         KeyError: a key is missing or unknown.
-        TypeError: a value of another type.
-        ValueError: a value of another format, shape or dtype, or out of range.
+        TypeError: a value has another type.
+        ValueError: a value has another format, shape or dtype, or is out of range.
     """
     if isinstance(schema, Mapping):
         if not isinstance(saved, Mapping):
             raise TypeError(f"{where} is a {type(saved).__name__}; expected a dict")
         check = schema.get("format")
-        if callable(check) and "format" in saved:  # another version has other keys
+        if callable(check) and "format" in saved:  # another version may have other keys
             check(f"{where}['format']", saved["format"])
         _check_keys(where, saved, schema)
         return {key: checked(f"{where}[{key!r}]", saved[key], each) for key, each in schema.items()}
@@ -222,12 +227,12 @@ def _check_keys(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any])
 
 
 def numbered(names: Iterable[Any]) -> list[str]:
-    """Returns the names that Variables without a name were given."""
+    """Returns the generated names, which Variables without a name have."""
     return [name for name in names if re.fullmatch(r"Variable(_\d+)?", str(name))]
 
 
 def check_order(where: str, saved: Iterable[str], names: Iterable[str]) -> None:
-    """Raises ``KeyError`` if Variables without a name come in another order than in the state."""
+    """Raises ``KeyError`` if unnamed Variables are in another order than in the state."""
     found, wanted = numbered(saved), numbered(names)
     if found != wanted:
         raise KeyError(
@@ -236,14 +241,14 @@ def check_order(where: str, saved: Iterable[str], names: Iterable[str]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Returns the Python values of arrays that stand for numbers, strings or lists."""
+    """Returns the Python values of arrays that contain numbers, strings or lists."""
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     return value.tolist() if is_array(value) else value
 
 
 def anything(_: str, saved: Any) -> Any:
-    """Checks nothing."""
+    """Accepts every value."""
     return saved
 
 
@@ -281,7 +286,7 @@ def flag(where: str, saved: Any) -> bool:
 
 
 def array(shape: tuple[int, ...], dtype: DType) -> Check:
-    """Returns a check for an array that has this shape and dtype on a device."""
+    """Returns a check for the array of a Buffer with this shape and dtype."""
     wanted = shape, accumulate_dtype(dtype)
 
     def check(where: str, saved: Any) -> Any:
@@ -304,7 +309,7 @@ def arrays_of(variables: Mapping[str, Variable]) -> dict[str, Check]:
 
 
 def optional(schema: Any) -> Check:
-    """Returns a check for None, or what fits a schema."""
+    """Returns a check for None, or a value that fits a schema."""
     return lambda where, saved: None if saved is None else checked(where, saved, schema)
 
 

@@ -22,53 +22,122 @@ __all__ = [
 
 
 class InvalidArgumentError(ValueError):
-    """An argument has the right type but an invalid value (named as in TensorFlow)."""
+    """An argument has the right type but an invalid value (named as in TensorFlow).
+
+    Example:
+        >>> gr.IndexedSlices(np.zeros((1, 2)), [-1])
+        Traceback (most recent call last):
+            ...
+        gradreduce.errors.InvalidArgumentError: indices[0] = -1 is negative, or too large for int64
+    """
 
 
 class CancelledError(RuntimeError):
-    """The object was closed before the call, or while the call waited for it."""
+    """The object was closed before the call, or while the call waited for it.
+
+    Example:
+        >>> accumulator = gr.ConditionalAccumulator("float32", (2,))
+        >>> accumulator.close()
+        >>> accumulator.take_grad(1)
+        Traceback (most recent call last):
+            ...
+        gradreduce.errors.CancelledError: the accumulator 'conditional_accumulator' was closed
+    """
 
 
 class CaptureError(RuntimeError):
     """The operation cannot be captured, or cannot run during a capture.
 
     On error, state is unchanged.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim", peer_access=False)
+        >>> ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+        >>> ops.capture(gr.ReduceOp.SUM, ops.pairs([{"w": np.ones(2)}, {"w": np.ones(2)}]))
+        Traceback (most recent call last):
+            ...
+        gradreduce.errors.CaptureError: physical devices 0 and 1 have no peer access: ...
     """
 
 
 class DeadlineExceededError(TimeoutError):
-    """The ``timeout`` of a blocking call expired; the message says what was still missing."""
+    """The ``timeout`` of a blocking call expired; the message says what was still missing.
+
+    Example:
+        >>> accumulator = gr.ConditionalAccumulator("float32", (2,))
+        >>> accumulator.take_grad(1, timeout=0.001)
+        Traceback (most recent call last):
+            ...
+        gradreduce.errors.DeadlineExceededError: not enough gradients within 0.001 s; ...
+    """
 
 
 class DeviceMismatchError(ValueError):
-    """An array is on a device that this call cannot access, or of another mesh."""
+    """An array is on a device that this call cannot access, or on another mesh.
+
+    Example:
+        >>> mesh, other = gr.open_mesh(1, backend="sim"), gr.open_mesh(1, backend="sim")
+        >>> mesh[0].download(other[0].upload(np.ones(2)))
+        Traceback (most recent call last):
+            ...
+        gradreduce.errors.DeviceMismatchError: Buffer(...) is of another mesh ...
+    """
 
 
 class BackendUnavailableError(RuntimeError):
-    """The requested backend cannot run here; the message says why and what to install."""
+    """The requested backend cannot run here; the message says why and what to install.
+
+    Example:
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> mesh.close()
+        >>> mesh[0].zeros((2,), "float32")
+        Traceback (most recent call last):
+            ...
+        gradreduce.errors.BackendUnavailableError: the mesh of this sim device was closed; ...
+    """
 
 
 class CollectiveError(RuntimeError):
     """A collective across devices failed, or the mesh failed because a deadline passed.
 
-    The message says which device was late, with which pack and which tensors. A failed mesh rejects
-    every use until ``mesh.reset()``.
+    The message names the late device, and the pack and tensors that it worked on. Every later use
+    of a failed mesh raises this error until ``mesh.reset()``.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> mesh.collective.all_reduce([mesh[0].zeros((2,), "int8"), mesh[1].zeros((3,), "int8")])
+        Traceback (most recent call last):
+            ...
+        gradreduce.errors.CollectiveError: all_reduce: buffer 1 is ..., but buffer 0 is ...
     """
 
 
 class InvalidVariableError(TypeError, ValueError):
     """A ``var_list`` or loss has an invalid type or value.
 
-    It has both base classes, because TensorFlow documents ``TypeError`` for ``compute_gradients``
-    and ``ValueError`` for ``minimize`` for the same fault.
+    It has two base classes, because for this fault TensorFlow documents ``TypeError`` in
+    ``compute_gradients`` and ``ValueError`` in ``minimize``.
+
+    Example:
+        >>> gr.GradientDescentOptimizer(0.1).compute_gradients(lambda: 0.0, var_list=[3])
+        Traceback (most recent call last):
+            ...
+        gradreduce.errors.InvalidVariableError: ...
     """
 
 
 class MixedDtypesError(TypeError, ValueError):
     """The terms of a gradient, added by ACCUMULATE_N, have different dtypes.
 
-    It has both base classes: TensorFlow 1.x raises ``ValueError`` there, as its ``accumulate_n``
-    does, later versions ``TypeError``, as ``add_n`` does for every other method.
+    It has two base classes, because TensorFlow 1.x raises ``ValueError`` for this fault, and later
+    versions raise ``TypeError``.
+
+    Example:
+        >>> terms = [np.ones(2, "float32"), np.ones(2, "float64")]
+        >>> gr.aggregate(terms, gr.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N)
+        Traceback (most recent call last):
+            ...
+        gradreduce.errors.MixedDtypesError: inputs have dtypes that don't all match: ...
     """
 
 
@@ -76,7 +145,7 @@ class NotCopied:
     """Base class of objects that hold devices and cannot be pickled or copied.
 
     Attributes:
-        _copy_hint: what to do instead, as the end of the error message.
+        _copy_hint: the end of the error message, which says what to do instead.
     """
 
     __slots__ = ()
@@ -108,7 +177,7 @@ _NAME_LENGTH = 120  # PyTorch's names of parameters are shorter
 
 
 def short_name(name: str) -> str:
-    """Returns the name of a tensor, without its middle where it is very long."""
+    """Returns a tensor's name; leaves out the middle of a very long one."""
     return name if len(name) <= _NAME_LENGTH else f"{name[:58]}...{name[-59:]}"
 
 
@@ -128,7 +197,7 @@ class _Brief(reprlib.Repr):
             try:
                 if x.shape:
                     return f"{type(x).__name__} {x.dtype}{list(x.shape)}"
-            except (AttributeError, TypeError, RuntimeError):  # no array, or one of odd shape
+            except (AttributeError, TypeError, RuntimeError):  # not an array
                 pass
         return super().repr1(x, level)
 
@@ -149,8 +218,8 @@ def repeated(items: Iterable[Any]) -> list[Any]:
 def log_warning(logger: str, message: str, *args: object) -> None:
     """Logs a warning.
 
-    Here ``logging`` is imported, which takes as long as ten modules of this package. When Python
-    ends, and nothing can be imported any more, it does nothing.
+    Imports ``logging`` only now, because its import takes as long as ten modules of this package.
+    Does nothing at Python's exit, when nothing can be imported any more.
     """
     if sys.is_finalizing():
         return

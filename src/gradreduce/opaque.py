@@ -1,8 +1,8 @@
-"""Keeps PyTorch's compiler out of this package: in a compiled function a call is a graph break.
+"""Hides this package from PyTorch's compiler: calls are graph breaks.
 
-Dynamo would trace our functions, with NumPy's arrays in them as tensors: a call would be dozens of
-graphs, or fail. It has no public way to leave a package out before it is imported, and we do not
-import it: so it is told when somebody does. Nothing here costs a call anything.
+Otherwise Dynamo would trace our functions, with NumPy arrays as tensors: a call would become dozens
+of graphs, or fail. Dynamo has no public way to exclude a package before Dynamo is imported, and we
+do not import it. So this module waits for its import. Calls of this package get no slower.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 _DYNAMO = "torch._dynamo"
 _PACKAGE = __file__.removesuffix("opaque.py")
-_TRACED = "data_parallel"  # its forward only calls the module, and is traced with that
+_TRACED = "data_parallel"  # its forward only calls the user's module, and must be traced
 _REASON = (
     "gradreduce queues work on devices, which cannot be traced: call it outside the compiled "
     "function, or compile without fullgraph=True, where each call is one graph break"
@@ -25,9 +25,9 @@ _REASON = (
 
 
 def hide_from_compiler() -> None:
-    """Tells PyTorch's compiler to trace no function of this package; now, or once it is imported.
+    """Tells PyTorch's compiler not to trace this package; now, or when it is imported.
 
-    Call it again when modules were imported since.
+    Call it again after more modules of this package were imported.
     """
     dynamo = sys.modules.get(_DYNAMO)
     if dynamo is not None:
@@ -37,7 +37,7 @@ def hide_from_compiler() -> None:
 
 
 class _Finder:
-    """Finds nothing itself; sees when Dynamo is imported, once."""
+    """An import finder that detects the import of Dynamo, once."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -59,11 +59,11 @@ class _Finder:
 
 
 def _hide(dynamo: Any) -> None:
-    """Hides this package; a Dynamo that has changed too much for that traces it."""
+    """Hides this package; if Dynamo's internals have changed, logs a warning instead."""
     try:
         _skip_files(dynamo.trace_rules)
         _skip_functions(dynamo)
-    except AttributeError as error:  # what is used here is not public
+    except AttributeError as error:  # these functions are not public
         import logging
 
         logging.getLogger("gradreduce").warning(
@@ -105,7 +105,7 @@ def _functions() -> Iterator[FunctionType]:
         classes = filter(inspect.isclass, vars(module).values())
         own = [each for each in classes if each.__module__ == module.__name__]
         for member in [member for owner in (module, *own) for member in vars(owner).values()]:
-            for name in ("", "__func__", "fget", "fset", "func"):  # of a method, or a property
+            for name in ("", "__func__", "fget", "fset", "func"):  # of methods, properties
                 function = getattr(member, name, None) if name else member
                 while isinstance(function, FunctionType):
                     if function.__module__.startswith(prefix) and not _is_traced(function):
@@ -114,5 +114,5 @@ def _functions() -> Iterator[FunctionType]:
 
 
 def _is_traced(function: FunctionType) -> bool:
-    """Whether Dynamo traces a function: those by which a DataParallel calls its module."""
+    """Whether Dynamo may trace a function: those by which a DataParallel calls its module."""
     return function.__module__.endswith(_TRACED) and function.__name__ in ("forward", "module")

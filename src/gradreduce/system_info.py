@@ -1,6 +1,6 @@
-"""Describes what this library finds on this machine: versions, devices, libnccl files.
+"""Describes this machine: versions, devices, loaded libnccl files.
 
-Imports optional libraries by name, because importing one loads its libnccl.
+Imports optional libraries by name, because an import loads the library's libnccl.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gradreduce.errors import BackendUnavailableError
 if TYPE_CHECKING:
     from gradreduce.backends.cuda.gpus import Gpu
 
-# Imported, because they may load a libnccl; and how to install them.
+# Libraries that are imported, because they may load a libnccl; and how to install them.
 _IMPORTED = {
     "CuPy": ("cupy", INSTALL_CUDA),
     "PyTorch": ("torch", "pip install 'gradreduce[torch]'"),
     "JAX": ("jax", "pip install 'gradreduce[jax]'"),
 }
-# Not imported: they load none.
+# Libraries that are not imported, because they load no libnccl.
 _INSTALLED = {
     "Ray": ("ray", "pip install 'gradreduce[ray]'"),
     "mpi4py": ("mpi4py", "pip install 'gradreduce[mpi]'"),
@@ -35,14 +35,14 @@ _INSTALLED = {
 
 @dataclass(frozen=True)
 class SystemInfo:
-    """What was found; ``str`` gives it as lines of text.
+    """The found information; ``str`` returns it as lines of text.
 
     Attributes:
-        versions: by the name of the library; None if it is not installed.
-        gpus: that CuPy sees.
+        versions: the version of each library, by name; None if it is not installed.
+        gpus: the GPUs that CuPy sees.
         nccl: the libnccl files that this process has loaded, with their versions.
-        missing: what cannot be used, and how to install or repair it.
-        warnings: what is wrong with what is installed.
+        missing: libraries and devices that cannot be used, with the reason and what to do.
+        warnings: problems of installed libraries.
     """
 
     versions: dict[str, str | None]
@@ -80,7 +80,7 @@ def find_system_info() -> SystemInfo:
     from gradreduce.backends.cuda.libnccl import (
         libraries,
         several_text,
-    )  # these take as long as a tenth of NumPy
+    )  # these take a tenth of the time of NumPy
     from gradreduce.backends.sim.host_compile import find_compiler
 
     versions: dict[str, str | None] = {
@@ -116,34 +116,34 @@ def find_system_info() -> SystemInfo:
 def show_versions() -> None:
     """Prints versions, devices, loaded libnccl files, and what is missing.
 
-    Made to be pasted into a report of a problem. Imports CuPy, PyTorch and JAX, where they are
-    installed: a library loads its libnccl when it is imported, and two different ones in a process
-    are a known cause of hangs. That may take seconds. The command ``gradreduce info`` prints the
-    same as a table.
+    Paste the text into a bug report. The call imports CuPy, PyTorch and JAX if they are installed,
+    which may take seconds: each loads its libnccl when it is imported, and two different libnccl in
+    a process are a known cause of hangs. The command ``gradreduce info`` prints the same as a
+    table.
 
-    Example::
-
-        gr.show_versions()
+    Example:
+        >>> gr.show_versions()
+        gradreduce  ...
     """
     sys.stdout.write(f"{find_system_info()}\n")
 
 
 def _imported(module: str) -> tuple[str | None, str]:
-    """Imports a library; returns its version, and what is wrong."""
+    """Imports a library; returns its version, and a text about a problem."""
     try:
         version = getattr(import_module(module), "__version__", "unknown")
     except ModuleNotFoundError as error:
         if error.name == module:
             return None, "not installed"
         return _installed(module), f"cannot be imported ({error})"
-    except Exception as error:  # whatever a broken library raises
+    except Exception as error:  # a broken library may raise anything
         return _installed(module), f"cannot be imported ({error})"
     return str(version), ""
 
 
 def _installed(package: str) -> str | None:
-    """Returns the version of an installed package, which is not imported."""
-    from importlib import metadata  # likewise
+    """Returns the version of an installed package without importing it."""
+    from importlib import metadata  # slow to import
 
     try:
         return metadata.version(package)

@@ -160,7 +160,7 @@ REFUSED = {
     "a number": (ROWS, 1, None, InvalidArgumentError, r"indices must be a vector, got shape \[\]"),
     "too few": (ROWS, [0, 1], None, InvalidArgumentError, "2 indices for 3 rows of values"),
     "too many": (ROWS, [0, 1, 2, 2], None, InvalidArgumentError, "4 indices for 3 rows"),
-    "a scalar": (np.float32(1), [0], None, InvalidArgumentError, "cannot be 0-dimensional"),
+    "a scalar": (np.float32(1), [0], None, InvalidArgumentError, "at least one dimension"),
     "another rank": (
         ROWS, [0, 1, 2], (9,), InvalidArgumentError,
         r"values of shape \[3, 2\] are not rows of an array of shape \[9\]",

@@ -121,7 +121,8 @@ def test_a_wrong_file_is_the_parsers_error(tmp_path, content, says):
 
 def test_a_file_that_ends_early_or_claims_too_much_is_refused(tmp_path):
     path = tmp_path / "wrong.safetensors"
-    for size, says in ((1 << 60, "its header would have"), (4096, "ends inside its header")):
+    sizes = ((1 << 60, "the size of its header would be"), (4096, "ends inside its header"))
+    for size, says in sizes:
         write_safetensors(path, {}, size=size)
         result = run(str(path))
         assert (result.exit_code, says in result.output) == (2, True), result.output

@@ -64,7 +64,9 @@ def _kind_of_class(cls: type) -> Kind:
         if kind is not None and hasattr(cls, _ONLY_OF_ARRAYS[kind]):
             return kind
     if hasattr(cls, "__cuda_array_interface__"):  # Numba, RMM, ...
-        raise TypeError(f"{cls.__name__} is of another library; convert it by cupy.asarray(x)")
+        raise TypeError(
+            f"{cls.__name__} is of a library that is not supported; convert it by cupy.asarray(x)"
+        )
     hint = getattr(cls, "_hint", "")  # of traced values of ``autodiff``
     raise TypeError(f"{cls.__name__} is not an array, a list of numbers or a Buffer{hint}")
 

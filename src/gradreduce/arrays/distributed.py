@@ -264,7 +264,7 @@ class DistributedValues(NotCopied):
             TypeError: a value is IndexedSlices; use ``parts``.
         """
         if self.is_sparse:
-            raise TypeError(f"{self} contains IndexedSlices, which are no Buffers: use .parts")
+            raise TypeError(f"{self} contains IndexedSlices, which are not Buffers: use .parts")
         return self.parts  # type: ignore[return-value]  # all dense: seen just now
 
     @property
@@ -325,7 +325,7 @@ class DistributedValues(NotCopied):
         found = as_device(device, "device=", self.mesh)
         if found not in self._devices:
             names = listed(device.name for device in self._devices)
-            raise ValueError(f"Device {found!r} not found in those of the values: {names}")
+            raise ValueError(f"Device {found!r} is not one of the value's devices: {names}")
         return self._as_result(self._devices.index(found))
 
     def __len__(self) -> int:

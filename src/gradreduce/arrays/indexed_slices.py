@@ -77,7 +77,9 @@ class IndexedSlices:
             values = host_array(values)
         shape, self._dtype = shape_and_dtype(values)
         if not shape:
-            raise InvalidArgumentError("values cannot be 0-dimensional: indices number its rows")
+            raise InvalidArgumentError(
+                "values must have at least one dimension: indices are row numbers"
+            )
         if len(rows) != shape[0]:
             raise InvalidArgumentError(
                 f"got {len(rows)} indices for {shape[0]} rows of values; pass one for each row"

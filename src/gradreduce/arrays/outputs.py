@@ -244,5 +244,5 @@ def _check_flat_buffer(address: int, nbytes: int, device: Device) -> None:
     block = device.external_buffers.find(address, nbytes)
     if block is not None and block.device is not device:
         raise DeviceMismatchError(
-            f"out lies in a flat buffer of {block.device.name}; expected one on {device.name}"
+            f"out is in a flat buffer of {block.device.name}; expected one on {device.name}"
         )

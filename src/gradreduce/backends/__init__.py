@@ -173,7 +173,7 @@ def _own_gpus(num_gpus: int) -> Sequence[int]:
         names = ", ".join(_LOCAL_RANKS)
         raise BackendUnavailableError(
             f"no environment variable ({names}) has this process's local rank: pass devices=, a "
-            f"list of the GPUs to use, of {num_gpus}"
+            f"list of GPU numbers from 0 to {num_gpus - 1}"
         )
     name, rank = launched
     if rank >= num_gpus:

@@ -31,10 +31,10 @@ from .options import (
 from .pictures import plot_bandwidths
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_LR = 2**-6  # is seen in a bfloat16 of 2
-_NUM_TERMS = 8  # of add_n
+_LR = 2**-6  # large enough to change a bfloat16 of 2
+_NUM_TERMS = 8  # terms of add_n
 _OPTIMIZERS: dict[str, tuple[Callable[[], gr.Optimizer], int]] = {
-    # arrays that an update reads or writes: gradient, variable twice, each slot twice
+    # the number of arrays that an update reads or writes: gradient, variable twice, each slot twice
     "sgd": (lambda: gr.GradientDescentOptimizer(_LR), 3),
     "momentum": (lambda: gr.MomentumOptimizer(_LR, 0.9), 5),
     "adam": (lambda: gr.AdamOptimizer(_LR), 7),
@@ -43,12 +43,12 @@ _OPTIMIZERS: dict[str, tuple[Callable[[], gr.Optimizer], int]] = {
 
 @dataclass(frozen=True)
 class Timed:
-    """What to time.
+    """Work to time.
 
     Attributes:
-        call: does the work once; does not wait for the devices.
-        moved: bytes that it reads and writes; of an all-reduce the bytes of one replica.
-        num_wrong: how many elements of its result are wrong.
+        call: does the work once, without waiting for the devices.
+        moved: the bytes that it reads and writes; for an all-reduce the bytes of one replica.
+        num_wrong: returns the number of wrong elements in the result.
     """
 
     call: Callable[[], Any]
@@ -62,14 +62,15 @@ class Row:
 
     Attributes:
         benchmark: ``all-reduce``, ``add_n``, ``accumulator`` or the name of an optimizer.
-        size: bytes of one array.
-        count: its elements.
-        type: its dtype.
+        size: the bytes of one array.
+        count: the number of elements of one array.
+        type: the dtype of the array.
         redop: the reduction; empty for an optimizer.
-        time: microseconds of a call.
-        algbw: GB/s: of an all-reduce ``size`` / ``time``; else bytes read and written / ``time``.
-        busbw: GB/s: of an all-reduce of n replicas ``algbw`` * 2 * (n - 1) / n; else ``algbw``.
-        wrong: wrong elements of the result.
+        time: the microseconds of a call.
+        algbw: in GB/s: for an all-reduce ``size`` / ``time``, else bytes read and written /
+            ``time``.
+        busbw: in GB/s: for an all-reduce of n replicas ``algbw`` * 2 * (n - 1) / n, else ``algbw``.
+        wrong: the number of wrong elements in the result.
     """
 
     benchmark: str
@@ -142,14 +143,14 @@ def parse_bytes(value: str) -> int:
     type=click.IntRange(2),
     default=4,
     show_default=True,
-    help="From one size to the next.",
+    help="Factor from one size to the next.",
 )
 @click.option(
     "--iterations",
     type=click.IntRange(1),
     default=20,
     show_default=True,
-    help="Calls of each size.",
+    help="Number of calls for each size.",
 )
 @json_option
 @plot_option
@@ -163,9 +164,9 @@ def bench(
 ) -> None:
     """Time all-reduce, add_n, accumulators and optimizers, in the columns of nccl-tests.
 
-    BENCHMARKS are all-reduce, add_n, accumulator and optimizers; default: all. Times are the
-    host's, from the first of the calls until all devices have finished. On simulated devices they
-    are the times of NumPy on this machine's CPU.
+    BENCHMARKS are all-reduce, add_n, accumulator and optimizers; default: all. Times are measured
+    on the host, from the first call until all devices have finished. On simulated devices they are
+    the times of NumPy on this machine's CPU.
     """
     sizes = _sizes(options.pop("min_bytes"), options.pop("max_bytes"), options.pop("factor"))
     cases = [(name, size) for name in benchmarks or tuple(_CASES) for size in sizes]
@@ -198,7 +199,7 @@ def _sizes(least: int, most: int, factor: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all rows share; see the options of ``bench``."""
+    """The settings of all rows; see the options of ``bench``."""
 
     mesh: gr.Mesh
     algorithm: AllReduceAlg
@@ -240,7 +241,7 @@ def _row(settings: Settings, label: str, redop: str, count: int, timed: Timed) -
 
 
 def _seconds(settings: Settings, call: Callable[[], Any]) -> float:
-    """Returns the time of one of several calls; the first, which compiles, is not measured."""
+    """Returns the mean time of a call; the first call, which compiles, is not measured."""
     call()
     settings.mesh.synchronize()
     start = time.perf_counter()

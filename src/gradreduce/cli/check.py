@@ -1,4 +1,4 @@
-"""``gradreduce check``: runs one of everything, and says in plain words what works."""
+"""``gradreduce check``: runs one operation of each kind, and says what works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradreduce.backends import Backend
 
 from .options import backend_option, json_option, open_chosen, optional_devices_option, table, write
 
-_SIZE = 1003  # elements; not a multiple of what a thread or a launch handles
+_SIZE = 1003  # elements; not a multiple of any vector or block size
 
 
 @click.command()
@@ -28,7 +28,7 @@ def check(
     backend: Backend | None,
     json_file: IO[str] | None,
 ) -> None:
-    """Run one of everything on these devices, and say what works.
+    """Run one operation of each kind on these devices, and say what works.
 
     Opens the devices, sums, reduces, accumulates and updates, and compares every value with the
     expected one by equality. Exit status 1 if something does not work.
@@ -54,7 +54,7 @@ def _outcome(mesh: gr.Mesh, run: Callable[[gr.Mesh], str]) -> tuple[str, str]:
     """Runs a check; returns its outcome and details."""
     try:
         skipped = run(mesh)
-    except Exception as error:  # whatever does not work
+    except Exception as error:  # any failure
         return "FAILED", f"{type(error).__name__}: {error}"
     return ("skipped", skipped) if skipped else ("works", "")
 

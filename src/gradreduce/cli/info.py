@@ -18,8 +18,8 @@ from .options import json_option, table, write
 def info(json_file: IO[str] | None) -> None:
     """Show versions, devices, loaded NCCL libraries, and what is missing.
 
-    Imports CuPy, PyTorch and JAX where they are installed, because a library loads its libnccl when
-    it is imported. gr.show_versions() prints the same in Python.
+    Imports CuPy, PyTorch and JAX if they are installed, because each loads its libnccl when it is
+    imported. gr.show_versions() prints the same in Python.
     """
     found = find_system_info()
     versions = [(name, version or "not installed") for name, version in found.versions.items()]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 Shapes = dict[str, tuple[int, ...]]
 
-# Planes of a stage's bottlenecks, and how many bottlenecks it has.
+# The width of a stage's bottlenecks, and the number of bottlenecks.
 _RESNET50_STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
 
 

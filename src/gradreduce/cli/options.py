@@ -1,4 +1,4 @@
-"""What several commands share: the options for devices and output, tables, JSON."""
+"""Shared parts of the commands: options for devices and output, tables, JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gradreduce.backends import MOST, Backend, open_mesh
 from gradreduce.device import Mesh
 
 _PICTURES = (".png", ".pdf", ".svg")
-_WIDTH = 110  # columns of a table that goes to a file or a pipe
+_WIDTH = 110  # columns of a table that is written to a file or a pipe
 
 
 def parse_placement(value: str) -> list[int]:
-    """Returns the physical device of each logical one."""
+    """Returns the physical device of each logical device."""
     words = value.split(",")
     if not all(word.isdecimal() and len(word) < 5 for word in words):
         raise click.BadParameter(f"{value!r} must be a number such as 4, or a list such as 0,0,1,1")
@@ -36,13 +36,13 @@ devices_option = click.option(
     metavar="DEVICES",
     default="4",
     show_default=True,
-    help="How many devices; or the physical device of each logical one, such as 0,0,1,1.",
+    help="The number of devices; or the physical device of each logical one, such as 0,0,1,1.",
 )
 optional_devices_option = click.option(
     "--devices",
     type=parse_placement,
     metavar="DEVICES",
-    help="As 4 or 0,0,1,1. Default: all GPUs; without one, 4 simulated devices.",
+    help="Such as 4 or 0,0,1,1. Default: all GPUs; without a GPU 4 simulated devices.",
 )
 backend_option = click.option(
     "--backend",
@@ -79,7 +79,7 @@ def open_chosen(devices: Sequence[int] | None, backend: Backend | None) -> Mesh:
     """Opens the mesh of ``--devices`` and ``--backend``.
 
     Raises:
-        click.ClickException: it cannot be opened here; exit status 1.
+        click.ClickException: the mesh cannot be opened here; exit status 1.
     """
     try:
         return open_mesh(devices, backend=backend, processes="none")
@@ -88,25 +88,25 @@ def open_chosen(devices: Sequence[int] | None, backend: Backend | None) -> Mesh:
 
 
 def progress_console() -> Console:
-    """Returns the console of standard error; on a pipe nothing is printed there."""
+    """Returns the console of standard error; it prints nothing on a pipe."""
     found = Console(stderr=True)
     found.quiet = not found.is_terminal
     return found
 
 
 def console() -> Console:
-    """Returns the console of standard output; never breaks words into colors on a pipe."""
+    """Returns the console of standard output, without colors on a pipe."""
     found = Console(highlight=False, emoji=False)
     return found if found.is_terminal else Console(highlight=False, emoji=False, width=_WIDTH)
 
 
 def write(file: IO[str] | None, content: Any, *tables: Table | str) -> None:
-    """Prints tables and lines of text, and writes JSON if a file was named.
+    """Prints tables and lines of text, and writes JSON if a file was passed.
 
     Args:
-        file: of ``--json``; standard output: the tables are not printed.
-        content: for JSON.
-        tables: in order.
+        file: the file of ``--json``, or None. If it is standard output, the tables are not printed.
+        content: the content for JSON.
+        tables: the tables and lines, in order.
     """
     if file is not None:
         file.write(json.dumps(content, indent=1) + "\n")
@@ -118,7 +118,7 @@ def write(file: IO[str] | None, content: Any, *tables: Table | str) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Makes a table; columns whose name begins with a ``>`` are aligned to the right."""
+    """Makes a table; columns whose names begin with ``>`` are aligned to the right."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         right = column.startswith(">")

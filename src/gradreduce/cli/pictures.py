@@ -1,4 +1,4 @@
-"""Pictures by Matplotlib, which is imported only here, and only for them."""
+"""Pictures by Matplotlib, which is imported only to draw one."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class Measured(Protocol):
 
     @property
     def benchmark(self) -> str:
-        """Name of a line of the picture."""
+        """The name of its line in the picture."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
 
     @property
     def busbw(self) -> float:
-        """In GB/s."""
+        """The bandwidth in GB/s."""
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Returns an empty figure, of inches; no window is opened.
+    """Returns an empty figure of this size in inches; opens no window.
 
     Raises:
         click.ClickException: Matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure  # takes long to import
+        from matplotlib.figure import Figure  # slow to import
     except ModuleNotFoundError as error:
         raise click.ClickException(
             f"a picture needs {error.name}, which is not installed: pip install 'gradreduce[cli]'"
@@ -60,9 +60,9 @@ def plot_bandwidths(path: Path, title: str, rows: Sequence[Measured]) -> None:
 
 
 def plot_timeline(path: Path, title: str, events: Sequence[Mapping[str, Any]], unit: str) -> None:
-    """Draws a row for each queue of each device, and a bar for each of these complete events.
+    """Draws a row for each device's queue, and a bar for each complete event.
 
-    What is not known to be done is hatched. ``unit`` is that of the times.
+    Operations that are not known to be done are hatched. ``unit`` is the unit of the times.
     """
     queues = sorted({(each["pid"], each["tid"]) for each in events})
     figure = new_figure(10, 1.5 + 0.4 * len(queues))
@@ -73,7 +73,7 @@ def plot_timeline(path: Path, title: str, events: Sequence[Mapping[str, Any]], u
     bars: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
     for each in events:
         row, done = queues.index((each["pid"], each["tid"])), bool(each["args"].get("done", True))
-        bar = each["ts"] - begin, max(each["dur"], least)  # wide enough to be seen
+        bar = each["ts"] - begin, max(each["dur"], least)  # wide enough to be visible
         bars.setdefault((row, each["cat"], done), []).append(bar)
     for (row, kind, done), spans in bars.items():
         color = f"C{kinds.index(kind)}"

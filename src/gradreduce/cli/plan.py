@@ -27,15 +27,15 @@ _SHAPE = re.compile(r"\d+(x\d+)*")
 
 
 def parse_tensors(value: str) -> list[Header]:
-    """Returns name, shape and dtype of the tensors of a shape, a file or a model."""
+    """Returns name, shape and dtype of the tensors that an argument means."""
     if value in MODELS:
         return [(name, shape, "float32") for name, shape in MODELS[value]().items()]
     if _SHAPE.fullmatch(value):
         return [("", tuple(map(int, value.split("x"))), "float32")]
     if Path(value).suffix not in (".safetensors", ".npz"):
         raise click.BadParameter(
-            f"{value!r} is no shape such as 64x3x7x7, no .safetensors or .npz file, and no "
-            f"model: {', '.join(MODELS)}"
+            f"{value!r} is not a shape such as 64x3x7x7, a .safetensors or .npz file, or "
+            f"one of the models {', '.join(MODELS)}"
         )
     try:
         return read_headers(Path(value))
@@ -52,9 +52,9 @@ def parse_tensors(value: str) -> list[Header]:
 )  # fmt: skip
 @click.option(
     "--num-packs", type=click.IntRange(0), default=1, show_default=True,
-    help="Packs of all tensors of a dtype; 0: each tensor is reduced alone.",
+    help="The number of packs for all tensors of a dtype; 0: each tensor is reduced alone.",
 )  # fmt: skip
-@click.option("--dtype", help="Of all tensors. Default: those of the file; else float32.")
+@click.option("--dtype", help="The dtype of all tensors. Default: that in the file; else float32.")
 @click.option(
     "--wire-dtype", type=click.Choice(["float16", "bfloat16", "float32"]),
     help="The dtype in which floats travel between devices.",
@@ -63,7 +63,7 @@ def parse_tensors(value: str) -> list[Header]:
     "--op", type=click.Choice(["mean", "sum"]), default="mean", show_default=True,
     help="The reduction.",
 )  # fmt: skip
-@click.option("--no-peer-access", is_flag=True, help="As if no GPU could access another's memory.")
+@click.option("--no-peer-access", is_flag=True, help="Plan for GPUs without peer access.")
 @json_option
 def plan(
     tensors: Sequence[Sequence[Header]],
@@ -77,7 +77,7 @@ def plan(
     """Show what an all-reduce of these TENSORS would do; nothing is allocated.
 
     TENSORS are shapes such as 64x3x7x7, .safetensors or .npz files (only their headers are read),
-    or models: resnet50, gpt2, llama-7b. The same as print(ops.plan(...)) in Python.
+    or models: resnet50, gpt2, llama-7b. In Python, print(ops.plan(...)) shows the same.
     """
     named = [header for each in tensors for header in each]
     alg = settings.pop("algorithm")

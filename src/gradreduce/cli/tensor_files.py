@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from numpy.lib import format as npy
 
-_MOST_HEADER_BYTES = 100 << 20  # of safetensors' own reader
+_MOST_HEADER_BYTES = 100 << 20  # the limit of safetensors' own reader
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
@@ -22,11 +22,11 @@ Header = tuple[str, tuple[int, ...], str]  # name, shape and dtype of a tensor
 
 
 def read_headers(path: Path) -> list[Header]:
-    """Returns the headers of a ``.safetensors`` or ``.npz`` file, in its order.
+    """Returns the headers of a ``.safetensors`` or ``.npz`` file, in the order of the file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no such file.
+        ValueError: the file is not of these types, or not valid.
     """
     readers = {".safetensors": _of_safetensors, ".npz": _of_npz}
     if path.suffix not in readers:
@@ -42,10 +42,10 @@ def _of_safetensors(path: Path) -> Iterator[Header]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > _MOST_HEADER_BYTES:
-            raise ValueError(f"its header would have {size} bytes")
+            raise ValueError(f"the size of its header would be {size} bytes")
         text = file.read(size)
     if len(text) < size:
-        raise ValueError("it ends inside its header")
+        raise ValueError("the file ends inside its header")
     for name, entry in json.loads(text).items():
         if name != "__metadata__":
             yield (

@@ -31,9 +31,9 @@ _DETAILS = ("sequence", "source", "nbytes", "num_rows", "tensors", "done")
 def trace(file: Path, output: Path | None, json_file: IO[str] | None, plot: Path | None) -> None:
     """Convert a flight record to a trace that Perfetto and chrome://tracing show.
 
-    FILE is a flight record, which GRADREDUCE_FLIGHT_RECORD names, or a trace that mesh.trace(path)
-    has written; of the second only the summary and the picture are made. A flight record has no
-    times: each operation is drawn one microsecond long, in the order of submission.
+    FILE is a flight record (see GRADREDUCE_FLIGHT_RECORD), or a trace written by mesh.trace(path);
+    for a trace only the summary and the picture are made. A flight record contains no times: each
+    operation is drawn one microsecond long, in the order of submission.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

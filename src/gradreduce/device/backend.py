@@ -161,7 +161,7 @@ class Backend(ABC):
             DeviceMismatchError: this backend has no streams (the default).
         """
         raise DeviceMismatchError(
-            f"stream={handle_of(stream):#x} was passed, but {self} has no streams"
+            f"stream={handle_of(stream):#x} was passed, but {self} has no streams: pass None"
         )
 
     def _on_stream(self, queue: Queue, call: Callable[[int], None]) -> None:

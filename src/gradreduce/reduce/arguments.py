@@ -215,7 +215,7 @@ def _listed(request: Request, entry: Any) -> Sequence[Any]:
         found = dict(zip(entry.devices, entry.buffers, strict=True))
         if set(found) != set(request.devices):
             names = [listed(d.name for d in each.devices) for each in (entry, request)]
-            raise ValueError(f"it lies on {names[0]}, but the result on {names[1]}")
+            raise ValueError(f"it is on {names[0]}, but the result is on {names[1]}")
         if entry.kind == "jax":
             raise TypeError("JAX arrays are immutable; they cannot be used as out")
         if any(buffer.array_owner == "copy" for buffer in entry.buffers):

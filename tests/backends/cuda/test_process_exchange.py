@@ -469,7 +469,7 @@ def test_new_calls_that_differ_are_refused_as_by_host_memory(here):
 def test_a_group_that_must_send_host_memory_and_cannot_is_an_error(here, backend, said):
     def work(group):
         group.sends_host_memory = False
-        with pytest.raises(ValueError, match=f"sends memory of GPUs only, but .*{said}"):
+        with pytest.raises(ValueError, match=f"sends only GPU memory, but .*{said}"):
             gr.open_mesh([0], backend=backend, process_group=group)
 
     run_all(2, work)

@@ -68,7 +68,7 @@ def choose_gpu_move(
         return _communicator(mesh, group, end)
     if not group.sends_host_memory:
         raise ValueError(
-            f"process_group= sends memory of GPUs only, but {obstacle}: make it with "
+            f"process_group= sends only GPU memory, but {obstacle}: make it with "
             "'cpu:gloo,cuda:nccl', or pass one of gloo"
         )
     if group.gpu_library != "host" and mesh.backend == "cuda" and group.rank == 0:
@@ -111,7 +111,7 @@ def _communicator(mesh: Mesh, group: ProcessGroup, end: float) -> GpuMove:
         raise CollectiveError(group.describe_missing([0], "the id of NCCL", group.timeout))
     is_made, found = json.loads(text)
     if not is_made:
-        raise CollectiveError(f"process 0 cannot make an id of NCCL: {found}")
+        raise CollectiveError(f"process 0 cannot make an NCCL id: {found}")
     seconds = max(0.0, end - time.monotonic())
     identity = bytes.fromhex(found)
     collective.join_processes(mesh.devices[0], identity, group.rank, group.size, seconds)

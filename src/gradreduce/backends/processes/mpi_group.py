@@ -74,7 +74,7 @@ class MpiGroup(ProcessGroup):
             if not _until(request.Test, end - time.monotonic()):
                 _abandoned.append(request)
                 raise CollectiveError(
-                    f"a process of {self.size} has come to open_mesh, and has left it within "
+                    f"one of {self.size} processes has come to open_mesh and left it within "
                     f"{self.timeout:.3g} s"
                 )
         except BaseException:
@@ -129,7 +129,7 @@ class MpiGroup(ProcessGroup):
     def post(self, key: str, text: str) -> None:
         """See ``ProcessGroup.post``."""
         if MPI.Is_finalized():
-            raise CollectiveError("MPI has ended")
+            raise CollectiveError("MPI is finalized already, so no message can be sent")
         self._receive_notices()
         self._notices[self.rank, key] = text
         self._posted = [each for each in self._posted if not each[0].Test()]
