@@ -1,6 +1,7 @@
-"""Accumulators that processes and machines share: each is an actor of Ray.
+"""Accumulators that several processes and machines share: each is an actor of Ray.
 
-The calls are those of ``gr.ConditionalAccumulator``; the actor does what that does, in one process.
+They have the calls of ``gr.ConditionalAccumulator``. The actor has such an accumulator, and calls
+it.
 """
 
 from __future__ import annotations
@@ -37,9 +38,7 @@ _FORMAT = "gradreduce ray accumulators 1"
 
 
 class SharedAccumulator:
-    """Base class: accumulators of one name, on which every call is a joint one.
-
-    Objects can be passed to Ray's tasks and actors.
+    """Base class: accumulators of one name; every call is about all of them.
 
     Args:
         names: of the accumulators.
@@ -61,7 +60,7 @@ class SharedAccumulator:
         settings = options.settings(shared_name)
         spec = SetSpec(tuple(names), tuple(specs), reduction_type, ())
         self._device = default_mesh().devices[0]
-        # Accumulators of this process, which check arguments as those of the actor would.
+        # Accumulators in this process, which only check arguments before they are sent.
         own = [spec.accumulator(index, self._device) for index in range(len(specs))]
         self._states = [each.accumulator_ref for each in own]
         known = [(state.dtype.name, state.shape) for state in self._states]
@@ -111,11 +110,14 @@ class SharedAccumulator:
         self._client.call("set_global_step", as_step("new_global_step", new_global_step))
 
     def workers(self) -> list[WorkerInfo]:
-        """Returns a ``WorkerInfo`` of each worker that has applied a gradient, sorted by name."""
+        """Returns a ``WorkerInfo`` of each worker that has applied a gradient, sorted by name.
+
+        Empty after a restart of the actor, until the next gradients.
+        """
         return self._client.workers()
 
     def leave(self) -> None:
-        """Removes this worker from ``workers()``; it is there again after its next gradient."""
+        """Removes this worker from ``workers()``, until its next gradient."""
         self._client.leave(self._worker)
 
     def close(self) -> None:
@@ -198,32 +200,38 @@ class SharedAccumulator:
 
 
 class AccumulatorSet(SharedAccumulator):
-    """Accumulators of a model, on which every call is a joint one: all gradients or none.
+    """The accumulators of a model, in actors of Ray that all processes of a cluster share.
 
-    They have one step and one count. The actors of a name exist until ``close``, or until the Ray
-    cluster ends, also when the process that has made them has ended. Objects can be passed to Ray's
-    tasks and actors.
+    Every call is about all accumulators: it adds a gradient to each or to none, and takes the mean
+    of each or of none. They have one step and one count of gradients. The first process that uses
+    a name starts the actors. They end by ``close`` or with the cluster, not with that process. All
+    methods are thread-safe. Objects can be arguments of Ray's tasks and actors, where they are
+    other workers. Source: ``tf.ConditionalAccumulator`` with a ``shared_name``, and
+    ``tf.SyncReplicasOptimizer``, which has one for each variable.
 
     Args:
-        specs: for each accumulator the ``dtype``, ``shape`` and ``is_sparse`` of an
-            ``AccumulatorSpec``; in a dict by name.
-        shared_name: of the actor: 1 to 128 letters, digits, ``_``, ``.`` and ``-``. All sets of
-            this name, in every process of the cluster, share one state.
+        specs: for each accumulator its ``AccumulatorSpec``, or a tuple ``(dtype, shape)`` or
+            ``(dtype, shape, is_sparse)``; a list, or a dict by name.
+        shared_name: name of the actor: 1 to 128 ASCII letters, digits, ``_``, ``-`` and single
+            ``.``. All sets of this name in the cluster share one state.
         reduction_type: ``"MEAN"`` or ``"SUM"``.
-        num_shards: number of actors over which the accumulators are distributed by bytes.
-        num_gpus: 1: each actor has a GPU for its sums; 0: the sums are in host memory.
-        snapshots: a folder that all machines of the cluster share. An actor that dies is restarted
-            from its last snapshot in it. None: an actor that dies is lost.
-        durability: ``"push"``: each call that changes something is answered when a snapshot with
-            it is written, so that nothing is lost. A number: of such calls from one snapshot to
-            the next; a crash loses the calls since the last snapshot.
-        worker: name of this worker in ``workers()``. Default: host and process.
-        timeout: seconds that each call waits for its answer. None: as long as the actor lives.
+        num_shards: number of actors; the accumulators are distributed over them by bytes.
+        num_gpus: 1: each actor has a GPU for its sums. 0: the sums are in host memory.
+        snapshots: a folder that all machines of the cluster share. Ray restarts an actor that has
+            failed, from its last snapshot there. None: a failed actor is not restarted.
+        durability: ``"push"``: a call that changes the state is answered after a snapshot with it
+            was written, so no answered call is lost. A number N: every Nth such call writes a
+            snapshot, so a failure loses at most N calls.
+        worker: name of this worker in ``workers()``. Default: host name and process ID.
+        timeout: seconds that a call waits for its answer. The constructor waits at least 60,
+            because a new actor is a new process. None: wait as long as the actor lives.
 
     Raises:
         ValueError: the actor of this name has other specs, or an argument is invalid.
         TypeError: an argument has another type.
-        BackendUnavailableError: the actor of this name has ended.
+        BackendUnavailableError: the actor of this name has ended or cannot start, or this process
+            is a fork of one that used Ray.
+        DeadlineExceededError: the actor has not started in time.
         RuntimeError, ConnectionError: see ``gr.ray.init``.
 
     Example: see ``docs/ray.md``. In short::
@@ -268,11 +276,12 @@ class AccumulatorSet(SharedAccumulator):
     ) -> bool:
         """Adds one gradient to each accumulator; adds all or drops all.
 
-        Waits until the actor has added them, so that a slow one slows its workers.
+        Blocks until the actors have added them, so slow actors slow their workers.
 
         Args:
-            grads: one for each accumulator, in order: an array of any library, a number or nested
-                list, or IndexedSlices. Read before this returns.
+            grads: one for each accumulator, in the order of ``specs``: an array of NumPy, CuPy,
+                PyTorch or JAX, a number, a nested list, or IndexedSlices. They may be changed as
+                soon as this returns.
             local_step: see ``gr.ConditionalAccumulator.apply_grad``.
             cast: see there.
 
@@ -280,12 +289,12 @@ class AccumulatorSet(SharedAccumulator):
             True if all were added, False if all were dropped because the step is stale.
 
         Raises:
-            ValueError: another number of gradients, or a dtype or shape that does not fit. Nothing
-                was added.
+            ValueError: another number of gradients, or a wrong dtype or shape; nothing was added.
             TypeError: a gradient of another type, such as ``PerReplica``.
             DeadlineExceededError: no answer within ``timeout``; the gradients may still be added.
             CancelledError: the accumulators were closed.
             BackendUnavailableError: an actor has ended, and there are no snapshots.
+            OSError: ``durability="push"``, and the snapshot cannot be written; nothing was added.
         """
         grads = list(grads)
         if len(grads) != len(self._states):
@@ -298,29 +307,29 @@ class AccumulatorSet(SharedAccumulator):
     def take_grads(
         self, num_required: int | Variable, *, timeout: float | None = None
     ) -> list[Any]:
-        """Blocks until there are ``num_required`` gradients; takes their mean or sum, all or none.
+        """Blocks until there are ``num_required`` gradients; takes the mean or sum of each tensor.
 
-        Takes of all processes complete in the order of the calls, and block no ``apply_grads``. A
-        take whose process has died is dropped after five seconds.
+        Takes of all processes complete in the order of their calls, and do not block
+        ``apply_grads``. The take of a process that has ended is dropped after five seconds.
 
         Args:
             num_required: see ``gr.ConditionalAccumulator.take_grad``.
-            timeout: seconds to wait for gradients; None waits without limit.
+            timeout: seconds to wait for gradients; None: no limit.
 
         Returns:
             For each accumulator a read-only NumPy array, or IndexedSlices of such arrays. Large
-            ones are in Ray's shared memory, which is freed with them.
+            arrays are in Ray's shared memory until they are deleted.
 
         Raises:
             InvalidArgumentError: ``num_required`` is less than 1.
-            DeadlineExceededError: the timeout expired; nothing was taken.
+            DeadlineExceededError: there were not enough gradients in time; nothing was taken.
             CancelledError: the accumulators were closed.
             BackendUnavailableError: an actor has ended, and there are no snapshots.
         """
         return self._take(num_required, timeout)
 
     def state_dict(self, *, output_type: str = "numpy") -> dict[str, Any]:
-        """Returns a snapshot of all accumulators, between two calls.
+        """Returns the state of all accumulators between two calls, as host data.
 
         Args:
             output_type: see ``gr.ConditionalAccumulator.state_dict``.
@@ -334,7 +343,7 @@ class AccumulatorSet(SharedAccumulator):
         """Replaces the contents of all accumulators; on error, they are unchanged.
 
         Args:
-            state: from ``state_dict``, also of another number of shards.
+            state: of ``state_dict``, also with another number of shards.
 
         Raises:
             KeyError, TypeError, ValueError: see ``gr.ConditionalAccumulator.load_state_dict``.
@@ -344,21 +353,27 @@ class AccumulatorSet(SharedAccumulator):
 
 
 class ConditionalAccumulator(SharedAccumulator):
-    """A ``gr.ConditionalAccumulator`` that all processes of a Ray cluster share.
+    """A ``gr.ConditionalAccumulator`` in an actor that all processes of a Ray cluster share.
+
+    An ``AccumulatorSet`` of one tensor: see there for blocking, errors and what calls return.
+    Source: ``tf.ConditionalAccumulator`` with a ``shared_name``.
 
     Args:
-        dtype: see ``gr.ConditionalAccumulator``.
-        shape: see there.
-        shared_name: of the actor; see ``AccumulatorSet``.
+        dtype: dtype of gradients and results: float16, bfloat16, float32 or float64.
+        shape: shape of the gradients; see ``gr.ConditionalAccumulator``.
+        shared_name: name of the actor, required; see ``AccumulatorSet``.
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         num_gpus: see ``AccumulatorSet``.
-        snapshots: see there.
-        durability: see there.
-        worker: see there.
-        timeout: see there.
+        snapshots: see ``AccumulatorSet``.
+        durability: see ``AccumulatorSet``.
+        worker: see ``AccumulatorSet``.
+        timeout: see ``AccumulatorSet``.
 
     Raises:
-        ValueError, TypeError, RuntimeError, ConnectionError: see ``AccumulatorSet``.
+        ValueError: see ``AccumulatorSet``.
+        TypeError: see ``AccumulatorSet``.
+        BackendUnavailableError: see ``AccumulatorSet``.
+        RuntimeError, ConnectionError: see ``gr.ray.init``.
 
     Example: see ``docs/ray.md``. In short::
 
@@ -412,14 +427,16 @@ class ConditionalAccumulator(SharedAccumulator):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a state, also of a ``gr.ConditionalAccumulator``; on error, nothing changes."""
+        """Loads a state, also of a ``gr.ConditionalAccumulator``; on error, state is unchanged."""
         self._load([state])
 
 
 class SparseConditionalAccumulator(ConditionalAccumulator):
-    """A ``gr.SparseConditionalAccumulator`` that all processes of a Ray cluster share.
+    """A ``gr.SparseConditionalAccumulator`` in an actor that all processes of a cluster share.
 
-    Its arguments are those of ``ConditionalAccumulator``.
+    A gradient is rows of a larger array, with their indices. The arguments are those of
+    ``ConditionalAccumulator``; ``shape`` is that of the larger array, ``(rows, ...)``. Results are
+    read-only NumPy arrays. Source: ``tf.SparseConditionalAccumulator``.
 
     Example: see ``docs/ray.md``. In short::
 
@@ -448,20 +465,20 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
     def apply_indexed_slices_grad(
         self, grad: Any, local_step: int | Variable = DEFAULT_STEP, *, cast: bool = False
     ) -> bool:
-        """Adds IndexedSlices, or a tensor of ``torch.sparse_coo``, unless they are stale."""
+        """Adds IndexedSlices, or a ``torch.sparse_coo`` tensor, unless they are stale."""
         return self._apply([grad], local_step, cast)
 
     def take_grad(  # type: ignore[override]
         self, num_required: int | Variable, *, timeout: float | None = None
     ) -> tuple[np.ndarray, np.ndarray, tuple[int, ...] | None]:
-        """As ``take_indexed_slices_grad``, but returns indices, rows and shape."""
+        """Takes as ``take_indexed_slices_grad``; returns indices, values and dense shape."""
         taken = self.take_indexed_slices_grad(num_required, timeout=timeout)
         return taken.indices, taken.values, taken.dense_shape
 
     def take_indexed_slices_grad(
         self, num_required: int | Variable, *, timeout: float | None = None
     ) -> IndexedSlices:
-        """Blocks until there are ``num_required`` gradients; returns their mean or sum."""
+        """Blocks until there are ``num_required`` gradients; see ``AccumulatorSet.take_grads``."""
         taken: IndexedSlices = self._take(num_required, timeout)[0]
         return taken
 
@@ -475,10 +492,10 @@ def _as_spec(name: str, spec: Any) -> AccumulatorSpec:
 
 
 def _nbytes(shape: Sequence[int | None] | None, itemsize: int, num_shards: int) -> int:
-    """Returns the bytes of a tensor.
+    """Returns the bytes of a tensor; 0 if its shape is unknown.
 
     Raises:
-        ValueError: its shape is not known, but it is to be distributed.
+        ValueError: the shape is unknown, and there are several shards.
     """
     if shape is None or None in shape:
         if num_shards > 1:

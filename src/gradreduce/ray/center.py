@@ -1,7 +1,7 @@
-"""AGN centers that processes and machines share: variables and slots in actors of Ray.
+"""AGN centers that several processes and machines share: variables and slots in actors of Ray.
 
-A worker's local steps are those of ``gr.AGNOptimizer``. A push sends its sums to the actors, which
-update their variables by the code of ``gr.AGNCenter`` and answer with the new values.
+Workers make local steps by ``gr.AGNOptimizer``, as in one process. A push sends the sums of a
+worker to the actors. They update their variables, and answer with the new values.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from .lead import Origin, WorkerInfo
 from .messages import Layout, Message, specs_of
 from .shard_state import Key
 
-# Attributes of every optimizer that are no part of its rule.
+# Attributes of optimizers that do not belong to the rule.
 _NOT_OF_RULE = ("_name", "_slots", "_cross_device_ops", "_plan", "_hyperparameters")
 
 
 class RemoteVariable(LazyVariable):
-    """A variable of the center, or a slot of one; fetched when it is read.
+    """A variable or slot of the center, whose value is fetched each time it is read.
 
     Args:
         name: of the variable.
-        device: of the copies that are read.
-        read: returns the value.
+        device: gets the fetched values.
+        read: fetches the value.
     """
 
     def __init__(self, name: str, device: Device, read: Callable[[], Any]) -> None:
@@ -60,7 +60,7 @@ class RemoteVariable(LazyVariable):
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The device of the copies that are read."""
+        """The device that gets the fetched values."""
         return (self._device,)
 
 
@@ -73,7 +73,7 @@ class RemoteRegistry:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        # Workers of this process that have begun, and the thread of each.
+        # Task index -> thread, of the workers of this process that have begun.
         self._here: dict[int, int] = {}
 
     def begin(self, task_index: int) -> None:
@@ -112,7 +112,7 @@ class RemoteRegistry:
             begun = self._client.wait_for("begun", num_worker, left)
             if len(begun) >= num_worker or not left:
                 break
-            for task in list(self._here):  # an actor that was restarted does not know them
+            for task in list(self._here):  # an actor that was restarted has lost them
                 self._client.ask("begin", task)
         if len(begun) < num_worker:
             missing = [task for task in range(num_worker) if task not in begun]
@@ -272,14 +272,14 @@ class RemoteCenter(Center):
             then()
 
     def leave(self) -> None:
-        """Has the lead forget the workers of this process."""
+        """Removes the workers of this process from ``workers()``."""
         for connection in list(self._workers.values()):
             self._client.leave(self._worker + connection.suffix)
 
     def _joined(
         self, optimizer: Optimizer, variables: WorkerVariables, call: Callable[[], Any]
     ) -> Any:
-        """Makes a call; if the actors have lost what came after a snapshot, first joins again."""
+        """Makes a call; if an actor has lost variables or the rule, joins again before it."""
         try:
             return call()
         except NotJoinedError:
@@ -329,7 +329,7 @@ class RemoteCenter(Center):
 
 
 class Connection:
-    """What a center knows of a worker of this process.
+    """The state of the pushes of one worker of this process.
 
     Args:
         suffix: of its name.
@@ -356,7 +356,7 @@ class Connection:
 
 
 class SentSums:
-    """The sums of a worker, from which messages can be made as long as they are not replaced.
+    """Makes the messages of a push; used again as long as the worker has the same sums.
 
     Args:
         variables: of the worker.
@@ -400,9 +400,9 @@ def _parts_of(total: Sum, device: Device) -> list[Buffer]:
 
 
 def _time_left(device: Device) -> float | None:
-    """Returns for how long a push may wait; None: its call has no ``deadline=``.
+    """Returns how many seconds a push may wait; None if its call has no ``deadline=``.
 
-    The rest of the time is for the devices: a mesh fails if they are not done at the deadline.
+    A tenth of the time is left for the devices, because the mesh fails at the deadline.
     """
     pending_call = device.mesh_state.thread.pending_call
     return None if pending_call is None else max(0.0, 0.9 * pending_call.remaining)
@@ -416,7 +416,7 @@ def _device_of(variables: Iterable[Variable]) -> Device:
 def _rule_of(optimizer: Optimizer) -> Rule:
     """Returns what an actor needs to make the optimizer again.
 
-    Callables and Variables stay here: a push sends their values.
+    Callables and Variables are not sent: each push sends their values.
     """
     attributes = {
         name: None if callable(value) or isinstance(value, Variable) else value
@@ -429,28 +429,35 @@ def _rule_of(optimizer: Optimizer) -> Rule:
 
 
 class AGNCenter(LocalCenter):
-    """A ``gr.AGNCenter`` in actors of Ray, for workers in many processes and machines.
+    """A ``gr.AGNCenter`` in actors of Ray, for workers in several processes and machines.
 
-    Pass it to ``gr.AGNCustomGetter(device, center=...)``. When a worker dies, its own gradients
-    since its last push are lost, and no others. Pushes are applied one after the other, each once
-    and completely, also over several shards. The actors of a name exist until ``close``, or until
-    the Ray cluster ends. Objects can be passed to Ray's tasks and actors.
+    Pass it to ``gr.AGNCustomGetter(device, center=...)``; getter, optimizer and hook are those of
+    one process. Variables and slots have the shapes and dtypes of the workers' variables; the first
+    worker that creates a variable sets its value. Pushes are applied one after the other, each once
+    and completely, also over several shards. A push blocks until the actors have applied it. If a
+    worker ends, only its own gradients since its last push are lost. The first process that uses a
+    name starts the actors. They end by ``close`` or with the cluster, not with that process. All
+    methods are thread-safe. Objects can be arguments of Ray's tasks and actors. Source: arXiv
+    1710.02368, with the parameter server in actors.
 
     Args:
-        name: of the actor: 1 to 128 letters, digits, ``_``, ``.`` and ``-``.
-        mesh: of the workers of this process, or a part or device of it; see ``gr.AGNCenter``.
-        num_shards: number of actors. A new variable goes to the one with the fewest bytes.
-        num_gpus: 1: each actor has a GPU for its variables; 0: they are in host memory.
+        name: of the actor; see ``shared_name`` of ``AccumulatorSet``.
+        mesh: devices of the workers of this process: a mesh, a part of one, or a device; see
+            ``gr.AGNCenter``.
+        num_shards: number of actors. A new variable goes to the actor with the fewest bytes.
+        num_gpus: 1: each actor has a GPU for its variables. 0: they are in host memory.
         snapshots: see ``AccumulatorSet``.
-        durability: see there.
-        worker: see there.
-        timeout: see there. A push that got no answer in time, or within 0.9 of the ``deadline`` of
-            ``apply_gradients``, raises ``DeadlineExceededError``. It is made again before the next
-            step, and applied once.
+        durability: see ``AccumulatorSet``.
+        worker: see ``AccumulatorSet``.
+        timeout: see ``AccumulatorSet``. A push without an answer within this time, or within 0.9 of
+            the ``deadline`` of ``apply_gradients``, raises ``DeadlineExceededError``. The push is
+            made again before the next step, and is applied once.
 
     Raises:
-        ValueError: the actor of this name has another number of shards, or is no center.
-        TypeError, RuntimeError, ConnectionError: see ``AccumulatorSet``.
+        ValueError: the actor of this name is not a center, or has another number of shards.
+        TypeError: see ``AccumulatorSet``.
+        BackendUnavailableError: see ``AccumulatorSet``.
+        RuntimeError, ConnectionError: see ``gr.ray.init``.
 
     Example: see ``docs/ray.md``. In short::
 
@@ -500,7 +507,7 @@ class AGNCenter(LocalCenter):
         self.close()
 
     def variables(self) -> list[Variable]:
-        """Returns center variables and their slots, sorted by name; fetched when they are read."""
+        """Returns center variables and their slots, sorted by name; each read fetches a value."""
         return self._remote.variables()
 
     @property
@@ -509,7 +516,10 @@ class AGNCenter(LocalCenter):
         return tuple(self._client.ask("failed"))
 
     def workers(self) -> list[WorkerInfo]:
-        """Returns a ``WorkerInfo`` of each worker that has pushed, sorted by name."""
+        """Returns a ``WorkerInfo`` of each worker that has pushed, sorted by name.
+
+        Empty after a restart of the actor, until the next pushes.
+        """
         return self._client.workers()
 
     def leave(self) -> None:
@@ -529,7 +539,7 @@ class AGNCenter(LocalCenter):
         """Returns the state of center variables and slots, between two pushes.
 
         Args:
-            deadline: no effect: the devices are those of the actors.
+            deadline: no effect, because this process waits for no device.
             output_type: see ``ConditionalAccumulator.state_dict``.
 
         Raises:
@@ -545,7 +555,7 @@ class AGNCenter(LocalCenter):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state, also of a ``gr.AGNCenter``; on error, nothing changes.
+        """Restores a state, also of a ``gr.AGNCenter``; on error, state is unchanged.
 
         Args:
             state: see ``gr.AGNCenter.load_state_dict``.

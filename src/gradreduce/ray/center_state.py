@@ -57,7 +57,7 @@ class PushRequest(NamedTuple):
     """The arguments of a push.
 
     Attributes:
-        names: for each shard those of its variables with a sum, in the order of the message.
+        names: for each shard the names of its variables with a sum, in the order of the message.
         sparse: names of those variables whose sums are rows.
         config: settings of the push.
         scalars: of the rule.
@@ -88,7 +88,7 @@ class DenseKey(NamedTuple):
 
 
 class NotJoinedError(RuntimeError):
-    """The actor does not know the rule or a variable, because it went back to a snapshot."""
+    """The actor has lost the rule or a variable, because it loaded an older snapshot."""
 
 
 class DensePush:
@@ -151,7 +151,7 @@ class DensePush:
 
 
 class CenterShardState(ShardState):
-    """Variables of a center, of which this shard has some, and their slots.
+    """The variables of a center that this shard has, and their slots.
 
     Args:
         settings: of the shard.
@@ -174,7 +174,7 @@ class CenterShardState(ShardState):
         self._num_pushes = 0
         self._dense: DensePush | None = None  # the last one
         self._answered: list[ref[np.ndarray]] = []  # arrays of answers
-        # Launches a push by a Python rule, which was computed when it was checked.
+        # Launches the push of a Python rule, which ``check`` has computed.
         self._checked: Callable[[], None] | None = None
         # Slots of a snapshot, and the name of their rule, until a worker joins.
         self._saved_slots: dict[str, Any] | None = None
@@ -208,10 +208,10 @@ class CenterShardState(ShardState):
         return shard
 
     def join(self, rule: Rule, message: None) -> None:
-        """Takes a worker's rule; the first one makes the slots that a snapshot has."""
+        """Registers a worker's rule; the first one restores the slots of a snapshot."""
         known = self._optimizer
         if known is not None and _full_name(rule.kind) == _full_name(type(known)):
-            # Of a program that sends its class by value, each process may send another object.
+            # A class of the main program is sent by value: each process sends another object.
             rule = rule._replace(kind=type(known))
         optimizer = rule.optimizer()
         self._center.join(optimizer)
@@ -323,7 +323,7 @@ class CenterShardState(ShardState):
         self._center.fault = None
 
     def _check_known(self, names: Sequence[Sequence[str]]) -> None:
-        """Raises ``NotJoinedError`` unless all variables exist, and each on its shard."""
+        """Raises ``NotJoinedError`` unless all variables exist on these shards."""
         for shard, of_shard in enumerate(names):
             for name in of_shard:
                 if self._shards.get(name) != shard:
@@ -405,7 +405,7 @@ class CenterShardState(ShardState):
         return state
 
     def check_state(self, state: Any) -> None:
-        """Raises what ``load_center`` would."""
+        """Raises the error that ``load_center`` would raise."""
         self._ready(state)
 
     def _ready(self, state: Any) -> Any:
@@ -475,7 +475,7 @@ class CenterShardState(ShardState):
         }
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """See ``ShardState``; slots are made when a worker joins, which knows the rule's class."""
+        """See ``ShardState``; slots are restored when a worker joins, which sends the rule."""
         self._reset()
         if state is None:
             return

@@ -1,8 +1,8 @@
-"""Arrays of a message to an actor: small tensors share a flat array, others travel alone.
+"""The arrays of a message to an actor: small tensors are packed, large ones are sent alone.
 
-Ray needs several microseconds for each array of a message, and stores large ones in shared memory,
-where the receiver reads them without a copy. All arrays travel as bytes, because Ray knows no
-bfloat16; both ends know shapes and dtypes.
+Ray needs several microseconds for each array of a message. It stores large arrays in shared memory,
+where the receiver reads them without a copy. All arrays are sent as bytes, because Ray does not
+support bfloat16; the message also has the shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradreduce.device import (
 from gradreduce.device.buffer import FlatLayout, by_template, same_dtypes
 
 Spec = tuple[tuple[int, ...], DType]  # shape and dtype
-BIG = 1 << 16  # bytes from which a tensor travels alone
+BIG = 1 << 16  # bytes from which a tensor is sent alone
 
 
 class Message(NamedTuple):
@@ -68,7 +68,7 @@ class PackedDtype(NamedTuple):
 
 
 class Layout:
-    """Which tensors of a message travel together.
+    """How the tensors of a message are packed.
 
     Args:
         specs: shape and dtype of each tensor.
