@@ -82,7 +82,7 @@ def test_numpy_in_blocks_does_the_same_five_units(tools):
 
 
 def test_torch_adds_as_often_as_it_steps(tools, monkeypatch):
-    """The peer is an optimizer's step and one addition, in this order."""
+    """The peer runs an optimizer's step and then one addition."""
     done = []
     tools.peers._both(lambda: done.append("step"), lambda: done.append("add"))
     assert done == ["step", "add"]

@@ -22,7 +22,7 @@ LIMIT_S = 240.0
 
 
 def run(tmp_path, *before: str) -> tuple[dict, str]:
-    """The figures of a quick run, and what it printed."""
+    """The figures and the output of a quick run."""
     report = tmp_path / "report.json"
     folders = [ROOT / "src", ROOT / "bench", ROOT / "tests"]
     done = subprocess.run(
@@ -44,8 +44,8 @@ def tools(monkeypatch) -> SimpleNamespace:
 
 
 def check_figures(report: dict, floors) -> None:
-    """Every floor has a figure, but for those whose peer was left out."""
-    assert report["floors"] == []  # a quick run keeps none
+    """Every floor has a figure, except those whose peer was left out."""
+    assert report["floors"] == []  # a quick run checks none
     assert {one["name"] for one in report["cases"]} >= {floor.case for floor in floors}
 
 

@@ -1,4 +1,4 @@
-"""``bench/bench_ray.py`` runs, and each floor finds its figure."""
+"""``bench/bench_ray.py`` runs, and has a figure for each floor."""
 
 from __future__ import annotations
 

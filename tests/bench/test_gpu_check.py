@@ -35,7 +35,7 @@ KEYS = {
     "limit_seconds", "status", "reason", "seconds", "results",
 }  # fmt: skip
 RESULT_KEYS = {"name", "outcome", "seconds", "figures", "reason", "tail"}
-LIMIT_S = 120.0  # for what takes seconds: only a hang needs so long
+LIMIT_S = 120.0  # for work of seconds: only a hang takes as long
 
 PASSES = """
 import json, sys
@@ -56,7 +56,7 @@ signal.pause()
 
 
 class Run(NamedTuple):
-    """A run that has ended: its exit status, what it printed, and the file of each section."""
+    """A finished run: its exit status, its output, and the file of each section."""
 
     status: int
     text: str
@@ -64,7 +64,7 @@ class Run(NamedTuple):
 
 
 class Folders(NamedTuple):
-    """Where a run finds its benchmarks, and where it leaves its files."""
+    """The folders of a run: for its benchmarks, and for its files."""
 
     benches: Path
     out: Path
@@ -97,7 +97,7 @@ def folders_in(folder: Path, benches: dict[str, str]) -> Folders:
 
 @pytest.fixture
 def hanging(tmp_path) -> Iterator[Folders]:
-    """A benchmark that never ends; whatever happens to the test, it does not outlive it."""
+    """A benchmark that never ends; it is killed with the test, also if the test fails."""
     folders = folders_in(tmp_path, {"bench_hangs.py": HANGS})
     yield folders
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -120,7 +120,7 @@ def hangs(folders: Folders) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; an ended one that nobody has waited for does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
@@ -241,7 +241,7 @@ def test_a_section_ends_at_its_limit(hanging):
     assert found.records["bench"]["reason"] == "its limit of 3 s"
     assert found.records["bench"]["results"][-1]["outcome"] == "stopped"
     assert found.records["sanitize"]["status"] == "skipped"
-    if hangs(hanging):  # else the machine was so busy that the copy took all of the time
+    if hangs(hanging):  # otherwise the copy took all the time of a busy machine
         check_ended(hanging)
 
 

@@ -1,4 +1,4 @@
-"""What the sections of ``bench/gpu_check.sh`` do with what their checks answer."""
+"""The sections of ``bench/gpu_check.sh``, with simulated results of their checks."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def tools(monkeypatch) -> SimpleNamespace:
 
 @pytest.fixture
 def setting(tools, tmp_path):
-    """What a section is told on a machine with one GPU."""
+    """The settings of a section on a machine with one GPU."""
     return tools.setting.Setting(False, tools.setting.Gpu("NVIDIA H200"), tmp_path, tmp_path)
 
 
 def driven(tools, section, setting, answer: Callable) -> list:
-    """All that a section asks for, when ``answer(check)`` is what comes of each."""
+    """All checks of a section, if ``answer(check)`` is the result of each."""
     checks, asked = section(setting), []
     with contextlib.suppress(StopIteration):
         asked.append(next(checks))
@@ -63,7 +63,7 @@ def recorded(tools, section, setting, tmp_path, done=None):
 
 
 def passing(tools):
-    """An answer to every check: it has passed."""
+    """The result of every check: passed."""
     return lambda check: tools.record.Result(check.name, "passed")
 
 
@@ -81,7 +81,7 @@ def test_a_check_that_hangs_is_stopped_and_the_next_one_runs(tools, setting, tmp
 
 
 def test_what_has_run_before_is_not_repeated(tools, setting, tmp_path):
-    """Its result is there for what is asked next."""
+    """The next check gets its result."""
     earlier = tools.record.Result("NCCL's version", "passed", figures={"version": 1})
     done = {earlier.name: ("first:8-libraries", earlier)}
     seen = []
@@ -188,7 +188,7 @@ def steps_of(tools, setting) -> dict[str, list]:
 
 
 def test_every_step_ends_in_time_even_if_all_of_it_hangs(tools, equipped):
-    """A look for a GPU and the slowest step are less than ten minutes."""
+    """Finding a GPU and the slowest step together take less than ten minutes."""
     steps = steps_of(tools, equipped)
     assert [f"first:{step}" for step in steps] == list(STEPS)
     for step, asked in steps.items():
@@ -228,7 +228,7 @@ def test_every_file_that_first_names_is_there(tools, equipped):
 
 
 def test_the_other_sections_have_the_names_of_what_first_has_run(tools, equipped):
-    """Else they would run it again."""
+    """Otherwise they would run again."""
     first = {check.name for asked in steps_of(tools, equipped).values() for check in asked}
 
     def answer(check):
@@ -256,7 +256,7 @@ def test_what_is_not_installed_is_skipped(tools, setting, monkeypatch):
 
 
 def test_libraries_without_gpus_are_skipped(tools, equipped):
-    """By what they say: to import them here would take seconds."""
+    """They are recognized by their errors, because importing them here would take seconds."""
     asked = {check.name: check for one in steps_of(tools, equipped).values() for check in one}
     paths = tools.run_tests.LIBRARIES
     names = ("a failed assertion of PyTorch", "training by PyTorch")
@@ -378,7 +378,7 @@ def test_the_sanitizer_is_tried_first(tools, equipped, outcome, names):
 
 
 def test_memory_without_a_pool_has_what_our_device_asks_of_a_pool():
-    """Which is run under the sanitizer alone."""
+    """This memory is used only under the sanitizer."""
     device = (ROOT / "src/gradreduce/backends/cuda/device.py").read_text("utf-8")
     asked = set(re.findall(r"_pool\.(\w+)\(", device))
     text = (ROOT / "bench/gpu_check/unpooled.py").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The files of tests/data that the code must match: public names, error messages, checkpoints.
+"""Golden files in tests/data: public names, error messages, entries of checkpoints.
 
 ``PYTHONPATH=src:tests python -m support.golden_files`` writes them from the code.
 """

@@ -39,7 +39,7 @@ def _handled_at(code: CodeType, offset: int) -> int | None:
 
 
 def pressed() -> None:
-    """Does what the handler of Ctrl-C does."""
+    """Acts like the handler of Ctrl-C."""
     raise KeyboardInterrupt
 
 

@@ -53,7 +53,7 @@ def find_compiler(wheel: str) -> Path | None:
 
 
 class SkipLedger:
-    """Skips tests whose need is not met, counts them, and fails the run for any other skip.
+    """Skips tests whose requirement is missing, counts them, and fails the run for other skips.
 
     Attributes:
         require_gpu: whether a missing GPU or NCCL is a failure instead of a skip.

@@ -37,11 +37,11 @@ assert_type(gr.add_n([1.0, 2.0]), Any)
 assert_type(gr.accumulate_n([tensor, tensor], shape=[3]), torch.Tensor)
 assert_type(gr.accumulate_n([tensor, tensor], output_type="numpy"), NDArray[Any])
 total = gr.aggregate((ones() for _ in range(3)), gr.AggregationMethod.EXPERIMENTAL_TREE)
-assert_type(total, Floats | Any)  # None without a term
+assert_type(total, Floats | Any)  # None if there are no terms
 assert_type(gr.aggregate([slices, slices]), Any)  # IndexedSlices with the rows of both
 assert_type(gr.aggregate([tensor, None], output_type="numpy"), NDArray[Any] | Any)
 
-# Sums across devices: nested as they came.
+# Sums across devices, with the structure of the gradients.
 ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh, wire_dtype="bfloat16")
 lists = [[tensor, tensor], [tensor, tensor]]
 assert_type(ops.all_reduce(lists), list[list[torch.Tensor]])
@@ -67,7 +67,7 @@ assert_type(ops.reduce(gr.ReduceOp.MEAN, value, mesh), gr.Mirrored)
 # Sums over time, clipping, variables.
 accumulator = gr.ConditionalAccumulator("float32", [3], reduction_type="SUM", device=mesh)
 assert_type(accumulator.apply_grad(value), bool)
-# Of the kind of the first gradient, or Mirrored: only the run knows.
+# The type of the first gradient, or Mirrored: known only at run time.
 assert_type(accumulator.take_grad(1), Any)
 accumulator.apply_grad(value, local_step=1)
 assert_type(gr.take_grads([accumulator], 1), list[Any])
