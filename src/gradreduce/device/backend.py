@@ -170,7 +170,7 @@ class Backend(ABC):
 
     def _hardware_name(self) -> str:
         """Returns a name of the physical device that is unique among all machines, for NCCL."""
-        raise NotImplementedError("simulated devices are no hardware")
+        raise NotImplementedError("simulated devices have no hardware name")
 
     def _reached(self, event: Event) -> bool:
         """Returns ``event.done`` for an event of this device; detects a failed device."""

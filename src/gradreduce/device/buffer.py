@@ -190,7 +190,7 @@ class Buffer(NotCopied):
         self.address = block.address + offset
         self.array_owner: str | None = None
         self.array = array  # the backend's array of this memory, made at its first use
-        self.flat: Any = None  # likewise what queued work uses; it does not keep the block
+        self.flat: Any = None  # the array that queued work uses; it does not keep the block
 
     @property
     def offset(self) -> int:

@@ -123,9 +123,9 @@ class FlatBuffer:
         """Sets the ``.grad`` of PyTorch parameters to the views: ``backward()`` adds into them.
 
         Existing gradients are copied into the views. Where ``.grad`` is None, the view becomes
-        zero. If somebody replaces a ``.grad`` later, ``zero()`` and each call of a prepared or
-        captured step over this memory copy it and set the view again, before they launch anything.
-        So ``optimizer.zero_grad()`` is allowed, but it costs an allocation and a copy for each
+        zero. If a ``.grad`` is replaced later, ``zero()`` and each call of a prepared or captured
+        step over this memory copy it and set the view again, before they launch anything. So
+        ``optimizer.zero_grad()`` is allowed, but it costs an allocation and a copy for each
         parameter; ``zero()`` and ``zero_grad(set_to_none=False)`` keep the views.
 
         A parameter without a gradient contributes zero. Its ``.grad`` becomes the view, so momentum
@@ -199,7 +199,7 @@ class FlatBuffer:
         Raises:
             BackendUnavailableError: the mesh is closed, or a device failed. Nothing was cleared.
             CollectiveError: the mesh has failed, or failed while the host waited.
-            ValueError: ``deadline`` is no number above 0, or an attached gradient does not fit;
+            ValueError: ``deadline`` is not a number above 0, or an attached gradient does not fit;
                 see ``attach``.
         """
         seconds = as_deadline(deadline)
@@ -236,7 +236,7 @@ class FlatBuffer:
         Raises:
             BackendUnavailableError: the mesh is closed, or a device failed.
             CollectiveError: the mesh has failed, or failed while the host waited.
-            ValueError: ``deadline`` is no number above 0.
+            ValueError: ``deadline`` is not a number above 0.
         """
         seconds = as_deadline(deadline)
         with deadline_scope("release", seconds, [buffer.device for buffer in self.buffers]):

@@ -156,7 +156,7 @@ class PendingCall:
     def is_resolved(self) -> bool:
         """Whether the call needs no more checks.
 
-        Queries all marks, also those behind a mark that has not passed: a query also detects a GPU
+        Queries all marks, also those after a mark that has not passed: a query also detects a GPU
         that has failed.
         """
         if self.dropped or not self.submitted:

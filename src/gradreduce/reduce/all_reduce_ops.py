@@ -335,7 +335,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             output_type: kind of the results; see ``batch_reduce``. Default: the kind of each
                 tensor's first array.
             out: arrays of the results' shapes and dtypes that they are written into, nested as
-                ``grads``, each apart from all others and from ``grads``.
+                ``grads``, none of which overlaps another or ``grads``.
             deadline: see ``batch_reduce``.
 
         Returns:
@@ -393,7 +393,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             output_type: kind of the results; see ``batch_reduce``. Default: the kind of each
                 tensor's first array.
             out: arrays of the results' shapes and dtypes that they are written into, nested as
-                ``grads``, each apart from all others and from ``grads``.
+                ``grads``, none of which overlaps another or ``grads``.
             deadline: see ``batch_reduce``.
 
         Returns:

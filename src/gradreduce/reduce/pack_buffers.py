@@ -332,7 +332,7 @@ def _already_flat(
 
 
 def _in_gaps(plan: FlatPlan, tensors: Sequence[Buffer], block: Block) -> bool:
-    """Whether the planned gaps behind the tensors belong to no other tensor."""
+    """Whether the planned gaps after the tensors belong to no other tensor."""
     gaps = block.gaps or {}
     itemsize = tensors[0].dtype.itemsize
     return all(

@@ -187,7 +187,7 @@ class PreparedStep(NotCopied):
         return f"<{type(self).__name__} of {len(self._held)} values on {names}>"
 
     def __call__(self, *, deadline: float | None = None) -> list[Mirrored]:
-        """Reduces again; waits for the devices only if results lie in host memory.
+        """Reduces again; waits for the devices only if results are in host memory.
 
         Args:
             deadline: seconds from now; if the devices take longer, the mesh fails.

@@ -207,7 +207,7 @@ def test_gpus_that_two_processes_share_exchange_by_host_memory(here, caplog):
         assert run_all(2, work) == [[2.0] * 3] * 2
     assert "init" not in here.counts
     (text,) = caplog.messages
-    assert "by way of host memory: processes 0 and 1 share GPU" in text
+    assert "through host memory: processes 0 and 1 share GPU" in text
     assert "0000:00:00.0, which NCCL refuses" in text
 
 
