@@ -15,19 +15,19 @@ def counters(acc):
 
 
 def put(devices, arrays):
-    """Each array in memory of its device's own."""
+    """Puts each array into memory of its device."""
     values = [device.upload(array) for device, array in zip(devices, arrays, strict=True)]
     return gr.PerReplica(values, devices=devices)
 
 
 def num_copied(device, others):
-    """How many of these devices the launches of ``device`` do not reach."""
+    """The number of these devices whose memory launches of ``device`` cannot access."""
     return sum(not device.mesh_state.peers(device.physical, each.physical) for each in others)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_one_device_takes_the_replicas_of_a_mesh(mesh, combined, dtype):
-    """The first of a new sum alone, others in one launch; copied is only what is out of reach."""
+    """The first gradient of a sum alone, the others in one launch; copies only without peers."""
     home = mesh.devices[1]
     acc = gr.ConditionalAccumulator(dtype, (None,), device=home)
     arrays = list(random_data((2 * len(mesh), 301), dtype))
@@ -50,7 +50,7 @@ def test_the_order_is_that_of_the_replicas_whatever_their_devices(mesh, combined
 
 
 def test_over_a_mesh_each_lies_where_it_is_added(mesh):
-    """In any order, on some of the devices; nothing is moved."""
+    """In any order, on some of the devices; nothing is copied."""
     acc = gr.ConditionalAccumulator("float32", device=mesh, reduction_type="SUM")
     values = [np.full(5, 1 << place, "float32") for place in range(len(mesh))]
     everyone, some = mesh.devices[::-1], mesh.devices[:0:-2]
@@ -82,7 +82,7 @@ def test_replicas_from_outside_a_part_come_to_its_first_device(mesh):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("given", FLOATS, ids=str)
 def test_cast_has_the_bits_of_one_arrival_after_the_other(device, dtype, given):
-    """Also where the replicas are of several dtypes, which takes more than one launch."""
+    """Also if replicas have several dtypes, which takes more than one launch."""
     left, right = device.mesh.devices
     one, other = (gr.ConditionalAccumulator(dtype, device=right) for _ in range(2))
     for turn, dtypes in enumerate(((given, given), (given, dtype), (dtype, given))):
@@ -138,7 +138,7 @@ def test_what_does_not_fit_changes_nothing(device):
             with pytest.raises(error, match=match):
                 acc.apply_grad(gr.PerReplica(values, device.mesh))
         with pytest.raises(DeviceMismatchError, match="another mesh"):
-            acc.apply_grad(gr.PerReplica([one], other), -1)  # before anybody looks at the step
+            acc.apply_grad(gr.PerReplica([one], other), -1)  # checked before the step
     assert journal.records == []
     assert counters(acc) == (0, 0, 0)
     acc.apply_grad(gr.PerReplica([two, two], device.mesh))
@@ -150,7 +150,7 @@ def test_what_does_not_fit_changes_nothing(device):
 
 @pytest.mark.parametrize("num_replicas", [2, 1])
 def test_what_it_launches_is_compiled_before_any_lock(device, monkeypatch, num_replicas):
-    """A failure to compile changes nothing, and nobody waits for a compiler."""
+    """A failure to compile changes nothing, and no call waits for a compiler."""
     acc = gr.ConditionalAccumulator("float32", device=device)
     grad = np.ones(1, "float64")
     if num_replicas > 1:

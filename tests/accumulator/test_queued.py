@@ -1,6 +1,7 @@
-"""The queued simulator over accumulators: producers, sums and consumers in every legal order.
+"""Accumulators in random schedules: producers, sums and consumers in every allowed order.
 
-Seed 0 runs as late as the host allows, seed 1 as early, the others mix. Freed memory turns to NaN.
+Seed 0 runs work as late as the host allows, seed 1 as early, other seeds mix. Freed memory becomes
+NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SEEDS = seeds(50, 200)
 
 
 class Scene:
-    """A mesh whose queues run in the order of a seed, data from one generator, what was read."""
+    """A mesh with queues in the order of a seed, a generator of data, and the values read."""
 
     def __init__(self, placement, peers, seed):
         self.rng = np.random.default_rng(11)
@@ -36,27 +37,27 @@ class Scene:
         return self.rng.standard_normal(SIZE).astype(dtype)
 
     def produced(self, device, dtype="float32"):
-        """What a launch of the device has just been told to write."""
+        """An array that a queued launch of the device will write."""
         terms = [device.upload(self.data(dtype)) for _ in range(2)]
         return gr.add_n(terms)
 
     def spoil(self, *buffers):
-        """Their device overwrites them: whoever still reads what they were must be fenced."""
+        """Overwrites them on their device; readers of the old values need a wait."""
         for buffer in buffers:
             buffer.device.upload(self.data(buffer.dtype), out=buffer)
 
     def consume(self, buffer, consumer):
-        """Another device reads a result, which is then freed; what it makes of it is read late."""
+        """Reads a result on another device and frees it; what was computed is read late."""
         other = consumer.upload(self.data(buffer.dtype))
         self.held.append(gr.add_n([other, buffer]))
 
     def read(self):
-        """All results, the last one's device first."""
+        """Returns all results, reading the device of the last one first."""
         return [buffer.numpy().tobytes() for buffer in reversed(self.held)]
 
 
 def on_devices(placement, peers, seed):
-    """Accumulators of several devices, alone and together, fed from everywhere."""
+    """Accumulators of several devices, alone and together, with gradients from all devices."""
     scene = Scene(placement, peers, seed)
     first, second, last = scene.devices[0], scene.devices[1], scene.devices[-1]
     with scene.mesh:
@@ -88,13 +89,13 @@ def on_devices(placement, peers, seed):
             scene.consume(taken[0], last)
             scene.consume(taken[2], first)
             scene.held.append(taken[1])
-            scene.spoil(taken[0])  # it is the caller's
+            scene.spoil(taken[0])  # the caller owns it
             del taken, grads, everywhere
         return scene.read()
 
 
 def over_a_mesh(placement, peers, seed, algorithm="hierarchical_copy", num_packs=1):
-    """Accumulators of one mesh, from all, some and one of whose devices something came."""
+    """Accumulators of one mesh, with gradients from all, some or one of its devices."""
     scene = Scene(placement, peers, seed)
     with scene.mesh as mesh:
         ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
@@ -141,7 +142,7 @@ MESH_CASES = [
 
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_over_a_mesh_the_bits_are_the_same_in_every_legal_order(seeds):
-    """The lone arrival and the zeros beside it too; with peers and without."""
+    """Also for a single gradient and zeros; with peer access and without."""
     expected = {}
     for seed in seeds:
         case = placement, peers, *options = MESH_CASES[seed % len(MESH_CASES)]

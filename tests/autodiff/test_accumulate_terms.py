@@ -1,4 +1,4 @@
-"""Every term of a tensor goes through the aggregation method: in which order, how many alive."""
+"""The aggregation method gets all terms of a tensor: their order and memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_accumulate_n_adds_in_pairs_with_rows_among_the_terms(mesh, place, yield
 
 
 def test_held_terms_are_put_in_the_order_of_the_uses(mesh):
-    """Each step of a recurrence comes back after the next: what is added at once comes so."""
+    """Terms of a recurrence arrive in reverse; methods that add at once add them so."""
     x = gr.Variable([1.0], dtype="float32", device=mesh)
     terms = [2.0**24, 1.0, 1.0, 1.0]
 
@@ -124,13 +124,13 @@ def test_held_terms_are_put_in_the_order_of_the_uses(mesh):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_methods_agree_on_exact_data_and_hold_what_they_say(mesh, method):
-    """Peaks in gradients: ADD_N all and the sum; TREE log2 n + 1; ACCUMULATE_N three."""
+    """Largest number of arrays: ADD_N all and the sum; TREE log2 n + 1; ACCUMULATE_N three."""
     x = gr.Variable(np.zeros(SIZE, "float32"), device=mesh)
 
     def loss():
         return sum(np.sum(x * (place + 1.0)) for place in range(NUM_USES))
 
-    gradient(lambda: np.sum(x * 2) + np.sum(x), method)  # what is made once, and kept
+    gradient(lambda: np.sum(x * 2) + np.sum(x), method)  # allocates what is kept
     gc.collect()
     tracemalloc.start()
     try:
@@ -182,7 +182,7 @@ def test_a_term_is_never_written(mesh):
 
 
 def test_what_a_rule_holds_ends_with_its_turn(mesh):
-    """Eight layers hold eight operands, and make eight gradients: never both."""
+    """Eight layers keep eight operands and make eight gradients, never both at the same time."""
     layers = [gr.Variable(np.ones(SIZE, "float32"), device=mesh) for _ in range(8)]
 
     def loss():

@@ -1,4 +1,4 @@
-"""Where a slope is a matter of choice, or a rule could meet infinity, NaN or a class too many."""
+"""Points without a derivative, infinities, NaN, and invalid classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that come out: their dtype, memory and rows; and arguments that are refused."""
+"""Results of compute_gradients: dtype, memory, rows; and invalid arguments."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_the_variable_cannot_be_written_through_its_value(v):
 
 
 def test_terms_are_added_where_their_tensor_lies(mesh, v):
-    """That of a result is where its first operand lies; each operand's where that does."""
+    """A result is on the device of its first operand; a gradient on that of its operand."""
     other = gr.Variable([1.0, 1.0, 1.0], device=mesh.devices[1])
 
     def loss():
@@ -209,7 +209,7 @@ def test_what_is_looked_up_has_rows_as_its_gradient(w):
         assert found.indices.tolist() == [2, 0, 2, 2, 2, 0], "in the order of the uses"
         assert found.values.tolist() == [[3.0, 3.0]] * 4 + [[1.0, 1.0]] * 2
         assert found.dense_shape == (3, 2)
-        found.values[...] = 1  # the caller's
+        found.values[...] = 1  # the caller owns it
         (alone,) = gradients(lambda: np.sum(gr.embedding_lookup(w, [1])), [w])
         assert alone.values.tolist() == [[1.0, 1.0]]
         alone.values[...] = 5

@@ -250,7 +250,7 @@ def test_what_has_no_rule_says_so_and_names_pytorch(v, loss, name):
 
 
 def test_what_cupys_own_functions_ask_is_answered(v):
-    """As ``cupy.multiply(2, v * 1)`` does, which does not know NumPy's protocols."""
+    """``cupy.multiply(2, v * 1)`` calls this; CuPy does not use NumPy's protocols."""
     kernel = SimpleNamespace(name="cupy_multiply")
     assert (
         gradients(lambda: np.sum((v * 1).__cupy_override_elementwise_kernel__(kernel, 2, v * 3)))[
@@ -321,7 +321,7 @@ def test_an_index_may_be_a_variable(w, mesh):
 
 
 def test_an_array_is_made_beside_a_variable_or_a_traced_value(v, w):
-    """By ``like=``, which reads nothing; on a GPU it is how a host array gets there."""
+    """By ``like=``, which reads nothing. On a GPU, this uploads a host array."""
     assert type(np.asarray([1.0, 2.0, 3.0], like=v)) is np.ndarray
     (found,) = gradients(lambda: np.sum(v * np.asarray(np.float32([3, 2, 1]), like=w)))
     assert found.tolist() == [3.0, 2.0, 1.0]

@@ -1,4 +1,4 @@
-"""Gradients of halves: sums of many are those of float32, rounded once."""
+"""Gradients in float16 and bfloat16: sums are computed in float32 and rounded once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import gradreduce as gr
 from gradreduce.autodiff import logsumexp, softmax_cross_entropy
 
-ROWS = 5000  # more than either half can count to by ones
+ROWS = 5000  # more than float16 or bfloat16 can count to by ones
 HALVES = [np.float16, ml_dtypes.bfloat16]
 
 
@@ -60,7 +60,7 @@ def test_the_factors_beside_a_zero_may_overflow_a_half(mesh):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
 def test_products_of_any_axes(dtype, mesh):
-    """Which ``np.einsum`` does not have in bfloat16."""
+    """``np.einsum`` does not support these in bfloat16."""
     x = np.arange(6, dtype=dtype).reshape(1, 3, 2)
     other = np.ones((2, 1, 4, 3), dtype)
     found = gradient(lambda x: np.tensordot(x, other, ([1, 2], [3, 0])), x, mesh)

@@ -1,4 +1,4 @@
-"""What a loss may do, losses in micro-batches, and what a fault leaves behind."""
+"""What a loss may do, losses in micro-batches, and the state after an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gradients(loss, *args, **options):
 
 
 def test_a_gradient_inside_a_loss_is_refused(v, w):
-    """Also one that does not depend on the outer loss: it would be a constant unnoticed."""
+    """Also if it does not depend on the outer loss: it would silently be a constant."""
 
     def loss():
         total = np.sum(v * v)
@@ -54,7 +54,7 @@ def test_a_value_of_an_earlier_loss_is_a_constant(v):
 
 
 def test_what_a_loss_has_read_is_not_written_inside_it(v, w):
-    """The tape holds the memory of the Variable: the gradient would be of another value."""
+    """The tape refers to the memory of the Variable: the gradient would use the new value."""
     before = v.numpy()
     for write in (
         lambda: v.assign([7.0, 8.0, 9.0]),

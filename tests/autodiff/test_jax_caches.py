@@ -1,4 +1,4 @@
-"""What JAX keeps of the functions in a loss never holds what a Variable was."""
+"""JAX's caches of functions in a loss never contain old values of a Variable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gradients(loss, *args):
 
 @pytest.mark.parametrize("name", ["the loss", "jit", "checkpoint", "scan", "cond"])
 def test_a_read_in_a_function_that_jax_keeps_is_refused(v, name):
-    """Also in one that was called outside of losses before, and holds what it read there."""
+    """Also in a function that was called outside of losses, and cached what it read."""
     import jax
     import jax.numpy as jnp
 
@@ -72,7 +72,7 @@ def test_what_is_passed_in_is_compiled_once(v):
 
 
 def test_a_loss_that_reads_otherwise_the_second_time(v, w):
-    """What it did not read the second time has a gradient of zeros; what it adds is refused."""
+    """A Variable read only in the first call gets zeros; only in the second call, an error."""
     import jax.numpy as jnp
 
     def total(*variables):

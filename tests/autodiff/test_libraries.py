@@ -239,7 +239,7 @@ class TestJax:
                 assert made.tolist() == wanted.tolist(), do
 
     def test_arrays_of_jax_are_constants_of_a_numpy_loss(self, mesh):
-        """Also in float64, which JAX does not have by default."""
+        """Also in float64, which JAX disables by default."""
         import jax.numpy as jnp
 
         d = gr.Variable([1.0, 2.0, 3.0], "d", dtype="float64", device=mesh)

@@ -1,4 +1,4 @@
-"""What an operand may be: no array of other arithmetic, and no result that loses a gradient."""
+"""Invalid operands: arrays with other arithmetic, and results that lose a gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a traced value is a plain number or array: after its loss, and never unasked inside."""
+"""A traced value converts to a plain number or array only after its loss."""
 
 from __future__ import annotations
 

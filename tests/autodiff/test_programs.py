@@ -1,4 +1,4 @@
-"""Random losses: every method gives what HIPS autograd gives."""
+"""Random losses: gradients of every method equal those of HIPS autograd."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNARY = [
     lambda np, x: np.maximum(x, 0.1) * x, lambda np, x: x[..., ::-1] if x.ndim else -x,
     lambda np, x: np.sum(x) * np.cos(x), lambda np, x: np.reshape(x, (-1,))[:1] * 2,
 ]  # fmt: skip
-# Operands of where() are whole: HIPS does not sum over what was broadcast there.
+# Operands of where() are not broadcast, because HIPS does not sum over broadcast axes there.
 BINARY = [
     lambda np, x, y: x + y, lambda np, x, y: x * y, lambda np, x, y: x - 2 * y,
     lambda np, x, y: x / (1.5 + np.square(y)), lambda np, x, y: np.where(x > y, x + y, x * y),
@@ -24,7 +24,7 @@ BINARY = [
 
 
 def program(seed):
-    """A loss of three operands, in which values are used again and again."""
+    """A loss of three operands, in which values are used several times."""
 
     def loss(np, *operands):
         rng = random(seed)
@@ -44,7 +44,7 @@ def program(seed):
 
 
 def random(seed):
-    """Not NumPy's module: a program has another of that name."""
+    """Random numbers; not NumPy's module, which a program replaces."""
     return np.random.default_rng(seed)
 
 

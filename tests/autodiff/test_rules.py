@@ -1,4 +1,4 @@
-"""Every rule: against differences in float64, HIPS autograd, an array like CuPy's; its dtype."""
+"""Every rule against differences in float64 and HIPS autograd, and with CuPy-like arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEP = 1e-6
 
 
 class Sum(TermAccumulator):
-    """Adds terms by their own arithmetic, so that no device has a part in it."""
+    """Adds terms by NumPy's operators, without a device."""
 
     def __init__(self) -> None:
         super().__init__(AggregationMethod.ADD_N)
@@ -43,7 +43,7 @@ class Sum(TermAccumulator):
 
 
 def gradients(do, operands):
-    """Of the sum of what ``do`` gives, weighted, with respect to each operand."""
+    """Gradients of the weighted sum of the result of ``do``, for each operand."""
     trace = Trace()
     sums = [Sum() for _ in operands]
     leaves = [trace.leaf(x, None, terms) for x, terms in zip(operands, sums, strict=True)]
@@ -54,7 +54,7 @@ def gradients(do, operands):
 
 
 def differences(loss, operands):
-    """Along a direction of each operand: what the loss does there."""
+    """The change of the loss along a direction of each operand."""
     rng = np.random.default_rng(5)
     found = []
     for place, operand in enumerate(operands):
@@ -70,7 +70,7 @@ def differences(loss, operands):
 
 @pytest.fixture(autouse=True)
 def rows_of_numpy(monkeypatch):
-    """Rows added on the host, of an array like CuPy's too: the module that does it has tests."""
+    """Adds rows on the host, also of CuPy-like arrays, because other tests cover that module."""
 
     def added(values, rows, size):
         bare = values.array if isinstance(values, StrictArray) else values
@@ -206,7 +206,7 @@ ONLY_OPERAND = "log log1p sin cos square arctan".split()
 
 
 def held_by(operation):
-    """Of a node whose value is gone: whether it holds its operand, and its result."""
+    """Whether a node, whose value was freed, keeps its operand and its result."""
     shapes = max(operation.shapes, key=lambda shapes: np.prod(shapes[0]))
     operand = operation.operands(shapes)[0] * 1.0
     trace = Trace()
@@ -233,7 +233,7 @@ def named(names):
     ids=str,
 )
 def test_a_rule_holds_only_the_operands_that_it_needs(operation, held):
-    gc.disable()  # what ends, ends by itself
+    gc.disable()  # freed by reference counting alone
     try:
         assert held_by(operation) == held
     finally:

@@ -1,4 +1,4 @@
-"""Several threads differentiate at the same time, and disturb nobody."""
+"""Several threads differentiate at the same time, independently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gradients(loss, *variables):
 
 
 class Worker:
-    """One thread's losses, over a Variable of all and one of its own."""
+    """The losses of one thread, which use a shared Variable and its own."""
 
     def __init__(self, place, shared, own, together):
         self.place, self.shared, self.own, self.together = place, shared, own, together
@@ -66,7 +66,7 @@ def test_many_threads_and_faults():
 
 
 def test_a_thread_of_a_loss_reads_plain_values():
-    """A loss belongs to one thread: another that it starts computes without a tape."""
+    """A loss belongs to one thread; a thread that it starts computes without a tape."""
     with gr.open_mesh(1, backend="sim") as mesh, ThreadPoolExecutor(1) as pool:
         x = gr.Variable([1.0, 2.0], device=mesh)
 

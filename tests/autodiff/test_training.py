@@ -11,7 +11,7 @@ NUM_REPLICAS, NUM_STEPS = 4, 4
 
 
 def trained(mesh) -> list[list[float]]:
-    """What a small network has become; its data is exact, so that every order gives the same."""
+    """A small network after training; its data are exact, so that any order gives the same."""
     weights = gr.Variable(np.full((3, 2), 0.5), dtype="float32", device=mesh)
     table = gr.Variable(np.arange(8.0).reshape(4, 2), dtype="float32", device=mesh)
     optimizer = gr.MomentumOptimizer(0.125, 0.5)
@@ -72,7 +72,7 @@ def test_a_step_of_terms_from_compute_gradients():
         assert x.numpy().tolist() == [1.0 - 3.5, 2.0 - 7.0]
 
 
-IDS = [[4, 1, 4], [0, 0, 2], [2, 4, 2]]  # of each step; all hold a row twice
+IDS = [[4, 1, 4], [0, 0, 2], [2, 4, 2]]  # of each step; each has an index twice
 
 
 def descent(table, slots, rows, gradient, step):
@@ -80,13 +80,13 @@ def descent(table, slots, rows, gradient, step):
 
 
 def momentum(table, slots, rows, gradient, step):
-    """Of the rows that the gradient has; the others rest."""
+    """Momentum for the rows of the gradient; other rows do not change."""
     slots[0][rows] = 0.9 * slots[0][rows] + gradient[rows]
     table[rows] -= 0.5 * slots[0][rows]
 
 
 def adam(table, slots, rows, gradient, step):
-    """The moments of all rows decay."""
+    """Adam, where the moments of all rows decay."""
     slots[0] += 0.1 * (gradient - slots[0])
     slots[1] += 0.001 * (gradient**2 - slots[1])
     rate = 0.125 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
@@ -102,7 +102,7 @@ def adam(table, slots, rows, gradient, step):
     ],
 )
 def test_minimize_with_rows_of_a_table(make, model):
-    """A row that comes twice counts once, with the sum of both."""
+    """A row with two gradients is updated once, by their sum."""
     plain = np.arange(12.0).reshape(6, 2) - 4
     scale = np.arange(1.0, 4.0)[:, None]
     with gr.open_mesh([0, 1], backend="sim", strict=True) as mesh:

@@ -1,4 +1,4 @@
-"""What would write a traced value in place, or into one: refused, or a new value; never lost."""
+"""Writes of or into traced values raise or create a new value; no gradient is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables that an optimizer trains, and their whole state."""
+"""Variables that an optimizer trains, and their complete state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def ones(*shape, dtype="float32"):
 
 
 class Model:
-    """Two mirrored variables, one on one device, their slots, and what all of them hold."""
+    """Two mirrored variables, one on one device, their slots, and all their values."""
 
     def __init__(self, mesh):
         self.variables = [

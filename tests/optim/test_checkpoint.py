@@ -1,4 +1,4 @@
-"""Checkpoints of optimizers: what is loaded goes on with the same bits; the wrong is refused."""
+"""Checkpoints of optimizers: after a load, training has the same bits; invalid ones fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_loaded_goes_on_with_the_same_bits(mesh, make, dtype, masters):
     step(one, variables, 2)
     with gr.open_mesh(2, backend="sim") as other:
         two, restored = make(master_dtype=masters), variables_on(other, dtype)
-        step(two, restored, 7)  # something else was there
+        step(two, restored, 7)  # replaced by the load
         for variable, value in zip(restored, values, strict=True):
             variable.assign(value)
         two.load_state_dict(state, restored[::-1])
@@ -63,7 +63,7 @@ def test_before_the_first_update_there_is_nothing(mesh, make):
 
 
 def test_slots_that_no_update_has_changed_have_no_powers(mesh):
-    """Of an optimizer that was prepared; and one variable is a list of one."""
+    """After ``prepare`` only; and a single variable can be passed instead of a list."""
     half = gr.Variable(np.full(3, 2, "float16"), "h", device=mesh)
     one, two = (gr.AdamOptimizer(0.5, master_dtype="float32") for _ in range(2))
     one.prepare([half])

@@ -38,7 +38,7 @@ def test_arrays_lists_and_rows_come_back_as_they_went(mesh, monkeypatch):
     monkeypatch.setattr("gradreduce.arrays.replica_context.default_mesh", lambda: mesh)
     rows = gr.IndexedSlices(np.full((3, 2), 2, "float32"), [4, 1, 4], (6, 2))
     (array, sparse), norm = gr.clip_by_global_norm((np.full(5, 1, "float32"), rows), 1.0)
-    assert np.allclose(norm, np.sqrt(5 + 24))  # rows of one index each for itself
+    assert np.allclose(norm, np.sqrt(5 + 24))  # rows of one index are not added
     assert isinstance(array, np.ndarray)
     assert np.allclose(array, 1 / np.sqrt(29), rtol=1e-6)
     assert (sparse.indices.tolist(), sparse.dense_shape) == ([4, 1, 4], (6, 2))

@@ -1,4 +1,4 @@
-"""What ``apply_gradients`` refuses, before it has changed anything."""
+"""Errors of ``apply_gradients``, which are raised before anything changes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_no_pair(model, pair, error):
 
 
 def test_what_is_no_gradient_for_the_variable(mesh, model):
-    """The wrong one comes last: nothing of the others is done either."""
+    """The invalid gradient comes last; the others are not applied either."""
     before = model.state()
     fine = model.grads[1:]
     spread, part = [ones(2, 3)] * len(mesh), mesh[1:]
@@ -110,7 +110,7 @@ def test_a_rate_that_is_none_makes_no_slots(mesh):
 
 
 class Failing(gr.Optimizer):
-    """Its rule can be made to fail."""
+    """An optimizer whose rule can be made to fail."""
 
     _slot_names = ("kept",)
     fails = True
@@ -131,7 +131,7 @@ class Adam(gr.AdamOptimizer):
 
 
 def test_a_first_update_that_fails_leaves_no_slots(mesh):
-    """Whether a callable fails, or the rule; and what there was of other variables stays."""
+    """If a callable or the rule fails; slots of other variables stay."""
     known, variable = (gr.Variable([1.0], device=mesh) for _ in range(2))
     for optimizer in (Adam(1.0, 0.0, 0.0, 0.0), Failing("own")):
         known.assign([1.0])
@@ -154,7 +154,7 @@ def test_a_first_update_that_fails_leaves_no_slots(mesh):
 @pytest.mark.parametrize("name", ["beta1", "beta2"])
 @pytest.mark.parametrize("wrong", [1.0, 1.5, -0.1, float("nan")])
 def test_a_decay_that_is_none(mesh, name, wrong):
-    """By Adam's correction a beta of one would divide by zero."""
+    """With a beta of one, Adam's correction would divide by zero."""
     message = f"{name}={wrong} must be at least 0 and below 1"
     with pytest.raises(ValueError, match=message):
         gr.AdamOptimizer(**{name: wrong})
@@ -173,7 +173,7 @@ def test_a_decay_that_is_none(mesh, name, wrong):
 
 @pytest.mark.parametrize("dtype", ["int64", "int16", "complex64"])
 def test_a_variable_that_holds_no_floats(mesh, model, dtype):
-    """It may come along without a gradient; no rule knows what to do with one."""
+    """It may be passed with None, but not with a gradient."""
     counts = gr.Variable(np.zeros(2, dtype), "counts", trainable=False, device=mesh)
     before = model.state()
     own = Failing("own", master_dtype="float32")
@@ -207,7 +207,7 @@ def test_a_wrong_global_step_changes_nothing(mesh, model):
 
 
 def test_the_memory_of_a_variable_is_no_gradient(mesh):
-    """A launch reads gradients while it writes variables: no order makes that right."""
+    """A launch reads gradients and writes variables in any order, so they must not overlap."""
     first, second = variables = [gr.Variable([1.0], device=mesh) for _ in range(2)]
     optimizer = gr.MomentumOptimizer(1.0, 0.5)
     optimizer.apply_gradients(zip([[1.0], [1.0]], variables, strict=True))
@@ -226,7 +226,7 @@ def test_the_memory_of_a_variable_is_no_gradient(mesh):
 
 
 def test_a_slot_of_an_earlier_step_is_none_either(mesh):
-    """Of other variables than those of the last step, and with a master."""
+    """For other variables than in the last step, and with a master."""
     first, second = (gr.Variable(ones(1, dtype="float16"), device=mesh) for _ in range(2))
     optimizer = gr.AdagradOptimizer(1.0, master_dtype="float32")
     plain = gr.Variable([1.0], device=mesh)
@@ -244,7 +244,7 @@ def test_a_slot_of_an_earlier_step_is_none_either(mesh):
 
 
 def test_it_is_none_at_the_second_try_either(mesh):
-    """A step knows its variables again, and where gradients lay that were apart."""
+    """A step reuses its plan, and the addresses of gradients that did not overlap."""
     device = mesh.devices[1]
     first, second = variables = [gr.Variable([1.0], device=device) for _ in range(2)]
     optimizer = gr.MomentumOptimizer(1.0, 0.5)

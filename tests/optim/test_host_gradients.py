@@ -1,4 +1,4 @@
-"""Gradients that are NumPy's: what a step does with them, many in one upload."""
+"""NumPy gradients: a step uploads many of them together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TURNS = 4
 
 
 def trained(device, as_given, make=lambda: gr.AdamOptimizer(0.5)):
-    """What every variable and slot holds after some steps of gradients that end with each."""
+    """The values of all variables and slots after some steps; the last gradients vary."""
     variables = [gr.Variable(exact_data(shape, dtype), f"{dtype} {place}", device=device)
                  for dtype in FLOATS for place, shape in enumerate(SHAPES)]  # fmt: skip
     optimizer = make()
@@ -32,7 +32,7 @@ def trained(device, as_given, make=lambda: gr.AdamOptimizer(0.5)):
 
 
 def in_many_ways(place, array):
-    """As it is, read-only, a view, in pieces, and as a Buffer would not be."""
+    """An array as it is, read-only, as a view, not contiguous, and of other kinds."""
     way = place % 4
     if way == 1:
         array.flags.writeable = False
@@ -48,7 +48,7 @@ def test_arrays_give_what_buffers_give(mesh, place):
     device = mesh.devices[min(place, len(mesh) - 1)]
     wanted = trained(device, lambda _, array: device.upload(array))
     assert all(map(same, trained(device, in_many_ways), wanted))
-    # One that is no array of the right kind, or has a place already, sends all the other way.
+    # A gradient that is not such a NumPy array, or is on a device, disables the joint upload.
     mixed = trained(device, lambda place, array: device.upload(array) if place == 8 else array)
     assert all(map(same, mixed, wanted))
 
@@ -126,7 +126,7 @@ def test_a_gradient_may_lie_elsewhere_at_a_later_step(mesh):
 
 
 def test_external_memory_is_read_in_order_later_too(mesh, monkeypatch):
-    """A Buffer of a PerReplica is still the memory of its library, whose stream has gone on."""
+    """A Buffer of a PerReplica is memory of a library, whose stream has more work by then."""
     read = []
     monkeypatch.setattr("gradreduce.optim.update_plan.wait_for_inputs", read.extend)
     external = gr.PerReplica([np.ones(3, "float32")] * len(mesh), mesh).buffers[0]
@@ -138,7 +138,7 @@ def test_external_memory_is_read_in_order_later_too(mesh, monkeypatch):
 
 
 def test_a_rule_on_arrays_is_shown_the_array_that_was_given(mesh):
-    """It may keep it, so it must not be memory that the next step overwrites."""
+    """The rule may keep the array, so it must not be memory that the next step overwrites."""
 
     class Keeps(gr.Optimizer):
         def _apply(self, variable, slots, gradient):

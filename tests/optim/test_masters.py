@@ -1,4 +1,4 @@
-"""Halves that have a float32 master: what rounding would lose is kept."""
+"""float16 and bfloat16 variables with a float32 master, which keeps unrounded values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rule(request):
 
 
 def check_master(optimizer, variable, model, names):
-    """Master and slots are the model's, and the variable is the master, rounded."""
+    """Checks master and slots against the model; the variable is the rounded master."""
     found = [optimizer.get_slot(variable, name) for name in (MASTER, *names)]
     for slot, value in zip(found, model.state, strict=True):
         assert slot.dtype == SINGLE
@@ -42,7 +42,7 @@ def test_steps_are_those_of_float32(mesh, rule, dtype):
         optimizer.apply_gradients([(grad, variable)])
         model.move(grad)
         check_master(optimizer, variable, model, starts)
-        if turn == 1:  # what is assigned to counts, not its master (unless that rounds to it)
+        if turn == 1:  # the assigned value replaces the master, unless the master rounds to it
             values = exact_data((257,), dtype, seed=9)
             variable.assign(values)
             with np.errstate(all="ignore"):
@@ -64,7 +64,7 @@ def test_rows_have_masters_too(mesh, rule):
 
 
 def test_only_halves_have_one(mesh, rule):
-    """And one launch for each pair of dtypes serves all of them."""
+    """And there is one launch for each pair of dtypes."""
     _, make, starts = rule
     optimizer = make(master_dtype=np.float32)
     variables = [gr.Variable(np.zeros(3, dtype), device=mesh) for dtype in FLOATS * 2]

@@ -1,4 +1,4 @@
-"""How gradients reach variables: what is taken in, and what is launched."""
+"""How gradients reach variables: accepted types and launches."""
 
 from __future__ import annotations
 

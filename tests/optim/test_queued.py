@@ -1,4 +1,4 @@
-"""Optimizers in every order that the fences allow give what they give in one order."""
+"""Optimizers give the same result in every order that the waits allow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLACEMENTS = {"00": [0, 0], "0110": [0, 1, 1, 0]}
 
 
 class Signs(gr.Optimizer):
-    """A rule of a user's own."""
+    """A rule that a user has written."""
 
     _slot_names = ("mean",)
 
@@ -66,7 +66,7 @@ def test_every_order_gives_the_same(rule, placement, seeds):
 
 
 def crossed(has_copies, is_sparse, **options) -> list[np.ndarray]:
-    """A variable on both devices of a GPU, or a gradient on the one that has none of it."""
+    """A variable on both devices of a GPU, or a gradient on the device without a copy of it."""
     with gr.open_mesh([0, 0], backend="sim", strict=True, **options) as mesh:
         home, beside = mesh.devices
         variable = gr.Variable(
@@ -77,7 +77,7 @@ def crossed(has_copies, is_sparse, **options) -> list[np.ndarray]:
             variable.assign_add(exact_data((6, 3), "float32", seed=turn))  # each copy in its queue
             owner = home if has_copies else beside
             given = owner.empty((6, 3), "float32")
-            for seed in range(40):  # the last one counts; others are read by who does not wait
+            for seed in range(40):  # a reader that does not wait reads an earlier one
                 owner.upload(exact_data((6, 3), "float32", seed=seed), out=given)
             if is_sparse:
                 given = gr.IndexedSlices(given, [1, 4, 1, 0, 5, 4])
@@ -98,7 +98,7 @@ def test_devices_of_one_gpu_come_behind_each_other(has_copies, is_sparse, seeds)
 
 
 def clipped(**options) -> list[np.ndarray]:
-    """Arrays that a launch of each device has just been told to write, and overwritten at once."""
+    """Arrays that a queued launch of each device will write, overwritten after the call."""
     with gr.open_mesh([0, 0, 1], backend="sim", strict=True, **options) as mesh:
         given = []
         for place, device in enumerate(mesh):

@@ -11,8 +11,8 @@ SHAPE, NUM_STEPS = (7, 3), 12
 B1, B2, DECAY, MU, EPSILON = 0.8, 0.95, 0.7, 0.3, 1e-3
 WEIGHT_DECAY = 0.3
 
-# The textbook's forms, not those of the kernels: each takes the rate, the step's number, the
-# gradient, the variable and its slots, of the rows that move, and gives these as they are then.
+# The formulas of textbooks, not those of the kernels. Each takes the learning rate, the number of
+# the step, the gradient, the variable and its slots (of the rows that change); returns new values.
 
 
 def sgd(rate, step, grad, var):
@@ -82,7 +82,7 @@ RULES = {
         lambda **more: gr.RMSPropOptimizer(0.1, DECAY, MU, EPSILON, centered=True, **more),
         {"rms": 1, "mg": 0, "momentum": 0}),
 }  # fmt: skip
-# dtype, master -> how far from the model a step may go, of numbers near 1, beside those before
+# dtype, master -> the error that a step may add, for numbers near 1
 PRECISIONS = {
     "float64": (np.float64, {}, 2.0**-49),
     "float32": (np.float32, {}, 2.0**-20),
@@ -91,12 +91,12 @@ PRECISIONS = {
 
 
 def exact(rng, shape, num_replicas, dtype):
-    """Their sums and means are exact, also those of halves, which are rounded on the way."""
+    """Values with exact sums and means, also in 16 bits."""
     return (rng.integers(-4, 5, shape) * num_replicas / 4).astype(dtype)
 
 
 def rows_of(rng, num_replicas, dtype):
-    """Rows of a gradient, some of the same index, and what they add up to."""
+    """Rows of a gradient, some with the same index, and their sum as a whole array."""
     indices = rng.integers(0, SHAPE[0], rng.integers(1, 6))
     values = exact(rng, (len(indices), SHAPE[1]), num_replicas, dtype)
     whole = np.zeros(SHAPE)
@@ -105,7 +105,7 @@ def rows_of(rng, num_replicas, dtype):
 
 
 def step_of(rng, mesh, dtype):
-    """A gradient of some kind, the same as a whole array, and the rows that it names."""
+    """A gradient of some type, the same as a whole array, and its rows."""
     kind, num_replicas = rng.integers(0, 5), len(mesh)
     if kind == 0:
         parts = [rows_of(rng, num_replicas, dtype)]

@@ -1,4 +1,4 @@
-"""Gradients of rows: what they touch is updated as a dense gradient would, the rest stays."""
+"""Sparse gradients: rows that they touch are updated as by dense ones, others unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INDICES = np.array([7, 2, 7, 0, 2, 7])
 
 @pytest.fixture(params=RULES)
 def rule(request):
-    """An optimizer of each rule that touches only the rows."""
+    """An optimizer of each rule that changes only the rows of a gradient."""
     formula, make, starts = RULES[request.param]
     lazy = {"lazy": True} if "m" in starts else {}
     return formula, lambda **more: make(**lazy, **more), starts
@@ -26,7 +26,7 @@ def slices(values, indices=INDICES, shape=SHAPE):
 
 
 def merged(values, indices=INDICES):
-    """Every index once, and the sum of its rows, from exact data."""
+    """The indices without repeats, and the sum of the rows of each, from exact data."""
     found = np.unique(indices)
     sums = [values[indices == index].astype(np.float64).sum(0) for index in found]
     return found, np.array(sums).astype(values.dtype)
@@ -34,7 +34,7 @@ def merged(values, indices=INDICES):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_only_the_rows_are_touched(mesh, rule, dtype):
-    """Four steps, of other rows each: those and their slots move, bit by bit as the model says."""
+    """Four steps with different rows: these and their slots change, bit by bit like the model."""
     _, make, starts = rule
     optimizer, values = make(), random_data(SHAPE, dtype, seed=3)
     variable, model = gr.Variable(values, device=mesh), Model(rule, values)
@@ -105,7 +105,7 @@ def test_launches_do_not_grow_with_the_number_of_variables(mesh, num_sparse):
         each
         for rows in num_rows
         for each in [("segment_sum", rows), ("take_rows", 2 * rows), ("momentum", 2 * rows),
-                     ("segment_sum", 2 * rows)]  # merged, taken, updated, put back
+                     ("segment_sum", 2 * rows)]  # added by index, gathered, updated, scattered
     ]  # fmt: skip
     for place, (_, variable) in enumerate(pairs[::2]):  # each by rows of its own
         counts = np.bincount((INDICES + place) % SHAPE[0], minlength=SHAPE[0])

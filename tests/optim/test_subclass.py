@@ -1,4 +1,4 @@
-"""A rule of a user's own: two hooks, on plain arrays."""
+"""A rule that a user has written: two methods, on plain arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gradreduce as gr
 
 
 class Lion(gr.Optimizer):
-    """Sign of a mean of gradients, with a slot that does not start at zero."""
+    """Uses the sign of a mean of gradients, with a slot that does not start at zero."""
 
     _slot_names = ("mean", "count")
 
@@ -108,7 +108,7 @@ def test_an_error_in_a_hook_changes_nothing(mesh):
 
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_a_hook_that_writes_the_gradient_is_refused(mesh, is_sparse):
-    """It is the caller's, and that of the other copies there."""
+    """The gradient belongs to the caller, and other copies on the device use it."""
 
     class Halved(gr.Optimizer):
         def _apply(self, variable, slots, gradient):
@@ -121,7 +121,7 @@ def test_a_hook_that_writes_the_gradient_is_refused(mesh, is_sparse):
         Halved("halved").apply_gradients([(grad, variable)])
     assert given.tolist() == [1, 1, 1]
     assert all((buffer.numpy() == 1).all() for buffer in variable.buffers)
-    given[:] = 2  # and it stays the caller's to write
+    given[:] = 2  # the caller may overwrite it
 
 
 @pytest.mark.parametrize("drop", [False, True])
@@ -142,7 +142,7 @@ def test_a_slot_that_is_not_changed_in_place_is_refused(mesh, drop):
 
 
 def test_a_rule_that_returns_something_is_refused(mesh):
-    """It has thought that this is the new value."""
+    """Its author expected that this becomes the new value."""
 
     class Returning(Lion):
         def _apply(self, variable, slots, gradient):

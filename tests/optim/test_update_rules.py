@@ -14,7 +14,7 @@ from gradreduce.device import accumulate_dtype
 RATE, DECAY = 0.1, 0.9  # neither is a float32
 
 
-# Each in the accumulate type `w`, with the slots as they were and the number of the step.
+# Formulas in the accumulate type `w`; arguments are the old slots and the number of the step.
 
 
 def sgd(w, step, grad, var):
@@ -86,7 +86,7 @@ def torch_rmsprop(w, step, grad, var, square, mom):
     return [var - mom, square, mom]
 
 
-# name -> the rule, an optimizer of it, its slots and what is in them at first
+# name -> the formula, an optimizer, its slots and their initial values
 RULES = {
     "sgd": (sgd, lambda **more: gr.GradientDescentOptimizer(RATE, **more), {}),
     "momentum": (momentum, lambda **more: gr.MomentumOptimizer(RATE, DECAY, **more),
@@ -126,10 +126,10 @@ def rule(request):
 
 
 class Model:
-    """A variable, or rows of it, and its slots, moved on by a rule in plain NumPy.
+    """A variable, or rows of it, and its slots, updated by a rule in plain NumPy.
 
     Attributes:
-        state: the variable and its slots. Of a half with a master that in the variable's place.
+        state: the variable and its slots. If there is a master, it replaces the variable.
     """
 
     def __init__(self, rule, values, *, master=False):
@@ -149,7 +149,7 @@ class Model:
                 array[rows] = part
 
     def check(self, optimizer, variable, names):
-        """Every copy of the variable and of its slots, bit by bit."""
+        """Checks every copy of the variable and of its slots, bit by bit."""
         values = [self.state[0].astype(self.dtype), *self.state[1:]]
         found = [variable, *(optimizer.get_slot(variable, name) for name in names)]
         for each, value in zip(found, values, strict=True):
@@ -240,7 +240,7 @@ def test_a_rate_that_cannot_be_said_changes_nothing(mesh, rule):
         with pytest.raises((ZeroDivisionError, TypeError, ValueError)):
             optimizer.apply_gradients([([1.0], variable)])
     assert [each.numpy().tolist() for each in kept] == before
-    optimizer.learning_rate = RATE  # Adam's powers have not moved either
+    optimizer.learning_rate = RATE  # Adam's powers have not changed either
     optimizer.apply_gradients([([1.0], variable)])
     model = Model(rule, np.ones(1, "float32"))
     model.move(np.ones(1, "float32"))
@@ -249,7 +249,7 @@ def test_a_rate_that_cannot_be_said_changes_nothing(mesh, rule):
 
 
 def test_the_powers_of_adam_are_one_pair_for_all_variables(mesh):
-    """They move once for each update, whichever variables it is of: what AGN builds on."""
+    """They change once for each update, whichever variables it has. AGN depends on this."""
     optimizer = gr.AdamOptimizer(RATE, DECAY, 0.99)
     one, two = (gr.Variable([1.0], device=mesh) for _ in range(2))
     assert optimizer.variables() == []

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A default process group of this process, which every thread may give to a DDP of its own.
+    """A default process group of this process, which the DDP of every thread uses.
 
     The first bucket of a DDP is as small as the others.
     """

@@ -28,7 +28,7 @@ def too_large(*shape: int, generator: object) -> torch.Tensor:
 
 
 def own_store(name: str, *arguments: Any, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Like PyTorch's rendezvous, without the keys that earlier default groups have left."""
+    """A store like PyTorch's rendezvous, without keys of earlier default groups."""
     for store, rank, size in dist.rendezvous(*arguments, **options):
         yield dist.PrefixStore(name, store), rank, size
 
@@ -50,7 +50,7 @@ def main(folder: str, runs: str) -> None:
 
 
 def run(script: str) -> tuple[object, dict[str, Any]]:
-    """Runs a script as torchrun does; returns its exit status and its names."""
+    """Runs a script like torchrun; returns its exit status and its global names."""
     sys.path.insert(0, str(Path(script).parent))
     try:
         return 0, runpy.run_path(script, run_name="__main__")

@@ -1,4 +1,4 @@
-"""Which parameters are reduced together."""
+"""The plan of which parameters are reduced together."""
 
 from __future__ import annotations
 

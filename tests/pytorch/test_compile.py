@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 
 class Halving(gr.Optimizer):
-    """A rule in Python, which would compute with tensors if it were traced."""
+    """A rule in Python, which would compute with tensors if torch.compile traced it."""
 
     def __init__(self):
         super().__init__("Halving")
@@ -177,7 +177,7 @@ def mesh():
 
 @pytest.fixture
 def compiler():
-    """``torch._dynamo``, which has compiled nothing; its counters too."""
+    """``torch._dynamo`` without compiled functions, and with its counters at zero."""
     import torch
     from torch._dynamo import utils
 

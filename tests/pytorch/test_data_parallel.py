@@ -21,7 +21,7 @@ TINY_MB = 2**-20 * 100  # a bucket of 12 float64: a layer
 
 
 def layers(count=4, size=3):
-    """Linear layers of integers, so that all gradients are exact; alike at each call."""
+    """Linear layers with integers, so that all gradients are exact; equal at each call."""
     import torch
 
     net = torch.nn.Sequential(*[torch.nn.Linear(size, size) for _ in range(count)]).double()
@@ -45,7 +45,7 @@ def gradients(module):
 
 
 def means(rows):
-    """Of the gradients of all replicas; zeros where a replica has none."""
+    """The means of the gradients of all replicas; zeros if a replica has none."""
     import torch
 
     made = []
@@ -81,7 +81,7 @@ def checkpointed(reentrant):
 
 
 def more_often(net, x, _, step):
-    """A layer is in one checkpoint at first, then in two, while another bucket waits."""
+    """A layer is in one checkpoint first, later in two, while another bucket waits."""
     from torch.utils.checkpoint import checkpoint
 
     def run(x):
@@ -149,7 +149,7 @@ CASES = {
 
 
 def trained(dp, run, first, begin, steps=3):
-    """Computes some gradients by the ways that loops have; returns those of all replicas."""
+    """Computes gradients as training loops do; returns those of all replicas."""
     import torch
 
     found = []
@@ -207,7 +207,7 @@ def test_every_bucket_but_the_last_is_launched_before_the_last_backward_ends():
     import torch
 
     class LastNode(torch.autograd.Function):
-        """The end of backward, behind all layers: waits for what they must have launched."""
+        """The last node of backward; waits for the reductions that the layers must have started."""
 
         @staticmethod
         def forward(context, x, wait):
@@ -286,7 +286,7 @@ def test_gradients_stay_views_of_one_memory():
 
 
 def test_gradients_that_are_replaced_between_two_backwards_are_averaged():
-    """By clipping out of place, for example; the other replica's are None by then, or zero."""
+    """For example by clipping out of place; those of the other replica are None or zero."""
     with open_mesh(2) as mesh:
         dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
         for step in range(4):
@@ -301,7 +301,7 @@ def test_gradients_that_are_replaced_between_two_backwards_are_averaged():
 
 
 def test_little_more_than_one_copy_of_the_gradients_is_held():
-    """Flat buffers, and what backward has just made: those of one bucket and a gradient."""
+    """Flat buffers, and new gradients of backward: those of one bucket and one more."""
 
     def work(group):
         with open_mesh(1, group) as mesh:
@@ -611,7 +611,7 @@ def test_ctrl_c_ends_the_wait_for_another_process():
 
 
 def test_a_second_backward_of_one_replica_is_refused_before_that_of_another():
-    """Then the next one begins a step: the forward of the other replica may have failed."""
+    """The next backward begins a new step, because another replica's forward may have failed."""
     with open_mesh(2) as mesh:
         dp = gr.torch.DataParallel(layers(), mesh)
         plain(dp.replicas[0], batch(0)).backward()
@@ -662,7 +662,7 @@ def test_parameters_that_would_not_be_reduced_are_refused():
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_parameters_that_a_module_gets_later_are_refused(is_first):
-    """Also where an optimizer keeps the old ones alive, so that nothing else shows it."""
+    """Also if an optimizer keeps the old parameters alive, so that nothing else shows it."""
     import torch
 
     with open_mesh(2) as mesh:
@@ -702,7 +702,7 @@ def test_a_module_that_is_added_is_watched_as_those_around_it():
 
 
 def test_the_module_of_a_dropped_data_parallel_gets_another():
-    """Which averages parts of it only, with the hooks of the first one gone from all."""
+    """The new one averages some of the parameters; all hooks of the first are removed."""
     with open_mesh(2) as mesh:
         nets = [layers(), layers()]
         dp = gr.torch.DataParallel(nets, mesh)
@@ -725,7 +725,7 @@ def test_the_module_of_a_dropped_data_parallel_gets_another():
 
 
 def test_gradients_in_other_memory_are_averaged():
-    """They were set by the user, or moved with the parameters; buckets are there already."""
+    """The user has set them, or they moved with the parameters; buckets exist already."""
 
     def set_gradients(net):
         for parameter in net.parameters():
@@ -802,7 +802,7 @@ def test_wrong_arguments_are_refused():
 
 
 def test_two_modules_share_the_thread_of_their_mesh():
-    """A backward through both sends their buckets in one order."""
+    """A backward through both reduces their buckets in one order."""
 
     def work(group):
         with open_mesh(1, group) as mesh:

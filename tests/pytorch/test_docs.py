@@ -40,13 +40,13 @@ def blocks(page, language="python"):
 
 
 def scripts():
-    """The three scripts that have arguments: DDP, ours for torchrun, ours for one process."""
+    """The three scripts that have arguments: DDP, torchrun and one process."""
     return [block for block in blocks(PAGE) if "sys.argv" in block]
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """Runs scripts in two processes; returns their folder, and what they printed."""
+    """Runs scripts in two processes; returns their folder and printed text."""
     folder = tmp_path_factory.mktemp("launched")
     for name, script in zip(("before", "after"), scripts(), strict=False):
         (folder / f"{name}.py").write_text(script, encoding="utf-8")
@@ -78,7 +78,7 @@ def assert_equal(found, wanted):
 
 @pytest.fixture
 def in_one_process(tmp_path, monkeypatch):
-    """Runs the script for one process; returns its names."""
+    """Runs the script for one process; returns its global names."""
     (tmp_path / "one.py").write_text(scripts()[2], encoding="utf-8")
 
     def train(checkpoint, steps):

@@ -10,7 +10,7 @@ import gradreduce as gr
 pytestmark = pytest.mark.torch
 
 NUM_STEPS, EPSILON = 8, 1e-3
-# case -> the rule, by where it adds epsilon; PyTorch's, and its options
+# case -> a function from eps_mode to the rule; PyTorch's optimizer, and its options
 CASES = {
     "AdamW": (
         lambda _: gr.AdamWOptimizer(0.05, 0.8, 0.95, EPSILON, 0.3),
@@ -33,7 +33,7 @@ CASES = {
 
 
 def trained(make, dtype):
-    """The parameters after steps by given gradients, among them small ones and zeros."""
+    """The parameters after steps with fixed gradients, some of them small or zero."""
     import torch
 
     rng = np.random.default_rng(0)

@@ -1,6 +1,6 @@
-"""``gr.torch.ReduceScatter``: what FSDP2 calls, in processes that are threads.
+"""``gr.torch.ReduceScatter`` called like FSDP2 does, in processes that are threads.
 
-Real ones are in ``tests/backends/processes``.
+Tests with real processes are in ``tests/backends/processes``.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def ops(mesh):
 
 
 def models(count=2):
-    """Modules whose gradients are all the number of the replica; the last bias is frozen."""
+    """Modules whose gradients all equal the number of the replica; the last bias is frozen."""
     import torch
 
     made = [torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)) for _ in range(count)]

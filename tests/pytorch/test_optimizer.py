@@ -1,4 +1,4 @@
-"""``gr.torch.Optimizer``: any optimizer of this library as one of PyTorch."""
+"""``gr.torch.Optimizer``: a PyTorch optimizer from any optimizer of this library."""
 
 from __future__ import annotations
 
@@ -387,7 +387,7 @@ def test_state_that_was_replaced_is_not_ignored(mesh):
     backward(module)
     optimizer.step()
     for each in module.parameters():
-        optimizer.state[each]["momentum"].zero_()  # in place: as if it began
+        optimizer.state[each]["momentum"].zero_()  # in place, as at the start
         each.grad.zero_()
     before = module[0].bias.detach().clone()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""``gr.torch.variables``: Variables on the memory of a module's parameters."""
+"""``gr.torch.variables``: Variables that share memory with a module's parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def open_mesh(devices=1, **options):
 
 
 def net(dtype=None):
-    """Two layers of integers, the second frozen, with a tied bias."""
+    """Two layers with integers; the second is frozen and has the bias of the first."""
     import torch
 
     made = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)).to(dtype)
@@ -170,7 +170,7 @@ def test_autograd_notices_what_an_update_writes():
         module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         made = gr.torch.variables(module, mesh)
         loss = module(torch.ones(1, 2)).sum()
-        made[2].numpy()  # which does not write
+        made[2].numpy()  # a read does not count as a write
         loss.backward(retain_graph=True)
         gr.GradientDescentOptimizer(0.1).apply_gradients([(module[1].weight.grad, made[2])])
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

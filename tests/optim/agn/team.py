@@ -11,7 +11,7 @@ from gradreduce.device import accumulate_dtype
 
 
 class Own(gr.Optimizer):
-    """A user's rule, on arrays: momentum, whose slot is named as it likes."""
+    """A rule that a user has written: momentum, whose slot has another name."""
 
     _slot_names = ("direction",)
 
@@ -29,7 +29,7 @@ def own(w, step, grad, var, direction):
     return [var - direction * w(0.25), direction]
 
 
-# As RULES: formula, what makes an optimizer, its slots and what they hold at first.
+# Like RULES: formula, a function that makes an optimizer, its slots and initial values.
 KINDS = {
     **{name: RULES[name] for name in ("sgd", "momentum", "nesterov", "adam", "adamw", "lion")},
     "lazy adam": (RULES["adam"][0], lambda **more: RULES["adam"][1](lazy=True, **more),
@@ -40,7 +40,7 @@ STARTS = {"table": (5, 2), "weights": (7,), "scale": ()}
 
 
 def whole(shape, dtype="float32", seed=0) -> np.ndarray:
-    """Small whole numbers: sums of a period, and their means by a power of two, are exact."""
+    """Small integers: sums of a period, and their means over a power of two, are exact."""
     return np.random.default_rng(seed).integers(-8, 8, shape, endpoint=True).astype(dtype)
 
 
@@ -59,7 +59,7 @@ class Worker:
         )
 
     def step(self, grads, **more) -> bool:
-        """One of gradients by name."""
+        """Runs a step with gradients by name."""
         pairs = [(grad, self.variables[name]) for name, grad in grads.items()]
         return self.optimizer.apply_gradients(pairs, **more)
 
@@ -79,7 +79,7 @@ class Worker:
                 for name, var in self.variables.items()}  # fmt: skip
 
     def everything(self) -> dict:
-        """All that there is of worker and center, by bytes; reading it changes nothing."""
+        """The complete state of worker and center, as bytes; reading it changes nothing."""
         kept = [*self.optimizer.variables(), self.optimizer.local_step]
         found = [(each.name, each) for each in kept]
         for name, var in self.variables.items():
@@ -93,7 +93,7 @@ class Worker:
 
 
 def pair(mesh, period=1, make=None, starts=None, num=2, **options) -> list[Worker]:
-    """Workers of a center that is spread over the mesh."""
+    """Workers of a center that is distributed over the mesh."""
     center = options.pop("center", None) or gr.AGNCenter(mesh)
     make = make or (lambda: gr.GradientDescentOptimizer(0.5))
     starts = {"v": np.zeros(3, "float32")} if starts is None else starts
@@ -105,7 +105,7 @@ def pair(mesh, period=1, make=None, starts=None, num=2, **options) -> list[Worke
 
 
 class Copy:
-    """A variable and its slots; in a half's place its master, if it has one."""
+    """A variable and its slots; if there is a master, it replaces the variable."""
 
     def __init__(self, kind, value, masters):
         self.formula, _, starts = KINDS[kind]
@@ -135,7 +135,7 @@ class ModelWorker:
         self.steps = self.turn = 0
 
     def step(self, grads) -> bool:
-        """One of dense gradients, each with the rows that it touches."""
+        """Runs a step with dense gradients, each with the rows that it touches."""
         self.turn += 1
         for name, (grad, rows) in grads.items():
             self.local[name].move(self.turn, grad[rows], rows)
@@ -167,7 +167,7 @@ class ModelWorker:
                 state[...] = 0
 
     def check(self, worker: Worker):
-        """All of it, bit by bit, on every device of the worker."""
+        """Checks all values, bit by bit, on every device of the worker."""
         names = tuple(KINDS[self.kind][2])
         for name, var in worker.variables.items():
             center = worker.getter.center_variable(var)

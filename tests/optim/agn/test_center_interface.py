@@ -27,19 +27,19 @@ STARTS = {
 
 @pytest.fixture(scope="session")
 def implementation() -> str:
-    """Kernels have no say here."""
+    """These tests do not depend on the implementation of kernels."""
     return "numpy"
 
 
 @pytest.fixture
 def meshes():
-    """Devices of workers, and other ones of the center."""
+    """Devices of workers, and other devices of the center."""
     with gr.open_mesh(4, backend="sim") as here, gr.open_mesh(2, backend="sim") as there:
         yield here, there
 
 
 class HostCenter(Center):
-    """Has its variables on other devices; all that reaches them are host arrays."""
+    """A center on other devices, which exchanges only host arrays with workers."""
 
     def __init__(self, devices, state, *, scratch):
         self.devices, self.registry = devices, state.registry
@@ -93,7 +93,7 @@ class HostCenter(Center):
             then()
 
     def _pushed(self, optimizer, config, scalars, message):
-        """What is done there; returns the values of each center variable and its master."""
+        """The push on the center's devices; returns the values of variables and masters."""
         with self.state.lock:
             self.state.check_usable()
             centers = [center for _, center, *_ in message]
@@ -162,7 +162,7 @@ def gradients(seed):
 
 
 def trained(mesh, center, kind, **options):
-    """Two workers, of two replicas and of one; afterwards, all that there is, by bytes."""
+    """Two workers, with two replicas and with one; returns the complete state as bytes."""
     options = {"period": 3, **options}
     team = [
         Worker(home, center, STARTS, lambda: KINDS[kind][1](master_dtype="float32"), 2, **options)

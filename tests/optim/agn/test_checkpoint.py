@@ -1,4 +1,4 @@
-"""Checkpoints of workers and centers: training goes on with the same bits; the wrong is refused."""
+"""Checkpoints of workers and centers: training continues with the same bits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def steps(team, seeds):
 
 
 def stored(state):
-    """As a store that knows only arrays would give it back."""
+    """The state as a file format for arrays would return it."""
     if isinstance(state, dict):
         return {name: stored(value) for name, value in state.items()}
     return state if state is None else np.asarray(state).copy()
@@ -76,7 +76,7 @@ def digest(team) -> str:
 @pytest.mark.parametrize("num_before", [1, 8, 12])
 @pytest.mark.parametrize("way", WAYS)
 def test_training_goes_on_with_the_same_bits(mesh, implementation, way, num_before):
-    """On a mesh of another implementation, in the middle of a period, and when one is over."""
+    """On a mesh of another implementation, within a period and at the end of one."""
     one = team_of(mesh, way)
     steps(one, range(num_before))
     states = saved(one)
@@ -84,7 +84,7 @@ def test_training_goes_on_with_the_same_bits(mesh, implementation, way, num_befo
     other = "numpy" if implementation == "compiled" else "compiled"
     with gr.open_mesh(3, backend="sim", kernels=other, strict=True, peer_access=False) as mesh:
         two = team_of(mesh, way)
-        steps(two, range(30, 41))  # something else was there
+        steps(two, range(30, 41))  # replaced by the load
         loaded(two, states)
         steps(two, range(num_before, 20))
         assert digest(two) == digest(one)
@@ -136,7 +136,7 @@ def test_sums_of_rows_are_saved_as_rows(mesh):
 
 
 def test_a_loaded_sum_is_added_to(mesh):
-    """Not the memory that the steps before the load have added to."""
+    """The steps after a load do not add to the memory of the sum before it."""
     (worker,) = pair(mesh, 4, num=1)
     for _ in range(2):
         worker.step({"v": np.ones(3, "float32")})
@@ -146,7 +146,7 @@ def test_a_loaded_sum_is_added_to(mesh):
 
 
 def test_a_checkpoint_of_before_the_first_push_has_no_slots(mesh):
-    """They are made again, and a push finds them."""
+    """The slots are created again before a push."""
     one, two = pair(mesh, 1, WAYS["momentum"][0]), pair(mesh, 1, WAYS["momentum"][0])
     empty = one[0].getter.center.state_dict()
     for team in (one, two):
@@ -183,7 +183,7 @@ def changed(state, *path, to=None, drop=False):
 
 
 WRONG = np.ones((3, 3), "float32")
-# What tests/test_checkpoint.py does not have for every class.
+# Cases in addition to those that tests/test_checkpoint.py has for every class.
 OF_A_WORKER = [
     ((("optimizer", "slots", "table", "momentum"), WRONG), ValueError, "['momentum'] is float32"),
     ((("sums", "nobody"), WRONG), KeyError, "state['sums'] has wrong keys: 'nobody' unknown"),

@@ -1,4 +1,4 @@
-"""What others do between a worker's steps, or at the same moment, and what a refusal leaves."""
+"""Concurrent calls of other workers, and the state after errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE = np.ones(2, "float32")
 
 @pytest.fixture(scope="session")
 def implementation() -> str:
-    """Kernels have no say here."""
+    """These tests do not depend on the implementation of kernels."""
     return "numpy"
 
 
@@ -30,7 +30,7 @@ def worker(mesh, center, make=lambda: gr.MomentumOptimizer(1.0, 0.5), period=1, 
 
 
 def test_no_start_and_no_checkpoint_is_torn(mesh):
-    """Each element of a variable is of one push, and a slot is of the push of its variable."""
+    """All elements of a variable, and its slots, come from the same push."""
     center, ended = gr.AGNCenter(mesh.devices[1]), threading.Event()
     _, var, pushing = worker(mesh, center, lambda: gr.MomentumOptimizer(1.0, 1.0), shape=(200_000,))
     _, mine, starting = worker(mesh, center, lambda: gr.MomentumOptimizer(1.0, 1.0),
@@ -83,7 +83,7 @@ def test_a_refused_dense_gradient_leaves_rows_rows(mesh):
     "num_loads", [80, pytest.param(4000, marks=(pytest.mark.exhaustive, pytest.mark.slow))]
 )
 def test_a_center_is_loaded_while_workers_step(mesh, num_loads):
-    """No worker is refused its own gradient."""
+    """No worker gets an error for its own gradient."""
     center, ended, stepped = gr.AGNCenter(mesh), threading.Event(), threading.Semaphore(0)
     team = [worker(mesh, center, period=1 + place % 2)[1:] for place in range(6)]
     states = [center.state_dict()]  # without slots
@@ -258,7 +258,7 @@ def test_a_second_round_waits_again_and_a_lost_worker_ends_its_own(mesh):
         registry.begin(task)
     registry.wait_for(2, 0.0)
     registry.end(0)
-    registry.wait_for(2, 0.0)  # one of them goes on: its round is not over
+    registry.wait_for(2, 0.0)  # one of them continues: its round is not over
     registry.end(1)
     registry.begin(0)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What a step and a communication ask of the devices: launches, copies, memory."""
+"""Launches, copies and memory of a step and of a push."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_local_step_is_one_launch_for_each_dtype(mesh, kind):
 @pytest.mark.parametrize("gamma", [None, 0.5])
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
 def test_a_communication_is_one_launch_for_each_gpu_and_dtype(mesh, kind, gamma):
-    """And, where the worker's memory is out of reach, copies of sums and of what is pulled."""
+    """Without peer access, sums and pulled values are copied in addition."""
     (worker,) = pair(mesh, 1, KINDS[kind][1], STARTS, num=1, distance_scale=gamma)
     grads, getter = on_device(worker), worker.getter
     centers = [getter.center_variable(var) for var in worker.variables.values()]
@@ -73,7 +73,7 @@ def test_steps_and_pushes_are_labelled_with_the_variables(mesh, gamma):
 
 
 def test_ten_pushes_do_not_queue_at_one_device(mesh):
-    """The busiest device of the center carries no more than its share of the bytes."""
+    """No device of the center gets more than its share of the bytes."""
     if len(mesh) == 2:
         return
     starts = {f"v{place}": np.zeros(1000, "float32") for place in range(10)}
@@ -95,7 +95,7 @@ def test_ten_pushes_do_not_queue_at_one_device(mesh):
 @pytest.mark.parametrize("make", [KINDS["momentum"][1], KINDS["lazy adam"][1], Own],
                          ids=["momentum", "lazy adam", "own"])  # fmt: skip
 def test_memory_of_a_steady_state_does_not_grow(mesh, make, is_sparse, gamma):
-    """Nor has it to wait for the garbage collector."""
+    """And it does not depend on the garbage collector."""
     starts, live = {"v": np.zeros((100, 3), "float32")}, []
     team = pair(mesh, 2, make, starts, 3, distance_scale=gamma)
     rows = np.ones((2, 3), "float32")
@@ -114,7 +114,7 @@ def test_memory_of_a_steady_state_does_not_grow(mesh, make, is_sparse, gamma):
 
 
 def test_a_communication_is_worked_out_once_if_it_holds_no_memory(mesh, monkeypatch):
-    """Where the center does not reach the worker, memory is wanted in it, and only in it."""
+    """A push that cannot access the worker's memory needs temporary memory; others do not."""
     planned, home = [], mesh.devices[1]
 
     def plan(*given):
@@ -134,7 +134,7 @@ def test_a_communication_is_worked_out_once_if_it_holds_no_memory(mesh, monkeypa
 
 
 def test_sparse_sums_stay_sparse(mesh):
-    """Of a table of four megabytes no array is made: of the period, its push and its mean."""
+    """No array of the size of the table is allocated for the period, its push or its mean."""
     shape = (16384, 64)
     rows = np.ones((3, 64), "float32")
     for make in (KINDS["momentum"][1], KINDS["sgd"][1], Own):

@@ -1,4 +1,4 @@
-"""What is wrong is refused by its name, and has changed nothing."""
+"""Errors name the argument, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ONES = {name: np.ones_like(value) for name, value in STARTS.items()}
 
 @pytest.fixture(scope="session")
 def implementation() -> str:
-    """Kernels have no say here."""
+    """These tests do not depend on the implementation of kernels."""
     return "numpy"
 
 
 @pytest.fixture
 def worker(mesh) -> Worker:
-    """In the middle of a period, with slots here and at the center."""
+    """A worker in the middle of a period, with slots here and at the center."""
     made, _ = pair(mesh, 2, lambda: gr.MomentumOptimizer(0.5, 0.5), STARTS)
     for _ in range(3):
         made.step(ONES)
@@ -88,7 +88,7 @@ def refused(worker, error, text, pairs, **more):
 
 
 def test_gradients_and_variables(mesh, worker):
-    """Also where the call would have communicated."""
+    """Also if the call would have pushed."""
     table, var = worker.variables["t"], worker.variables["v"]
     alien = gr.Variable([1.0], "alien", device=mesh.devices[0])
     center, total = worker.getter.center_variable(var), worker.getter.accumulation(var)
@@ -144,7 +144,7 @@ def test_another_mesh(mesh, worker):
 
 
 def test_a_rule_that_raises_changes_nothing(mesh):
-    """Neither at the worker, nor, later in the period, at the center."""
+    """Neither at the worker nor, at the end of the period, at the center."""
 
     class Picky(Own):
         fails = -1
@@ -199,7 +199,7 @@ def test_iterators_and_tuples_are_fine(mesh, worker):
 
 
 def test_a_variable_without_a_gradient_is_left_alone(mesh):
-    """Neither pushed nor pulled; the next period may have one."""
+    """It is neither pushed nor pulled; it may have a gradient in the next period."""
     first, second = pair(mesh, 2, None, STARTS)
     for _ in range(2):
         first.step(ONES)
@@ -230,7 +230,7 @@ def test_slots_are_those_of_the_inner_optimizer(mesh, worker):
 
 
 def test_memory_that_was_given_back_may_hold_a_gradient(mesh):
-    """That of slots of before a checkpoint, and of a sum that has become an array again."""
+    """The memory of slots before a load, and of a sum that was converted to an array."""
     home = mesh.devices[1]
     worker = Worker(home, gr.AGNCenter(home), STARTS, lambda: gr.MomentumOptimizer(0.5, 0.5), 1, 2)
 
@@ -260,7 +260,7 @@ def test_the_sum_is_no_gradient_wherever_it_is(mesh):
 
 
 def test_the_center_is_no_gradient_of_a_step_that_makes_up_a_push(mesh, monkeypatch):
-    """Such a push writes the center before the step reads its gradients."""
+    """A repeated push writes the center before the step reads its gradients."""
     home = mesh.devices[0]
     worker = Worker(home, gr.AGNCenter(home), STARTS, lambda: gr.MomentumOptimizer(0.5, 0.5))
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A communication that fails has changed nothing; one that fails half way is told to everybody."""
+"""A push that fails has changed nothing; if it fails part-way, all workers get errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAYS = {
 
 @pytest.fixture(scope="session")
 def implementation() -> str:
-    """Kernels have no say here."""
+    """These tests do not depend on the implementation of kernels."""
     return "numpy"
 
 
@@ -34,7 +34,7 @@ class Planted(RuntimeError):
 
 @pytest.fixture
 def plant():
-    """Makes the n-th call of a method of devices fail, once; without devices ends that."""
+    """Makes the n-th call of a method of devices fail once; without devices, removes this."""
     patch = pytest.MonkeyPatch()
 
     def failing(real, calls, first):
@@ -70,9 +70,9 @@ def of_center(center):
 
 
 class Case:
-    """A worker, another, and a center that lies on other logical devices, before a communication.
+    """Two workers, and a center on other logical devices, before a push.
 
-    So what fails on those is of the communication.
+    So an operation that fails on the center's devices belongs to the push.
     """
 
     def __init__(self, mesh, way):
@@ -88,12 +88,12 @@ class Case:
         return self.worker.step(gradients(self.way, seed))
 
     def went_on(self):
-        """Two steps later."""
+        """The state two steps later."""
         self.step(4)
         return self.worker.everything(), of_center(self.center)
 
     def after_a_failure(self, wanted) -> str:
-        """How it stands; and that it goes on as if nothing had been."""
+        """Returns the state; checks that training continues as without the failure."""
         if self.center._shared.fault is not None:
             self.check_refused()
             self.center.load_state_dict(self.states[0])
@@ -126,7 +126,7 @@ class Case:
 @pytest.mark.parametrize("method", ["_allocate", "_prepare", "_launch", "_copy"])
 @pytest.mark.parametrize("way", WAYS)
 def test_whatever_fails(mesh, plant, way, method):
-    """The first call, the second, … until all have failed once; of allocations every third."""
+    """The first call fails, then the second, until all have failed once; every third allocation."""
     calm, step = Case(mesh, way), 3 if method in ("_allocate", "_prepare") else 1
     assert calm.step(3) is True
     wanted, outcomes = calm.went_on(), []
@@ -168,7 +168,7 @@ def test_a_launch_of_the_local_step_that_fails_leaves_all_as_before(mesh, plant)
 
 @pytest.mark.parametrize("what", ["rate", "rule", "plan"])
 def test_a_first_step_that_fails_leaves_no_slots_and_owes_nothing(mesh, monkeypatch, what):
-    """Also if it fails while the steps to come are worked out."""
+    """Also if it fails while later steps are planned."""
 
     def fail(*args):
         raise Planted

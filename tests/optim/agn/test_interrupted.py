@@ -1,4 +1,4 @@
-"""What Ctrl-C, an error, a loss or a checkpoint in the middle of something leaves behind."""
+"""The state after Ctrl-C, an error, a failure or a checkpoint during a call."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ONE = np.ones(2, "float32")
 
 @pytest.fixture(scope="session")
 def implementation() -> str:
-    """Kernels have no say here."""
+    """These tests do not depend on the implementation of kernels."""
     return "numpy"
 
 
 @pytest.fixture
 def own():
-    """Devices that nobody else misses."""
+    """Devices of this test alone."""
     with gr.open_mesh(2, backend="sim") as mesh:
         yield mesh
 
@@ -39,7 +39,7 @@ def made(mesh, inner=None, period=1, dtype="float32", **more):
 
 
 def reached(condition):
-    """Waits for what threads do in milliseconds."""
+    """Waits for threads, which take milliseconds."""
     waiting, end = threading.Event(), time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < end, "deadlock"

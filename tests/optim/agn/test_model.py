@@ -23,7 +23,7 @@ ROWS = np.array([3, 1, 3])
 
 
 def gradient(form, worker, name, dtype, seed):
-    """What an optimizer is given, and the model: a dense one and the rows that it touches."""
+    """A gradient for the optimizer; and for the model, a dense one and the rows it touches."""
     var = worker.variables[name]
     if not var.shape and "rows" in form:
         form = "dense"  # a number has none
@@ -50,7 +50,7 @@ def gradient(form, worker, name, dtype, seed):
 
 
 class Run:
-    """Workers that step as they are told, beside the model of them."""
+    """Workers that run chosen steps, and their model."""
 
     def __init__(self, mesh, kind, num, period, **options):
         masters, mirrored = options.pop("masters", False), options.pop("mirrored", False)
@@ -133,7 +133,7 @@ def test_distance_scale(mesh, kind, num, period, steps, ways):
     ],
 )
 def test_halves(mesh, kind, dtype, masters, mirrored):
-    """Exact data: what is not exact is the rule, which rounds where the model does."""
+    """The data are exact; the rule rounds where the model rounds."""
     forms = [("dense", "dense", "dense"), ("rows", "none", "dense"), ("replicas", "rows", "dense"),
              ("rows of replicas", "dense", "none")]  # fmt: skip
     steps = [(place, forms[turn % 4], turn % 3 == 0)

@@ -1,4 +1,4 @@
-"""AGN uses what ``Optimizer`` documents for wrappers, and one object of getter and center each."""
+"""AGN uses only those protected members of ``Optimizer`` that its docstring names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import gradreduce as gr
 from gradreduce.optim import agn
 
-# What the files of the package share of a getter and of a center.
+# The attribute of a getter, and of a center, that the files of the package share.
 SHARED = "_shared"
 SOURCES = sorted(Path(agn.__file__).parent.glob("*.py"))
 

@@ -1,4 +1,4 @@
-"""AGN in every order that the fences allow gives what it gives in one order."""
+"""AGN gives the same result in every order that the waits allow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAYS = {
 
 
 def trained(way, **options) -> list[np.ndarray]:
-    """Three workers, one of them two replicas; what they are given is freed before it is read."""
+    """Three workers, one with two replicas; their gradients are freed before they are read."""
     make, more = WAYS[way]
     with gr.open_mesh([0, 1, 1, 2], backend="sim", strict=True, **options) as mesh:
         center = gr.AGNCenter(mesh[[0, 2, 3]])

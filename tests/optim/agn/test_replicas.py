@@ -13,7 +13,7 @@ STARTS = {"table": np.zeros((3, 2), "float32"), "scale": np.float32(0)}
 
 @pytest.fixture
 def worker(mesh) -> Worker:
-    """Of the last two devices; a step is ten times the mean gradient."""
+    """A worker on the last two devices; a step is ten times the mean gradient."""
     make = lambda: gr.GradientDescentOptimizer(10.0)  # noqa: E731
     return Worker(mesh[len(mesh) - 2 :], gr.AGNCenter(mesh), STARTS, make, period=2)
 

@@ -1,4 +1,4 @@
-"""How workers begin, wait for each other, start at the center, and are lost."""
+"""Workers begin, wait for each other, copy the center, and fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 30.0
 
 @pytest.fixture(scope="session")
 def implementation() -> str:
-    """Kernels have no say here."""
+    """These tests do not depend on the implementation of kernels."""
     return "numpy"
 
 
@@ -68,7 +68,7 @@ def test_the_distance_is_counted_from_the_start(mesh):
 
 
 def test_two_workers_in_turn_in_one_thread(mesh):
-    """The usage of the seed: nobody waits for a chief."""
+    """As in TensorFlow's example: no worker waits for a chief."""
     first, second = pair(mesh, 1)
     with (
         first.optimizer.make_session_run_hook(True, 0),
@@ -121,7 +121,7 @@ def test_a_hook_names_who_is_missing(mesh):
 
 
 def test_a_round_is_over_when_its_hooks_are(mesh):
-    """Who comes then is one of the next, which the last ones' beginning says nothing of."""
+    """A worker that begins later belongs to the next round, which is counted from zero."""
     workers = pair(mesh, 1, num=2)
     hooks = [worker.optimizer.make_session_run_hook(not place, place, wait_timeout=0)
              for place, worker in enumerate(workers)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sixteen worker threads: what each pulls is the start and pushes, whole, in one order."""
+"""Sixteen worker threads: each pull contains whole pushes, in one order for all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTHS = {"one": 3, "two": 40, "three": 1, "four": 700}
 
 @pytest.fixture(autouse=True)
 def restless():
-    """Threads change places a hundred times more often than they do by themselves."""
+    """Makes Python switch threads a hundred times more often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(before / 100)
     yield
@@ -27,7 +27,7 @@ def restless():
 
 @pytest.fixture
 def noted(monkeypatch):
-    """Functions to call in each push, in the thread of its worker."""
+    """Calls functions in each push, in the thread of its worker."""
     functions, run = [], PushPlan.run
 
     def running(plan, *given):
@@ -43,8 +43,8 @@ class Run:
     """Every push adds one to the pushing worker's row, of every variable.
 
     Attributes:
-        order: workers, as they came between the center's others.
-        pulled: of each worker, for each of its pushes, the variables by name.
+        order: the workers in the order of their pushes.
+        pulled: for each worker and each of its pushes, the pulled variables by name.
     """
 
     def __init__(self, mesh, noted, *, by_rows=False):
@@ -80,7 +80,7 @@ class Run:
             self.pulled[place].append(worker.local)
 
     def counts(self, name, value):
-        """How many pushes of each worker a variable holds: each is in all elements of its row."""
+        """The number of pushes of each worker in a variable: all elements of its row have it."""
         found = value - self.start[name]
         assert (found == found[:, :1]).all(), "torn"
         return found[:, 0].astype(int).tolist()

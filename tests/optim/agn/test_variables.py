@@ -1,4 +1,4 @@
-"""What a getter makes, where a center keeps it, and which center it is."""
+"""The variables of a getter, their devices at the center, and the default center."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradreduce.errors import DeviceMismatchError
 
 @pytest.fixture(scope="session")
 def implementation() -> str:
-    """Kernels have no say here."""
+    """These tests do not depend on the implementation of kernels."""
     return "numpy"
 
 
@@ -102,7 +102,7 @@ def test_the_second_worker_finds_what_the_first_has_made(mesh):
 
 
 def test_a_worker_has_one_variable_of_a_name(mesh):
-    """Two would be one at the center, which a period would push to twice in one launch."""
+    """Two would share a center variable, and one launch would push to it twice."""
     getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
     made(getter)
     with pytest.raises(ValueError, match="this getter has already created a variable named 'v'"):
@@ -131,7 +131,7 @@ def test_one_device_may_hold_the_center(mesh):
 
 
 def test_the_process_wide_center_lives_as_long_as_a_getter_holds_it(mesh):
-    """One training after the other, without meeting each other's values, and no collector."""
+    """Two trainings, one after the other, share no values, without garbage collection."""
     gc.disable()
     try:
         for start in (1.0, 2.0):

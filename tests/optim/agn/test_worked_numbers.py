@@ -1,4 +1,4 @@
-"""The numbers that TensorFlow gave, step by step."""
+"""Results that TensorFlow computed, step by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def ones(**grads):
 
 
 def followed(worker, grads, shared=None):
-    """Local and center value after each step."""
+    """The local value and the center's after each step."""
     found = []
     for grad in grads:
         worker.step(ones(v=grad), global_step=shared)
@@ -92,7 +92,7 @@ def test_two_workers_interleaved(mesh):
 
 
 def test_adams_powers_are_one_pair_for_both_updates(mesh):
-    """The first global update of a period of two takes the third powers."""
+    """With a period of two, the first center update uses the third powers."""
     worker = alone(mesh, lambda: gr.AdamOptimizer(0.1), period=2)
     _, center = followed(worker, [1, 1])
     assert center[1] == pytest.approx(-0.0639, abs=5e-5)
