@@ -113,7 +113,9 @@ def batches(
         size: the number of processes.
         sends: parcels, in the order in which the other process receives them.
         receives: parcels, in the order in which the other process sends them.
-    Returns: The sends and receives of each group, in order.
+
+    Returns:
+        The sends and receives of each group, in order.
     """
     found: dict[tuple[int, int], tuple[list[Parcel], list[Parcel]]] = {}
     for side, parcels in enumerate((sends, receives)):

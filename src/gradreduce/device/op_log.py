@@ -245,14 +245,16 @@ class OpLog:
         rows: Sequence[Row] = (),
         num_written: int = 0,
     ) -> int:
-        """Labels and logs an operation that was submitted: later marks come after it.
+        """Labels and logs a submitted operation, before a later mark is made.
 
         Args:
             record: a new record of it.
             command: submits it again, for this thread's command list; None: it cannot be repeated.
             rows: the operands; those that are written come first.
             num_written: the number of operands that are written in each row.
-        Returns: The number of the operation.
+
+        Returns:
+            The number of the operation.
         """
         thread = self.thread
         record.label, record.phase = thread.label, thread.phase

@@ -133,7 +133,8 @@ class Nests:
         Args:
             value: an entry of ``grads``, or a value in it.
             name: the name of the value, for errors.
-            is_entry: whether it is an entry, which must not be an array.
+            is_entry: whether it is an entry of ``grads``, in which a list of numbers is a container of
+                arrays, not an array.
         """
         form = _form_of(type(value))
         if form == "array" or (form == "list" and not is_entry and _is_numbers(value)):
