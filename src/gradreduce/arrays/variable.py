@@ -180,9 +180,7 @@ class Variable(NotCopied, Readable):
 
         Args:
             output_type: ``"numpy"`` (on the simulation), ``"cupy"`` (on GPUs), ``"torch"`` or
-                ``"buffer"``.
-
-                Default: NumPy on the simulation, CuPy on GPUs.
+                ``"buffer"``. Default: NumPy on the simulation, CuPy on GPUs.
 
         Raises:
             ValueError: ``output_type`` is unknown, its library is not imported or cannot access the
@@ -208,11 +206,9 @@ class Variable(NotCopied, Readable):
         an argument.)
 
         Args:
-            output_type: the kind of the result.
-
-            ``"torch"``: a tensor, for a loss that returns a tensor and that PyTorch differentiates.
-            Outside a loss also ``"numpy"``, ``"cupy"``, ``"jax"`` or ``"buffer"``. Default: NumPy
-            on the simulation, CuPy on GPUs.
+            output_type: the kind of the result. ``"torch"``: a tensor, for a loss that returns a
+                tensor and that PyTorch differentiates. Outside a loss also ``"numpy"``, ``"cupy"``,
+                ``"jax"`` or ``"buffer"``. Default: NumPy on the simulation, CuPy on GPUs.
 
         Raises:
             ValueError: ``output_type`` is unknown, or its library is not imported.

@@ -133,7 +133,7 @@ class Nests:
         Args:
             value: an entry of ``grads``, or a value in it.
             name: the name of the value, for errors.
-            is_entry: whether it is an entry of ``grads``, in which a list of numbers is a container of
+            is_entry: whether it is an entry of ``grads``: then a list of numbers is a container of
                 arrays, not an array.
         """
         form = _form_of(type(value))
