@@ -59,7 +59,7 @@ def _local(step: _Step, scalars: Sequence[Any], operands: Arrays, scratch: Array
 def _global(step: _Step, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
     (*changed, copy, total), (period, *others), (mean, *spare) = operands, scalars, scratch
     np.true_divide(total, period, out=mean)
-    step(*changed, mean, *spare, *others)
+    step(*changed, mean, *(spare or scratch), *others)  # no spare: the mean may be overwritten
     np.copyto(copy, changed[0])
 
 
@@ -150,7 +150,8 @@ def _reference(
     converted = [acc_dtype.type(scalar) for scalar in scalars]
     block = partial(form.block, rule.step, converted)
     num_plain = 2 + len(rule.slots) + form.num_more
-    run_blocks(table, num_plain, block, rule.num_scratch + form.num_scratch)
+    num_more = 0 if rule.may_overwrite_grad else form.num_scratch  # fewer stay in the cache
+    run_blocks(table, num_plain, block, rule.num_scratch + num_more)
 
 
 # The kernel of each rule in each variant.
@@ -174,10 +175,10 @@ def run_blocks(table: Sequence[Arrays], num_plain: int, block: Block, num_scratc
     acc_dtype = accumulate_dtype(dtype)
     blocks = _blocks(table)
     size = max([length for _, length in blocks])
-    scratch = np.empty((num_scratch, size), acc_dtype)
+    scratch = [*np.empty((num_scratch, size), acc_dtype)]
     copies: np.ndarray | None = None
     for rows, length in blocks:
-        spare = [array[:length] for array in scratch]
+        spare = scratch if length == size else [array[:length] for array in scratch]
         if dtype == acc_dtype and len(rows) == 1:
             block(rows[0], spare)
             continue

@@ -28,6 +28,7 @@ class UpdateRule:
         slots: the names of the slots of each variable.
         num_scratch: the number of uninitialized scratch arrays of a block.
         scalars: the names of its scalars, in the order of the members of the struct.
+        may_overwrite_grad: whether the scratch array may be the gradient.
     """
 
     name: str
@@ -35,6 +36,7 @@ class UpdateRule:
     slots: tuple[str, ...]
     num_scratch: int
     scalars: tuple[str, ...]
+    may_overwrite_grad: bool
 
     @property
     def struct(self) -> str:
@@ -45,21 +47,25 @@ class UpdateRule:
 RULES: dict[str, UpdateRule] = {}
 
 
-def _rule(num_scratch: int) -> Callable[[Callable[..., None]], UpdateRule]:
+def _rule(
+    num_scratch: int, *, may_overwrite_grad: bool = False
+) -> Callable[[Callable[..., None]], UpdateRule]:
     """Makes an ``UpdateRule`` of a step, whose parameters name the slots and scalars."""
 
     def made(step: Callable[..., None]) -> UpdateRule:
         names = tuple(signature(step).parameters)
         grad = names.index("grad")
         scalars = names[grad + 1 + num_scratch :]
-        rule = UpdateRule(step.__name__, step, names[1:grad], num_scratch, scalars)
+        rule = UpdateRule(
+            step.__name__, step, names[1:grad], num_scratch, scalars, may_overwrite_grad
+        )
         RULES[rule.name] = rule
         return rule
 
     return made
 
 
-@_rule(num_scratch=1)
+@_rule(num_scratch=1, may_overwrite_grad=True)
 def sgd(var: _Array, grad: _Array, step: _Array, lr: float) -> None:
     """``var -= lr grad``."""
     np.multiply(grad, lr, out=step)
