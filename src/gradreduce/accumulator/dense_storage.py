@@ -78,8 +78,8 @@ class DenseStorage(Storage):
             check_dtype(state, dtype, cast)
         if wanted is not None and shape != wanted and not compatible(shape, wanted):
             raise ValueError(
-                f"Shapes {shape} and {wanted} are incompatible: the gradient's and the "
-                "accumulator's"
+                f"Shapes {shape} and {wanted} are incompatible: the gradient has the first, the "
+                "accumulator the second"
             )
         return grad
 

@@ -63,7 +63,7 @@ def gradients_of(
     """
     if current_reader() is not None:
         raise NotImplementedError(
-            "gradients inside a loss are not supported: compute the inner ones with "
+            "compute_gradients cannot be called inside a loss: compute the inner gradients with "
             "torch.autograd.grad(..., create_graph=True) or jax.grad"
         )
     grad_loss = _checked_seed(grad_loss)

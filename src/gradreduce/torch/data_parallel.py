@@ -155,7 +155,9 @@ def as_modules(module_or_replicas: Any) -> list[Any]:
     modules = list(module_or_replicas) if several else [module_or_replicas]
     for module in modules:
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"{brief(module)} is not a torch.nn.Module")
+            raise TypeError(
+                f"{brief(module)} is not a torch.nn.Module: pass a module, or a list of modules"
+            )
     return modules
 
 

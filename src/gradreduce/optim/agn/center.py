@@ -223,7 +223,8 @@ def check_same_tensor(
         (shape, dtype), (known_shape, known_dtype) = own, found
         raise ValueError(
             f"{name!r} is {dtype}{list(shape)} at this worker, but {known_dtype}"
-            f"{list(known_shape)} at the center, as another worker created it"
+            f"{list(known_shape)} at the center, where another worker created it: use the same "
+            "shape and dtype in all workers"
         )
 
 

@@ -16,8 +16,8 @@ class WorkerVariables:
 
     Attributes:
         centers: the center variable of each variable, in the order of creation.
-        sums: the sums of gradients since the last push. A new mapping replaces this one; its items
-            are not changed.
+        sums: the sums of gradients since the last push. A step or push sets a new mapping; items
+            are not added to, or removed from, the old one.
         pulled: the value of each center variable at the last pull, on the worker's first device;
             used by the distance scaling.
         num_steps: the number of local steps.
