@@ -30,6 +30,9 @@ from .process_group import GpuMove, Move, Parcel, bytes_of
 if TYPE_CHECKING:
     from .mesh import Mesh
 
+# Freed blocks that a device may keep for the next allocation. Each wait for a caller looks at them.
+MANY_FREED = 16
+
 
 class Device(NotCopied, Backend):
     """One logical device: memory, and two queues of work, ``compute`` and ``transfer``.
@@ -213,6 +216,8 @@ class Device(NotCopied, Backend):
         self._wait(Mark(self, stream, self._mark(stream)), "compute")
         for each, users in freed:
             each._deferred_free.passed(users)
+            if len(each.freed) > MANY_FREED:  # otherwise each step would look at all of them again
+                each.drain()
 
     def block_stream(self, stream: Stream | None) -> None:
         """Makes a caller's stream (None: the host) wait for the compute queue.

@@ -259,3 +259,19 @@ def test_what_is_not_shared_or_has_no_stream_is_refused(mesh):
                 ops.prepare(SUM, [(value, value)])
         with pytest.raises(ValueError, match="results of kind 'numpy'"):
             ops.prepare(SUM, [(whole, mesh.devices[0])], output_type="numpy")
+
+
+def test_a_step_looks_at_arrays_that_were_dropped_once(new_machine):
+    new_machine(1)
+    with gr.open_mesh([0, 0], backend="cuda") as mesh:
+
+        def value():
+            return gr.PerReplica([cupy.ndarray((4,), np.float32) for _ in mesh], mesh)
+
+        kept = value()
+        step = gr.AllReduceCrossDeviceOps(mesh=mesh).capture(gr.ReduceOp.SUM, [(kept, kept)])
+        dropped = [value() for _ in range(100)]
+        del dropped
+        assert min(len(device.freed) for device in mesh) >= 100
+        step()
+        assert max(len(device.freed) for device in mesh) == 0
