@@ -143,7 +143,7 @@ class SyncStep(NotCopied):
         self.aggregation_method = as_aggregation_method(aggregation_method)
         whole = self.devices[0].mesh
         mesh = whole[[whole.devices.index(device) for device in self.devices]]
-        self.num_replicas = mesh.num_replicas  # of all processes
+        self.num_replicas = mesh.num_replicas  # in all processes
         self.num_required = self.num_replicas if num_required is None else as_required(num_required)
         self._scaling = GradientScaling(
             self.variables, clip_norm, skip_nonfinite, loss_scale, check_finite

@@ -210,7 +210,7 @@ class LionOptimizer(_DecayingOptimizer):
     _rule = update_rules.lion
     _decays = ("beta1", "beta2")
 
-    def __init__(  # the hyperparameters
+    def __init__(
         self,
         learning_rate: Number = 1e-4,
         beta1: Number = 0.9,

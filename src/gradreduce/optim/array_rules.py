@@ -63,7 +63,7 @@ def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], lead
         by_name = dict(zip(names, slots, strict=True))
         with on_gpu_of(leader):  # CuPy computes on its current GPU
             made = apply(variable, by_name, _only_read(gradient, leader))
-    if made is not None:  # a rule that returns its result has changed nothing
+    if made is not None:  # its author expects it to become the new value
         name = getattr(apply, "__qualname__", "_apply")
         raise ValueError(
             f"{name} returned {type(made).__name__}; it must return None and change variable and "

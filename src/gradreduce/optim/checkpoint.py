@@ -78,7 +78,7 @@ def number_like(own: Any, *, is_decay: bool) -> Check:
         found = plain(saved)
         if found is None or _is_computed(own):
             return own
-        if isinstance(own, str):  # a mode is a part of the rule
+        if isinstance(own, str):  # such as eps_mode, which is part of the rule
             return equal(own)(where, found)
         if isinstance(own, bool):
             return flag(where, found)

@@ -19,7 +19,7 @@ from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_meth
 from .gradient_inputs import check_float
 
 
-def ready_gradients(  # those of compute_gradients
+def ready_gradients(  # the arguments of compute_gradients
     loss: Callable[[], Any],
     var_list: Any,
     gate_gradients: int,

@@ -535,7 +535,7 @@ class Optimizer(NotCopied):
         }
         schema = {
             "format": equal(_FORMAT),
-            **slots_schema(slots, owners),  # first the name of the class
+            **slots_schema(slots, owners),  # validated first, with the name of the class
             "hyperparameters": numbers,
             "powers": optional(dict.fromkeys(slots.power_names, power)),
         }
