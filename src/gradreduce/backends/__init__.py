@@ -93,8 +93,8 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
         timeout: seconds that this call, and each later call without an earlier deadline, waits for
             other processes. None: no limit.
         peer_access: simulation only: True if a launch can access the memory of other physical
-            devices, False if memory must be copied; or the set of pairs of physical devices that
-            can access each other.
+            devices, False if memory must be copied; or the set of pairs ``(a, b)`` of physical
+            devices where a can access the memory of b.
         kernels: simulation only: ``"numpy"`` runs the NumPy reference of each kernel,
             ``"compiled"`` the shipped ``.cu`` text built by g++. For tests: ``"exact"`` and
             ``"sanitized"``, builds that run each GPU thread.

@@ -47,7 +47,7 @@ def as_device(value: object, label: str, mesh: Mesh | None = None) -> Device:
             ``"/device:GPU:1"`` (a job, replica and task before it are ignored); or
             ``torch.device("cuda:1")``.
         label: the text before the value in errors, such as ``"device="``.
-        mesh: a mesh, or a part of the mesh, in which a name is looked up. Default:
+        mesh: a mesh or a part of one; a name is looked up in the whole mesh. Default:
             ``gr.default_mesh()``.
 
     Raises:

@@ -38,8 +38,8 @@ class MeshState:
 
     Attributes:
         backend: ``"sim"`` or ``"cuda"``.
-        peer_access: True or False for all pairs of physical devices, or the set of pairs that have
-            it; see ``peers``.
+        peer_access: True or False for all pairs of physical devices, or the set of pairs ``(a, b)``
+            where a can access the memory of b; see ``peers``.
         process_group: the processes whose replicas are summed; None: one process.
         prepared: the kernels and devices for which ``prepare`` was called already.
         plans: the packing plans of its devices, by the settings that they depend on.
