@@ -59,7 +59,7 @@ FLOORS = (
         counted(EXCHANGE_RATIO),
         "<=",
         1.25,
-        "1.40 to 1.55",
+        "1.16 to 1.38",
         ("ray",),
     ),
     Floor(
@@ -68,7 +68,7 @@ FLOORS = (
         counted(EXCHANGE_OVER),
         "<=",
         1.5,
-        "2.4 to 2.8",
+        "1.0 to 2.7",
         ("ray",),
     ),
 )
