@@ -72,9 +72,6 @@ def section(name: str, cpu: Report | None, gpu: Report | None) -> Iterator[str]:
         yield f"CPU: {NOT_MEASURED}. GPU: {NOT_MEASURED}.\n"
         return
     yield about(cpu) + "\n"
-    if "cases" not in cpu:
-        yield from other_figures(cpu)
-        return
     yield from cases(cpu, gpu)
     yield from counts(cpu, gpu)
     yield from floors(cpu)
@@ -196,19 +193,6 @@ def reached(floor: Mapping[str, Any]) -> str:
     if not found or not bound:
         return ""
     return f"{found / bound if floor['sign'] == '>=' else bound / found:.2g}"
-
-
-def other_figures(report: Report) -> Iterator[str]:
-    """Yields the table of a report that has no cases: figures by name."""
-    figures = {name: each for name, each in report.items() if isinstance(each, dict)}
-    del figures["machine"]
-    rows = [
-        [f"{name}: {key}", figure(value), NOT_MEASURED]
-        for name, each in figures.items()
-        for key, value in each.items()
-        if isinstance(value, int | float)
-    ]
-    yield from table(("figure", "CPU", "GPU"), rows)
 
 
 def plots(report: Report) -> Iterator[tuple[str, Any]]:
