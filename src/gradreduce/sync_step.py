@@ -61,10 +61,11 @@ class _StepAccumulator(ConditionalAccumulator):
 class SyncStep(NotCopied):
     """Runs synchronous data-parallel training steps on mirrored variables.
 
-    Each call sums the micro-batch gradients of every replica, reduces them across the devices by
-    MEAN, and updates the variables with the optimizer. It queues work on the devices and does not
-    wait for it. Gradients are accumulated in one ``ConditionalAccumulator`` per variable, so that
-    an update may use the gradients of several calls (``num_required``).
+    Each call sums the micro-batch gradients of every replica, computes the mean of these sums
+    across the devices, and updates the variables with the optimizer. It queues work on the devices
+    and does not wait for it. Gradients are accumulated in one ``ConditionalAccumulator`` per
+    variable, so that an update may use the gradients of several calls (``num_required``). It then
+    divides by the number of replicas times the number of these calls.
 
     Over several processes, every process makes the same calls, with the gradients of its own
     replicas. The constructor copies the values of process 0 to the variables of all processes.

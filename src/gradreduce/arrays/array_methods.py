@@ -123,7 +123,7 @@ class Traceable(NDArrayOperatorsMixin):
         return index_into(self, index)
 
     def item(self, *index: Any) -> Any:
-        """Returns one element as a Python number; in a loss a constant."""
+        """Like the method of an array; in a loss the number is a constant."""
         return self.numpy().item(*index)
 
     def tolist(self) -> Any:

@@ -91,7 +91,10 @@ def adopt_jax(array: Any, device: Device) -> Buffer:
 
 def _check_on_gpu(device: Device) -> None:
     if device.mesh_state.backend != "cuda":
-        raise DeviceMismatchError(f"the array is on a GPU, but {device.name} is simulated")
+        raise DeviceMismatchError(
+            f"the array is on a GPU, but {device.name} is simulated; copy the array to host "
+            "memory, or open the mesh with backend='cuda'"
+        )
 
 
 def wait_for_inputs(buffers: Iterable[Buffer]) -> None:

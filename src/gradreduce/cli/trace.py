@@ -41,7 +41,8 @@ def trace(file: Path, output: Path | None, json_file: IO[str] | None, plot: Path
         events = _of_trace(content) if is_trace else _of_flight(content)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise click.UsageError(
-            f"{file} is neither a flight record nor a trace of mesh.trace: {error!r}"
+            f"{file} is neither a flight record nor a trace of mesh.trace: "
+            f"{type(error).__name__}: {error}"
         ) from error
     lines = []
     if not is_trace:

@@ -222,11 +222,11 @@ class Optimizer(NotCopied):
         return self._slots.by_name.get(name, {}).get(var)
 
     def get_slot_names(self) -> list[str]:
-        """Returns the names of the existing slots, sorted."""
+        """Returns the names of the slots made so far, such as ``"momentum"``, sorted."""
         return sorted(name for name, slots in self._slots.by_name.items() if slots)
 
     def variables(self) -> list[Variable]:
-        """Returns all Variables with state of the optimizer, such as slots, sorted by name."""
+        """Returns the optimizer's own Variables, its slots and masters, sorted by name."""
         return self._slots.all()
 
     @StreamScope()

@@ -38,7 +38,8 @@ class Nests:
 
     def __init__(self, grads: Any, mesh: Mesh) -> None:
         grads = as_list(grads)
-        _check_entries("grads", grads, len(mesh.devices), f" of {mesh}")
+        why = f" of {mesh}; pass mesh= for another mesh"
+        _check_entries("grads", grads, len(mesh.devices), why)
         self._grads, self._mesh = grads, mesh
         self._dicts: dict[int, dict[str, Any]] = {}  # by id: iterators are read only once
         self._columns = self._alike(grads, [f"grads[{index}]" for index in range(len(grads))])
