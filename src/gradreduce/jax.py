@@ -34,12 +34,13 @@ def all_reduce(
     cross_device_ops: CrossDeviceOps | None = None,
     deadline: float | None = None,
 ) -> Any:
-    """Reduces the gradients of several devices eagerly; like ``jax.lax.pmean`` in a function.
+    """Reduces the gradients of several devices outside ``jax.jit``, like ``jax.lax.pmean``.
 
-    Every shard of a sharded array is the gradient of one replica, and is replaced by the mean (or
-    sum) of all shards. This is the result of ``jax.shard_map(lambda x: jax.lax.pmean(x, axes),
-    in_specs=spec, out_specs=spec)``, where ``spec`` is the array's own and ``axes`` are all axes of
-    its JAX mesh. It fits the results of ``jax.pmap``, whose rows are the shards, and arrays that
+    The mean, or sum, is over the replicas of all devices and processes of the mesh. Every shard of
+    a sharded array is the gradient of one replica, and is replaced by the mean of all shards. This
+    is the result of ``jax.shard_map(lambda x: jax.lax.pmean(x, axes), in_specs=spec,
+    out_specs=spec)``, where ``spec`` is the array's own and ``axes`` are all axes of its JAX mesh.
+    It fits the results of ``jax.pmap``, whose rows are the shards, and arrays that
     JAX regards as replicated although their copies differ::
 
         grads = jax.pmap(jax.grad(loss))(params, x, y)  # a row for each device
@@ -55,8 +56,8 @@ def all_reduce(
         grads: one of these:
 
             - A pytree of arrays that have a shard on every device of this process. The shards, in
-              the order of the ids of their JAX devices, belong to the devices of the mesh. Shards
-              of other processes are not read.
+              the order of the ids of their JAX devices, belong to the devices of the mesh. Of an
+              array over several processes, each process reads its own shards.
             - A list or tuple with a pytree for each device of the mesh, all with the same
               structure. The arrays of each pytree are on a JAX device of its own; pytrees of
               devices that share a physical device may share it. Arrays that are not committed to a
@@ -65,8 +66,9 @@ def all_reduce(
 
             A pytree without arrays is returned unchanged. None in a pytree is kept.
         op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``; see ``CrossDeviceOps.batch_reduce``.
-        mesh: the mesh of the devices; for arrays on JAX's CPU devices, a mesh of simulated devices.
-            Default: the mesh of ``cross_device_ops``, otherwise ``gr.default_mesh()``.
+        mesh: the mesh of the devices and processes; for arrays on JAX's CPU devices, a mesh of
+            simulated devices. Default: the mesh of ``cross_device_ops``, otherwise
+            ``gr.default_mesh()``.
         cross_device_ops: for example ``gr.AllReduceCrossDeviceOps(wire_dtype="bfloat16")``.
             Default: an all-reduce by NCCL, in one pack.
         deadline: seconds from now; if the devices are not done by then, the mesh has failed.

@@ -1,9 +1,9 @@
 """Distributes the update of a ``SyncStep`` over the replicas (ZeRO stage 1).
 
-All variables of a dtype, laid end to end, are cut into one part for each replica; the sizes of the
-parts differ by at most 16 bytes. A *shard* is the piece of one variable in one part. It is a
-Variable that shares memory with the copy on its replica. So the optimizer creates slots only for
-shards, and updates them like any Variable::
+All variables of a dtype, laid end to end, are cut into one part for each replica, of about equal
+size. A *shard* is the piece of one variable in one part. It is a Variable that shares memory with
+the copy on its replica. So the optimizer creates slots only for shards, and updates them like any
+Variable::
 
     sums of all replicas ──reduce-scatter──► means of own shards ──optimize──► own shards
                                                 ──all-gather──► all copies of the variables

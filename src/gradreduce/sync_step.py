@@ -82,14 +82,14 @@ class SyncStep(NotCopied):
             it to the others (ZeRO stage 1). Slots and masters take an n-th of the memory on each
             device. The updated values are the same; with ``hierarchical_copy`` they have the same
             bits. It needs an ``AllReduceCrossDeviceOps``, and an optimizer with an elementwise rule
-            that has no slots of these variables yet.
+            that has no slots of these variables yet; its slots are then of parts of variables.
         clip_norm: the largest norm of the mean gradients of an update, a number above 0. Larger
             gradients are scaled, as by ``gr.clip_by_global_norm``. ``math.inf`` only computes
             ``last_norm``.
         skip_nonfinite: whether to skip an update, on every replica, if an element of the mean
             gradients is infinite or NaN. The host waits for the norm of each update.
         loss_scale: the number above 0 by which you multiply the loss; mean gradients are divided by
-            it. Or a ``gr.DynamicLossScale``: then multiply the loss by the step's attribute
+            it first. Or a ``gr.DynamicLossScale``: then multiply the loss by the step's attribute
             ``loss_scale``, and call the step in one thread only; ``skip_nonfinite`` is implied. Not
             for float16 variables.
         check_finite: whether to raise an error if the gradient of a replica is infinite or NaN. The

@@ -55,9 +55,10 @@ def _schedule(root: Node) -> tuple[dict[int, int], dict[int, int]]:
     """Computes the number of terms and the turn of each node that ``root`` depends on.
 
     Returns:
-        Two dicts by node number: the number of terms that a node gets, and its turn. A node with a
-        smaller turn is processed earlier. The turn is the smallest number among those nodes, the
-        node itself and all that it depends on, that use a tensor with several uses.
+        Two dicts by node number: the number of terms that a node gets, and its turn. Of the nodes
+        that have all their terms, the one with the smallest turn is processed first. The turn of a
+        node is the number of the earliest node, among itself and the nodes that it depends on, that
+        uses a tensor with several uses. If there is none, it is the number of ``root``.
     """
     awaited = {root.number: 0}
     parents: dict[int, list[int]] = {}

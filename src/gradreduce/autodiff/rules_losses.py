@@ -36,7 +36,7 @@ def sigmoid(x: Any) -> Any:
     """Returns ``1 / (1 + exp(-x))``, elementwise, without overflow.
 
     Args:
-        x: an array, a Variable or a traced value; the result has its shape and dtype.
+        x: an array of floats, a Variable or a traced value; the result has its shape and dtype.
 
     Example:
         >>> gr.autodiff.sigmoid(np.float32([-1000, 0, 1000]))
@@ -50,7 +50,7 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
     """Returns ``log(sum(exp(x)))`` over ``axis``, without overflow.
 
     Args:
-        x: an array, a Variable or a traced value; the result has its dtype.
+        x: an array of floats, a Variable or a traced value; the result has its dtype.
         axis: an integer, a tuple of integers, or None for all axes.
         keepdims: see ``np.sum``.
 

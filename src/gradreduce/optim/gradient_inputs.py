@@ -140,7 +140,7 @@ def _parts(grad: GradientValue) -> Sequence[Part]:
 
 
 def _placed(grad: Any, var: Variable) -> GradientValue:
-    """Validates a gradient. Converts one that is not distributed to Buffers."""
+    """Validates a gradient; converts it to Buffers unless it is distributed."""
     if isinstance(grad, PerReplica | Mirrored):
         grad._discard_copies()
         if set(grad.devices) != set(var.devices):

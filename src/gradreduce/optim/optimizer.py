@@ -329,8 +329,9 @@ class Optimizer(NotCopied):
             var_list: a list of Variables, or one Variable. Default: the trainable Variables that
                 ``loss`` reads, in the order in which it reads them first.
             gate_gradients: ``GATE_NONE``, ``GATE_OP`` or ``GATE_GRAPH``; no effect.
-            aggregation_method: how the terms of a gradient are summed. A gradient has one term for
-                each use of the variable or, with PyTorch and JAX, one term for each loss.
+            aggregation_method: how the terms of a gradient are summed. The gradient of a Variable
+                or intermediate value has one term for each of its uses; with PyTorch and JAX, that
+                of a Variable has one term for each loss.
             colocate_gradients_with_ops: no effect.
             grad_loss: the gradient with respect to the value of ``loss``, an array of its shape.
                 For a generator, it is used for each loss. Default: ones.
@@ -450,7 +451,8 @@ class Optimizer(NotCopied):
             - ``"optimizer"``: the name of the class.
             - ``"hyperparameters"``: the attributes that can be set (``"learning_rate"``), by name.
               The value is None for callables and Variables, because your program creates them.
-            - ``"powers"``: the powers of Adam's decays; None before the first update.
+            - ``"powers"``: the powers of Adam's decays. None before the first update, and for other
+              rules.
             - ``"slots"``: arrays by the names of the variable and of the slot, masters included.
               Float16 and bfloat16 slots are saved as float32.
 

@@ -24,7 +24,7 @@ class GradientDescentOptimizer(Optimizer):
         master_dtype: see ``Optimizer``.
 
     Raises:
-        TypeError, ValueError: see ``Optimizer``.
+        TypeError, ValueError: a hyperparameter is not a number; or see ``Optimizer``.
 
     Example:
         >>> mesh = gr.open_mesh(2, backend="sim")
@@ -70,7 +70,7 @@ class MomentumOptimizer(Optimizer):
         master_dtype: see ``Optimizer``.
 
     Raises:
-        TypeError, ValueError: see ``Optimizer``.
+        TypeError, ValueError: a hyperparameter is not a number; or see ``Optimizer``.
 
     Example:
         >>> mesh = gr.open_mesh(1, backend="sim")

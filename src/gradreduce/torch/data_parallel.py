@@ -38,9 +38,9 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
 
     Example: see ``examples/train_torch.py``.
 
-    The first backward shows in which order gradients become ready. In later backwards, each bucket
-    is reduced as soon as it is complete, while ``backward`` continues. Then all gradients are views
-    of flat buffers (``mesh.flat_buffer``).
+    The first backward shows in which order gradients become ready. At its end all gradients become
+    views of flat buffers (``mesh.flat_buffer``). In later backwards, each bucket is reduced as soon
+    as it is complete, while ``backward`` continues.
 
     - The ``zero_grad`` of this class keeps these views. That of an optimizer drops them, so that
       the next backward must copy.
@@ -50,7 +50,7 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
       gradient, and must stay frozen.
     - If a reduction fails, ``backward`` raises ``CollectiveError`` with the names of the
       parameters.
-    - Adding a parameter that is not frozen to a module inside raises ``RuntimeError``.
+    - If a module inside gets another parameter that is not frozen, ``RuntimeError`` is raised.
 
     Args:
         module_or_replicas: a module, which is copied to all devices but the first; or a list with
@@ -129,7 +129,7 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
         return self.replicas[0](*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which ``backward`` adds to each replica's own gradients.
+        """Returns a context in which ``backward`` accumulates gradients without averaging.
 
         The first ``backward`` after the context averages the accumulated gradients. It does not
         matter where the loss was computed.

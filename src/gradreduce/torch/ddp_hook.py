@@ -44,8 +44,8 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
         cross_device_ops: an ``AllReduceCrossDeviceOps`` over a mesh of the processes in DDP's
             process group, with one device in each process. Gradients are sent in its
             ``wire_dtype``.
-        deadline: seconds for the reduction of a bucket, counted from the end of the previous
-            reduction. Default: the ``timeout`` of the mesh.
+        deadline: seconds for the reduction of a bucket, counted from its start; the wait for the
+            previous bucket does not count. Default: the ``timeout`` of the mesh.
 
     Returns:
         The hook, for one DDP module.
@@ -77,7 +77,8 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
                 raise named from error.__cause__
 
         task = worker.submit(reduce, map(torch.cuda.current_stream, on_gpu))
-        # Called at the end of backward, before DDP's own callback, which would ignore the error.
+        # Called at the end of backward, before DDP's own callback, which would replace an error by
+        # "Unable to cast … to Tensor".
         torch.autograd.Variable._execution_engine.queue_callback(task.wait)
         return future
 
@@ -100,9 +101,7 @@ def checked_mesh(cross_device_ops: Any) -> Any:
             f"in each: {how}"
         )
     if mesh.mesh_state.process_group is None and dist.get_world_size() > 1:
-        raise ValueError(
-            f"{mesh!r} has only this process, and there are {dist.get_world_size()}: {how}"
-        )
+        raise ValueError(f"{mesh!r} has one of {dist.get_world_size()} processes only: {how}")
     return mesh
 
 

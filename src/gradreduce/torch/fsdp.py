@@ -70,7 +70,7 @@ class ReduceScatter:
         if group.size() != self._mesh.num_processes:
             raise ValueError(
                 f"FSDP shards over {group.size()} processes, but the mesh has "
-                f"{self._mesh.num_processes}: open the mesh with process_group= of FSDP"
+                f"{self._mesh.num_processes}: pass FSDP's group to open_mesh(process_group=...)"
             )
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(

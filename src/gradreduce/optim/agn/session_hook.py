@@ -154,7 +154,8 @@ class WorkerThread(threading.Thread):
         caller alive. Later calls raise a ``RuntimeError`` with its text.
 
         Args:
-            timeout: seconds to wait; None without limit. After a timeout, ``is_alive()`` is True.
+            timeout: seconds to wait; None without limit. After the call, ``is_alive()`` says
+                whether the worker is still running.
         """
         super().join(timeout)
         if self.is_alive():

@@ -94,8 +94,8 @@ class AGNCustomGetter(NotCopied):
     """Creates the local, center and accumulation copies of a worker's variables.
 
     Create a getter for each worker, and pass it as ``custom_getter`` to ``gr.get_variable``. For a
-    trainable variable ``n`` there are three copies. The variable itself is on the worker. The sum
-    of its gradients, ``grad_variable/n``, starts at zero. The center variable
+    trainable variable ``n`` there are three Variables. ``n`` itself is on the worker. The sum of
+    its gradients, ``grad_variable/n``, starts at zero. The center variable
     ``global_center_variable/n`` is created by the first worker that creates ``n``, with its value.
     Variables that are not trainable are only on the worker.
 
