@@ -278,8 +278,8 @@ DEVICE Row find_row(const Table& table, i64 chunk) {
 
 #if defined(GRADREDUCE_FAST)
 // A STREAMED body stores this many elements at a time past the cache, which would read each line before it is
-// written. Only in launches whose outputs are too large to stay in the cache for the next launch. Time of such stores over
-// plain ones, two cores, 32 MiB of L3, 2026-11: pack of 2^20, 2^21, 2^22 and 2^23 float32 and a read of its
+// written. It does so only if the outputs of a launch are too large to stay in the cache for the next launch.
+// Time of such stores over plain ones, two cores, 32 MiB of L3, 2026-11: pack of 2^20, 2^21, 2^22 and 2^23 float32 and a read of its
 // output 1.6, 1.1, 0.9, 0.8; at 2^23 pack 0.65, add_n of two 0.75, of eight 0.93, all_sum of eight 0.6; all_sum
 // in place 1.1 to 2.
 static constexpr int STREAM_LANES = 16;

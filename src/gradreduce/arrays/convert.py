@@ -228,7 +228,8 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
 
     Args:
         value: a Buffer, which stays on its device; an array of NumPy, CuPy, PyTorch or JAX; a
-            number or nested list. An array that is not contiguous is copied.
+            number or nested list. An array that is not contiguous is copied. A read-only array can
+            only be an input.
         device: the device for a value in host memory. A GPU array stays on its GPU: on ``device``
             if that is on the GPU, else on the GPU's first logical device.
         dtype: the dtype of numbers and lists; arrays keep their own. Default: NumPy's choice.

@@ -70,8 +70,8 @@ class DistributedValues(NotCopied):
         ValueError: there is no value, the numbers of values and devices differ, a device is
             repeated or not in the mesh.
         DeviceMismatchError: a Buffer is not on its device, or devices are of two meshes.
-        TypeError: a value is not an array or cannot be added, or a device is not a device. The
-            error names the replica.
+        TypeError: a value is not an array or cannot be added (the error names its replica), or
+            ``devices`` contains something else than devices.
     """
 
     _copy_hint = "pass NumPy arrays, [buffer.numpy() for buffer in value.buffers]"

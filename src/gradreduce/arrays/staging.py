@@ -33,7 +33,7 @@ class Staging(threading.local):
         self._wanted = wanted
 
     def staged(self, arrays: Sequence[Any]) -> list[Buffer] | None:
-        """Returns NumPy arrays as Buffers, small ones copied; None if unsuitable.
+        """Returns NumPy arrays as Buffers, small ones copied; None if one cannot be staged.
 
         The next call in this thread overwrites the Buffers, in the order of the compute queues.
         """

@@ -98,9 +98,8 @@ def _positional(function: Callable[..., Any]) -> Sequence[str]:
 def make_like(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], array: Any) -> Any:
     """Runs NumPy's creating ``function`` with ``like=array``, a plain array.
 
-    For a call that NumPy dispatches because of ``like=``, which NumPy has removed.
-
-    None of the other arguments is ``Traceable``.
+    For a call that NumPy dispatches because of ``like=``, which NumPy has removed. None of the
+    other arguments is ``Traceable``.
 
     Raises:
         NotImplementedError: the function has no ``like=``: then a Traceable is inside nested lists.

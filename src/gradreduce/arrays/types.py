@@ -11,7 +11,10 @@ ReductionType = Literal["MEAN", "SUM"]
 
 
 class Array(Protocol):
-    """An array of NumPy, CuPy, PyTorch or JAX, or a Buffer."""
+    """An array of NumPy, CuPy, PyTorch or JAX, or a Buffer.
+
+    IndexedSlices and Variables are not.
+    """
 
     @property
     def shape(self) -> Any:

@@ -113,7 +113,8 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
             install.
         RuntimeError: a launcher has started several processes, and none of ``processes``,
             ``process_group`` and ``communicator`` is passed.
-        CollectiveError: another process does not open the mesh in time, or uses other arguments.
+        CollectiveError: another process does not open the mesh in time, or opens it with another
+            backend, or another version of gradreduce or NCCL.
         TypeError: ``peer_access`` or ``strict`` is not a boolean, or ``schedule_seed`` not an
             integer.
         ValueError: another argument or environment variable is wrong; the error names it. Or

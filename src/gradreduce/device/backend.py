@@ -58,7 +58,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _allocate(self, nbytes: int) -> Block:
-        """Allocates a block from the pool; the compute queue may use it first."""
+        """Allocates a block from the pool, for use in the order of the compute queue."""
 
     def _recycle(self, raw: Any, nbytes: int) -> None:  # noqa: B027
         """Returns the memory of a freed block, which no queue uses, to the pool.
@@ -82,7 +82,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
-        """Waits for the compute queue, then returns a host copy; None without success."""
+        """Returns a host copy after the compute queue's work; None if the wait ended early."""
 
     @abstractmethod
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:

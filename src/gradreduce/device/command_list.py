@@ -29,7 +29,7 @@ class WrittenSpans:
     """
 
     def __init__(self, written: Iterable[Buffer]) -> None:
-        self._spans: dict[Block, tuple[int, int]] = {}  # addresses of the first and last byte
+        self._spans: dict[Block, tuple[int, int]] = {}  # first address, and one past the last
         self._seen: object = None  # the mesh's last copy at the last call
         for part in written:
             start = part.address

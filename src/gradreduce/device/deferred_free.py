@@ -119,7 +119,7 @@ class DeferredFree:
             self._defer(freed, users, home)
 
     def _defer(self, freed: FreedBlock, users: list[tuple[Device, User]], home: Device) -> None:
-        """Keeps a block's memory until marks pass; for ever without marks."""
+        """Keeps a block's memory until marks pass; for ever if none can be made."""
         if not any(device.physical in home.mesh_state.failed for device, _ in users):
             with suppress(BackendUnavailableError):  # failed meanwhile
                 # PER_THREAD is a different stream in each thread; LEGACY waits for all of them.

@@ -16,8 +16,8 @@ from .op_log import Record
 from .pending_calls import Label, PendingCall
 from .process_group import Description, Message, Parcel, ProcessError, ProcessGroup
 
-# A group of NCCL sends to at most 8 processes, and at most 16 parcels to each: together at most 128
-# sends and 128 receives.
+# Limits of the groups that ``batches`` makes: at most 16 parcels to each of at most 8 processes, so
+# at most 128 sends and 128 receives.
 _GROUP_DISTANCES, _GROUP_PARCELS = 8, 16
 # Somewhat longer than an exchange needs to find out why another process is late.
 _REPORT_SECONDS = 1.5
@@ -28,7 +28,8 @@ def exchange(
 ) -> None:
     """Queues an exchange with the other processes; the host may wait for it.
 
-    Like a launch, an exchange queues no waits: the buffers must be ready for the queue.
+    Like a launch, it waits only for copies that still read the memory that it writes: the buffers
+    must be ready for the queue.
 
     Args:
         device: the device of all buffers.

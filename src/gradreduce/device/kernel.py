@@ -104,7 +104,7 @@ def kernels_folder() -> Path:
         if (folder / "common.cuh").is_file():
             return folder
     raise FileNotFoundError(
-        f"no kernels folder beside {package} or in its checkout: reinstall gradreduce"
+        f"no kernels folder in {package} or in its checkout: reinstall gradreduce"
     )
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from .buffer import ALIGNMENT, Row
 
 # Before CUDA 12.1 and sm_70, kernel parameters take at most 4 KiB. 448 words (74 rows of two
-# operands) leave 400 bytes for the head of the table and the scalars.
+# operands) leave 512 bytes for the head of the table and the scalars.
 INLINE_WORDS = 448
 ROW_HEADER = 4
 # In items, for the simulation; a multiple of all vector lengths.
@@ -159,7 +159,7 @@ class Tables:
         found = self._made.get(key)
         if found is None:
             found = self._make(np.frombuffer(looked, np.int64), len(rows), chunk_size)
-            # mostly for addresses that are no longer used
+            # Most tables of a large cache have addresses that are no longer used.
             if self._num_words > CACHED_WORDS and len(self._made) >= CACHED_TABLES:
                 self._made.clear()
                 self._num_words = 0

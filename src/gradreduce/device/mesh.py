@@ -67,7 +67,10 @@ class Mesh(NotCopied):
 
     @property
     def num_replicas(self) -> int:
-        """The number of logical devices of all processes, or of a part's devices."""
+        """The number of logical devices of all processes, or of a part's devices.
+
+        ``ReduceOp.MEAN`` divides by it.
+        """
         group = self.mesh_state.process_group
         if group is None or len(self.devices) < group.counts[group.rank]:
             return len(self.devices)

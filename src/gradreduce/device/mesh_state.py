@@ -42,7 +42,7 @@ class MeshState:
             where a can access the memory of b; see ``peers``.
         process_group: the processes whose replicas are summed; None: one process.
         prepared: the kernels and devices for which ``prepare`` was called already.
-        plans: the packing plans of its devices, by the settings that they depend on.
+        plans: plans, algorithms and measured bandwidths of its devices, by what they depend on.
         external_buffers: the flat buffers, whose memory other libraries pass back as their arrays.
         log: the operation log.
         thread: the log's state of the calling thread.
@@ -262,7 +262,7 @@ class MeshState:
         self._notify(self._notify_waiters)
 
     def abort_wait(self, what: str, device: Device, wait_policy: WaitPolicy) -> Exception:
-        """Returns the error for a host wait that ended early; marks the mesh as failed."""
+        """Returns the error for a host wait that ended early; a missed deadline fails the mesh."""
         try:
             self.check_usable(device)
         except (BackendUnavailableError, CollectiveError) as error:

@@ -138,7 +138,7 @@ class ProcessGroup(ABC):
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
     ) -> None:
-        """Sends and receives arrays; returns when all of them may be reused.
+        """Sends and receives arrays; returns when all have arrived and sent ones may be reused.
 
         Args:
             sends: arrays to send, in the order in which the other process receives them.
@@ -176,7 +176,7 @@ class ProcessGroup(ABC):
         """
 
     def post_soon(self, key: str, text: str) -> None:
-        """Like ``post``, but may wait for ``post_kept``, the next notice or the next exchange."""
+        """Like ``post``, but may delay it until ``post_kept``, the next notice or exchange."""
         self.post(key, text)
 
     def post_kept(self) -> None:  # noqa: B027  # optional

@@ -73,7 +73,7 @@ class Waiters:
 
 
 def acquired_in_time(lock: Any, seconds: float, call: Callable[[], object]) -> bool:
-    """Makes the call under the lock, if that is free in time; returns whether."""
+    """Makes the call under the lock; returns False if the lock is not free in time."""
     taken: list[bool] = []
     try:
         taken.extend(map(lock.acquire, (True,), (seconds,)))  # one C call takes and lists it

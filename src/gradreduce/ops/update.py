@@ -143,14 +143,15 @@ def _kernel(rule: UpdateRule, variant: Variant) -> RuleKernel:
 def _reference(
     rule: UpdateRule, form: _Form, table: Sequence[Arrays], num_written: int, *scalars: float
 ) -> None:
-    """Returns the NumPy reference of a rule in one variant."""
+    """Runs the NumPy reference of a rule in one variant."""
     if not table:
         return
     acc_dtype = accumulate_dtype(table[0][0].dtype)
     converted = [acc_dtype.type(scalar) for scalar in scalars]
     block = partial(form.block, rule.step, converted)
     num_plain = 2 + len(rule.slots) + form.num_more
-    num_more = 0 if rule.may_overwrite_grad else form.num_scratch  # fewer stay in the cache
+    # Without its own scratch array for the mean, more of the operands stay in the cache.
+    num_more = 0 if rule.may_overwrite_grad else form.num_scratch
     run_blocks(table, num_plain, block, rule.num_scratch + num_more)
 
 

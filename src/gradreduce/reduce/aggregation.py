@@ -178,13 +178,13 @@ class AggregationMethod(enum.IntEnum):
     """How the terms of a gradient are combined (tf.AggregationMethod).
 
     Attributes:
-        ADD_N: adds all terms in one operation, which keeps all of them until then.
+        ADD_N: adds all terms in one operation, and keeps all of them until it runs.
         DEFAULT: the same as ``ADD_N``.
         EXPERIMENTAL_TREE: adds pairs, then pairs of pairs. Error and memory grow with log n instead
             of n: at most ⌈log2 n⌉ + 1 buffers are alive at a time (for two terms: both and their
             sum).
-        EXPERIMENTAL_ACCUMULATE_N: adds each term into a single buffer in the order of arrival, and
-            drops it at once. If there are IndexedSlices among arrays, the same as
+        EXPERIMENTAL_ACCUMULATE_N: adds each term into a single buffer, in the order of arrival, and
+            then drops the term. If there are IndexedSlices among arrays, the same as
             ``EXPERIMENTAL_TREE``; terms of a generator before the first IndexedSlices then count as
             one sum.
 
@@ -330,7 +330,7 @@ def accumulate_n(
 
     Raises:
         ValueError: ``inputs`` is not a list or tuple, is empty, or contains None or IndexedSlices;
-            dtypes or shapes differ from each other or from ``shape``; or ``output_type`` is
+            dtypes or shapes differ; a shape does not match ``shape``; or ``output_type`` is
             unknown.
         TypeError: the dtype is not ``tensor_dtype`` or cannot be added, or ``shape`` is not a list
             of integers.

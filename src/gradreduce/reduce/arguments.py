@@ -185,8 +185,9 @@ def with_outs(
 
     Raises:
         ValueError: the number of entries or of arrays in an entry is wrong; an array has another
-            shape or dtype, is read-only or not contiguous, or overlaps another array or another
-            value's input; or a value contains IndexedSlices.
+            shape or dtype, is read-only or not contiguous, overlaps another array, or overlaps an
+            input without being exactly a replica of its own value; or a value contains
+            IndexedSlices.
         DeviceMismatchError: an array is on another device.
         TypeError: an entry is not an array, or is immutable.
     """
@@ -269,7 +270,7 @@ def _check_overlap(
     """Replaces an out that is an input of its own value by that input.
 
     Raises:
-        ValueError: an out shares memory with another out, or with any other input.
+        ValueError: an out shares memory with another out, or with an input in any other way.
     """
     arrays = list(chain.from_iterable(outs))
     inputs = [request.value.buffers for request in requests]

@@ -397,7 +397,7 @@ class CrossDeviceOps(ABC):
 
         Args:
             gradients: the Buffers, of real floats.
-            divisor: divides each sum.
+            divisor: divides each sum, which has the dtype of ``gradients``.
             out_dtypes: the dtype of each tensor's result. Default: that of its gradients.
             consume: if not None, ``gradients`` may be overwritten, see ``pipeline.reduce_batch``.
                 This implementation does not overwrite them.

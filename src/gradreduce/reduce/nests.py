@@ -1,7 +1,8 @@
 """Nests of gradients, one for each device: dicts, lists, tuples, and modules of PyTorch.
 
-The path of a tensor are the keys and indices that lead to it. Its name is the path joined by dots,
-as in PyTorch's ``state_dict``: ``layers.0.weight``. A tensor in a flat list has only a number.
+The path of a tensor consists of the keys and indices that lead to it. Its name is the path joined
+by dots, as in PyTorch's ``state_dict``: ``layers.0.weight``. A tensor in a flat list has only a
+number.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ class CudaDevice(Device):
     def put(self, array: Any, address: int | None = None) -> Buffer:
         """See ``Backend.put``: a CuPy array of this GPU is shared if contiguous, else copied.
 
-        Waits for CuPy's current stream. A host array is copied.
+        The compute queue waits for CuPy's current stream. A host array is copied.
 
         Raises:
             DeviceMismatchError: the array is on another GPU.
@@ -443,7 +443,7 @@ class CudaDevice(Device):
         end = time.monotonic() + seconds
         while not self._is_idle():
             if self.physical in self.mesh_state.failed:
-                break  # no work is submitted meanwhile, so it stays idle
+                break  # a failed GPU never becomes idle, and stays failed
             if time.monotonic() >= end:
                 return False
             time.sleep(_LOOK_SECONDS)

@@ -41,7 +41,7 @@ recording = _Recording()
 def captured_graph(command_list: CommandList, states: Mapping[StreamState, Gpu]) -> Command:
     """Captures commands as a graph; returns a command that launches it.
 
-    Uses CUDA's thread-local mode: other threads may do anything meanwhile, also allocate.
+    Uses CUDA's thread-local mode: calls of other threads, such as allocations, stay allowed.
 
     Args:
         command_list: the commands; nothing is run now.

@@ -19,9 +19,8 @@ def _library() -> ctypes.CDLL | None:
 def is_of_cuda_malloc(address: int) -> bool:
     """Whether memory is from cudaMalloc, so mapped for all peers; False if unknown.
 
-    Memory from cudaMallocAsync or virtual memory management, and managed memory, is not mapped for
-    peers. The test: only memory from cudaMalloc can be shared by legacy CUDA IPC. Untested on GPU
-    hardware.
+    False for memory from cudaMallocAsync or virtual memory management, and for managed memory. The
+    test: only memory from cudaMalloc can be shared by legacy CUDA IPC. Untested on GPU hardware.
     """
     library, answer = _library(), ctypes.c_int(0)
     if library is None:

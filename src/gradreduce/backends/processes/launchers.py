@@ -83,7 +83,8 @@ def join_processes(
 
     Raises:
         BackendUnavailableError: the launcher has not started this process, or a library is missing.
-        CollectiveError: another process does not open the mesh in time, or uses other arguments.
+        CollectiveError: another process does not open the mesh in time, or opens it with another
+            backend, or another version of gradreduce or NCCL.
     """
     on_gpus = mesh.backend == "cuda"
     group = _opened(processes, process_group, communicator, timeout, on_gpus=on_gpus)

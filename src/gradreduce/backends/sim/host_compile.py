@@ -5,7 +5,8 @@ Three builds of the same text:
 * ``fast``: compiled for one CUDA thread, so that g++ vectorises the kernel's loop; callers split
   the chunks over host threads. 7 to 70 times faster than a loop over CUDA threads.
 * ``exact``: runs every block and thread of a launch in turn, with 16-byte vectors and tails as on a
-  GPU. * ``sanitized``: ``exact`` with AddressSanitizer and UBSan; the process must preload libasan.
+  GPU.
+* ``sanitized``: ``exact`` with AddressSanitizer and UBSan; the process must preload libasan.
 
 Builds are kept in ``$XDG_CACHE_HOME/gradreduce`` (``~/.cache/gradreduce``) for other processes.
 """
