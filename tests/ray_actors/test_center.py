@@ -35,7 +35,7 @@ def first_array(modules, answer):
 def state_of(modules, optimizer):
     """The state of an actor with the variables, and a function that pushes ones to them."""
     of_state, push_config = modules.center_state, gr.optim.agn.push.PushConfig
-    state = of_state.CenterShardState(modules.shard.Settings("counts", 0, 1, None, 1, 0))
+    state = of_state.CenterShardState(modules.shard.Settings("counts", 0, 1, None, 1, 0, "numpy"))
     for name, shape in SHAPES.items():
         state.create(name, message(modules, [np.zeros(shape, np.float32)]))
     state.join(modules.center._rule_of(optimizer), None)
@@ -113,7 +113,7 @@ class Client:
 
     def restart(self) -> None:
         """Replaces the shards by new ones, which have no snapshot."""
-        settings = self._modules.shard.Settings("c", 0, self.num_shards, None, 1, 0)
+        settings = self._modules.shard.Settings("c", 0, self.num_shards, None, 1, 0, "numpy")
         self.states = [
             self._modules.center_state.CenterShardState(settings._replace(shard=shard))
             for shard in range(self.num_shards)

@@ -258,6 +258,8 @@ def test_another_definition_of_a_name_is_an_error_that_changes_nothing(idle):
     }.items():
         with pytest.raises(ValueError, match=f"^the actor {name!r} has {what} "):
             make()
+    with pytest.raises(ValueError, match=r"^kernels='fast' is not one of \('numpy', 'compiled', "):
+        gr.ray.AccumulatorSet(SPECS, name, kernels="fast")
     check_equal(idle.take_grads(1, timeout=LIMIT_S), 1.0)
 
 

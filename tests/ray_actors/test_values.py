@@ -15,6 +15,7 @@ import gradreduce as gr
 
 pytestmark = pytest.mark.ray
 BIG = (300, 100)  # travels alone
+KERNELS = {1: "numpy", 2: "compiled"}  # of centers, by their number of shards
 
 
 def specs() -> dict[str, tuple[Any, ...]]:
@@ -230,16 +231,17 @@ def names_of_centers(cluster: None) -> Iterator[dict[int, str]]:
 EMPTY = lambda shard: (shard._load(0), vars(shard).get("_workers", {}).clear())[1]  # noqa: E731
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("num_shards", [1, pytest.param(2, marks=pytest.mark.host)])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rule", RULES)
 def test_workers_that_take_turns_train_as_in_one_process(names_of_centers, rule, mode, num_shards):
     name = names_of_centers[num_shards]
     local = gr.AGNCenter(gr.default_mesh())
-    shared = gr.ray.AGNCenter(name, num_shards=num_shards, worker="first")
+    options: dict[str, Any] = {"num_shards": num_shards, "kernels": KERNELS[num_shards]}
+    shared = gr.ray.AGNCenter(name, worker="first", **options)
     for shard in [name, *[f"{name}#1"] * (num_shards - 1)]:
         in_actor(shard, EMPTY)
-    again = gr.ray.AGNCenter(name, num_shards=num_shards, worker="second")
+    again = gr.ray.AGNCenter(name, worker="second", **options)
     wanted = [Worker(local, rule, **MODES[mode]) for _ in range(2)]
     found = [Worker(center, rule, **MODES[mode]) for center in (shared, again)]
     for seed in range(9):

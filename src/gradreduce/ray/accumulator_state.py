@@ -16,7 +16,6 @@ from gradreduce.accumulator.take_queue import missing
 from gradreduce.arrays.convert import converted
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import ReductionType
-from gradreduce.backends import open_mesh
 from gradreduce.device import Device, accumulate_dtype, as_dtype
 from gradreduce.errors import BackendUnavailableError
 
@@ -89,8 +88,7 @@ class AccumulatorSetState(ShardState):
         self._spec = spec
         self._shard = settings.shard
         self._indices = spec.of_shard(settings.shard)
-        mesh = open_mesh(backend="cuda") if settings.num_gpus else open_mesh(1, backend="sim")
-        self._device = mesh.devices[0]
+        self._device = settings.open_device()
         self._accumulators: list[ConditionalAccumulatorBase] = []
         # caller -> the number of its last take and the results, until they have arrived.
         self._taken: dict[str, tuple[int, list[np.ndarray]]] = {}

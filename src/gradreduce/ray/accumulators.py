@@ -24,7 +24,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.indexed_slices import as_slices as slices_of
 from gradreduce.arrays.types import ReductionType
 from gradreduce.arrays.variable import Variable
-from gradreduce.backends import default_mesh
+from gradreduce.backends import Kernels, default_mesh
 from gradreduce.checkpoint import anything, checked, downloader, equal, mapped
 from gradreduce.device import Buffer, as_dtype, as_flag
 from gradreduce.errors import about, brief
@@ -217,6 +217,8 @@ class AccumulatorSet(SharedAccumulator):
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         num_shards: number of actors; the accumulators are distributed over them by bytes.
         num_gpus: 1: each actor has a GPU for its sums. 0: the sums are in host memory.
+        kernels: of actors without a GPU: ``"numpy"``, or ``"compiled"``, which is faster for large
+            tensors and needs g++ where the actors run.
         snapshots: a folder that all machines of the cluster share. Ray restarts an actor that has
             failed, from its last snapshot there. None: a failed actor is not restarted.
         durability: ``"push"``: a call that changes the state is answered after a snapshot with it
@@ -250,12 +252,15 @@ class AccumulatorSet(SharedAccumulator):
         *,
         num_shards: int = 1,
         num_gpus: int = 0,
+        kernels: Kernels = "numpy",
         snapshots: str | os.PathLike[str] | None = None,
         durability: str | int = 100,
         worker: str | None = None,
         timeout: float | None = None,
     ) -> None:
-        options = SharedOptions(num_shards, num_gpus, snapshots, durability, worker, timeout)
+        options = SharedOptions(
+            num_shards, num_gpus, kernels, snapshots, durability, worker, timeout
+        )
         self._made_by = (specs, shared_name, reduction_type, options)
         by_name = specs if isinstance(specs, Mapping) else {str(i): x for i, x in enumerate(specs)}
         if not by_name:
@@ -364,6 +369,7 @@ class ConditionalAccumulator(SharedAccumulator):
         shared_name: name of the actor, required; see ``AccumulatorSet``.
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         num_gpus: see ``AccumulatorSet``.
+        kernels: see ``AccumulatorSet``.
         snapshots: see ``AccumulatorSet``.
         durability: see ``AccumulatorSet``.
         worker: see ``AccumulatorSet``.
@@ -392,12 +398,13 @@ class ConditionalAccumulator(SharedAccumulator):
         reduction_type: ReductionType = "MEAN",
         *,
         num_gpus: int = 0,
+        kernels: Kernels = "numpy",
         snapshots: str | os.PathLike[str] | None = None,
         durability: str | int = 100,
         worker: str | None = None,
         timeout: float | None = None,
     ) -> None:
-        options = SharedOptions(1, num_gpus, snapshots, durability, worker, timeout)
+        options = SharedOptions(1, num_gpus, kernels, snapshots, durability, worker, timeout)
         self._made_by = (dtype, shape, shared_name, reduction_type, options)
         spec = AccumulatorSpec(dtype, shape, self._is_sparse)
         super().__init__([shared_name], [spec], shared_name, reduction_type, options)

@@ -21,7 +21,7 @@ from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SPARSE, SparseSum
 from gradreduce.arrays.convert import host_array, is_array, to_buffer
 from gradreduce.arrays.variable import Variable
-from gradreduce.backends import default_mesh
+from gradreduce.backends import Kernels, default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.checkpoint import downloader, mapped
 from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh, copy_over
@@ -446,6 +446,7 @@ class AGNCenter(LocalCenter):
             ``gr.AGNCenter``.
         num_shards: number of actors. A new variable goes to the actor with the fewest bytes.
         num_gpus: 1: each actor has a GPU for its variables. 0: they are in host memory.
+        kernels: see ``AccumulatorSet``.
         snapshots: see ``AccumulatorSet``.
         durability: see ``AccumulatorSet``.
         worker: see ``AccumulatorSet``.
@@ -474,12 +475,15 @@ class AGNCenter(LocalCenter):
         mesh: Mesh | DeviceLike | None = None,
         num_shards: int = 1,
         num_gpus: int = 0,
+        kernels: Kernels = "numpy",
         snapshots: str | os.PathLike[str] | None = None,
         durability: str | int = 100,
         worker: str | None = None,
         timeout: float | None = None,
     ) -> None:
-        options = SharedOptions(num_shards, num_gpus, snapshots, durability, worker, timeout)
+        options = SharedOptions(
+            num_shards, num_gpus, kernels, snapshots, durability, worker, timeout
+        )
         self._made_by = (name, options)
         self.devices = as_devices(default_mesh() if mesh is None else mesh, "mesh=")
         wanted = description(num_shards)

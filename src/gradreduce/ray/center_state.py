@@ -12,7 +12,6 @@ import numpy as np
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.convert import converted
 from gradreduce.arrays.variable import Variable
-from gradreduce.backends import open_mesh
 from gradreduce.checkpoint import anything, checked, downloader, some_of
 from gradreduce.device import Buffer, Device, as_dtype, copied_to
 from gradreduce.optim.agn.center import CenterState, check_same_tensor
@@ -161,8 +160,7 @@ class CenterShardState(ShardState):
 
     def __init__(self, settings: Settings) -> None:
         self._shard, self._num_shards = settings.shard, settings.num_shards
-        mesh = open_mesh(backend="cuda") if settings.num_gpus else open_mesh(1, backend="sim")
-        self._device = mesh.devices[0]
+        self._device = settings.open_device()
         self._reset()
 
     def _reset(self) -> None:

@@ -10,11 +10,12 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import ray
 
 from gradreduce.accumulator.validate import as_timeout
+from gradreduce.backends import Kernels
 from gradreduce.errors import (
     BackendUnavailableError,
     CancelledError,
@@ -265,6 +266,7 @@ class SharedOptions(NamedTuple):
 
     num_shards: int
     num_gpus: int
+    kernels: Kernels
     snapshots: str | os.PathLike[str] | None
     durability: str | int
     worker: str | None
@@ -288,6 +290,8 @@ class SharedOptions(NamedTuple):
             raise TypeError(f"worker={brief(self.worker)} must be a string or None")
         if self.num_gpus not in (0, 1):
             raise ValueError(f"num_gpus={brief(self.num_gpus)} must be 0 or 1")
+        if self.kernels not in get_args(Kernels):
+            raise ValueError(f"kernels={brief(self.kernels)} is not one of {get_args(Kernels)}")
         return Settings(
             name,
             0,
@@ -295,6 +299,7 @@ class SharedOptions(NamedTuple):
             None if self.snapshots is None else os.fspath(Path(self.snapshots).resolve()),
             1 if writes_each else as_count("durability", self.durability, least=1),
             self.num_gpus,
+            self.kernels,
         )
 
     def for_others(self) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import ray
 
+from gradreduce.backends import Kernels, open_mesh
+from gradreduce.device import Device
 from gradreduce.errors import log_warning
 
 from .messages import Message
@@ -31,6 +33,7 @@ class Settings(NamedTuple):
         period: number of commands from one snapshot to the next; 1: a snapshot is written before
             each command is answered.
         num_gpus: of each actor.
+        kernels: of actors without a GPU; see ``open_mesh``.
     """
 
     name: str
@@ -39,6 +42,13 @@ class Settings(NamedTuple):
     folder: str | None
     period: int
     num_gpus: float
+    kernels: Kernels
+
+    def open_device(self) -> Device:
+        """Opens the device of the actor that calls this."""
+        if self.num_gpus:
+            return open_mesh(backend="cuda").devices[0]
+        return open_mesh(1, backend="sim", kernels=self.kernels).devices[0]
 
     @property
     def actor_name(self) -> str:
