@@ -134,7 +134,7 @@ class SyncStep(NotCopied):
         self._label = PackInfo(range(len(self.variables)), names=[v.name for v in self.variables])
         self.devices: tuple[Device, ...] = self.variables[0].devices
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer={brief(optimizer)} is not an Optimizer")
+            raise TypeError(f"optimizer={brief(optimizer)} is not an Optimizer of gradreduce")
         if not isinstance(cross_device_ops, CrossDeviceOps):
             raise TypeError(f"cross_device_ops={brief(cross_device_ops)} is not a CrossDeviceOps")
         if isinstance(cross_device_ops, ReductionToOneDevice):
@@ -414,7 +414,7 @@ class SyncStep(NotCopied):
                     for replica, each in enumerate(lists)
                 ]
         if not placed:
-            raise ValueError("No gradients provided for any variable")
+            raise ValueError("No gradients provided for any variable: all terms are None")
         return placed
 
     def _aggregate(self, placed: list[list[list[Buffer]]], *, stale: bool) -> list[PerReplica]:

@@ -82,7 +82,10 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
         )
     gradients = [grad for grad, _ in pairs if grad is not None]
     if not gradients:
-        raise ValueError("No gradients provided for any variable")
+        raise ValueError(
+            "No gradients provided for any variable: each one is None, as of a loss that does not "
+            "read the variables"
+        )
     if len(gradients) < len(pairs):
         variables = [var for grad, var in pairs if grad is not None]
     check_unread(variables)

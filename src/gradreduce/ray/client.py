@@ -83,7 +83,10 @@ class Client:
         for name, wanted in description.items():
             if found.get(name) != wanted:
                 had = f"{name} {brief(found.get(name))}"
-                raise ValueError(f"the actor {self.name!r} has {had}, not {brief(wanted)}")
+                raise ValueError(
+                    f"the actor {self.name!r} has {had}, not {brief(wanted)}; use another name, "
+                    "or the class and the arguments that made the actor"
+                )
 
     @property
     def _lead(self) -> Any:

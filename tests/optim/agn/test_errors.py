@@ -37,8 +37,8 @@ def test_a_constructors_arguments(mesh):
     rule = gr.GradientDescentOptimizer(0.5)
     wrapped = gr.AGNOptimizer(rule, 1, getter)
     for args, options, error, text in [
-        (("sgd", 1, getter), {}, TypeError, "optimizer='sgd' must be an Optimizer other than"),
-        ((wrapped, 1, getter), {}, TypeError, "must be an Optimizer other than"),
+        (("sgd", 1, getter), {}, TypeError, "optimizer='sgd' must be an Optimizer of gradreduce"),
+        ((wrapped, 1, getter), {}, TypeError, "must be an Optimizer of gradreduce other"),
         ((rule, 1, mesh), {}, TypeError, "is not an AGNCustomGetter"),
         ((rule, 0, getter), {}, ValueError, "num_worker=0 must be at least 1"),
         ((rule, 1.5, getter), {}, TypeError, "num_worker=1.5 must be an integer"),

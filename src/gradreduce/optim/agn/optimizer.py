@@ -20,6 +20,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.autodiff.gradients import Pairs
 from gradreduce.checkpoint import downloader
 from gradreduce.device import as_deadline, as_flag
+from gradreduce.errors import brief
 from gradreduce.optim.compute_gradients import gradients_of_replicas
 from gradreduce.optim.gradient_inputs import check_global_step, checked_pairs
 from gradreduce.optim.hyperparameters import as_count, no_attribute
@@ -111,9 +112,12 @@ class AGNOptimizer(Optimizer):
     ) -> None:
         super().__init__(name)
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AGNOptimizer):
-            raise TypeError(f"optimizer={optimizer!r} must be an Optimizer other than AGNOptimizer")
+            raise TypeError(
+                f"optimizer={brief(optimizer)} must be an Optimizer of gradreduce other than "
+                "AGNOptimizer"
+            )
         if not isinstance(custom_getter, AGNCustomGetter):
-            raise TypeError(f"custom_getter={custom_getter!r} is not an AGNCustomGetter")
+            raise TypeError(f"custom_getter={brief(custom_getter)} is not an AGNCustomGetter")
         self._inner, self._getter = optimizer, custom_getter
         self._center = custom_getter.center._shared
         self._num_worker = as_count("num_worker", num_worker, least=1)
