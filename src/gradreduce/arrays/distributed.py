@@ -55,10 +55,11 @@ class DistributedValues(NotCopied):
     Args:
         values: one for each device: arrays of any library, numbers, nested lists, Buffers,
             IndexedSlices, or ``torch.sparse_coo`` tensors, which become IndexedSlices. Arrays are
-            shared, not copied, where possible: a call that reads them waits for their library's
-            current stream, and they may be written again when it has returned. Dense arrays that
-            all have the same axis order in memory, such as channels_last, are reduced in this
-            order, and the results have it too; ``parts`` are then copies in C order.
+            shared, not copied, where possible: work that reads them runs after that of their
+            library's current stream, and they may be written again when the call has returned.
+            Dense arrays that all have the same axis order in memory, such as channels_last, are
+            reduced in this order, and the results have it too; ``parts`` are then copies in C
+            order.
         mesh: the mesh whose devices hold the values, in order. Default: the mesh of ``values`` if
             they are Buffers, else ``gr.default_mesh()``.
         devices: a part of the devices instead of all: Devices, names such as ``"gpu:1"``, or

@@ -1,6 +1,6 @@
 """Opens meshes: picks the backend and the devices.
 
-This module reads all environment variables but ``XDG_CACHE_HOME``:
+Environment variables that it reads:
 
 * ``GRADREDUCE_BACKEND``: ``sim`` or ``cuda``; the default of ``open_mesh(backend=)``.
 * ``GRADREDUCE_SIM_DEVICES``: the default number of simulated devices (4 if not set).

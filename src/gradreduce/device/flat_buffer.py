@@ -167,8 +167,9 @@ class FlatBuffer:
     ) -> Step:
         """Returns a prepared step that reduces all tensors in place, once per call.
 
-        Each call waits for earlier work on the current streams of the libraries of ``arrays`` and
-        ``attach``, and these streams wait for it. For arrays in host memory the host waits.
+        The work of each call runs after earlier work on the current streams of the libraries of
+        ``arrays`` and ``attach``, and these streams wait for it. The host waits only for arrays in
+        host memory.
         Preparing reduces once, too: prepare before the first gradients are computed.
 
         Args:

@@ -41,7 +41,7 @@ class MeshState:
         peer_access: True or False for all pairs of physical devices, or the set of pairs ``(a, b)``
             where a can access the memory of b; see ``peers``.
         process_group: the processes whose replicas are summed; None: one process.
-        prepared: the kernels and devices for which ``prepare`` was called already.
+        prepared: settings, devices and dtypes of reductions whose kernels are compiled already.
         plans: plans, algorithms and measured bandwidths of its devices, by what they depend on.
         external_buffers: the flat buffers, whose memory other libraries pass back as their arrays.
         log: the operation log.

@@ -47,7 +47,7 @@ def accumulate_n(
     One launch for all tensors with the same dtypes and number of inputs.
 
     Args:
-        totals: one per tensor; overwritten. May be exactly one of its inputs.
+        totals: one per tensor; overwritten. May be one of its inputs, but not overlap one partly.
         inputs: for each tensor at least one term of its size; all terms of one dtype, which is the
             total's or a float dtype that is cast to it.
         device: the device that launches; default: that of ``totals[0]``. Adds no stream waits.

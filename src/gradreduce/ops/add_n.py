@@ -64,7 +64,7 @@ def add_n(
     added in float32 and rounded once. With a single input this is a copy, or a cast.
 
     Args:
-        outs: one per tensor; overwritten. May be exactly one of its inputs.
+        outs: one per tensor; overwritten. May be one of its inputs, but not overlap one partly.
         inputs: for each tensor at least one term of its size; all terms of one dtype, which is the
             output's, or one whose accumulate dtype is the output's.
         device: the device that launches; default: that of ``outs[0]``. Adds no stream waits.

@@ -81,7 +81,8 @@ def all_sum(
     access. One launch for all tensors with the same dtypes and numbers of outputs and inputs.
 
     Args:
-        outs: at least one for each tensor t; overwritten. Each may be exactly an input.
+        outs: at least one for each tensor t; overwritten. Each may be an input, but not
+            overlap one partly.
         inputs: at least one for each tensor; all of one dtype.
         split: the number of inputs in the first group; 0 adds all left to right.
         divisor: divides the sum in the accumulate dtype, before the only rounding; 1: no division.

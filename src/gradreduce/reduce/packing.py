@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from gradreduce.device import ALIGNMENT, DType, FlatLayout, flat_layout
 
-# Packs that are moved share a stage up to this many bytes of one replica. A stage costs the host
-# two launches and a few waits on each device: about 100 us for eight GPUs, at 5 us for a launch. 8
-# MiB take 35 us at 400 GB/s. Computed, not measured on GPUs.
+# Packs that are moved are added to a stage until it has at least this many bytes of one replica. A
+# stage costs the host two launches and a few waits on each device: about 100 us for eight GPUs, at
+# 5 us for a launch. 8 MiB take 35 us at 400 GB/s. Computed, not measured on GPUs.
 STAGE_BYTES = 8 * 1024 * 1024
 
 
@@ -230,7 +230,7 @@ def plan_stages(packs: Sequence[tuple[int, bool]], stage_bytes: int) -> list[lis
 
     Args:
         packs: for each pack the bytes of one replica, and whether it must be moved.
-        stage_bytes: packs that are moved share a stage up to this many bytes.
+        stage_bytes: packs that are moved are added to a stage until it has this many bytes.
 
     Returns:
         The indices of the packs of each stage. Packs that are not moved are in the first.

@@ -1,8 +1,8 @@
 """Prepared and captured reductions: planned once, run many times.
 
 The pipeline runs once while the devices record a ``CommandList`` (``device/command_list.py``).
-Packs, pointer tables, kernels and all memory are then fixed. Each call synchronizes with each
-library, device and stream whose arrays it uses, once in each direction.
+Packs, pointer tables, kernels and all memory are then fixed. For each library, device and stream
+whose arrays a call uses, it queues one stream wait in each direction.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _ON_GPU = ("native", "torch", "cupy")
 
 
 class StreamBoundary:
-    """Synchronizes repeated work with the streams of the libraries whose arrays it uses.
+    """Queues waits between repeated work and the streams of libraries whose arrays it uses.
 
-    Once for each GPU and library, because the devices of a GPU share its compute stream.
+    One wait in each direction for each GPU and library, because the devices of a GPU share its
+    compute stream.
 
     Args:
         devices: the devices that work, in order.
