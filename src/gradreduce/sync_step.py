@@ -316,7 +316,8 @@ class SyncStep(NotCopied):
         """Restores a ``state_dict``, which may come from another process or backend.
 
         Over several processes, every process makes this call, with the same state. On error,
-        nothing has changed. Example: see ``state_dict``.
+        nothing has changed in this process; if another process has raised no error, load again in
+        all. Example: see ``state_dict``.
 
         - The number of replicas may differ if the state was saved right after an update. If it has
           gradients that wait for an update, the number of replicas must be the same; the number of

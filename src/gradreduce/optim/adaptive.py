@@ -61,7 +61,7 @@ class AdamOptimizer(_DecayingOptimizer):
 
     Raises:
         ValueError: ``beta1`` or ``beta2`` is out of range, or ``eps_mode`` is unknown. An update
-            raises it too, if these were set later.
+            raises it too, if these were set later or are callables or Variables.
 
     Example:
         >>> mesh = gr.open_mesh(1, backend="sim")
@@ -143,7 +143,7 @@ class AdamWOptimizer(AdamOptimizer):
 
     Raises:
         ValueError: ``beta1`` or ``beta2`` is out of range. An update raises it too, if they were
-            set later.
+            set later or are callables or Variables.
 
     Example:
         >>> mesh = gr.open_mesh(1, backend="sim")
@@ -196,7 +196,7 @@ class LionOptimizer(_DecayingOptimizer):
 
     Raises:
         ValueError: ``beta1`` or ``beta2`` is out of range. An update raises it too, if they were
-            set later.
+            set later or are callables or Variables.
 
     Example:
         >>> mesh = gr.open_mesh(1, backend="sim")

@@ -240,7 +240,8 @@ class Optimizer(NotCopied):
     ) -> bool | None:
         """Updates every variable by its gradient, with one launch per GPU.
 
-        The call does not wait for a device. On error, variables and slots are unchanged.
+        The host waits only to read hyperparameters that are Variables, and indices of sparse
+        gradients that are on a GPU. On error, variables and slots are unchanged.
 
         Args:
             grads_and_vars: pairs (gradient, variable). A gradient is an array with the shape and
@@ -304,8 +305,8 @@ class Optimizer(NotCopied):
     ) -> Any:
         """Computes the gradients of ``loss`` with respect to variables.
 
-        This is the first half of ``minimize``. The host does not wait for the gradients or for the
-        value of the loss.
+        This is the first half of ``minimize``. For a JAX loss the host waits for the gradients; for
+        other losses it does not wait.
 
         A few rules for a loss of NumPy functions:
 
