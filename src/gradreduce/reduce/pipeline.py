@@ -405,7 +405,7 @@ def reduce_batch(
         gradients: see ``plan_batch``. For shares: the tensors of all shares, one share after the
             other, with one Buffer for each device that sends the tensor.
         consume: if not None, the gradients may be overwritten, and their memory used for the
-            results. If anything then fails between the first launch and the end of this
+            results. If they are, and anything fails between the first launch and the end of this
             ``ExitStack``, the devices are marked as failed, because sums and gradients are mixed.
         out: ``out[tensor][replica]``, the memory for the results, of their dtype; none overlaps
             another, or a gradient other than its own. For shares: one for each device that receives

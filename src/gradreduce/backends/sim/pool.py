@@ -51,7 +51,7 @@ class Memory:
         self._exported: Callable[[], np.ndarray | None] = lambda: None
 
     def exported(self, owner: object) -> np.ndarray:
-        """Returns all bytes as an array that keeps ``owner`` alive, the same while it lives."""
+        """Returns all bytes as an array that keeps ``owner`` alive; reused while it lives."""
         found = self._exported()
         if found is None:
             found = np.asarray(_ArrayInterface(self, owner))
