@@ -316,8 +316,9 @@ class Optimizer(NotCopied):
         - If the loss overwrites an array that does not depend on a Variable, the derivatives use
           its last values.
         - ``h += y`` binds ``h`` to a new value; other names of the old value still have that one.
-        - On several GPUs, the loss selects its GPU by ``with cupy.cuda.Device(...)``. The backward
-          pass selects the same GPUs by itself.
+        - Operations on values that depend on a Variable, and their derivatives, run on the GPU of
+          the Variable. For CuPy arrays that do not depend on one, select the GPU in the loss by
+          ``with cupy.cuda.Device(...)``.
 
         Args:
             loss: a function without arguments that reads Variables and returns the value to
