@@ -697,7 +697,7 @@ def test_a_module_that_is_added_is_watched_as_those_around_it():
     with open_mesh(1) as mesh:
         dp = gr.torch.DataParallel(layers(), mesh)
         dp.module.more = torch.nn.ModuleList()
-        with pytest.raises(RuntimeError, match="0 cannot be added to a module"):
+        with pytest.raises(RuntimeError, match="0 cannot be added or replaced in a module"):
             dp.module.more.append(torch.nn.Linear(3, 3))
 
 

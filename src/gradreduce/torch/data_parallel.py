@@ -247,8 +247,8 @@ def _reject_others(module: Any, name: str, added: Any) -> None:
     parameters = added.parameters() if isinstance(added, torch.nn.Module) else [added]
     if any([each.requires_grad and reducer_of(each) is None for each in parameters]):
         raise RuntimeError(
-            f"{name} cannot be added to a module in a DataParallel, which would not average its "
-            "gradients: make a new DataParallel from the changed module"
+            f"{name} cannot be added or replaced in a module of a DataParallel, which would not "
+            "average its gradients: make a new DataParallel from the changed module"
         )
     if isinstance(added, torch.nn.Module):
         _owners.update(dict.fromkeys(added.modules(), owner))
