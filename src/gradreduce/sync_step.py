@@ -232,8 +232,8 @@ class SyncStep(NotCopied):
         Raises:
             ValueError: the number of replicas or variables is wrong, names differ from those of the
                 variables, a gradient has another shape or dtype than its variable, a variable has
-                None on some replicas but not on all, or ``deadline`` is not above 0. After this
-                error and the next two, nothing has changed.
+                None on some replicas but not on all, no variable has a gradient, or ``deadline`` is
+                not above 0. After this error and the next two, nothing has changed.
             TypeError: a gradient is ``IndexedSlices`` or is not an array.
             FloatingPointError: with ``check_finite``, the gradient of a replica, in any process, is
                 infinite or NaN.

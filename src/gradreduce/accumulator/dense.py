@@ -91,8 +91,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
 
         A gradient is stale if ``local_step`` is below ``global_step``. A step above ``global_step``
         is not stale. The dtype and shape of a stale gradient are checked, but nothing is launched.
-        The call does not wait for a device. It completes waiting takes that now have enough
-        gradients.
+        The host waits only to download the value of a Variable, or indices from a GPU. The call
+        completes waiting takes that now have enough gradients.
 
         Args:
             grad: an array, a number or a nested list; IndexedSlices, which are converted to a dense

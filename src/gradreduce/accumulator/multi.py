@@ -44,9 +44,10 @@ def apply_grads(
     """Adds one gradient to each accumulator; adds all or drops all.
 
     All gradients are dropped if ``local_step`` is stale for one of the accumulators. On error,
-    nothing was added. The call does not wait for a device. Each GPU adds all sparse gradients of
-    one dtype in one launch. It adds dense gradients of one dtype in at most two launches: one for
-    those that are the first in their sum, one for the others.
+    nothing was added. The host waits only to download the value of a Variable, or indices from a
+    GPU. On each GPU, dense gradients of one dtype take at most two launches: one for those that are
+    the first in their sum, one for the others. Sparse gradients of one dtype take one launch, or
+    more if a sum gets several gradients (by a ``PerReplica``) or outgrows its memory.
 
     Args:
         accumulators: dense or sparse accumulators of one mesh, each at most once.
