@@ -238,10 +238,11 @@ class Optimizer(NotCopied):
         *,
         deadline: float | None = None,
     ) -> bool | None:
-        """Updates every variable by its gradient, with one launch per GPU.
+        """Updates every variable by its gradient, with one launch per GPU and dtype.
 
-        The host waits only to read hyperparameters that are Variables, and indices of sparse
-        gradients that are on a GPU. On error, variables and slots are unchanged.
+        Sparse gradients of a dtype take one to three more launches. The host waits only to read
+        hyperparameters that are Variables, and indices of sparse gradients that are on a GPU. On
+        error, variables and slots are unchanged.
 
         Args:
             grads_and_vars: pairs (gradient, variable). A gradient is an array with the shape and

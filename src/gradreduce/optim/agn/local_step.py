@@ -57,7 +57,7 @@ class LocalPlan(Plan):
         self._optimizer, self._sums = optimizer, sums
 
     def step(self, gradients: Sequence[Part], scalars: Scalars, sums: Sums) -> LocalStep:
-        """Returns a step: one launch for each physical device.
+        """Returns a step: one launch for each physical device and dtype.
 
         Args:
             gradients: the dense gradient of each copy of each variable.

@@ -2,8 +2,10 @@
 
 See arXiv 1710.02368.
 
-local:  w <- rule(w, g); a <- a + g                 each step, one launch
-global: c <- rule(c, a / period); w <- c; a <- 0    once per period, one launch per GPU
+local:  w <- rule(w, g); a <- a + g                 each step
+global: c <- rule(c, a / period); w <- c; a <- 0    once per period
+
+With dense gradients each is one launch per GPU and dtype.
 """
 
 from __future__ import annotations
