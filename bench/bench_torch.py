@@ -257,13 +257,13 @@ class Overlap:
         """Returns a backward of plain DDP."""
         self._ddp.zero_grad(set_to_none=False)
         loss = self._ddp(self._images.clone().requires_grad_()).square().mean()
-        meet()
+        wait_for_others()
         step: Call = loss.backward
         return step
 
     def reductions(self) -> Call:
         """Returns the reductions of a step alone."""
-        meet()
+        wait_for_others()
         return lambda: [bucket.step() for bucket in self.buckets]
 
     def _loss(self) -> Any:
@@ -271,7 +271,7 @@ class Overlap:
         x = self._images.clone().requires_grad_()  # its gradient is computed last
         x.register_hook(self._note)
         loss = self.dp(x).square().mean()
-        meet()
+        wait_for_others()
         return loss
 
     def _note(self, _: Any) -> None:
@@ -279,7 +279,7 @@ class Overlap:
         self._computed = time.perf_counter()
 
 
-def meet() -> None:
+def wait_for_others() -> None:
     """Waits for the other process."""
     import torch.distributed as dist
 
@@ -330,7 +330,7 @@ def hook(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
         def prepare() -> Call:
             module.zero_grad()
             loss = module(torch.ones(1, requires_grad=True))
-            meet()
+            wait_for_others()
             step: Call = loss.backward
             return step
 

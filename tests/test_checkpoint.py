@@ -119,7 +119,7 @@ def test_what_a_file_gives_back_continues_with_the_same_bits(case, store, tmp_pa
     assert bits(saved) == bits(kept), "a load, or a step after it, wrote the caller's arrays"
 
 
-def test_a_state_is_of_one_moment(case):
+def test_a_state_is_a_consistent_snapshot(case):
     state = case.save()
     before = bits(state)
     case.step(9)

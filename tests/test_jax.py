@@ -244,7 +244,7 @@ def test_devices_of_one_physical_device_may_share_a_device_of_jax(jax):
 # Options and copies -------------------------------------------------------------------------------
 
 
-def test_nothing_is_copied_on_the_way_in_or_out(jax, sharded, monkeypatch):
+def test_inputs_and_results_are_not_copied(jax, sharded, monkeypatch):
     rows = [[np.full(size, r, np.float32) for size in (1000, 9)] for r in range(N)]
     trees = on_each(jax, lambda r: rows[r])
     arrays = [sharded("blocks"), sharded("columns")]

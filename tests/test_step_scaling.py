@@ -108,7 +108,7 @@ def test_the_bits_depend_on_the_replicas_alone(case, is_sharded):
 @pytest.mark.parametrize("seed", [None, 0, 1])
 @pytest.mark.parametrize("placement", [(0, 0, 1), (0, 0, 0), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_so_for_replicas_that_share_a_device(is_sharded, placement, seed):
+def test_the_bits_are_the_same_for_replicas_that_share_a_device(is_sharded, placement, seed):
     options = {"clip_norm": 1.0, "loss_scale": gr.DynamicLossScale(), "calls": range(12)}
     wanted = train([3], **options)
     found = train([3], placement=placement, seed=seed, shard_optimizer=is_sharded, **options)
@@ -159,7 +159,7 @@ def test_a_skipped_update_changes_nothing_but_the_step(is_sharded):
     assert all(np.isnan(np.frombuffer(each, np.float64)).all() for each in without[4:])
 
 
-def test_an_overflow_on_the_way_is_skipped_too():
+def test_an_overflow_in_the_wire_dtype_is_skipped_too():
     with gr.open_mesh(2, backend="sim") as mesh:
         variable = gr.Variable(np.ones(3), "w", dtype="float32", device=mesh)
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh, wire_dtype="float16")
@@ -169,7 +169,7 @@ def test_an_overflow_on_the_way_is_skipped_too():
         assert variable.numpy().tolist() == [1.0] * 3
 
 
-def test_gradients_travel_multiplied_by_the_scale():
+def test_gradients_are_transferred_multiplied_by_the_scale():
     """2**-26 is less than half of the smallest float16."""
     with gr.open_mesh(8, backend="sim") as mesh:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh, wire_dtype="float16")
@@ -301,7 +301,7 @@ def test_the_decision_takes_no_exchange_of_its_own(is_sharded, more):
         assert scaled == plain + more
 
 
-def test_processes_with_other_options_are_told():
+def test_different_options_of_processes_raise():
     def work(group):
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
             step = make_step(mesh, clip_norm=1.0 + group.rank)

@@ -113,7 +113,7 @@ def test_the_bits_are_those_of_a_whole_optimizer(name, num_replicas, num_require
 
 @pytest.mark.parametrize("counts", [(1, 1), (2, 1), (1, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", ["adam", "python"])
-def test_so_are_those_of_several_processes(name, counts):
+def test_the_bits_of_several_processes_are_those_of_a_whole_optimizer(name, counts):
     wanted = train([sum(counts)], OPTIMIZERS[name], False)
     assert_equal(train(counts, OPTIMIZERS[name], True), wanted)
 
@@ -243,7 +243,7 @@ def test_processes_exchange_terms_and_values_of_shards_alone():
 
 
 @pytest.mark.parametrize("num_sharded", [1, 2])
-def test_processes_that_shard_differently_are_told(num_sharded):
+def test_processes_that_shard_differently_raise(num_sharded):
     def work(group):
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
             variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
@@ -302,7 +302,7 @@ def test_copies_that_may_differ_cannot_be_used(monkeypatch):
             step(terms)
 
 
-def test_an_update_that_raises_in_one_process_is_told_to_the_others():
+def test_an_update_that_raises_in_one_process_raises_in_the_others():
     def work(group):
         calls = []
 

@@ -183,7 +183,7 @@ def test_nccl_gives_the_same_bits_for_every_packing_of_one_placement():
     assert len(finals) == 1
 
 
-def test_halves_are_rounded_once_on_the_way_to_the_mean():
+def test_half_precision_is_rounded_once_in_the_mean():
     """2048 + 1 + 1 + 1 in float16 stalls at 2048; summed in float32 the mean is 512.75."""
     with open_sim([0, 1, 2, 3]) as mesh:
         variable = gr.Variable(np.zeros(3, np.float16), device=mesh)
@@ -221,7 +221,7 @@ def test_stale_gradients_are_dropped_and_launch_no_update():
             assert np.array_equal(variable.numpy(), value)
 
 
-def test_a_variable_without_gradients_stays_and_its_step_goes_on():
+def test_a_variable_without_gradients_is_unchanged_and_its_step_increases():
     with open_sim(4) as mesh:
         variables, step = make_step(mesh)
         model = PlainModel(variables)
@@ -327,7 +327,7 @@ def test_nothing_is_compiled_while_a_lock_is_held(monkeypatch, shard_optimizer):
     assert not any(asked)
 
 
-def spoiled(change):
+def changed_terms(change):
     terms = make_terms()
     change(terms)
     return terms
@@ -359,7 +359,7 @@ def test_bad_terms_raise_and_change_nothing(what):
         variables, step = make_step(mesh)
         before = [variable.numpy() for variable in variables]
         with mesh.journal() as journal, pytest.raises(ValueError, match=text):
-            step(spoiled(change))
+            step(changed_terms(change))
         assert journal.records == []
         assert step.global_step == 0
         assert [accumulator.num_accumulated() for accumulator in step.accumulators] == [0] * 4

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Ended", "Stop", "run"]
+__all__ = ["CommandResult", "Stop", "run"]
 
 LOOK_SECONDS = 0.1  # between two checks of the deadline and the signals
 GRACE_SECONDS = 3.0  # from SIGTERM to SIGKILL
@@ -46,7 +46,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Ended:
+class CommandResult:
     """The result of a command.
 
     Attributes:
@@ -70,7 +70,7 @@ def run(
     environment: Mapping[str, str],
     deadline: float,
     stop: Stop,
-) -> Ended:
+) -> CommandResult:
     """Runs a command and waits for it.
 
     Args:
@@ -92,7 +92,7 @@ def run(
     finally:
         _end(process)
     text = log.read_text(encoding="utf-8", errors="replace")
-    return Ended(process.returncode, time.monotonic() - start, finished, text)
+    return CommandResult(process.returncode, time.monotonic() - start, finished, text)
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float, stop: Stop) -> bool:

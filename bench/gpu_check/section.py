@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .child import Ended, Stop, run
+from .child import CommandResult, Stop, run
 from .record import FAILED, PASSED, SKIPPED, STOPPED, Record, Result
 from .setting import ROOT, Setting, environment
 
@@ -161,7 +161,7 @@ def _perform(
     return _result(asked, ended, STOPPED, {}, why)
 
 
-def _judged(asked: Check, ended: Ended) -> Result:
+def _judged(asked: Check, ended: CommandResult) -> Result:
     passed = ended.status in asked.passes
     reason = "" if passed else f"exit status {ended.status}"
     figures: Mapping[str, Any] = {}
@@ -177,7 +177,7 @@ def _judged(asked: Check, ended: Ended) -> Result:
 
 
 def _result(
-    asked: Check, ended: Ended, outcome: str, figures: Mapping[str, Any], reason: str
+    asked: Check, ended: CommandResult, outcome: str, figures: Mapping[str, Any], reason: str
 ) -> Result:
     tail = "" if outcome in (PASSED, SKIPPED) else ended.output[-TAIL_CHARACTERS:]
     return Result(asked.name, outcome, round(ended.seconds, 3), figures, reason, tail)

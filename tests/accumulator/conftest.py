@@ -115,7 +115,7 @@ class Call:
             self.queued.set()
 
     def expire(self) -> None:
-        """Lets the timeout of a take from ``Crew.expiring`` expire."""
+        """Lets the timeout of a take from ``CallThreads.expiring`` expire."""
         self.pending_take.done.expired.set()
 
     @property
@@ -132,7 +132,7 @@ class Call:
         return self._value
 
 
-class Crew:
+class CallThreads:
     """Starts calls in threads."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Crew:
             )
             return self.waiting(take, *args, timeout=0.2)
 
-    def any_runs(self, calls: Sequence[Call]) -> bool:
+    def any_running(self, calls: Sequence[Call]) -> bool:
         """Whether a call has not ended; fails if one does not end in time.
 
         It waits a moment, because a loop over it would acquire the locks before any other thread.
@@ -176,7 +176,7 @@ _running = threading.local()
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch) -> None:
+def limited_takes(monkeypatch) -> None:
     """A take in the test's own thread has a time limit; otherwise it could hang the whole run."""
     await_ticket = multi.await_take
 
@@ -188,7 +188,7 @@ def hurried(monkeypatch) -> None:
 
 
 @pytest.fixture
-def crew(monkeypatch) -> Iterator[Crew]:
+def call_threads(monkeypatch) -> Iterator[CallThreads]:
     """Threads, all of which must have ended when the test has."""
     await_ticket = multi.await_take
 
@@ -200,7 +200,7 @@ def crew(monkeypatch) -> Iterator[Crew]:
         await_ticket(pending_take, timeout)
 
     monkeypatch.setattr(multi, "await_take", noted)
-    made = Crew()
+    made = CallThreads()
     yield made
     end = time.monotonic() + LIMIT_S
     for call in made.calls:

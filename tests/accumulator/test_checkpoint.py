@@ -22,7 +22,7 @@ from gradreduce.errors import CollectiveError
 LIMIT_S = 60.0  # these calls take a second
 
 
-def go_on(acc, values, step):
+def apply_and_take(acc, values, step):
     """Adds more gradients of one step and takes, twice; returns the results as one list."""
     made = []
     for turn in range(2):
@@ -67,7 +67,9 @@ def test_the_keys_and_their_types(accumulator, device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
 @pytest.mark.parametrize("shape", [(), (37,), (0, 3)], ids=str)
-def test_what_goes_on_from_a_state_has_the_same_bits(accumulator, dtype, reduction_type, shape):
+def test_a_restored_accumulator_continues_with_the_same_bits(
+    accumulator, dtype, reduction_type, shape
+):
     acc, fresh = (accumulator(dtype, reduction_type=reduction_type) for _ in range(2))
     values = [random_data(shape, dtype, seed=seed) for seed in range(6)]
     acc.set_global_step(4)
@@ -77,12 +79,12 @@ def test_what_goes_on_from_a_state_has_the_same_bits(accumulator, dtype, reducti
     state = acc.state_dict()
     assert state["partial_sums"][0].dtype == accumulate_dtype(dtype)
     before = state["partial_sums"][0].copy()
-    wanted = go_on(acc, values[3:], 4)
+    wanted = apply_and_take(acc, values[3:], 4)
     assert same(state["partial_sums"][0], before), "what came later shows in it"
     fresh.apply_grad(values[5], 0)  # replaced by the load
     fresh.load_state_dict(state)
     assert (fresh.num_accumulated(), fresh.global_step, fresh.num_dropped) == (2, 4, 1)
-    found = go_on(fresh, values[3:], 4)
+    found = apply_and_take(fresh, values[3:], 4)
     assert all(map(same, found, wanted))
     assert same(state["partial_sums"][0], before), "the caller's array was written"
 
@@ -107,7 +109,7 @@ def test_over_a_mesh_with_any_number_of_devices_filled(mesh, dtype):
         assert (journal.copies, journal.launches, journal.uploads) == (0, 0, len(filled))
         assert frozen(fresh) == frozen(acc)
         arrivals = [gr.PerReplica(list(values[::-1]), mesh)]
-        assert all(map(same, go_on(fresh, arrivals, 0), go_on(acc, arrivals, 0)))
+        assert all(map(same, apply_and_take(fresh, arrivals, 0), apply_and_take(acc, arrivals, 0)))
 
 
 # -- threads --------------------------------------------------------------------------------------
@@ -121,7 +123,9 @@ def is_free(lock):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_it_is_of_one_moment_and_nobody_waits_for_its_downloads(crew, monkeypatch, seed):
+def test_a_state_is_a_consistent_snapshot_and_its_downloads_block_no_call(
+    call_threads, monkeypatch, seed
+):
     """Copies are queued under the lock; the lock is free while the host waits for them."""
     with gr.open_mesh([0, 0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
         acc = gr.ConditionalAccumulator("float32", device=mesh, reduction_type="SUM")
@@ -130,11 +134,11 @@ def test_it_is_of_one_moment_and_nobody_waits_for_its_downloads(crew, monkeypatc
         free = []
 
         def copy(self, *args, real=gr.Device.copy, **kwargs):
-            free.append(crew.start(is_free, acc.accumulator_ref.lock).result())
+            free.append(call_threads.start(is_free, acc.accumulator_ref.lock).result())
             real(self, *args, **kwargs)
 
         def download(self, *args, real=gr.Device.download, **kwargs):
-            assert crew.start(acc.apply_grad, ones).result()
+            assert call_threads.start(acc.apply_grad, ones).result()
             return real(self, *args, **kwargs)
 
         with monkeypatch.context() as patch:
@@ -147,14 +151,14 @@ def test_it_is_of_one_moment_and_nobody_waits_for_its_downloads(crew, monkeypatc
         assert acc.take_grad(12).values[0].tolist() == [12.0] * 5
 
 
-def test_takes_that_wait_are_served_by_a_load(accumulator, crew):
+def test_a_load_completes_waiting_takes(accumulator, call_threads):
     acc, other, source = accumulator(), accumulator(), accumulator()
     for value in (1.0, 3.0):
         source.apply_grad([value])
     state = source.state_dict()
-    more = crew.waiting(acc.take_grad, 3)
-    joint = crew.waiting(gr.take_grads, [acc, other], 2)
-    last = crew.waiting(acc.take_grad, 2)
+    more = call_threads.waiting(acc.take_grad, 3)
+    joint = call_threads.waiting(gr.take_grads, [acc, other], 2)
+    last = call_threads.waiting(acc.take_grad, 2)
     acc.load_state_dict(state)
     assert [call.is_done for call in (more, joint, last)] == [False] * 3
     acc.apply_grad([5.0])
@@ -169,7 +173,7 @@ def test_takes_that_wait_are_served_by_a_load(accumulator, crew):
     assert last.result().tolist() == [2.0]
 
 
-def test_a_step_that_goes_back_is_no_warning(accumulator, caplog):
+def test_a_load_that_lowers_the_step_does_not_warn(accumulator, caplog):
     acc = accumulator()
     state = acc.state_dict()
     acc.set_global_step(7)
@@ -181,7 +185,7 @@ def test_a_step_that_goes_back_is_no_warning(accumulator, caplog):
 # -- kinds ----------------------------------------------------------------------------------------
 
 
-def test_the_kind_of_the_next_result_is_what_it_was(accumulator, device, monkeypatch):
+def test_a_load_restores_the_array_type_of_the_next_result(accumulator, device, monkeypatch):
     acc, fresh = accumulator(), accumulator()
     acc.apply_grad(device.put(np.ones(1, "float32")))
     state = acc.state_dict()
@@ -199,7 +203,7 @@ def test_the_kind_of_the_next_result_is_what_it_was(accumulator, device, monkeyp
 
 
 @pytest.fixture
-def frail():
+def mesh_and_accumulator():
     """A mesh that may fail, and an accumulator over it."""
     with gr.open_mesh([0, 1, 2], backend="sim", strict=True, schedule_seed=3) as mesh:
         acc = gr.ConditionalAccumulator("float32", device=mesh)
@@ -207,12 +211,12 @@ def frail():
         yield mesh, acc
 
 
-def test_a_deadline_ends_the_wait_and_a_load_the_loss(frail, crew):
-    mesh, acc = frail
+def test_a_deadline_ends_the_wait_and_a_load_recovers_the_state(mesh_and_accumulator, call_threads):
+    mesh, acc = mesh_and_accumulator
     state = acc.state_dict(deadline=TEST_TIMEOUT)
     stall(mesh.devices[2])
     with pytest.raises(CollectiveError, match="passed: sim:2 has not finished its queues"):
-        crew.start(acc.state_dict, deadline=0.01).result()
+        call_threads.start(acc.state_dict, deadline=0.01).result()
     for call in (acc.state_dict, lambda: acc.load_state_dict(state)):
         with pytest.raises(CollectiveError, match="the mesh has failed"):
             call()
@@ -223,9 +227,11 @@ def test_a_deadline_ends_the_wait_and_a_load_the_loss(frail, crew):
 
 
 @pytest.mark.parametrize("method", ["download", "upload"])
-def test_a_mesh_that_fails_and_is_reset_meanwhile(frail, monkeypatch, method):
+def test_a_mesh_that_fails_and_is_reset_during_a_save_or_a_load(
+    mesh_and_accumulator, monkeypatch, method
+):
     """The memory is undefined then: it is neither returned nor loaded."""
-    mesh, acc = frail
+    mesh, acc = mesh_and_accumulator
     state = acc.state_dict()
 
     real = getattr(gr.Device, method)
@@ -301,11 +307,11 @@ def started(mode, path) -> subprocess.Popen:
     )
 
 
-def test_a_process_that_was_killed_goes_on_in_another(tmp_path, crew):
+def test_another_process_continues_from_the_state_of_a_killed_one(tmp_path, call_threads):
     path = tmp_path / "checkpoint"
     first, whole = processes = [started(mode, path) for mode in ("killed", "whole")]
     try:
-        said = crew.start(first.stdout.readline).result()
+        said = call_threads.start(first.stdout.readline).result()
         os.kill(first.pid, signal.SIGKILL)
         assert (said, first.wait(LIMIT_S)) == ("saved\n", -signal.SIGKILL), first.stderr.read()
         processes.append(started("resume", path))

@@ -38,7 +38,7 @@ def filled(accumulator):
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_refused_changes_nothing(filled, what):
+def test_a_refused_state_changes_nothing(filled, what):
     change, error, text = WRONG[what]
     check_refused(filled, EMPTY | FILLED | change, error, text)
 
@@ -94,7 +94,7 @@ def test_a_failure_changes_nothing(mesh, monkeypatch, method, name, kind, fill):
     calls[name]()
 
 
-def test_what_is_closed_says_so(accumulator):
+def test_a_closed_accumulator_or_mesh_raises(accumulator):
     acc = accumulator()
     state = acc.state_dict()
     acc.close()

@@ -56,7 +56,9 @@ def test_mean_divides_by_the_count_not_by_what_was_required(accumulator):
         ("MEAN", [1, 0, 0], 0.333251953125),
     ],
 )
-def test_halves_are_summed_in_float32_and_rounded_once(accumulator, reduction_type, values, wanted):
+def test_half_precision_is_summed_in_float32_and_rounded_once(
+    accumulator, reduction_type, values, wanted
+):
     acc = accumulator("float16", reduction_type=reduction_type)
     for value in values:
         acc.apply_grad(np.array([value], "float16"))
@@ -165,7 +167,7 @@ def test_steps_may_be_variables_and_numpy_integers(accumulator, device, dtype):
     assert acc.global_step == 7
 
 
-def test_a_step_variable_may_lie_anywhere(accumulator, device):
+def test_a_step_variable_may_be_on_any_device(accumulator, device):
     """Its value is read on this device, on another, on a whole mesh, and on another mesh."""
     acc = accumulator()
     with gr.open_mesh(3, backend="sim") as other:
@@ -246,7 +248,7 @@ def test_a_step_set_later_leaves_the_sum_alone(accumulator):
     assert acc.global_step == 10
 
 
-def test_a_handler_of_the_warning_may_use_the_accumulator(accumulator, crew):
+def test_a_handler_of_the_warning_may_use_the_accumulator(accumulator, call_threads):
     """No lock is held while it is called: even another thread can use the accumulator."""
     acc = accumulator()
     acc.set_global_step(5)
@@ -254,12 +256,12 @@ def test_a_handler_of_the_warning_may_use_the_accumulator(accumulator, crew):
 
     class Handler(logging.Handler):
         def emit(self, record):
-            seen.append(crew.start(counters, acc).result())
+            seen.append(call_threads.start(counters, acc).result())
 
     logger, handler = logging.getLogger("gradreduce"), Handler()
     logger.addHandler(handler)
     try:
-        crew.start(acc.set_global_step, 1).result()
+        call_threads.start(acc.set_global_step, 1).result()
     finally:
         logger.removeHandler(handler)
     assert seen == [(0, 1, 0)]

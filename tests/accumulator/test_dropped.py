@@ -41,7 +41,7 @@ def sparse(device):
 @pytest.mark.parametrize("grad", [
     np.ones((4, 3), np.float32), np.ones((4, 6), np.float32)[:, ::2], [[1, 2, 3]] * 4, ROWS,
 ], ids=["array", "in pieces", "list", "rows"])  # fmt: skip
-def test_nothing_is_given_to_the_device(queued, grad):
+def test_a_dropped_gradient_submits_no_device_work(queued, grad):
     acc = dense(queued.devices[1])
     with queued.journal() as journal:
         assert acc.apply_grad(grad, 4) is False
@@ -52,7 +52,7 @@ def test_nothing_is_given_to_the_device(queued, grad):
 
 
 @pytest.mark.parametrize("make", [dense, sparse])
-def test_nor_of_replicas_or_of_rows(queued, make):
+def test_dropped_replicas_and_rows_submit_no_device_work(queued, make):
     acc = make(queued)
     grad = gr.PerReplica([ROWS, ROWS], queued)
     with queued.journal() as journal:
@@ -62,7 +62,7 @@ def test_nor_of_replicas_or_of_rows(queued, make):
     assert acc.num_dropped == 3
 
 
-def test_all_are_looked_at_before_any_is_dropped(queued):
+def test_all_gradients_are_validated_before_any_is_dropped(queued):
     first, second = dense(queued.devices[0]), dense(queued.devices[0])
     good = np.ones((4, 3), np.float32)
     for bad, error in [
@@ -83,7 +83,7 @@ def test_all_are_looked_at_before_any_is_dropped(queued):
     assert [acc.num_dropped for acc in (first, second, rows)] == [0, 0, 0]
 
 
-def test_what_is_of_no_use_any_more_drops_nothing(queued):
+def test_closed_and_failed_accumulators_count_no_drop(queued):
     closed, lost = dense(queued.devices[0]), dense(queued.devices[1])
     grad = np.ones((4, 3), np.float32)
     closed.close()
@@ -95,7 +95,7 @@ def test_what_is_of_no_use_any_more_drops_nothing(queued):
     assert (closed.num_dropped, lost.num_dropped) == (0, 0)
 
 
-def test_one_that_is_not_stale_any_more_is_added(queued, monkeypatch):
+def test_a_gradient_that_is_no_longer_stale_is_added(queued, monkeypatch):
     """The step is lowered between the first check, which takes no lock, and the decision."""
     acc = dense(queued.devices[0])
     locked = multi.locked
@@ -110,7 +110,7 @@ def test_one_that_is_not_stale_any_more_is_added(queued, monkeypatch):
     assert (acc.num_dropped, acc.num_accumulated()) == (0, 1)
 
 
-def test_every_replica_of_one_that_has_become_stale_is_counted(queued, monkeypatch):
+def test_every_replica_of_a_gradient_that_becomes_stale_is_counted(queued, monkeypatch):
     """The step is raised between the first check, which takes no lock, and the decision."""
     acc = dense(queued)
     first_look = iter([False])
@@ -120,7 +120,7 @@ def test_every_replica_of_one_that_has_become_stale_is_counted(queued, monkeypat
     assert (acc.num_dropped, acc.num_accumulated()) == (2, 0)
 
 
-def test_a_place_in_a_queue_is_waited_for_as_an_event_is():
+def test_done_waits_like_a_threading_event():
     done = state.Done()
     assert not done.wait(0)
     assert not done.is_set()
@@ -136,7 +136,7 @@ def test_a_place_in_a_queue_is_waited_for_as_an_event_is():
     assert done.is_set()
 
 
-def test_the_first_drop_of_a_step_by_default_is_told(queued, caplog):
+def test_the_first_drop_with_the_default_local_step_warns(queued, caplog):
     grad, device = np.ones((4, 3), np.float32), queued.devices[0]
     accs = [dense(device, name=name) for name in ("a/w", "b")] + [sparse(device)]
     calls = [
@@ -162,7 +162,7 @@ def test_the_first_drop_of_a_step_by_default_is_told(queued, caplog):
     assert [acc.num_dropped for acc in accs] == [8, 4, 8]
 
 
-def test_a_step_by_default_is_kept_silently_in_the_first_round(queued, caplog):
+def test_the_default_local_step_of_a_new_accumulator_does_not_warn(queued, caplog):
     acc = gr.ConditionalAccumulator("float32", (4, 3), device=queued.devices[0])
     assert acc.apply_grad(ROWS)
     assert caplog.records == []

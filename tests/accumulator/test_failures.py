@@ -9,7 +9,7 @@ import gradreduce as gr
 from gradreduce.accumulator import take_now
 
 
-class Planted(RuntimeError):
+class InjectedError(RuntimeError):
     """The failure that a test plants."""
 
 
@@ -20,10 +20,10 @@ def method(request) -> str:
 
 
 @pytest.fixture
-def plant():
+def inject_error():
     """Makes a method of devices fail from the n-th call on, ``times`` times; returns the calls.
 
-    First removes a failure planted before. Without devices, it does only that.
+    First removes a failure injected before. Without devices, it does only that.
     """
     patch = pytest.MonkeyPatch()
 
@@ -31,19 +31,19 @@ def plant():
         def run(*args):
             calls.append(real.__name__)
             if len(calls) in planned:
-                raise Planted(real.__name__)
+                raise InjectedError(real.__name__)
             return real(*args)
 
         return run
 
-    def planted(devices=(), method="", first=1, times=1):
+    def injected(devices=(), method="", first=1, times=1):
         patch.undo()
         calls, planned = [], range(first, first + times)
         for device in devices:
             patch.setattr(device, method, failing(getattr(device, method), calls, planned))
         return calls
 
-    yield planted
+    yield injected
     patch.undo()
 
 
@@ -60,10 +60,10 @@ def values(acc):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_the_first_apply(accumulator, device, plant, method, dtype):
+def test_the_first_apply(accumulator, device, inject_error, method, dtype):
     acc = accumulator(dtype)
-    plant([device], method)
-    with pytest.raises(Planted):
+    inject_error([device], method)
+    with pytest.raises(InjectedError):
         acc.apply_grad([1.0])
     assert counters(acc) == [(0, 0, 0)]
     assert values(acc) == [None]
@@ -72,16 +72,16 @@ def test_the_first_apply(accumulator, device, plant, method, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_later_apply(accumulator, device, plant, method, dtype):
+def test_a_later_apply(accumulator, device, inject_error, method, dtype):
     acc = accumulator(dtype)
     acc.apply_grad([1.0])
-    calls = plant([device], method)
+    calls = inject_error([device], method)
     if method == "_allocate":
         assert acc.apply_grad([3.0]), "it needs no memory"
         assert calls == []
-        plant()
+        inject_error()
     else:
-        with pytest.raises(Planted):
+        with pytest.raises(InjectedError):
             acc.apply_grad([100.0])
         assert counters(acc) == [(1, 0, 0)]
         assert values(acc) == [[1.0]]
@@ -89,27 +89,27 @@ def test_a_later_apply(accumulator, device, plant, method, dtype):
     assert acc.take_grad(2).tolist() == [2.0]
 
 
-def test_an_upload(accumulator, device, plant):
+def test_an_upload(accumulator, device, inject_error):
     acc = accumulator()
     acc.apply_grad([1.0, 1.0])
-    plant([device], "_allocate")
-    with pytest.raises(Planted):
+    inject_error([device], "_allocate")
+    with pytest.raises(InjectedError):
         acc.apply_grad(np.ones(4, "float32")[::2])
     assert counters(acc) == [(1, 0, 0)]
     assert acc.take_grad(1).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_take(accumulator, device, plant, method, dtype):
+def test_a_take(accumulator, device, inject_error, method, dtype):
     acc = accumulator(dtype)
     for value in (1.0, 3.0):
         acc.apply_grad([value])
-    calls = plant([device], method)
+    calls = inject_error([device], method)
     if dtype == "float32" and method == "_allocate":
         assert acc.take_grad(2).tolist() == [2.0], "it needs no memory"
         assert calls == []
         return
-    with pytest.raises(Planted):
+    with pytest.raises(InjectedError):
         acc.take_grad(2)
     assert counters(acc) == [(2, 0, 0)]
     assert values(acc) == [[4.0]]
@@ -119,11 +119,11 @@ def test_a_take(accumulator, device, plant, method, dtype):
     assert counters(acc) == [(0, 1, 0)]
 
 
-def test_a_take_that_does_not_wait(accumulator, device, plant, method):
+def test_a_take_that_does_not_wait(accumulator, device, inject_error, method):
     acc, empty = accumulator("float16"), accumulator()
     acc.apply_grad([3.0])
-    plant([device], method)
-    with pytest.raises(Planted):
+    inject_error([device], method)
+    with pytest.raises(InjectedError):
         take_now([acc, empty], 1)
     assert counters(acc, empty) == [(1, 0, 0), (0, 0, 0)]
     assert values(acc) == [[3.0]]
@@ -132,16 +132,18 @@ def test_a_take_that_does_not_wait(accumulator, device, plant, method):
     assert counters(acc, empty) == [(0, 1, 0), (0, 1, 0)]
 
 
-def test_a_take_that_another_threads_apply_serves(accumulator, device, plant, method, crew):
+def test_a_take_that_another_threads_apply_completes(
+    accumulator, device, inject_error, method, call_threads
+):
     """The consumer gets the error, the applier continues, and the next take is checked."""
     acc = accumulator("float16")
-    takes = [crew.waiting(acc.take_grad, num_required) for num_required in (2, 2, 1)]
+    takes = [call_threads.waiting(acc.take_grad, num_required) for num_required in (2, 2, 1)]
     acc.apply_grad([1.0])
     # Its own launch succeeds; the launch that completes the first take fails.
-    plant([device], method, first=2 if method == "_launch" else 1)
+    inject_error([device], method, first=2 if method == "_launch" else 1)
     assert acc.apply_grad([3.0]) is True
     assert [take.is_done for take in takes] == [True, True, False]
-    with pytest.raises(Planted):
+    with pytest.raises(InjectedError):
         takes[0].result()
     assert takes[1].result().tolist() == [2.0]
     assert counters(acc) == [(0, 1, 0)]
@@ -149,66 +151,66 @@ def test_a_take_that_another_threads_apply_serves(accumulator, device, plant, me
     assert takes[2].result().tolist() == [5.0]
 
 
-def test_every_waiting_take_may_fail(accumulator, device, plant, method, crew):
+def test_every_waiting_take_may_fail(accumulator, device, inject_error, method, call_threads):
     acc = accumulator("float16")
-    takes = [crew.waiting(acc.take_grad, 1) for _ in range(3)]
-    plant([device], method, first=2, times=3)  # after the launch of the apply itself
+    takes = [call_threads.waiting(acc.take_grad, 1) for _ in range(3)]
+    inject_error([device], method, first=2, times=3)  # after the launch of the apply itself
     assert acc.apply_grad([3.0]) is True
     for take in takes:
         assert take.is_done
-        with pytest.raises(Planted):
+        with pytest.raises(InjectedError):
             take.result()
     assert counters(acc) == [(1, 0, 0)]
     assert values(acc) == [[3.0]]
     assert acc.take_grad(1, timeout=0).tolist() == [3.0]
 
 
-def test_a_take_that_a_timeout_serves(accumulator, device, plant, method, crew):
+def test_a_take_that_a_timeout_completes(accumulator, device, inject_error, method, call_threads):
     """The next consumer gets the error, not the one whose timeout expired."""
     acc = accumulator("float16")
     acc.apply_grad([3.0])
-    head = crew.expiring(acc.take_grad, 2)
-    behind = crew.waiting(acc.take_grad, 1)
-    plant([device], method)
+    head = call_threads.expiring(acc.take_grad, 2)
+    behind = call_threads.waiting(acc.take_grad, 1)
+    inject_error([device], method)
     head.expire()
     with pytest.raises(TimeoutError):
         head.result()
-    with pytest.raises(Planted):
+    with pytest.raises(InjectedError):
         behind.result()
     assert counters(acc) == [(1, 0, 0)]
     assert values(acc) == [[3.0]]
 
 
 @pytest.mark.parametrize("step", ["_allocate", "_copy", "_launch"])
-def test_replicas_that_come_to_one_device(mesh, plant, step):
+def test_replicas_that_are_added_on_one_device(mesh, inject_error, step):
     """If any allocation, copy or launch fails, no replica is added."""
     acc = gr.ConditionalAccumulator("float32", device=mesh.devices[0], reduction_type="SUM")
     grad = gr.PerReplica([device.upload(np.ones(2, "float32")) for device in mesh.devices])
     for applied in range(2):
         before = values(acc)
         for first in range(1, 10):
-            calls = plant(mesh.devices, step, first=first)
+            calls = inject_error(mesh.devices, step, first=first)
             try:
                 acc.apply_grad(grad)
-            except Planted:
+            except InjectedError:
                 assert counters(acc) == [(applied * len(mesh), 0, 0)]
                 assert values(acc) == before
                 continue
             assert len(calls) < first, "all have failed once"
             break
-        plant()
+        inject_error()
     assert acc.take_grad(1).numpy().tolist() == [2.0 * len(mesh)] * 2
 
 
 # -- several accumulators -------------------------------------------------------------------------
 
 
-def test_a_joint_apply(accumulator, device, plant, method):
+def test_a_joint_apply(accumulator, device, inject_error, method):
     accumulators = [accumulator(dtype) for dtype in ("float32", "float32", "float16")]
     accumulators[1].apply_grad([1.0])
     for first in (1, 2):
-        plant([device], method, first=first)
-        with pytest.raises(Planted):
+        inject_error([device], method, first=first)
+        with pytest.raises(InjectedError):
             gr.apply_grads(accumulators, [[5.0], [5.0], [5.0]])
         assert counters(*accumulators) == [(0, 0, 0), (1, 0, 0), (0, 0, 0)]
         assert [values(acc) for acc in accumulators] == [[None], [[1.0]], [None]]
@@ -216,14 +218,14 @@ def test_a_joint_apply(accumulator, device, plant, method):
     assert [array.tolist() for array in gr.take_grads(accumulators, 1)] == [[5.0], [3.0], [5.0]]
 
 
-def test_a_joint_take(accumulator, device, plant, method):
+def test_a_joint_take(accumulator, device, inject_error, method):
     """All memory is allocated before the first launch, so a failed allocation harms no sum."""
     accumulators = [accumulator(dtype) for dtype in ("float32", "float16", "bfloat16")]
     for _ in range(2):
         gr.apply_grads(accumulators, [[2.0], [4.0], [6.0]])
     for first in (1, 2) if method == "_allocate" else (1,):
-        plant([device], method, first=first)
-        with pytest.raises(Planted):
+        inject_error([device], method, first=first)
+        with pytest.raises(InjectedError):
             gr.take_grads(accumulators, 2)
         assert counters(*accumulators) == [(2, 0, 0)] * 3
         assert [values(acc) for acc in accumulators] == [[[4.0]], [[8.0]], [[12.0]]]
@@ -231,14 +233,16 @@ def test_a_joint_take(accumulator, device, plant, method):
     assert [array.tolist() for array in gr.take_grads(accumulators, 2)] == [[2.0], [4.0], [6.0]]
 
 
-def test_a_joint_take_that_an_apply_to_one_serves(accumulator, device, plant, method, crew):
+def test_a_joint_take_that_an_apply_to_one_completes(
+    accumulator, device, inject_error, method, call_threads
+):
     first, second = accumulator("float16"), accumulator("float16")
-    joint = crew.waiting(gr.take_grads, [first, second], 1)
-    behind = crew.waiting(second.take_grad, 1)
+    joint = call_threads.waiting(gr.take_grads, [first, second], 1)
+    behind = call_threads.waiting(second.take_grad, 1)
     first.apply_grad([1.0])
-    plant([device], method, first=2)
+    inject_error([device], method, first=2)
     assert second.apply_grad([2.0]) is True
-    with pytest.raises(Planted):
+    with pytest.raises(InjectedError):
         joint.result()
     assert behind.result().tolist() == [2.0]
     assert counters(first, second) == [(1, 0, 0), (0, 1, 0)]
@@ -248,24 +252,24 @@ def test_a_joint_take_that_an_apply_to_one_serves(accumulator, device, plant, me
 
 
 @pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
-def test_over_a_mesh(mesh, plant, method, algorithm):
+def test_over_a_mesh(mesh, inject_error, method, algorithm):
     ops = gr.AllReduceCrossDeviceOps(algorithm)
     acc = gr.ConditionalAccumulator("float16", device=mesh, cross_device_ops=ops)
     wrong = gr.PerReplica([[50.0]] * len(mesh), mesh)
     right = gr.PerReplica([[float(place)] for place in range(len(mesh))], mesh)
-    plant(mesh.devices, method)
-    with pytest.raises(Planted):
+    inject_error(mesh.devices, method)
+    with pytest.raises(InjectedError):
         acc.apply_grad(wrong, cast=True)
     assert counters(acc) == [(0, 0, 0)]
     assert values(acc) == [None] * len(mesh)
     acc.apply_grad(right, cast=True)
     if method == "_launch":
-        plant(mesh.devices, method)
-        with pytest.raises(Planted):
+        inject_error(mesh.devices, method)
+        with pytest.raises(InjectedError):
             acc.apply_grad(wrong, cast=True)
         assert counters(acc) == [(len(mesh), 0, 0)]
-    plant(mesh.devices, method)
-    with pytest.raises(Planted):
+    inject_error(mesh.devices, method)
+    with pytest.raises(InjectedError):
         acc.take_grad(1)
     assert counters(acc) == [(len(mesh), 0, 0)]
     assert values(acc) == [[float(place)] for place in range(len(mesh))]
@@ -274,12 +278,12 @@ def test_over_a_mesh(mesh, plant, method, algorithm):
     assert [value.tolist() for value in taken.values] == [[float(np.float16(mean))]] * len(mesh)
 
 
-def test_a_take_over_a_partly_filled_mesh(mesh, plant, method):
+def test_a_take_over_a_partly_filled_mesh(mesh, inject_error, method):
     acc = gr.ConditionalAccumulator("float32", device=mesh)
     with gr.replica(1):
         acc.apply_grad([4.0])
-    plant(mesh.devices, method)
-    with pytest.raises(Planted):
+    inject_error(mesh.devices, method)
+    with pytest.raises(InjectedError):
         acc.take_grad(1)
     assert counters(acc) == [(1, 0, 0)]
     assert [value.tolist() for value in acc.take_grad(1).values] == [[4.0]] * len(mesh)

@@ -15,7 +15,7 @@ from gradreduce.accumulator.state import AccumulatorState, PendingTake, locked
 from gradreduce.errors import BackendUnavailableError
 
 
-def pressed(*args, **options):
+def raise_interrupt(*args, **options):
     raise KeyboardInterrupt
 
 
@@ -46,62 +46,62 @@ def taken_sum(acc):
     return (taken[1] if isinstance(taken, tuple) else taken).sum()
 
 
-def test_behind_the_launch_of_a_first_gradient(kind):
+def test_ctrl_c_after_the_launch_of_a_first_gradient(kind):
     """The new sum is freed, because no state refers to it."""
     acc, apply = kind
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(AccumulatorState, "update", pressed)
+        patch.setattr(AccumulatorState, "update", raise_interrupt)
         apply(acc, 7.0)
     assert acc.num_accumulated() == 0
     assert apply(acc, 100.0)
     assert taken_sum(acc) == 100
 
 
-def test_behind_the_launch_of_a_later_gradient(kind):
+def test_ctrl_c_after_the_launch_of_a_later_gradient(kind):
     """The gradient is in the sum but not counted, so the sum must not be used."""
     acc, apply = kind
     apply(acc, 7.0)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
-        patch.setattr(AccumulatorState, "update", pressed)
+        patch.setattr(AccumulatorState, "update", raise_interrupt)
         apply(acc, 100.0)
     assert "half way" in caught.value.__notes__[0]
     with pytest.raises(BackendUnavailableError, match="half way"):
         acc.take_grad(1)
 
 
-def test_behind_the_division_of_a_take(own, monkeypatch):
+def test_ctrl_c_after_the_division_of_a_take(own, monkeypatch):
     """The sum is divided and its count is still two, so it would be divided again."""
     acc = gr.ConditionalAccumulator("float32", device=own)
     acc.apply_grad([2.0])
     acc.apply_grad([4.0])
     with monkeypatch.context() as patch:
-        patch.setattr(AccumulatorState, "update", pressed)
+        patch.setattr(AccumulatorState, "update", raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
             acc.take_grad(2)
     with pytest.raises(BackendUnavailableError, match="half way"):
         acc.take_grad(2)
 
 
-def test_a_take_whose_division_goes_elsewhere_leaves_the_sum(own, monkeypatch):
+def test_ctrl_c_after_an_out_of_place_division_does_not_change_the_sum(own, monkeypatch):
     acc = gr.ConditionalAccumulator("float16", device=own)
     acc.apply_grad([2.0])
     acc.apply_grad([4.0])
     with monkeypatch.context() as patch:
-        patch.setattr(AccumulatorState, "update", pressed)
+        patch.setattr(AccumulatorState, "update", raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
             acc.take_grad(2)
     assert not acc.accumulator_ref.queue
     assert acc.take_grad(2, timeout=0).tolist() == [3.0]
 
 
-class Pressed(threading.Event):
+class InterruptedEvent(threading.Event):
     """An event whose waiter is interrupted."""
 
     def wait(self, timeout=None):
         raise KeyboardInterrupt
 
 
-def test_a_second_one_while_the_first_is_dealt_with(own, monkeypatch):
+def test_a_second_ctrl_c_during_the_first_is_deferred(own, monkeypatch):
     """The second Ctrl-C is deferred until the take has left its queues."""
     acc, other = (gr.ConditionalAccumulator("float32", device=own) for _ in range(2))
     leave = PendingTake.leave
@@ -111,7 +111,9 @@ def test_a_second_one_while_the_first_is_dealt_with(own, monkeypatch):
         leave(pending_take)
 
     with monkeypatch.context() as patch:
-        patch.setattr(multi, "PendingTake", functools.partial(multi.PendingTake, done=Pressed()))
+        patch.setattr(
+            multi, "PendingTake", functools.partial(multi.PendingTake, done=InterruptedEvent())
+        )
         patch.setattr(PendingTake, "leave", leave_interrupted)
         with pytest.raises(KeyboardInterrupt):
             gr.take_grads([acc, other], 1)
@@ -122,7 +124,7 @@ def test_a_second_one_while_the_first_is_dealt_with(own, monkeypatch):
     assert other.take_grad(1, timeout=0).tolist() == [6.0]
 
 
-def test_in_the_middle_of_many_locks(own):
+def test_ctrl_c_while_many_locks_are_acquired(own):
     """It comes when all are locked; afterwards none is locked."""
     states = [gr.ConditionalAccumulator("float32", device=own).accumulator_ref for _ in range(3)]
     entered = []
@@ -137,13 +139,13 @@ def test_in_the_middle_of_many_locks(own):
     assert entered
 
 
-def test_behind_the_all_reduce_of_a_take():
+def test_ctrl_c_after_the_all_reduce_of_a_take():
     """The sums are reduced in place and still counted, so they would be reduced again."""
     with gr.open_mesh([0, 0, 1, 1], backend="sim") as mesh:
         acc = gr.ConditionalAccumulator("float32", device=mesh)
         acc.apply_grad(gr.PerReplica([np.full(1, 2, "float32")] * 4, mesh))
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(AccumulatorState, "update", pressed)
+            patch.setattr(AccumulatorState, "update", raise_interrupt)
             acc.take_grad(4)
         with pytest.raises(BackendUnavailableError, match="half way"):
             acc.take_grad(4, timeout=0)

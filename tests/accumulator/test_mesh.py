@@ -70,7 +70,7 @@ def test_every_replica_counts_once(accumulator, mesh, dtype, reduction_type):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("num_packs", [0, 1, 3])
-def test_any_devices_may_be_the_filled_ones(accumulator, mesh, dtype, num_packs):
+def test_any_subset_of_devices_may_hold_gradients(accumulator, mesh, dtype, num_packs):
     """One, all but one, all: the other devices add zeros, which are not counted."""
     acc = accumulator(dtype, num_packs=num_packs)
     everyone = range(len(mesh))
@@ -86,7 +86,7 @@ def test_any_devices_may_be_the_filled_ones(accumulator, mesh, dtype, num_packs)
         check_mirrored(acc.take_grad(1), mesh, divided(total, len(pattern), dtype))
 
 
-def test_a_plain_gradient_is_added_where_it_lies(accumulator, mesh):
+def test_a_plain_gradient_is_added_on_its_own_device(accumulator, mesh):
     acc = accumulator()
     state = acc.accumulator_ref
     with mesh.journal() as journal:
@@ -110,7 +110,7 @@ def test_a_plain_gradient_is_added_where_it_lies(accumulator, mesh):
     check_mirrored(acc.take_grad(5), mesh, np.full(3, 4.8, "float32"))
 
 
-def test_a_replica_that_the_mesh_has_not_is_an_error(mesh):
+def test_a_replica_outside_the_mesh_is_an_error(mesh):
     """A host array would silently go to the first device."""
     text = f"replica {len(mesh)}: the mesh has {len(mesh)} devices"
     rows = gr.IndexedSlices(np.ones((1, 2), np.float32), [0], (5, 2))
@@ -200,7 +200,7 @@ def test_ops_that_fail_leave_the_sums(mesh):
     acc.close()
 
 
-def test_a_gradient_from_outside_the_part_is_pulled_to_its_first_device(mesh):
+def test_a_gradient_from_outside_the_part_is_read_by_its_first_device(mesh):
     """By a copy, unless its launches can access a peer's memory."""
     part, outside = mesh[1:], mesh.devices[0]
     is_read = mesh.mesh_state.peers(mesh.devices[1].physical, outside.physical)
@@ -215,7 +215,7 @@ def test_a_gradient_from_outside_the_part_is_pulled_to_its_first_device(mesh):
         check_mirrored(acc.take_grad(2), part, np.full(2, 3, "float32"))
 
 
-def test_halves_cross_in_float32_and_are_rounded_once(accumulator, mesh):
+def test_half_precision_is_transferred_in_float32_and_rounded_once(accumulator, mesh):
     acc = accumulator("float16", reduction_type="SUM")
     acc.apply_grad(np.array([2048, 60000], "float16"))
     for _ in range(2):
@@ -307,7 +307,7 @@ def test_launches_and_zeros(accumulator, mesh):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_results_are_the_callers_and_gradients_are_not_written(accumulator, mesh, dtype):
+def test_results_belong_to_the_caller_and_gradients_are_not_written(accumulator, mesh, dtype):
     acc = accumulator(dtype)
     before = replicas(mesh, dtype)
     values = before.copy()
@@ -330,7 +330,7 @@ def test_results_are_the_callers_and_gradients_are_not_written(accumulator, mesh
     check_mirrored(acc.take_grad(1), mesh, before[0])
 
 
-def test_the_kind_of_a_result(accumulator, mesh):
+def test_the_array_type_of_a_result(accumulator, mesh):
     acc = accumulator()
     arrays = list(replicas(mesh))
     buffers = [device.put(array) for device, array in zip(mesh.devices, arrays, strict=True)]
@@ -364,10 +364,10 @@ def test_a_per_replica_that_does_not_fit_changes_nothing(accumulator, mesh):
     check_mirrored(acc.take_grad(1), mesh, np.ones(4, "float32"))
 
 
-def test_a_take_waits_for_replicas(accumulator, mesh, crew):
+def test_a_take_waits_for_replicas(accumulator, mesh, call_threads):
     acc = accumulator()
-    take = crew.waiting(acc.take_grad, len(mesh) + 1)
-    behind = crew.waiting(acc.take_grad, 1)
+    take = call_threads.waiting(acc.take_grad, len(mesh) + 1)
+    behind = call_threads.waiting(acc.take_grad, 1)
     acc.apply_grad(gr.PerReplica([[1.0]] * len(mesh), mesh), cast=True)
     assert not take.is_done
     with gr.replica(1):

@@ -30,7 +30,7 @@ def several(accumulator):
 # -- apply ----------------------------------------------------------------------------------------
 
 
-def test_all_are_kept_or_all_are_dropped(several):
+def test_all_gradients_are_added_or_all_are_dropped(several):
     accumulators = several(3)
     assert gr.apply_grads(accumulators, [[1.0], [2.0, 2.0], 3.0]) is True
     accumulators[1].set_global_step(1)
@@ -40,7 +40,7 @@ def test_all_are_kept_or_all_are_dropped(several):
     assert [acc.take_grad(2).tolist() for acc in accumulators] == [[2.0], [3.0, 3.0], 4.0]
 
 
-def test_one_that_does_not_fit_keeps_all_out(several, device):
+def test_one_incompatible_gradient_rejects_the_whole_call(several, device):
     first, second = accumulators = several(2)
     second.apply_grad([1.0])
     with device.mesh.journal() as journal:
@@ -152,7 +152,7 @@ def test_fresh_and_later_sums_in_one_call(several, device):
     assert [array.tolist() for array in gr.take_grads(accumulators, 1)] == [[1.0], [12.0], [3.0]]
 
 
-def test_sums_that_share_memory_are_apart(several):
+def test_sums_in_one_flat_buffer_do_not_overlap(several):
     """They are end to end in one flat buffer; writing one result does not change the others."""
     accumulators = several(3)
     shapes = [(5,), (), (2, 3)]
@@ -221,7 +221,7 @@ def test_accumulators_of_a_device_and_of_a_mesh_together(mesh):
 
 
 @pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
-def test_a_joint_take_that_gets_no_memory_leaves_every_sum(algorithm, monkeypatch):
+def test_a_joint_take_without_memory_leaves_every_sum_unchanged(algorithm, monkeypatch):
     """The first batches may have been launched when a later one gets no memory."""
     size = 40
     with gr.open_mesh(2, backend="sim") as mesh:

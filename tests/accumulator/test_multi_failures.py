@@ -13,7 +13,7 @@ from gradreduce.backends.sim.collective import SimCollective
 from gradreduce.errors import BackendUnavailableError, CancelledError
 
 
-class Planted(RuntimeError):
+class InjectedError(RuntimeError):
     """The failure that a test plants."""
 
 
@@ -107,7 +107,7 @@ def failing_at(mesh, number):
         def run(*args, **options):
             tried.append(real.__name__)
             if len(tried) == number:
-                raise Planted(real.__name__)
+                raise InjectedError(real.__name__)
             return real(*args, **options)
 
         return run
@@ -127,11 +127,11 @@ def counters(accumulators):
 
 
 @pytest.mark.parametrize(("case", "number", "outcome"), FAILURES)
-def test_nobody_is_handed_a_sum_that_is_divided_already(implementation, case, number, outcome):
+def test_no_take_returns_a_sum_that_is_already_divided(implementation, case, number, outcome):
     with case.open(implementation) as mesh:
         accumulators = case.filled(mesh)
         before = counters(accumulators)
-        with failing_at(mesh, number), pytest.raises(Planted) as caught:
+        with failing_at(mesh, number), pytest.raises(InjectedError) as caught:
             gr.take_grads(accumulators, 2)
         assert counters(accumulators) == before
         notes = getattr(caught.value, "__notes__", [])
@@ -156,19 +156,21 @@ def test_every_launch_of_these_takes_was_made_to_fail(implementation, case):
         assert len(tried) == len(case.outcomes)
 
 
-def test_the_consumer_gets_the_error_and_whoever_waits_behind_it_too(implementation, crew):
+def test_a_failing_take_and_the_takes_queued_behind_it_raise_the_error(
+    implementation, call_threads
+):
     """Also if another thread's apply completes it: that apply adds its gradient and continues."""
     with gr.open_mesh([0, 0], backend="sim", kernels=implementation, strict=True) as mesh:
         first, second = (gr.ConditionalAccumulator("float32", device=each) for each in mesh.devices)
         for acc, times in ((first, 4), (second, 2)):
             for _ in range(times):
                 acc.apply_grad([1.0])
-        joint = crew.waiting(gr.take_grads, [first, second], 3)
-        behind = crew.waiting(second.take_grad, 1)
+        joint = call_threads.waiting(gr.take_grads, [first, second], 3)
+        behind = call_threads.waiting(second.take_grad, 1)
         with failing_at(mesh, 3) as tried:  # the apply's own, and a division by 4
             assert second.apply_grad([1.0]) is True
         assert len(tried) == 3
-        with pytest.raises(Planted) as caught:
+        with pytest.raises(InjectedError) as caught:
             joint.result()
         assert "cannot be used any more" in caught.value.__notes__[0]
         with pytest.raises((BackendUnavailableError, CancelledError), match=r"failed|cancelled"):

@@ -28,9 +28,9 @@ def several(accumulator):
 # -- waiting --------------------------------------------------------------------------------------
 
 
-def test_a_joint_take_needs_enough_in_each(several, crew):
+def test_a_joint_take_needs_enough_in_each(several, call_threads):
     first, second = several(2)
-    take = crew.waiting(gr.take_grads, [first, second], 2)
+    take = call_threads.waiting(gr.take_grads, [first, second], 2)
     gr.apply_grads([first, second], [[1.0], [2.0]])
     first.apply_grad([3.0])
     assert not take.is_done
@@ -41,11 +41,11 @@ def test_a_joint_take_needs_enough_in_each(several, crew):
     assert queues(first, second) == [0, 0]
 
 
-def test_a_joint_take_waits_until_it_is_head_everywhere(several, crew):
+def test_a_joint_take_waits_until_it_is_first_in_every_queue(several, call_threads):
     first, second = several(2)
-    before = crew.waiting(second.take_grad, 2)
-    joint = crew.waiting(gr.take_grads, [first, second], 1)
-    behind = crew.waiting(first.take_grad, 1)
+    before = call_threads.waiting(second.take_grad, 2)
+    joint = call_threads.waiting(gr.take_grads, [first, second], 1)
+    behind = call_threads.waiting(first.take_grad, 1)
     gr.apply_grads([first, second], [[1.0], [1.0]])
     assert not joint.is_done
     assert not behind.is_done
@@ -60,11 +60,11 @@ def test_a_joint_take_waits_until_it_is_head_everywhere(several, crew):
     assert behind.result().tolist() == [9.0]
 
 
-def test_a_timeout_in_front_lets_the_joint_take_through(several, crew):
+def test_a_timeout_of_the_take_in_front_completes_the_joint_take(several, call_threads):
     first, second = several(2)
     gr.apply_grads([first, second], [[1.0], [2.0]])
-    before = crew.expiring(second.take_grad, 2)
-    joint = crew.waiting(gr.take_grads, [first, second], 1)
+    before = call_threads.expiring(second.take_grad, 2)
+    joint = call_threads.waiting(gr.take_grads, [first, second], 1)
     assert not joint.is_done
     before.expire()
     with pytest.raises(DeadlineExceededError):
@@ -85,11 +85,11 @@ def test_a_timeout_leaves_all_queues_and_names_each(several):
     assert first.take_grad(1, timeout=0).tolist() == [5.0]
 
 
-def test_when_a_joint_take_times_out_the_next_of_every_queue_is_served(several, crew):
+def test_when_a_joint_take_times_out_the_next_of_every_queue_is_completed(several, call_threads):
     first, second, third = several(3)
     gr.apply_grads([first, third], [[1.0], [3.0]])
-    joint = crew.expiring(gr.take_grads, [first, second, third], 1)
-    behind = [crew.waiting(acc.take_grad, 1) for acc in (first, second, third)]
+    joint = call_threads.expiring(gr.take_grads, [first, second, third], 1)
+    behind = [call_threads.waiting(acc.take_grad, 1) for acc in (first, second, third)]
     assert [take.is_done for take in behind] == [False] * 3
     joint.expire()
     with pytest.raises(DeadlineExceededError):
@@ -101,12 +101,12 @@ def test_when_a_joint_take_times_out_the_next_of_every_queue_is_served(several, 
     assert behind[1].result().tolist() == [2.0]
 
 
-def test_close_of_one_cancels_the_joint_take_and_frees_the_queues_of_the_others(several, crew):
+def test_closing_one_cancels_the_joint_take_and_unblocks_the_other_queues(several, call_threads):
     first, second, third = several(3)
     gr.apply_grads([second, third], [[2.0], [3.0]])
-    joint = crew.waiting(gr.take_grads, [first, second], 1)
-    behind = crew.waiting(second.take_grad, 1)
-    joint_behind = crew.waiting(gr.take_grads, [third, second], 1)
+    joint = call_threads.waiting(gr.take_grads, [first, second], 1)
+    behind = call_threads.waiting(second.take_grad, 1)
+    joint_behind = call_threads.waiting(gr.take_grads, [third, second], 1)
     first.close()
     with pytest.raises(CancelledError):
         joint.result()
@@ -125,17 +125,17 @@ def test_close_of_one_cancels_the_joint_take_and_frees_the_queues_of_the_others(
     assert queues(second, third) == [0, 0]
 
 
-def test_an_apply_while_one_is_being_closed_serves_nobody(several, crew, monkeypatch):
+def test_an_apply_during_a_close_completes_no_take(several, call_threads, monkeypatch):
     """The accumulator is closed and its takes are not cancelled yet; they get nothing."""
     first, second = several(2)
     first.apply_grad([1.0])
-    joint = crew.waiting(gr.take_grads, [first, second], 1)
+    joint = call_threads.waiting(gr.take_grads, [first, second], 1)
     locked, kept = take_queue.locked, []
 
     def late(states):
         if not kept:
             kept.append(None)
-            kept.append(crew.start(second.apply_grad, [2.0]).result())
+            kept.append(call_threads.start(second.apply_grad, [2.0]).result())
         return locked(states)
 
     monkeypatch.setattr(take_queue, "locked", late)
@@ -146,7 +146,7 @@ def test_an_apply_while_one_is_being_closed_serves_nobody(several, crew, monkeyp
     assert second.take_grad(1, timeout=0).tolist() == [2.0]
 
 
-def test_opposite_orders_never_deadlock(several, crew):
+def test_opposite_orders_never_deadlock(several, call_threads):
     """take_grads([A, B]) against take_grads([B, A]), both against applies in both orders."""
     rounds = 150
     first, second = several(2, reduction_type="SUM")
@@ -162,14 +162,14 @@ def test_opposite_orders_never_deadlock(several, crew):
         start.wait(30)
         return sum(gr.apply_grads(accumulators, grads, 10**9) for _ in range(rounds))
 
-    takes = [crew.start(take, order) for order in ([first, second], [second, first])]
+    takes = [call_threads.start(take, order) for order in ([first, second], [second, first])]
     applies = [
-        crew.start(apply, [first, second], [[1.0], [2.0]]),
-        crew.start(apply, [second, first], [[2.0], [1.0]]),
+        call_threads.start(apply, [first, second], [[1.0], [2.0]]),
+        call_threads.start(apply, [second, first], [[2.0], [1.0]]),
     ]
     assert [call.result() for call in applies] == [rounds, rounds]
     # As many takes as applies, so the last takes may lack gradients: add some.
-    while crew.any_runs(takes):
+    while call_threads.any_running(takes):
         gr.apply_grads([first, second], [[1.0], [2.0]], 10**9)
     for call, (left, right) in zip(takes, ((1, 2), (2, 1)), strict=True):
         results = call.result()
@@ -177,7 +177,7 @@ def test_opposite_orders_never_deadlock(several, crew):
         assert all(pair[0] * right == pair[1] * left > 0 for pair in results)
 
 
-def test_a_ring_of_joint_takes_never_deadlocks(several, crew):
+def test_a_ring_of_joint_takes_never_deadlocks(several, call_threads):
     rounds = 60
     ring = several(3)
     start = threading.Barrier(4)
@@ -187,9 +187,9 @@ def test_a_ring_of_joint_takes_never_deadlocks(several, crew):
         for _ in range(rounds):
             gr.take_grads(accumulators, 1)
 
-    takes = [crew.start(take, [ring[place], ring[(place + 1) % 3]]) for place in range(3)]
+    takes = [call_threads.start(take, [ring[place], ring[(place + 1) % 3]]) for place in range(3)]
     start.wait(30)
-    while crew.any_runs(takes):
+    while call_threads.any_running(takes):
         gr.apply_grads(ring, [[1.0]] * 3, 10**9)
     for call in takes:
         call.result()
@@ -199,13 +199,13 @@ def test_a_ring_of_joint_takes_never_deadlocks(several, crew):
 # -- take_now: what the training step uses --------------------------------------------------------
 
 
-def test_take_now_never_blocks_and_moves_every_step(several, crew):
+def test_take_now_never_blocks_and_moves_every_step(several, call_threads):
     first, second = several(2)
     assert take_now([first, second], 1) is None
     first.apply_grad([1.0])
     first.apply_grad([3.0])
     assert take_now([first, second], 3) is None
-    waiting = crew.waiting(second.take_grad, 1)
+    waiting = call_threads.waiting(second.take_grad, 1)
     assert take_now([first, second], 2) is None, "another take waits"
     assert counters(first, second) == [(2, 0, 0), (0, 0, 0)]
     second.apply_grad([7.0])

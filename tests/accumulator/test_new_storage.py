@@ -78,11 +78,11 @@ class MaximumAccumulator(gr.ConditionalAccumulatorBase):
         return gr.apply_grads([self], [grad], local_step)
 
 
-def test_it_takes_part_in_joint_calls_takes_and_checkpoints(mesh, crew):
+def test_it_takes_part_in_joint_calls_takes_and_checkpoints(mesh, call_threads):
     most, dense = MaximumAccumulator(mesh), gr.ConditionalAccumulator("float32", device=mesh)
     rows = gr.SparseConditionalAccumulator("float32", device=mesh)
     everyone = [most, dense, rows]
-    take = crew.waiting(gr.take_grads, everyone, 3)
+    take = call_threads.waiting(gr.take_grads, everyone, 3)
     for replica, values in enumerate(([1.0, 5.0], [2.0, -7.0])):
         with gr.replica(replica):
             slices = gr.IndexedSlices(np.float32([values]), [replica])
@@ -104,7 +104,7 @@ def test_it_takes_part_in_joint_calls_takes_and_checkpoints(mesh, crew):
     assert again.primary.tolist() == [2, 6]
 
 
-def test_its_state_and_its_name_are_its_own(device):
+def test_other_accumulators_refuse_its_state_and_its_name(device):
     most = MaximumAccumulator(device, shared_name="of maxima")
     with pytest.raises(ValueError, match="has format maximum 1, not gradreduce dense"):
         gr.ConditionalAccumulator("float32", shared_name="of maxima", device=device)

@@ -60,7 +60,7 @@ def test_every_pattern_of_arrivals_has_the_same_plan_and_order(mesh, algorithm, 
     assert (copied == []) is (algorithm == "nccl" or reaches)
 
 
-def test_a_gradient_that_is_not_there_adds_as_a_zero_does(mesh):
+def test_a_missing_gradient_adds_like_a_zero(mesh):
     """Bit by bit, at its position in the order that the number of devices determines."""
     ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
     some, all_of_them = (
@@ -83,7 +83,7 @@ def test_a_gradient_that_is_not_there_adds_as_a_zero_does(mesh):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_many_accumulators_taken_together_travel_packed(mesh, algorithm):
+def test_many_accumulators_taken_together_are_transferred_packed(mesh, algorithm):
     """As many copies, collectives, launches and fills as for one, for any set of devices."""
     ops = gr.AllReduceCrossDeviceOps(algorithm)
     many, (alone,) = (
@@ -110,7 +110,7 @@ def test_many_accumulators_taken_together_travel_packed(mesh, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_results_of_a_joint_take_stay_what_they_were(mesh, algorithm):
+def test_later_takes_do_not_change_results_of_a_joint_take(mesh, algorithm):
     """They share flat buffers with each other, but not with later results."""
     ops = gr.AllReduceCrossDeviceOps(algorithm)
     homes = [mesh, mesh, mesh.devices[0], mesh.devices[1], mesh.devices[0]]
@@ -137,7 +137,7 @@ def test_results_of_a_joint_take_stay_what_they_were(mesh, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_gradient_from_outside_comes_to_the_first_device_of_the_mesh(mesh, algorithm):
+def test_a_gradient_from_outside_is_copied_to_the_first_device_of_the_mesh(mesh, algorithm):
     """The accumulator is over a part of a mesh; the gradient is copied and counted once."""
     part, outside = mesh[1:], mesh.devices[0]
     ops = gr.AllReduceCrossDeviceOps(algorithm)

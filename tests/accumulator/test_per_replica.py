@@ -49,7 +49,7 @@ def test_the_order_is_that_of_the_replicas_whatever_their_devices(mesh, combined
     assert same(acc.take_grad(1).numpy(), combined(arrays))
 
 
-def test_over_a_mesh_each_lies_where_it_is_added(mesh):
+def test_over_a_mesh_each_replica_is_added_on_its_own_device(mesh):
     """In any order, on some of the devices; nothing is copied."""
     acc = gr.ConditionalAccumulator("float32", device=mesh, reduction_type="SUM")
     values = [np.full(5, 1 << place, "float32") for place in range(len(mesh))]
@@ -65,7 +65,7 @@ def test_over_a_mesh_each_lies_where_it_is_added(mesh):
         assert (total == value * (2 if device in some else 1)).all()
 
 
-def test_replicas_from_outside_a_part_come_to_its_first_device(mesh):
+def test_replicas_from_outside_a_part_are_added_on_its_first_device(mesh):
     part = mesh[1:]
     acc = gr.ConditionalAccumulator("float32", device=part, reduction_type="SUM")
     arrays = [np.full(5, 1 << place, "float32") for place in range(len(mesh))]
@@ -125,7 +125,7 @@ def test_a_stale_one_drops_every_replica(device):
     assert counters(acc) == (0, 1, 2)
 
 
-def test_what_does_not_fit_changes_nothing(device):
+def test_incompatible_values_change_nothing(device):
     acc = gr.ConditionalAccumulator("float32", device=device)
     one, two = np.ones(1, "float32"), np.ones(2, "float32")
     wide = gr.IndexedSlices(np.ones((1, 1)), [0], (1, 1))
@@ -149,7 +149,7 @@ def test_what_does_not_fit_changes_nothing(device):
 
 
 @pytest.mark.parametrize("num_replicas", [2, 1])
-def test_what_it_launches_is_compiled_before_any_lock(device, monkeypatch, num_replicas):
+def test_kernels_are_compiled_before_any_lock_is_acquired(device, monkeypatch, num_replicas):
     """A failure to compile changes nothing, and no call waits for a compiler."""
     acc = gr.ConditionalAccumulator("float32", device=device)
     grad = np.ones(1, "float64")

@@ -22,7 +22,7 @@ SIZE = 37
 SEEDS = seeds(50, 200)
 
 
-class Scene:
+class Scenario:
     """A mesh with queues in the order of a seed, a generator of data, and the values read."""
 
     def __init__(self, placement, peers, seed):
@@ -41,7 +41,7 @@ class Scene:
         terms = [device.upload(self.data(dtype)) for _ in range(2)]
         return gr.add_n(terms)
 
-    def spoil(self, *buffers):
+    def overwrite(self, *buffers):
         """Overwrites them on their device; readers of the old values need a wait."""
         for buffer in buffers:
             buffer.device.upload(self.data(buffer.dtype), out=buffer)
@@ -58,9 +58,9 @@ class Scene:
 
 def on_devices(placement, peers, seed):
     """Accumulators of several devices, alone and together, with gradients from all devices."""
-    scene = Scene(placement, peers, seed)
-    first, second, last = scene.devices[0], scene.devices[1], scene.devices[-1]
-    with scene.mesh:
+    scenario = Scenario(placement, peers, seed)
+    first, second, last = scenario.devices[0], scenario.devices[1], scenario.devices[-1]
+    with scenario.mesh:
         accumulators = [
             gr.ConditionalAccumulator("float32", device=second),
             gr.ConditionalAccumulator("float16", device=first),
@@ -70,34 +70,34 @@ def on_devices(placement, peers, seed):
         dtypes = [acc.dtype for acc in accumulators]
         for step in range(2):
             for producer in (first, last):
-                grads = [scene.produced(producer, dtype) for dtype in dtypes]
+                grads = [scenario.produced(producer, dtype) for dtype in dtypes]
                 gr.apply_grads(accumulators, grads, step)
-                scene.spoil(*grads)
-            everywhere = [scene.produced(device) for device in scene.devices]
+                scenario.overwrite(*grads)
+            everywhere = [scenario.produced(device) for device in scenario.devices]
             accumulators[0].apply_grad(gr.PerReplica(everywhere), step)
             accumulators[3].apply_grad(gr.PerReplica(everywhere), step)
             accumulators[2].apply_grad(everywhere[0], step)
-            scene.spoil(*everywhere)
+            scenario.overwrite(*everywhere)
             # On its own queue alone; the joint take has one leader for these two.
             for place, device in ((0, second), (3, first)):
-                accumulators[place].apply_grad(scene.produced(device), step)
+                accumulators[place].apply_grad(scenario.produced(device), step)
             if step == 0:
                 taken = gr.take_grads(accumulators, 1)
             else:
                 taken = [acc.take_grad(1) for acc in accumulators]
-            scene.consume(taken[3], first)
-            scene.consume(taken[0], last)
-            scene.consume(taken[2], first)
-            scene.held.append(taken[1])
-            scene.spoil(taken[0])  # the caller owns it
+            scenario.consume(taken[3], first)
+            scenario.consume(taken[0], last)
+            scenario.consume(taken[2], first)
+            scenario.held.append(taken[1])
+            scenario.overwrite(taken[0])  # the caller owns it
             del taken, grads, everywhere
-        return scene.read()
+        return scenario.read()
 
 
 def over_a_mesh(placement, peers, seed, algorithm="hierarchical_copy", num_packs=1):
     """Accumulators of one mesh, with gradients from all, some or one of its devices."""
-    scene = Scene(placement, peers, seed)
-    with scene.mesh as mesh:
+    scenario = Scenario(placement, peers, seed)
+    with scenario.mesh as mesh:
         ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
         accumulators = [
             gr.ConditionalAccumulator(dtype, device=mesh, cross_device_ops=ops)
@@ -105,24 +105,24 @@ def over_a_mesh(placement, peers, seed, algorithm="hierarchical_copy", num_packs
         ]
         for step in range(2):
             grads = [
-                gr.PerReplica([scene.produced(device, acc.dtype) for device in mesh])
+                gr.PerReplica([scenario.produced(device, acc.dtype) for device in mesh])
                 for acc in accumulators
             ]
             gr.apply_grads(accumulators, grads, step)
             for grad in grads:
-                scene.spoil(*grad.buffers)
-            lone = scene.produced(scene.devices[step])
+                scenario.overwrite(*grad.buffers)
+            lone = scenario.produced(scenario.devices[step])
             accumulators[0].apply_grad(lone, step)
-            scene.spoil(lone)
+            scenario.overwrite(lone)
             for result in gr.take_grads(accumulators, 1):
-                scene.consume(result.buffers[-1], scene.devices[0])
-                scene.held += result.buffers[:-1]
-        accumulators[0].apply_grad(scene.produced(scene.devices[-1]), 2)
+                scenario.consume(result.buffers[-1], scenario.devices[0])
+                scenario.held += result.buffers[:-1]
+        accumulators[0].apply_grad(scenario.produced(scenario.devices[-1]), 2)
         result, nothing = take_now(accumulators, 1)
         assert nothing is None
-        scene.held += result.buffers
+        scenario.held += result.buffers
         del grads, grad, lone, result
-        return scene.read()
+        return scenario.read()
 
 
 @pytest.mark.parametrize("seeds", SEEDS)

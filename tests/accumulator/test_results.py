@@ -27,7 +27,7 @@ def counters(acc):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_results_are_the_callers(accumulator, dtype):
+def test_results_belong_to_the_caller(accumulator, dtype):
     acc = accumulator(dtype)
     taken, wanted = [], []
     for turn in range(4):
@@ -72,7 +72,7 @@ def test_a_taken_gradient_may_be_applied_again(accumulator):
     assert not np.shares_memory(again, taken)
 
 
-def test_the_kind_is_that_of_the_first_gradient_kept_since_the_last_take(accumulator, device):
+def test_the_array_type_is_that_of_the_first_gradient_since_the_last_take(accumulator, device):
     acc = accumulator()
     array, buffer = ones(2), device.put(ones(2))
     for turn, (first, kind) in enumerate(
@@ -127,7 +127,7 @@ def test_a_cycle_is_a_copy_additions_and_one_pass(accumulator, device, dtype, re
         ]
 
 
-def test_the_mean_of_one_is_handed_out_as_it_is(accumulator, device):
+def test_the_mean_of_one_gradient_is_returned_without_a_division(accumulator, device):
     acc = accumulator()
     with device.mesh.journal() as journal:
         acc.apply_grad([1.0])
@@ -135,7 +135,7 @@ def test_the_mean_of_one_is_handed_out_as_it_is(accumulator, device):
     assert steps(journal) == [("launch", "add_n", 1)]
 
 
-def test_what_is_dropped_or_refused_does_no_work(accumulator, device):
+def test_dropped_and_refused_gradients_submit_no_device_work(accumulator, device):
     acc = accumulator(shape=(None,))
     acc.set_global_step(1)
     acc.apply_grad(ones(2), 1)
@@ -151,7 +151,7 @@ def test_what_is_dropped_or_refused_does_no_work(accumulator, device):
     assert journal.records == []
 
 
-def test_a_host_gradient_goes_straight_to_its_accumulator():
+def test_a_host_gradient_is_uploaded_to_the_accumulators_device():
     with gr.open_mesh(3, backend="sim", peer_access=False) as mesh:
         acc = gr.ConditionalAccumulator("float32", device=mesh.devices[2])
         with mesh.journal() as journal:
@@ -203,7 +203,7 @@ def test_leaving_the_block_closes_and_frees(accumulator, device):
         acc.take_grad(1)
 
 
-def test_a_closed_mesh_says_so():
+def test_a_closed_mesh_raises():
     with gr.open_mesh(1, backend="sim") as mesh:
         acc = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
         acc.apply_grad([1.0])
@@ -213,19 +213,21 @@ def test_a_closed_mesh_says_so():
         assert counters(acc) == (1, 0, 0)
 
 
-def test_a_call_inside_a_launch_sees_the_state_before_it(accumulator, device, crew, monkeypatch):
+def test_a_call_inside_a_launch_sees_the_state_before_it(
+    accumulator, device, call_threads, monkeypatch
+):
     """Garbage collection may run a caller's finalizer there, which must not deadlock."""
     acc = accumulator()
     launch, seen = device.launch, []
 
-    def nosy(*args, **kwargs):
+    def recording_launch(*args, **kwargs):
         seen.append(counters(acc))
         launch(*args, **kwargs)
 
-    monkeypatch.setattr(device, "launch", nosy)
-    assert crew.start(acc.apply_grad, [1.0]).result()
-    assert crew.start(acc.apply_grad, [3.0]).result()
-    assert crew.start(acc.take_grad, 2).result().tolist() == [2.0]
+    monkeypatch.setattr(device, "launch", recording_launch)
+    assert call_threads.start(acc.apply_grad, [1.0]).result()
+    assert call_threads.start(acc.apply_grad, [3.0]).result()
+    assert call_threads.start(acc.take_grad, 2).result().tolist() == [2.0]
     assert seen == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
 
 
@@ -254,7 +256,7 @@ print(acc.take_grad(2).tolist())
 """
 
 
-def test_a_fork_leaves_the_parents_accumulator_to_the_parent():
+def test_a_forked_child_cannot_use_the_parents_accumulator():
     source = Path(gr.__file__).parent.parent
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", FORKED],

@@ -13,12 +13,12 @@ import gradreduce as gr
 from gradreduce.errors import CancelledError
 
 
-def test_handles_of_one_name_are_one_accumulator(accumulator, crew):
+def test_handles_of_one_name_are_one_accumulator(accumulator, call_threads):
     one = accumulator(shared_name="grads", name="a/one")
     two = accumulator(shared_name="grads", name="b/two")
     assert one.accumulator_ref is two.accumulator_ref
     assert (one.name, two.name) == ("one", "two")
-    take = crew.waiting(one.take_grad, 2)
+    take = call_threads.waiting(one.take_grad, 2)
     one.apply_grad([1.0])
     assert two.num_accumulated() == 1
     two.apply_grad([3.0])
@@ -78,7 +78,7 @@ def test_a_second_handle_needs_no_device(device, make):
         assert again.accumulator_ref.devices == other.devices
 
 
-def test_another_place_is_refused(accumulator, device):
+def test_another_device_is_refused(accumulator, device):
     first = accumulator(shared_name="placed")
     for place in (device.mesh.devices[0], device.mesh):
         with pytest.raises(ValueError, match=r"has device (mesh of )?sim:"):
@@ -111,15 +111,15 @@ def test_the_last_handle_frees_the_memory_and_the_name(accumulator, device):
         gc.enable()
 
 
-def test_a_take_that_waits_keeps_it_alive(accumulator, crew):
+def test_a_take_that_waits_keeps_it_alive(accumulator, call_threads):
     acc = accumulator(shared_name="waited for")
-    take = crew.waiting(acc.take_grad, 1)
+    take = call_threads.waiting(acc.take_grad, 1)
     del acc
     accumulator(shared_name="waited for").apply_grad([4.0])
     assert take.result().tolist() == [4.0]
 
 
-def test_threads_that_come_first_together_get_the_same_one(accumulator, crew):
+def test_threads_that_come_first_together_get_the_same_one(accumulator, call_threads):
     start = threading.Barrier(16)
 
     def handle():
@@ -128,12 +128,12 @@ def test_threads_that_come_first_together_get_the_same_one(accumulator, crew):
         made.apply_grad([1.0])
         return made
 
-    handles = [call.result() for call in [crew.start(handle) for _ in range(16)]]
+    handles = [call.result() for call in [call_threads.start(handle) for _ in range(16)]]
     assert len({made.accumulator_ref for made in handles}) == 1
     assert handles[0].num_accumulated() == 16
 
 
-def test_a_closed_one_gives_its_name_up(accumulator):
+def test_a_closed_accumulator_releases_its_name(accumulator):
     """Even if a handle or a traceback still refers to it; a new one may have other arguments."""
     first = accumulator("float32", (2,), shared_name="given up")
     first.close()

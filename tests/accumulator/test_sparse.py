@@ -73,7 +73,7 @@ def check(acc, gradients, reduction_type="MEAN", num_required=1):
 
 @pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_rows_are_added_where_their_index_lies(sparse, dtype, reduction_type):
+def test_rows_are_added_at_their_index(sparse, dtype, reduction_type):
     acc = sparse(dtype, reduction_type=reduction_type)
     for turn, row in enumerate([(5,), (), (2, 3), (16,), (1,)]):
         gradients = [random_gradient(seed, dtype, row) for seed in range(turn, turn + 4)]
@@ -104,7 +104,7 @@ def test_rows_of_one_gradient_are_merged_before_they_are_added(sparse):
     assert acc.take_grad(2)[1].tolist() == [[2.0]]
 
 
-def test_halves_are_summed_in_float32_and_rounded_once(sparse):
+def test_half_precision_is_summed_in_float32_and_rounded_once(sparse):
     acc = sparse("float16", reduction_type="MEAN")
     for value in (60000, 60000, 1):
         acc.apply_grad([7], [[value]])
@@ -164,7 +164,7 @@ def test_very_large_indices(sparse):
     assert (indices.tolist(), values.tolist()) == ([1, 2**62], [[2.0], [2.0]])
 
 
-def test_no_row_at_all_is_a_gradient_too(sparse, device):
+def test_a_gradient_without_rows_counts(sparse, device):
     acc = sparse()
     empty = np.empty((0, 3), "float32")
     with device.mesh.journal() as journal:
@@ -197,7 +197,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("indices", "values", "shape", "text"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_changes_nothing(sparse, device, indices, values, shape, text):
+def test_incompatible_values_change_nothing(sparse, device, indices, values, shape, text):
     acc = sparse("float32", (4, 2))
     acc.apply_grad([1], [[1, 1]])
     values = np.asarray(values, "float32")
@@ -243,7 +243,7 @@ def test_the_shape_of_a_take(sparse, shape, dense_shape, wanted):
     assert acc.take_grad(1)[2] == (9 if shape == (9,) or shape == (9, None) else -1, 2)
 
 
-def test_the_first_gradient_fixes_what_is_open_until_the_take(sparse):
+def test_the_first_gradient_fixes_unknown_dimensions_until_the_take(sparse):
     acc = sparse()
     acc.apply_grad([3], [[1, 2]], (7, 2))
     acc.apply_grad([6], [[1, 2]])
@@ -261,7 +261,7 @@ def test_the_first_gradient_fixes_what_is_open_until_the_take(sparse):
     assert acc.apply_grad([70], [[1, 2, 3]], None, 1)
 
 
-def test_a_shape_that_comes_later_is_not_remembered(sparse):
+def test_a_shape_of_a_later_gradient_is_not_kept(sparse):
     """Earlier gradients may have rows beyond it."""
     acc = sparse()
     acc.apply_grad([30], [[1, 2]])
@@ -270,7 +270,7 @@ def test_a_shape_that_comes_later_is_not_remembered(sparse):
 
 
 @pytest.mark.parametrize("shape", [(2, -1), 3, (2.0,)])
-def test_a_shape_that_is_none(device, shape):
+def test_an_invalid_shape_is_refused(device, shape):
     with pytest.raises((TypeError, ValueError)):
         gr.SparseConditionalAccumulator("float32", shape, device=device)
 
@@ -291,7 +291,7 @@ def test_only_cast_converts(sparse, device, dtype, given):
     check(acc, gradients, "SUM", 3)
 
 
-def test_what_is_no_sparse_gradient(sparse, device):
+def test_invalid_sparse_gradients_are_refused(sparse, device):
     acc = sparse()
     for grad in (np.ones((2, 2), "float32"), device.put(np.ones(2, "float32")), None, [1.0]):
         with pytest.raises(TypeError, match="expects IndexedSlices"):
@@ -309,7 +309,7 @@ def test_a_dtype_that_is_not_accumulated(device, dtype):
         gr.SparseConditionalAccumulator(dtype, device=device)
 
 
-def test_a_shared_name_is_of_one_kind(device, sparse):
+def test_a_shared_name_is_either_dense_or_sparse(device, sparse):
     first = sparse("float32", (4, 2), shared_name="of rows")
     assert sparse("float32", (4, 2), shared_name="of rows").accumulator_ref is first.accumulator_ref
     with pytest.raises(
@@ -320,7 +320,7 @@ def test_a_shared_name_is_of_one_kind(device, sparse):
     assert isinstance(first, gr.ConditionalAccumulatorBase)
 
 
-def test_the_kind_is_that_of_the_first_gradient(sparse, device):
+def test_the_array_type_is_that_of_the_first_gradient(sparse, device):
     acc = sparse()
     acc.apply_indexed_slices_grad(gr.IndexedSlices(device.put(np.ones((1, 1), "float32")), [0]))
     acc.apply_grad([0], [[1.0]])

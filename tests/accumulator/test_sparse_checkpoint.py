@@ -31,7 +31,7 @@ def gradient(seed, dtype, row=(5,)):
     return gr.IndexedSlices(random_data((len(indices), *row), dtype, seed=seed), indices)
 
 
-def go_on(acc, gradients, step):
+def apply_and_take(acc, gradients, step):
     """Adds more gradients of one step and takes, twice; returns the results as one list."""
     made = []
     for turn in range(2):
@@ -43,8 +43,10 @@ def go_on(acc, gradients, step):
     return made
 
 
-def check_goes_on(acc, fresh, gradients, step=0):
-    pairs = zip(go_on(fresh, gradients, step), go_on(acc, gradients, step), strict=True)
+def check_continues(acc, fresh, gradients, step=0):
+    pairs = zip(
+        apply_and_take(fresh, gradients, step), apply_and_take(acc, gradients, step), strict=True
+    )
     for (indices, values, shape), (wanted, rows, wanted_shape) in pairs:
         assert same(indices, wanted)
         assert same(values, rows)
@@ -91,7 +93,7 @@ def test_the_keys_and_their_types(sparse, device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
 @pytest.mark.parametrize("row", [(), (5,), (0, 3)], ids=str)
-def test_what_goes_on_from_a_state_has_the_same_bits(sparse, dtype, reduction_type, row):
+def test_a_restored_accumulator_continues_with_the_same_bits(sparse, dtype, reduction_type, row):
     acc, fresh = (sparse(dtype, reduction_type=reduction_type) for _ in range(2))
     given = [gradient(seed, dtype, row) for seed in range(8)]
     acc.set_global_step(4)
@@ -104,11 +106,11 @@ def test_what_goes_on_from_a_state_has_the_same_bits(sparse, dtype, reduction_ty
     fresh.load_state_dict(state)
     assert frozen(fresh) == frozen(acc)
     assert state["partial_sums"][0]["values"].dtype == accumulate_dtype(dtype)
-    check_goes_on(acc, fresh, given[4:], 4)
+    check_continues(acc, fresh, given[4:], 4)
     assert pickle.dumps(state) == before, "the caller's arrays were written"
 
 
-def test_touches_of_many_gradients_are_all_there(sparse):
+def test_the_gradient_counts_of_all_rows_are_saved(sparse):
     """More than are counted together; gradients after the load are counted in addition."""
     acc, fresh = sparse(), sparse()
     for turn in range(70):
@@ -144,7 +146,7 @@ def test_over_a_mesh_with_any_number_of_devices_filled(mesh):
         assert (journal.copies, journal.launches, journal.uploads) == (0, 0, with_rows)
         assert num_sums == len(filled)
         assert frozen(fresh) == frozen(acc)
-        check_goes_on(acc, fresh, [gr.PerReplica(given[len(mesh) :], mesh)])
+        check_continues(acc, fresh, [gr.PerReplica(given[len(mesh) :], mesh)])
 
 
 def test_gradients_without_rows(sparse):
@@ -167,12 +169,12 @@ def test_gradients_without_rows(sparse):
     assert (taken.indices.size, taken.values.shape, taken.dense_shape) == (0, (0, 3), (6, 3))
 
 
-def test_takes_that_wait_are_served_by_a_load(sparse, accumulator, crew):
+def test_a_load_completes_waiting_takes(sparse, accumulator, call_threads):
     acc, other, source = sparse(), accumulator(), sparse()
     for value in (1.0, 3.0):
         source.apply_grad([2], [[value]])
         other.apply_grad([value])
-    joint = crew.waiting(gr.take_grads, [acc, other], 2)
+    joint = call_threads.waiting(gr.take_grads, [acc, other], 2)
     acc.load_state_dict(source.state_dict())
     slices, array = joint.result()
     assert (slices.values.tolist(), array.tolist()) == ([[2.0]], [2.0])
@@ -237,12 +239,12 @@ def filled(sparse):
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_refused_changes_nothing(filled, what):
+def test_a_refused_state_changes_nothing(filled, what):
     change, error, text = WRONG[what]
     check_refused(filled, FILLED | change, error, text)
 
 
-def test_what_is_right_is_loaded(filled):
+def test_a_valid_state_is_loaded(filled):
     filled.load_state_dict(FILLED)
     filled.load_state_dict(FILLED | {"sum_shape": [-1, 2]})
     taken = filled.take_indexed_slices_grad(2)
@@ -250,7 +252,7 @@ def test_what_is_right_is_loaded(filled):
     assert same(taken.values, ROWS.astype("float16")), "a NaN is a sum as good as any"
 
 
-def test_an_accumulator_that_knows_its_extent_takes_no_other(sparse):
+def test_an_accumulator_with_a_known_shape_refuses_another(sparse):
     acc = sparse("float16", (9, 2), reduction_type="SUM")
     state = FILLED | {"shape": [9, 2]}
     for extent in (10, -1):
@@ -264,7 +266,7 @@ def test_an_accumulator_that_knows_its_extent_takes_no_other(sparse):
         check_refused(acc, state | {"shape": None, "sum_shape": extents}, ValueError, text)
 
 
-def test_dense_and_sparse_states_are_no_states_of_each_other(sparse, accumulator):
+def test_dense_and_sparse_states_are_not_interchangeable(sparse, accumulator):
     acc, other = sparse(), accumulator()
     acc.apply_grad([1], [[2.0]])
     other.apply_grad([[2.0]])

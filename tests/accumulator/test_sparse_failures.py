@@ -16,7 +16,7 @@ from gradreduce.errors import BackendUnavailableError
 METHODS = ("_prepare", "_allocate", "_upload", "_copy", "_launch")
 
 
-class Planted(RuntimeError):
+class InjectedError(RuntimeError):
     """The failure that a test plants."""
 
 
@@ -29,7 +29,7 @@ def failing_at(mesh, number, methods=METHODS, times=1):
         def run(*args):
             tried.append(name)
             if number <= len(tried) < number + times:
-                raise Planted(name)
+                raise InjectedError(name)
             return real(*args)
 
         return run
@@ -202,7 +202,7 @@ def contents(taken):
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: f"{case.make.__name__}{'' if case.peers else '-no-peers'}"
 )
-def test_all_is_as_before_whatever_fails(implementation, case):
+def test_any_failure_leaves_the_state_unchanged(implementation, case):
     """Each operation of the call fails once, one after the other; then the call succeeds."""
     with opened(case, implementation) as mesh:
         accumulators, call = case.make(mesh)
@@ -210,7 +210,7 @@ def test_all_is_as_before_whatever_fails(implementation, case):
         for number, name in enumerate(case.work.split(), 1):
             if name.isupper():
                 continue
-            with failing_at(mesh, number), pytest.raises(Planted, match=name) as caught:
+            with failing_at(mesh, number), pytest.raises(InjectedError, match=name) as caught:
                 call()
             assert getattr(caught.value, "__notes__", []) == []
             assert [frozen(acc) for acc in accumulators] == before, (number, name)
@@ -224,11 +224,11 @@ def test_all_is_as_before_whatever_fails(implementation, case):
 
 
 @pytest.mark.parametrize(("case", "number"), LOSSES)
-def test_nobody_may_use_what_is_half_written(implementation, case, number):
+def test_a_partly_written_accumulator_cannot_be_used(implementation, case, number):
     with opened(case, implementation) as mesh:
         accumulators, call = case.make(mesh)
         counts = [acc.num_accumulated() for acc in accumulators]
-        with failing_at(mesh, number), pytest.raises(Planted) as caught:
+        with failing_at(mesh, number), pytest.raises(InjectedError) as caught:
             call()
         assert "cannot be used any more" in caught.value.__notes__[0]
         for acc in accumulators:
@@ -252,16 +252,16 @@ def home(implementation):
 
 
 @pytest.mark.parametrize("number", [4, 5, 6, 7])
-def test_a_take_that_another_threads_apply_serves(home, crew, number):
+def test_a_take_that_another_threads_apply_completes(home, call_threads, number):
     """The consumer gets the error, the applier continues, and the next take is checked."""
     acc = sparse(home.devices[1])
-    heads = [crew.waiting(acc.take_grad, num_required) for num_required in (2, 2, 1)]
+    heads = [call_threads.waiting(acc.take_grad, num_required) for num_required in (2, 2, 1)]
     acc.apply_indexed_slices_grad(rows([3, 1]))
     with failing_at(home, number, TAKE) as tried:
         assert acc.apply_indexed_slices_grad(rows([1, 3], value=3.0)) is True
     assert tried[:3] == ["allocate", "upload", "launch"], "its own are right"
     assert [head.is_done for head in heads] == [True, True, False]
-    with pytest.raises(Planted):
+    with pytest.raises(InjectedError):
         heads[0].result()
     indices, values, shape = heads[1].result()
     assert (indices.tolist(), values.tolist(), shape) == ([1, 3], [[2.0] * 2] * 2, (-1, 2))
@@ -270,28 +270,28 @@ def test_a_take_that_another_threads_apply_serves(home, crew, number):
     assert heads[2].result()[0].tolist() == [7]
 
 
-def test_every_waiting_take_may_fail(home, crew):
+def test_every_waiting_take_may_fail(home, call_threads):
     acc = sparse(home)
-    heads = [crew.waiting(acc.take_indexed_slices_grad, 1) for _ in range(3)]
+    heads = [call_threads.waiting(acc.take_indexed_slices_grad, 1) for _ in range(3)]
     with failing_at(home, 2, ["_launch"], times=9):  # after the launch of the apply itself
         assert acc.apply_indexed_slices_grad(rows([1, 1])) is True
     for head in heads:
         assert head.is_done
-        with pytest.raises(Planted):
+        with pytest.raises(InjectedError):
             head.result()
     taken = acc.take_indexed_slices_grad(1, timeout=0)
     assert [part.values.tolist() for part in taken.values] == [[[2.0, 2.0]]] * 3
 
 
-def test_a_joint_take_that_an_apply_to_one_serves(home, crew):
+def test_a_joint_take_that_an_apply_to_one_completes(home, call_threads):
     """The dense sum is unchanged, too, and the next take of it alone completes."""
     accumulators = sparse(home.devices[1]), dense(home.devices[1])
-    both = crew.waiting(gr.take_grads, accumulators, 1)
-    behind = crew.waiting(accumulators[1].take_grad, 1)
+    both = call_threads.waiting(gr.take_grads, accumulators, 1)
+    behind = call_threads.waiting(accumulators[1].take_grad, 1)
     accumulators[0].apply_indexed_slices_grad(rows([1]))
     with failing_at(home, 2, ["_launch"]):
         assert accumulators[1].apply_grad(np.ones(3, "float32")) is True
-    with pytest.raises(Planted):
+    with pytest.raises(InjectedError):
         both.result()
     assert behind.result().tolist() == [1.0] * 3
     assert [acc.num_accumulated() for acc in accumulators] == [1, 0]
@@ -312,7 +312,7 @@ def test_a_new_sum_of_several_gradients_beside_one_in_place(home):
     assert values.primary.tolist() == [[40.0] * 2, [21.0] * 2]
 
 
-def test_a_stale_gradient_of_another_mesh_is_no_gradient(home):
+def test_a_gradient_of_another_mesh_is_refused_even_if_stale(home):
     acc = sparse(home)
     acc.set_global_step(1)
     with gr.open_mesh(1, backend="sim") as other:
@@ -323,7 +323,7 @@ def test_a_stale_gradient_of_another_mesh_is_no_gradient(home):
     assert (acc.num_accumulated(), acc.num_dropped) == (0, 0)
 
 
-def test_no_rows_for_a_device_that_is_gone_are_no_gradient(implementation):
+def test_a_gradient_without_rows_is_refused_if_the_device_failed_or_closed(implementation):
     """They launch nothing on an existing sum, but must not be reported as added."""
     for lose in (True, False):
         with gr.open_mesh([0, 1], backend="sim", kernels=implementation) as mesh:

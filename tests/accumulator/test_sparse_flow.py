@@ -59,7 +59,7 @@ def test_a_gradient_is_one_launch_and_one_upload_and_a_take_too(sparse, device, 
     assert journal.of("fill") == []
 
 
-def test_a_sum_that_grows_is_copied_now_and_then(sparse, device):
+def test_a_growing_sum_is_copied_rarely(sparse, device):
     """The memory doubles each time: ten copies for a thousand rows, not a thousand."""
     acc = sparse()
     with device.mesh.journal() as journal:
@@ -78,7 +78,7 @@ def test_a_sum_never_takes_more_than_its_shape(sparse, device):
     assert total.values.shape == (5, 2)
 
 
-def test_what_is_dropped_or_refused_does_no_work(sparse, device):
+def test_dropped_and_refused_gradients_submit_no_device_work(sparse, device):
     acc = sparse("float32", (9, 1))
     acc.set_global_step(3)
     with device.mesh.journal() as journal:
@@ -107,7 +107,7 @@ def test_equal_counts_upload_no_divisors(sparse, device):
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def test_results_are_the_callers_and_gradients_are_not_written(sparse, device):
+def test_results_belong_to_the_caller_and_gradients_are_not_written(sparse, device):
     acc = sparse()
     held = []
     for step in range(4):
@@ -157,9 +157,12 @@ def test_close_frees_the_rows(sparse, device):
 # -- waiting --------------------------------------------------------------------------------------
 
 
-def test_a_take_waits_and_is_first_come_first_served(sparse, crew):
+def test_a_take_waits_and_is_first_come_first_served(sparse, call_threads):
     acc = sparse()
-    takes = [crew.waiting(acc.take_indexed_slices_grad, 2), crew.waiting(acc.take_grad, 1)]
+    takes = [
+        call_threads.waiting(acc.take_indexed_slices_grad, 2),
+        call_threads.waiting(acc.take_grad, 1),
+    ]
     acc.apply_grad([1], rows(1))
     assert [take.is_done for take in takes] == [False, False]
     acc.apply_grad([], np.empty((0, 1), "float32"))  # counted, although it has no rows
@@ -170,13 +173,13 @@ def test_a_take_waits_and_is_first_come_first_served(sparse, crew):
     assert (indices.tolist(), values.tolist()) == ([5], [[7]])
     with pytest.raises(DeadlineExceededError, match="0 of 3 gradients, 3 missing, 1 dropped"):
         acc.take_grad(3, timeout=0)
-    last = crew.waiting(acc.take_grad, 1)
+    last = call_threads.waiting(acc.take_grad, 1)
     acc.close()
     with pytest.raises(CancelledError):
         last.result()
 
 
-def test_less_than_one_is_never_enough(sparse):
+def test_num_required_must_be_positive(sparse):
     acc = sparse()
     acc.apply_grad([1], rows(1))
     for take in (acc.take_grad, acc.take_indexed_slices_grad):
@@ -210,7 +213,7 @@ def test_sparse_and_dense_together(sparse, accumulator, device):
     assert fourth.tolist() == [[6]]
 
 
-def test_one_that_does_not_fit_keeps_all_out(sparse, accumulator, device):
+def test_one_incompatible_gradient_rejects_the_whole_call(sparse, accumulator, device):
     accumulators = [accumulator(), sparse("float32", (4, 1)), sparse()]
     good = [rows(5), slices([3], 1), slices([9], 1)]
     gr.apply_grads(accumulators, good)
@@ -227,9 +230,9 @@ def test_one_that_does_not_fit_keeps_all_out(sparse, accumulator, device):
         assert counters(*accumulators) == [(1, 0, 0)] * 3
 
 
-def test_a_joint_take_waits_for_the_sparse_one_too(sparse, accumulator, crew):
+def test_a_joint_take_waits_for_the_sparse_one_too(sparse, accumulator, call_threads):
     dense, rows_of = accumulator(), sparse()
-    take = crew.waiting(gr.take_grads, [dense, rows_of], 1)
+    take = call_threads.waiting(gr.take_grads, [dense, rows_of], 1)
     dense.apply_grad(rows(1))
     assert not take.is_done
     rows_of.apply_grad([2], rows(3))

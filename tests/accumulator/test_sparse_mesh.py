@@ -86,7 +86,7 @@ def test_every_replica_counts_once(sparse, mesh, dtype, reduction_type):
             check(taken, mesh, by_device, dtype, reduction_type)
 
 
-def test_any_devices_may_be_the_filled_ones(sparse, mesh):
+def test_any_subset_of_devices_may_hold_gradients(sparse, mesh):
     """One, all but one, all: each subset of these sizes; and the parts of ``take_grad``."""
     acc, size = sparse(), len(mesh)
     sets = [each for count in {1, size - 1, size}
@@ -122,7 +122,7 @@ def test_gradients_without_rows(sparse, mesh):
     assert [part.values.numpy().tolist() for part in taken.parts] == [[[1, 2]]] * len(mesh)
 
 
-def test_a_gradient_from_outside_goes_to_the_first_device(mesh):
+def test_a_gradient_from_outside_is_added_on_the_first_device(mesh):
     """For a part of a mesh; and replicas are added to the sum of one device, in order."""
     part, last = mesh[0:1], mesh.devices[-1]
     acc = gr.SparseConditionalAccumulator("float32", device=part, reduction_type="SUM")
@@ -200,7 +200,7 @@ def test_sparse_and_dense_over_a_mesh_together(sparse, mesh):
     check(other, mesh, [[each] for each in rows], "float16")
 
 
-def test_the_kind_of_a_result(sparse, mesh):
+def test_the_array_type_of_a_result(sparse, mesh):
     acc = sparse()
     acc.apply_indexed_slices_grad(gr.PerReplica([gradient(3, "float32")] * len(mesh), mesh))
     taken = acc.take_indexed_slices_grad(1)
@@ -240,7 +240,7 @@ def test_stale_replicas_do_no_work(sparse, mesh):
     assert counters(acc) == (0, 1, len(mesh))
 
 
-def test_results_are_the_callers(sparse, mesh):
+def test_results_belong_to_the_caller(sparse, mesh):
     acc = sparse()
     held = []
     for step in range(3):

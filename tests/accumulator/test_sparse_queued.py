@@ -81,16 +81,16 @@ def side_by_side(mesh):
     yield dense.take_grad(3, output_type="numpy").tobytes()
 
 
-SCENES = (over_the_mesh, on_one_device, side_by_side)
-CASES = [(scene, *where) for where in PLACES for scene in SCENES]
+SCENARIOS = (over_the_mesh, on_one_device, side_by_side)
+CASES = [(scenario, *where) for where in PLACES for scenario in SCENARIOS]
 
 
 def bits(case, seed):
-    scene, placement, peers = case
+    scenario, placement, peers = case
     with gr.open_mesh(
         placement, backend="sim", strict=True, peer_access=peers, schedule_seed=seed
     ) as mesh:
-        return list(scene(mesh))
+        return list(scenario(mesh))
 
 
 @pytest.fixture(scope="module")

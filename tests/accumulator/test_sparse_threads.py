@@ -25,7 +25,7 @@ SIZE = NUM_APPLIERS * NUM_EACH
 
 
 @pytest.fixture(autouse=True)
-def restless():
+def fast_thread_switching():
     """Makes Python switch threads a hundred times more often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(before / 100)
@@ -56,12 +56,12 @@ def places_of(sums):
 class Run:
     """Appliers and consumers that start together; records added, taken and left gradients."""
 
-    def __init__(self, crew, accumulators):
+    def __init__(self, call_threads, accumulators):
         self.accumulators = accumulators
         self.kept, self.taken = [], []
         self._start = threading.Barrier(NUM_APPLIERS + NUM_CONSUMERS)
-        consumers = [crew.start(self.take, number) for number in range(NUM_CONSUMERS)]
-        appliers = [crew.start(self.apply, number) for number in range(NUM_APPLIERS)]
+        consumers = [call_threads.start(self.take, number) for number in range(NUM_CONSUMERS)]
+        appliers = [call_threads.start(self.apply, number) for number in range(NUM_APPLIERS)]
         for call in appliers:
             call.result()
         states = [acc.accumulator_ref for acc in accumulators]
@@ -121,10 +121,10 @@ class MeshRun(Run):
         return [first]
 
 
-def test_sixteen_threads_over_a_mesh(implementation, crew):
+def test_sixteen_threads_over_a_mesh(implementation, call_threads):
     with gr.open_mesh([0, 0, 1, 1], backend="sim", kernels=implementation, strict=True) as mesh:
         acc = gr.SparseConditionalAccumulator("float32", reduction_type="SUM", device=mesh)
-        MeshRun(crew, [acc]).check()
+        MeshRun(call_threads, [acc]).check()
 
 
 class SeveralRun(Run):
@@ -145,8 +145,8 @@ class SeveralRun(Run):
         return self.ordered(number, taken)
 
 
-def test_sixteen_threads_on_a_sparse_and_a_dense_one(device, crew):
-    run = SeveralRun(crew, [
+def test_sixteen_threads_on_a_sparse_and_a_dense_one(device, call_threads):
+    run = SeveralRun(call_threads, [
         make("float32", reduction_type="SUM", device=device)
         for make in (gr.SparseConditionalAccumulator, gr.ConditionalAccumulator)
     ])  # fmt: skip

@@ -19,9 +19,11 @@ def counters(acc):
     return acc.num_accumulated(), acc.global_step, acc.num_dropped
 
 
-def test_a_take_waits_for_enough_and_is_served_by_the_apply_that_brings_it(accumulator, crew):
+def test_a_take_waits_for_enough_gradients_and_the_last_apply_completes_it(
+    accumulator, call_threads
+):
     acc = accumulator()
-    take = crew.waiting(acc.take_grad, 3)
+    take = call_threads.waiting(acc.take_grad, 3)
     for value in (1.0, 2.0):
         assert acc.apply_grad([value])
         assert not take.is_done
@@ -31,19 +33,19 @@ def test_a_take_waits_for_enough_and_is_served_by_the_apply_that_brings_it(accum
     assert take.result().tolist() == [3.0]
 
 
-def test_take_two_waiting_and_three_applies_of_one_step(accumulator, crew):
+def test_a_waiting_take_of_two_drops_the_third_gradient_of_the_step(accumulator, call_threads):
     """The first two are averaged, and the third is dropped."""
     acc = accumulator()
-    take = crew.waiting(acc.take_grad, 2)
+    take = call_threads.waiting(acc.take_grad, 2)
     assert [acc.apply_grad([value]) for value in (1.0, 3.0, 100.0)] == [True, True, False]
     assert take.result().tolist() == [2.0]
     assert counters(acc) == (0, 1, 1)
 
 
-def test_a_head_that_needs_more_holds_up_one_that_needs_less(accumulator, crew):
+def test_a_take_that_needs_more_blocks_a_later_one_that_needs_less(accumulator, call_threads):
     acc = accumulator()
-    head = crew.waiting(acc.take_grad, 3)
-    behind = crew.waiting(acc.take_grad, 1)
+    head = call_threads.waiting(acc.take_grad, 3)
+    behind = call_threads.waiting(acc.take_grad, 1)
     acc.apply_grad([1.0])
     acc.apply_grad([2.0])
     assert not head.is_done
@@ -56,9 +58,9 @@ def test_a_head_that_needs_more_holds_up_one_that_needs_less(accumulator, crew):
     assert behind.result().tolist() == [7.0]
 
 
-def test_a_satisfied_take_does_not_overtake(accumulator, crew):
+def test_a_take_with_enough_gradients_does_not_overtake(accumulator, call_threads):
     acc = accumulator()
-    head = crew.waiting(acc.take_grad, 2)
+    head = call_threads.waiting(acc.take_grad, 2)
     acc.apply_grad([1.0])
     with pytest.raises(DeadlineExceededError, match="behind another take"):
         acc.take_grad(1, timeout=0)
@@ -66,9 +68,9 @@ def test_a_satisfied_take_does_not_overtake(accumulator, crew):
     assert head.result().tolist() == [2.0]
 
 
-def test_three_takes_need_three_steps(accumulator, crew):
+def test_three_takes_need_three_steps(accumulator, call_threads):
     acc = accumulator()
-    takes = [crew.waiting(acc.take_grad, 1) for _ in range(3)]
+    takes = [call_threads.waiting(acc.take_grad, 1) for _ in range(3)]
     for step in range(3):
         assert [take.is_done for take in takes] == [place < step for place in range(3)]
         assert acc.apply_grad([float(step)], step)
@@ -76,9 +78,9 @@ def test_three_takes_need_three_steps(accumulator, crew):
     assert [take.result().tolist() for take in takes] == [[0.0], [1.0], [2.0]]
 
 
-def test_one_apply_serves_one_take(accumulator, crew):
+def test_one_apply_completes_one_take(accumulator, call_threads):
     acc = accumulator()
-    takes = [crew.waiting(acc.take_grad, 1) for _ in range(4)]
+    takes = [call_threads.waiting(acc.take_grad, 1) for _ in range(4)]
     acc.apply_grad([5.0], 100)
     assert [take.is_done for take in takes] == [True, False, False, False]
     for _ in range(3):
@@ -86,11 +88,11 @@ def test_one_apply_serves_one_take(accumulator, crew):
     assert all(take.result().tolist() == [5.0] for take in takes)
 
 
-def test_what_is_dropped_or_refused_wakes_nobody(accumulator, crew):
+def test_dropped_and_refused_gradients_wake_no_take(accumulator, call_threads):
     acc = accumulator()
     acc.set_global_step(1)
     acc.apply_grad([1.0], 1)
-    take = crew.waiting(acc.take_grad, 2)
+    take = call_threads.waiting(acc.take_grad, 2)
     assert not acc.apply_grad([1.0], 0)
     with pytest.raises(InvalidArgumentError):
         acc.apply_grad([1.0, 2.0], 1)
@@ -102,10 +104,10 @@ def test_what_is_dropped_or_refused_wakes_nobody(accumulator, crew):
     assert take.result().tolist() == [1.5]
 
 
-def test_a_step_that_is_set_wakes_nobody_and_counts_for_the_next(accumulator, crew):
+def test_setting_the_step_wakes_no_take_and_applies_to_later_gradients(accumulator, call_threads):
     acc = accumulator()
     acc.apply_grad([1.0])
-    take = crew.waiting(acc.take_grad, 2)
+    take = call_threads.waiting(acc.take_grad, 2)
     acc.set_global_step(7)
     assert not take.is_done
     assert not acc.apply_grad([1.0], 6)
@@ -114,9 +116,11 @@ def test_a_step_that_is_set_wakes_nobody_and_counts_for_the_next(accumulator, cr
     assert acc.global_step == 8
 
 
-def test_the_kind_of_a_waiting_take_is_that_of_the_first_gradient(accumulator, device, crew):
+def test_the_array_type_of_a_waiting_take_is_that_of_the_first_gradient(
+    accumulator, device, call_threads
+):
     acc = accumulator()
-    take = crew.waiting(acc.take_grad, 2)
+    take = call_threads.waiting(acc.take_grad, 2)
     acc.apply_grad(device.put(np.ones(1, "float32")))
     acc.apply_grad([1.0])
     assert isinstance(take.result(), gr.Buffer)
@@ -125,14 +129,14 @@ def test_the_kind_of_a_waiting_take_is_that_of_the_first_gradient(accumulator, d
 # -- time -----------------------------------------------------------------------------------------
 
 
-def test_timeout_zero_takes_what_is_there(accumulator):
+def test_timeout_zero_takes_available_gradients(accumulator):
     acc = accumulator()
     acc.apply_grad([2.0])
     assert acc.take_grad(1, timeout=0).tolist() == [2.0]
 
 
 @pytest.mark.parametrize("timeout", [0, -1, -np.inf, 0.001, np.float32(0)])
-def test_the_text_tells_step_count_and_how_many_are_missing(accumulator, timeout):
+def test_the_error_has_the_step_the_count_and_the_missing_number(accumulator, timeout):
     acc = accumulator()
     acc.set_global_step(4)
     acc.apply_grad([1.0], 3)
@@ -149,9 +153,9 @@ def test_the_text_tells_step_count_and_how_many_are_missing(accumulator, timeout
 
 
 @pytest.mark.parametrize("timeout", [np.inf, 1e300, 10**30, None])
-def test_waiting_for_ever(accumulator, crew, timeout):
+def test_waiting_for_ever(accumulator, call_threads, timeout):
     acc = accumulator()
-    take = crew.waiting(acc.take_grad, 1, timeout=timeout)
+    take = call_threads.waiting(acc.take_grad, 1, timeout=timeout)
     acc.apply_grad([2.0])
     assert take.result().tolist() == [2.0]
 
@@ -166,11 +170,11 @@ def test_a_wrong_timeout_leaves_nothing_in_the_queue(accumulator, timeout, error
     assert acc.take_grad(1, timeout=0).tolist() == [2.0]
 
 
-def test_a_take_that_times_out_loses_nothing_and_the_next_head_is_served(accumulator, crew):
+def test_a_timed_out_take_keeps_the_sum_and_the_next_take_completes(accumulator, call_threads):
     acc = accumulator()
     acc.apply_grad([2.0])
-    head = crew.expiring(acc.take_grad, 2)
-    behind = [crew.waiting(acc.take_grad, 1) for _ in range(2)]
+    head = call_threads.expiring(acc.take_grad, 2)
+    behind = [call_threads.waiting(acc.take_grad, 1) for _ in range(2)]
     assert not behind[0].is_done
     head.expire()
     with pytest.raises(DeadlineExceededError, match=r"within 0.2 s; step 0: 1 of 2"):
@@ -182,19 +186,19 @@ def test_a_take_that_times_out_loses_nothing_and_the_next_head_is_served(accumul
     assert behind[1].result().tolist() == [3.0]
 
 
-def test_a_take_that_is_served_in_the_moment_of_its_timeout_has_its_gradient(accumulator, crew):
+def test_a_take_that_completes_at_its_timeout_returns_its_gradient(accumulator, call_threads):
     acc = accumulator()
-    take = crew.expiring(acc.take_grad, 1)
+    take = call_threads.expiring(acc.take_grad, 1)
     acc.apply_grad([2.0])
     take.expire()
     assert take.result().tolist() == [2.0]
 
 
-def test_a_take_in_the_middle_that_times_out(accumulator, crew):
+def test_a_take_in_the_middle_that_times_out(accumulator, call_threads):
     acc = accumulator()
-    first = crew.waiting(acc.take_grad, 1)
-    middle = crew.waiting(acc.take_grad, 1, timeout=0.001)
-    last = crew.waiting(acc.take_grad, 1)
+    first = call_threads.waiting(acc.take_grad, 1)
+    middle = call_threads.waiting(acc.take_grad, 1, timeout=0.001)
+    last = call_threads.waiting(acc.take_grad, 1)
     with pytest.raises(DeadlineExceededError):
         middle.result()
     assert not first.is_done
@@ -211,7 +215,7 @@ class Interrupted(threading.Event):
         raise KeyboardInterrupt
 
 
-def test_a_take_that_is_interrupted_loses_nothing(accumulator, monkeypatch):
+def test_an_interrupted_take_keeps_the_sum(accumulator, monkeypatch):
     acc = accumulator()
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -224,7 +228,7 @@ def test_a_take_that_is_interrupted_loses_nothing(accumulator, monkeypatch):
     assert acc.take_grad(1, timeout=0).tolist() == [2.0]
 
 
-def test_a_take_that_is_interrupted_while_it_is_served_leaves_no_ticket(accumulator, monkeypatch):
+def test_a_take_that_is_interrupted_while_it_completes_leaves_the_queue(accumulator, monkeypatch):
     acc = accumulator()
     acc.apply_grad([2.0])
 
@@ -257,10 +261,10 @@ def test_an_error_keeps_no_sum_alive(accumulator):
 # -- close ----------------------------------------------------------------------------------------
 
 
-def test_close_cancels_everyone_who_waits(accumulator, crew):
+def test_close_cancels_all_waiting_takes(accumulator, call_threads):
     acc = accumulator()
     acc.apply_grad([1.0])
-    takes = [crew.waiting(acc.take_grad, 2 + place) for place in range(3)]
+    takes = [call_threads.waiting(acc.take_grad, 2 + place) for place in range(3)]
     acc.close()
     for take in takes:
         assert take.is_done
@@ -268,18 +272,18 @@ def test_close_cancels_everyone_who_waits(accumulator, crew):
             take.result()
 
 
-def test_close_serves_nobody(accumulator, crew):
+def test_close_completes_no_take(accumulator, call_threads):
     """The second would have enough gradients when the first has left the queue."""
     acc = accumulator()
     acc.apply_grad([1.0])
-    takes = [crew.waiting(acc.take_grad, num_required) for num_required in (2, 1)]
+    takes = [call_threads.waiting(acc.take_grad, num_required) for num_required in (2, 1)]
     acc.close()
     for take in takes:
         with pytest.raises(CancelledError):
             take.result()
 
 
-def test_the_block_is_left_in_another_thread(accumulator, crew):
+def test_the_with_block_ends_in_another_thread(accumulator, call_threads):
     acc = accumulator()
     inside, leave = threading.Event(), threading.Event()
 
@@ -288,10 +292,10 @@ def test_the_block_is_left_in_another_thread(accumulator, crew):
             inside.set()
             assert leave.wait(30)
 
-    closer = crew.start(worker)
+    closer = call_threads.start(worker)
     assert inside.wait(30)
     with acc:
-        take = crew.waiting(acc.take_grad, 1)
+        take = call_threads.waiting(acc.take_grad, 1)
         leave.set()
         closer.result()
         with pytest.raises(CancelledError):
@@ -300,7 +304,7 @@ def test_the_block_is_left_in_another_thread(accumulator, crew):
             acc.apply_grad([1.0])
 
 
-def test_close_races_with_applies_and_takes(accumulator, crew):
+def test_close_races_with_applies_and_takes(accumulator, call_threads):
     """In any order, no take waits forever and none returns a result after the close."""
     for _ in range(50):
         acc = accumulator(reduction_type="SUM")
@@ -314,7 +318,7 @@ def test_close_races_with_applies_and_takes(accumulator, crew):
             start.wait(30)
             return [float(acc.take_grad(1)[0]) for _ in range(20)]
 
-        calls = [crew.start(apply), crew.start(take)]
+        calls = [call_threads.start(apply), call_threads.start(take)]
         start.wait(30)
         acc.close()
         for call in calls:

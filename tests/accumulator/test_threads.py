@@ -23,7 +23,7 @@ LONG_S = 180.0  # a run takes ten seconds on an idle machine
 
 
 @pytest.fixture(autouse=True)
-def restless():
+def fast_thread_switching():
     """Makes Python switch threads a hundred times more often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(before / 100)
@@ -69,12 +69,12 @@ class Run:
     takes determine which gradients a take must contain.
 
     Args:
-        crew: starts the threads.
+        call_threads: starts the threads.
         accumulators: accumulators with reduction type SUM.
         num_each: the number of applies of each applier.
     """
 
-    def __init__(self, crew, accumulators, num_each):
+    def __init__(self, call_threads, accumulators, num_each):
         self.accumulators, self.num_each = accumulators, num_each
         self.states = [acc.accumulator_ref for acc in accumulators]
         for state in self.states:
@@ -82,8 +82,8 @@ class Run:
         self.kept = [[] for _ in range(NUM_APPLIERS)]
         self.results = {}  # of the takes of each thread, [accumulator or None]
         self._start = threading.Barrier(NUM_APPLIERS + NUM_CONSUMERS)
-        consumers = [crew.start(self.take, number) for number in range(NUM_CONSUMERS)]
-        appliers = [crew.start(self.apply, number) for number in range(NUM_APPLIERS)]
+        consumers = [call_threads.start(self.take, number) for number in range(NUM_CONSUMERS)]
+        appliers = [call_threads.start(self.apply, number) for number in range(NUM_APPLIERS)]
         for call in appliers:
             call.result(LONG_S)
         # The rest is not enough for the first take, so takes would wait forever.
@@ -172,10 +172,10 @@ class Run:
 
 
 @pytest.mark.parametrize("num", [4800, pytest.param(100_000, marks=LONG)])
-def test_many_applies_of_sixty_four_threads(crew, num):
+def test_many_applies_of_sixty_four_threads(call_threads, num):
     with opened(1) as mesh:
         acc = gr.ConditionalAccumulator("float64", reduction_type="SUM", device=mesh.devices[0])
-        Run(crew, [acc], -(-num // NUM_APPLIERS)).check()
+        Run(call_threads, [acc], -(-num // NUM_APPLIERS)).check()
 
 
 class MeshRun(Run):
@@ -190,10 +190,10 @@ class MeshRun(Run):
             return int(acc.apply_grad(grad, step))
 
 
-def test_sixty_four_threads_over_a_mesh(implementation, crew):
+def test_sixty_four_threads_over_a_mesh(implementation, call_threads):
     with opened([0, 0, 1, 1], implementation) as mesh:
         acc = gr.ConditionalAccumulator("float64", reduction_type="SUM", device=mesh)
-        MeshRun(crew, [acc], 40).check()
+        MeshRun(call_threads, [acc], 40).check()
 
 
 class SeveralRun(Run):
@@ -213,17 +213,17 @@ class SeveralRun(Run):
 
 
 @pytest.mark.parametrize("second", [0, slice(1, None)], ids=["device", "mesh"])
-def test_sixty_four_threads_on_two_accumulators_together(implementation, crew, second):
+def test_sixty_four_threads_on_two_accumulators_together(implementation, call_threads, second):
     with opened([0, 0, 1], implementation) as mesh:
         homes = mesh.devices[1], mesh.devices[0] if second == 0 else mesh[second]
         accumulators = [
             gr.ConditionalAccumulator("float64", reduction_type="SUM", device=home)
             for home in homes
         ]
-        SeveralRun(crew, accumulators, 40).check()
+        SeveralRun(call_threads, accumulators, 40).check()
 
 
-def test_means_of_many_threads_are_of_all_that_each_take_holds(implementation, crew):
+def test_means_of_many_threads_are_of_all_that_each_take_holds(implementation, call_threads):
     """Gradients can be recognized in a mean, too: 1 / count at the applier's index."""
     num_each, num_threads = 20, 16
     size = num_each * num_threads
@@ -237,7 +237,7 @@ def test_means_of_many_threads_are_of_all_that_each_take_holds(implementation, c
                 for place in range(number, size, num_threads):
                     assert acc.apply_grad(np.eye(1, size, place, "float32")[0], 2**62)
 
-        calls = [crew.start(apply, number) for number in range(num_threads)]
+        calls = [call_threads.start(apply, number) for number in range(num_threads)]
         start.wait(30)
         seen = np.zeros(size, int)
         while seen.sum() < size:
@@ -250,18 +250,20 @@ def test_means_of_many_threads_are_of_all_that_each_take_holds(implementation, c
             call.result()
 
 
-def test_a_waiting_take_gets_no_more_than_it_needs_from_applies_of_one_step(accumulator, crew):
+def test_a_waiting_take_gets_no_more_than_it_needs_from_applies_of_one_step(
+    accumulator, call_threads
+):
     """The call that adds the last gradient also completes the take, so the third is stale."""
     acc = accumulator(reduction_type="SUM")
     for step in range(60):
-        take = crew.waiting(acc.take_grad, 2)
+        take = call_threads.waiting(acc.take_grad, 2)
         start = threading.Barrier(3)
 
         def apply(start=start, step=step):
             start.wait(30)
             return acc.apply_grad([1.0], step)
 
-        kept = [call.result() for call in [crew.start(apply) for _ in range(3)]]
+        kept = [call.result() for call in [call_threads.start(apply) for _ in range(3)]]
         assert sorted(kept) == [False, True, True]
         assert take.result().tolist() == [2.0]
         assert (acc.num_accumulated(), acc.num_dropped) == (0, step + 1)

@@ -85,7 +85,7 @@ def test_lists_and_numbers_convert(accumulator, dtype, grad):
         (np.array(["a"]), ValueError),
     ],
 )
-def test_what_is_no_gradient(accumulator, grad, error):
+def test_invalid_gradients_are_refused(accumulator, grad, error):
     acc = accumulator()
     with pytest.raises(error):
         acc.apply_grad(grad)
@@ -114,7 +114,7 @@ def test_a_dtype_that_is_not_accumulated(accumulator, dtype):
 
 
 @pytest.mark.parametrize("reduction_type", ["mean", "Sum", "", None, "AVERAGE", gr.ReduceOp.MEAN])
-def test_reduction_types_are_two_words(accumulator, reduction_type):
+def test_reduction_types_are_mean_and_sum(accumulator, reduction_type):
     with pytest.raises(ValueError, match='not in: "MEAN", "SUM"'):
         accumulator(reduction_type=reduction_type)
 
@@ -162,7 +162,7 @@ def test_the_default_device_is_the_first_of_the_default_mesh(monkeypatch):
 
 
 @pytest.mark.parametrize("num_required", [0, -1, -(10**30)])
-def test_less_than_one_is_never_enough(accumulator, num_required):
+def test_num_required_must_be_positive(accumulator, num_required):
     acc = accumulator()
     acc.apply_grad([1.0])
     with pytest.raises(InvalidArgumentError, match="num_required must be positive, but was"):

@@ -65,7 +65,7 @@ def test_bits_are_compared_but_those_of_nan():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("counts", [(1, 1, 1), (1, 3)], ids=str)
-def test_all_processes_raise_alike(counts, dtype):
+def test_all_processes_raise_the_same_error(counts, dtype):
     firsts = np.cumsum([0, *counts])
 
     def work(group):
@@ -94,7 +94,7 @@ def test_all_processes_raise_alike(counts, dtype):
         ]
 
 
-def test_processes_with_other_tensors_are_told():
+def test_different_tensors_of_processes_are_reported():
     def work(group):
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
             variables = make(mesh)

@@ -40,11 +40,11 @@ def address(array: np.ndarray) -> int:
     [np.zeros(2), np.float32(1), 1, 1.5, 1j, [1, 2], (1.0, [2.0]), [], np.zeros((0, 2))],
     ids=repr,
 )
-def test_numpy_and_numbers_are_of_one_kind(value):
+def test_numpy_arrays_and_numbers_have_the_native_kind(value):
     assert kind_of(value) == "native"
 
 
-def test_a_buffer_is_a_kind_of_its_own(device):
+def test_a_buffer_has_its_own_kind(device):
     assert kind_of(device.empty((2,), "float32")) == "buffer"
 
 
@@ -59,14 +59,14 @@ def test_only_arrays_have_a_dtype_of_their_own(device):
     ("module", "kind"),
     [("torch", "torch"), ("cupy._core.core", "cupy"), ("jaxlib._jax", "jax"), ("jax.core", "jax")],
 )
-def test_arrays_of_other_libraries_are_known_by_their_module(module, kind):
+def test_arrays_of_other_libraries_are_recognized_by_their_module(module, kind):
     loaded = set(sys.modules)
     assert kind_of(array_of(module)) == kind
     assert kind_of(type("Sub", (type(array_of(module)),), {"__module__": "mine"})()) == kind
     assert not {"torch", "cupy", "jax"} & (set(sys.modules) - loaded)
 
 
-def test_as_kind_is_a_name_of_a_library_that_is_there():
+def test_output_type_must_name_an_imported_library():
     assert as_result_kind(None, "native") == "native"
     assert as_result_kind("buffer", "native") == "buffer"
     with pytest.raises(ValueError, match=r"output_type='tensor' is not one of \('numpy'"):
@@ -107,7 +107,7 @@ def test_a_contiguous_array_is_shared(device, shape, dtype):
     assert not buffer.block.owned
 
 
-def test_what_is_written_later_is_seen(device):
+def test_later_writes_are_visible(device):
     array = np.zeros(3, np.float32)
     buffer = to_buffer(array, device)
     array[1] = 7
@@ -155,14 +155,14 @@ def test_any_other_array_is_copied(device, array):
     ],
     ids=repr,
 )  # fmt: skip
-def test_numbers_become_what_numpy_makes_of_them(device, value, dtype):
+def test_numbers_are_converted_as_by_numpy(device, value, dtype):
     buffer = to_buffer(value, device)
     assert same(buffer.numpy(), np.asarray(value))
     assert buffer.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_numbers_become_the_dtype_that_is_wanted(device, dtype):
+def test_numbers_are_converted_to_the_requested_dtype(device, dtype):
     wanted = np.array([[0, 1], [2, 100]]).astype(dtype)
     assert same(to_buffer([[0, 1], [2, 100]], device, dtype=dtype).numpy(), wanted)
     assert same(to_buffer(3, device, dtype=dtype).numpy(), np.array(3).astype(dtype))
@@ -174,7 +174,7 @@ def test_numbers_become_the_dtype_that_is_wanted(device, dtype):
     [(1.5, "int32"), ([1.0], "uint8"), (1j, "float32"), (["1"], "float32"), ([2**70], "float32")],
     ids=repr,
 )
-def test_numbers_that_would_lose_their_kind_are_refused(device, value, dtype):
+def test_lossy_conversions_of_numbers_are_refused(device, value, dtype):
     with pytest.raises(ValueError, match=f"cannot convert .* numbers to {dtype}"):
         to_buffer(value, device, dtype=as_dtype(dtype))
 
@@ -193,7 +193,7 @@ def test_numbers_out_of_range_are_refused(device, value, dtype):
 @pytest.mark.parametrize(
     ("value", "dtype"), [(127, "int8"), (-128, "int8"), (2**64 - 1, "uint64"), (255, "uint8")]
 )
-def test_the_ends_of_a_range_are_in_it(device, value, dtype):
+def test_the_limits_of_a_dtype_are_in_range(device, value, dtype):
     assert int(to_buffer(value, device, dtype=as_dtype(dtype)).numpy()) == value
 
 
@@ -226,7 +226,7 @@ def test_lists_of_what_cannot_be_added_are_refused(device):
             to_buffer(value, device)
 
 
-def test_a_buffer_stays_where_it_is(mesh):
+def test_a_buffer_is_not_copied_to_another_device(mesh):
     buffer = owned(mesh.devices[0], np.zeros(2, np.float32))
     assert to_buffer(buffer, mesh.devices[1]) is buffer
     assert from_buffer(buffer, "buffer") is buffer
@@ -234,7 +234,7 @@ def test_a_buffer_stays_where_it_is(mesh):
         to_buffer(buffer, other.devices[0])
 
 
-def test_an_array_that_went_out_keeps_its_memory(device):
+def test_a_returned_array_keeps_its_memory(device):
     buffer = owned(device, np.arange(8, dtype=np.float32))
     array = from_buffer(buffer.view(2, (2, 2)), "numpy")
     assert np.array_equal(array, [[2, 3], [4, 5]])

@@ -46,7 +46,7 @@ def data_of(dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tensor_crosses_on_its_own_memory_both_ways(mesh, dtype):
+def test_a_tensor_is_shared_without_a_copy_in_both_directions(mesh, dtype):
     array = data_of(dtype)
     tensor = tensor_of(array)
     buffer = to_buffer(tensor, mesh.devices[2])
@@ -154,7 +154,7 @@ def test_an_all_reduce_of_tensors(mesh):
                 assert same(host(tensor), sum(arrays[d][place] for d in range(4)))
 
 
-def test_pieces_conjugates_and_graphs(mesh):
+def test_strided_conjugated_and_differentiable_tensors(mesh):
     import torch
 
     tensor = torch.arange(60, device="cuda", dtype=torch.float32).reshape(6, 10)

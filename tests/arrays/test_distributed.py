@@ -53,7 +53,7 @@ def test_values_on_listed_devices_keep_their_order(mesh, make):
 
 
 @BOTH
-def test_buffers_say_themselves_where_they_are(mesh, make):
+def test_buffers_determine_the_devices(mesh, make):
     buffers = [
         owned(mesh.devices[index], array) for index, array in zip((2, 0), arrays(2), strict=True)
     ]
@@ -92,7 +92,7 @@ def test_any_iterable_of_values(mesh):
     assert gr.PerReplica(np.arange(6.0).reshape(3, 2), mesh).values[2][0] == 4
 
 
-def test_the_kind_is_that_of_the_first_value(mesh):
+def test_the_array_type_is_that_of_the_first_value(mesh):
     given = arrays()
     mixed = [given[0], owned(mesh.devices[1], given[1]), given[2]]
     value = gr.PerReplica(mixed, mesh)
@@ -149,19 +149,19 @@ def test_values_are_a_sequence_of_arrays_in_the_order_of_devices(mesh, make):
     assert [found.indices.tolist() for found in (*sparse, sparse[-1])] == [[3]] * 4
 
 
-def test_copies_may_be_forgotten_while_they_are_made(mesh):
+def test_cached_copies_may_be_cleared_while_they_are_made(mesh):
     """As if another thread called at the same time."""
     value = gr.PerReplica([np.ones((4, 5), order="F") for _ in mesh], mesh)
 
-    class Forgetful(type(value)):
+    class ClearsCopies(type(value)):
         def __setattr__(self, name, found):
             super().__setattr__(name, None if name == "_parts" else found)
 
-    value.__class__ = Forgetful
+    value.__class__ = ClearsCopies
     assert [buffer.shape for buffer in value.buffers] == [(4, 5)] * len(mesh)
 
 
-def test_arrays_of_another_order_are_read_anew_by_each_call(mesh):
+def test_arrays_of_another_memory_order_are_read_again_by_each_call(mesh):
     """Their C-order Buffers are copies, because the arrays may change between two calls."""
     for order in "CF":
         given = [np.ones((4, 5), order=order) for _ in mesh]
@@ -186,7 +186,7 @@ def test_arrays_of_another_order_are_read_anew_by_each_call(mesh):
 
 
 @BOTH
-def test_one_value_becomes_an_array_several_do_not(mesh, make):
+def test_one_value_converts_to_an_array_and_several_do_not(mesh, make):
     one = make([np.arange(3)], devices=mesh.devices[2:])
     assert np.array_equal(np.asarray(one), [0, 1, 2])
     assert np.asarray(one, np.float32).dtype == np.float32
@@ -269,7 +269,7 @@ def test_a_device_is_named_once(mesh, make):
 
 
 @BOTH
-def test_a_buffer_lies_where_it_lies(mesh, make):
+def test_a_buffer_of_another_device_is_refused(mesh, make):
     given = [owned(device, array) for device, array in zip(mesh.devices, arrays(), strict=True)]
     with pytest.raises(DeviceMismatchError, match="was passed as the value for sim:0"):
         make(given[::-1], mesh)

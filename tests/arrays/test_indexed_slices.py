@@ -195,7 +195,7 @@ def test_a_whole_array_has_a_known_shape(mesh, dense_shape):
     assert slices.coalesce().dense_shape == dense_shape
 
 
-def test_an_unknown_kind_of_result_is_refused(mesh):
+def test_an_unknown_output_type_is_refused(mesh):
     for call in (slices_of().coalesce, slices_of().to_dense):
         with refused(mesh, ValueError, "output_type='tensor' is not one of"):
             call(output_type="tensor")
@@ -224,7 +224,7 @@ def test_rows_of_any_shape():
         assert same(slices.coalesce().values, merged(slices)[1])
 
 
-def test_nothing_is_shared_and_nothing_written(mesh):
+def test_results_share_no_memory_and_inputs_are_not_written(mesh):
     for indices in (np.array([1, 0]), np.array([0, 1])):  # also if nothing is merged or moved
         values = np.ones((2, 3), "float32")
         values.flags.writeable = False
@@ -237,7 +237,7 @@ def test_nothing_is_shared_and_nothing_written(mesh):
         assert (values == 1).all()
 
 
-def test_the_result_is_where_the_values_are_and_of_their_kind(mesh):
+def test_the_result_has_the_device_and_the_array_type_of_the_values(mesh):
     first, second, third = mesh.devices
     values = np.ones((2, 3))
     with gr.replica(1):
@@ -251,7 +251,7 @@ def test_the_result_is_where_the_values_are_and_of_their_kind(mesh):
     assert isinstance(gr.IndexedSlices(values, [1, 1]).coalesce().values, np.ndarray)
 
 
-def test_what_a_call_costs(mesh):
+def test_the_device_work_of_each_call(mesh):
     slices = slices_of()
     with mesh.journal() as journal:
         slices.coalesce(output_type="buffer")
@@ -273,7 +273,7 @@ def test_what_a_call_costs(mesh):
     width=st.integers(0, 9),
     seed=st.integers(0, 999),
 )
-def test_laws(dtype, indices, width, seed):
+def test_conversions_agree_with_each_other(dtype, indices, width, seed):
     values = exact_data((len(indices), width), dtype, seed=seed)
     slices = gr.IndexedSlices(values, indices, (7, width))
     once, dense = slices.coalesce(), slices.to_dense()
@@ -317,7 +317,7 @@ def test_many_tensors_share_launches(mesh):
     assert coalesced([], []) == densified([]) == []
 
 
-def test_partial_sums_are_wide_and_divided_row_by_row(mesh):
+def test_partial_sums_have_the_accumulate_dtype_and_are_divided_per_row(mesh):
     """As an accumulator of float16 needs: float32 sums, each row divided by its own count."""
     slices, plan = slices_of("float16"), plan_segments(np.array(INDICES))
     values = mesh.devices[0].put(slices.values)

@@ -78,20 +78,20 @@ def test_a_round_trip_keeps_shape_dtype_and_values(library, device, shape):
         assert same(library.numpy(back), values)
 
 
-def test_nothing_is_copied_on_the_way_in(library, device):
+def test_inputs_are_not_copied(library, device):
     for dtype in library.dtypes():
         theirs = library.array(np.arange(64).astype(as_dtype(dtype)))
         assert to_buffer(theirs, device).address == library.address(theirs), dtype
 
 
-def test_nothing_is_copied_on_the_way_out(library, device):
+def test_results_are_not_copied(library, device):
     for dtype in library.dtypes():
         own = device.upload(np.arange(64).astype(as_dtype(dtype)))
         shared = library.address(from_buffer(own, library.name)) == own.address
         assert shared == (library.name == "torch" or dtype != "bfloat16"), dtype
 
 
-def test_an_array_that_went_out_keeps_its_memory(library, device):
+def test_a_returned_array_keeps_its_memory(library, device):
     own = device.upload(np.full(5000, 3, np.float32))
     theirs = from_buffer(own, library.name)
     del own
@@ -122,7 +122,7 @@ def test_tensors_that_are_no_plain_arrays(device):
 
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_tensors_without_values_in_their_memory_are_refused_in_our_words(mesh):
+def test_tensors_without_values_in_memory_are_refused_with_our_message(mesh):
     torch = Library("torch").module
     fake = importlib.import_module("torch._subclasses.fake_tensor")
     parts, plain = [torch.ones(2), torch.ones(3)], torch.ones(3)
@@ -211,7 +211,7 @@ def test_a_gradient_that_was_donated_is_named(mesh):
 
 
 @pytest.mark.jax
-def test_a_traced_array_is_no_array(device):
+def test_a_traced_array_is_refused(device):
     jax = importlib.import_module("jax")
 
     def traced(x):
@@ -229,7 +229,7 @@ def test_a_traced_array_is_no_array(device):
     jax.jit(traced)(Library("jax").array(np.zeros(3, np.float32)))
 
 
-def test_what_a_library_has_besides_arrays_is_refused_in_our_words(library, mesh):
+def test_other_objects_of_a_library_are_refused_with_our_message(library, mesh):
     module, good = library.module, library.array(np.zeros(3, np.float32))
     if library.name == "jax":
         jax = importlib.import_module("jax")
@@ -255,7 +255,7 @@ def terms(library, seeds=(1, 2, 3)):
     return [library.array(np.full((2, 3), seed, np.float32)) for seed in seeds]
 
 
-def test_results_are_of_the_kind_of_the_first_array(library, mesh, monkeypatch):
+def test_results_have_the_type_of_the_first_array(library, mesh, monkeypatch):
     monkeypatch.setattr("gradreduce.backends._default", [mesh])
     inputs = terms(library)
     expected = np.full((2, 3), 6, np.float32)
@@ -273,7 +273,7 @@ def test_results_are_of_the_kind_of_the_first_array(library, mesh, monkeypatch):
     assert kind_of(gr.add_n(given, output_type=library.name)) == library.name
 
 
-def test_an_all_reduce_gives_the_same_nesting_back(library, mesh):
+def test_an_all_reduce_returns_the_same_nesting(library, mesh):
     grads = [{"w": term, "b": term[0]} for term in terms(library, (1, 3))]
     for ops in (gr.HierarchicalCopyAllReduce(mesh=mesh), gr.NcclAllReduce(mesh=mesh)):
         for entry in ops.all_reduce(grads):
@@ -288,7 +288,7 @@ def test_an_all_reduce_gives_the_same_nesting_back(library, mesh):
     assert isinstance(as_numpy.primary, np.ndarray)
 
 
-def test_a_bad_gradient_of_theirs_is_named_and_nothing_is_launched(library, mesh):
+def test_an_invalid_gradient_is_named_and_nothing_is_launched(library, mesh):
     good, other = terms(library, (1, 3))
     text = r" is float32\[1, 3\], (replica 0|grads\[0\]\['b'\]) is float32\[2, 3\]"
     misfits = {
@@ -314,7 +314,7 @@ def test_a_bad_gradient_of_theirs_is_named_and_nothing_is_launched(library, mesh
     assert same(library.numpy(good), np.full((2, 3), 1, np.float32))
 
 
-def test_an_accumulator_hands_out_the_kind_of_its_first_gradient(library, mesh):
+def test_an_accumulator_returns_the_array_type_of_its_first_gradient(library, mesh):
     accumulator = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
     accumulator.apply_grad(terms(library)[0])
     accumulator.apply_grad(np.full((2, 3), 3, np.float32))
@@ -327,7 +327,7 @@ def test_an_accumulator_hands_out_the_kind_of_its_first_gradient(library, mesh):
     assert isinstance(accumulator.take_grad(1, output_type="numpy"), np.ndarray)
 
 
-def test_a_step_takes_their_gradients(library, mesh):
+def test_a_step_accepts_gradients_of_the_library(library, mesh):
     variable = gr.Variable(terms(library)[0], device=mesh)
     step = gr.SyncStep(
         [variable], gr.GradientDescentOptimizer(0.5), gr.HierarchicalCopyAllReduce(mesh=mesh)
@@ -336,7 +336,7 @@ def test_a_step_takes_their_gradients(library, mesh):
     assert same(variable.numpy(), np.full((2, 3), 1 - 0.5 * 8, np.float32))
 
 
-def test_sparse_rows_keep_their_kind(library, mesh, monkeypatch):
+def test_sparse_rows_keep_their_array_type(library, mesh, monkeypatch):
     monkeypatch.setattr("gradreduce.backends._default", [mesh])
     indices = library.array(np.array([2, 0, 2], np.int32))
     for dtype in library.dtypes():
@@ -374,7 +374,7 @@ def test_sparse_rows_that_are_no_plain_arrays():
 
 
 @pytest.mark.torch
-def test_a_tensor_never_lies_on_memory_that_is_read_only():
+def test_a_tensor_never_shares_read_only_memory():
     torch = pytest.importorskip("torch")
     fixed = np.ones(3, np.float32)
     fixed.flags.writeable = False
@@ -419,7 +419,7 @@ def coo_rows(torch):
 
 
 @pytest.mark.torch
-def test_sparse_coo_tensors_come_back_as_such(mesh, monkeypatch):
+def test_sparse_coo_tensors_are_returned_as_sparse_coo_tensors(mesh, monkeypatch):
     torch = Library("torch").module
     coo = [coo_rows(torch), coo_tensor(torch, [[0]], torch.tensor([[10.0, 20]]), (4, 2)).coalesce()]
     monkeypatch.delattr(torch, "sparse_coo_tensor")  # it always warns in PyTorch 2.11
@@ -482,7 +482,7 @@ def test_optimizers_and_sums_take_sparse_coo_tensors(mesh, monkeypatch):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("over_mesh", [False, True])
-def test_a_sparse_accumulator_gives_sparse_coo_tensors_back(mesh, over_mesh):
+def test_a_sparse_accumulator_returns_sparse_coo_tensors(mesh, over_mesh):
     torch = Library("torch").module
     rows, whole = coo_rows(torch), coo_rows(torch).to_dense()
     device = mesh if over_mesh else mesh.devices[1]

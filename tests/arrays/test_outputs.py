@@ -43,7 +43,7 @@ def write(device, array, dtype=FLOAT) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_numpy_array_is_written_where_it_is(mesh, dtype):
+def test_a_numpy_array_is_written_in_place(mesh, dtype):
     for shape in (SHAPE, (), (0, 2), (1000,)):
         array = np.zeros(shape, dtype)
         assert same(write(mesh.devices[2], array, dtype), array)
@@ -54,7 +54,7 @@ def test_a_numpy_array_is_written_where_it_is(mesh, dtype):
 
 
 @pytest.mark.torch
-def test_a_tensor_is_written_where_it_is_and_autograd_knows(mesh):
+def test_a_tensor_is_written_in_place_and_autograd_notices(mesh):
     torch = importlib.import_module("torch")
     for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64):
         tensor = torch.zeros(SHAPE, dtype=dtype)
@@ -76,7 +76,7 @@ def test_a_tensor_is_written_where_it_is_and_autograd_knows(mesh):
         assert same(write(mesh.devices[1], leaf), leaf.detach().numpy())
 
 
-def test_what_lies_in_a_flat_buffer_is_written_on_its_block(mesh):
+def test_an_array_of_a_flat_buffer_is_written_through_its_block(mesh):
     flat = mesh.flat_buffer([SHAPE, (2,)], FLOAT)
     array, view = flat.arrays()[1][0], flat.views[1][0]
     out = as_out(array, mesh.devices[1], SHAPE, FLOAT)
@@ -87,7 +87,7 @@ def test_what_lies_in_a_flat_buffer_is_written_on_its_block(mesh):
         as_out(array, mesh.devices[0], SHAPE, FLOAT)
 
 
-def test_a_buffer_is_itself(mesh):
+def test_a_buffer_is_written_directly(mesh):
     buffer = mesh.devices[1].zeros(SHAPE, FLOAT)
     out = as_out(buffer, mesh.devices[1], SHAPE, FLOAT)
     assert out.buffer is buffer

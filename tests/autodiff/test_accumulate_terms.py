@@ -105,7 +105,7 @@ def test_accumulate_n_adds_in_pairs_with_rows_among_the_terms(mesh, place, yield
     assert (gradient(loss, TREE) == 2**24 + 2).all()
 
 
-def test_held_terms_are_put_in_the_order_of_the_uses(mesh):
+def test_stored_terms_are_sorted_by_use(mesh):
     """Terms of a recurrence arrive in reverse; methods that add at once add them so."""
     x = gr.Variable([1.0], dtype="float32", device=mesh)
     terms = [2.0**24, 1.0, 1.0, 1.0]
@@ -123,7 +123,7 @@ def test_held_terms_are_put_in_the_order_of_the_uses(mesh):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_methods_agree_on_exact_data_and_hold_what_they_say(mesh, method):
+def test_the_methods_agree_on_exact_data_and_keep_the_documented_number_of_arrays(mesh, method):
     """Largest number of arrays: ADD_N all and the sum; TREE log2 n + 1; ACCUMULATE_N three."""
     x = gr.Variable(np.zeros(SIZE, "float32"), device=mesh)
 
@@ -144,7 +144,7 @@ def test_the_methods_agree_on_exact_data_and_hold_what_they_say(mesh, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_terms_alive_while_they_come(mesh, method):
+def test_the_number_of_live_terms_during_accumulation(mesh, method):
     terms = TermAccumulator(method)
     alive, most = [], 0
     for place in range(NUM_USES):
@@ -159,7 +159,7 @@ def test_terms_alive_while_they_come(mesh, method):
     assert terms.result() is None, "it starts anew"
 
 
-def test_a_lone_term_is_handed_on(mesh):
+def test_a_single_term_is_returned_itself(mesh):
     for method in METHODS:
         terms, term = TermAccumulator(method), np.ones(3)
         terms.push(None, (0, 0), mesh.devices[0])
@@ -181,7 +181,7 @@ def test_a_term_is_never_written(mesh):
         assert total.flags.writeable
 
 
-def test_what_a_rule_holds_ends_with_its_turn(mesh):
+def test_operands_of_a_rule_are_freed_when_it_has_run(mesh):
     """Eight layers keep eight operands and make eight gradients, never both at the same time."""
     layers = [gr.Variable(np.ones(SIZE, "float32"), device=mesh) for _ in range(8)]
 

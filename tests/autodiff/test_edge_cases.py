@@ -15,7 +15,7 @@ def gradients(loss, *args, **options):
     return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
 
 
-def test_ties(v):
+def test_gradients_at_ties(v):
     assert gradients(lambda: np.sum(np.maximum(v, v * 1)))[0].tolist() == [1.0] * 3
     assert gradients(lambda: np.sum(np.minimum(2.0, v)))[0].tolist() == [1.0, 0.0, 0.0]
     assert gradients(lambda: np.sum(np.clip(v, 1, 3)))[0].tolist() == [1.0] * 3, "the ends too"
@@ -27,7 +27,7 @@ def test_ties(v):
     assert gradients(lambda: np.prod((v - 1) * (v - 2)))[0].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_beside_a_nan_the_number_has_the_gradient(mesh, v):
+def test_fmax_and_fmin_give_the_gradient_to_the_number_beside_a_nan(mesh, v):
     holes = gr.Variable([np.nan, 2.5, np.nan], dtype="float32", device=mesh)
     for do in (np.fmax, np.fmin):
         for swapped in (False, True):
@@ -41,7 +41,7 @@ def test_beside_a_nan_the_number_has_the_gradient(mesh, v):
     assert gradients(lambda: np.sum(np.fmin(v, np.nan)))[0].tolist() == [1.0] * 3
 
 
-def test_ends_in_the_other_order_clip_to_the_high_one(v, mesh):
+def test_clip_with_reversed_bounds_uses_the_upper_bound(v, mesh):
     low = gr.Variable([1.5] * 3, dtype="float32", device=mesh)
     high = gr.Variable([2.5, 1.0, 1.0], dtype="float32", device=mesh)
     assert np.clip(v, low, high).tolist() == [1.5, 1.0, 1.0]
@@ -56,7 +56,7 @@ def test_ends_in_the_other_order_clip_to_the_high_one(v, mesh):
         assert [each if each is None else each.tolist() for each in found] == wanted
 
 
-def test_corners_without_nan(mesh, v):
+def test_edge_cases_give_no_nan(mesh, v):
     infinite = [np.inf] * 3
     assert gradients(lambda: np.maximum(v, 2.5), grad_loss=infinite)[0].tolist() == [0, 0, np.inf]
     assert gradients(lambda: np.sum((v - 1) ** 0))[0].tolist() == [0.0] * 3
@@ -74,7 +74,7 @@ def test_corners_without_nan(mesh, v):
     assert (float(loss()), gradients(loss)[0].tolist()) == (0.0, [0.0, 0.0])
 
 
-def test_functions_of_ours_do_not_overflow(mesh):
+def test_our_functions_do_not_overflow(mesh):
     x = gr.Variable([1000.0, -1000.0, 0.0], dtype="float32", device=mesh)
     assert gradients(lambda: gr.autodiff.logsumexp(x))[0].tolist() == [1.0, 0.0, 0.0]
     assert gr.autodiff.sigmoid(x).tolist() == [1.0, 0.0, 0.5]
@@ -88,7 +88,7 @@ def test_functions_of_ours_do_not_overflow(mesh):
             gr.autodiff.softmax_cross_entropy(x, labels)
 
 
-def test_labels_may_be_a_list_and_name_a_class(w):
+def test_labels_may_be_a_list_and_must_be_valid_classes(w):
     loss = lambda labels: gr.autodiff.softmax_cross_entropy(w, labels)  # noqa: E731
     for labels in ([0, 1, 0], [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]):
         wanted = gradients(lambda labels=labels: loss(np.array(labels)))[0]

@@ -34,7 +34,7 @@ def test_a_gradient_has_the_dtype_of_its_variable(mesh, dtype):
         assert found.tolist() == wanted
 
 
-def test_halves_are_added_in_float32(mesh):
+def test_half_precision_is_added_in_float32(mesh):
     x = gr.Variable(np.zeros(2), dtype="float16", device=mesh)
     terms = [2048.0, 1.0, 1.0, 1.0]
     for method in (ADD_N, TREE, ACCUMULATE_N):
@@ -177,7 +177,7 @@ def test_the_variable_cannot_be_written_through_its_value(v):
     assert v.numpy().tolist() == [1.0, 2.0, 3.0]
 
 
-def test_terms_are_added_where_their_tensor_lies(mesh, v):
+def test_terms_are_added_on_the_device_of_their_tensor(mesh, v):
     """A result is on the device of its first operand; a gradient on that of its operand."""
     other = gr.Variable([1.0, 1.0, 1.0], device=mesh.devices[1])
 
@@ -196,7 +196,7 @@ def test_terms_are_added_where_their_tensor_lies(mesh, v):
 # -- rows -----------------------------------------------------------------------------------------
 
 
-def test_what_is_looked_up_has_rows_as_its_gradient(w):
+def test_the_gradient_of_a_lookup_has_rows(w):
     for method in (ADD_N, TREE, ACCUMULATE_N):
         (found,) = gradients(
             lambda: (
@@ -227,7 +227,7 @@ def test_rows_among_dense_terms_are_made_dense(w):
             assert found.tolist() == [[3.0, 3.0], [2.0, 2.0], [4.0, 4.0]]
 
 
-def test_rows_of_what_is_no_variable_are_dense(w):
+def test_rows_of_values_that_are_not_variables_are_dense(w):
     for look_up in (
         lambda x: gr.embedding_lookup(x, np.array([2, 0, 2])),
         lambda x: x[[2, 0, 2]],
@@ -244,7 +244,7 @@ def test_rows_of_what_is_no_variable_are_dense(w):
     assert not nothing.any()
 
 
-def test_what_cannot_be_looked_up(w):
+def test_invalid_lookups_are_refused(w):
     for ids, error in [
         ([0.5], TypeError),
         (["a"], TypeError),
@@ -263,7 +263,7 @@ def test_what_cannot_be_looked_up(w):
 # -- sums of ours ---------------------------------------------------------------------------------
 
 
-def test_sums_of_ours_are_differentiable(v, w):
+def test_our_sums_are_differentiable(v, w):
     for add in (
         gr.add_n,
         gr.accumulate_n,

@@ -32,7 +32,7 @@ def test_the_default_is_what_the_loss_reads_in_the_order_of_first_reading(v, w, 
     assert pairs[1][0].tolist() == [[3.0, 3.0], [5.0, 5.0], [7.0, 7.0]]
 
 
-def test_a_var_list_is_answered_in_its_order(v, w, mesh):
+def test_gradients_are_in_the_order_of_var_list(v, w, mesh):
     fixed = gr.Variable(2.0, trainable=False, device=mesh)
     loss = lambda: np.sum(v * fixed)  # noqa: E731
     for given in ([w, fixed, v], (w, fixed, v), iter([w, fixed, v])):
@@ -50,7 +50,7 @@ def test_a_var_list_is_answered_in_its_order(v, w, mesh):
     assert twice[0].tolist() == twice[1].tolist() == [2.0] * 3
 
 
-def test_what_the_loss_does_not_reach_has_none(v, w):
+def test_unused_variables_have_no_gradient(v, w):
     assert gradients(lambda: np.sum(v.numpy() * 2) + 0 * np.float32(v.shape[0]), [v, w]) == [
         None, None
     ]  # fmt: skip
@@ -73,7 +73,7 @@ def test_replicas_read_their_own_copies(mesh, v):
     assert v.numpy().tolist() == [1 - 2.0, 2 - 4.0, 3 - 6.0]
 
 
-def test_terms_of_several_replicas_in_one_loss_are_added_where_the_first_lies(mesh, v):
+def test_terms_of_several_replicas_in_one_loss_are_added_on_the_first_device(mesh, v):
     def loss():
         total = 0.0
         for replica in (2, 0, 2):
@@ -150,7 +150,7 @@ def test_an_operator_writes_no_variable(v):
     assert {v: 1}[v] == 1
 
 
-def test_a_traced_value_is_not_written_and_not_lost(v):
+def test_writing_or_storing_a_traced_value_raises(v):
     plain = np.zeros(3, "float32")
 
     def into_an_array():
@@ -186,7 +186,7 @@ def test_a_traced_value_is_not_written_and_not_lost(v):
     assert gradients(augmented)[0].tolist() == [3.0] * 3
 
 
-def test_a_value_says_what_an_array_says(v):
+def test_a_traced_value_has_the_attributes_of_an_array(v):
     def loss():
         x = v * 2
         assert (x.shape, x.ndim, x.size, len(x), x.dtype) == ((3,), 1, 3, 3, np.float32)
@@ -243,13 +243,13 @@ def test_a_value_says_what_an_array_says(v):
         (lambda x: np.hstack((x, x), dtype="float64"), "np.hstack.*dtype"),
     ],
 )
-def test_what_has_no_rule_says_so_and_names_pytorch(v, loss, name):
+def test_operations_without_a_rule_raise_and_name_pytorch(v, loss, name):
     with pytest.raises(NotImplementedError, match=name) as caught:
         DESCENT.compute_gradients(lambda: loss(v * 1))
     assert "PyTorch" in str(caught.value)
 
 
-def test_what_cupys_own_functions_ask_is_answered(v):
+def test_cupys_own_functions_are_traced(v):
     """``cupy.multiply(2, v * 1)`` calls this; CuPy does not use NumPy's protocols."""
     kernel = SimpleNamespace(name="cupy_multiply")
     assert (
@@ -294,7 +294,7 @@ def test_methods_take_what_methods_of_arrays_take(v):
         gradients(lambda: (v * v).sum(0, None, np.zeros(())))
 
 
-def test_operands_may_be_named(v):
+def test_operands_may_be_keyword_arguments(v):
     assert gradients(lambda: np.sum(a=v * 2, axis=0))[0].tolist() == [2.0] * 3
     assert gradients(lambda: np.sum(np.clip(v * 1, a_min=v - 1, a_max=v[1])))[0].tolist() == [
         1.0, 2.0, 0.0
@@ -320,7 +320,7 @@ def test_an_index_may_be_a_variable(w, mesh):
     assert gradients(lambda: (w * 2)[place, 1:][0])[0].tolist() == [[0, 0], [0, 2], [0, 0]]
 
 
-def test_an_array_is_made_beside_a_variable_or_a_traced_value(v, w):
+def test_like_accepts_a_variable_or_a_traced_value(v, w):
     """By ``like=``, which reads nothing. On a GPU, this uploads a host array."""
     assert type(np.asarray([1.0, 2.0, 3.0], like=v)) is np.ndarray
     (found,) = gradients(lambda: np.sum(v * np.asarray(np.float32([3, 2, 1]), like=w)))

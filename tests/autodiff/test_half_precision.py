@@ -31,7 +31,7 @@ def gradient(loss, x, mesh):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_sums_of_many_halves_are_added_in_float32(name, dtype, mesh):
+def test_half_precision_sums_are_added_in_float32(name, dtype, mesh):
     loss, shape = LOSSES[name]
     x = np.linspace(-0.5, 0.5, int(np.prod(shape))).reshape(shape).astype(dtype)
     found, wanted = (gradient(loss, made, mesh) for made in (x, x.astype(np.float32)))
@@ -42,7 +42,7 @@ def test_sums_of_many_halves_are_added_in_float32(name, dtype, mesh):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
-def test_what_adds_halves_itself_adds_them_in_float32(dtype):
+def test_operations_that_add_half_precision_values_use_float32(dtype):
     eps = float(ml_dtypes.finfo(dtype).eps)
     zeros = np.zeros((ROWS, 2), dtype)
     for made in (
@@ -53,7 +53,7 @@ def test_what_adds_halves_itself_adds_them_in_float32(dtype):
         np.testing.assert_allclose(made.astype(np.float32), np.log(ROWS), rtol=eps)
 
 
-def test_the_factors_beside_a_zero_may_overflow_a_half(mesh):
+def test_products_of_the_factors_beside_a_zero_may_overflow_float16(mesh):
     x = np.array([0.0, 300.0, 300.0, 2**-10], np.float16)
     assert gradient(np.prod, x, mesh).tolist() == [87.875, 0.0, 0.0, 0.0]
 

@@ -74,7 +74,7 @@ def test_what_a_loss_has_read_is_not_written_inside_it(v, w):
     assert w.numpy()[0, 0] == 1
 
 
-def test_what_a_loss_only_looks_at_may_be_written(v, w):
+def test_variables_that_a_loss_reads_as_constants_may_be_written(v, w):
     def loss():
         w.assign_add(w.numpy())
         v.assign(gr.autodiff.stop_gradient(w[:, 0] * 1))
@@ -129,28 +129,28 @@ def test_each_term_ends_before_the_next_is_made(v):
 # -- faults ---------------------------------------------------------------------------------------
 
 
-class Planted(RuntimeError):
+class InjectedError(RuntimeError):
     """The failure that a test plants."""
 
 
-def test_an_exception_in_a_loss_leaves_nothing_behind(v):
+def test_an_exception_in_a_loss_frees_its_values(v):
     alive = []
 
     def loss():
         hidden = v * 2
         alive.append(weakref.ref(hidden.value))
-        raise Planted
+        raise InjectedError
 
     def late():
         yield np.sum(v * 2)
-        raise Planted
+        raise InjectedError
 
     gc.disable()
     try:
         for faulty in (loss, late):
             try:
                 gradients(faulty)
-            except Planted:
+            except InjectedError:
                 pass
             else:
                 raise AssertionError("nothing was raised")

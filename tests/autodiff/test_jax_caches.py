@@ -15,7 +15,7 @@ def gradients(loss, *args):
 
 
 @pytest.mark.parametrize("name", ["the loss", "jit", "checkpoint", "scan", "cond"])
-def test_a_read_in_a_function_that_jax_keeps_is_refused(v, name):
+def test_a_read_in_a_function_that_jax_caches_is_refused(v, name):
     """Also in a function that was called outside of losses, and cached what it read."""
     import jax
     import jax.numpy as jnp
@@ -71,7 +71,7 @@ def test_what_is_passed_in_is_compiled_once(v):
     assert len(traced) == 1
 
 
-def test_a_loss_that_reads_otherwise_the_second_time(v, w):
+def test_a_loss_that_reads_other_variables_in_its_second_call(v, w):
     """A Variable read only in the first call gets zeros; only in the second call, an error."""
     import jax.numpy as jnp
 

@@ -58,7 +58,7 @@ class TestTorch:
         DESCENT.apply_gradients(pairs)
         assert (v.numpy() == before - [4.0, 2.0, 6.0]).all()
 
-    def test_tensors_lie_on_the_variables_memory(self, v):
+    def test_tensors_share_the_variables_memory(self, v):
         import torch
 
         def loss():
@@ -74,7 +74,7 @@ class TestTorch:
         assert outside.data_ptr() != v.buffers[0].address
         assert torch.sum(v).item() == 6
 
-    def test_nobodys_grad_is_touched(self, v):
+    def test_grad_attributes_of_parameters_are_not_changed(self, v):
         import torch
 
         layer = torch.nn.Linear(3, 1)
@@ -135,7 +135,7 @@ class TestTorch:
                 assert isinstance(made, torch.Tensor), do
                 assert made.tolist() == wanted.tolist(), do
 
-    def test_halves(self, mesh):
+    def test_half_precision(self, mesh):
         import torch
 
         x = gr.Variable([1.0, 2.0], dtype="bfloat16", device=mesh)
@@ -162,7 +162,7 @@ class TestTorch:
         DESCENT.minimize(lambda: torch.sum(v) * 2)
         assert v.numpy().tolist() == [-1.0, 0.0, 1.0]
 
-    def test_a_traced_value_in_a_torch_function_says_what_to_write(self, v):
+    def test_a_traced_value_in_a_torch_function_raises_and_names_the_replacement(self, v):
         import torch
 
         with pytest.raises(TypeError, match="torch"):
@@ -172,7 +172,7 @@ class TestTorch:
                 with pytest.raises(TypeError, match=r'read\("torch"\)'):
                     gradients(lambda do=do, tensor=tensor: np.sum(do(v * 2, tensor)))
 
-    def test_a_tape_in_the_same_loss_is_apart(self, v, w):
+    def test_numpy_operations_in_a_loss_of_tensors_are_not_traced(self, v, w):
         import torch
 
         def loss():
@@ -293,7 +293,7 @@ class TestJax:
             with pytest.raises(InvalidVariableError, match=r"the loss returned (tuple|list);"):
                 gradients(loss, engine="jax")
 
-    def test_a_fault_leaves_nothing_behind(self, v):
+    def test_an_exception_in_a_loss_of_jax_ends_tracing(self, v):
         import jax.numpy as jnp
 
         def loss():

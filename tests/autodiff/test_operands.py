@@ -27,7 +27,7 @@ def gradients(loss, *args, **options):
         lambda x: x.astype("m8[s]"),
     ],
 )
-def test_a_result_of_objects_is_no_constant(v, loss):
+def test_a_result_with_dtype_object_is_not_a_constant(v, loss):
     with pytest.raises(NotImplementedError, match=r"as the dtype of its result.*PyTorch"):
         gradients(lambda: np.sum(loss(v * 1)))
 
@@ -51,7 +51,7 @@ def test_a_result_of_objects_is_no_constant(v, loss):
         lambda x: x + np.matrix([[1.0, 2.0, 3.0]]),
     ],
 )
-def test_a_masked_array_and_a_matrix_are_no_operands(v, loss):
+def test_masked_arrays_and_matrices_are_refused_as_operands(v, loss):
     with pytest.raises(TypeError, match=r"np\.(MaskedArray|MaskedConstant|matrix) is not"):
         gradients(lambda: np.sum(loss(v * 1)))
 

@@ -17,7 +17,7 @@ def gradients(loss, *args, **options):
 
 
 @pytest.mark.parametrize("number", [float, int, complex, math.exp])
-def test_inside_its_loss_a_value_is_no_number(v, number):
+def test_inside_its_loss_a_value_does_not_convert_to_a_number(v, number):
     with pytest.raises(TypeError, match="stop_gradient"):
         gradients(lambda: number(v[0] * 2))
     if number is float:
@@ -36,7 +36,7 @@ def test_inside_its_loss_a_value_is_not_stored(v):
     assert not plain.any()
 
 
-def test_what_is_filled_with_a_traced_value_has_its_gradient(v):
+def test_full_like_with_a_traced_value_has_its_gradient(v):
     found = gradients(lambda: np.sum(np.full_like(v, v[0] * v[0]) * v))
     assert found[0].tolist() == [13.0, 1.0, 1.0]
     assert gradients(lambda: np.sum(np.full_like(v * 1, 2) * v))[0].tolist() == [2.0] * 3

@@ -98,7 +98,7 @@ def test_a_traced_value_is_that_of_numpy(operation):
 
 
 @every
-def test_a_gradient_is_what_differences_say(operation):
+def test_a_gradient_matches_finite_differences(operation):
     for shapes in operation.shapes:
         operands = operation.operands(shapes)
         loss = weighted(operation, np)

@@ -45,7 +45,7 @@ class Worker:
         return found
 
 
-def test_many_threads_and_faults():
+def test_many_threads_with_exceptions():
     with gr.open_mesh(NUM_THREADS, backend="sim") as mesh:
         shared = gr.Variable(np.arange(1.0, 5.0), dtype="float64", device=mesh)
         together = Barrier(NUM_THREADS)

@@ -105,7 +105,7 @@ def test_an_operator_in_place_makes_a_new_value(v):
         lambda h: np.flip(h), lambda h: h.T[0].copy()[...],
     ],
 )  # fmt: skip
-def test_a_part_of_another_value_is_not_written(w, part):
+def test_a_view_of_another_value_cannot_be_written(w, part):
     for do in (operator.iadd, operator.imul, operator.itruediv):
         with pytest.raises(NotImplementedError, match=r"write a = a \+ b"):
             gradients(lambda do=do: np.sum(do(part(w * 2), 2.0)))

@@ -63,7 +63,7 @@ def test_what_is_wrong_is_refused_as_on_any_device(dry_run_mesh):
         ops.add_n([near.empty((3,), "int8")], [[far.empty((3,), "int8")]])
 
 
-def test_nothing_goes_in_or_out(dry_run_mesh):
+def test_data_is_neither_uploaded_nor_downloaded(dry_run_mesh):
     device = dry_run_mesh.mesh.devices[0]
     buffer = device.empty((3,), "float32")
     for call in (

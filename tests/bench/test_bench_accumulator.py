@@ -32,7 +32,7 @@ def tools(monkeypatch) -> SimpleNamespace:
 
 
 @pytest.mark.host
-def test_every_floor_of_the_cpu_finds_its_figure(tools, monkeypatch, capsys):
+def test_every_cpu_floor_has_a_measured_value(tools, monkeypatch, capsys):
     bench = tools.bench
     theirs = {bench.CYCLE: int, bench.DROP: int}
     monkeypatch.setattr(bench, "find_accumulator_peer", lambda gradient: (theirs, {}))
@@ -48,7 +48,7 @@ def test_every_floor_of_the_cpu_finds_its_figure(tools, monkeypatch, capsys):
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, tools):
+def test_it_runs_with_the_cupy_stub(tmp_path, tools):
     report = tmp_path / "report.json"
     folders = [ROOT / "src", ROOT / "bench", ROOT / "tests"]
     done = subprocess.run(
@@ -66,7 +66,7 @@ def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, tools):
     assert cases["161 accumulators"]["figures"]["cuda, launches"] == 1
 
 
-def test_what_comes_before_a_call_is_not_timed(tools, monkeypatch):
+def test_setup_before_a_call_is_not_timed(tools, monkeypatch):
     clock, now = tools.clock, [0.0]
     monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(clock.time, "sleep", lambda seconds: None)
@@ -80,7 +80,7 @@ def test_what_comes_before_a_call_is_not_timed(tools, monkeypatch):
     assert [taken[name].seconds for name in calls] == [2.0, 3.0]
 
 
-def test_a_result_that_is_not_right_is_no_candidate(tools):
+def test_a_wrong_result_is_refused(tools):
     right = np.ones(3, np.float32)
     tools.bench.check("right", right, right)
     with pytest.raises(AssertionError, match="wrong is not what NumPy makes it"):

@@ -32,7 +32,7 @@ def tools(monkeypatch) -> SimpleNamespace:
 
 
 @pytest.mark.host
-def test_every_floor_of_the_cpu_finds_its_figure(tools, monkeypatch, capsys):
+def test_every_cpu_floor_has_a_measured_value(tools, monkeypatch, capsys):
     bench = tools.bench
     theirs = dict.fromkeys(tools.peers.WAYS.values(), int)
     monkeypatch.setattr(bench, "find_agn_peers", lambda *given, **more: (dict(theirs), {}))
@@ -50,7 +50,7 @@ def test_every_floor_of_the_cpu_finds_its_figure(tools, monkeypatch, capsys):
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, tools):
+def test_it_runs_with_the_cupy_stub(tmp_path, tools):
     report = tmp_path / "report.json"
     folders = [ROOT / "src", ROOT / "bench", ROOT / "tests"]
     done = subprocess.run(
@@ -92,7 +92,7 @@ def test_torch_adds_as_often_as_it_steps(tools, monkeypatch):
     assert tools.peers.find_agn_peers("sgd", [3], place="cpu") == ({}, {"torch": "no"})
 
 
-def test_a_step_that_does_not_move_everything_alike_is_no_candidate(tools):
+def test_a_step_that_does_not_change_all_elements_alike_is_refused(tools):
     class Frozen(tools.bench.gr.Optimizer):
         def _apply(self, variable, slots, gradient):
             variable[:-1] -= gradient[:-1]

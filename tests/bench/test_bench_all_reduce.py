@@ -36,7 +36,7 @@ def figures_of(floors, cases, absent) -> dict[str, float | None]:
 
 
 @pytest.mark.host
-def test_every_floor_of_the_cpu_finds_its_figure(tools, monkeypatch, capsys):
+def test_every_cpu_floor_has_a_measured_value(tools, monkeypatch, capsys):
     monkeypatch.setattr(tools.bench, "find_all_reduce_peers", lambda _: (
         {"tf one device": int, "tf hierarchical_copy": int, "torch sum, copies": int}, {}
     ))  # fmt: skip
@@ -49,7 +49,7 @@ def test_every_floor_of_the_cpu_finds_its_figure(tools, monkeypatch, capsys):
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, tools):
+def test_it_runs_with_the_cupy_stub(tmp_path, tools):
     report = tmp_path / "report.json"
     folders = [ROOT / "src", ROOT / "bench", ROOT / "tests"]
     done = subprocess.run(
@@ -81,7 +81,7 @@ def test_bandwidths_are_those_of_nccl_tests(tools, capsys):
     assert line.split()[2:] == ["4000000000", "2000.0000", "2.00", "3.00", "0.25", "250000.0"]
 
 
-def test_a_result_that_is_not_the_mean_is_no_candidate(tools):
+def test_a_result_that_is_not_the_mean_is_refused(tools):
     tensors = tools.bench.hosts([(3,), (5, 2)])
     means = [[sum(replicas) / np.float32(4)] * 4 for replicas in tensors]
     tools.bench.check("right", means, tensors)

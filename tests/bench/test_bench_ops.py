@@ -66,7 +66,7 @@ def test_it_runs_with_both_implementations(tmp_path, tools):
 
 @pytest.mark.host
 @pytest.mark.slow
-def test_it_runs_on_a_gpu_as_the_stand_in_knows_it(tmp_path, tools):
+def test_it_runs_with_the_cupy_stub(tmp_path, tools):
     report, text = run(tmp_path, "-m", "fake_cupy")
     assert report["implementations"] == ["cuda"]
     assert "cupy: the stand-in of the tests has no arithmetic" in text

@@ -32,7 +32,7 @@ def tools(monkeypatch) -> SimpleNamespace:
 
 
 @pytest.mark.host
-def test_every_floor_of_the_cpu_finds_its_figure(tools, monkeypatch, capsys):
+def test_every_cpu_floor_has_a_measured_value(tools, monkeypatch, capsys):
     bench = tools.bench
     theirs = {f"torch {way}": int for way in tools.peers.WAYS}
     monkeypatch.setattr(bench, "find_optim_peers", lambda *given, **more: (dict(theirs), {}))
@@ -48,7 +48,7 @@ def test_every_floor_of_the_cpu_finds_its_figure(tools, monkeypatch, capsys):
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, tools):
+def test_it_runs_with_the_cupy_stub(tmp_path, tools):
     report = tmp_path / "report.json"
     folders = [ROOT / "src", ROOT / "bench", ROOT / "tests"]
     done = subprocess.run(
@@ -79,7 +79,7 @@ def test_the_variables_are_as_large_as_is_said(tools):
     assert len(set(sizes)) > 40
 
 
-def test_a_step_that_does_not_move_everything_alike_is_no_candidate(tools):
+def test_a_step_that_does_not_change_all_elements_alike_is_refused(tools):
     class Frozen(tools.bench.gr.Optimizer):
         def _apply(self, variable, slots, gradient):
             variable[:-1] -= gradient[:-1]

@@ -40,7 +40,7 @@ def test_without_pytorch_no_floor_is_checked(bench, monkeypatch, capsys):
 
 
 @pytest.mark.torch
-def test_what_needs_no_launcher_finds_its_figures(bench, capsys):
+def test_benchmarks_without_a_launcher_have_measured_values(bench, capsys):
     def work(group):
         with bench.gr.open_mesh(1, backend="sim", process_group=group) as mesh:
             return bench.tiny_in_two(mesh, quick=True), bench.held(mesh, quick=True)

@@ -109,7 +109,7 @@ def pids_of(folders: Folders) -> list[int]:
     return [int(word) for word in words]
 
 
-def until(true: Callable[[], bool], what: str) -> None:
+def wait_until(true: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + LIMIT_S
     while not true():
         assert time.monotonic() < end, f"not in time: {what}"
@@ -130,14 +130,14 @@ def is_alive(pid: int) -> bool:
 
 def check_ended(folders: Folders) -> None:
     for pid in pids_of(folders):
-        until(lambda pid=pid: not is_alive(pid), f"the end of process {pid}")
+        wait_until(lambda pid=pid: not is_alive(pid), f"the end of process {pid}")
 
 
 # All sections, on the fake ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Run:
+def full_run(tmp_path_factory) -> Run:
     folders = folders_in(tmp_path_factory.mktemp("whole"), {"bench_passes.py": PASSES})
     found = folders.run("--fake", *SECTIONS)
     assert sorted(path.suffix for path in folders.out.iterdir()) == [".json"] * len(SECTIONS)
@@ -148,10 +148,10 @@ def whole(tmp_path_factory) -> Run:
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_every_section_leaves_one_file(whole):
-    assert whole.status == 0, whole.text
-    assert sorted(whole.records) == sorted(SECTIONS)
-    for name, record in whole.records.items():
+def test_every_section_leaves_one_file(full_run):
+    assert full_run.status == 0, full_run.text
+    assert sorted(full_run.records) == sorted(SECTIONS)
+    for name, record in full_run.records.items():
         assert set(record) == KEYS
         assert record["status"] == ("skipped" if name == "sanitize" else "passed"), record
         assert record["command"][0] == "bench/gpu_check.sh"
@@ -166,10 +166,10 @@ def test_every_section_leaves_one_file(whole):
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_every_section_has_shown_something(whole):
+def test_every_section_has_figures(full_run):
     figures = {
         section: {result["name"]: result["figures"] for result in record["results"]}
-        for section, record in whole.records.items()
+        for section, record in full_run.records.items()
     }
     (counts,) = (found for name, found in figures["tests"].items() if name != "collection")
     assert counts["tests"] > 0
@@ -221,7 +221,7 @@ def test_a_failing_check_fails_the_run_and_stops_no_other(tmp_path):
 
 def test_a_signal_stops_the_run_and_all_that_it_started(hanging):
     process = hanging.started("--fake", "bench", "sanitize")
-    until(lambda: hangs(hanging), "the start of the benchmark")
+    wait_until(lambda: hangs(hanging), "the start of the benchmark")
     process.send_signal(signal.SIGTERM)
     found = hanging.ended(process)
     assert found.status == 128 + signal.SIGTERM, found.text
@@ -248,7 +248,7 @@ def test_a_section_ends_at_its_limit(hanging):
 @pytest.mark.exhaustive
 def test_a_run_that_is_killed_has_said_what_it_was_doing(hanging):
     process = hanging.started("--fake", "bench", "sanitize")
-    until(lambda: hangs(hanging), "the start of the benchmark")
+    wait_until(lambda: hangs(hanging), "the start of the benchmark")
     process.kill()
     found = hanging.ended(process)
     record = found.records["bench"]

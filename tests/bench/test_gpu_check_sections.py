@@ -43,7 +43,7 @@ def setting(tools, tmp_path):
     return tools.setting.Setting(False, tools.setting.Gpu("NVIDIA H200"), tmp_path, tmp_path)
 
 
-def driven(tools, section, setting, answer: Callable) -> list:
+def run_checks(tools, section, setting, answer: Callable) -> list:
     """All checks of a section, if ``answer(check)`` is the result of each."""
     checks, asked = section(setting), []
     with contextlib.suppress(StopIteration):
@@ -133,13 +133,13 @@ def test_the_tests_need_what_the_machine_has(tools, setting):
     def answer(check):
         return tools.record.Result(check.name, "passed", figures=dict.fromkeys(names, 3))
 
-    one = driven(tools, tools.run_tests.tests, setting, answer)
+    one = run_checks(tools, tools.run_tests.tests, setting, answer)
     assert [check.name for check in one] == ["collection", *names]
     for check in one:
         assert "--require-gpu" in check.command
         assert "gpu and not multi_gpu" in check.command
     two = tools.setting.Setting(False, tools.setting.Gpu("x", 2), setting.work, setting.work)
-    (check, *_) = driven(tools, tools.run_tests.tests, two, answer)
+    (check, *_) = run_checks(tools, tools.run_tests.tests, two, answer)
     assert "gpu or multi_gpu" in check.command
 
 
@@ -149,9 +149,9 @@ def test_no_file_of_tests_has_all_of_the_time_but_the_largest_has_most(tools, se
     def answer(check):
         return tools.record.Result(check.name, "passed", figures=counts)
 
-    _, *files = driven(tools, tools.run_tests.tests, setting, answer)
+    _, *files = run_checks(tools, tools.run_tests.tests, setting, answer)
     assert [check.seconds for check in files] == [360, 108, 60]
-    (collection, *_) = driven(tools, tools.run_tests.tests, replace(setting, part="tests/a.py"),
+    (collection, *_) = run_checks(tools, tools.run_tests.tests, replace(setting, part="tests/a.py"),
                               answer)  # fmt: skip
     assert collection.command[-1] == "tests/a.py"
 
@@ -159,10 +159,12 @@ def test_no_file_of_tests_has_all_of_the_time_but_the_largest_has_most(tools, se
 def test_benchmarks_share_the_time(tools, setting):
     for name in ("bench_a.py", "bench_b.py", "other.py"):
         (setting.benches / name).write_text("")
-    asked = driven(tools, tools.run_bench.bench, setting, passing(tools))
+    asked = run_checks(tools, tools.run_bench.bench, setting, passing(tools))
     assert [check.name for check in asked] == ["copy rate", "bench_a.py", "bench_b.py"]
     assert sum(check.seconds for check in asked) == setting.limit
-    one = driven(tools, tools.run_bench.bench, replace(setting, part="bench_b.py"), passing(tools))
+    one = run_checks(
+        tools, tools.run_bench.bench, replace(setting, part="bench_b.py"), passing(tools)
+    )
     assert [(check.name, check.seconds) for check in one] == [
         ("copy rate", 240), ("bench_b.py", 240),
     ]  # fmt: skip
@@ -172,7 +174,7 @@ def test_benchmarks_share_the_time(tools, setting):
 
 
 @pytest.fixture
-def equipped(tools, setting, monkeypatch):
+def complete_setting(tools, setting, monkeypatch):
     """A machine with everything: PyTorch, JAX, and CUDA's tools."""
     monkeypatch.setattr(tools.section.importlib.util, "find_spec", lambda name: name)
     for module in (tools.run_ncu, tools.run_sanitize):
@@ -182,18 +184,18 @@ def equipped(tools, setting, monkeypatch):
 
 def steps_of(tools, setting) -> dict[str, list]:
     return {
-        step: driven(tools, tools.run_first.first, replace(setting, part=step), passing(tools))
+        step: run_checks(tools, tools.run_first.first, replace(setting, part=step), passing(tools))
         for step in tools.run_first.FIRST
     }
 
 
-def test_every_step_ends_in_time_even_if_all_of_it_hangs(tools, equipped):
+def test_every_step_ends_in_time_even_if_all_of_it_hangs(tools, complete_setting):
     """Finding a GPU and the slowest step together take less than ten minutes."""
-    steps = steps_of(tools, equipped)
+    steps = steps_of(tools, complete_setting)
     assert [f"first:{step}" for step in steps] == list(STEPS)
     for step, asked in steps.items():
         assert all(isinstance(one, tools.section.Check) for one in asked), step
-        assert 0 < sum(check.seconds for check in asked) <= equipped.limit, step
+        assert 0 < sum(check.seconds for check in asked) <= complete_setting.limit, step
     names = [check.name for asked in steps.values() for check in asked]
     assert len(set(names)) == len(names)
     assert tools.identify.LOOK_SECONDS + tools.command.LIMIT_SECONDS < 600
@@ -212,8 +214,8 @@ def test_the_commands_of_the_readme_run_all_steps_in_ten_minutes_each(tools):
     assert sorted(ran) == list(STEPS)
 
 
-def test_every_file_that_first_names_is_there(tools, equipped):
-    asked = [check for checks in steps_of(tools, equipped).values() for check in checks]
+def test_every_file_that_first_names_is_there(tools, complete_setting):
+    asked = [check for checks in steps_of(tools, complete_setting).values() for check in checks]
     words = [word for check in asked for word in check.command]
     tests = [word for word in words if word.startswith("tests/")]
     assert len(tests) > 10
@@ -227,9 +229,9 @@ def test_every_file_that_first_names_is_there(tools, equipped):
     assert [name for name in scripts if not (ROOT / "bench" / name).is_file()] == []
 
 
-def test_the_other_sections_have_the_names_of_what_first_has_run(tools, equipped):
+def test_the_other_sections_have_the_names_of_what_first_has_run(tools, complete_setting):
     """Otherwise they would run again."""
-    first = {check.name for asked in steps_of(tools, equipped).values() for check in asked}
+    first = {check.name for asked in steps_of(tools, complete_setting).values() for check in asked}
 
     def answer(check):
         paths = {"tests/backends/cuda/test_ops.py": 1, "tests/device/test_contract.py": 1}
@@ -241,7 +243,7 @@ def test_the_other_sections_have_the_names_of_what_first_has_run(tools, equipped
                               "a process for each of 2 ranks"},
         tools.run_sanitize.sanitize: {"compute-sanitizer itself", "memcheck"},
     }.items():  # fmt: skip
-        asked = {check.name for check in driven(tools, section, equipped, answer)}
+        asked = {check.name for check in run_checks(tools, section, complete_setting, answer)}
         assert asked & first == again
         assert asked - first
 
@@ -255,9 +257,11 @@ def test_what_is_not_installed_is_skipped(tools, setting, monkeypatch):
     assert "it is not installed" in reasons  # compute-sanitizer
 
 
-def test_libraries_without_gpus_are_skipped(tools, equipped):
+def test_libraries_without_gpus_are_skipped(tools, complete_setting):
     """They are recognized by their errors, because importing them here would take seconds."""
-    asked = {check.name: check for one in steps_of(tools, equipped).values() for check in one}
+    asked = {
+        check.name: check for one in steps_of(tools, complete_setting).values() for check in one
+    }
     paths = tools.run_tests.LIBRARIES
     names = ("a failed assertion of PyTorch", "training by PyTorch")
     for name, library in {**paths, **dict.fromkeys(names, "torch")}.items():
@@ -295,7 +299,7 @@ def test_a_part_of_a_section_can_be_asked_for(tools, word, names):
         (["nccl:version"], "section nccl has no part version"),
     ],
 )
-def test_what_there_is_not_is_refused(tools, capsys, arguments, named):
+def test_unknown_arguments_are_refused(tools, capsys, arguments, named):
     with pytest.raises(SystemExit) as stopped:
         tools.command.parse(arguments)
     assert stopped.value.code == 2
@@ -322,8 +326,10 @@ def test_counters_are_read_from_ncus_table(tools):
         tools.run_ncu.metrics_of("pack", NCU + "\n".join(rows))
 
 
-def test_ncu_looks_at_one_warm_launch_of_the_kernel(tools, equipped):
-    (check,) = driven(tools, tools.run_ncu.counters("pack", 60), equipped, passing(tools))
+def test_ncu_looks_at_one_warm_launch_of_the_kernel(tools, complete_setting):
+    (check,) = run_checks(
+        tools, tools.run_ncu.counters("pack", 60), complete_setting, passing(tools)
+    )
     words = check.command
     assert words[words.index("--kernel-name") + 1] == "regex:^pack"
     assert words[words.index("--launch-skip") + 1] == "2"
@@ -342,7 +348,7 @@ def test_two_ranks_share_a_gpu_in_one_process_from_nccl_2_30_on(tools, setting, 
         figures = {"version": version} if version else {}
         return tools.record.Result(check.name, "passed" if version else "failed", figures=figures)
 
-    asked = driven(tools, tools.run_nccl.nccl, setting, answer)
+    asked = run_checks(tools, tools.run_nccl.nccl, setting, answer)
     named = {item.name: item for item in asked}
     assert "NCCL's version" in named
     shared = named["one process, 2 ranks on one GPU"]
@@ -364,14 +370,14 @@ def test_two_ranks_share_a_gpu_in_one_process_from_nccl_2_30_on(tools, setting, 
         ("failed", ["compute-sanitizer itself"]),
     ],
 )
-def test_the_sanitizer_is_tried_first(tools, equipped, outcome, names):
+def test_the_sanitizer_is_tried_first(tools, complete_setting, outcome, names):
     def answer(check):
         return tools.record.Result(check.name, outcome)
 
-    asked = driven(tools, tools.run_sanitize.sanitize, equipped, answer)
+    asked = run_checks(tools, tools.run_sanitize.sanitize, complete_setting, answer)
     assert [item.name for item in asked] == names
     assert asked[0].skips["Device not supported"]
-    assert sum(check.seconds for check in asked) <= equipped.limit
+    assert sum(check.seconds for check in asked) <= complete_setting.limit
     for check in asked[1:]:
         keyword = check.command[check.command.index("-k") + 1]
         assert keyword.startswith("float32 and ")

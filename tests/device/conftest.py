@@ -11,24 +11,24 @@ from gradreduce.device import Mesh
 
 
 @pytest.fixture(params=BACKENDS)
-def near(request) -> Iterator[Mesh]:
+def one_gpu_mesh(request) -> Iterator[Mesh]:
     """Two logical devices on one physical one."""
     with request.param([0, 0]) as mesh:
         yield mesh
 
 
 @pytest.fixture(params=BACKENDS_APART)
-def apart(request) -> Iterator[Mesh]:
+def two_gpu_mesh(request) -> Iterator[Mesh]:
     """Devices 0 and 1 share a physical one, device 2 has its own."""
     with request.param([0, 0, 1]) as mesh:
         yield mesh
 
 
 @pytest.fixture
-def waits(apart, monkeypatch) -> list[tuple]:
-    """Records every wait of a device of ``apart``: the device, its queue, and the mark."""
+def waits(two_gpu_mesh, monkeypatch) -> list[tuple]:
+    """Records every wait of a device of ``two_gpu_mesh``: the device, its queue, and the mark."""
     told: list[tuple] = []
-    cls = type(apart.devices[0])
+    cls = type(two_gpu_mesh.devices[0])
     original = cls._wait
 
     def wait(self, mark, queue) -> None:
@@ -46,6 +46,6 @@ def reopen(request) -> Callable[..., Mesh]:
 
 
 @pytest.fixture(params=BACKENDS_APART)
-def reopen_apart(request) -> Callable[..., Mesh]:
+def reopen_two_gpus(request) -> Callable[..., Mesh]:
     """The same, for meshes on several physical devices."""
     return request.param

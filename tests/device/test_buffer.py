@@ -32,7 +32,7 @@ def test_every_tensor_starts_at_a_vector_boundary(sizes, itemsize):
 
 
 @given(sizes, itemsizes)
-def test_tensors_lie_in_order_and_apart(sizes, itemsize):
+def test_tensors_are_in_order_and_do_not_overlap(sizes, itemsize):
     layout = flat_layout(sizes, itemsize)
     assert len(layout.offsets) == len(layout.spans) == len(sizes)
     ends = [offset + size for offset, size in zip(layout.offsets, sizes, strict=True)]
@@ -53,7 +53,7 @@ def test_tensors_of_size_zero_take_no_memory(num_tensors, itemsize):
 
 
 @given(sizes, sizes, itemsizes)
-def test_a_layout_goes_on_where_it_ended(first, second, itemsize):
+def test_a_layout_can_be_continued(first, second, itemsize):
     whole, start = flat_layout(first + second, itemsize), flat_layout(first, itemsize)
     rest = flat_layout(second, itemsize)
     assert whole.offsets[: len(first)] == start.offsets
@@ -100,14 +100,14 @@ spans = st.tuples(st.integers(100, 112), st.integers(0, 8))
 
 
 @given(spans, spans)
-def test_two_overlap_where_they_share_a_byte(one, other):
+def test_buffers_overlap_if_they_share_a_byte(one, other):
     """An empty Buffer overlaps no other, at any address."""
     left, right = (SimpleNamespace(address=start, nbytes=size) for start, size in (one, other))
     shared = {*range(one[0], sum(one))} & {*range(other[0], sum(other))}
     assert overlap(left, right) == overlap(right, left) == bool(shared)
 
 
-def test_many_readers_of_a_block_are_told_apart_up_to_a_number():
+def test_readers_of_a_block_are_tracked_separately_up_to_a_limit():
     """Beyond that number the last mark of each queue covers all reads of the queue."""
     with gr.open_mesh(1, backend="sim") as mesh:
         (device,) = mesh.devices

@@ -22,9 +22,9 @@ SHAPES = [(), (1,), (0,), (2, 0, 3), (5, 7), (2, 3, 4)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_uploaded_is_downloaded(near, dtype, shape):
+def test_what_is_uploaded_is_downloaded(one_gpu_mesh, dtype, shape):
     values = data(shape, dtype)
-    for device in near:
+    for device in one_gpu_mesh:
         buffer = device.upload(values)
         assert (buffer.device, buffer.shape, buffer.dtype) == (device, shape, dtype)
         assert (buffer.size, buffer.nbytes) == (values.size, values.nbytes)
@@ -36,8 +36,8 @@ def test_what_is_uploaded_is_downloaded(near, dtype, shape):
         assert same(made.numpy(), values)
 
 
-def test_shapes_and_dtypes_are_checked(near):
-    device = near.devices[0]
+def test_shapes_and_dtypes_are_checked(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     assert device.empty([2, 3], "bfloat16").shape == (2, 3)
     for wrong in [(-1,), (2, -3), (-2, -3)]:
         with pytest.raises(ValueError, match="negative extent"):
@@ -56,8 +56,8 @@ def test_shapes_and_dtypes_are_checked(near):
 
 
 @pytest.mark.parametrize("queue", QUEUES)
-def test_an_upload_reads_the_array_before_it_returns(near, queue):
-    device = near.devices[1]
+def test_an_upload_reads_the_array_before_it_returns(one_gpu_mesh, queue):
+    device = one_gpu_mesh.devices[1]
     whole = data((6, 8))
     values, strided = whole.copy(), whole[::2, ::-3]
     wanted = strided.copy()
@@ -69,22 +69,22 @@ def test_an_upload_reads_the_array_before_it_returns(near, queue):
 
 
 @pytest.mark.parametrize("queue", QUEUES)
-def test_an_upload_into_a_buffer_returns_it(near, queue):
-    device, other = near.devices
+def test_an_upload_into_a_buffer_returns_it(one_gpu_mesh, queue):
+    device, other = one_gpu_mesh.devices
     out = device.zeros((5, 7), "float32")
     assert device.upload(data((5, 7)), out=out, queue=queue) is out
     device.synchronize()
     assert same(out.numpy(), data((5, 7)))
     for wrong in (data((7, 5)), data((35,)), data((5, 7), as_dtype("int32"))):
-        with refused(near, ValueError, "upload: out=.* must have the shape"):
+        with refused(one_gpu_mesh, ValueError, "upload: out=.* must have the shape"):
             device.upload(wrong, out=out, queue=queue)
-    with refused(near, DeviceMismatchError, "is on another device"):
+    with refused(one_gpu_mesh, DeviceMismatchError, "is on another device"):
         other.upload(data((5, 7), seed=1), out=out, queue=queue)
     assert same(out.numpy(), data((5, 7)))
 
 
-def test_put_shares_an_array_that_is_in_one_piece(near):
-    device = near.devices[1]
+def test_put_shares_a_contiguous_array(one_gpu_mesh):
+    device = one_gpu_mesh.devices[1]
     for array in (data((5, 7)), data(()), data((0, 3)), data((9,))[2:], data((4,), "bfloat16")):
         buffer = device.put(array)
         assert (buffer.device, buffer.shape, buffer.dtype) == (device, array.shape, array.dtype)
@@ -96,8 +96,8 @@ def test_put_shares_an_array_that_is_in_one_piece(near):
             assert same(buffer.numpy(), array)
 
 
-def test_what_is_put_may_be_changed_at_once_where_work_is_queued(near):
-    device = near.devices[0]
+def test_what_is_put_may_be_changed_at_once_where_work_is_queued(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     array = data((SIZE,))
     buffer, out = device.put(array), device.empty((SIZE,), FLOAT)
     add(device, out, buffer)
@@ -108,27 +108,27 @@ def test_what_is_put_may_be_changed_at_once_where_work_is_queued(near):
 
 
 @pytest.mark.parametrize("cut", [np.s_[::2], np.s_[:, 1:3], np.s_[::-1]], ids=str)
-def test_put_copies_an_array_in_pieces_and_leaves_it_alone(near, cut):
+def test_put_copies_a_strided_array_and_does_not_change_it(one_gpu_mesh, cut):
     whole = data((6, 8))
     before = whole.copy()
-    buffer = near.devices[0].put(whole[cut])
+    buffer = one_gpu_mesh.devices[0].put(whole[cut])
     assert buffer.block.owned
     add(buffer.device, buffer, buffer, buffer)
     assert same(buffer.numpy(), before[cut] + before[cut])
     assert same(whole, before)
 
 
-def test_put_copies_an_array_that_is_misaligned(near):
+def test_put_copies_an_array_that_is_misaligned(one_gpu_mesh):
     raw = np.zeros(21, np.uint8)
     array = raw[1:].view(np.float32)
     array[...] = data((5,))
-    buffer = near.devices[0].put(array)
+    buffer = one_gpu_mesh.devices[0].put(array)
     assert buffer.block.owned
     assert same(buffer.numpy(), data((5,)))
 
 
-def test_adopted_memory_is_shared(near):
-    device = near.devices[0]
+def test_adopted_memory_is_shared(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     theirs = device.release(uploaded(device, 1, (5, 7)))
     buffer = device.adopt(theirs)
     assert (buffer.device, buffer.shape, buffer.dtype) == (device, (5, 7), FLOAT)
@@ -141,8 +141,8 @@ def test_adopted_memory_is_shared(near):
         assert (theirs == 6).all()
 
 
-def test_what_is_downloaded_is_a_copy(near):
-    device = near.devices[0]
+def test_what_is_downloaded_is_a_copy(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     for buffer in (uploaded(device, 1), adopted(device, data((SIZE,), seed=1))):
         taken = buffer.numpy()
         add(device, buffer, buffer, buffer)
@@ -152,8 +152,8 @@ def test_what_is_downloaded_is_a_copy(near):
         assert same(buffer.numpy(), 2 * data((SIZE,), seed=1))
 
 
-def test_adopt_refuses_what_it_would_have_to_copy(near):
-    device = near.devices[0]
+def test_adopt_refuses_arrays_that_need_a_copy(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     for array in (data((6, 8))[::2], data((6, 8)).T, np.zeros(9, np.uint8)[1:].view("f4")):
         with pytest.raises((ValueError, DeviceMismatchError)):
             device.adopt(array)
@@ -161,8 +161,8 @@ def test_adopt_refuses_what_it_would_have_to_copy(near):
         device.adopt([1.0, 2.0])
 
 
-def test_a_view_is_a_part_of_the_same_memory(near):
-    device = near.devices[0]
+def test_a_view_is_a_part_of_the_same_memory(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     values = data((24,))
     for buffer in (device.upload(values), device.put(values.copy())):
         part = buffer.view(5, (2, 3))
@@ -179,8 +179,8 @@ def test_a_view_is_a_part_of_the_same_memory(near):
         assert same(buffer.numpy(), wanted)
 
 
-def test_a_view_of_another_dtype_sees_the_same_bytes(near):
-    device = near.devices[0]
+def test_a_view_of_another_dtype_sees_the_same_bytes(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     values = data((12,), as_dtype("complex64"))
     buffer = device.upload(values)
     for dtype in ("float32", "uint8", "int64", "bfloat16", "complex128"):
@@ -203,14 +203,14 @@ def test_a_view_of_another_dtype_sees_the_same_bytes(near):
         (1, (97,), "uint8"),
     ],
 )
-def test_a_view_reaches_nothing_outside(near, start, shape, dtype):
-    buffer = uploaded(near.devices[0], 0, (24,))
+def test_a_view_stays_inside_its_buffer(one_gpu_mesh, start, shape, dtype):
+    buffer = uploaded(one_gpu_mesh.devices[0], 0, (24,))
     with pytest.raises(ValueError, match="exceeds a buffer of 24 elements of float32"):
         buffer.view(start, shape, dtype and as_dtype(dtype))
 
 
-def test_a_view_is_aligned_to_its_dtype(near):
-    buffer = uploaded(near.devices[0], 0, (24,))
+def test_a_view_is_aligned_to_its_dtype(one_gpu_mesh):
+    buffer = uploaded(one_gpu_mesh.devices[0], 0, (24,))
     with pytest.raises(ValueError, match="misaligned"):
         buffer.view(1, (2,), as_dtype("float64"))
     with pytest.raises(ValueError, match="misaligned"):
@@ -219,22 +219,22 @@ def test_a_view_is_aligned_to_its_dtype(near):
 
 @pytest.mark.parametrize("queue", QUEUES)
 @pytest.mark.parametrize(("to", "of"), list(product(range(3), repeat=2)))
-def test_a_copy_goes_between_any_two_devices(apart, to, of, queue):
-    dst_device, src_device = apart.devices[to], apart.devices[of]
+def test_a_copy_goes_between_any_two_devices(two_gpu_mesh, to, of, queue):
+    dst_device, src_device = two_gpu_mesh.devices[to], two_gpu_mesh.devices[of]
     for runner in {dst_device, src_device}:
         src, dst = uploaded(src_device, 1), dst_device.empty((SIZE,), FLOAT)
-        with apart.journal() as journal:
+        with two_gpu_mesh.journal() as journal:
             runner.copy(dst, src, queue=queue)
         record = Record("copy", "", runner.index, of, SIZE * 4, queue)
         assert journal.records == [record]
-        apart.synchronize()
+        two_gpu_mesh.synchronize()
         assert same(dst.numpy(), data((SIZE,), seed=1))
         assert same(src.numpy(), data((SIZE,), seed=1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_copy_keeps_bits_and_may_change_the_shape(apart, dtype):
-    near, _, far = apart.devices
+def test_a_copy_keeps_bits_and_may_change_the_shape(two_gpu_mesh, dtype):
+    near, _, far = two_gpu_mesh.devices
     src, dst = uploaded(near, 2, (4, 6), dtype), far.zeros((2, 12), dtype)
     far.copy(dst.view(12, (3, 4)), src.view(12, (12,)))
     wanted = data((4, 6), dtype, 2).reshape(2, 12)
@@ -242,25 +242,25 @@ def test_a_copy_keeps_bits_and_may_change_the_shape(apart, dtype):
     assert same(dst.numpy(), wanted)
 
 
-def test_adopted_memory_is_copied_too(apart):
-    near, _, far = apart.devices
+def test_adopted_memory_is_copied_too(two_gpu_mesh):
+    near, _, far = two_gpu_mesh.devices
     src, dst = adopted(near, data((SIZE,))), far.empty((SIZE,), FLOAT)
     far.copy(dst, src)
     assert same(dst.numpy(), data((SIZE,)))
 
 
-def test_a_copy_between_unlike_buffers_changes_nothing(apart):
-    near, _, far = apart.devices
+def test_a_copy_between_unlike_buffers_changes_nothing(two_gpu_mesh):
+    near, _, far = two_gpu_mesh.devices
     dst = uploaded(far, 3)
     for wrong in (uploaded(near, 1, (SIZE - 1,)), uploaded(near, 1, dtype=as_dtype("int32"))):
-        with refused(apart, ValueError, "sizes and dtypes"):
+        with refused(two_gpu_mesh, ValueError, "sizes and dtypes"):
             far.copy(dst, wrong)
     assert same(dst.numpy(), data((SIZE,), seed=3))
 
 
-def test_a_device_copies_only_what_starts_or_ends_on_it(apart):
-    first, second, far = apart.devices
+def test_a_device_copies_only_what_starts_or_ends_on_it(two_gpu_mesh):
+    first, second, far = two_gpu_mesh.devices
     dst, src = uploaded(first, 3), uploaded(second, 1)
-    with refused(apart, DeviceMismatchError, "must belong to the mesh of"):
+    with refused(two_gpu_mesh, DeviceMismatchError, "must belong to the mesh of"):
         far.copy(dst, src)
     assert same(dst.numpy(), data((SIZE,), seed=3))

@@ -117,7 +117,7 @@ def test_the_simulated_collective_adds_in_mesh_order_and_rounds_once(mesh, dtype
         assert not same(wanted, each)
 
 
-def test_halves_do_not_saturate_on_the_way(mesh):
+def test_half_precision_partial_sums_do_not_overflow(mesh):
     """60000 + 60000 - 60000 in float16: the first sum is infinite there."""
     buffers = on_each(mesh, np.array([[60000], [60000], [-60000]], np.float16))
     mesh.collective.all_reduce(buffers)
@@ -167,7 +167,7 @@ def test_broadcast_makes_every_buffer_the_root(mesh, dtype, root):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_gather_lays_the_inputs_end_to_end(mesh, dtype):
+def test_all_gather_concatenates_the_inputs(mesh, dtype):
     terms = terms_of(dtype)
     inputs = on_each(mesh, terms)
     outputs = [buffer.device.empty((NUM, SIZE), dtype) for buffer in inputs]
@@ -317,8 +317,8 @@ def test_a_read_only_buffer_may_be_read_and_not_written(mesh):
     assert contents(buffers) == [before[0]] * NUM
 
 
-def test_buffers_of_two_meshes_change_nothing(reopen_apart):
-    with reopen_apart([0, 1]) as mesh, reopen_apart([0, 1]) as other:
+def test_buffers_of_two_meshes_change_nothing(reopen_two_gpus):
+    with reopen_two_gpus([0, 1]) as mesh, reopen_two_gpus([0, 1]) as other:
         buffers = [uploaded(mesh.devices[0], 1), uploaded(other.devices[1], 2)]
         before = contents(buffers)
         outputs = [buffer.device.zeros((2 * SIZE,), FLOAT) for buffer in buffers]

@@ -25,7 +25,7 @@ def mesh(request):
         yield opened
 
 
-def says(name: str):
+def raises_failed(name: str):
     return pytest.raises(BackendUnavailableError, match=re.escape(f"{name} failed: {REASON}"))
 
 
@@ -50,7 +50,7 @@ def test_every_use_of_a_failed_device_says_which_and_why(mesh):
     ]
     mark = mesh.devices[3].mark()
     for use in uses:
-        with says(device.name):
+        with raises_failed(device.name):
             use()
 
 
@@ -68,15 +68,15 @@ def test_a_buffer_on_a_failed_device_is_refused_by_the_others(mesh):
         lambda: ensure_accessible(device, far),
     ]
     for use in uses:
-        with says(lost.name):
+        with raises_failed(lost.name):
             use()
     assert same(near.numpy(), data((SIZE,), seed=2))
 
 
-def test_the_logical_devices_of_a_lost_one_share_its_fate_and_others_go_on(mesh):
+def test_logical_devices_of_a_failed_physical_device_fail_and_others_work(mesh):
     mesh.devices[0].mark_failed(REASON)
     mesh.devices[1].mark_failed("later reasons do not count")
-    with says(mesh.devices[1].name):
+    with raises_failed(mesh.devices[1].name):
         mesh.devices[1].empty((2,), FLOAT)
     total = gr.add_n([uploaded(mesh.devices[2], seed) for seed in (1, 2)], output_type="buffer")
     assert same(total.numpy(), data((SIZE,), seed=1) + data((SIZE,), seed=2))
@@ -88,12 +88,12 @@ def test_an_all_reduce_over_a_failed_device_launches_nothing(mesh):
     with mesh.journal() as journal:
         for algorithm in ("hierarchical_copy", "nccl"):
             ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
-            with says(mesh.devices[3].name):
+            with raises_failed(mesh.devices[3].name):
                 ops.all_reduce(rows)
     assert (journal.launches, journal.copies) == (0, 0)
 
 
-def test_memory_that_a_failed_device_may_still_use_is_never_handed_out(mesh):
+def test_memory_that_a_failed_device_may_still_use_is_never_reused(mesh):
     device, other = mesh.devices[0], mesh.devices[2]
     buffer = uploaded(device, 1)
     other.copy(uploaded(other, 2), buffer)
@@ -105,7 +105,7 @@ def test_memory_that_a_failed_device_may_still_use_is_never_handed_out(mesh):
     assert address not in [each.address for each in later]
 
 
-def test_who_waits_for_a_failed_device_is_woken(mesh):
+def test_takes_that_wait_for_a_failed_device_raise(mesh):
     waiting = gr.ConditionalAccumulator("float32", device=mesh.devices[2])
     healthy = gr.ConditionalAccumulator("float32", device=mesh.devices[3])
     outcomes: list[BaseException] = []
@@ -123,7 +123,7 @@ def test_who_waits_for_a_failed_device_is_woken(mesh):
     mesh.devices[2].mark_failed(REASON)
     consumer.join(60)
     assert isinstance(outcomes[0], gr.errors.CancelledError)
-    with says(mesh.devices[2].name):
+    with raises_failed(mesh.devices[2].name):
         waiting.take_grad(1)
     healthy.apply_grad(np.ones(3, np.float32))
     assert same(np.asarray(healthy.take_grad(1, output_type="numpy")), np.ones(3, np.float32))
@@ -184,7 +184,7 @@ def test_a_failure_half_way_through_an_accumulation_fails_the_devices(mesh, monk
     assert accumulator.num_accumulated() == 4
 
 
-def test_a_collective_counts_as_work_that_was_given(mesh):
+def test_a_collective_counts_as_submitted_work(mesh):
     """A collective writes in place, so a later failure leaves a half-written state."""
     first, other = mesh.devices[0], mesh.devices[2]
     buffers = [uploaded(first, 1), uploaded(other, 2)]
@@ -203,7 +203,7 @@ def test_a_collective_counts_as_work_that_was_given(mesh):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("work", ["launch", "copy"])
-def test_work_that_was_cut_short_counts_as_given(mesh, monkeypatch, work, error):
+def test_interrupted_work_counts_as_submitted(mesh, monkeypatch, work, error):
     """The launch may have begun: of ten tensors it may have written nine."""
     device = mesh.devices[2]
     buffers = [uploaded(device, 1), uploaded(device, 2)]

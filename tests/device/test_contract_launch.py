@@ -22,8 +22,8 @@ from gradreduce.ops.add_n import ADD_N
 
 @pytest.mark.parametrize("queue", QUEUES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_launch_writes_its_first_operands_and_no_other(near, dtype, queue):
-    device, other = near.devices
+def test_a_launch_writes_its_first_operands_and_no_other(one_gpu_mesh, dtype, queue):
+    device, other = one_gpu_mesh.devices
     terms = [uploaded(device, 1, dtype=dtype), uploaded(other, 2, dtype=dtype)]
     device.wait(other.mark(), queue=queue)
     out = device.empty((SIZE,), dtype)
@@ -33,10 +33,10 @@ def test_a_launch_writes_its_first_operands_and_no_other(near, dtype, queue):
     rows = [
         [operand.view(0, (SIZE * lanes,), element_of(dtype).viewed) for operand in (out, *terms)]
     ]
-    with near.journal() as journal:
+    with one_gpu_mesh.journal() as journal:
         device.launch(ADD_N, (name, name, 2), rows, (2,), queue=queue)
     assert journal.records == [Record("launch", "add_n", 0, queue=queue, num_rows=1)]
-    near.synchronize()
+    one_gpu_mesh.synchronize()
     values = [data((SIZE,), dtype, seed) for seed in (1, 2)]
     wide = accumulate_dtype(dtype)
     assert same(out.numpy(), (values[0].astype(wide) + values[1].astype(wide)).astype(dtype))
@@ -44,11 +44,11 @@ def test_a_launch_writes_its_first_operands_and_no_other(near, dtype, queue):
         assert same(term.numpy(), value)
 
 
-def test_rows_of_size_zero_are_left_out(near):
-    device = near.devices[0]
+def test_rows_of_size_zero_are_left_out(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     full = [device.zeros((4,), FLOAT), uploaded(device, 1, (4,)), uploaded(device, 2, (4,))]
     none = [device.empty((0,), FLOAT) for _ in range(3)]
-    with near.journal() as journal:
+    with one_gpu_mesh.journal() as journal:
         device.launch(ADD_N, ("float32", "float32", 2), [none, full, none], (2,))
         device.launch(ADD_N, ("float32", "float32", 2), [none, none], (2,))
         device.launch(ADD_N, ("float32", "float32", 2), [], (2,))
@@ -58,13 +58,13 @@ def test_rows_of_size_zero_are_left_out(near):
     assert same(full[0].numpy(), data((4,), seed=1) + data((4,), seed=2))
 
 
-def test_a_row_has_the_work_that_its_kernel_says(near):
+def test_a_row_has_the_work_that_its_kernel_says(one_gpu_mesh):
     """A row has one item for each column of a segment, also if its plan has fewer elements."""
-    device = near.devices[0]
+    device = one_gpu_mesh.devices[0]
     segments = plan_segments(np.array([4, 1, 4]))
     wide, none = (uploaded(device, 1, (3, width)) for width in (5000, 0))
     out, nothing = device.zeros((5, 5000), FLOAT), device.zeros((5, 0), FLOAT)
-    with near.journal() as journal:
+    with one_gpu_mesh.journal() as journal:
         segment_sum([nothing, out], [none, wide], [segments] * 2, into=[segments.indices] * 2)
     assert [(record.kind, record.num_rows) for record in journal.records] == [
         ("upload", 0),
@@ -75,29 +75,29 @@ def test_a_row_has_the_work_that_its_kernel_says(near):
     assert same(out.numpy(), expected)
 
 
-def test_a_launch_reaches_peers_or_says_what_to_do(apart):
-    near, _, far = apart.devices
+def test_a_launch_accesses_peers_or_raises(two_gpu_mesh):
+    near, _, far = two_gpu_mesh.devices
     out, term = uploaded(near, 3), uploaded(far, 1)
     near.wait(far.mark())
-    if apart.mesh_state.peers(near.physical, far.physical):
-        with apart.journal() as journal:
+    if two_gpu_mesh.mesh_state.peers(near.physical, far.physical):
+        with two_gpu_mesh.journal() as journal:
             add(near, out, term, term)
         assert (journal.launches, journal.copies, journal.bytes) == (1, 0, 2 * term.nbytes)
         assert same(out.numpy(), 2 * data((SIZE,), seed=1))
         assert same(near.download(term), data((SIZE,), seed=1))
         return
     for call in (lambda: add(near, out, term), lambda: near.download(term)):
-        with refused(apart, DeviceMismatchError, "no peer access"):
+        with refused(two_gpu_mesh, DeviceMismatchError, "no peer access"):
             call()
     assert same(out.numpy(), data((SIZE,), seed=3))
 
 
-def test_a_launch_reaches_adopted_memory_that_is_mapped_for_peers(apart):
-    near, _, far = apart.devices
+def test_a_launch_reaches_adopted_memory_that_is_mapped_for_peers(two_gpu_mesh):
+    near, _, far = two_gpu_mesh.devices
     theirs, out = adopted(far, data((SIZE,), seed=1)), uploaded(near, 3)
     near.wait(far.mark())
-    if not apart.mesh_state.peers(near.physical, far.physical):
-        with refused(apart, DeviceMismatchError, "no peer access"):
+    if not two_gpu_mesh.mesh_state.peers(near.physical, far.physical):
+        with refused(two_gpu_mesh, DeviceMismatchError, "no peer access"):
             add(near, out, theirs)
         return
     assert theirs.block.peer_mapped
@@ -105,12 +105,12 @@ def test_a_launch_reaches_adopted_memory_that_is_mapped_for_peers(apart):
     assert same(out.numpy(), 2 * data((SIZE,), seed=1))
 
 
-def test_a_launch_reaches_no_other_adopted_memory_elsewhere(apart):
-    near, beside, far = apart.devices
+def test_a_launch_reaches_no_other_adopted_memory_elsewhere(two_gpu_mesh):
+    near, beside, far = two_gpu_mesh.devices
     why = "only memory of cudaMalloc|no peer access"
     theirs, out = unmapped(adopted(far, data((SIZE,)))), uploaded(near, 3)
     for operands in ((out, theirs), (theirs, out)):
-        with refused(apart, DeviceMismatchError, why):
+        with refused(two_gpu_mesh, DeviceMismatchError, why):
             add(near, *operands)
     assert same(out.numpy(), data((SIZE,), seed=3))
     assert same(theirs.numpy(), data((SIZE,)))
@@ -142,9 +142,9 @@ def test_no_call_reaches_another_mesh(reopen):
         assert same(theirs.numpy(), data((SIZE,), seed=2))
 
 
-def test_read_only_memory_enters_and_is_never_written(apart):
-    near, _, far = apart.devices
-    if apart.backend != "sim":  # only NumPy has read-only arrays
+def test_read_only_memory_enters_and_is_never_written(two_gpu_mesh):
+    near, _, far = two_gpu_mesh.devices
+    if two_gpu_mesh.backend != "sim":  # only NumPy has read-only arrays
         return
     values = data((SIZE,))
     values.flags.writeable = False
@@ -166,7 +166,7 @@ def test_read_only_memory_enters_and_is_never_written(apart):
     out = uploaded(near, 3)
     touched = [set(buffer.block.touched or ()) for buffer in (fixed, out, other)]
     for call in calls:
-        with refused(apart, ValueError, r"^Buffer\(.*\) is read-only: pass a copy$"):
+        with refused(two_gpu_mesh, ValueError, r"^Buffer\(.*\) is read-only: pass a copy$"):
             call()
     assert touched == [set(buffer.block.touched or ()) for buffer in (fixed, out, other)]
     assert same(out.numpy(), data((SIZE,), seed=3))
@@ -176,34 +176,34 @@ def test_read_only_memory_enters_and_is_never_written(apart):
         released[...] = 0
 
 
-def test_a_call_that_raises_forgets_no_fence(apart):
+def test_a_call_that_raises_keeps_all_fences(two_gpu_mesh):
     """After a refused launch the next writer still waits for a copy that reads."""
-    near, _, far = apart.devices
+    near, _, far = two_gpu_mesh.devices
     src, dst = uploaded(near, 1), far.empty((SIZE,), FLOAT)
     far.copy(dst, src)
     readers = dict(src.block.readers)
     assert list(readers) == [(far, "compute", 0, src.nbytes)]
     theirs = unmapped(adopted(far, data((SIZE,))))
-    with refused(apart, DeviceMismatchError, "cannot access"):
+    with refused(two_gpu_mesh, DeviceMismatchError, "cannot access"):
         add(near, src, src, theirs)
     assert src.block.readers == readers
     add(near, src, src, src)
     assert src.block.readers == {}
 
 
-def test_any_queue_waits_for_any_mark(apart):
-    for giver, consumer in product(apart.devices, repeat=2):
+def test_any_queue_waits_for_any_mark(two_gpu_mesh):
+    for giver, consumer in product(two_gpu_mesh.devices, repeat=2):
         for given, taken in product(QUEUES, repeat=2):
             mark = giver.mark(given)
             assert (mark.device, mark.queue) == (giver, given)
-            with apart.journal() as journal:
+            with two_gpu_mesh.journal() as journal:
                 assert consumer.wait(mark, queue=taken) is None
             assert journal.records == []
-    apart.synchronize()
+    two_gpu_mesh.synchronize()
 
 
-def test_work_of_two_queues_is_ordered_by_a_mark(apart):
-    near, _, far = apart.devices
+def test_work_of_two_queues_is_ordered_by_a_mark(two_gpu_mesh):
+    near, _, far = two_gpu_mesh.devices
     values = [uploaded(near, seed) for seed in (1, 2)]
     out, there = near.empty((SIZE,), FLOAT), far.empty((SIZE,), FLOAT)
     add(near, out, *values)
@@ -226,10 +226,10 @@ def test_work_of_two_queues_is_ordered_by_a_mark(apart):
     ],
 )
 def test_a_copy_waits_for_both_ends_and_the_next_writer_for_it(
-    apart, waits, runner, queue, told, reading
+    two_gpu_mesh, waits, runner, queue, told, reading
 ):
-    src, dst = uploaded(apart.devices[0], 1), apart.devices[2].empty((SIZE,), FLOAT)
-    apart.devices[runner].copy(dst, src, queue=queue)
+    src, dst = uploaded(two_gpu_mesh.devices[0], 1), two_gpu_mesh.devices[2].empty((SIZE,), FLOAT)
+    two_gpu_mesh.devices[runner].copy(dst, src, queue=queue)
     assert waits == [(runner, queue, *mark) for mark in told]
     written = [(0, "compute", runner, queue)] if reading else []
     for write in (
@@ -237,7 +237,7 @@ def test_a_copy_waits_for_both_ends_and_the_next_writer_for_it(
         lambda: src.device.upload(data((SIZE,)), out=src),
         lambda: src.device.copy(src, uploaded(src.device, 2)),
     ):
-        apart.devices[runner].copy(dst, src, queue=queue)
+        two_gpu_mesh.devices[runner].copy(dst, src, queue=queue)
         waits.clear()
         write()
         assert waits == written
@@ -245,9 +245,9 @@ def test_a_copy_waits_for_both_ends_and_the_next_writer_for_it(
         assert waits == written
 
 
-def test_each_part_of_a_block_waits_for_its_own_readers(apart, waits):
+def test_each_part_of_a_block_waits_for_its_own_readers(two_gpu_mesh, waits):
     """Writes two tensors of one flat buffer, while a copy reads the first."""
-    near, _, far = apart.devices
+    near, _, far = two_gpu_mesh.devices
     flat = near.empty((2 * SIZE,), FLOAT)
     parts = [flat.view(place * SIZE, (SIZE,)) for place in range(2)]
     term = uploaded(near, 1)
@@ -258,16 +258,16 @@ def test_each_part_of_a_block_waits_for_its_own_readers(apart, waits):
     assert flat.block.readers == {}
 
 
-def test_a_copy_in_one_queue_waits_for_nobody(apart, waits):
-    device = apart.devices[1]
+def test_a_copy_in_one_queue_waits_for_nothing(two_gpu_mesh, waits):
+    device = two_gpu_mesh.devices[1]
     src, dst = uploaded(device, 1), device.empty((SIZE,), FLOAT)
     device.copy(dst, src)
     add(device, src, dst)
     assert waits == []
 
 
-def test_an_upload_beside_the_compute_queue_waits_for_it(apart, waits):
-    device = apart.devices[1]
+def test_an_upload_beside_the_compute_queue_waits_for_it(two_gpu_mesh, waits):
+    device = two_gpu_mesh.devices[1]
     device.upload(data((SIZE,)))
     assert waits == []
     device.upload(data((SIZE,)), queue="transfer")
@@ -275,16 +275,16 @@ def test_an_upload_beside_the_compute_queue_waits_for_it(apart, waits):
 
 
 @pytest.mark.parametrize("queue", QUEUES)
-def test_a_launch_waits_for_nothing_but_readers(apart, waits, queue):
-    device, beside, _ = apart.devices
+def test_a_launch_waits_for_nothing_but_readers(two_gpu_mesh, waits, queue):
+    device, beside, _ = two_gpu_mesh.devices
     terms = [uploaded(device, 1), uploaded(beside, 2)]
     add(device, device.empty((SIZE,), FLOAT), *terms, queue=queue)
     assert waits == []
 
 
-def test_who_touches_a_block_is_remembered(apart):
+def test_queues_that_use_a_block_are_recorded(two_gpu_mesh):
     """Its memory is reused only after those queues have passed."""
-    near, beside, far = apart.devices
+    near, beside, far = two_gpu_mesh.devices
     block, out = uploaded(near, 1).block, uploaded(near, 2)
     assert block.touched == out.block.touched == set()
     src = Buffer(block, 0, (SIZE,), FLOAT)
@@ -297,11 +297,11 @@ def test_who_touches_a_block_is_remembered(apart):
     assert out.block.touched == {(beside, "transfer")}
 
 
-def test_what_is_prepared_is_not_compiled_again(near, monkeypatch):
-    device = near.devices[0]
+def test_what_is_prepared_is_not_compiled_again(one_gpu_mesh, monkeypatch):
+    device = one_gpu_mesh.devices[0]
     kernel = replace(ADD_N, templates=(("float32", "float32", 1),))  # a new one
     out, term = device.empty((SIZE,), FLOAT), uploaded(device, 1)
-    with near.journal() as journal:
+    with one_gpu_mesh.journal() as journal:
         device.prepare(kernel, kernel.templates[0])
     assert journal.records == []
 
@@ -313,15 +313,15 @@ def test_what_is_prepared_is_not_compiled_again(near, monkeypatch):
     assert same(out.numpy(), data((SIZE,), seed=1))
 
 
-def test_the_journal_counts_what_was_done(apart):
-    near, _, far = apart.devices
-    with apart.journal() as journal:
+def test_the_journal_counts_what_was_done(two_gpu_mesh):
+    near, _, far = two_gpu_mesh.devices
+    with two_gpu_mesh.journal() as journal:
         first, second = uploaded(near, 1), near.zeros((SIZE,), FLOAT)
         there = far.empty((SIZE,), FLOAT)
         add(near, second, first)
         far.copy(there, second)
         there.numpy()
-        apart.synchronize()
+        two_gpu_mesh.synchronize()
     uploaded(near, 1)
     kinds = ["upload", "fill", "launch", "copy", "download", "sync", "sync", "sync"]
     assert [record.kind for record in journal.records] == kinds
@@ -332,11 +332,11 @@ def test_the_journal_counts_what_was_done(apart):
     assert [record.device for record in journal.of("sync")] == [0, 1, 2]
 
 
-def test_journals_nest(near):
-    device = near.devices[0]
-    with near.journal() as outer:
+def test_journals_nest(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
+    with one_gpu_mesh.journal() as outer:
         uploaded(device, 1)
-        with near.journal() as inner, near.journal() as reference:
+        with one_gpu_mesh.journal() as inner, one_gpu_mesh.journal() as reference:
             uploaded(device, 2).numpy()
         assert reference.records == inner.records
         uploaded(device, 3)
@@ -345,16 +345,16 @@ def test_journals_nest(near):
     assert outer.records[1:3] == inner.records
 
 
-def test_a_part_of_a_mesh_keeps_the_journal_and_the_numbers(apart):
-    part = apart[[2, 1]]
-    with apart.journal() as whole, part.journal() as journal:
+def test_a_part_of_a_mesh_keeps_the_journal_and_the_numbers(two_gpu_mesh):
+    part = two_gpu_mesh[[2, 1]]
+    with two_gpu_mesh.journal() as whole, part.journal() as journal:
         uploaded(part.devices[0], 1)
-        uploaded(apart.devices[0], 1)
+        uploaded(two_gpu_mesh.devices[0], 1)
     assert [record.device for record in journal.records] == [2, 0]
     assert whole.records == journal.records
 
 
-def test_the_journal_hears_every_thread(near):
+def test_the_journal_records_every_thread(one_gpu_mesh):
     num_threads, num_calls = 4, 50
     start = threading.Barrier(num_threads)
 
@@ -364,10 +364,10 @@ def test_the_journal_hears_every_thread(near):
             uploaded(device, 1, (8,))
 
     threads = [
-        threading.Thread(target=work, args=(near.devices[place % 2],))
+        threading.Thread(target=work, args=(one_gpu_mesh.devices[place % 2],))
         for place in range(num_threads)
     ]
-    with near.journal() as journal:
+    with one_gpu_mesh.journal() as journal:
         for thread in threads:
             thread.start()
         for thread in threads:

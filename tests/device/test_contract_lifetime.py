@@ -26,8 +26,8 @@ def overwrite(device: Device, num_buffers: int = 4) -> list[Buffer]:
     return [device.upload(data((SIZE,), seed=99)) for _ in range(num_buffers)]
 
 
-def test_memory_that_somebody_can_still_see_is_not_given_away(near):
-    device = near.devices[0]
+def test_memory_that_is_still_referenced_is_not_reused(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     wanted = data((SIZE,), seed=1)
     view = uploaded(device, 1).view(2, (7,))
     released = device.release(uploaded(device, 1))
@@ -35,15 +35,15 @@ def test_memory_that_somebody_can_still_see_is_not_given_away(near):
     gc.collect()
     overwrite(device)
     assert same(view.numpy(), wanted[2:9])
-    if near.backend == "sim":  # elsewhere an array of the backend
+    if one_gpu_mesh.backend == "sim":  # elsewhere an array of the backend
         assert same(released, wanted)
         assert same(part, wanted[4:])
 
 
-def test_memory_that_another_queue_still_uses_is_not_given_away(apart):
-    near, beside, far = apart.devices
+def test_memory_that_another_queue_still_uses_is_not_reused(two_gpu_mesh):
+    near, beside, far = two_gpu_mesh.devices
     wanted = data((SIZE,), seed=1)
-    outs = [device.empty((SIZE,), FLOAT) for device in apart.devices]
+    outs = [device.empty((SIZE,), FLOAT) for device in two_gpu_mesh.devices]
     beside.wait(near.mark())
     for make in (uploaded, lambda device, seed: adopted(device, wanted)):
         near.copy(outs[0], make(near, 1), queue="transfer")
@@ -53,15 +53,15 @@ def test_memory_that_another_queue_still_uses_is_not_given_away(apart):
         del source
         far.copy(outs[2], make(near, 1))
         kept = overwrite(near)  # the sources are freed, maybe before the work has begun
-        apart.synchronize()
+        two_gpu_mesh.synchronize()
         for out in outs:
             assert same(out.numpy(), wanted)
             out.device.upload(data((SIZE,)), out=out)
         assert len(kept) == 4
 
 
-def test_what_is_released_is_the_memory_itself(near):
-    device = near.devices[0]
+def test_what_is_released_is_the_memory_itself(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     buffer = uploaded(device, 1, (5, 7))
     released = device.release(buffer)
     assert released.shape == (5, 7)
@@ -73,8 +73,8 @@ def test_what_is_released_is_the_memory_itself(near):
         assert (released == 6).all()
 
 
-def test_a_block_ends_with_the_last_that_looks_into_it(near):
-    device = near.devices[0]
+def test_a_block_is_freed_with_its_last_reference(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     buffer = uploaded(device, 1)
     ended = weakref.ref(buffer.block)
     view = buffer.view(0, (3,)).view(1, (2,))
@@ -91,8 +91,8 @@ def test_a_block_ends_with_the_last_that_looks_into_it(near):
     assert held.size == SIZE
 
 
-def test_a_block_freed_in_another_thread_returns_to_its_pool(near):
-    device = near.devices[0]
+def test_a_block_freed_in_another_thread_returns_to_its_pool(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     held = [uploaded(device, 1)]
     thread = threading.Thread(target=held.clear)
     thread.start()
@@ -103,18 +103,18 @@ def test_a_block_freed_in_another_thread_returns_to_its_pool(near):
     assert not device.freed
 
 
-def test_no_python_code_runs_when_a_block_is_freed(near):
+def test_no_python_code_runs_when_a_block_is_freed(one_gpu_mesh):
     """Ctrl-C could interrupt such code and free memory that work still uses."""
-    held, seen = [uploaded(near.devices[0], 1)], []
+    held, seen = [uploaded(one_gpu_mesh.devices[0], 1)], []
     sys.setprofile(lambda frame, event, called: seen.append(event))
     held.clear()
     sys.setprofile(None)
     assert seen == ["c_call", "c_return", "c_call"]  # of clear and of setprofile
-    assert len(near.devices[0].freed) == 1
+    assert len(one_gpu_mesh.devices[0].freed) == 1
 
 
-def test_a_block_that_the_collector_finds_comes_home(near):
-    device = near.devices[0]
+def test_a_block_freed_by_garbage_collection_returns_to_its_pool(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     circle = [uploaded(device, 1)]
     circle.append(circle)
     ended = weakref.ref(circle[0].block)
@@ -126,9 +126,9 @@ def test_a_block_that_the_collector_finds_comes_home(near):
     assert not device.freed
 
 
-def test_many_threads_share_a_device(near):
+def test_many_threads_share_a_device(one_gpu_mesh):
     """Each keeps its values, while all allocate and free memory of one size."""
-    device = near.devices[0]
+    device = one_gpu_mesh.devices[0]
     wrong = []
 
     def work(seed: int) -> None:
@@ -148,8 +148,8 @@ def test_many_threads_share_a_device(near):
     assert wrong == []
 
 
-def test_nothing_grows_with_use(apart):
-    near, _, far = apart.devices
+def test_memory_does_not_grow_with_use(two_gpu_mesh):
+    near, _, far = two_gpu_mesh.devices
     source, held = uploaded(near, 1), near.empty((SIZE,), FLOAT)
 
     def use(num_times: int) -> None:
@@ -161,7 +161,7 @@ def test_nothing_grows_with_use(apart):
             add(far, out, out, out)
             add(near, held, source, queue="transfer")
             if turn % 10 == 9:
-                apart.synchronize()
+                two_gpu_mesh.synchronize()
 
     def growth(num_times: int) -> int:
         before, _ = tracemalloc.get_traced_memory()
@@ -177,7 +177,7 @@ def test_nothing_grows_with_use(apart):
     finally:
         tracemalloc.stop()
     assert len(source.block.readers) <= 2
-    apart.synchronize()
+    two_gpu_mesh.synchronize()
     assert not far.freed
 
 
@@ -238,7 +238,7 @@ def every_call(mesh: Mesh, buffer: Buffer) -> dict:
     }
 
 
-def survivors(calls: dict) -> list[str]:
+def calls_that_succeed(calls: dict) -> list[str]:
     """The calls that do not raise ``BackendUnavailableError``."""
     found = []
     for name, call in calls.items():
@@ -253,27 +253,27 @@ def survivors(calls: dict) -> list[str]:
     return found
 
 
-def test_no_call_works_after_close(near):
-    buffer = uploaded(near.devices[0], 1)
-    calls = every_call(near, buffer)
-    assert survivors(calls) == list(calls)
-    out = near.devices[0].zeros((SIZE,), FLOAT)
-    shown = near.devices[0].release(out)
-    with near.journal() as journal:
-        near[0:1].close()  # closing a part closes the whole
-        assert survivors(calls) == []
-        near.close()  # closing twice is allowed
+def test_no_call_works_after_close(one_gpu_mesh):
+    buffer = uploaded(one_gpu_mesh.devices[0], 1)
+    calls = every_call(one_gpu_mesh, buffer)
+    assert calls_that_succeed(calls) == list(calls)
+    out = one_gpu_mesh.devices[0].zeros((SIZE,), FLOAT)
+    shown = one_gpu_mesh.devices[0].release(out)
+    with one_gpu_mesh.journal() as journal:
+        one_gpu_mesh[0:1].close()  # closing a part closes the whole
+        assert calls_that_succeed(calls) == []
+        one_gpu_mesh.close()  # closing twice is allowed
         with pytest.raises(BackendUnavailableError):
-            near.collective.all_gather([out], [buffer])
+            one_gpu_mesh.collective.all_gather([out], [buffer])
     assert journal.records == []
     assert (shown == 0).all()
     with pytest.raises(BackendUnavailableError, match="was closed"):
-        near.devices[1].empty((3,), FLOAT)
+        one_gpu_mesh.devices[1].empty((3,), FLOAT)
 
 
-def test_buffers_may_be_freed_after_close(near):
-    buffers = overwrite(near.devices[0])
-    near.close()
+def test_buffers_may_be_freed_after_close(one_gpu_mesh):
+    buffers = overwrite(one_gpu_mesh.devices[0])
+    one_gpu_mesh.close()
     del buffers
     gc.collect()
 
@@ -282,7 +282,7 @@ def test_buffers_may_be_freed_after_close(near):
 FORK = """
 import os, sys
 from device.contract import SIZE, data, uploaded
-from device.test_contract_lifetime import every_call, survivors
+from device.test_contract_lifetime import every_call, calls_that_succeed
 from support.exact_data import same
 from gradreduce.backends import default_mesh, open_mesh
 from gradreduce.errors import BackendUnavailableError
@@ -291,12 +291,12 @@ mesh = open_mesh(2, backend="sim", kernels=sys.argv[1])
 old = default_mesh()
 buffer = uploaded(mesh.devices[0], 1)
 calls = every_call(mesh, buffer)
-assert survivors(calls) == list(calls)
+assert calls_that_succeed(calls) == list(calls)
 child = os.fork()
 if child == 0:
     code = 1
     try:
-        left = survivors(calls | {"close": mesh.close})
+        left = calls_that_succeed(calls | {"close": mesh.close})
         try:
             mesh.devices[0].empty((3,), "float32")
         except BackendUnavailableError as error:
@@ -308,7 +308,7 @@ if child == 0:
     finally:
         os._exit(code)
 _, status = os.waitpid(child, 0)
-assert survivors(calls) == list(calls)
+assert calls_that_succeed(calls) == list(calls)
 sys.exit(os.waitstatus_to_exitcode(status))
 """
 

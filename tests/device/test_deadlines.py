@@ -76,7 +76,7 @@ def test_a_stuck_device_is_named_with_its_pack_and_tensors(clock, algorithm, pee
         stall(mesh.devices[2])
         results = reduce_all(mesh, ops, deadline=30)
         assert mesh.mesh_state.reason is None
-        clock.pass_by(30)
+        clock.advance(30)
         words = re.escape(STUCK)
         with pytest.raises(CollectiveError, match=words):
             results[3][0].numpy()
@@ -106,7 +106,7 @@ def test_the_pack_at_which_a_device_hangs_is_named(clock, monkeypatch, algorithm
             stall(mesh.devices[3], after=after)
             ops = gr.AllReduceCrossDeviceOps(algorithm, 3, mesh=mesh)
             ops.all_reduce(grads, deadline=5)
-            clock.pass_by(6)
+            clock.advance(6)
             words = r"sim:3 has not joined (.*): ear|all devices have joined (.*), but .*sim:3 ha"
             found = re.search(words, wait_for_failure(mesh))
             assert found, mesh.mesh_state.reason
@@ -115,7 +115,7 @@ def test_the_pack_at_which_a_device_hangs_is_named(clock, monkeypatch, algorithm
     assert packs - {"batch_reduce"} == {f"pack {each}" for each in tensors}
 
 
-def test_who_has_joined_but_not_finished_is_told_apart(mesh, clock, monkeypatch):
+def test_devices_that_joined_but_did_not_finish_are_named_separately(mesh, clock, monkeypatch):
     """Device 3 hangs inside the pack, which every queue has joined."""
     ops = gr.NcclAllReduce(1, mesh=mesh)
     add = type(mesh.collective).all_reduce
@@ -127,24 +127,24 @@ def test_who_has_joined_but_not_finished_is_told_apart(mesh, clock, monkeypatch)
 
     monkeypatch.setattr(type(mesh.collective), "all_reduce", hang)
     reduce_all(mesh, ops, deadline=30)
-    clock.pass_by(31)
+    clock.advance(31)
     assert "all devices have joined pack 1 of 1 (tensors 0 to 2), but sim:3 has not finished" in (
         wait_for_failure(mesh)
     )
 
 
-def test_a_call_that_stands_behind_another_names_the_one_before(mesh, clock):
+def test_a_call_queued_behind_another_names_the_earlier_one(mesh, clock):
     stall(mesh.devices[3])
     for deadline in (100, 5):
         reduce_all(mesh, deadline=deadline)
-    clock.pass_by(6)
+    clock.advance(6)
     words = "; before it, in batch_reduce: sim:3 has not joined packs 1 to 2 of 2 (tensors 0 to 2)"
     assert words in wait_for_failure(mesh)
 
 
-def test_a_call_that_is_done_in_time_costs_nobody_anything(mesh, clock):
+def test_a_call_that_finishes_in_time_does_not_fail_the_mesh(mesh, clock):
     results = reduce_all(mesh, deadline=30)
-    clock.pass_by(31)  # nothing has run yet: queued work runs only during a wait
+    clock.advance(31)  # nothing has run yet: queued work runs only during a wait
     assert is_right(results)
     mesh.synchronize(deadline=TEST_TIMEOUT)
     assert mesh.mesh_state.reason is None
@@ -178,7 +178,7 @@ def test_every_call_across_devices_takes_a_deadline(mesh, clock, call):
     value = gr.PerReplica([row[1] for row in gradients(mesh)], mesh)
     stall(mesh.devices[2])
     OTHERS[call](mesh, gr.HierarchicalCopyAllReduce(mesh=mesh), value)
-    clock.pass_by(10)
+    clock.advance(10)
     name = "w" if call == "apply_gradients" else "0"
     words = rf"of 9 s for \w+ passed: sim:2 has not joined .*tensor {name}\b"
     assert re.search(words, wait_for_failure(mesh))
@@ -192,7 +192,7 @@ def test_a_prepared_step_names_its_packs_and_works_again_after_a_reset(mesh, clo
     mesh.synchronize()
     stall(mesh.devices[1])
     step(deadline=5)
-    clock.pass_by(6)
+    clock.advance(6)
     reason = wait_for_failure(mesh)
     assert "for a prepared step passed: sim:1 has not joined packs 1 to 3 of 3 (tensors" in reason
     with pytest.raises(CollectiveError, match=REFUSED):
@@ -216,7 +216,7 @@ def test_a_captured_step_names_its_packs_and_works_again_after_a_reset(mesh, clo
     mesh.synchronize()
     stall(mesh.devices[1])
     step(deadline=5)
-    clock.pass_by(6)
+    clock.advance(6)
     reason = wait_for_failure(mesh)
     assert f"of 5 s for a captured step passed: sim:1 has not joined {tensors}:" in reason
     mesh.reset(timeout=TEST_TIMEOUT)
@@ -232,7 +232,7 @@ def test_a_step_of_training_takes_a_deadline(mesh, clock):
     mesh.synchronize()
     stall(mesh.devices[3])
     step(terms, deadline=5)
-    clock.pass_by(6)
+    clock.advance(6)
     assert "for a SyncStep passed: sim:3 has not joined pack 1 of 1 (tensor w)" in wait_for_failure(
         mesh
     )
@@ -268,10 +268,10 @@ def test_takes_that_wait_are_cancelled_and_accumulators_are_empty_after_a_reset(
     consumers = [in_thread(call) for call in calls]
     while not (alone.accumulator_ref.queue and second.accumulator_ref.queue):
         assert all(thread.is_alive() for thread, _ in consumers)
-    clock.pass_by(1000)  # a take that waits for gradients has no deadline yet
+    clock.advance(1000)  # a take that waits for gradients has no deadline yet
     stall(mesh.devices[2])
     reduce_all(mesh, deadline=5)
-    clock.pass_by(6)
+    clock.advance(6)
     wait_for_failure(mesh)
     for thread, outcomes in consumers:
         thread.join(TEST_TIMEOUT)
@@ -292,7 +292,7 @@ def test_takes_that_wait_are_cancelled_and_accumulators_are_empty_after_a_reset(
     assert same(first.take_grad(4, output_type="buffer").values[3].numpy(), np.ones(5, np.float32))
 
 
-def test_a_take_has_its_deadline_from_when_it_is_served(mesh, clock):
+def test_the_deadline_of_a_take_starts_when_its_gradients_are_complete(mesh, clock):
     accumulator = gr.ConditionalAccumulator("float32", device=mesh)
     stall(mesh.devices[2])
     thread, outcomes = in_thread(
@@ -300,10 +300,10 @@ def test_a_take_has_its_deadline_from_when_it_is_served(mesh, clock):
     )
     while not accumulator.accumulator_ref.queue:
         assert thread.is_alive()
-    clock.pass_by(100)
+    clock.advance(100)
     accumulator.apply_grad(gr.PerReplica([np.ones(5, np.float32)] * 4, mesh))
     assert mesh.mesh_state.reason is None
-    clock.pass_by(5)
+    clock.advance(5)
     assert re.search(r"for take_grad passed: sim:2 has not joined pack 1", wait_for_failure(mesh))
     thread.join(TEST_TIMEOUT)
     assert isinstance(outcomes[0], CollectiveError)
@@ -314,25 +314,25 @@ def test_a_wait_without_a_deadline_ends_with_the_mesh(mesh, clock):
     stall(mesh.devices[1])
     thread, outcomes = in_thread(buffers[1][0].numpy)
     reduce_all(mesh, deadline=5)
-    clock.pass_by(6)
+    clock.advance(6)
     thread.join(TEST_TIMEOUT)
     assert not thread.is_alive()
     assert isinstance(outcomes[0], CollectiveError)
 
 
-def test_a_queue_that_goes_on_in_time_harms_nothing(mesh, clock):
+def test_a_queue_that_resumes_in_time_does_not_fail_the_mesh(mesh, clock):
     stall(mesh.devices[1])
     results = reduce_all(mesh, deadline=5)
     thread, outcomes = in_thread(lambda: is_right(results))
     resume(mesh.devices[1])
     thread.join(TEST_TIMEOUT)
     assert outcomes == [True]
-    clock.pass_by(6)
+    clock.advance(6)
     mesh.synchronize()
     assert mesh.mesh_state.reason is None
 
 
-def test_a_device_that_is_lost_under_way_is_named(mesh, clock):
+def test_a_device_that_fails_during_a_call_is_named(mesh, clock):
     stall(mesh.devices[3])
     reduce_all(mesh, gr.NcclAllReduce(1, mesh=mesh), deadline=1000)
     mesh.devices[3].mark_failed("it fell off the bus")
@@ -350,7 +350,7 @@ def test_the_flight_record_is_written_when_a_deadline_passes(clock, tmp_path, mo
         stall(mesh.devices[2])
         reduce_all(mesh, deadline=5)
         assert list(tmp_path.iterdir()) == []
-        clock.pass_by(6)
+        clock.advance(6)
         reason = wait_for_failure(mesh)
         (path,) = tmp_path.iterdir()
         assert re.fullmatch(rf"flight\.{os.getpid()}-\d+\.json", path.name)
@@ -363,14 +363,14 @@ def test_the_flight_record_is_written_when_a_deadline_passes(clock, tmp_path, mo
         assert [path] == list(tmp_path.iterdir())
 
 
-def test_a_record_that_cannot_be_written_hides_nothing(clock, tmp_path, monkeypatch, caplog):
+def test_a_record_that_cannot_be_written_hides_no_error(clock, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "later" / "flight.json"))
     (tmp_path / "later").mkdir()
     with opened() as mesh:
         (tmp_path / "later").rmdir()
         stall(mesh.devices[2])
         reduce_all(mesh, deadline=5)
-        clock.pass_by(6)
+        clock.advance(6)
         assert "sim:2 has not joined" in wait_for_failure(mesh)
     assert "was not written" in caplog.text
 

@@ -16,12 +16,12 @@ NAMES = [
 ]
 
 
-def test_the_tests_know_every_dtype():
+def test_the_tests_list_every_dtype():
     assert sorted(map(str, DTYPES)) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_dtype_goes_by_name_type_and_dtype(name):
+def test_a_dtype_may_be_a_name_a_type_or_a_dtype(name):
     found = as_dtype(name)
     assert isinstance(found, np.dtype)
     assert str(found) == found.name == name
@@ -41,7 +41,7 @@ def test_a_dtype_goes_by_name_type_and_dtype(name):
         (ml_dtypes.bfloat16, "bfloat16"),
     ],
 )
-def test_other_ways_to_say_it(alias, name):
+def test_other_spellings_of_a_dtype(alias, name):
     found = as_dtype(alias)
     assert found == as_dtype(name)
     assert element_of(found) == element_of(as_dtype(name))
@@ -73,13 +73,13 @@ def test_foreign_byte_order_is_refused(name):
 @pytest.mark.parametrize(
     "dtype", [None, "", 3, "bfloat", {"a": 1}, {"names": ["a"]}, object(), np.floating]
 )
-def test_what_is_no_dtype_is_refused(dtype):
+def test_invalid_dtypes_are_refused(dtype):
     with pytest.raises(TypeError, match="names no NumPy dtype"):
         as_dtype(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_halves_are_added_in_float32_and_all_else_in_itself(dtype):
+def test_half_precision_is_added_in_float32_and_other_dtypes_in_themselves(dtype):
     halves = (np.dtype("float16"), BFLOAT16)
     assert accumulate_dtype(dtype) == (np.dtype("float32") if dtype in halves else dtype)
     assert accumulate_dtype(accumulate_dtype(dtype)) == accumulate_dtype(dtype)

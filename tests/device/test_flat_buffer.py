@@ -64,7 +64,7 @@ def sums(num_replicas: int, seed: int = 0) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex128"])
-def test_arrays_are_the_views_own_memory(mesh, kind, dtype):
+def test_arrays_share_the_memory_of_the_views(mesh, kind, dtype):
     flat = mesh.flat_buffer(SHAPES, dtype)
     for row, views in zip(flat.arrays(kind), flat.views, strict=True):
         for array, view in zip(row, views, strict=True):
@@ -79,7 +79,7 @@ def test_arrays_are_the_views_own_memory(mesh, kind, dtype):
     assert isinstance(flat.arrays()[0][0], np.ndarray)
 
 
-def test_what_others_fill_is_reduced_where_it_is(mesh, kind):
+def test_arrays_filled_by_other_libraries_are_reduced_in_place(mesh, kind):
     flat = mesh.flat_buffer(SHAPES, "float32")
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     arrays = flat.arrays(kind)
@@ -115,7 +115,7 @@ def test_arrays_and_views_are_the_same_to_a_plan(peer_access):
             assert plans[0].launches < plans[2].launches  # plans[2] packs first
 
 
-def test_an_array_is_known_however_it_was_viewed_since(mesh, kind):
+def test_any_view_of_an_array_is_recognized(mesh, kind):
     flat = mesh.flat_buffer(SHAPES, "float32")
     device, view = mesh.devices[0], flat.views[0][0]
     array = flat.arrays(kind)[0][0]
@@ -133,7 +133,7 @@ def test_an_array_is_known_however_it_was_viewed_since(mesh, kind):
         assert back.block.owned  # a copy, like that of any array
 
 
-def test_what_is_not_external_here_comes_in_as_ever(mesh):
+def test_other_arrays_are_converted_as_usual(mesh):
     flat = mesh.flat_buffer(SHAPES, "float32")
     array = flat.arrays()[-1][0]
     device = mesh.devices[-1]
@@ -197,16 +197,16 @@ def test_external_memory_is_found_by_all_of_its_bytes(mesh):
     assert external.find(100, 50) is other
 
 
-def test_a_block_that_is_dying_is_not_found(mesh):
+def test_a_block_that_is_being_freed_is_not_found(mesh):
     """Also in another thread, when its memory may have a new owner."""
     external, found, deferred = ExternalBuffers(), [], DeferredFree()
 
-    class Ends(deque):
+    class FindingDeque(deque):
         def append(self, end):
             found.append(external.find(100, 8))
             assert end.raw is memory
 
-    deferred.freed = Ends()
+    deferred.freed = FindingDeque()
     memory = object()
     block = Block(mesh.devices[0], memory, 100, 50, owned=True, writable=True)
     external.add(deferred.track(block))
@@ -260,7 +260,7 @@ def test_a_prepared_step_reads_their_arrays_where_they_are(mesh, kind):
         assert same(np.asarray(result.primary), expected)
 
 
-def test_only_what_is_nobodys_is_written_between_tensors(mesh):
+def test_only_padding_is_written_between_tensors(mesh):
     """In place a whole flat buffer is written, gaps too: part of a tensor leaves no gap behind."""
     flat = mesh.flat_buffer([(3,), (8,), (2, 2)], "float32")
     whole, floats = flat.arrays(), (np.dtype("float32"),) * 2
@@ -275,7 +275,7 @@ def test_only_what_is_nobodys_is_written_between_tensors(mesh):
         assert all(moved is None for moved in laid.filling)  # reading past a tensor is harmless
 
 
-def test_who_still_reads_a_flat_buffer_is_waited_for():
+def test_zero_waits_for_readers_of_a_flat_buffer():
     for seed in range(4):
         with gr.open_mesh(2, backend="sim", strict=True, schedule_seed=seed) as mesh:
             device, other = mesh.devices
@@ -538,7 +538,7 @@ def test_a_gradient_that_does_not_fit_its_view_is_refused_and_nothing_is_changed
 
 
 @pytest.mark.torch
-def test_what_cannot_be_attached_is_refused_and_what_is_there_is_kept(mesh):
+def test_a_refused_attach_keeps_the_existing_gradients(mesh):
     torch, models, parameters, flat = a_model(mesh)
     others = [[torch.nn.Parameter(each.detach().clone()) for each in row] for row in parameters]
     for row in others:

@@ -26,14 +26,14 @@ def mesh(request):
         yield opened
 
 
-def outlines(entries: list[FlightEntry]) -> list[tuple]:
+def summaries(entries: list[FlightEntry]) -> list[tuple]:
     return [
         (each.kind, each.name, each.device, each.source, each.nbytes, each.queue, each.num_rows)
         for each in entries
     ]
 
 
-def test_what_a_journal_records_the_flight_record_has_too(mesh):
+def test_the_flight_record_has_all_records_of_a_journal(mesh):
     """It has every kind of operation, numbered in the order of the calls, without a journal."""
     first, second = mesh.devices[:2]
     with mesh.journal() as journal:
@@ -48,7 +48,7 @@ def test_what_a_journal_records_the_flight_record_has_too(mesh):
         total.numpy()
         mesh.synchronize()
     entries = mesh.flight_record()
-    assert outlines(entries) == [dataclasses.astuple(each)[:7] for each in journal.records]
+    assert summaries(entries) == [dataclasses.astuple(each)[:7] for each in journal.records]
     assert [each.sequence for each in entries] == list(range(1, len(entries) + 1))
     assert all(each.done for each in entries)
     assert mesh[0:1].flight_record() == entries
@@ -63,7 +63,7 @@ def test_it_keeps_the_last_thousand(mesh):
     assert [each.sequence for each in entries] == list(range(7, 1007))
 
 
-def test_it_names_what_a_thread_works_for(mesh):
+def test_it_names_the_call_of_each_thread(mesh):
     device = mesh.devices[0]
     buffer = uploaded(device, 1)
     travel = PackInfo((5, 6, 7), (3,), 8)
@@ -83,11 +83,11 @@ def test_a_replay_is_in_it_as_the_plain_call_is(mesh):
     with mesh.journal() as journal:
         step()
     played = [each for each in mesh.flight_record() if each.sequence > count]
-    assert outlines(played) == [dataclasses.astuple(each)[:7] for each in journal.records]
+    assert summaries(played) == [dataclasses.astuple(each)[:7] for each in journal.records]
     assert "packs 1 to 2 of 2 (tensor 0)" in {each.tensors for each in played}
 
 
-def test_done_is_what_is_known_to_be_over():
+def test_records_are_done_when_known_to_be_complete():
     with open_mesh(2, backend="sim", schedule_seed=1) as mesh:
         stuck = mesh.devices[1]
         buffers = [uploaded(device, 1) for device in mesh.devices]
@@ -143,7 +143,7 @@ def test_it_can_be_read_when_the_mesh_is_closed():
     with open_mesh(2, backend="sim") as mesh:
         uploaded(mesh.devices[1], 1)
         mesh.devices[1].mark()
-    assert outlines(mesh.flight_record()) == [("upload", "", 1, -1, SIZE * 4, "compute", 0)]
+    assert summaries(mesh.flight_record()) == [("upload", "", 1, -1, SIZE * 4, "compute", 0)]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_it_can_be_read_when_the_mesh_is_closed():
         (PackInfo(tuple(range(0, 40, 2))), "tensors 0, 2, 4, 6, 8 and 15 more"),
     ],
 )
-def test_what_travels_is_said_in_short(travel, text):
+def test_transfers_are_described_in_short(travel, text):
     assert str(travel) == text
 
 
@@ -180,7 +180,7 @@ def test_each_mesh_writes_a_file_of_its_own(wanted):
     assert not wanted.exists()
 
 
-def test_what_is_no_regular_file_is_written_to(wanted):
+def test_special_files_are_written_directly(wanted):
     os.mkfifo(wanted)
     reader = os.open(wanted, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -192,14 +192,14 @@ def test_what_is_no_regular_file_is_written_to(wanted):
     assert list(wanted.parent.iterdir()) == [wanted]
 
 
-def test_a_full_device_is_told_of_and_left(wanted, caplog):
+def test_a_failed_write_to_a_special_file_is_reported_and_keeps_the_file(wanted, caplog):
     wanted.symlink_to("/dev/full")
     opened_and_failed("broken")
     assert f"{wanted} was not written: [Errno 28]" in caplog.text
     assert wanted.is_symlink()
 
 
-def test_a_full_disk_leaves_nothing_behind(wanted, monkeypatch, caplog):
+def test_a_full_disk_leaves_no_file_behind(wanted, monkeypatch, caplog):
     with open_mesh(1, backend="sim") as mesh:
 
         def full(descriptor):

@@ -25,7 +25,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("how", ["profile", "zero", "release", "Variable.numpy"])
-def test_who_waits_inside_of_a_call_is_let_go_in_time(mesh, how, monkeypatch):
+def test_host_waits_inside_a_call_end_at_the_deadline(mesh, how, monkeypatch):
     monkeypatch.setattr(profile, "HOST_BYTES", 1 << 20)  # of profile, which otherwise copies 64 MB
     flat = mesh.flat_buffer([(4,)], "float32")
     flat.arrays("numpy")
@@ -96,7 +96,7 @@ HOW = {
     ("algorithm", "how"),
     [("nccl", "reduce"), ("nccl", "prepare"), *(("hierarchical_copy", how) for how in HOW)],
 )
-def test_a_host_wait_blames_the_device_that_others_wait_for(algorithm, how):
+def test_a_host_wait_names_the_device_that_others_wait_for(algorithm, how):
     """The host waits for device 0, which waits for device 3, which hangs."""
     for seed in (0, 1):
         with opened(seed) as mesh:
@@ -113,7 +113,7 @@ def test_a_host_wait_blames_the_device_that_others_wait_for(algorithm, how):
                 waits[seed](deadline=0.01)
 
 
-def test_all_that_may_be_stuck_are_blamed(mesh):
+def test_all_devices_that_may_be_stuck_are_named(mesh):
     for device in mesh.devices[1:3]:
         device.zeros((4,), "float32")
         stall(device)

@@ -27,7 +27,7 @@ def handler():
     return signal.getsignal(signal.SIGINT)
 
 
-def test_it_is_raised_when_the_block_has_ended():
+def test_ctrl_c_is_raised_when_the_block_has_ended():
     done = []
     with pytest.raises(KeyboardInterrupt), DeferInterrupts():
         ctrl_c()
@@ -59,14 +59,14 @@ def test_at_every_place_of_the_block():
         assert handler() is signal.default_int_handler
 
 
-def test_an_error_of_the_block_is_its_context():
+def test_an_error_of_the_block_is_the_context_of_the_interrupt():
     with pytest.raises(KeyboardInterrupt) as caught, DeferInterrupts():
         ctrl_c()
         raise ValueError("of the block")
     assert isinstance(caught.value.__context__, ValueError)
 
 
-def test_another_one_a_second_later_ends_a_block_that_hangs(monkeypatch):
+def test_a_second_ctrl_c_after_one_second_ends_a_hanging_block(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
     with DeferInterrupts():
@@ -92,7 +92,7 @@ def test_another_handler_in_python_gets_it():
 
 
 @pytest.mark.parametrize("kept", [signal.SIG_IGN, signal.SIG_DFL])
-def test_no_handler_in_python_is_left_alone(kept):
+def test_without_a_python_handler_nothing_is_replaced(kept):
     with handled_by(kept), DeferInterrupts():
         assert handler() == kept
 

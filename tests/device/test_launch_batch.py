@@ -14,8 +14,8 @@ from gradreduce.ops.accumulate_n import ACCUMULATE_N
 TEMPLATE = ("float32", "float32")
 
 
-def test_it_waits_for_copies_that_read_and_for_each_once(apart, waits):
-    near, beside, far = apart.devices
+def test_it_waits_for_copies_that_read_and_for_each_once(two_gpu_mesh, waits):
+    near, beside, far = two_gpu_mesh.devices
     flat = near.empty((2 * SIZE,), FLOAT)
     parts = [flat.view(place * SIZE, (SIZE,)) for place in range(2)]
     term, away = uploaded(near, 1), far.empty((SIZE,), FLOAT)
@@ -34,37 +34,37 @@ def test_it_waits_for_copies_that_read_and_for_each_once(apart, waits):
     assert (beside, "compute") in term.block.touched
 
 
-def test_it_is_written_down_as_a_launch(near):
-    device = near.devices[0]
+def test_it_is_recorded_as_a_launch(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
     outs = [uploaded(device, 1), device.empty((0,), FLOAT), uploaded(device, 2)]
     term, none = uploaded(device, 3), device.empty((0,), FLOAT)
     for kept in ([outs[0], outs[2]], outs):  # with a row that has no work, and without
         before = [out.numpy() for out in kept]
         rows = [[out, term if out.size else none] for out in kept]
         writer = LaunchBatch(device, [[out] for out in kept])
-        with near.journal() as journal:
+        with one_gpu_mesh.journal() as journal:
             writer.launch(ACCUMULATE_N, TEMPLATE, rows, (1,))
         assert journal.records == [Record("launch", "accumulate_n", 0, num_rows=2)]
         for out, value in zip(kept, before, strict=True):
             assert same(out.numpy(), value + (data((SIZE,), seed=3) if out.size else 0))
 
 
-def test_what_a_launch_refuses_it_refuses(apart):
-    near, _, far = apart.devices
+def test_it_refuses_the_same_operands_as_a_launch(two_gpu_mesh):
+    near, _, far = two_gpu_mesh.devices
     out, theirs = uploaded(near, 1), unmapped(adopted(far, data((SIZE,))))
     fixed = near.adopt(near.release(uploaded(near, 2)), writable=False)
-    with refused(apart, ValueError, "is read-only"):
+    with refused(two_gpu_mesh, ValueError, "is read-only"):
         LaunchBatch(near, [[out], [fixed]])
-    with refused(apart, DeviceMismatchError, "only memory of cudaMalloc|no peer access"):
+    with refused(two_gpu_mesh, DeviceMismatchError, "only memory of cudaMalloc|no peer access"):
         LaunchBatch(near, [[out], [theirs]])
     writer = LaunchBatch(near, [[out]])
-    with refused(apart, DeviceMismatchError, "only memory of cudaMalloc|no peer access"):
+    with refused(two_gpu_mesh, DeviceMismatchError, "only memory of cudaMalloc|no peer access"):
         writer.launch(ACCUMULATE_N, TEMPLATE, [[out, theirs]], (1,))
     assert same(out.numpy(), data((SIZE,), seed=1))
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_of_a_device_that_is_gone_it_says_so(reopen, closed):
+def test_a_failed_or_closed_device_raises(reopen, closed):
     mesh = reopen([0])
     device = mesh.devices[0]
     out, term = uploaded(device, 1), uploaded(device, 2)

@@ -57,7 +57,7 @@ def test_the_same_rows_are_one_table(cache, placed, num_rows):
         {"rows": rows_of(3), "chunk_size": 16},
     ],
 )
-def test_whatever_differs_makes_another_table(cache, changed):
+def test_any_difference_makes_another_table(cache, changed):
     first = find(cache, rows_of(3))
     other = find(cache, **changed)
     assert other is not first

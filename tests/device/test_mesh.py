@@ -358,7 +358,7 @@ def test_a_part_has_the_same_devices():
             assert all(device.mesh is mesh for device in part)
 
 
-def test_a_place_is_the_device_that_iterating_gives():
+def test_indexing_returns_the_devices_of_iteration():
     with opened([0, 0, 1]) as mesh:
         for place, device in enumerate(mesh):
             for index in (place, np.int64(place), place - len(mesh), np.array(place)):
@@ -367,7 +367,7 @@ def test_a_place_is_the_device_that_iterating_gives():
         assert mesh[np.array([2, 0])].devices == (mesh.devices[2], mesh.devices[0])
 
 
-def test_parts_that_are_none():
+def test_invalid_parts_are_refused():
     with opened(4) as mesh:
         for part in ([], [1, 1], [0, -4], slice(2, 2), slice(4, None)):
             with pytest.raises(ValueError, match="at least one device, and none twice"):
@@ -382,7 +382,7 @@ def test_parts_that_are_none():
                 mesh[part]
 
 
-def test_places_are_grouped_by_physical_device():
+def test_indices_are_grouped_by_physical_device():
     with opened([2, 0, 2, 1, 0]) as mesh:
         assert list(mesh.by_physical.items()) == [(2, (0, 2)), (0, (1, 4)), (1, (3,))]
         part = mesh[[4, 3, 1]]
@@ -390,7 +390,7 @@ def test_places_are_grouped_by_physical_device():
         assert by_physical(part.devices) == part.by_physical
 
 
-def test_gather_and_scatter_wait_for_each_other_device_once(monkeypatch):
+def test_join_and_fork_wait_for_each_other_device_once(monkeypatch):
     with opened([0, 0, 0], schedule_seed=1) as mesh:
         leader, *others = mesh.devices
         waits = []
@@ -439,7 +439,7 @@ def test_a_flat_buffer_is_zero_between_its_tensors():
         assert int((wanted == 0).sum()) == layout.size - sum(map(math.prod, SHAPES)) > 0
 
 
-def test_flat_buffers_of_nothing_and_of_nonsense():
+def test_empty_and_invalid_flat_buffers():
     with opened(2) as mesh:
         flat = mesh.flat_buffer([], "float32")
         assert [buffer.size for buffer in flat.buffers] == [0, 0]

@@ -85,7 +85,7 @@ def test_close_names_the_process_that_does_not_close():
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_a_known_call_without_an_exchange_is_told(prepared):
+def test_a_known_call_without_an_exchange_sends_its_notice(prepared):
     """A group may delay its notice until the call waits for others; this call never waits."""
 
     def work(group):

@@ -57,7 +57,7 @@ def ended(threads: list[threading.Thread]) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-def test_work_that_is_done_in_time_is_let_go(mesh):
+def test_waits_with_a_deadline_return_the_same_values(mesh):
     """On every backend, waits with a deadline return the same values as waits without."""
     buffer = uploaded(mesh.devices[0], 1)
     assert not mesh.mesh_state.is_guarded
@@ -72,7 +72,7 @@ def test_work_that_is_done_in_time_is_let_go(mesh):
     assert mesh.mesh_state.reason is None
 
 
-def test_a_reset_of_what_has_not_failed_does_nothing(mesh):
+def test_a_reset_of_a_mesh_that_has_not_failed_does_nothing(mesh):
     buffer = uploaded(mesh.devices[0], 1)
     with mesh.journal() as journal:
         mesh.reset()
@@ -136,20 +136,20 @@ def test_the_first_reason_stays_and_a_second_failure_has_its_own(clock):
         for call in ("first", "second"):
             with deadline_scope(call, 5, mesh.devices):
                 uploaded(mesh.devices[1], 1)
-        clock.pass_by(6)
+        clock.advance(6)
         assert "for first passed" in wait_for_failure(mesh)
         mesh.mesh_state.fail("later reasons do not count")
         with pytest.raises(CollectiveError, match="for first passed"):
             mesh.synchronize()
         mesh.reset(timeout=TEST_TIMEOUT)
-        clock.pass_by(100)  # calls from before the reset are not checked any more
+        clock.advance(100)  # calls from before the reset are not checked any more
         assert same(
             uploaded(mesh.devices[1], 4).numpy(deadline=TEST_TIMEOUT), data((SIZE,), seed=4)
         )
         stall(mesh.devices[0])
         with deadline_scope("third", 5, mesh.devices):
             uploaded(mesh.devices[0], 1)
-        clock.pass_by(6)
+        clock.advance(6)
         assert "for third passed: sim:0 has not joined third" in wait_for_failure(mesh)
 
 
@@ -160,7 +160,7 @@ def test_a_call_that_never_ends_on_the_host_is_named(clock):
         pytest.raises(CollectiveError, match="has failed"),
         deadline_scope("a call", 5, mesh.devices),
     ):
-        clock.pass_by(6)
+        clock.advance(6)
         assert "the call itself has not submitted all its work" in wait_for_failure(mesh)
         uploaded(mesh.devices[0], 1)
     mesh.close()
@@ -173,7 +173,7 @@ def test_a_call_that_raises_is_not_watched_any_more(clock):
             watched = mesh.mesh_state.thread.pending_call
             uploaded(mesh.devices[1], 1)
             raise KeyError
-        clock.pass_by(6)
+        clock.advance(6)
         assert _check_calls(mesh.mesh_state, [watched]) == []
         assert mesh.mesh_state.reason is None
 
@@ -183,7 +183,7 @@ def test_a_call_of_before_a_reset_is_not_watched_any_more(clock):
         watched = mesh.mesh_state.thread.pending_call
         mesh.mesh_state.fail("for a test")
         mesh.reset(timeout=TEST_TIMEOUT)
-        clock.pass_by(6)
+        clock.advance(6)
         assert _check_calls(mesh.mesh_state, [watched]) == []
         assert mesh.mesh_state.reason is None
 
@@ -201,7 +201,7 @@ def test_an_update_that_a_failed_mesh_cuts_short_fails_no_device():
         mesh.synchronize(deadline=TEST_TIMEOUT)
 
 
-def test_a_wait_for_work_that_is_dropped_does_not_believe_it_done():
+def test_a_wait_for_dropped_work_does_not_return_as_if_done():
     scheduler = RandomScheduler(3)
     scheduler.stall("a")
     scheduler.submit("a", lambda: None)
@@ -223,7 +223,7 @@ def test_a_wait_for_work_that_is_dropped_does_not_believe_it_done():
     assert found == [False]
 
 
-def test_a_device_that_cannot_be_looked_at_ends_the_mesh(clock, monkeypatch):
+def test_a_device_that_cannot_be_queried_fails_the_mesh(clock, monkeypatch):
     with queued() as mesh, monkeypatch.context() as patch:
         patch.setattr(type(mesh.devices[0]), "_reached", lambda *_: 1 / 0)
         with deadline_scope("a call", 5, mesh.devices):
@@ -251,7 +251,7 @@ def test_neither_the_thread_nor_a_failure_takes_a_lock(clock):
         holder = threading.Thread(target=hang)
         holder.start()
         assert held.wait(TEST_TIMEOUT)
-        clock.pass_by(6)
+        clock.advance(6)
         assert "sim:1 has not joined" in wait_for_failure(mesh)
         with pytest.raises(
             CollectiveError, match="cannot be reset yet: another thread is resetting it"
@@ -272,7 +272,7 @@ def test_where_no_thread_can_start_a_failure_is_reported_all_the_same(clock, mon
         with deadline_scope("a call", 5, mesh.devices):
             uploaded(mesh.devices[1], 1)
         refused.append(True)
-        clock.pass_by(6)
+        clock.advance(6)
         assert "sim:1 has not joined" in wait_for_failure(mesh)
         with pytest.raises(CancelledError, match="the mesh has failed"):
             await_take(ticket, TEST_TIMEOUT)
@@ -301,7 +301,7 @@ def test_where_no_thread_can_start_a_failed_device_is_reported_by_the_caller():
             await_take(ticket, TEST_TIMEOUT)
 
 
-def test_where_no_thread_can_start_a_loss_is_told_by_the_watchdog():
+def test_where_no_thread_can_start_the_watchdog_reports_a_failed_device():
     """The thread that finds the failure may hold a lock that others wait for."""
     with queued() as mesh, no_thread_starts() as refused:
         ticket = waiting_take(mesh)
@@ -324,7 +324,7 @@ def test_where_no_thread_can_start_a_loss_is_told_by_the_watchdog():
         holder.join(TEST_TIMEOUT)
 
 
-def test_a_reset_waits_for_a_call_that_still_gives_work(clock):
+def test_a_reset_waits_for_a_call_that_still_submits_work(clock):
     with queued() as mesh:
         mesh.mesh_state.fail("for a test")
         wait_for_failure(mesh)
@@ -346,7 +346,7 @@ def test_a_reset_waits_for_a_call_that_still_gives_work(clock):
         mesh.reset(timeout=TEST_TIMEOUT)
 
 
-def test_memory_of_the_time_before_a_reset_comes_home():
+def test_memory_from_before_a_reset_returns_to_the_pool():
     """Dropped work keeps no block, so deferred memory returns to the pool."""
     with queued([0, 1, 2]) as mesh:
         first, second, _ = mesh.devices
@@ -364,7 +364,7 @@ def test_memory_of_the_time_before_a_reset_comes_home():
         assert address in [first.empty((SIZE,), FLOAT).address for _ in range(4)]
 
 
-def test_a_mesh_that_is_closed_lets_go_who_waits():
+def test_closing_a_mesh_ends_waits_of_other_threads():
     with queued() as mesh:
         buffer = uploaded(mesh.devices[1], 1)
         stall(mesh.devices[1])

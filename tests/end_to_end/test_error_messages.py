@@ -53,7 +53,7 @@ def with_one(usual, odd):
     return [usual] * 17 + [odd] + [usual] * (NUM - 18)
 
 
-def test_which_of_many_accumulators_is_wrong_is_told(mesh, big, many):
+def test_the_wrong_one_of_many_accumulators_is_named(mesh, big, many):
     dense, sparse, _ = many
     far = gr.PerReplica([ONES] * 64, big)
     outside = gr.IndexedSlices(np.ones((1, 2), np.float32), [33])
@@ -114,7 +114,7 @@ def test_which_of_many_accumulators_is_wrong_is_told(mesh, big, many):
     assert len(str(late.value)) < 500
 
 
-def test_which_of_many_gradients_is_wrong_is_told(big, many):
+def test_the_wrong_one_of_many_gradients_is_named(big, many):
     *_, variables = many
     optimizer = gr.GradientDescentOptimizer(0.1)
     far = gr.PerReplica([ONES] * 64, big)
@@ -165,7 +165,7 @@ def test_which_of_many_gradients_is_wrong_is_told(big, many):
         assert len(str(caught.value)) < 250
 
 
-def test_no_message_holds_all_of_what_came(mesh, big, many):
+def test_no_message_contains_a_whole_long_argument(mesh, big, many):
     value, far = gr.PerReplica([ONES] * 4, mesh), gr.PerReplica([ONES] * 64, big)
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     reduction_groups = (range(1500), range(1500, 3000))
@@ -280,7 +280,7 @@ def test_options_that_are_arrays_or_too_large_are_named(mesh):
     mesh.synchronize(deadline=10**400)
 
 
-def test_which_of_many_accumulators_was_closed_is_told(mesh):
+def test_the_closed_one_of_many_accumulators_is_named(mesh):
     accs = [gr.ConditionalAccumulator("float32", device=mesh, name=f"q/a{i}") for i in range(9)]
     accs[7].close()
     calls = (

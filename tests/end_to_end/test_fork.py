@@ -158,7 +158,7 @@ sys.exit(code != 0)
 
 
 @pytest.mark.parametrize("kernels", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
-def test_what_a_child_inherits_raises_and_what_it_opens_works(kernels):
+def test_inherited_objects_raise_in_a_child_and_new_ones_work(kernels):
     path = os.pathsep.join([str(Path(gr.__file__).parent.parent), str(Path(__file__).parents[1])])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning", "-c",

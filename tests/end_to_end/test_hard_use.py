@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.signal_injection import Strike
+from support.signal_injection import SignalInjection
 
 import gradreduce as gr
 from gradreduce.backends.sim.device import SimDevice
@@ -73,7 +73,7 @@ def test_one_piece_of_work_at_a_time_in_a_queue():
     assert ran.is_set()
 
 
-def test_copies_of_a_variable_never_part(monkeypatch):
+def test_copies_of_a_variable_stay_equal(monkeypatch):
     """Two threads assign; one does not write between the copies of the other."""
     with gr.open_mesh(2, backend="sim") as mesh:
         variable = gr.Variable([0.0], device=mesh)
@@ -113,7 +113,7 @@ def test_iterators_of_accumulators_and_gradients_are_read_once():
         assert [array.tolist() for array in taken] == [[1.0], [2.0]]
 
 
-def test_closing_a_mesh_wakes_who_waits_for_it():
+def test_closing_a_mesh_cancels_waiting_takes():
     mesh = gr.open_mesh(2, backend="sim")
     accumulator = gr.ConditionalAccumulator("float32", device=mesh)
     waiting = threading.Event()
@@ -259,7 +259,7 @@ def test_an_option_that_is_no_boolean_is_named(wrong):
                     call()
 
 
-def test_what_is_no_mesh_no_list_and_no_table_is_told():
+def test_arguments_that_are_not_a_mesh_a_list_or_a_table_are_named():
     ones = [np.ones(3, np.float32)] * 2
     with gr.open_mesh(2, backend="sim") as mesh:
         table = gr.Variable(np.ones((2, 3)), device=mesh)
@@ -280,7 +280,7 @@ def test_what_is_no_mesh_no_list_and_no_table_is_told():
         assert mesh[np.int64(1)] is mesh.devices[1]
 
 
-def test_a_mesh_looks_through_its_accumulators_while_others_are_made():
+def test_a_mesh_iterates_over_its_accumulators_while_others_are_made():
     """While a mesh is closed, reset or loses a device; a plain weak dictionary would raise."""
     mesh_state = gr.open_mesh(1, backend="sim").mesh_state
     kept, threads = [Key(), Key()], []
@@ -296,7 +296,7 @@ def test_a_mesh_looks_through_its_accumulators_while_others_are_made():
 
     for key in list(kept):
         mesh_state.add_listener(key, print, print)
-    with Strike(1, make_beside, every=2):
+    with SignalInjection(1, make_beside, every=2):
         assert len(mesh_state.listeners()) >= 2
     for thread in threads:
         thread.join(DEADLINE)

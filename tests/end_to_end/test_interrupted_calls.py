@@ -118,7 +118,7 @@ def agn(mesh, warm=1, make=gr.AdamOptimizer, call=None):
     return World(partial(call, made, step, before) if call else apply, shown, apply)
 
 
-def agn_push_made_up(mesh):
+def agn_push_repeated(mesh):
     """Repeats a push that failed before it changed anything."""
 
     def push(made, step, _):
@@ -184,7 +184,7 @@ def apply_that_serves(mesh, kinds=(False,)):
     )
 
 
-def take_in_vain(mesh):
+def take_that_timed_out(mesh):
     """A take whose timeout has passed, while a later one needs fewer gradients."""
     (acc,), bring, take, shown = accumulators(mesh, (False,))
     first, behind = (PendingTake((acc.accumulator_ref,), number) for number in (8, 4))
@@ -245,7 +245,7 @@ def assign(mesh):
     )
 
 
-SCENES = {
+SCENARIOS = {
     "optimizer": optimizer,
     "first step of an optimizer": lambda mesh: optimizer(mesh, warm=False),
     "rows": lambda mesh: optimizer(mesh, lambda: gr.MomentumOptimizer(0.5, 0.5), sparse=True),
@@ -253,7 +253,7 @@ SCENES = {
     "agn step": lambda mesh: agn(mesh, 2),
     "agn step and push": agn,
     "first agn step": lambda mesh: agn(mesh, 0),
-    "agn push made up": agn_push_made_up,
+    "agn push repeated": agn_push_repeated,
     "agn start": agn_start,
     "agn, rule on arrays": lambda mesh: agn(mesh, make=lambda: Own("own")),
     "apply": apply,
@@ -264,7 +264,7 @@ SCENES = {
     "joint apply that serves": lambda mesh: apply_that_serves(mesh, (True, False)),
     "take": take,
     "sparse take": lambda mesh: take(mesh, (True,)),
-    "take in vain": take_in_vain,
+    "take that timed out": take_that_timed_out,
     "joint take": lambda mesh: take(mesh, (False, True, False)),
     "take on one device": lambda mesh: take(mesh, (False, True), on_one=True),
     "SyncStep": sync_step,
@@ -293,7 +293,7 @@ def in_a_thread(work):
 class Case(NamedTuple):
     """A call on one kind of mesh."""
 
-    scene: Callable[[gr.Mesh], World]
+    scenario: Callable[[gr.Mesh], World]
     seed: int | None = None
 
     def open(self):
@@ -304,7 +304,7 @@ class Case(NamedTuple):
         found = []
         for is_made in (False, True):
             with self.open() as mesh:
-                world = self.scene(mesh)
+                world = self.scenario(mesh)
                 if is_made:
                     world.call()
                 found.append((world.shown(), (world.again(), world.shown())))
@@ -313,11 +313,11 @@ class Case(NamedTuple):
 
     def num_places(self):
         with self.open() as mesh:
-            return num_points_of(self.scene(mesh).call)
+            return num_points_of(self.scenario(mesh).call)
 
     def check(self, expected, place):
         with self.open() as mesh:
-            world = self.scene(mesh)
+            world = self.scenario(mesh)
             interrupted, reached = interrupted_at(place, world.call)
             assert interrupted or reached < place  # another run may have filled a cache
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -330,13 +330,13 @@ class Case(NamedTuple):
             assert found == expected[states.index(state)][1], place
 
 
-CASES = {name: Case(scene) for name, scene in SCENES.items()} | {
-    f"{name}, queued": Case(SCENES[name], 5) for name in ("agn step", "apply", "take")
+CASES = {name: Case(scenario) for name, scenario in SCENARIOS.items()} | {
+    f"{name}, queued": Case(SCENARIOS[name], 5) for name in ("agn step", "apply", "take")
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_call_is_made_or_not(name):
+def test_an_interrupted_call_is_complete_or_has_no_effect(name):
     case = CASES[name]
     expected, total, offset = case.known(), case.num_places(), random.Random(name).random()
     parts = 40 if name.startswith("load") else 7  # a load writes only at its end
@@ -351,7 +351,7 @@ STRIDE = 40
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("first", range(1, 1 + STRIDE))
 @pytest.mark.parametrize("name", CASES)
-def test_a_call_is_made_or_not_at_every_place(name, first):
+def test_an_interrupted_call_is_complete_or_has_no_effect_at_every_point(name, first):
     case = CASES[name]
     expected = case.known()
     for place in range(first, case.num_places() + 1, STRIDE):
@@ -415,7 +415,7 @@ def test_streams_of_gradients_wait_before_a_late_ctrl_c(name, monkeypatch):
 
     monkeypatch.setattr(Device, "block_stream", note)
     with gr.open_mesh(PLACEMENT, backend="sim") as mesh:
-        world = SCENES[name](mesh)
+        world = SCENARIOS[name](mesh)
         with caller_streams.StreamScope():
             caller_streams.record_input(mesh.devices[1], 5)
             world.call()

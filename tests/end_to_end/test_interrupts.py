@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from support.background_runs import environment
 from support.exhaustive import seeds
-from support.signal_injection import Strike, num_points_of, pressed
+from support.signal_injection import SignalInjection, num_points_of, raise_interrupt
 
 import gradreduce as gr
 from gradreduce import backends as opening
@@ -146,12 +146,15 @@ def test_an_interruption_leaves_no_lock_of_a_center_behind(first):
         return True
 
     for place in range(first + 1, num_points_of(call) + 1, 3):
-        with suppress(KeyboardInterrupt), Strike(place, partial(signal.raise_signal, SIGINT)):
+        with (
+            suppress(KeyboardInterrupt),
+            SignalInjection(place, partial(signal.raise_signal, SIGINT)),
+        ):
             call()
         assert in_time(call), place
 
 
-def test_queued_work_that_is_interrupted_is_done_whole():
+def test_interrupted_queued_work_is_completed():
     """As on a GPU, Ctrl-C may come while the host waits for work of earlier calls."""
     scheduler, ran = RandomScheduler(0), []
 
@@ -183,7 +186,7 @@ def test_a_handler_cannot_wait_for_queued_work_that_it_interrupts():
     assert ran == ["first", "second", "third"]
 
 
-def test_a_handler_that_waits_for_queued_work_spoils_none():
+def test_a_handler_that_waits_for_queued_work_breaks_none():
     """At every point of a wait the handler's wait completes, or raises."""
 
     def queued() -> tuple[RandomScheduler, list[str]]:
@@ -200,7 +203,7 @@ def test_a_handler_that_waits_for_queued_work_spoils_none():
     num_points = num_points_of(partial(queued()[0].finish, "a queue"))
     for place in range(1, num_points + 1):
         scheduler, ran = queued()
-        with Strike(place, partial(handler, scheduler)):
+        with SignalInjection(place, partial(handler, scheduler)):
             assert scheduler.finish("a queue")
         assert ran == ["first", "second"], place
 
@@ -238,7 +241,7 @@ def test_an_interruption_leaves_no_job_and_no_lock_behind(name, firsts):
 
     def interrupted(place: int) -> int:
         try:
-            with Strike(place, pressed):
+            with SignalInjection(place, raise_interrupt):
                 assert call()
         except KeyboardInterrupt:
             return 1
@@ -254,7 +257,7 @@ def test_an_interruption_leaves_no_job_and_no_lock_behind(name, firsts):
 def interrupt_often(count: int) -> None:
     """The program of the test below: real signals at random times; the last one ends it."""
     spread_small_launches(pytest.MonkeyPatch())
-    signal.signal(signal.SIGALRM, lambda *_: pressed())
+    signal.signal(signal.SIGALRM, lambda *_: raise_interrupt())
     calls, moments, num_caught = right_calls(), random.Random(count), 0
     calls, is_over = [calls["add_n"], calls["all_reduce"]], False
     while not is_over:
@@ -283,7 +286,7 @@ def interrupt_often(count: int) -> None:
         pytest.param(30, 1, marks=LONG),
     ],
 )
-def test_what_is_interrupted_often_stays_right_and_ends_soon(num_processes, count):
+def test_often_interrupted_calls_stay_correct_and_end_soon(num_processes, count):
     program = f"from end_to_end import test_interrupts; test_interrupts.interrupt_often({count})"
     for _ in range(num_processes):
         with subprocess.Popen(
@@ -353,7 +356,7 @@ def test_a_handler_saves_a_checkpoint(implementation, firsts):
     training.save()  # compiles, and starts the watchdog
 
     def train(first: int) -> None:
-        with Strike(1 + first, training.save, every=EVERY):
+        with SignalInjection(1 + first, training.save, every=EVERY):
             training.step()
 
     for first in firsts:
@@ -442,7 +445,7 @@ class Pooled:
 def test_a_handler_may_use_a_pool_in_the_middle_of_its_calls():
     for place in range(1, num_points_of(Pooled().call) + 1):
         pooled = Pooled()
-        with Strike(place, pooled.handle, every=3):
+        with SignalInjection(place, pooled.handle, every=3):
             pooled.call()
         pooled.check()
 
@@ -465,5 +468,5 @@ def test_a_handler_may_use_tables_in_the_middle_of_a_search(handled, monkeypatch
         made = launch_table.Tables(lambda words: (0, words))
         for place in range(1, num_points_of(partial(find, 0, 0, 1)) + 1):
             made = launch_table.Tables(lambda words: (0, words))
-            with Strike(place, partial(find, *handled)):
+            with SignalInjection(place, partial(find, *handled)):
                 find(0, 0, 1)

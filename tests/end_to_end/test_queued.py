@@ -175,7 +175,7 @@ def overwrite(buffers, rng):
         buffer.device.upload(data(rng, buffer.shape), out=buffer)
 
 
-class Scene:
+class Scenario:
     """Three replicas on two devices, a generator of data, and all results."""
 
     def __init__(self, seed):
@@ -193,69 +193,69 @@ class Scene:
         self.results.extend(buffer.numpy().tobytes() for buffer in buffers)
 
 
-def packing_alone(scene):
-    gradients = [scene.fresh(), scene.fresh((5, 3))]
+def packing_alone(scenario):
+    gradients = [scenario.fresh(), scenario.fresh((5, 3))]
     plans = plan_packing((37, 15), ((gradients[0][0].dtype,) * 2,) * 2, 1, 0, 0)
-    packed = pack(plans, gradients, scene.mesh.devices, consume=False)
-    scene.overwrite(*gradients)
-    scene.keep(packed[0].inputs)
+    packed = pack(plans, gradients, scenario.mesh.devices, consume=False)
+    scenario.overwrite(*gradients)
+    scenario.keep(packed[0].inputs)
 
 
-def all_reduce_alone(scene):
+def all_reduce_alone(scenario):
     for algorithm in ALGORITHMS:
-        inputs, outs = scene.fresh(), scene.fresh()
+        inputs, outs = scenario.fresh(), scenario.fresh()
         reduce_jobs(algorithm, [Job(tuple(inputs), tuple(outs), 3.0)])
-        scene.overwrite(inputs)
-        scene.keep(outs)
+        scenario.overwrite(inputs)
+        scenario.keep(outs)
 
 
-def aggregate_alone(scene):
-    terms = [scene.fresh()[:2], scene.fresh()[:2], scene.fresh()[:2]]
+def aggregate_alone(scenario):
+    terms = [scenario.fresh()[:2], scenario.fresh()[:2], scenario.fresh()[:2]]
     by_replica = [[term[replica] for term in terms] for replica in range(2)]
-    sums = aggregation.aggregate_buffers(by_replica, scene.mesh.devices[0])
-    scene.overwrite(*terms)
-    scene.keep(sums)
+    sums = aggregation.aggregate_buffers(by_replica, scenario.mesh.devices[0])
+    scenario.overwrite(*terms)
+    scenario.keep(sums)
 
 
-def sparse_alone(scene):
+def sparse_alone(scenario):
     """Rows of several devices, concatenated, merged, and made dense among arrays."""
-    for dense in ([], scene.fresh((4, 5))):
-        rows = scene.fresh((6, 5))
+    for dense in ([], scenario.fresh((4, 5))):
+        rows = scenario.fresh((6, 5))
         terms = [gr.IndexedSlices(buffer, [3, 1, 3, 0, 1, 3], (4, 5)) for buffer in rows]
         made = gr.aggregate([*terms, *dense])
-        scene.overwrite(rows, dense)
-        scene.keep([made if dense else made.coalesce().values])
+        scenario.overwrite(rows, dense)
+        scenario.keep([made if dense else made.coalesce().values])
 
 
-def optimizer_alone(scene):
-    variable = gr.Variable(data(scene.rng, (37,)), device=scene.mesh)
-    value = data(scene.rng, (37,))
-    gradient = gr.Mirrored([device.upload(value) for device in scene.mesh], scene.mesh)
+def optimizer_alone(scenario):
+    variable = gr.Variable(data(scenario.rng, (37,)), device=scenario.mesh)
+    value = data(scenario.rng, (37,))
+    gradient = gr.Mirrored([device.upload(value) for device in scenario.mesh], scenario.mesh)
     gr.GradientDescentOptimizer(0.5).apply_gradients([(gradient, variable)])
-    scene.overwrite(gradient.buffers)
-    scene.keep(variable.buffers)
+    scenario.overwrite(gradient.buffers)
+    scenario.keep(variable.buffers)
 
 
-def accumulator_alone(scene):
-    accumulator = gr.ConditionalAccumulator("float32", device=scene.mesh)
+def accumulator_alone(scenario):
+    accumulator = gr.ConditionalAccumulator("float32", device=scenario.mesh)
     for _ in range(2):
-        gradient = gr.PerReplica(scene.fresh(), scene.mesh)
+        gradient = gr.PerReplica(scenario.fresh(), scenario.mesh)
         accumulator.apply_grad(gradient)
-        scene.overwrite(gradient.buffers)
-    scene.keep(accumulator.take_grad(6).buffers)
+        scenario.overwrite(gradient.buffers)
+    scenario.keep(accumulator.take_grad(6).buffers)
 
 
 def each_module_alone(seed):
     """After each call inputs may be overwritten and results may be read."""
-    scene = Scene(seed)
-    with scene.mesh:
-        packing_alone(scene)
-        all_reduce_alone(scene)
-        aggregate_alone(scene)
-        sparse_alone(scene)
-        optimizer_alone(scene)
-        accumulator_alone(scene)
-    return scene.results
+    scenario = Scenario(seed)
+    with scenario.mesh:
+        packing_alone(scenario)
+        all_reduce_alone(scenario)
+        aggregate_alone(scenario)
+        sparse_alone(scenario)
+        optimizer_alone(scenario)
+        accumulator_alone(scenario)
+    return scenario.results
 
 
 def copied_then_freed(seed):
@@ -272,18 +272,18 @@ def copied_then_freed(seed):
         return [buffer.numpy().tobytes() for buffer in copies]
 
 
-SCENES = (over_the_transfer_queue, each_module_alone, copied_then_freed)
+SCENARIOS = (over_the_transfer_queue, each_module_alone, copied_then_freed)
 
 
 @pytest.mark.parametrize("seeds", seeds(20, 60))
-@pytest.mark.parametrize("scene", SCENES)
-def test_small_scenes_have_the_same_bits_in_every_legal_order(scene, seeds):
-    expected = scene(None)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_small_scenarios_have_the_same_bits_in_every_legal_order(scenario, seeds):
+    expected = scenario(None)
     for seed in seeds:
-        assert scene(seed) == expected, seed
+        assert scenario(seed) == expected, seed
 
 
-def test_a_wait_that_nothing_passes_is_a_deadlock_not_a_hang():
+def test_a_wait_that_cannot_end_raises_instead_of_hanging():
     scheduler = RandomScheduler(3)
     other = RandomScheduler(0)
     scheduler.wait("a", other.record("b"))

@@ -76,7 +76,7 @@ def ready(mesh, algorithm, setting, form, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
-def test_nothing_is_asked_for_again(algorithm, setting, form, monkeypatch):
+def test_a_steady_state_allocates_nothing(algorithm, setting, form, monkeypatch):
     # NCCL over several GPUs is not captured.
     placement = [0, 0] if (form, algorithm) == (captured, "nccl") else [0, 0, 1]
     with gr.open_mesh(placement, backend="sim", strict=True) as mesh:
@@ -104,14 +104,14 @@ def test_nothing_is_asked_for_again(algorithm, setting, form, monkeypatch):
 
 
 @pytest.mark.parametrize("form", [prepared, captured])
-def test_a_step_with_a_deadline_says_who_is_late_and_works_after_a_reset(form, clock):
+def test_a_step_with_a_deadline_names_the_late_device_and_works_after_a_reset(form, clock):
     with gr.open_mesh([0, 1, 2], backend="sim", schedule_seed=0) as mesh:
         step = ready(mesh, "hierarchical_copy", "one pack", form, pytest.MonkeyPatch())
         step(deadline=stuck.TEST_TIMEOUT)
         mesh.synchronize()
         stuck.stall(mesh.devices[2])
         step(deadline=5)
-        clock.pass_by(6)
+        clock.advance(6)
         reason = stuck.wait_for_failure(mesh)
         assert f"of 5 s for a {form.__name__} step passed: sim:2 has not joined" in reason
         with pytest.raises(gr.errors.CollectiveError, match="the mesh has failed"):

@@ -39,14 +39,14 @@ def quiet(case: Case) -> list[int]:
     return [place for place, _ in case.steps if place not in case.errors]
 
 
-def spoiled(expected: Any) -> Any:
+def changed_result(expected: Any) -> Any:
     """The same with its last number, name or boolean changed; if it is empty, its shape."""
     if isinstance(expected, dict):
         key = next((key for key in ("values", "value", "data") if key in expected), None)
         key = "shape" if key == "data" and not expected["data"] else key or list(expected)[-1]
-        return {**expected, key: spoiled(expected[key])}
+        return {**expected, key: changed_result(expected[key])}
     if isinstance(expected, list):
-        return [*expected[:-1], spoiled(expected[-1])] if expected else [0]
+        return [*expected[:-1], changed_result(expected[-1])] if expected else [0]
     if isinstance(expected, bool):
         return not expected
     if isinstance(expected, str):
@@ -93,7 +93,7 @@ def test_every_case_is_run_or_waived():
     assert len(HOLDING) + len(WAIVED) == len(ids)
 
 
-def test_quirks_alone_have_something_better():
+def test_only_quirks_have_a_better_behavior():
     quirks = {case.id: case.better for case in all_cases() if case.level == "quirk"}
     assert {id_ for id_, better in quirks.items() if better} <= set(BETTER) <= set(quirks)
 
@@ -108,7 +108,7 @@ def test_the_runner_sees_a_wrong_result(case, runner):
     case = as_here(case)
     name, expected = next(iter(case.out.items()))
     with pytest.raises(AssertionError):
-        runner(replace(case, out={**case.out, name: spoiled(expected)}, check=None))
+        runner(replace(case, out={**case.out, name: changed_result(expected)}, check=None))
 
 
 @parametrized([case for case in HOLDING if as_here(case).errors])

@@ -113,7 +113,7 @@ def test_the_table_has_an_all_reduce_if_there_was_one(script, replicas):
 
 
 @pytest.mark.parametrize(("lost", "num_steps"), [(1, 8), (0, 10_000)])
-def test_the_fault_of_a_worker_is_raised_and_no_thread_stays(
+def test_the_error_of_a_worker_is_raised_and_no_thread_remains(
     script, monkeypatch, caplog, lost, num_steps
 ):
     worker = importlib.import_module("agn_threads").AGNWorker

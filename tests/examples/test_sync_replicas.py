@@ -198,7 +198,7 @@ def test_workers_in_step_and_no_backup_make_plain_synchronous_training(
 # The straggler -----------------------------------------------------------------------------------
 
 
-def test_who_is_always_late_is_always_dropped(script, digits):
+def test_a_worker_that_is_always_late_is_always_dropped(script, digits):
     history = train(script, digits, "--late-every", "1", "--lag", "3")
     late = history.gradients[-1]
     assert late
@@ -206,7 +206,7 @@ def test_who_is_always_late_is_always_dropped(script, digits):
     assert not any(each.held for worker in history.gradients[:-1] for each in worker)
 
 
-def test_a_straggler_is_held_until_the_others_have_gone_on(script, digits, monkeypatch):
+def test_a_straggler_is_delayed_until_the_others_have_continued(script, digits, monkeypatch):
     seen = []
     wait = script.SyncReplicas.await_step
 
@@ -220,7 +220,7 @@ def test_a_straggler_is_held_until_the_others_have_gone_on(script, digits, monke
     assert all(over or ahead >= 0 for over, ahead in seen)
 
 
-def test_training_goes_on_from_the_global_step(script):
+def test_training_continues_from_the_global_step(script):
     with gr.open_mesh(3, backend="sim") as mesh:
         variables = [gr.Variable(np.ones(2, np.float32), "w", device=mesh)]
         counter = gr.Variable(7, "global_step", trainable=False, device=mesh.devices[0])

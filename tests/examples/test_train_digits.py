@@ -190,7 +190,7 @@ def test_compiled_kernels_give_the_same_bits_as_numpy(script, digits):
     assert train(script, digits, "--kernels", "compiled").digest == expected
 
 
-def test_every_optimizer_learns_and_no_two_alike(script, digits):
+def test_every_optimizer_learns_and_no_two_have_equal_results(script, digits):
     flags = ("--micro-batches", "2", "--steps", "60", "--optimizer")
     found = {name: train(script, digits, *flags, name) for name in script.OPTIMIZERS}
     assert min(history.accuracy for history in found.values()) > 0.8
@@ -250,7 +250,7 @@ def test_the_table_counts_what_the_journal_counts(
     assert (counted["bytes"] > 0) == (placement != "0,0,0,0")
 
 
-def test_its_gradients_are_the_slopes_of_its_loss(script, digits):
+def test_its_gradients_match_finite_differences_of_its_loss(script, digits):
     rng = np.random.default_rng(0)
     weights = [value.astype(float) for value in script.initial_weights(rng).values()]
     batch = digits.train_images[:8].astype(float), digits.train_labels[:8]

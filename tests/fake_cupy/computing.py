@@ -87,8 +87,8 @@ class Computing(NDArrayOperatorsMixin):
             if each.device.id != getDevice():
                 current().fail(f"wrong device: CuPy computes on GPU {getDevice()}")
             each._submit("read", READ, lambda memory: None)
-        like = _bare(args, lambda array: np.ones(array.shape, array.dtype))
-        named = {key: _bare(each, lambda array: np.ones(array.shape, array.dtype))
+        like = _as_plain(args, lambda array: np.ones(array.shape, array.dtype))
+        named = {key: _as_plain(each, lambda array: np.ones(array.shape, array.dtype))
                  for key, each in kwargs.items()}  # fmt: skip
         with np.errstate(all="ignore"):
             shown = function(*like, **named)
@@ -97,8 +97,10 @@ class Computing(NDArrayOperatorsMixin):
         made = type(self)(shown.shape, shown.dtype) if out is None else out
         if made.shape != shown.shape or not np.can_cast(shown.dtype, made.dtype, "same_kind"):
             raise TypeError(f"{shown.dtype}{shown.shape} does not go into {made.dtype}{made.shape}")
-        now = _bare(args, lambda array: array._memory())
-        named = {key: _bare(each, lambda array: array._memory()) for key, each in kwargs.items()}
+        now = _as_plain(args, lambda array: array._memory())
+        named = {
+            key: _as_plain(each, lambda array: array._memory()) for key, each in kwargs.items()
+        }
 
         def work(memory):
             with np.errstate(all="ignore"):
@@ -116,10 +118,10 @@ def _seen(given, found: list) -> None:
             _seen(each, found)
 
 
-def _bare(given, shown):
+def _as_plain(given, shown):
     """Replaces the fake's arrays in arguments by NumPy's."""
     if isinstance(given, Computing):
         return shown(given)
     if isinstance(given, list | tuple):
-        return type(given)(_bare(each, shown) for each in given)
+        return type(given)(_as_plain(each, shown) for each in given)
     return given

@@ -131,7 +131,7 @@ class Machine:
         self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.6, 0.8)))
         self.number = 0
         self._pending = 0
-        self._dying: deque[tuple[Chunk, Queue | None]] = deque()
+        self._pending_free: deque[tuple[Chunk, Queue | None]] = deque()
         for gpu in range(num_gpus):
             self.add_queue(gpu, f"null:{gpu}")
 
@@ -150,7 +150,7 @@ class Machine:
                 raise Fault("a call on a fake GPU of a test that has ended")
             if self.faults:
                 raise Fault(self.faults[0])
-            self._bury()
+            self._free_pending()
             yield self
 
     # -- queues -----------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class Machine:
             self.stuck.clear()
             if not self.faults:
                 try:
-                    self._bury()
+                    self._free_pending()
                     for queue in list(self.queues.values()):
                         if queue.gpu not in self.freed:
                             self.finish(queue.last)
@@ -330,20 +330,20 @@ class Machine:
         chunk.owner = Generation(chunk.start, nbytes, self.number)
         slot.generations.append(chunk.owner)
         if new:
-            self._dirty(chunk, home, "fresh memory")
+            self._fill_with_nan(chunk, home, "fresh memory")
         return chunk
 
     def free_later(self, chunk: Chunk, home: Queue | None) -> None:
         """Called while an object is freed, so without a lock; the next outside call frees it."""
-        self._dying.append((chunk, home))
+        self._pending_free.append((chunk, home))
 
-    def _bury(self) -> None:
-        while self._dying:
-            chunk, home = self._dying.popleft()
+    def _free_pending(self) -> None:
+        while self._pending_free:
+            chunk, home = self._pending_free.popleft()
             self.number += 1
             chunk.owner.freed_at = self.number
             if home is None or home.gpu not in self.freed:
-                self._dirty(chunk, home, "the memory's end")
+                self._fill_with_nan(chunk, home, "the memory's end")
             self.heap.give(chunk, home)
 
     def free_all(self, pool: object, gpu: int) -> None:
@@ -351,7 +351,7 @@ class Machine:
         graphs.check_safe(self, "cudaFree")
         if gpu in {queue.gpu for queue in self.stuck}:
             self.fail("would hang: cudaFree waits for a queue that is stuck")
-        self._bury()
+        self._free_pending()
         chunks = self.heap.whole(pool, gpu)
         if not chunks or gpu in self.freed:
             return
@@ -360,7 +360,7 @@ class Machine:
                 self.finish(queue.last)
         self.heap.release(chunks)
 
-    def _dirty(self, chunk: Chunk, home: Queue | None, why: str) -> None:
+    def _fill_with_nan(self, chunk: Chunk, home: Queue | None, why: str) -> None:
         """Fills every float with NaN, as one write of the whole chunk."""
         slot, start, size = chunk.slot, chunk.start, chunk.size
 

@@ -101,7 +101,7 @@ class NcclError(RuntimeError):
 
 
 @dataclass
-class _Asked:
+class _Request:
     """One rank's part of a collective."""
 
     comm: NcclCommunicator
@@ -154,7 +154,7 @@ class _Local(threading.local):
         self.depth = 0
         self.failed = 0  # result of the first call inside that failed
         self.inits: list[NcclCommunicator] = []
-        self.asked: list[_Asked] = []
+        self.asked: list[_Request] = []
         self.parts: list[_Part] = []
         self.aborted: list[NcclCommunicator] = []
 
@@ -208,7 +208,7 @@ def groupEnd():
     if failed:
         raise NcclError(failed)
     if aborted:
-        _let_go(aborted)
+        _release_waiting(aborted)
     if inits:
         _bootstrap(inits)
     if asked:
@@ -262,7 +262,7 @@ class NcclCommunicator:
         self._connected: set[int] = set()  # ranks with which it has exchanged
         self._messages: dict[int, list[_Message]] = {}  # to each rank, named by one side
         library.made.append(self)
-        machine.at_end.append(self._left_over)
+        machine.at_end.append(self._unaborted)
 
     def size(self):
         return len(self._clique)
@@ -275,7 +275,7 @@ class NcclCommunicator:
 
     def check_async_error(self):
         with self._machine.entered():
-            self._live("check_async_error")
+            self._check_usable("check_async_error")
             if self.async_result:
                 raise NcclError(self.async_result)
 
@@ -283,13 +283,13 @@ class NcclCommunicator:
         """Drops collectives that have not run, and ends the waits for them."""
         self._end("abort")
         if not _local.depth:
-            _let_go([self])
+            _release_waiting([self])
         elif library.version >= 22200:
             _local.aborted.append(self)
         else:
             self._machine.faults.append("NCCL: an abort inside of a group, before NCCL 2.22")
 
-    def _left_over(self) -> str | None:
+    def _unaborted(self) -> str | None:
         if not self._clique and not self._ended:
             return "NCCL: a communicator that was not made whole is not aborted"
         ends = {comm._ended for comm in self._clique}
@@ -299,16 +299,16 @@ class NcclCommunicator:
         self._end("destroy")
 
     def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):
-        self._ask("allReduce", (sendbuf, recvbuf), count, datatype, op, stream)
+        self._request("allReduce", (sendbuf, recvbuf), count, datatype, op, stream)
 
     def reduce(self, sendbuf, recvbuf, count, datatype, op, root, stream):
-        self._ask("reduce", (sendbuf, recvbuf), count, datatype, op, stream, root)
+        self._request("reduce", (sendbuf, recvbuf), count, datatype, op, stream, root)
 
     def broadcast(self, sendbuff, recvbuff, count, datatype, root, stream):
-        self._ask("broadcast", (sendbuff, recvbuff), count, datatype, root, stream)
+        self._request("broadcast", (sendbuff, recvbuff), count, datatype, root, stream)
 
     def allGather(self, sendbuf, recvbuf, count, datatype, stream):
-        self._ask("allGather", (sendbuf, recvbuf), count, datatype, 0, stream)
+        self._request("allGather", (sendbuf, recvbuf), count, datatype, 0, stream)
 
     def send(self, sendbuf, count, datatype, peer, stream):
         self._pair("send", sendbuf, count, datatype, peer, stream)
@@ -321,7 +321,7 @@ class NcclCommunicator:
     ) -> None:
         check_addresses(address, stream)
         with current().entered() as machine:
-            self._live(name)
+            self._check_usable(name)
             queue = self._checked_queue(machine, name, stream)
             if datatype not in _DTYPES or not 0 <= peer < self.size():
                 raise _refused()
@@ -344,12 +344,12 @@ class NcclCommunicator:
                 self._machine.fail(f"NCCL: {how} of a communicator after {self._ended}")
             self._ended = how
 
-    def _live(self, name: str) -> None:
+    def _check_usable(self, name: str) -> None:
         if self._ended or not self._clique:
             when = f"after {self._ended}" if self._ended else "before the end of its group"
             self._machine.fail(f"NCCL: {name} on a communicator {when}")
 
-    def _ask(
+    def _request(
         self,
         name: str,
         buffers: tuple,
@@ -361,11 +361,11 @@ class NcclCommunicator:
     ) -> None:
         check_addresses(*buffers, stream)
         with self._machine.entered() as machine:
-            self._live(name)
+            self._check_usable(name)
             queue = self._checked_queue(machine, name, stream)
             if datatype not in _DTYPES or (name in _REDUCTIONS and extra not in _OPS):
                 raise _refused()
-            asked = _Asked(self, name, *buffers, count, datatype, extra, queue, root)
+            asked = _Request(self, name, *buffers, count, datatype, extra, queue, root)
             if _local.depth:
                 _local.asked.append(asked)
             elif len(self._clique) > 1:
@@ -383,10 +383,10 @@ def _bootstrap(inits: list[NcclCommunicator]) -> None:
     for comm in inits:
         by_identity.setdefault(comm._wanted, []).append(comm)
     for wanted, ranks in by_identity.items():
-        _meet_ranks(wanted, ranks)
+        _wait_for_ranks(wanted, ranks)
 
 
-def _meet_ranks(wanted: tuple, ranks: list[NcclCommunicator]) -> None:
+def _wait_for_ranks(wanted: tuple, ranks: list[NcclCommunicator]) -> None:
     """The last process connects the ranks of all; the others wait for it."""
     machine, num_ranks = ranks[0]._machine, wanted[0]
     with machine.lock:
@@ -424,7 +424,7 @@ def _joined(machine: Machine, ranks: list[NcclCommunicator]) -> None:
         comm._clique = ranks
 
 
-def _let_go(aborted: list[NcclCommunicator]) -> None:
+def _release_waiting(aborted: list[NcclCommunicator]) -> None:
     """Their kernels end; then each waits for its GPU, where another kernel may hang.
 
     A fault is not raised here: an abort is called by a thread that nobody watches.
@@ -509,9 +509,9 @@ def _write(machine: Machine, part: _Part, message: _Message, call: Call) -> None
         ctypes.memmove(part.address, message.data, part.nbytes)
 
 
-def _run_group(machine: Machine, asked: list[_Asked]) -> None:
+def _run_group(machine: Machine, asked: list[_Request]) -> None:
     """Runs each rank's calls in order; the n-th calls of all ranks belong together."""
-    by_clique: dict[int, dict[int, list[_Asked]]] = {}
+    by_clique: dict[int, dict[int, list[_Request]]] = {}
     for one in asked:
         ranks = by_clique.setdefault(id(one.comm._clique), {})
         ranks.setdefault(one.comm._rank, []).append(one)
@@ -526,10 +526,10 @@ def _run_group(machine: Machine, asked: list[_Asked]) -> None:
     for parts in rounds:
         if len({one.agrees for one in parts}) != 1:
             machine.fail(f"NCCL: the ranks disagree: {[one.agrees for one in parts]}")
-    _meet(machine, rounds)
+    _synchronize_streams(machine, rounds)
 
 
-def _meet(machine: Machine, rounds: list[list[_Asked]]) -> None:
+def _synchronize_streams(machine: Machine, rounds: list[list[_Request]]) -> None:
     """All streams of a group synchronize, the work runs, and all continue after it."""
     queues = list(dict.fromkeys(one.queue for parts in rounds for one in parts))
     if not queues:
@@ -545,7 +545,7 @@ def _meet(machine: Machine, rounds: list[list[_Asked]]) -> None:
         one.comm._held += [waiting for waiting in held if waiting is not None]
 
 
-def _work(machine: Machine, parts: list[_Asked]) -> Any:
+def _work(machine: Machine, parts: list[_Request]) -> Any:
     dtype = np.dtype(_DTYPES[parts[0].datatype])
     count, name = parts[0].count, parts[0].name
     factor = len(parts) if name == "allGather" else 1
@@ -572,11 +572,11 @@ def _work(machine: Machine, parts: list[_Asked]) -> Any:
     return work
 
 
-def _reads(one: _Asked) -> bool:
+def _reads(one: _Request) -> bool:
     return one.name != "broadcast" or one.comm._rank == one.extra
 
 
-def _writes(one: _Asked) -> bool:
+def _writes(one: _Request) -> bool:
     return one.name != "reduce" or one.comm._rank == one.root
 
 

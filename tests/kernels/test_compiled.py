@@ -265,7 +265,7 @@ def test_without_a_cache_folder_of_its_own_it_is_in_the_home(tmp_path, builds, m
     assert len(list((tmp_path / ".cache" / "gradreduce").iterdir())) == 1
 
 
-def test_what_a_broken_compiler_says_is_told(tmp_path, cache, monkeypatch):
+def test_the_output_of_a_broken_compiler_is_in_the_error(tmp_path, cache, monkeypatch):
     compiler = tmp_path / "g++"
     compiler.write_text("#!/bin/sh\necho cannot find cc1plus >&2\nexit 3\n")
     monkeypatch.setattr(host_compile.shutil, "which", lambda name: str(compiler))

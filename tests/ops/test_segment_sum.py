@@ -128,7 +128,7 @@ def test_every_width_and_start(device, dtype):
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 5), (6, 2, 3), (6, 2, 0, 3), (6, 1, 1, 4)], ids=str)
-def test_a_row_is_all_behind_the_first_dimension(device, shape):
+def test_a_row_has_all_dimensions_after_the_first(device, shape):
     values = random_data(shape, "float32")
     check(device, Rows(device, values, INDICES[:6]))
     check(device, Rows(device, values, INDICES[:6], num_rows=10))

@@ -100,7 +100,7 @@ def test_one_launch_for_sums_that_are_new_and_sums_that_are_there(device):
         assert same(out.array.reshape(7, 4), expected)
 
 
-def test_what_is_ready_has_uploaded_and_not_launched(device):
+def test_a_prepared_sum_has_uploaded_and_not_launched(device):
     out, term = (Operand(device, random_data((size,), "float32")) for size in (28, 40))
     with recorded(device) as journal:
         launch = segment_sum_command(

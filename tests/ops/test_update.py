@@ -117,7 +117,7 @@ def test_every_size_and_start(device, rule, dtype):
 
 @cases(RULES)
 @pytest.mark.parametrize("lr", [0, 1, 0.001, -3, 1e300, float("inf"), float("nan")])
-def test_any_rate(device, rule, dtype, lr):
+def test_any_learning_rate(device, rule, dtype, lr):
     check(device, rule, [rule.values(1003, dtype)], lr=lr)
 
 
@@ -178,7 +178,7 @@ def test_nothing_is_launched_for_nothing(device, rule):
     assert journal.launches == 0
 
 
-def test_a_master_keeps_what_its_half_rounds_away(device):
+def test_a_master_keeps_the_bits_that_half_precision_rounds_away(device):
     """Steps too small for float16: each alone is rounded away, but a master adds them up."""
     half, grad = np.ones(40, np.float16), np.ones(40, np.float16)
     alone, kept = Operand(device, half), Operand(device, half)

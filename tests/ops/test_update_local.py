@@ -16,7 +16,7 @@ class TestLocalUpdate(FormBody):
         wide = grad.astype(accumulate_dtype_of(grad.dtype))
         return [*changed(case, values, wide), wide if lead else total + wide]
 
-    def test_what_the_sum_held_is_not_read_by_the_first(self, device):
+    def test_the_first_step_does_not_read_the_sum(self, device):
         case = ("sgd", "float32", False)
         values = self.row_of(case, 40)
         values[1][:] = np.nan

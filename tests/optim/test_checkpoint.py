@@ -29,7 +29,7 @@ def step(optimizer, variables, seed):
 
 @pytest.mark.parametrize("masters", [None, "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_what_is_loaded_goes_on_with_the_same_bits(mesh, make, dtype, masters):
+def test_a_loaded_optimizer_continues_with_the_same_bits(mesh, make, dtype, masters):
     one, variables = make(master_dtype=masters), variables_on(mesh, dtype)
     for turn in range(2):
         step(one, variables, turn)
@@ -74,7 +74,7 @@ def test_slots_that_no_update_has_changed_have_no_powers(mesh):
     step(two, [half], 0)
 
 
-def test_a_state_is_of_one_moment_and_nobody_elses_memory(mesh):
+def test_a_state_is_a_consistent_snapshot_with_its_own_memory(mesh):
     optimizer, variables = gr.MomentumOptimizer(0.5, 0.5), variables_on(mesh, "float32")
     step(optimizer, variables, 0)
     state = optimizer.state_dict()

@@ -34,7 +34,7 @@ def test_the_norm_of_all_is_what_was_wanted(mesh, dtype, limit):
     assert all(same(buffer.numpy(), array) for buffer, array in zip(buffers, arrays, strict=True))
 
 
-def test_arrays_lists_and_rows_come_back_as_they_went(mesh, monkeypatch):
+def test_arrays_lists_and_rows_keep_their_types(mesh, monkeypatch):
     monkeypatch.setattr("gradreduce.arrays.replica_context.default_mesh", lambda: mesh)
     rows = gr.IndexedSlices(np.full((3, 2), 2, "float32"), [4, 1, 4], (6, 2))
     (array, sparse), norm = gr.clip_by_global_norm((np.full(5, 1, "float32"), rows), 1.0)
@@ -47,7 +47,7 @@ def test_arrays_lists_and_rows_come_back_as_they_went(mesh, monkeypatch):
     assert isinstance(made[0], gr.Buffer)
 
 
-def test_mirrored_ones_are_clipped_where_they_lie_to_the_same_bits(mesh):
+def test_mirrored_gradients_are_clipped_on_their_devices_to_the_same_bits(mesh):
     arrays = [random_data((40,), "float32"), np.ones((2, 3), "float32")]
     arrays[0] = np.nan_to_num(arrays[0], posinf=1, neginf=1)
     given = [gr.Mirrored([array] * len(mesh), mesh) for array in arrays]
@@ -78,7 +78,7 @@ def test_launches_do_not_grow_with_the_number_of_tensors(mesh):
         assert (journal.syncs, journal.copies) == (0, 0)
 
 
-def test_a_norm_of_ones_own_and_one_that_is_no_number(mesh):
+def test_use_norm_is_used_and_must_be_a_number(mesh):
     given = [mesh.devices[0].put(np.array([3, 4], "float32"))]
     for own in (10, np.float32(10), mesh.devices[0].put(np.array(10.0))):
         (made,), norm = gr.clip_by_global_norm(given, 5.0, use_norm=own)

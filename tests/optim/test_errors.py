@@ -10,7 +10,7 @@ import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError, InvalidVariableError
 
 
-class Planted(RuntimeError):
+class InjectedError(RuntimeError):
     """The failure that a test plants."""
 
 
@@ -48,7 +48,7 @@ def test_a_variable_twice(model):
         ((None, "w"), InvalidVariableError),
     ],
 )
-def test_what_is_no_pair(model, pair, error):
+def test_invalid_pairs_are_refused(model, pair, error):
     before = model.state()
     for pairs in ([pair], [*model.pairs(), pair], [pair, *model.pairs()]):
         with pytest.raises(error) as caught:
@@ -58,7 +58,7 @@ def test_what_is_no_pair(model, pair, error):
     assert model.state() == before
 
 
-def test_what_is_no_gradient_for_the_variable(mesh, model):
+def test_incompatible_gradients_are_refused(mesh, model):
     """The invalid gradient comes last; the others are not applied either."""
     before = model.state()
     fine = model.grads[1:]
@@ -99,7 +99,7 @@ def test_a_refused_call_makes_no_slots(mesh):
     assert (optimizer.variables(), optimizer.get_slot_names()) == ([], [])
 
 
-def test_a_rate_that_is_none_makes_no_slots(mesh):
+def test_an_invalid_learning_rate_makes_no_slots(mesh):
     optimizer, variable = gr.MomentumOptimizer(1.0, 0.5), gr.Variable([1.0], device=mesh)
     for name in ("learning_rate", "momentum"):
         setattr(optimizer, name, "fast")
@@ -117,13 +117,13 @@ class Failing(gr.Optimizer):
 
     def _apply(self, variable, slots, gradient):
         if self.fails:
-            raise Planted
+            raise InjectedError
         slots["kept"] += 1
         variable -= gradient
 
 
 def failing():
-    raise Planted
+    raise InjectedError
 
 
 class Adam(gr.AdamOptimizer):
@@ -142,7 +142,7 @@ def test_a_first_update_that_fails_leaves_no_slots(mesh):
         before = optimizer.state_dict()
         for pairs in ([([1.0], variable)], [([1.0], known), ([1.0], variable)]):
             for _ in range(2):
-                with pytest.raises(Planted):
+                with pytest.raises(InjectedError):
                     optimizer.apply_gradients(pairs)
                 assert optimizer.state_dict() == before
         optimizer.fails, optimizer.learning_rate = False, 1.0
@@ -153,7 +153,7 @@ def test_a_first_update_that_fails_leaves_no_slots(mesh):
 
 @pytest.mark.parametrize("name", ["beta1", "beta2"])
 @pytest.mark.parametrize("wrong", [1.0, 1.5, -0.1, float("nan")])
-def test_a_decay_that_is_none(mesh, name, wrong):
+def test_an_invalid_decay_is_refused(mesh, name, wrong):
     """With a beta of one, Adam's correction would divide by zero."""
     message = f"{name}={wrong} must be at least 0 and below 1"
     with pytest.raises(ValueError, match=message):
@@ -206,7 +206,7 @@ def test_a_wrong_global_step_changes_nothing(mesh, model):
     assert vector.numpy().tolist() == [0, 0]
 
 
-def test_the_memory_of_a_variable_is_no_gradient(mesh):
+def test_the_memory_of_a_variable_cannot_be_a_gradient(mesh):
     """A launch reads gradients and writes variables in any order, so they must not overlap."""
     first, second = variables = [gr.Variable([1.0], device=mesh) for _ in range(2)]
     optimizer = gr.MomentumOptimizer(1.0, 0.5)
@@ -225,7 +225,7 @@ def test_the_memory_of_a_variable_is_no_gradient(mesh):
     assert [var.numpy().tolist() for var in variables] == [[2.0], [-2.0]]
 
 
-def test_a_slot_of_an_earlier_step_is_none_either(mesh):
+def test_a_slot_of_an_earlier_step_cannot_be_a_gradient(mesh):
     """For other variables than in the last step, and with a master."""
     first, second = (gr.Variable(ones(1, dtype="float16"), device=mesh) for _ in range(2))
     optimizer = gr.AdagradOptimizer(1.0, master_dtype="float32")
@@ -243,7 +243,7 @@ def test_a_slot_of_an_earlier_step_is_none_either(mesh):
     assert [each.numpy().tolist() for each in (plain, slot)] == before
 
 
-def test_it_is_none_at_the_second_try_either(mesh):
+def test_a_reused_plan_refuses_them_too(mesh):
     """A step reuses its plan, and the addresses of gradients that did not overlap."""
     device = mesh.devices[1]
     first, second = variables = [gr.Variable([1.0], device=device) for _ in range(2)]
@@ -263,18 +263,18 @@ def test_a_failure_before_the_first_launch_changes_nothing(mesh, model, monkeypa
     before = model.state()
 
     def failing(*args):
-        raise Planted
+        raise InjectedError
 
     spread = gr.PerReplica([ones(2, 3)] * len(mesh), mesh)
     with monkeypatch.context() as patch:
         for device in mesh.devices:
             patch.setattr(device, method, failing)
-        with pytest.raises(Planted):
+        with pytest.raises(InjectedError):
             model.optimizer.apply_gradients(model.pairs(spread, *model.grads[1:]), model.step)
     assert model.state() == before
 
 
-def test_a_closed_mesh_says_so():
+def test_a_closed_mesh_raises():
     with gr.open_mesh(2, backend="sim") as mesh:
         variable = gr.Variable([1.0], device=mesh)
     with pytest.raises(BackendUnavailableError):

@@ -54,7 +54,7 @@ def test_arrays_give_what_buffers_give(mesh, place):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_they_may_be_overwritten_at_once_whatever_waits(seed):
+def test_host_gradients_may_be_overwritten_at_once(seed):
     def once(**options):
         with gr.open_mesh([0, 0, 1], backend="sim", strict=True, **options) as mesh:
             return [part for device in mesh for part in trained(device, in_many_ways)]
@@ -83,7 +83,7 @@ def test_a_step_uploads_the_small_ones_together(mesh):
 
 @pytest.mark.parametrize("size", [3, SMALL_BYTES])
 @pytest.mark.parametrize("given", ["array", "buffer"])
-def test_what_is_wrong_at_a_later_step_changes_nothing(mesh, size, given):
+def test_an_invalid_gradient_at_a_later_step_changes_nothing(mesh, size, given):
     device = mesh.devices[1]
     variables = [gr.Variable(np.ones(size, "float32"), device=device) for _ in range(2)]
     optimizer = gr.MomentumOptimizer(1.0, 0.5)
@@ -116,7 +116,7 @@ def as_given(array, given, device):
     return device.upload(array) if given == "buffer" else array
 
 
-def test_a_gradient_may_lie_elsewhere_at_a_later_step(mesh):
+def test_a_gradient_may_be_elsewhere_at_a_later_step(mesh):
     home = mesh.devices[1]
     variable = gr.Variable(np.zeros(3, "float32"), device=home)
     optimizer = gr.GradientDescentOptimizer(1.0)
@@ -140,12 +140,12 @@ def test_external_memory_is_read_in_order_later_too(mesh, monkeypatch):
 def test_a_rule_on_arrays_is_shown_the_array_that_was_given(mesh):
     """The rule may keep the array, so it must not be memory that the next step overwrites."""
 
-    class Keeps(gr.Optimizer):
+    class KeepsGradient(gr.Optimizer):
         def _apply(self, variable, slots, gradient):
             kept.append(gradient)
             variable -= gradient
 
-    kept, optimizer = [], Keeps("keeps")
+    kept, optimizer = [], KeepsGradient("keeps")
     variable = gr.Variable(np.zeros(3, "float32"), device=mesh.devices[0])
     for turn in range(3):
         optimizer.apply_gradients([(np.full(3, turn, "float32"), variable)])

@@ -63,7 +63,7 @@ def test_rows_have_masters_too(mesh, rule):
         check_master(optimizer, variable, model, starts)
 
 
-def test_only_halves_have_one(mesh, rule):
+def test_only_half_precision_variables_have_a_master(mesh, rule):
     """And there is one launch for each pair of dtypes."""
     _, make, starts = rule
     optimizer = make(master_dtype=np.float32)

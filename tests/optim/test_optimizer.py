@@ -194,7 +194,7 @@ def test_one_launch_for_each_gpu_and_dtype(mesh, nesterov):
     ]
 
 
-def test_a_plain_gradient_travels_once_to_each_other_gpu(mesh):
+def test_a_plain_gradient_is_copied_once_to_each_other_gpu(mesh):
     variable = gr.Variable(np.zeros(8, "float32"), device=mesh)
     optimizer = gr.GradientDescentOptimizer(1.0)
     with mesh.journal() as journal:

@@ -90,7 +90,7 @@ def crossed(has_copies, is_sparse, **options) -> list[np.ndarray]:
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("has_copies", [False, True], ids=["gradient beside", "copies"])
 @pytest.mark.parametrize("seeds", SEEDS)
-def test_devices_of_one_gpu_come_behind_each_other(has_copies, is_sparse, seeds):
+def test_devices_of_one_gpu_are_ordered_with_each_other(has_copies, is_sparse, seeds):
     wanted = crossed(has_copies, is_sparse)
     for seed in seeds:
         found = crossed(has_copies, is_sparse, schedule_seed=seed)
@@ -110,7 +110,7 @@ def clipped(**options) -> list[np.ndarray]:
         return [each.numpy() for each in (*found, norm)]
 
 
-def test_a_clip_comes_behind_who_writes_and_before_who_overwrites():
+def test_a_clip_is_ordered_after_writers_and_before_overwriters():
     wanted = clipped()
     for seed in range(40):
         assert all(map(same, clipped(schedule_seed=seed), wanted)), seed

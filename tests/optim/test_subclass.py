@@ -58,7 +58,7 @@ def test_two_hooks_make_an_optimizer(mesh, dtype):
     assert [each.name for each in optimizer.variables()][:1] == [f"{alone.name}/Lion"]
 
 
-def test_rows_of_a_sparse_gradient_come_once_and_by_themselves(mesh):
+def test_a_hook_gets_each_row_of_a_sparse_gradient_once(mesh):
     optimizer = Lion(0.25)
     variable = gr.Variable(np.zeros((6, 2), "float32"), device=mesh)
     values = exact_data((4, 2), "float32")
@@ -72,7 +72,7 @@ def test_rows_of_a_sparse_gradient_come_once_and_by_themselves(mesh):
     assert count[:, 0].tolist() == [4, 5, 4, 5, 4, 5]
 
 
-def test_a_half_with_a_master_comes_as_that(mesh):
+def test_a_hook_gets_the_master_of_a_half_precision_variable(mesh):
     optimizer = Lion(2.0**-13, master_dtype="float32")
     variable = gr.Variable(np.ones(4, "float16"), device=mesh)
     for _ in range(40):
@@ -126,7 +126,7 @@ def test_a_hook_that_writes_the_gradient_is_refused(mesh, is_sparse):
 
 @pytest.mark.parametrize("drop", [False, True])
 def test_a_slot_that_is_not_changed_in_place_is_refused(mesh, drop):
-    class Lost(Lion):
+    class DropsSlot(Lion):
         def _apply(self, variable, slots, gradient):
             super()._apply(variable, slots, gradient)
             if drop:
@@ -134,7 +134,7 @@ def test_a_slot_that_is_not_changed_in_place_is_refused(mesh, drop):
             else:
                 slots["mean"] = slots["mean"] + gradient
 
-    optimizer, variable = Lost(0.25), gr.Variable([1.0], device=mesh)
+    optimizer, variable = DropsSlot(0.25), gr.Variable([1.0], device=mesh)
     with pytest.raises(ValueError, match=r"_apply replaced the array slots\['mean'\]"):
         optimizer.apply_gradients([([1.0], variable)])
     assert all((buffer.numpy() == 1).all() for buffer in variable.buffers)
@@ -157,7 +157,7 @@ def test_a_rule_that_returns_something_is_refused(mesh):
     assert optimizer.get_slot_names() == []
 
 
-def test_a_rule_that_is_none_says_so(mesh):
+def test_a_class_without_a_rule_raises(mesh):
     class SignDescent(gr.Optimizer):
         pass
 

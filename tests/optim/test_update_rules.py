@@ -173,7 +173,7 @@ def test_four_steps(mesh, rule, dtype):
     assert all(slot.dtype == dtype for slot in map(optimizer.get_slot, variables, starts))
 
 
-def test_a_rate_may_be_a_callable_asked_once_for_each_update(mesh, rule):
+def test_a_learning_rate_may_be_a_callable_called_once_for_each_update(mesh, rule):
     _, make, _ = rule
     plain, called = make(), make()
     asked = []
@@ -196,7 +196,7 @@ def test_a_rate_may_be_a_callable_asked_once_for_each_update(mesh, rule):
     assert all(same(one.numpy(), two.numpy()) for one, two in zip(*pairs, strict=True))
 
 
-def test_a_rate_may_be_a_variable_read_for_each_update(mesh, rule):
+def test_a_learning_rate_may_be_a_variable_read_for_each_update(mesh, rule):
     name, make, _ = rule
     plain, told = make(), make()
     rate = gr.Variable(RATE, trainable=False, dtype="float64", device=mesh)
@@ -210,7 +210,7 @@ def test_a_rate_may_be_a_variable_read_for_each_update(mesh, rule):
         assert same(*(variable.numpy() for variable in variables)), name
 
 
-def test_a_rate_is_given_as_a_variable(mesh):
+def test_a_learning_rate_is_passed_as_a_variable(mesh):
     rate, variable = gr.Variable(2.0, device=mesh), gr.Variable([1.0], device=mesh)
     optimizer = gr.GradientDescentOptimizer(rate)
     for value, after in ((1.0, 0.0), (0.0, 0.0), (-3.0, 3.0)):
@@ -229,7 +229,7 @@ def test_a_rate_is_given_as_a_variable(mesh):
         gr.GradientDescentOptimizer(variable)
 
 
-def test_a_rate_that_cannot_be_said_changes_nothing(mesh, rule):
+def test_an_invalid_learning_rate_changes_nothing(mesh, rule):
     _, make, starts = rule
     optimizer, variable = make(), gr.Variable([1.0], device=mesh)
     optimizer.apply_gradients([([1.0], variable)])
@@ -347,7 +347,7 @@ def test_defaults_are_those_of_tensorflow():
     assert [each.get_name() for each in (adam, rms)] == ["Adam", "RMSProp"]
 
 
-def test_a_rate_may_change_between_steps(mesh):
+def test_a_learning_rate_may_change_between_steps(mesh):
     optimizer = gr.MomentumOptimizer(0.5, 0.0)
     variable = gr.Variable([1.0], device=mesh)
     optimizer.apply_gradients([(np.ones(1, "float32"), variable)])
@@ -441,7 +441,7 @@ def test_a_subclass_has_any_attributes():
 
 
 @pytest.mark.parametrize("wrong", [None, "fast", [0.1], gr.ReduceOp.SUM])
-def test_a_rate_is_a_number(wrong):
+def test_a_learning_rate_is_a_number(wrong):
     for make in (
         lambda: gr.GradientDescentOptimizer(wrong),
         lambda: gr.MomentumOptimizer(wrong, 0.9),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.background_runs import ROOT, Ended
+from support.background_runs import ROOT, FinishedRun
 
 pytestmark = [pytest.mark.repo, pytest.mark.slow]
 TESTS = ROOT / "tests"
@@ -21,5 +21,5 @@ def test_what_a_plain_run_leaves_out_passes_too(early):
     passed(early)
 
 
-def passed(done: Ended) -> None:
+def passed(done: FinishedRun) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr

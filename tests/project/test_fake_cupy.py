@@ -11,10 +11,10 @@ import subprocess
 import sys
 
 import pytest
-from support.background_runs import ROOT, Ended, environment
+from support.background_runs import ROOT, FinishedRun, environment
 
 # The fake stores a clock for every use of memory, and the number of uses grows.
-DESELECTED = "tests/device/test_contract_lifetime.py::test_nothing_grows_with_use"
+DESELECTED = "tests/device/test_contract_lifetime.py::test_memory_does_not_grow_with_use"
 SHARED = "(gpu or multi_gpu) and not slow"
 PYTEST = ("-m", "pytest", "-p", "fake_cupy.plugin", "-q")
 TESTS = ROOT / "tests"
@@ -39,7 +39,7 @@ def run(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def passed(done: Ended) -> None:
+def passed(done: FinishedRun) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     counted = done.stdout.strip().splitlines()[-1]
     assert " passed" in counted, counted

@@ -35,7 +35,7 @@ def record(process: int, digests: str, *, first: int = 0, num_processes: int = 3
     }
 
 
-def outlines(dump: dict) -> list[tuple]:
+def summaries(dump: dict) -> list[tuple]:
     return [
         (each["collective_seq_id"], each["profiling_name"], each["state"])
         for each in dump["entries"]
@@ -44,7 +44,7 @@ def outlines(dump: dict) -> list[tuple]:
 
 def test_each_call_is_one_collective():
     dumps = convert([record(0, "dabc", num_processes=1)])
-    assert outlines(dumps[0]) == [
+    assert summaries(dumps[0]) == [
         (0, "nccl:barrier", "completed"),
         (1, "nccl:all_reduce", "completed"),
         (2, "nccl:all_reduce", "completed"),
@@ -71,7 +71,7 @@ def test_a_process_without_a_file_joined_what_another_has_completed():
     dumps = convert([record(2, "aab", first=4), record(0, "aa", first=4)])
     assert sorted(dumps) == [0, 1, 2]
     assert [len(dumps[rank]["entries"]) for rank in range(3)] == [2, 2, 3]
-    assert outlines(dumps[1]) == [
+    assert summaries(dumps[1]) == [
         (4, "nccl:all_reduce", "completed"),
         (5, "nccl:all_reduce", "completed"),
     ]

@@ -35,7 +35,7 @@ def fits(value: Any, said: Any) -> bool:
     return kind is not dict or all(fits(each, inner[1]) for each in value.values())
 
 
-def test_results_have_the_types_that_are_said(monkeypatch):
+def test_results_have_the_annotated_types(monkeypatch):
     said = []
     monkeypatch.setitem(sys.modules, "torch", WITHOUT_PYTORCH)
     monkeypatch.setattr(typing, "assert_type", lambda *pair: said.append(pair))

@@ -238,7 +238,7 @@ def test_a_data_parallel_is_traced_with_its_module(mesh, compiler):
         assert all(map(torch.equal, eager, other))
 
 
-def test_a_compiler_that_has_changed_is_told_of_in_a_warning(caplog):
+def test_a_changed_compiler_is_reported_in_a_warning(caplog):
     opaque._hide(SimpleNamespace(trace_rules=SimpleNamespace()))
     assert "torch.compile traces calls of gradreduce, and may fail there" in caplog.text
 

@@ -561,7 +561,7 @@ def test_ctrl_c_while_buckets_are_made_leaves_the_next_step_right(monkeypatch):
                 assert_equal(gradients(net), means(map(gradients, alone)))
 
 
-def test_other_processes_hear_of_a_backward_that_fails():
+def test_a_backward_that_fails_raises_in_other_processes():
     has_failed = threading.Event()
 
     def work(group):
@@ -691,7 +691,7 @@ def test_parameters_that_a_module_gets_later_are_refused(is_first):
         net.append(torch.nn.Linear(3, 3))
 
 
-def test_a_module_that_is_added_is_watched_as_those_around_it():
+def test_an_added_module_is_watched_like_the_modules_around_it():
     import torch
 
     with open_mesh(1) as mesh:

@@ -88,7 +88,7 @@ def test_gradients_are_means_of_all_processes_in_rebuilt_buckets(size, option):
                                           np.hstack(list(map(np.ravel, wanted))))  # fmt: skip
 
 
-def test_the_hook_returns_while_other_processes_are_still_to_come():
+def test_the_hook_returns_before_other_processes_have_joined():
     has_returned = threading.Event()
 
     def work(group):

@@ -146,7 +146,7 @@ def worker_of(modules, client, names, rule):
     return gr.AGNOptimizer(rule, 2, getter, communication_period=1), variables
 
 
-def test_after_a_loss_the_sums_go_to_the_shards_that_now_have_the_variables(modules):
+def test_after_a_failure_sums_go_to_the_shards_that_now_have_the_variables(modules):
     client = Client(modules, 2)
     optimizer, variables = worker_of(modules, client, "ab", gr.GradientDescentOptimizer(1.0))
     optimizer.apply_gradients([(np.ones(2), variable) for variable in variables])
@@ -158,7 +158,7 @@ def test_after_a_loss_the_sums_go_to_the_shards_that_now_have_the_variables(modu
     assert [variable.numpy().tolist() for variable in variables] == [[-4.0, -4.0]] * 2
 
 
-class Fussy(gr.Optimizer):
+class RaisingRule(gr.Optimizer):
     """A Python rule that raises at a shard if told to."""
 
     _slot_names = ("total",)
@@ -167,7 +167,7 @@ class Fussy(gr.Optimizer):
     limit = 10.0
 
     def __init__(self, rate: float) -> None:
-        super().__init__("Fussy")
+        super().__init__("RaisingRule")
         self.rate = rate
 
     def _apply(self, variable: Any, slots: dict[str, Any], gradient: Any) -> None:
@@ -180,8 +180,8 @@ class Fussy(gr.Optimizer):
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_python_rule_that_raises_on_one_shard_changes_none(modules, failing, monkeypatch):
     client = Client(modules, 2)
-    optimizer, variables = worker_of(modules, client, "abcd", Fussy(0.5))
-    other, others = worker_of(modules, client, "abcd", Fussy(0.5))
+    optimizer, variables = worker_of(modules, client, "abcd", RaisingRule(0.5))
+    other, others = worker_of(modules, client, "abcd", RaisingRule(0.5))
 
     def center() -> list[list[float]]:
         states = [each["variables"] for each in client.read("state")]
@@ -191,7 +191,7 @@ def test_a_python_rule_that_raises_on_one_shard_changes_none(modules, failing, m
 
     def in_actor(command, *arguments, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(Fussy, "in_worker", False)
+            patch.setattr(RaisingRule, "in_worker", False)
             return push(command, *arguments, **options)
 
     monkeypatch.setattr(client, "call", in_actor)

@@ -66,7 +66,7 @@ def actors_of(example: str) -> list[str]:
     return [name for name in names if re.fullmatch(rf"{example}-[0-9a-f]{{8}}", name)]
 
 
-def comes_true(condition: Callable[[], object]) -> bool:
+def wait_until_true(condition: Callable[[], object]) -> bool:
     """Whether a condition comes true in time."""
     end = time.monotonic() + ALLOWED_S
     while not (found := condition()) and time.monotonic() < end:
@@ -121,7 +121,7 @@ def test_workers_of_agn_in_processes(ended):
     assert float(rows["launches per step"]) > 1
     assert "The test accuracy 0." in text
     assert is_picture(folder / "digits.png")
-    assert comes_true(lambda: not actors_of("digits"))  # the cluster is still there
+    assert wait_until_true(lambda: not actors_of("digits"))  # the cluster is still there
 
 
 def test_backup_workers_in_processes(ended):
@@ -134,21 +134,21 @@ def test_backup_workers_in_processes(ended):
     assert rows["global step"] == "20"
     assert rows["dropped"] == f"{counts[1][1]}, {counts[1][2]} of them delayed"
     assert is_picture(folder / "sync_replicas.png")
-    assert comes_true(lambda: not actors_of("sync-replicas"))
+    assert wait_until_true(lambda: not actors_of("sync-replicas"))
 
 
 @pytest.mark.slow
 def test_ctrl_c_closes_the_center(joined, ended, tmp_path):
     flags = ("--micro-batches", "1", "--workers", "1", "--period", "1", "--steps", "10000")
     with started(tmp_path, *AGN, *flags, **joined) as program:
-        assert comes_true(lambda: actors_of("digits"))
+        assert wait_until_true(lambda: actors_of("digits"))
         center = gr.ray.AGNCenter(*actors_of("digits"))
-        assert comes_true(center.workers)  # the first push
+        assert wait_until_true(center.workers)  # the first push
         program.send_signal(signal.SIGINT)
         text = program.communicate(timeout=ALLOWED_S)[0]
     assert program.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in text
-    assert comes_true(lambda: not actors_of("digits"))
+    assert wait_until_true(lambda: not actors_of("digits"))
 
 
 def test_a_worker_applies_one_gradient_per_step(capsys):

@@ -192,7 +192,7 @@ def test_a_killed_worker_loses_its_own_gradient_only(unique_name):
 
 
 @pytest.mark.exhaustive
-def test_a_shard_with_a_damaged_snapshot_has_all_go_back_to_the_one_before(unique_name, tmp_path):
+def test_a_damaged_snapshot_of_one_shard_makes_all_load_the_previous_one(unique_name, tmp_path):
     with gr.ray.AccumulatorSet(
         SPECS, unique_name, "SUM", num_shards=2, snapshots=tmp_path, durability=2
     ) as shared:

@@ -99,7 +99,7 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path):
     assert snapshots.numbers() == [7]
 
 
-def test_after_a_way_back_there_is_one_history(tmp_path):
+def test_after_loading_an_older_snapshot_there_is_one_history(tmp_path):
     snapshots = Snapshots(tmp_path, "a")
     for number in (5, 6):
         snapshots.write(number, {"n": number})
@@ -173,7 +173,7 @@ def test_a_file_of_another_length_is_found(stored):
     check_damaged(path)
 
 
-def test_a_damaged_snapshot_is_passed_over_with_a_warning(tmp_path, caplog):
+def test_a_damaged_snapshot_is_skipped_with_a_warning(tmp_path, caplog):
     snapshots = Snapshots(tmp_path, "a")
     for number in (1, 2):
         snapshots.write(number, STATE)

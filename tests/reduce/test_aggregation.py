@@ -119,7 +119,7 @@ def test_the_three_orders_differ_where_the_data_shows_it():
     assert gr.aggregate(terms, TREE).tolist() == [1.0]
 
 
-def test_halves_are_added_in_float32_and_rounded_once(method):
+def test_half_precision_is_added_in_float32_and_rounded_once(method):
     terms = [np.array([value], "float16") for value in (2048, 1, 1)]
     assert gr.aggregate(terms, method).tolist() == [2050.0]
     terms = [np.array([value], "float16") for value in (60000, 60000, -60000, 0)]
@@ -127,7 +127,7 @@ def test_halves_are_added_in_float32_and_rounded_once(method):
 
 
 @pytest.mark.parametrize("given", [0, 1, 2, None, *gr.AggregationMethod, True, False, np.int64(2)])
-def test_what_names_a_method(given):
+def test_accepted_names_of_a_method(given):
     terms = [np.array([value], "float32") for value in (1e8, 1, -1e8, 1, 1)]
     wanted = 1.0 if given is not None and int(given) == TREE else 2.0
     assert gr.aggregate(terms, given).tolist() == [wanted]
@@ -198,7 +198,7 @@ def test_the_same_array_may_be_every_term(method):
     assert term.tolist() == [1.0, -2.0]
 
 
-def test_the_kind_is_that_of_the_first_term(method, mesh):
+def test_the_array_type_is_that_of_the_first_term(method, mesh):
     array, buffer = np.ones(2, "float32"), mesh.devices[0].put(np.ones(2, "float32"))
     assert type(gr.aggregate([array, buffer, buffer], method)) is np.ndarray
     assert type(gr.aggregate([buffer, array, array], method)) is gr.Buffer
@@ -275,7 +275,7 @@ def test_launches_do_not_grow_with_the_number_of_gradients(mesh, method, num_ter
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_halves_are_rounded_in_one_more_launch(mesh, method, dtype):
+def test_half_precision_is_rounded_in_one_more_launch(mesh, method, dtype):
     gradients = [list(random_data((4, size), dtype)) for size in (1, 30, 1000)]
     assert launched(mesh, gradients, method) == {
         ADD_N: [("add_n", 3)],
@@ -295,7 +295,7 @@ def test_gradients_with_different_numbers_of_terms_and_dtypes(mesh, method):
     assert len(names) <= limit
 
 
-def test_a_single_term_is_handed_back(mesh, method):
+def test_a_single_term_is_returned_without_a_launch(mesh, method):
     buffers = put_all(mesh.devices[1], [[np.ones(2)], [np.ones(3)] * 2])
     made = aggregate_buffers(buffers, mesh.devices[1], tree=method == TREE)
     assert made[0] is buffers[0][0]
@@ -318,7 +318,7 @@ SUMS = [
     [[], (), None, np.ones((2, 2)), iter([np.ones(2)]), {1: np.ones(2)}, "ab", 3,
      [None], [np.ones(2), None], (None, np.ones(2))],
 )  # fmt: skip
-def test_what_is_no_list_of_arrays(call, inputs):
+def test_invalid_lists_of_arrays_are_refused(call, inputs):
     with pytest.raises(ValueError, match="inputs must be a list of at least one"):
         call(inputs)
 
@@ -416,7 +416,7 @@ def test_a_wrong_list_is_described_shortly(inputs, says):
             call(inputs)
 
 
-def test_a_rounded_sum_comes_behind_the_last_user_of_its_memory(monkeypatch):
+def test_a_rounded_sum_waits_for_the_last_user_of_its_memory(monkeypatch):
     """The last user may be work that another thread has queued on that device meanwhile."""
     sum_tree = aggregators._sum_tree
 

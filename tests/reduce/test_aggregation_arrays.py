@@ -148,7 +148,7 @@ def test_buffers_of_any_start(call, mesh):
     assert all(made.block is not whole.block for whole in memory)
 
 
-def test_tree_and_the_others_differ_here():
+def test_the_test_data_distinguishes_tree_from_the_others():
     """Otherwise these tests could not distinguish the methods."""
     values = list(finite_data((1000, 5), "float32"))
     assert not same(reference(values, TREE), reference(values, 0))
@@ -166,7 +166,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_single_term_is_itself_unless_another_kind_is_wanted(call, mesh):
+def test_a_single_term_is_returned_unless_another_output_type_is_requested(call, mesh):
     """For another output type the result is a copy on the same device."""
     array, device = random_data((3, 5), "float32"), mesh.devices[1]
     buffer = device.upload(array)
@@ -185,7 +185,7 @@ def test_a_single_term_is_itself_unless_another_kind_is_wanted(call, mesh):
     assert same(call([[1.0, 2.0]], output_type="numpy"), np.array([1.0, 2.0]))
 
 
-def test_single_sparse_rows_are_themselves_unless_another_kind_is_wanted(mesh):
+def test_single_sparse_rows_are_returned_unless_another_output_type_is_requested(mesh):
     rows = gr.IndexedSlices(mesh.devices[1].upload(np.ones((2, 3), "float32")), [4, 4], (5, 3))
     for form in (list, iter):
         assert gr.aggregate(form([rows]), output_type="buffer") is rows
@@ -196,7 +196,7 @@ def test_single_sparse_rows_are_themselves_unless_another_kind_is_wanted(mesh):
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("num_terms", [1, 2])
-def test_an_unknown_kind_is_refused(call, num_terms, mesh):
+def test_an_unknown_output_type_is_refused(call, num_terms, mesh):
     term = np.ones(3, "float32")
     for wrong in ("tensor", "", "native"):
         with refused(mesh, ValueError, f"output_type='{wrong}' is not one of"):
@@ -220,6 +220,6 @@ NO_SHAPES = {
 
 @pytest.mark.parametrize(("shape", "error"), NO_SHAPES.values(), ids=NO_SHAPES)
 @pytest.mark.parametrize("num_terms", [1, 2])
-def test_a_shape_that_is_none_or_another_is_refused(shape, error, num_terms, mesh):
+def test_an_invalid_or_different_shape_is_refused(shape, error, num_terms, mesh):
     with refused(mesh, error, "shape=|not compatible"):
         gr.accumulate_n([np.ones(3, "float32")] * num_terms, shape)

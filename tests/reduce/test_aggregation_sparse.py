@@ -99,7 +99,7 @@ def test_add_n_needs_to_know_how_large_they_are(mesh):
                 gr.add_n(terms)
 
 
-def test_accumulate_n_takes_none(mesh):
+def test_accumulate_n_refuses_sparse_terms(mesh):
     sparse, dense = small([1], [[5, 6]], (3, 2)), np.ones((3, 2), "float32")
     for inputs in ([sparse], [sparse, sparse], [dense, sparse], (sparse, dense)):
         with refused(mesh, ValueError, "accumulate_n does not accept IndexedSlices"):
@@ -161,7 +161,7 @@ def test_accumulate_n_adds_in_pairs_what_holds_a_sparse_term():
     lists=st.lists(st.lists(st.integers(0, ROWS - 1), max_size=6), min_size=2, max_size=5),
     random=st.randoms(),
 )
-def test_joining_then_merging_is_adding(dtype, lists, random):
+def test_joined_and_coalesced_terms_equal_the_sum(dtype, lists, random):
     terms = [slices_of(indices, dtype=dtype, seed=k) for k, indices in enumerate(lists)]
     joined, total = gr.aggregate(terms), gr.add_n(terms)
     assert same(joined.to_dense(), total)
@@ -181,7 +181,7 @@ def placed(device, term):
 
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("places", [(1, 1, 1), (1, 0, 1), (2, 0, 1), (0, 2, 2)], ids=str)
-def test_terms_on_several_devices_meet_on_the_first(mesh, places, mapped):
+def test_terms_on_several_devices_are_added_on_the_first(mesh, places, mapped):
     terms = [slices_of(indices, seed=k) for k, indices in enumerate([[3, 1], [1], [6, 6, 3]])]
     spread = [placed(mesh.devices[place], term) for place, term in zip(places, terms, strict=True)]
     for term in spread:
@@ -202,7 +202,7 @@ def test_terms_on_several_devices_meet_on_the_first(mesh, places, mapped):
     assert same(total.numpy(), gr.aggregate([*terms[:2], dense_of()]))
 
 
-def test_what_a_call_costs(mesh):
+def test_the_device_work_of_each_call(mesh):
     device = mesh.devices[0]
     sparse = [placed(device, slices_of([1, 2, 1], seed=seed)) for seed in range(4)]
     dense = placed(device, dense_of())
@@ -215,7 +215,7 @@ def test_what_a_call_costs(mesh):
     assert costs["mixed"] == ["fill"] * 4 + ["upload", "segment_sum", "add_n"]
 
 
-def test_the_kind_is_that_of_the_first_term(mesh):
+def test_the_array_type_is_that_of_the_first_term(mesh):
     sparse, dense = slices_of([1]), dense_of()
     on_device = placed(mesh.devices[0], slices_of([2]))
     for form in (list, iter):
@@ -229,7 +229,7 @@ def test_the_kind_is_that_of_the_first_term(mesh):
     assert isinstance(gr.add_n([on_device], output_type="numpy"), np.ndarray)
 
 
-def test_nothing_is_shared_and_nothing_written():
+def test_results_share_no_memory_and_inputs_are_not_written():
     one, other = slices_of([1, 2]), slices_of([3], seed=1)
     for term in (one, other):
         term.values.flags.writeable = False

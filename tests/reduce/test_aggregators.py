@@ -46,7 +46,7 @@ def arrays(count: int, dtype="float32") -> list[np.ndarray]:
 # -- laziness -------------------------------------------------------------------------------------
 
 
-class Living:
+class LiveBuffers:
     """Counts the live buffers of one dtype, terms and sums, when a launch begins."""
 
     def __init__(self, monkeypatch, dtype) -> None:
@@ -70,9 +70,9 @@ class Living:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 31, 32, 33, 200])
-def test_how_many_buffers_live_at_once(mesh, monkeypatch, method, count, dtype):
+def test_the_peak_number_of_live_buffers(mesh, monkeypatch, method, count, dtype):
     wide = accumulate_dtype(np.dtype(dtype))
-    living = Living(monkeypatch, wide)
+    live = LiveBuffers(monkeypatch, wide)
     values = arrays(count, dtype)
 
     def terms():
@@ -88,9 +88,9 @@ def test_how_many_buffers_live_at_once(mesh, monkeypatch, method, count, dtype):
         ACCUMULATE_N: min(count, 3),
     }[method]
     if count > 1:
-        assert living.peak + pushed <= max(limit, 3)
+        assert live.peak + pushed <= max(limit, 3)
     if method == ADD_N and count > 1 and not pushed:
-        assert living.peak == count + 1  # the counter works
+        assert live.peak == count + 1  # the counter works
 
 
 def test_a_term_is_dropped_before_the_next_is_made(mesh):
@@ -107,7 +107,7 @@ def test_a_term_is_dropped_before_the_next_is_made(mesh):
     gr.aggregate(terms(), ACCUMULATE_N)
 
 
-def test_a_lone_lazy_term_is_itself_and_none_gives_none(mesh, method):
+def test_a_single_lazy_term_is_returned_itself_and_no_term_gives_none(mesh, method):
     term = np.ones(3)
     assert gr.aggregate(iter([None, term, None]), method) is term
     assert gr.aggregate(iter([None, None]), method) is None
@@ -190,7 +190,7 @@ def test_terms_of_several_devices_are_added_per_device_first(mesh, method, place
         assert same(term.numpy(), value)
 
 
-def test_only_partial_sums_travel(mesh, monkeypatch):
+def test_only_partial_sums_are_transferred(mesh, monkeypatch):
     """The partial sum of a peer is read in place."""
     terms = spread(mesh, arrays(6), (0, 2, 2, 2, 1, 1))
     for peers, copies in ((False, [(2, 0)]), (True, [])):

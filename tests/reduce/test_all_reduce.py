@@ -102,7 +102,7 @@ def test_numbers_come_back_as_arrays(numpy_mesh):
         assert same(array, np.array([1.0 * count, 2.0 * count]))
 
 
-def test_nothing_comes_back_as_nothing(numpy_mesh):
+def test_empty_lists_are_returned_as_empty_lists(numpy_mesh):
     ops = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh)
     count = len(numpy_mesh)
     with numpy_mesh.journal() as journal:
@@ -121,7 +121,7 @@ def test_the_one_line_call(monkeypatch):
         assert all(same(entry["w"], np.full(2, 6, np.float32)) for entry in results)
 
 
-def test_tensors_without_a_gradient_stay_without(mesh):
+def test_tensors_without_a_gradient_stay_none(mesh):
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     arrays = [exact_data((5,), "float32", seed=replica) for replica in range(len(mesh))]
     total = hierarchical_sum(arrays)
@@ -182,7 +182,7 @@ def test_results_belong_to_the_caller(numpy_mesh):
     ],
     ids=str,
 )
-def test_all_tensors_travel_in_one_batch(placement, algorithm, packs, sums, collectives):
+def test_all_tensors_are_reduced_in_one_batch(placement, algorithm, packs, sums, collectives):
     dtypes = ["float32", "float16", "float32", "float32", "float16"]
     grads = [[np.ones(5, dtype) for dtype in dtypes] for _ in placement]
     with MeshCase(placement).open() as mesh, mesh.journal() as journal:
@@ -206,18 +206,18 @@ def test_gradients_in_a_flat_buffer_are_reduced_in_one_launch(placement, crossin
     assert launch.nbytes == crossing * flat.buffers[0].nbytes == crossing * 4 * (16 + 8 + 4)
 
 
-def turned(array, order=(0, 2, 3, 1)):
+def with_axis_order(array, order=(0, 2, 3, 1)):
     """The same values with another order of axes in memory, such as channels_last."""
     back = sorted(range(len(order)), key=order.__getitem__)
     return np.ascontiguousarray(array.transpose(order)).transpose(back)
 
 
 def channels(replica):
-    return turned(exact_data((2, 3, 4, 5), "float32", seed=replica))
+    return with_axis_order(exact_data((2, 3, 4, 5), "float32", seed=replica))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_dense_arrays_of_the_same_strides_are_reduced_as_they_lie(mesh, algorithm):
+def test_dense_arrays_of_the_same_strides_are_reduced_in_memory_order(mesh, algorithm):
     """Results have these strides too, also in place; no array is copied."""
     ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
     grads = [{"x": channels(replica), "y": np.ones((3, 4), "f2", order="F")} for replica in
@@ -225,7 +225,10 @@ def test_dense_arrays_of_the_same_strides_are_reduced_as_they_lie(mesh, algorith
     wanted = hierarchical_sum([entry["x"] for entry in grads], len(mesh))
     with unchanged(*(entry["x"] for entry in grads)):
         found = ops.all_reduce(grads)
-    out = [{"x": turned(np.zeros((2, 3, 4, 5), "f4")), "y": np.zeros((4, 3), "f2").T} for _ in mesh]
+    out = [
+        {"x": with_axis_order(np.zeros((2, 3, 4, 5), "f4")), "y": np.zeros((4, 3), "f2").T}
+        for _ in mesh
+    ]
     plain = [[{key: np.ascontiguousarray(each) for key, each in entry.items()} for entry in rows]
              for rows in (grads, out)]  # fmt: skip
     for given, into in ((grads, out), (grads, grads)):
@@ -245,7 +248,7 @@ def test_dense_arrays_of_the_same_strides_are_reduced_as_they_lie(mesh, algorith
 
 STRIDES = {
     "C": np.ascontiguousarray,
-    "last": turned,
+    "last": with_axis_order,
     "F": np.asfortranarray,
     "gaps": lambda array: np.repeat(array, 2, axis=3)[..., ::2],
     "backwards": lambda array: np.ascontiguousarray(array[::-1])[::-1],
@@ -281,7 +284,7 @@ def test_strides_that_differ_give_the_same_values(inputs, outs, seed):
         assert acc.take_grad(3).primary.shape == (2, 3, 4, 5)
 
 
-def test_a_value_that_lies_in_another_order_has_parts_of_its_own_shape(numpy_mesh):
+def test_a_value_in_another_memory_order_has_parts_of_its_own_shape(numpy_mesh):
     arrays = [channels(replica) for replica in range(len(numpy_mesh))]
     value = gr.PerReplica(arrays, numpy_mesh)
     assert "float32[2, 3, 4, 5]" in repr(value)

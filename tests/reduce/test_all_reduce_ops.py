@@ -142,7 +142,7 @@ def test_every_placement_gives_the_same_bits_however_packed_and_sliced(num_packs
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_results_are_of_the_kind_of_the_values(mesh, algorithm):
+def test_results_have_the_array_type_of_the_values(mesh, algorithm):
     ops = gr.AllReduceCrossDeviceOps(algorithm)
     arrays = per_replica(mesh, lambda replica: np.full(3, replica, np.float32))
     buffers = per_replica(mesh, lambda replica: np.full(3, replica, np.float32), owned)

@@ -16,7 +16,7 @@ SHAPES = [(5,), (3, 7), (), (16,), (0, 2), (40_000,)]
 
 @pytest.mark.parametrize("wire_dtype", [None, "float16", "float32"])
 @pytest.mark.parametrize("peer_access", [True, False])
-def test_results_of_tensors_that_travel_alone_are_apart_in_one_memory(wire_dtype, peer_access):
+def test_results_of_unpacked_tensors_do_not_overlap_in_one_allocation(wire_dtype, peer_access):
     """Alternates our memory, read in place, and users' arrays, packed first; two dtypes."""
     with MeshCase((0, 1, 1), peer_access).open() as mesh:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 0, mesh=mesh, wire_dtype=wire_dtype)
@@ -41,7 +41,7 @@ def test_results_of_tensors_that_travel_alone_are_apart_in_one_memory(wire_dtype
                 assert not any(overlap(each, other) for other in mine[place + 1 :])
 
 
-def test_what_is_not_all_new_memory_asks_for_what_it_needs_alone():
+def test_consumed_gradients_need_no_common_allocation():
     with MeshCase((0, 0)).open() as mesh:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 0, mesh=mesh)
         gradients = [[device.zeros((size,), "float32") for device in mesh] for size in (3, 5)]

@@ -42,7 +42,7 @@ def test_an_unknown_algorithm(name):
 @pytest.mark.parametrize(
     "name", ["num_packs", "agg_small_grads_max_bytes", "agg_small_grads_max_group"]
 )
-def test_a_number_that_is_none_from_0_up(name, number):
+def test_a_number_that_is_not_a_non_negative_integer(name, number):
     with pytest.raises(ValueError, match=f"{name}={number!r} must be a non-negative integer"):
         gr.AllReduceCrossDeviceOps(**{name: number})
 
@@ -64,7 +64,7 @@ def test_presets_choose_the_algorithm():
 
 
 @pytest.mark.parametrize("given", [3, "sim:0", [0, 1], "device"], ids=repr)
-def test_a_mesh_that_is_none(mesh, given):
+def test_an_invalid_mesh(mesh, given):
     wrong = mesh.devices[0] if given == "device" else given
     for make in (
         gr.AllReduceCrossDeviceOps,
@@ -149,7 +149,7 @@ def test_a_destination_on_another_mesh(mesh, ops, value):
 
 
 @pytest.mark.parametrize("wrong", [None, 1.0, "sim:0", [np.ones(4)] * 3, object()], ids=repr)
-def test_a_value_that_is_none(mesh, ops, value, wrong):
+def test_an_invalid_value(mesh, ops, value, wrong):
     text = r" is \w+; pass a PerReplica, an array or IndexedSlices"
     with refused(mesh, ValueError, "value 1" + text):
         ops.batch_reduce(SUM, [(value, value), (wrong, value)])
@@ -354,7 +354,7 @@ def test_a_closed_mesh_stops_a_batch_before_an_open_one_is_used(mesh, ops, value
 
 
 @pytest.mark.parametrize("name", ["tensor", "", 3, "cupy"])
-def test_a_kind_of_array_that_no_result_can_be(mesh, ops, value, name, monkeypatch):
+def test_an_unavailable_output_type(mesh, ops, value, name, monkeypatch):
     if name == "cupy":  # also if it is installed: simulated devices are host memory
         monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
     for call in (

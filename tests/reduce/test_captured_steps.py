@@ -57,7 +57,7 @@ def test_over_one_physical_device_nccl_too():
         assert all(map(same, arrays_of(step()), wanted))
 
 
-def played(seed, placement, capture):
+def replayed(seed, placement, capture):
     """Calls without a host wait between them; the results of each stay on the devices."""
     with gr.open_mesh(placement, backend="sim", strict=True, schedule_seed=seed) as mesh:
         values = [dense(mesh, (6, 5), "float32", place) for place in range(2)]
@@ -79,9 +79,9 @@ def played(seed, placement, capture):
 
 @pytest.mark.parametrize("placement", [[0], [0, 1, 2], [0, 0, 1, 1]], ids=str)
 def test_every_legal_order_has_the_same_bits(placement):
-    expected = played(None, placement, capture=False)
+    expected = replayed(None, placement, capture=False)
     for seed in (None, *range(24)):
-        assert played(seed, placement, capture=True) == expected, seed
+        assert replayed(seed, placement, capture=True) == expected, seed
 
 
 def test_a_call_costs_the_host_the_same_whatever_is_in_it():
@@ -157,7 +157,7 @@ def test_no_garbage_is_collected_inside(mesh, enabled, eager_collection):
     assert gc.isenabled() == enabled
 
 
-def test_nor_before_the_last_of_several_threads_is_outside(mesh, eager_collection):
+def test_garbage_collection_resumes_after_the_last_of_several_threads(mesh, eager_collection):
     found, inside, leave = [], threading.Event(), threading.Event()
 
     def work():
@@ -179,14 +179,14 @@ def test_collectives_over_several_physical_devices_are_refused(mesh):
     assert gr.NcclAllReduce(mesh=mesh).capture(SUM, [(value, mesh.devices[0])])()
 
 
-def test_physical_devices_that_are_no_peers_are_refused():
+def test_physical_devices_without_peer_access_are_refused():
     with gr.open_mesh([0, 1], backend="sim", peer_access=False) as mesh:
         value = dense(mesh, (6,), "float32", 0)
         with refused(mesh, CaptureError, "physical devices 0 and 1 have no peer access"):
             gr.HierarchicalCopyAllReduce().capture(SUM, [(value, value)])
 
 
-def test_a_call_stands_behind_its_devices_and_before_them():
+def test_a_call_is_ordered_with_earlier_and_later_work_of_its_devices():
     for seed in range(30):
         with gr.open_mesh([0, 1, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
             first, second, third = mesh.devices

@@ -125,7 +125,7 @@ def test_a_torch_device_is_a_gpu_and_a_name_a_logical_device(mesh):
 
 
 @pytest.mark.parametrize("wrong", ["gpu:9", "sim:3", "gpu", "", "cpu", "cuda:-1"])
-def test_a_device_that_the_mesh_has_not_is_told_with_its_argument(default, wrong):
+def test_a_device_outside_the_mesh_is_named_with_its_argument(default, wrong):
     text = re.escape(repr(wrong))
     getter = gr.AGNCustomGetter
     calls = {
@@ -149,7 +149,7 @@ def test_other_torch_devices_are_no_devices_of_a_mesh(mesh, wrong):
 
 
 @pytest.mark.parametrize("wrong", [0, 1.0, [], b"sim:0", object(), np.int64(1)], ids=type)
-def test_what_is_no_device(mesh, wrong):
+def test_invalid_devices_are_refused(mesh, wrong):
     end = 'a Device, the name of one such as "gpu:1", or a torch.device'
     for call, label in [
         (lambda: gr.Variable(1.0, device=wrong), f"device={wrong!r} is not a Mesh, {end}"),
@@ -180,7 +180,7 @@ DESTINATIONS = {
 
 @pytest.mark.parametrize("name", DESTINATIONS)
 @pytest.mark.parametrize("places", [[0], [3], [2, 1], [3, 1, 0], [1, 0, 3, 2], [0, 1, 2, 3]])
-def test_whatever_names_devices_is_a_destination(mesh, name, places):
+def test_anything_that_names_devices_is_a_destination(mesh, name, places):
     arrays = [data(replica) for replica in range(4)]
     value = gr.PerReplica(arrays, mesh)
     destination = DESTINATIONS[name](mesh, places)
@@ -215,14 +215,14 @@ def test_one_device_adds_integers(numpy_mesh, dtype):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,)])
-def test_scalars_and_nothing(mesh, shape):
+def test_scalars_and_empty_arrays(mesh, shape):
     value = per_replica(mesh, lambda replica: np.full(shape, replica, np.float32))
     for destination in ("sim:1", ["sim:3", "sim:0"], mesh):
         found = gr.NcclAllReduce().reduce(MEAN, value, destination)
         check_mirrored(found, np.full(shape, 1.5, np.float32))
 
 
-def test_a_batch_takes_every_pair_its_own_way(mesh):
+def test_each_pair_of_a_batch_may_have_another_destination(mesh):
     arrays = [data(replica) for replica in range(4)]
     value = gr.PerReplica(arrays, mesh)
     half = gr.PerReplica(arrays[:2], devices=mesh.devices[2:])
@@ -272,7 +272,7 @@ def test_a_mirrored_value_is_a_value_of_as_many_replicas(mesh):
 @pytest.mark.parametrize(
     "make", [gr.NcclAllReduce, gr.HierarchicalCopyAllReduce, gr.ReductionToOneDevice]
 )
-def test_the_order_is_the_values_where_the_devices_match_whatever_the_way(mesh, make):
+def test_if_the_devices_match_the_result_has_the_order_of_the_value(mesh, make):
     """For dense and sparse values, all-reduced or added on one device."""
     backwards = mesh.devices[::-1]
     arrays = [exact_data(SHAPE, "float32", seed=replica) for replica in range(4)]
@@ -315,7 +315,7 @@ def test_an_array_goes_to_the_mesh_that_its_destination_names(mesh, name):
 
 
 @pytest.mark.parametrize("output_type", [None, "buffer", "numpy"])
-def test_results_are_of_the_kind_asked_for(mesh, output_type):
+def test_results_have_the_requested_array_type(mesh, output_type):
     value = per_replica(mesh, data)
     found = gr.NcclAllReduce().reduce(SUM, value, "sim:1", output_type=output_type)
     wanted = gr.device.Buffer if output_type == "buffer" else np.ndarray
@@ -336,7 +336,9 @@ def test_results_are_of_the_kind_asked_for(mesh, output_type):
         (["sim:2", "sim:0", "sim:1"], 2, 1),  # one copy crosses back, one launch serves the second
     ],
 )
-def test_the_bytes_take_the_short_way(destination, launches, copies, place, peers):
+def test_memory_of_peers_is_read_directly_and_other_memory_is_copied(
+    destination, launches, copies, place, peers
+):
     """The launch reads the memory of peers, users' arrays too; otherwise it is copied."""
     with MeshCase((0, 0, 1, 1), peers).open() as mesh:
         value = per_replica(mesh, data, place)
@@ -352,7 +354,7 @@ def test_the_bytes_take_the_short_way(destination, launches, copies, place, peer
 
 
 @pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])
-def test_rows_are_read_where_they_lie_too(peers):
+def test_rows_are_read_in_place_too(peers):
     """IndexedSlices alone are concatenated; among dense arrays they become dense in place."""
     with MeshCase((0, 1, 2), peers).open() as mesh:
         tables = [

@@ -88,7 +88,7 @@ def test_integers_wrap(mesh, make_jobs, dtype):
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_sums_in_the_accumulate_type_are_rounded_to_halves_once(mesh, make_jobs, half):
+def test_sums_in_the_accumulate_type_are_rounded_to_half_precision_once(mesh, make_jobs, half):
     half = as_dtype(half)
     packs = [[random_data((size,), "float32", seed=7 * size + r) for r in range(len(mesh))]
              for size in SIZES]  # fmt: skip
@@ -129,7 +129,7 @@ def test_small_replicas_are_added_to_each_other_first(make_jobs):
 
 @pytest.mark.parametrize("placement", [(0, 1, 2, 3), (0, 0, 1, 1), (0, 0, 0, 0)], ids=str)
 @pytest.mark.parametrize("peer_access", [True, False], ids=["peers", "copies"])
-def test_halves_are_rounded_once(make_jobs, placement, peer_access):
+def test_half_precision_is_rounded_once(make_jobs, placement, peer_access):
     with MeshCase(placement, peer_access).open() as mesh:
         # In float16 both halves would round to 2048 and 1, and their sum to 2048.
         jobs = make_jobs(mesh, [column(2048, 1, 1, 0, dtype="float16")])

@@ -42,7 +42,7 @@ class AboveLaunch:
                 self.files.add(frame.f_code.co_filename)
 
 
-def test_a_reduction_of_two_tensors_is_short():
+def test_a_reduction_of_two_tensors_makes_few_python_calls():
     mesh = gr.open_mesh(4, backend="sim")
     ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=1)
     values = [gr.PerReplica([np.ones(shape, np.float32)] * 4, mesh) for shape in ((3, 2), (5,))]

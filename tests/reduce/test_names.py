@@ -234,7 +234,7 @@ def test_every_call_of_processes_names_the_tensor_that_differs(call):
     assert text in messages_of(differ)[0]
 
 
-def test_names_of_variables_may_differ_between_processes_but_are_told():
+def test_names_of_variables_may_differ_between_processes_but_are_reported():
     def work(group):
         mesh = gr.open_mesh(1, backend="sim", process_group=group)
         variable = gr.Variable(np.zeros(2, np.float32), f"w{group.rank}", device=mesh)

@@ -62,7 +62,7 @@ def check_outs(jobs, expected):
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in-place"])
 @pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
 @pytest.mark.parametrize("dtype", [*FLOATS, as_dtype("complex64")], ids=str)
-def test_folds_are_rounded_then_added_then_divided(
+def test_partial_sums_are_rounded_then_added_then_divided(
     mesh, make_jobs, random_replicas, dtype, mean, in_place
 ):
     packs = [random_replicas(len(mesh), size, dtype) for size in (1, 67, 4099)]
@@ -89,7 +89,7 @@ def test_exact_data_is_added_exactly(mesh, make_jobs, dtype):
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_sums_in_the_accumulate_type_cross_in_it(mesh, make_jobs, half):
+def test_sums_in_the_accumulate_type_are_transferred_in_it(mesh, make_jobs, half):
     half = as_dtype(half)
     replicas = [exact_data((67,), half, num_terms=9, seed=s).astype("float32") for s in
                 range(len(mesh))]  # fmt: skip
@@ -158,7 +158,9 @@ def test_one_physical_device_calls_no_collective(make_jobs, divisor):
     ],
     ids=str,
 )
-def test_what_the_replicas_of_a_device_cost(make_jobs, placement, in_place, divisor, launches):
+def test_colocated_replicas_are_summed_in_one_launch(
+    make_jobs, placement, in_place, divisor, launches
+):
     with MeshCase(placement).open() as mesh:
         packs = [[np.ones(40, np.float32)] * len(mesh)] * 3
         journal, groups = run(mesh, make_jobs(mesh, packs, divisor, in_place=in_place))
@@ -216,7 +218,9 @@ def test_integers_that_are_gathered_wrap(mesh, make_jobs, dtype, in_place):
     ],
     ids=str,
 )
-def test_what_gathering_costs(make_jobs, monkeypatch, placement, launches, in_place):
+def test_the_memory_and_collectives_of_gathering(
+    make_jobs, monkeypatch, placement, launches, in_place
+):
     sizes, gathered = [40, 1, 1003], []
     empty = Device.allocate
 
@@ -242,7 +246,7 @@ def test_what_gathering_costs(make_jobs, monkeypatch, placement, launches, in_pl
     assert len(groups) == (len(ranks) > 1)
 
 
-def test_what_is_gathered_travels_with_the_others(make_jobs):
+def test_gathered_packs_share_the_group_of_the_others(make_jobs):
     with MeshCase((0, 1, 1)).open() as mesh:
         dtypes = ("float32", "int16", "int32", "uint16")
         jobs = make_jobs(mesh, [[np.full(9, 3, dtype)] * 3 for dtype in dtypes])

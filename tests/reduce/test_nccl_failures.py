@@ -17,18 +17,18 @@ from gradreduce.errors import BackendUnavailableError
 nccl = partial(reduce_jobs, "nccl")
 
 
-class Planted(RuntimeError):
+class InjectedError(RuntimeError):
     """The error that a test raises on purpose."""
 
 
-def starved(after: int):
+def failing_allocation(after: int):
     """Makes ``Device.empty`` fail after a number of calls."""
     empty, calls = Device.allocate, []
 
     def failing(device, shape, dtype):
         calls.append(shape)
         if len(calls) > after:
-            raise Planted("no memory")
+            raise InjectedError("no memory")
         return empty(device, shape, dtype)
 
     return failing
@@ -53,11 +53,11 @@ def test_without_memory_nothing_is_changed(numpy_mesh, make_jobs, dtype, out, in
     for after in range(num_calls + 1):
         jobs = make_jobs(mesh, packs, in_place=in_place, out_dtype=as_dtype(out))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Device, "allocate", starved(after))
+            patch.setattr(Device, "allocate", failing_allocation(after))
             if after == num_calls:
                 nccl(jobs)
                 break
-            with refused(mesh, Planted, "no memory"):
+            with refused(mesh, InjectedError, "no memory"):
                 nccl(jobs)
         for job, replicas in zip(jobs, packs, strict=True):
             for buffer, array in zip(job.inputs, replicas, strict=True):

@@ -68,7 +68,7 @@ def same(found, wanted):
     return found is wanted if found is None else np.array_equal(found, wanted)
 
 
-def test_what_goes_in_comes_out(mesh, ops):
+def test_results_have_the_nesting_of_the_inputs(mesh, ops):
     found = ops.all_reduce([model(float(replica)) for replica in range(3)], MEAN)
     wanted = model(1.0)
     wanted["head"]["numbers"] = np.array(wanted["head"]["numbers"])  # a list of numbers is an array

@@ -48,7 +48,7 @@ def check(found, data, divisor):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("where", ["apart", "in place", "in a flat buffer"])
 @pytest.mark.parametrize("wire", [None, "float32"])
-def test_results_are_written_where_they_are_wanted(mesh, num_packs, place, where, wire):
+def test_results_are_written_to_out(mesh, num_packs, place, where, wire):
     ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=mesh, wire_dtype=wire)
     buffers, data = gradients(mesh, PLACES[place])
     if where == "in place":
@@ -85,7 +85,7 @@ def test_a_flat_buffer_is_reduced_in_place_by_the_sums_alone(num_packs):
         assert all(not buffer.numpy()[43].any() for buffer in flat.buffers)  # the gap
 
 
-def test_what_lies_between_two_outs_is_somebody_elses():
+def test_memory_between_two_outs_is_not_written():
     """The outs are laid out like a pack, but the memory between them is not written."""
     with MeshCase((0, 1)).open() as opened:
         wholes = [device.upload(np.full(8, 9, np.float32)) for device in opened]
@@ -126,7 +126,7 @@ def test_means_of_integers_go_into_floats(mesh):
         )
 
 
-def test_what_goes_elsewhere_is_written_too():
+def test_out_is_written_for_other_destinations_too():
     with MeshCase((0, 1, 1)).open() as opened:
         value = per_replica(opened, lambda replica: np.full(6, replica, np.float32))
         for ops in (gr.HierarchicalCopyAllReduce(mesh=opened), gr.ReductionToOneDevice()):
@@ -217,7 +217,7 @@ def test_an_out_that_does_not_fit_is_refused_before_anything_happens(name):
         assert all(same(a, b) for a, b in zip(given, outs, strict=True))
 
 
-def test_an_input_of_another_tensor_or_part_of_ones_own_is_no_out():
+def test_another_tensors_input_or_part_of_its_own_cannot_be_out():
     with MeshCase((0, 0)).open() as opened:
         wholes = [device.zeros((12,), "float32") for device in opened]
         first = gr.PerReplica([whole.view(0, (6,)) for whole in wholes])
@@ -259,7 +259,7 @@ def test_a_nest_of_another_form_is_refused():
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_launches_more_take_what_peers_cannot_access(mapped):
+def test_memory_that_peers_cannot_access_needs_more_launches(mapped):
     """A device packs and unpacks its memory itself if it is not mapped for peers."""
     with MeshCase((0, 1)).open() as opened:
         ops = gr.HierarchicalCopyAllReduce(mesh=opened)
@@ -274,7 +274,7 @@ def test_launches_more_take_what_peers_cannot_access(mapped):
 
 
 @pytest.mark.parametrize("how", ["strided", "deferred"])
-def test_a_value_that_holds_copies_is_no_out(how):
+def test_a_value_that_holds_copies_cannot_be_out(how):
     """A result that is written into a copy would be lost."""
     seed = 1 if how == "deferred" else None
     with gr.open_mesh([0, 1], backend="sim", schedule_seed=seed) as opened:

@@ -101,7 +101,7 @@ def test_colocated_devices_share_one_pack_launch_for_each_dtype(mesh):
 
 @pytest.mark.parametrize("num_packs", [1, 2, 5])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex128"])
-def test_what_lies_in_a_flat_buffer_is_not_moved(mesh, dtype, num_packs):
+def test_tensors_in_a_flat_buffer_are_not_moved(mesh, dtype, num_packs):
     flat = mesh.flat_buffer(SHAPES, dtype)
     buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
     with mesh.journal() as journal:
@@ -112,7 +112,7 @@ def test_what_lies_in_a_flat_buffer_is_not_moved(mesh, dtype, num_packs):
         assert out.block is not buffer.block  # not ours to overwrite
 
 
-def test_a_flat_buffer_is_known_by_its_first_tensors_and_by_part_of_a_mesh(mesh):
+def test_a_flat_buffer_is_recognized_by_its_first_tensors_and_by_part_of_a_mesh(mesh):
     views = mesh[-1:].flat_buffer(SHAPES, "float32").views
     buffers = [[view] for view in views[0][:4]]
     with mesh.journal() as journal:
@@ -121,7 +121,7 @@ def test_a_flat_buffer_is_known_by_its_first_tensors_and_by_part_of_a_mesh(mesh)
 
 
 @pytest.mark.parametrize("change", ["swapped", "one replaced", "the middle one left out"])
-def test_what_lies_otherwise_is_moved(mesh, change):
+def test_tensors_in_another_layout_are_moved(mesh, change):
     shapes = [(3,), (3,), (5,)]
     flat = mesh.flat_buffer(shapes, "float32")
     buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
@@ -147,7 +147,7 @@ def test_what_lies_otherwise_is_moved(mesh, change):
     check_round_trip(mesh, packed, arrays)
 
 
-def test_what_starts_off_a_vector_boundary_is_moved(mesh):
+def test_tensors_that_start_off_a_vector_boundary_are_moved(mesh):
     arrays = [[random_data((8,), "float32", seed=replica) for replica in range(len(mesh))]]
     blocks = [device.zeros((12,), "float32") for device in mesh]
     buffers = [[block.view(1, (8,)) for block in blocks]]
@@ -160,7 +160,7 @@ def test_what_starts_off_a_vector_boundary_is_moved(mesh):
         check_round_trip(mesh, packed, arrays)
 
 
-def test_only_the_replicas_that_lie_otherwise_are_moved(mesh):
+def test_only_the_replicas_in_another_layout_are_moved(mesh):
     flat = mesh.flat_buffer([(4,), (4,)], "float32")
     buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
     buffers[0][-1] = mesh.devices[-1].zeros((4,), "float32")
@@ -172,7 +172,7 @@ def test_only_the_replicas_that_lie_otherwise_are_moved(mesh):
 
 
 @pytest.mark.parametrize("settings_of_one", [(0,), (0, 8, 10)], ids=str)
-def test_tensors_that_travel_alone_stay_where_they_are(mesh, settings_of_one):
+def test_unpacked_tensors_are_not_moved(mesh, settings_of_one):
     buffers, arrays = gradients_of(mesh, [(3,), (0,), (5, 7)], ["float32"] * 3, owned)
     with mesh.journal() as journal:
         packed = pack(plans_of(buffers, *settings_of_one), buffers, mesh.devices, consume=False)
@@ -210,7 +210,7 @@ def test_consumed_gradients_become_the_outs_where_the_dtype_stays(mesh):
     assert all(out.block is not b.block for out, b in zip(cast.outs, buffers[1], strict=True))
 
 
-def test_three_hundred_tensors_travel_in_one_launch_a_device(mesh):
+def test_three_hundred_tensors_are_packed_in_one_launch_per_device(mesh):
     ends = np.cumsum([place % 7 for place in range(300)])
     block = random_data((int(ends[-1]),), "float32")
     arrays = [[part] * len(mesh) for part in np.split(block, ends[:-1])]

@@ -99,7 +99,7 @@ def test_packs_make_one_flat_buffer_of_each_dtype_whatever_is_small(batch, num_p
 
 @LAWS
 @given(batches(), st.integers(0, 1000), st.integers(0, 20))
-def test_without_packs_and_limits_every_tensor_travels_alone(batch, limit, group):
+def test_without_packs_and_limits_no_tensors_are_packed_together(batch, limit, group):
     for settings_of_one in ((0, 0), (limit, 0), (0, group)):
         plans = plan_packing(*batch, 0, *settings_of_one)
         assert len(plans) == len(batch[0])
@@ -145,7 +145,7 @@ def test_the_bytes_of_a_small_tensor_are_those_of_its_gradient():
     ]  # fmt: skip
 
 
-def test_integers_travel_as_they_are_whatever_their_mean_is():
+def test_integers_are_transferred_in_their_own_dtype():
     pairs = ((as_dtype("int32"), FLOAT64), (FLOAT64, FLOAT32))
     plans = plan_packing((8, 8), pairs, 1, 0, 0, as_dtype("float16"))
     assert [plan.wire.name for plan in plans] == ["int32", "float16"]

@@ -94,7 +94,7 @@ def test_the_journal_agrees_on_whatever_a_batch_may_hold(numpy_mesh, coalesce):
             assert {ways[place,] for place in alone} == {"one device"}
 
 
-def test_it_says_which_tensors_travel_together():
+def test_it_says_which_tensors_are_packed_together():
     with MeshCase((0, 0, 1, 1)).open() as mesh:
         values = [dense(mesh, (size,), "float32") for size in (1000, 3, 500, 7)]
         pairs = [(value, value) for value in values]

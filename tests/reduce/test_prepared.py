@@ -63,7 +63,7 @@ def test_each_call_is_a_batch_reduce_of_what_the_arrays_hold(numpy_mesh, setting
 
 @pytest.mark.host
 @pytest.mark.parametrize("placement", [(0, 0), (0, 1, 1, 2, 0)], ids=str)
-def test_so_it_is_on_the_shipped_text(placement):
+def test_each_call_is_a_batch_reduce_with_compiled_kernels_too(placement):
     with MeshCase(placement, implementation="compiled").open() as mesh:
         check_calls(mesh, SETTINGS["three packs"], MEAN)
 
@@ -205,7 +205,7 @@ def test_threads_take_turns():
 @pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
 @pytest.mark.parametrize("seeds", seeds(16, 48))
 def test_every_legal_order_has_the_same_bits(algorithm, seeds):
-    def played(seed, placement, peers):
+    def replayed(seed, placement, peers):
         with gr.open_mesh(placement, backend="sim", strict=True, peer_access=peers,
                           schedule_seed=seed) as mesh:  # fmt: skip
             values = values_of(mesh)
@@ -222,10 +222,10 @@ def test_every_legal_order_has_the_same_bits(algorithm, seeds):
 
     cases = [(placement, peers) for placement in ([0, 0, 1, 1], [0, 1, 1, 2, 0])
              for peers in (True, False)]  # fmt: skip
-    expected = [played(None, *case) for case in cases]
+    expected = [replayed(None, *case) for case in cases]
     for seed in seeds:
         place = seed % len(cases)
-        assert played(seed, *cases[place]) == expected[place], (seed, cases[place])
+        assert replayed(seed, *cases[place]) == expected[place], (seed, cases[place])
 
 
 def unread(seed, placement, algorithm):
@@ -248,7 +248,7 @@ def unread(seed, placement, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
-def test_a_replay_comes_behind_the_one_before_it(algorithm):
+def test_a_replay_is_ordered_after_the_previous_one(algorithm):
     for placement in ([0, 1, 2], [0, 0, 1, 1]):
         expected = unread(None, placement, algorithm)
         for seed in range(30):

@@ -76,7 +76,7 @@ def test_tensors_are_read_and_written_in_place():
 
 
 @pytest.mark.torch
-def test_what_pytorch_makes_anew_is_refused():
+def test_tensors_that_pytorch_would_copy_are_refused():
     torch = importlib.import_module("torch")
     with MeshCase((0, 1)).open() as mesh:
         for tensor in (torch.ones(6, 6)[:, ::2], torch.ones(3, dtype=torch.complex64).conj()):
@@ -128,7 +128,7 @@ def test_arrays_of_a_flat_buffer_are_shared():
         assert all((array == 6).all() for result in step() for array in result.values)
 
 
-def test_where_work_waits_host_arrays_are_copied_and_so_refused():
+def test_where_work_is_deferred_host_arrays_are_copied_and_so_refused():
     with gr.open_mesh(2, backend="sim", schedule_seed=3) as mesh:
         value = gr.PerReplica([np.ones(4), np.ones(4)], mesh)
         with refused(mesh, ValueError, "replica 0 could not be shared.*schedule_seed="):

@@ -66,7 +66,7 @@ def test_each_call_writes_what_it_was_given(way, where, placement, peers):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_reduced_elsewhere_is_brought(way):
+def test_results_computed_in_other_memory_are_copied_to_out(way):
     """Means of integers and sums on one device are computed in other memory first."""
     with MeshCase((0, 0, 1)).open() as mesh:
         counts = gr.PerReplica([owned(d, np.zeros(7, np.int16)) for d in mesh], mesh)
@@ -134,7 +134,7 @@ def test_what_no_call_could_write_is_refused(way):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("way", WAYS)
-def test_autograd_knows_of_each_call(way):
+def test_autograd_notices_each_call(way):
     torch = importlib.import_module("torch")
     with MeshCase((0, 1)).open() as mesh:
         value = gr.PerReplica([torch.ones(4) for _ in mesh], mesh)

@@ -119,7 +119,7 @@ def arrays_of(value):
     return [part.numpy() for part in parts]
 
 
-def test_gpus_and_links_work_side_by_side(bandwidths):
+def test_gpus_and_links_work_in_parallel(bandwidths):
     """For GPUs the slowest is the lower bound, for a collective the links of a ring."""
     mesh = DryRunMesh((0, 0, 1, 2), "cuda", True).mesh
     told = hierarchical(mesh, 1, "nccl").profile(SUM, pairs_of(mesh, 600))
@@ -141,7 +141,7 @@ def test_copies_cross_links(bandwidths):
     assert copied.traffic.read == copied.traffic.written == {0: 24, 1: 24}
 
 
-def test_what_differs_is_told(bandwidths, monkeypatch):
+def test_differences_from_the_plan_are_reported(bandwidths, monkeypatch):
     with MeshCase((0, 0)).open() as mesh:
         ops = hierarchical(mesh, 0)
         once = ops.reduce_batch
@@ -168,7 +168,7 @@ def test_bad_input_does_nothing(bandwidths):
     assert journal.records == []
 
 
-def test_rates_are_measured_once_for_a_mesh(monkeypatch):
+def test_bandwidths_are_measured_once_for_a_mesh(monkeypatch):
     monkeypatch.setattr("gradreduce.reduce.profile.HOST_BYTES", 1 << 10)
     with MeshCase((0, 1)).open() as mesh:
         first, second = mesh.devices

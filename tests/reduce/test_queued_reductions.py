@@ -114,7 +114,7 @@ def on_islands(seed):
     return results
 
 
-SCENES = {
+SCENARIOS = {
     "added": added,
     "spread": spread,
     **{use.__name__: partial(read_by_a_peer, use)
@@ -123,7 +123,7 @@ SCENES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
-def test_a_scene_has_the_same_bits_in_every_legal_order(scene):
-    expected = scene(None)
-    assert all(scene(seed) == expected for seed in range(48))
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
+def test_a_scenario_has_the_same_bits_in_every_legal_order(scenario):
+    expected = scenario(None)
+    assert all(scenario(seed) == expected for seed in range(48))

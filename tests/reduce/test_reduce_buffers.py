@@ -72,7 +72,7 @@ def test_consumed_gradients_become_the_results(mesh, num_packs, algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("num_packs", [0, 2])
-def test_without_consent_nothing_is_overwritten(mesh, num_packs, algorithm):
+def test_without_consume_nothing_is_overwritten(mesh, num_packs, algorithm):
     ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
     flat, views, arrays = filled_flat(mesh, [(40,), (3, 5), ()])
     before = [buffer.numpy() for buffer in flat.buffers]
@@ -127,7 +127,7 @@ def test_packs_and_slices_start_at_vector_boundaries(numpy_mesh, monkeypatch, dt
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_consuming_asks_for_no_memory_where_one_launch_reaches_all(placement):
+def test_consume_allocates_nothing_where_one_launch_accesses_all_devices(placement):
     with MeshCase(placement).open() as mesh:
         _, views, _ = filled_flat(mesh, [(4000,), (3,)])
         grown = num_grown(mesh)

@@ -186,7 +186,7 @@ STAGED = {
 
 
 @pytest.mark.parametrize("case", STAGED, ids=str)
-def test_without_peers_the_reduction_groups_are_added_apart(make_jobs, case):
+def test_without_peers_the_reduction_groups_are_added_separately(make_jobs, case):
     placement, groups = case
     with MeshCase(placement, peer_access=False).open() as mesh:
         jobs = make_jobs(mesh, [[np.ones(100, np.float32)] * len(mesh)])
@@ -259,7 +259,7 @@ def test_what_was_prepared_for_other_reduction_groups_is_not_taken_for_these(gro
     ],
     ids=str,
 )
-def test_what_are_no_reduction_groups_is_refused_at_construction(reduction_groups, says):
+def test_invalid_reduction_groups_are_refused_at_construction(reduction_groups, says):
     for make in (
         lambda: gr.HierarchicalCopyAllReduce(reduction_groups=reduction_groups),
         lambda: gr.AllReduceCrossDeviceOps("hierarchical_copy", reduction_groups=reduction_groups),

@@ -117,7 +117,7 @@ STAGED = {
 
 
 @pytest.mark.parametrize("placement", STAGED, ids=str)
-def test_without_peers_groups_are_added_apart_and_copied(make_jobs, placement):
+def test_without_peers_groups_are_added_separately_and_copied(make_jobs, placement):
     journal = journal_on(placement, make_jobs, [SMALL], peer_access=False)
     copies, launches = STAGED[placement]
     assert directions(journal) == copies
@@ -125,7 +125,7 @@ def test_without_peers_groups_are_added_apart_and_copied(make_jobs, placement):
     assert all(record.nbytes == 4 * SMALL for record in journal.of("copy"))
 
 
-def test_partial_sums_of_halves_cross_in_float32(make_jobs):
+def test_partial_sums_of_half_precision_are_transferred_in_float32(make_jobs):
     journal = journal_on((0, 1, 2, 3), make_jobs, [SMALL], peer_access=False, dtype="float16")
     sizes = dict(zip(directions(journal), journal.of("copy"), strict=True))
     assert {d: record.nbytes // SMALL for d, record in sizes.items()} == {
@@ -133,7 +133,7 @@ def test_partial_sums_of_halves_cross_in_float32(make_jobs):
     }  # fmt: skip
 
 
-def test_a_lone_replica_crosses_as_it_is(make_jobs):
+def test_a_single_replica_is_transferred_in_its_own_dtype(make_jobs):
     """It is copied in its own dtype; if the other group is a sum, it is cast after the copy."""
     journal = journal_on((0, 1), make_jobs, [SMALL], peer_access=False, dtype="float16")
     assert [record.nbytes // SMALL for record in journal.of("copy")] == [2, 2]
@@ -162,7 +162,7 @@ ISLED = {
 
 
 @pytest.mark.parametrize("placement", ISLED, ids=str)
-def test_what_is_within_reach_is_not_copied(make_jobs, placement):
+def test_accessible_memory_is_not_copied(make_jobs, placement):
     access = ISLANDS if placement != (0, 1) else frozenset({(0, 1)})  # one way
     journal = journal_on(placement, make_jobs, [SMALL], peer_access=access)
     copies, launches = ISLED[placement]

@@ -40,7 +40,7 @@ def value(mesh, arrays):
 @pytest.mark.parametrize("op", [SUM, MEAN])
 @pytest.mark.parametrize("where", [None, 0, 2, "sim:3", "/gpu:1"])
 @pytest.mark.parametrize("destination", [["sim:2"], ["sim:1", "sim:3"], None])
-def test_where_it_adds_changes_no_bit(mesh, arrays, value, where, destination, op):
+def test_the_device_that_adds_does_not_change_the_bits(mesh, arrays, value, where, destination, op):
     device = mesh.devices[where] if isinstance(where, int) else where
     ops = gr.ReductionToOneDevice(device)
     with mesh.journal() as journal, unchanged(*arrays):
@@ -51,7 +51,7 @@ def test_where_it_adds_changes_no_bit(mesh, arrays, value, where, destination, o
     assert adds[0].device == index
 
 
-def test_it_is_never_an_all_reduce(mesh, value):
+def test_it_calls_no_collective(mesh, value):
     with mesh.journal() as journal:
         gr.ReductionToOneDevice().reduce(SUM, value, value)
     assert not journal.of("collective")
@@ -131,13 +131,13 @@ def test_a_function_that_fails_changes_nothing(mesh, value, arrays):
 
 
 @pytest.mark.parametrize("wrong", [3, 1.0, ["sim:0"], b"sim:0"], ids=repr)
-def test_a_device_that_is_none(wrong):
+def test_an_invalid_device(wrong):
     with pytest.raises(ValueError, match="must be a device or a device name"):
         gr.ReductionToOneDevice(wrong)
 
 
 @pytest.mark.parametrize("wrong", [3, "add_n"])
-def test_a_function_that_is_none(wrong):
+def test_an_invalid_function(wrong):
     with pytest.raises(ValueError, match="is not callable"):
         gr.ReductionToOneDevice(accumulation_fn=wrong)
 
@@ -171,7 +171,7 @@ def test_broadcast_copies_everywhere(mesh, dtype, destination):
 
 
 @pytest.mark.parametrize("place", [owned, None], ids=["buffers", "arrays"])
-def test_what_is_the_same_everywhere_or_lies_in_one_place_is_broadcast(mesh, place):
+def test_mirrored_values_and_values_on_one_device_are_broadcast(mesh, place):
     array = random_data((2, 3), "float32")
     value = per_replica(mesh, lambda replica: array, place)
     for given in (gr.Mirrored(value.values, mesh), gr.PerReplica(value.values[2:3], mesh[2:3]),

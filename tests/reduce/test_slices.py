@@ -59,7 +59,7 @@ def test_slices_are_cut_at_sixteen_bytes(packs, mains):
 
 @LAWS
 @given(PACKS, MAINS)
-def test_what_is_small_altogether_takes_turns(packs, mains):
+def test_small_packs_rotate_over_the_devices(packs, mains):
     if sum(size * itemsize for size, itemsize in packs) >= SMALL:
         return
     slices = plan_slices(packs, mains, SMALL)
@@ -83,7 +83,7 @@ def test_a_run_may_hold_many_packs_and_a_pack_lie_in_many_runs():
     ]  # fmt: skip
 
 
-def test_the_last_slice_takes_the_odd_elements():
+def test_the_last_slice_has_the_remaining_elements():
     slices = plan_slices([(65_541, 1)], [0, 1, 2])
     assert [(part.start, part.stop) for part in slices] == [
         (0, 21_840), (21_840, 43_680), (43_680, 65_541),

@@ -30,7 +30,7 @@ def mesh(monkeypatch):
 
 
 @pytest.fixture
-def lane(monkeypatch):
+def fast_path(monkeypatch):
     """Records for each sum whether it was made without Buffers."""
     taken = []
     usual = ops.add_on_host
@@ -51,12 +51,12 @@ def terms_of(dtype, shape, count=5):
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (SMALL,)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bits_and_the_record_are_those_of_a_launch(mesh, lane, dtype, shape, call):
+def test_the_bits_and_the_record_are_those_of_a_launch(mesh, fast_path, dtype, shape, call):
     terms = terms_of(dtype, shape)
     before = [term.copy() for term in terms]
     with mesh.journal() as journal:
         made = call(terms)
-    assert lane == [True]
+    assert fast_path == [True]
     usual = gr.add_n([mesh.devices[0].put(term) for term in terms]).numpy()
     assert same(made, usual)
     assert [(record.kind, record.name, record.num_rows) for record in journal.records] == [
@@ -80,29 +80,29 @@ USUAL = {
 
 
 @pytest.mark.parametrize("case", USUAL)
-def test_everything_else_takes_the_usual_way(mesh, lane, case):
+def test_all_other_sums_use_the_general_path(mesh, fast_path, case):
     terms = USUAL[case]()
     made = gr.add_n(terms)
-    assert lane == [False]
+    assert fast_path == [False]
     assert same(
         np.asarray(made), np.asarray(sum(np.asarray(t) for t in terms), np.asarray(made).dtype)
     )
 
 
 @pytest.mark.parametrize("options", [{"strict": True}, {"schedule_seed": 3}])
-def test_watched_and_deferred_work_takes_the_usual_way(monkeypatch, lane, options):
+def test_watched_and_deferred_work_uses_the_general_path(monkeypatch, fast_path, options):
     with gr.open_mesh(1, backend="sim", **options) as mesh:
         monkeypatch.setattr("gradreduce.arrays.replica_context.default_mesh", lambda: mesh)
         assert same(gr.add_n([np.ones(3)] * 3), np.full(3, 3.0))
-    assert lane == [False]
+    assert fast_path == [False]
 
 
-def test_a_tree_is_no_sum_from_left_to_right(mesh, lane):
+def test_a_tree_does_not_add_from_left_to_right(mesh, fast_path):
     big = np.float32(2.0**24)
     terms = [np.array([value], np.float32) for value in (big, 1, 1, 1)]
     assert gr.aggregate(terms, method=1)[0] == big + 2
     assert gr.add_n(terms)[0] == big
-    assert lane == [True]
+    assert fast_path == [True]
 
 
 def test_the_launch_is_that_of_the_replica(mesh):
@@ -123,19 +123,19 @@ def test_the_launch_is_that_of_the_replica(mesh):
         ([np.ones(3), None], ValueError),
     ],
 )
-def test_bad_terms_raise_what_they_always_do(mesh, terms, error):
+def test_invalid_terms_raise_the_usual_errors(mesh, terms, error):
     with mesh.journal() as journal, pytest.raises(error):
         gr.add_n(terms)
     assert journal.launches == 0
 
 
-def test_overflow_and_nan_warn_as_little_as_a_gpu(mesh, lane):
+def test_overflow_and_nan_do_not_warn(mesh, fast_path):
     terms = [np.array([3e38, np.inf, np.nan], np.float32), np.array([3e38, -np.inf, 1], np.float32)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made = gr.add_n(terms)
     assert same(made, np.array([np.inf, np.nan, np.nan], np.float32))
-    assert lane == [True]
+    assert fast_path == [True]
 
 
 def test_a_closed_or_failed_device_adds_nothing(mesh):

@@ -68,7 +68,7 @@ def same_rows(part, rows, indices, dense_shape=(ROWS, 3)):
 @pytest.mark.parametrize(
     "dtype", ["float16", "bfloat16", "float32", "float64", "int8", "uint16", "int64", "uint32"]
 )
-def test_rows_stand_one_replica_after_the_other(numpy_mesh, ops, dtype, op):
+def test_rows_are_concatenated_in_replica_order(numpy_mesh, ops, dtype, op):
     count = len(numpy_mesh)
     all_rows = [rows_of(replica, dtype) for replica in range(count)]
     rows = np.concatenate([rows for rows, _ in all_rows])
@@ -137,7 +137,7 @@ def test_no_result_is_an_input_nor_written_by_a_later_call(numpy_mesh, ops):
     assert all(same(part.numpy(), array) for part, array in kept)
 
 
-def test_a_batch_of_both_comes_back_in_order(numpy_mesh, ops):
+def test_a_batch_of_dense_and_sparse_values_keeps_its_order(numpy_mesh, ops):
     dense = [exact_data((2, 2), "float32", seed=replica) for replica in range(len(numpy_mesh))]
     plain = gr.PerReplica(dense, numpy_mesh)
     sparse = value_of(numpy_mesh)

@@ -22,7 +22,7 @@ hierarchical, nccl_all_reduce = (
     for name in ("hierarchical_copy", "nccl_all_reduce")
 )
 SHAPES = [(100,), (3,), (40, 5), (60,), (), (90,)]
-SCENES = [
+SCENARIOS = [
     ("nccl", [0, 1, 2], True),
     ("nccl", [0, 0, 1, 1], True),
     ("hierarchical_copy", [0, 1, 2], True),
@@ -59,7 +59,7 @@ def test_a_stage_is_full_with_eight_mebibytes():
     assert plan_stages([((4 << 20) - 1, True), *moved[1:]], STAGE_BYTES) == [[0, 1, 2]]
 
 
-def test_a_stage_is_packed_before_the_one_ahead_of_it_goes_on(monkeypatch):
+def test_a_stage_is_packed_before_the_previous_one_continues(monkeypatch):
     """The compute queue waits for that transfer, which would delay the packing."""
     done = []
 
@@ -120,7 +120,7 @@ def reduced(algorithm, placement, peers, seed, num_packs=4, **options):
         return [buffer.numpy().tobytes() for row in kept for buffer in row]
 
 
-@pytest.mark.parametrize(("algorithm", "placement", "peers"), SCENES)
+@pytest.mark.parametrize(("algorithm", "placement", "peers"), SCENARIOS)
 @pytest.mark.parametrize("num_packs", [0, 4])
 def test_the_bits_are_those_of_one_stage_in_every_legal_order(
     algorithm, placement, peers, num_packs, monkeypatch
@@ -146,18 +146,18 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fence_left_out_shows(fault, monkeypatch):
-    module, name, scene = FAULTS[fault]
-    expected = reduced(*scene, None)
+def test_a_missing_fence_is_detected(fault, monkeypatch):
+    module, name, scenario = FAULTS[fault]
+    expected = reduced(*scenario, None)
     monkeypatch.setattr(module, name, lambda *_arguments: None)
-    assert any(reduced(*scene, seed) != expected for seed in range(40))
+    assert any(reduced(*scenario, seed) != expected for seed in range(40))
 
 
 @pytest.mark.parametrize(
     ("algorithm", "peers"),
     [("nccl", True), ("hierarchical_copy", True), ("hierarchical_copy", False)],
 )
-def test_one_pack_is_gathered_while_another_travels(algorithm, peers, monkeypatch):
+def test_one_pack_is_packed_while_another_is_transferred(algorithm, peers, monkeypatch):
     """The compute queues run alone, until they need a transfer."""
     placement = [0, 1, 2]
     with gr.open_mesh(placement, backend="sim", peer_access=peers, schedule_seed=0) as mesh:
@@ -198,7 +198,7 @@ def _run_compute_queues(mesh):
             item.done = True
 
 
-def test_what_need_not_be_moved_and_what_stays_on_one_gpu_has_one_stage():
+def test_packs_that_are_not_moved_or_stay_on_one_gpu_have_one_stage():
     for placement, num_packs in (([0, 1], 0), ([0, 0], 4)):
         with gr.open_mesh(placement, backend="sim") as mesh:
             ops = gr.HierarchicalCopyAllReduce(num_packs, mesh=mesh)

@@ -164,7 +164,7 @@ def test_a_sum_of_a_wider_wire_is_rounded_by_the_launch_that_adds():
         assert journal.bytes == size * (4 + 2)
 
 
-def test_integers_complex_numbers_and_what_goes_elsewhere_travel_as_they_are():
+def test_integers_complex_numbers_and_other_destinations_ignore_the_wire_dtype():
     with MeshCase((0, 1)).open() as opened:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=opened, wire_dtype="float16")
         for dtype in ("int32", "complex64"):

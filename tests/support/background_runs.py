@@ -24,7 +24,7 @@ LIMIT_S = 900.0
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Ended(NamedTuple):
+class FinishedRun(NamedTuple):
     """The result of a process, and the folder in which it ran."""
 
     returncode: int
@@ -33,7 +33,7 @@ class Ended(NamedTuple):
     folder: Path
 
 
-class Beside:
+class BackgroundRunner:
     """A thread that runs processes one after the other.
 
     Attributes:
@@ -43,7 +43,7 @@ class Beside:
     def __init__(self, marks: Sequence[pytest.Mark]) -> None:
         self.marks = {_key(mark): mark for mark in marks}
         self._done = {key: threading.Event() for key in self.marks}
-        self._ended: dict[Hashable, Ended] = {}
+        self._ended: dict[Hashable, FinishedRun] = {}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._is_over = False
@@ -51,7 +51,7 @@ class Beside:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def ended(self, mark: pytest.Mark) -> Ended:
+    def ended(self, mark: pytest.Mark) -> FinishedRun:
         """Waits for the process of a mark and returns its result."""
         assert self._done[_key(mark)].wait(LIMIT_S), f"not in time: {mark}"
         return self._ended[_key(mark)]
@@ -78,7 +78,7 @@ class Beside:
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
                 )  # fmt: skip
             stdout, stderr = self._process.communicate()
-            self._ended[key] = Ended(self._process.returncode, stdout, stderr, folder)
+            self._ended[key] = FinishedRun(self._process.returncode, stdout, stderr, folder)
             self._done[key].set()
 
 
@@ -86,7 +86,7 @@ def _key(mark: pytest.Mark) -> Hashable:
     return mark.args, frozenset(mark.kwargs.items())
 
 
-_make_like = pytest.StashKey[Beside]()
+_make_like = pytest.StashKey[BackgroundRunner]()
 
 
 @pytest.hookimpl(trylast=True)
@@ -99,7 +99,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Starts the first process, once all tests of the run are known."""
     marks = [mark for item in session.items for mark in item.iter_markers("early")]
     if marks and not session.config.option.collectonly:
-        session.config.stash[_make_like] = Beside(marks)
+        session.config.stash[_make_like] = BackgroundRunner(marks)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -116,6 +116,6 @@ def environment(**changed: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def early(request: pytest.FixtureRequest) -> Ended:
+def early(request: pytest.FixtureRequest) -> FinishedRun:
     """The result of this test's process."""
     return request.config.stash[_make_like].ended(request.node.get_closest_marker("early"))

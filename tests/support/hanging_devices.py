@@ -23,7 +23,7 @@ class Clock:
     def __call__(self) -> float:
         return self.seconds
 
-    def pass_by(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.seconds += seconds
 
 

@@ -52,7 +52,9 @@ def run_scenario(launcher: str, size: int, scenario: str, *arguments: str, **opt
     return run(launcher, size, str(PROGRAM), scenario, launcher, *arguments, **options)
 
 
-def ends_well(launcher: str, size: int, scenario: str, *arguments: str, **options: int) -> None:
+def check_scenario(
+    launcher: str, size: int, scenario: str, *arguments: str, **options: int
+) -> None:
     """Runs a scenario of ``program.py``, which must succeed in every process."""
     done = run_scenario(launcher, size, scenario, *arguments, **options)
     assert done.returncode == 0, done.text

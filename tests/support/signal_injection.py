@@ -11,7 +11,7 @@ from functools import cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Strike", "ctrl_c", "interrupted_at", "num_points_of", "pressed"]
+__all__ = ["SignalInjection", "ctrl_c", "interrupted_at", "num_points_of", "raise_interrupt"]
 
 # CPython (3.11 to 3.13) runs signal handlers after these instructions, in the main thread.
 _CHECKED = frozenset(
@@ -38,7 +38,7 @@ def _handled_at(code: CodeType, offset: int) -> int | None:
     return next((each.target for each in entries if each.start <= offset < each.end), None)
 
 
-def pressed() -> None:
+def raise_interrupt() -> None:
     """Acts like the handler of Ctrl-C."""
     raise KeyboardInterrupt
 
@@ -48,7 +48,7 @@ def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-class Strike:
+class SignalInjection:
     """Calls ``handler`` inside the block at chosen points of this thread, the same every time.
 
     Args:
@@ -67,7 +67,7 @@ class Strike:
         self._codes: dict[CodeType, bytes] = {}
         self.points = 0
 
-    def __enter__(self) -> Strike:
+    def __enter__(self) -> SignalInjection:
         self._before, self._collects = sys.gettrace(), gc.isenabled()
         gc.disable()  # a collection would add the points of finalizers, at some calls
         sys._getframe().f_trace_opcodes = True  # CPython 3.12 looks in `settrace` for any
@@ -108,9 +108,9 @@ class Strike:
 
 def num_points_of(call: Callable[[], object]) -> int:
     """The number of points of a call."""
-    with Strike(0, pressed) as strike:
+    with SignalInjection(0, raise_interrupt) as injection:
         call()
-    return strike.points
+    return injection.points
 
 
 def interrupted_at(place: int, call: Callable[[], object]) -> tuple[bool, int]:
@@ -122,12 +122,12 @@ def interrupted_at(place: int, call: Callable[[], object]) -> tuple[bool, int]:
     """
     hook, unheard, is_raised = sys.unraisablehook, [], False
     sys.unraisablehook = lambda raised: unheard.append(raised.exc_type)
-    strike = Strike(place, ctrl_c)
+    injection = SignalInjection(place, ctrl_c)
     try:
-        with strike:
+        with injection:
             call()
     except KeyboardInterrupt:
         is_raised = True
     finally:
         sys.unraisablehook = hook
-    return is_raised or KeyboardInterrupt in unheard, strike.points
+    return is_raised or KeyboardInterrupt in unheard, injection.points

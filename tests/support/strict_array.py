@@ -42,7 +42,7 @@ class StrictArray(NDArrayOperatorsMixin):
                 if isinstance(each, np.ndarray):
                     raise TypeError("Unsupported type numpy.ndarray")
                 return NotImplemented
-        return StrictArray(ufunc(*[_bare(each) for each in inputs], **kwargs))
+        return StrictArray(ufunc(*[_as_plain(each) for each in inputs], **kwargs))
 
     def __array_function__(self, function, types, args, kwargs):
         if not all(issubclass(each, StrictArray) for each in types):
@@ -50,17 +50,17 @@ class StrictArray(NDArrayOperatorsMixin):
         for each in (*args, *kwargs.values()):
             if isinstance(each, np.ndarray) and function not in (np.take,):
                 _refuse()
-        named = {name: _bare(each) for name, each in kwargs.items()}
-        made = function(*[_bare(each) for each in args], **named)
+        named = {name: _as_plain(each) for name, each in kwargs.items()}
+        made = function(*[_as_plain(each) for each in args], **named)
         return StrictArray(made) if isinstance(made, np.ndarray | np.generic) else made
 
     def __getitem__(self, index):
-        return StrictArray(self.array[_bare(index)])
+        return StrictArray(self.array[_as_plain(index)])
 
     def __setitem__(self, index, value) -> None:
         if isinstance(value, np.ndarray):
             _refuse()
-        self.array[index] = _bare(value)
+        self.array[index] = _as_plain(value)
 
     def astype(self, dtype):
         return StrictArray(self.array.astype(dtype))
@@ -79,9 +79,9 @@ def _refuse():
     raise TypeError("Unsupported type numpy.ndarray")
 
 
-def _bare(given):
+def _as_plain(given):
     if isinstance(given, StrictArray):
         return given.array
     if isinstance(given, list | tuple):
-        return type(given)(_bare(each) for each in given)
+        return type(given)(_as_plain(each) for each in given)
     return given

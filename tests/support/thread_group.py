@@ -16,7 +16,7 @@ import numpy as np
 from gradreduce.device.process_group import Message, ProcessError, ProcessGroup
 
 
-class Post:
+class SharedQueues:
     """The queues that the groups of all threads share."""
 
     def __init__(self) -> None:
@@ -35,7 +35,12 @@ class ThreadGroup(ProcessGroup):
     """
 
     def __init__(
-        self, post: Post, rank: int, size: int, timeout: float = 10.0, gpu_library: str = "host"
+        self,
+        post: SharedQueues,
+        rank: int,
+        size: int,
+        timeout: float = 10.0,
+        gpu_library: str = "host",
     ) -> None:
         super().__init__(rank, size, timeout)
         self.gpu_library = gpu_library
@@ -93,7 +98,7 @@ def run_processes(
     Raises:
         The error of the first process that failed.
     """
-    post = Post()
+    post = SharedQueues()
     groups = [ThreadGroup(post, rank, size, timeout, **options) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, group) for group in groups]

@@ -71,7 +71,7 @@ def test_counters_are_not_trainable_by_default_values(place):
         (1j, {"dtype": "float32", "trainable": True}, ValueError),
     ],
 )
-def test_what_makes_no_variable(place, value, options, error):
+def test_invalid_arguments_of_variable(place, value, options, error):
     with pytest.raises(error):
         gr.Variable(value, **{"trainable": False, **options}, device=place)
 
@@ -178,7 +178,7 @@ def default(mesh, monkeypatch):
     monkeypatch.setattr("gradreduce.arrays.variable.default_mesh", lambda: mesh)
 
 
-def test_an_initializer_is_given_shape_and_dtype(default):
+def test_an_initializer_receives_shape_and_dtype(default):
     asked = []
 
     def initializer(shape, dtype):
@@ -213,7 +213,7 @@ def test_a_callable_gives_the_value(default):
         ((), {"reuse": True}, "reuse=True: get_variable has made no 'w' that still exists"),
     ],
 )  # fmt: skip
-def test_what_makes_or_finds_no_variable(default, args, options, match):
+def test_invalid_arguments_of_get_variable(default, args, options, match):
     gc.collect()
     with pytest.raises(ValueError, match=match):
         gr.get_variable("w", *args, **options)
@@ -221,7 +221,7 @@ def test_what_makes_or_finds_no_variable(default, args, options, match):
         gr.get_variable("w", reuse=True)
 
 
-def test_a_variable_is_used_again_if_it_is_what_is_asked_for(default):
+def test_a_variable_is_reused_if_it_matches_the_arguments(default):
     made = gr.get_variable("kept", np.zeros, shape=(2, 3), dtype="float16")
     for args, options in [
         ((), {}),
@@ -244,7 +244,7 @@ def test_a_variable_is_used_again_if_it_is_what_is_asked_for(default):
         gr.get_variable("kept", reuse=1)
 
 
-def test_a_custom_getter_is_told_what_was_given(default):
+def test_a_custom_getter_receives_the_arguments(default):
     calls = []
 
     def getter(get, name, initial_value, **given):
@@ -277,7 +277,7 @@ def test_a_custom_getter_makes_the_variable(mesh):
     assert calls == [("w", [1.0], {"trainable": True}), ("step", 0, {"trainable": False})]
 
 
-def test_a_getter_that_gives_no_variable_is_refused():
+def test_a_getter_that_returns_no_variable_is_refused():
     for getter, match in [(lambda *given, **more: None, "returned None"), (3, "is not callable")]:
         with pytest.raises(TypeError, match=match):
             gr.get_variable("w", 1.0, custom_getter=getter)

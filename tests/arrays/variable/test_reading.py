@@ -61,7 +61,7 @@ def test_numpy_functions_take_it(place):
     assert (int(scalar), float(scalar)) == (3, 3.0)
 
 
-def test_what_only_arrays_have_says_where_they_are(place):
+def test_attributes_of_arrays_raise_and_name_read(place):
     variable = gr.Variable([5.0, 7.0], device=place)
     for name in ("real", "flat", "sort", "fill"):
         assert not hasattr(variable, name)
@@ -77,7 +77,7 @@ def test_what_only_arrays_have_says_where_they_are(place):
 # -- views ----------------------------------------------------------------------------------------
 
 
-def test_a_view_is_the_memory_of_the_copy_that_is_read(mesh):
+def test_a_view_shares_the_memory_of_the_copy_that_is_read(mesh):
     variable = gr.Variable(np.arange(6.0).reshape(2, 3), device=mesh)
     for index in range(len(mesh)):
         with gr.replica(index):
@@ -91,7 +91,7 @@ def test_a_view_is_the_memory_of_the_copy_that_is_read(mesh):
     assert first.tolist() == [[1, 2, 3], [4, 5, 6]], "what comes later shows in it"
 
 
-def test_a_kind_that_cannot_be_is_refused(mesh):
+def test_an_unavailable_output_type_is_refused(mesh):
     variable = gr.Variable([1.0], device=mesh)
     for kind in ("cupy", "jax", "list", ""):
         with pytest.raises(ValueError, match="output_type"):

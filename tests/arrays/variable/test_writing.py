@@ -44,7 +44,7 @@ def test_a_global_step_counts(place):
     assert same_copies(step, np.int64(12))
 
 
-def test_halves_are_added_in_float32(place):
+def test_half_precision_is_added_in_float32(place):
     variable = gr.Variable(np.array([2048.0]), dtype="float16", device=place)
     variable.assign_add([3])
     assert same_copies(variable, np.array([2052], "float16"))
@@ -68,7 +68,7 @@ def test_halves_are_added_in_float32(place):
         ("ab", TypeError),
     ],
 )
-def test_what_does_not_fit_changes_nothing(place, method, value, error):
+def test_incompatible_values_change_nothing(place, method, value, error):
     variable = gr.Variable([1.0, 2.0], "w", device=place)
     with pytest.raises(error):
         getattr(variable, method)(value)
@@ -124,7 +124,7 @@ def test_scalars_and_variables_without_elements(place):
     assert same_copies(scalar.assign_add(1), np.float32(2.5))
 
 
-def test_writing_waits_for_nothing(place):
+def test_writing_does_not_synchronize(place):
     variable = gr.Variable([1.0, 2.0], device=place)
     mesh = variable.devices[0].mesh
     with mesh.journal() as journal:
@@ -170,7 +170,7 @@ _OVER = {
 
 
 @pytest.mark.parametrize("write", _OVER.values(), ids=_OVER)
-def test_numpy_does_not_write_a_copy_that_nobody_sees(write):
+def test_numpy_cannot_write_a_variable(write):
     with gr.open_mesh(1, backend="sim") as mesh:
         variable = gr.Variable([[1.0, 2.0], [3.0, 4.0]], device=mesh)
         with pytest.raises(TypeError, match="use assign or assign_add"):
@@ -190,7 +190,7 @@ def test_what_numpy_writes_may_come_from_it(place):
 
 
 @pytest.mark.torch
-def test_torch_does_not_either(place):
+def test_torch_cannot_write_a_variable(place):
     import torch
 
     variable = gr.Variable([1.0, 2.0], device=place)

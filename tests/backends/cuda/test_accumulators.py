@@ -16,7 +16,7 @@ from gradreduce.backends.cuda import compile
 pytestmark = pytest.mark.fake_cupy
 
 
-class Planted(RuntimeError):
+class InjectedError(RuntimeError):
     """The error that a test raises on purpose."""
 
 
@@ -25,16 +25,16 @@ def refuse(monkeypatch):
     """Drops compiled kernels, and raises for kernels of these names from now on."""
     compiled = compile._compile
 
-    def plant(*names):
+    def inject_error(*names):
         def refusing(kernel, template):
             if kernel.name in names:
-                raise Planted(kernel.name)
+                raise InjectedError(kernel.name)
             return compiled(kernel, template)
 
         monkeypatch.setattr(compile, "_functions", {})
         monkeypatch.setattr(compile, "_compile", refusing)
 
-    yield plant
+    yield inject_error
     monkeypatch.undo()
 
 
@@ -73,9 +73,9 @@ def taken(acc):
 
 
 @pytest.mark.parametrize("name", ["add_n", "accumulate_n", "all_sum"])
-def test_the_constructor_says_so(make, refuse, name):
+def test_the_constructor_raises_the_error(make, refuse, name):
     refuse(name)
-    with pytest.raises(Planted, match=name):
+    with pytest.raises(InjectedError, match=name):
         make()
 
 
@@ -84,7 +84,7 @@ def test_an_apply(make, refuse):
     for count, name in enumerate(("add_n", "accumulate_n")):
         before = state_of(acc)
         refuse(name)
-        with pytest.raises(Planted, match=name):
+        with pytest.raises(InjectedError, match=name):
             acc.apply_grad(ones(100))
         assert state_of(acc) == before
         refuse()
@@ -97,7 +97,7 @@ def test_a_gradient_that_is_cast(make, refuse):
     """Validation casts it before the check for stale gradients."""
     acc = make()
     refuse("accumulate_n")
-    with pytest.raises(Planted, match="accumulate_n"):
+    with pytest.raises(InjectedError, match="accumulate_n"):
         acc.apply_grad(np.ones(3, "float64"), cast=True)
     assert state_of(acc)[:3] == (0, 0, 0)
     refuse()
@@ -110,7 +110,7 @@ def test_a_take(make, refuse):
     acc.apply_grad(ones())
     before = state_of(acc)
     refuse("all_sum")
-    with pytest.raises(Planted, match="all_sum"):
+    with pytest.raises(InjectedError, match="all_sum"):
         acc.take_grad(1, timeout=0)
     assert state_of(acc) == before
     assert not acc.accumulator_ref.queue
@@ -118,7 +118,7 @@ def test_a_take(make, refuse):
     assert taken(acc) == (1, 1, 1)
 
 
-def test_a_take_that_an_apply_serves(make, refuse):
+def test_a_take_that_an_apply_completes(make, refuse):
     """The take raises the error, and the apply continues."""
     acc = make()
     ticket = multi.PendingTake((acc.accumulator_ref,), 2)
@@ -126,7 +126,7 @@ def test_a_take_that_an_apply_serves(make, refuse):
     assert acc.apply_grad(ones())
     refuse("all_sum")
     assert acc.apply_grad(ones()) is True
-    with pytest.raises(Planted, match="all_sum"):
+    with pytest.raises(InjectedError, match="all_sum"):
         take_queue.await_take(ticket, 0)
     assert state_of(acc)[:3] == (2, 0, 0)
     assert not acc.accumulator_ref.queue

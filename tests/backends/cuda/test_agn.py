@@ -91,7 +91,7 @@ def test_each_replica_is_differentiated_on_its_own_gpu(placement, gpus):
 
 @pytest.mark.fake_cupy
 @pytest.mark.parametrize("way", WAYS)
-def test_every_order_is_fenced(way, gpus):
+def test_every_schedule_is_fenced(way, gpus):
     """Also without peer access."""
     with gr.open_mesh([0, 1, 1, 2], backend="sim", strict=True) as sim:
         wanted = trained(sim, way)
@@ -102,14 +102,14 @@ def test_every_order_is_fenced(way, gpus):
         machine.settle()
 
 
-def gone(*args, **options):
+def no_wait(*args, **options):
     """Replaces a wait by nothing."""
 
 
 FENCES = {
-    "nobody waits for the worker": (push, "join_streams", gone),
-    "nobody waits for an update": (update_plan, "fork_streams", gone),
-    "sums do not come to the center": (push, "copy_over", gone),
+    "nobody waits for the worker": (push, "join_streams", no_wait),
+    "nobody waits for an update": (update_plan, "fork_streams", no_wait),
+    "sums do not come to the center": (push, "copy_over", no_wait),
 }
 
 
@@ -133,7 +133,7 @@ def outcome(way, wanted, gpus) -> str:
 @pytest.mark.fake_cupy
 @pytest.mark.parametrize("way", ["adam", "rows"])
 @pytest.mark.parametrize("fault", FENCES)
-def test_a_fence_that_is_left_out_is_seen(fault, way, gpus, monkeypatch):
+def test_a_missing_fence_is_detected(fault, way, gpus, monkeypatch):
     with gr.open_mesh([0, 1, 1, 2], backend="sim", strict=True) as sim:
         wanted = trained(sim, way)
     monkeypatch.setattr(*FENCES[fault])

@@ -111,7 +111,7 @@ def test_a_users_array_lives_until_our_work_has_passed(mesh, on_gpu):
         pytest.param([0, 1, 1], "nccl", marks=(pytest.mark.multi_gpu(2), pytest.mark.nccl)),
     ],
 )
-def test_cupy_arrays_go_in_and_come_out(here, cupy, on_gpu, placement, algorithm):
+def test_cupy_arrays_are_inputs_and_results(here, cupy, on_gpu, placement, algorithm):
     with open_mesh(placement, backend="cuda") as mesh:
         ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
         whole = [on_gpu(gpu, data((6, 8), seed=place)) for place, gpu in enumerate(placement)]
@@ -126,7 +126,7 @@ def test_cupy_arrays_go_in_and_come_out(here, cupy, on_gpu, placement, algorithm
             assert same(array.get(), data((6, 8), seed=place))
 
 
-def test_host_arrays_come_back_as_cupys(mesh, cupy):
+def test_host_arrays_are_returned_as_cupy_arrays(mesh, cupy):
     terms = [data((5, 7), seed=place) for place in range(len(mesh))]
     ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
     reduced = ops.all_reduce([[term] for term in terms], op=gr.ReduceOp.SUM)
@@ -135,7 +135,7 @@ def test_host_arrays_come_back_as_cupys(mesh, cupy):
         assert same(array.get(), sum(terms))
 
 
-def test_a_variable_is_seen_as_a_cupy_array_on_its_memory(mesh, cupy):
+def test_a_variable_is_read_as_a_cupy_array_that_shares_its_memory(mesh, cupy):
     variable = gr.Variable(data((4,)), device=mesh)
     for place, device in enumerate(mesh.devices):
         with gr.replica(place):
@@ -151,7 +151,7 @@ def test_a_variable_is_seen_as_a_cupy_array_on_its_memory(mesh, cupy):
 
 
 @pytest.mark.parametrize("placement", PLACED)
-def test_a_mesh_that_nobody_closes_gives_nothing_away_too_early(here, on_gpu, placement):
+def test_a_mesh_that_is_not_closed_frees_no_memory_too_early(here, on_gpu, placement):
     mesh = open_mesh(placement, backend="cuda")
     for device in mesh:
         add(device, uploaded(device, 1), device.put(on_gpu(device.physical, data((SIZE,)))))

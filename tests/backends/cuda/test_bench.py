@@ -44,7 +44,7 @@ def test_a_timed_call_recycles_its_results(gpus):
             assert not device._deferred_free._deferred
 
 
-def test_every_floor_of_the_hosts_time_has_its_figure(gpus, monkeypatch):
+def test_every_floor_of_the_hosts_time_has_a_measured_value(gpus, monkeypatch):
     """The floor of a plain call is per Buffer, because it looks at each."""
     from measure import all_reduce_gpu, clock
 
@@ -63,7 +63,7 @@ def test_every_floor_of_the_hosts_time_has_its_figure(gpus, monkeypatch):
     assert figures[0] * 8 * 2 == pytest.approx(case.figures["num_packs=1, host us"])
 
 
-def test_every_call_behind_a_failed_assertion_says_that_the_gpu_has_failed(gpus):
+def test_every_call_after_a_failed_assertion_says_that_the_gpu_has_failed(gpus):
     """On a real GPU the program makes PyTorch fail an assertion, CUDA error 710."""
     from gpu_check.torch_assert import said_after
 

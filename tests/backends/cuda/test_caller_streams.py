@@ -59,11 +59,11 @@ def mesh(here, monkeypatch) -> Iterator[Mesh]:
 
 @pytest.mark.whole_product  # some planted faults are found in one order only
 @pytest.mark.parametrize("call", CASES, ids=lambda call: call.__name__)
-def test_what_a_call_has_read_may_be_overwritten(mesh, torch, call):
+def test_inputs_may_be_overwritten_after_the_call(mesh, torch, call):
     check_overwritten(torch, mesh, call)
 
 
-def test_what_was_put_into_a_value_earlier_is_read_as_it_is_by_then(mesh, torch):
+def test_arrays_wrapped_earlier_are_read_at_the_time_of_the_call(mesh, torch):
     tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
     value = gr.PerReplica(tensors, mesh)
     overwrite(torch, tensors)
@@ -71,7 +71,7 @@ def test_what_was_put_into_a_value_earlier_is_read_as_it_is_by_then(mesh, torch)
     assert same(made.buffers[2].numpy(), np.full(SHAPE, -3, "float32"))
 
 
-def test_what_a_call_has_read_by_a_view_may_be_overwritten(mesh, torch):
+def test_inputs_read_through_a_view_may_be_overwritten_after_the_call(mesh, torch):
     """Nothing else keeps it alive: an earlier call may have released it."""
     tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
     values = [gr.PerReplica([tensor], devices=mesh.devices[:1]) for tensor in tensors]
@@ -85,7 +85,7 @@ def test_what_a_call_has_read_by_a_view_may_be_overwritten(mesh, torch):
         assert same(made.numpy(), data(SHAPE)[1] * 2)
 
 
-def test_what_had_to_be_copied_may_be_overwritten_at_once(mesh, torch):
+def test_copied_inputs_may_be_overwritten_at_once(mesh, torch):
     tensor = on(torch, 0, data(SHAPE))
     value = gr.PerReplica([Tensor(tensor.array[:, ::2])], devices=mesh.devices[:1])
     overwrite(torch, [tensor])
@@ -116,7 +116,7 @@ def test_a_callers_stream_is_waited_for_once_a_call(mesh, here, torch):
     assert records(here, lambda: gr.PerReplica(rows[0], devices=mesh.devices[:1])) == 1
 
 
-def test_a_call_that_raises_hands_back_what_came_in(mesh, here, torch):
+def test_a_call_that_raises_releases_its_inputs(mesh, here, torch):
     tensor = on(torch, 0, data(SHAPE))
     acc = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
     acc.apply_grad([1.0, 2.0, 3.0])
@@ -162,7 +162,7 @@ def unsynchronized(monkeypatch):
     return patched
 
 
-def test_an_array_is_held_where_its_stream_could_not_be_told_to_wait(mesh, torch, unsynchronized):
+def test_an_array_is_kept_if_its_stream_cannot_wait(mesh, torch, unsynchronized):
     tensor = on(torch, 0, data(SHAPE))
     held = ref(tensor.array)
     with unsynchronized():
@@ -200,7 +200,7 @@ def test_arrays_of_a_prepared_step_that_failed_are_held(mesh, torch, monkeypatch
     assert all(array() is not None for array in held)
 
 
-def test_the_callers_own_code_is_a_call_by_itself(mesh, here, torch):
+def test_a_call_inside_the_callers_code_is_fenced_separately(mesh, here, torch):
     tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
 
     def adding(tensor):
@@ -220,13 +220,13 @@ def test_the_callers_own_code_is_a_call_by_itself(mesh, here, torch):
 
 
 @pytest.mark.parametrize("kind", ["torch", "cupy"])
-def test_what_is_dropped_while_its_stream_reads_it_is_not_given_away(mesh, torch, kind):
+def test_memory_that_a_stream_still_reads_is_not_reused(mesh, torch, kind):
     dropped(torch, mesh, kind)
     ended(torch, mesh)
 
 
 @pytest.mark.parametrize("comes_in", [False, True])
-def test_what_a_threads_default_stream_reads_is_not_given_away(mesh, comes_in):
+def test_memory_that_a_per_thread_default_stream_reads_is_not_reused(mesh, comes_in):
     """In any thread that allocates: there this handle means another stream."""
     device = mesh.devices[0]
     mine = cupy.asarray(data(SHAPE))
@@ -296,7 +296,7 @@ def test_what_is_released_to_a_stream_is_held_for_it(mesh):
         assert same(kept.get(), data(SHAPE))
 
 
-def test_a_loop_takes_no_more_memory_however_far_the_host_is_ahead(mesh, here, torch):
+def test_a_loop_allocates_no_more_memory_however_far_the_host_is_ahead(mesh, here, torch):
     tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
     taken = []
     for _ in range(6):
@@ -308,7 +308,7 @@ def test_a_loop_takes_no_more_memory_however_far_the_host_is_ahead(mesh, here, t
     assert taken[2:] == taken[2:3] * 4
 
 
-def test_results_of_a_prepared_step_are_the_streams_that_had_them_last(mesh, torch):
+def test_results_of_a_prepared_step_belong_to_the_stream_that_used_them_last(mesh, torch):
     tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
     step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(
         SUM, [(gr.PerReplica(tensors, mesh), mesh)], output_type="cupy"

@@ -19,7 +19,7 @@ from gradreduce.errors import CaptureError, CollectiveError
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
 
-def played(mesh, shapes, num_packs=2):
+def replayed(mesh, shapes, num_packs=2):
     """The results of three calls with other numbers each, also without a wait between them."""
     ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=mesh)
     values = [dense(mesh, shape, dtype, place) for place, (shape, dtype) in enumerate(shapes)]
@@ -48,13 +48,13 @@ def test_steps_are_those_of_the_simulation(placement, shapes, gpus):
         gr.open_mesh(placement, backend="cuda") as mesh,
         gr.open_mesh(placement, backend="sim", strict=True) as sim,
     ):
-        found, wanted = played(mesh, shapes), played(sim, shapes)
+        found, wanted = replayed(mesh, shapes), replayed(sim, shapes)
     assert len(found) == len(wanted)
     assert all(map(same, found, wanted))
 
 
 @pytest.mark.gpu
-def test_other_threads_use_the_devices_meanwhile(gpus):
+def test_other_threads_use_the_devices_during_a_capture(gpus):
     gpus(1)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         source, target = mesh.devices[0].upload(np.ones(5)), mesh.devices[1].zeros((5,), "float64")
@@ -90,7 +90,7 @@ def late_collection():
 
 
 @pytest.mark.gpu
-def test_a_mesh_that_fails_meanwhile_spoils_nothing(gpus, late_collection):
+def test_a_mesh_that_fails_during_a_capture_does_not_invalidate_it(gpus, late_collection):
     """Closing it waits for queues and frees memory, which CUDA forbids during a capture."""
     gpus(0)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
@@ -146,7 +146,7 @@ def test_nccl_over_several_gpus_is_refused(gpus):
 
 
 @pytest.mark.fake_cupy
-def test_gpus_that_are_no_peers_are_refused(gpus):
+def test_gpus_without_peer_access_are_refused(gpus):
     gpus(1, peers=False)
     with gr.open_mesh([0, 1], backend="cuda") as mesh:
         value = dense(mesh, (6,), "float32", 0)
@@ -179,7 +179,7 @@ WAYS = {
 
 @pytest.mark.fake_cupy
 @pytest.mark.parametrize("way", WAYS)
-def test_what_comes_next_is_behind_two_graphs_of_different_leaders(way, gpus):
+def test_later_work_waits_for_two_graphs_of_different_leaders(way, gpus):
     gpus(0 if way in ("copy", "upload") else 2)
     with gr.open_mesh([0, 0, 0], backend="cuda") as mesh:
         first, second, third = mesh.devices

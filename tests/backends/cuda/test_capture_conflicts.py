@@ -64,7 +64,7 @@ def calls_with(stream, array, mesh):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED])
-def test_a_callers_capture_gets_none_of_our_work(mode, gpus):
+def test_a_callers_capture_contains_none_of_our_work(mode, gpus):
     import cupy
 
     gpus(mode)
@@ -95,7 +95,7 @@ def test_a_callers_capture_gets_none_of_our_work(mode, gpus):
 
 
 @pytest.mark.fake_cupy
-def test_a_refused_call_asks_each_stream_once_and_does_nothing_else(gpus):
+def test_a_refused_call_queries_each_stream_once_and_does_nothing_else(gpus):
     import cupy
 
     machine = gpus(0)
@@ -121,7 +121,7 @@ def test_a_refused_call_asks_each_stream_once_and_does_nothing_else(gpus):
 
 
 @pytest.mark.gpu
-def test_memory_shown_to_a_stream_that_captures_waits_for_the_captures_end(gpus):
+def test_memory_used_by_a_capturing_stream_waits_for_the_end_of_the_capture(gpus):
     import cupy
 
     gpus(0)
@@ -287,7 +287,7 @@ DISTURBANCES = {
 BY_TORCH = pytest.param("torch.cuda.synchronize", marks=() if FAKE else pytest.mark.torch)
 
 
-def beside(call, *arguments):
+def in_another_thread(call, *arguments):
     """Runs it in another thread and ignores CUDA's error."""
 
     def work():
@@ -304,7 +304,7 @@ def beside(call, *arguments):
 @pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED])
 @pytest.mark.parametrize("own", [True, False], ids=["own thread", "another thread"])
 @pytest.mark.parametrize("what", ["allocate", "query"])
-def test_what_invalidates_a_capture_is_what_cuda_says(what, own, mode, gpus):
+def test_the_same_calls_invalidate_a_capture_as_in_cuda(what, own, mode, gpus):
     """The rules of this file depend on it; a fake that differs from CUDA would hide faults."""
     import cupy
 
@@ -322,12 +322,12 @@ def test_what_invalidates_a_capture_is_what_cuda_says(what, own, mode, gpus):
                 with suppress(RuntimeError):
                     calls[what]()
             else:
-                beside(calls[what])
+                in_another_thread(calls[what])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["synchronize", "trim", BY_TORCH])
-def test_another_threads_wait_for_the_gpu_leaves_a_right_graph_or_none(what, gpus, request):
+def test_a_host_wait_of_another_thread_leaves_a_correct_graph_or_none(what, gpus, request):
     if what.startswith("torch"):
         request.getfixturevalue("torch")
     else:
@@ -344,7 +344,9 @@ def test_another_threads_wait_for_the_gpu_leaves_a_right_graph_or_none(what, gpu
             second.copy(target, near)
 
         try:
-            capture = captured(mesh.devices, work, lambda: beside(DISTURBANCES[what], other))
+            capture = captured(
+                mesh.devices, work, lambda: in_another_thread(DISTURBANCES[what], other)
+            )
         except CaptureError as error:
             assert "synchronize" in str(error)
             capture = None

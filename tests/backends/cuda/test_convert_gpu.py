@@ -64,7 +64,7 @@ def test_a_tensor_is_shared_in_the_order_of_pytorchs_stream(mesh, torch):
     assert same(mesh.devices[1].download(buffer), data(SHAPE))
 
 
-def test_a_tensor_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
+def test_a_tensor_without_a_fence_is_a_fault(new_machine, monkeypatch):
     here = new_machine(2)
     monkeypatch.setattr(convert_gpu, "is_first", lambda step, device, stream: False)
     refused = pytest.raises(machine.Fault, match="unordered: ")
@@ -93,7 +93,7 @@ def test_a_variable_on_a_tensor_is_written_in_the_order_of_pytorchs_stream(mesh,
         assert same(array.get(), data(SHAPE) * 2)
 
 
-def test_bfloat16_crosses_as_a_view(mesh, torch):
+def test_bfloat16_is_shared_as_a_view(mesh, torch):
     values = data(SHAPE).astype(as_dtype("bfloat16"))
     tensor = Tensor(made_on(torch.stream, values), "bfloat16")
     buffer = to_buffer(tensor, mesh.devices[0])
@@ -135,7 +135,7 @@ def test_a_tensor_on_a_gpu_outside_the_mesh_or_on_another_backend_is_refused(her
         sim.devices[0].wait_for_stream(torch.stream)
 
 
-def test_a_tensor_in_pieces_is_copied_behind_pytorchs_stream(mesh, torch):
+def test_a_strided_tensor_is_copied_after_pytorchs_stream(mesh, torch):
     array = made_on(torch.stream, data(SHAPE))
     with StreamScope():
         to_buffer(Tensor(array), mesh.devices[0])
@@ -175,7 +175,7 @@ def test_an_input_may_be_overwritten_when_the_call_has_returned(mesh, torch):
     assert same(copy.numpy(), data(SHAPE))
 
 
-def test_calls_nest_and_a_later_one_fences_anew(mesh, here):
+def test_calls_nest_and_a_later_one_fences_again(mesh, here):
     arrays = [cupy.asarray(data(SHAPE)) for _ in range(3)]
     device = mesh.devices[0]
 
@@ -189,7 +189,7 @@ def test_calls_nest_and_a_later_one_fences_anew(mesh, here):
     assert records(here, lambda: [to_buffer(array, device) for array in arrays]) == 3
 
 
-def test_dlpack_is_asked_as_cupy_asks(mesh, torch):
+def test_dlpack_is_called_as_cupy_calls_it(mesh, torch):
     asked = []
 
     class Recent(JaxArray):
@@ -208,7 +208,7 @@ def test_dlpack_is_asked_as_cupy_asks(mesh, torch):
     assert asked == [["copy", "max_version", "stream"], "stream alone"]
 
 
-def test_dlpack_is_not_asked_where_cupys_stream_captures(mesh, torch):
+def test_dlpack_is_not_called_while_cupys_stream_captures(mesh, torch):
     """DLPack would make that stream wait for the array's stream."""
     shown = JaxArray(made_on(torch.stream, data(SHAPE)))
     theirs = cupy.cuda.Stream(non_blocking=True)
@@ -222,7 +222,7 @@ def test_dlpack_is_not_asked_where_cupys_stream_captures(mesh, torch):
     assert same(to_buffer(shown, mesh.devices[0]).numpy(), data(SHAPE))
 
 
-def test_a_tensor_comes_in_where_cupys_stream_is_the_threads_default(mesh, torch):
+def test_a_tensor_is_accepted_where_cupys_stream_is_the_threads_default(mesh, torch):
     """PyTorch's DLPack cannot make that stream wait, so the tensor is shared by its address."""
     array = made_on(torch.stream, data(SHAPE))
     with cupy.cuda.Stream.ptds:
@@ -245,13 +245,13 @@ def test_a_threads_default_stream_is_its_own(new_machine):
     new_machine()  # whose faults are not those
 
 
-def test_what_is_of_another_library_is_refused():
+def test_arrays_of_unsupported_libraries_are_refused():
     shown = type("Shown", (), {"__cuda_array_interface__": None})()
     with pytest.raises(TypeError, match=r"not supported; convert it by cupy\.asarray\(x\)$"):
         kind_of(shown)
 
 
-def test_a_jax_array_is_shared_behind_cupys_stream_and_stays_as_it_is(mesh, torch):
+def test_a_jax_array_is_shared_after_cupys_stream_and_not_changed(mesh, torch):
     with cupy.cuda.Stream(non_blocking=True):
         array = made_on(torch.stream, data(SHAPE))
         buffer = to_buffer(JaxArray(array), mesh.devices[0])

@@ -42,7 +42,7 @@ def mesh(here):
         yield made
 
 
-def stick(here: Machine, device: Device) -> None:
+def stall_queue(here: Machine, device: Device) -> None:
     here.stuck.add(here.queues[device._stream("compute").ptr])
 
 
@@ -78,9 +78,9 @@ def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algori
     assert is_right(reduced(mesh, algorithm, deadline=TEST_TIMEOUT))
     before = communicators(mesh) if algorithm == "nccl" else []
     mesh.synchronize()
-    stick(here, mesh.devices[3])
+    stall_queue(here, mesh.devices[3])
     results = reduced(mesh, algorithm, deadline=5)
-    clock.pass_by(6)
+    clock.advance(6)
     words = r"for batch_reduce passed: cuda:3 has not joined packs 1 to 2 of 2 \(tensors 0 to 1\)"
     with pytest.raises(CollectiveError, match=words):
         results[0][0].numpy()
@@ -102,7 +102,7 @@ def test_a_host_wait_ends_by_its_own_deadline_and_its_memory_stays(here, mesh, w
     device = mesh.devices[0]
     buffer = device.upload(np.ones(9, np.float32))
     device.synchronize()
-    stick(here, device)
+    stall_queue(here, device)
     device.zeros((4,), "float32")
     with pytest.raises(CollectiveError, match="passed: cuda:0 has not finished its queues"):
         if wait == "download":
@@ -116,7 +116,7 @@ def test_a_host_wait_ends_by_its_own_deadline_and_its_memory_stays(here, mesh, w
     assert not device._staging
 
 
-def test_ctrl_c_leaves_the_memory_that_a_download_still_writes(new_machine, monkeypatch):
+def test_ctrl_c_does_not_free_memory_that_a_download_still_writes(new_machine, monkeypatch):
     def interrupted(self, done):
         raise KeyboardInterrupt
 
@@ -147,10 +147,10 @@ def test_plain_waits_stay_in_the_driver_until_the_first_deadline(here, mesh):
     assert here.counts["synchronize"] == counted + 1
 
 
-def test_what_nccl_finds_wrong_ends_the_mesh_without_a_deadline_passing(here, mesh, clock):
+def test_an_error_of_nccl_fails_the_mesh_before_a_deadline_passes(here, mesh, clock):
     reduced(mesh)
     mesh.synchronize()
-    stick(here, mesh.devices[0])
+    stall_queue(here, mesh.devices[0])
     reduced(mesh, deadline=1000)
     communicators(mesh)[0].async_result = 7  # in progress, which is not an error
     communicators(mesh)[1].async_result = 6
@@ -165,11 +165,11 @@ def test_where_no_thread_can_start_communicators_are_aborted_all_the_same(here, 
     reduced(mesh, deadline=1000)
     mesh.synchronize()
     before = communicators(mesh)
-    stick(here, mesh.devices[0])
+    stall_queue(here, mesh.devices[0])
     with no_thread_starts() as refused:
         refused.append(True)
         reduced(mesh, deadline=5)
-        clock.pass_by(6)
+        clock.advance(6)
         assert "passed: cuda:0 has not joined" in wait_for_failure(mesh)
     assert [each._ended for each in before] == ["abort"] * len(before)
     free(here)
@@ -177,7 +177,7 @@ def test_where_no_thread_can_start_communicators_are_aborted_all_the_same(here, 
     assert is_right(reduced(mesh))
 
 
-def test_an_abort_that_hangs_holds_nobody_but_the_reset(here, mesh, clock, monkeypatch):
+def test_a_hanging_abort_blocks_only_the_reset(here, mesh, clock, monkeypatch):
     let_go = threading.Event()
     abort = nccl.NcclCommunicator.abort
 
@@ -188,9 +188,9 @@ def test_an_abort_that_hangs_holds_nobody_but_the_reset(here, mesh, clock, monke
     monkeypatch.setattr(nccl.NcclCommunicator, "abort", hang)
     reduced(mesh)
     mesh.synchronize()
-    stick(here, mesh.devices[0])
+    stall_queue(here, mesh.devices[0])
     reduced(mesh, deadline=5)
-    clock.pass_by(6)
+    clock.advance(6)
     wait_for_failure(mesh)
     free(here)
     with pytest.raises(CollectiveError, match="the communicators are not aborted yet"):
@@ -223,7 +223,7 @@ def inside_of_nccl(mesh: Mesh, call: Callable[[], object]) -> Iterator[threading
             caller.join(TEST_TIMEOUT)
 
 
-def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, clock, monkeypatch):
+def test_a_thread_that_hangs_inside_nccl_does_not_block_the_abort(here, mesh, clock, monkeypatch):
     """The thread holds the locks of the communicators and of the mesh; the abort needs neither."""
     monkeypatch.setattr(cuda_nccl, "INSIDE_SECONDS", 0.01)
     reduced(mesh)
@@ -237,7 +237,7 @@ def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, 
             outcomes.append(str(error))
 
     with inside_of_nccl(mesh, call):
-        clock.pass_by(6)
+        clock.advance(6)
         assert "the call itself has not submitted all" in wait_for_failure(mesh)
         assert mesh.mesh_state.library_finished(TEST_TIMEOUT)
         assert [each._ended for each in before] == ["abort"] * 3
@@ -272,7 +272,7 @@ def hung_bootstrap() -> Iterator[threading.Event]:
     nccl.library.bootstrap = None
 
 
-def test_a_bootstrap_that_hangs_ends_with_the_mesh(here, mesh, clock, hung_bootstrap):
+def test_a_hanging_bootstrap_ends_when_the_mesh_fails(here, mesh, clock, hung_bootstrap):
     """Its caller returns; communicators that NCCL makes later are aborted."""
     outcomes = []
 
@@ -284,7 +284,7 @@ def test_a_bootstrap_that_hangs_ends_with_the_mesh(here, mesh, clock, hung_boots
 
     (caller := threading.Thread(target=call)).start()
     assert nccl.library.begun.wait(TEST_TIMEOUT)
-    clock.pass_by(6)
+    clock.advance(6)
     assert "the call itself has not submitted all" in wait_for_failure(mesh)
     caller.join(TEST_TIMEOUT)
     assert "mesh has failed: the deadline of 5 s" in outcomes[0]
@@ -296,7 +296,7 @@ def test_a_bootstrap_that_hangs_ends_with_the_mesh(here, mesh, clock, hung_boots
     assert is_right(reduced(mesh))
 
 
-def test_a_bootstrap_that_hangs_is_left_by_ctrl_c(here, mesh, hung_bootstrap):
+def test_ctrl_c_ends_a_hanging_bootstrap(here, mesh, hung_bootstrap):
     """The next call begins another initialisation; one of the two results is aborted."""
     devices = [mesh.devices[place] for place in (0, 1, 3)]
     main = threading.main_thread().ident
@@ -328,7 +328,7 @@ def test_cliques_that_hang_on_one_gpu_are_aborted_at_once(here, mesh, version):
         mesh.collective.connect([mesh.devices[place] for place in places])
     before = communicators(mesh)
     mesh.synchronize()
-    stick(here, mesh.devices[0])
+    stall_queue(here, mesh.devices[0])
     for places in groups:
         buffers = [mesh.devices[place].zeros((9,), "float32") for place in places]
         mesh.collective.all_reduce(buffers)
@@ -354,10 +354,10 @@ def test_a_group_that_waited_for_the_lock_uses_no_aborted_communicator(here, mes
     assert collective._cliques is not old
 
 
-def test_a_gpu_that_fails_under_way_is_named(here, mesh, clock):
+def test_a_gpu_that_fails_during_a_call_is_named(here, mesh, clock):
     reduced(mesh)
     mesh.synchronize()
-    stick(here, mesh.devices[3])
+    stall_queue(here, mesh.devices[3])
     reduced(mesh, deadline=1000)
     here.freed[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
     assert "cuda:3 failed (cudaError700" in wait_for_failure(mesh)
@@ -372,7 +372,7 @@ def test_a_gpu_that_fails_under_way_is_named(here, mesh, clock):
 def test_a_wait_for_a_gpu_that_fails_ends(here, mesh):
     buffer = mesh.devices[3].upload(np.ones(9, np.float32))
     mesh.devices[3].synchronize(deadline=TEST_TIMEOUT)
-    stick(here, mesh.devices[3])
+    stall_queue(here, mesh.devices[3])
     outcomes: list = []
 
     def wait() -> None:
@@ -394,9 +394,9 @@ def test_a_failed_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(h
     """By close or by garbage collection: CUDA waits for a queue before it frees its memory."""
     for ends in (Mesh.close, lambda mesh: None):
         mesh = open_mesh([0, 1], backend="cuda")
-        stick(here, mesh.devices[1])
+        stall_queue(here, mesh.devices[1])
         reduced(mesh, "hierarchical_copy", deadline=5)
-        clock.pass_by(6)
+        clock.advance(6)
         wait_for_failure(mesh)
         ends(mesh)
         del mesh
@@ -409,7 +409,7 @@ def test_a_failed_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(h
 def test_closing_a_failed_mesh_waits_until_its_memory_is_kept(here):
     """Another thread keeps it alive; freeing it earlier would wait for the hanging queue."""
     mesh = open_mesh(1, backend="cuda")
-    stick(here, mesh.devices[0])
+    stall_queue(here, mesh.devices[0])
     mesh.devices[0].zeros((4,), "float32")
     mesh.mesh_state.on_failure.insert(0, lambda: threading.Event().wait(0.05))
     mesh.mesh_state.fail("a test")
@@ -427,7 +427,7 @@ def test_a_failed_mesh_whose_queues_have_ended_is_freed(here):
 
 
 def test_the_fake_finds_a_wait_that_would_hang(here, mesh):
-    stick(here, mesh.devices[0])
+    stall_queue(here, mesh.devices[0])
     buffer = mesh.devices[0].upload(np.ones(9, np.float32))
     with pytest.raises(Fault, match="would hang: the host waits for"):
         buffer.numpy()

@@ -51,7 +51,7 @@ def test_what_is_on_another_gpu_or_on_the_host_is_not_adopted(mesh):
         mesh.devices[0].adopt(data((4,)))
 
 
-def test_pinned_memory_comes_back(mesh, here):
+def test_pinned_memory_is_reused(mesh, here):
     device = mesh.devices[0]
     kept = [uploaded(device, seed) for seed in range(20)]
     device.synchronize()
@@ -82,7 +82,7 @@ def test_an_upload_during_a_wait_keeps_its_pinned_memory(new_machine, monkeypatc
         assert same(made[0].numpy(), data((SIZE,), seed=2))
 
 
-def test_a_steady_state_asks_cuda_for_nothing_new(mesh, here):
+def test_a_steady_state_allocates_nothing_from_cuda(mesh, here):
     device = mesh.devices[0]
 
     def turn() -> None:
@@ -111,7 +111,7 @@ def test_trim_gives_free_memory_back(mesh, here):
     assert here.counts["free_all_blocks"] == 3
 
 
-def test_trim_gives_deferred_memory_back_behind_its_users(new_machine):
+def test_trim_returns_deferred_memory_after_its_users(new_machine):
     """Also users on another GPU, for which CUDA does not wait before it frees."""
     here = new_machine(0, num_gpus=2)
     with open_mesh([0, 1], backend="cuda") as mesh:
@@ -174,7 +174,7 @@ def test_a_closed_mesh_has_no_work_left(new_machine):
     gc.collect()
 
 
-def test_devices_may_go_with_their_mesh(here):
+def test_devices_may_be_deleted_with_their_mesh(here):
     with open_mesh([0, 1], backend="cuda") as mesh:
         for device in mesh:
             buffer = device.put(on_gpu(device.physical, data((SIZE,))))
@@ -232,7 +232,7 @@ def test_the_local_rank_of_torchrun_comes_first(new_machine, monkeypatch):
         assert own_gpus() == [value]
 
 
-def test_no_gpu_or_no_driver_says_so(monkeypatch):
+def test_a_missing_gpu_or_driver_raises(monkeypatch):
     runtime = sys.modules["cupy.cuda.runtime"]
     monkeypatch.setattr(runtime, "getDeviceCount", lambda: 0)
     with pytest.raises(BackendUnavailableError, match="sees no GPU"):
@@ -270,7 +270,7 @@ def test_a_gpu_with_too_many_peers_copies_from_the_others(new_machine):
         assert summed(mesh) == [10] * 4
 
 
-def test_a_peer_whose_copies_change_the_data_is_none(new_machine, monkeypatch, caplog):
+def test_peer_access_that_corrupts_data_is_not_used(new_machine, monkeypatch, caplog):
     here = new_machine(3, num_gpus=3)
     here.corrupt = {(0, 2), (2, 1)}
     monkeypatch.setattr(cuda_gpu, "_is_intact", cuda_gpu._is_intact.__wrapped__)
@@ -290,7 +290,7 @@ def summed(mesh: Mesh) -> list[float]:
     return [row[0].numpy()[0] for row in rows]
 
 
-def test_without_peers_nothing_reaches_over(new_machine):
+def test_without_peer_access_no_launch_reads_another_gpu(new_machine):
     new_machine(3, peers=False)
     with open_mesh([0, 1], backend="cuda") as mesh:
         near, far = mesh.devices
@@ -298,7 +298,7 @@ def test_without_peers_nothing_reaches_over(new_machine):
             add(near, uploaded(near, 1), uploaded(far, 2))
 
 
-def test_a_refused_text_points_into_the_file(mesh, monkeypatch):
+def test_a_compile_error_points_into_the_source_file(mesh, monkeypatch):
     monkeypatch.setattr(compile, "kernel_text", lambda stem: '#line 7 "kernels/add_n.cu"\nno C++\n')
     kernel = replace(ADD_N, templates=(("float32", "float32", 1),))
     with pytest.raises(
@@ -384,7 +384,7 @@ def test_zeros_of_both_signs_are_different_arguments(mesh):
     assert np.signbit(outs[1].numpy()).all()
 
 
-def test_the_time_between_two_events_is_told_when_both_have_passed(mesh):
+def test_the_elapsed_time_of_two_events_is_known_when_both_have_completed(mesh):
     device = mesh.devices[0]
     stream = device._stream("compute")
     with device.gpu:
@@ -397,7 +397,7 @@ def test_the_time_between_two_events_is_told_when_both_have_passed(mesh):
 
 
 @pytest.mark.parametrize("options", [{}, {"disable_timing": True}])
-def test_an_event_that_tells_no_time_is_a_fault(new_machine, options):
+def test_the_time_of_an_event_without_timing_is_a_fault(new_machine, options):
     here = new_machine(0)  # nothing runs before a wait
     event = cupy.cuda.Event(**options)
     event.record(cupy.cuda.Stream(non_blocking=True))

@@ -74,7 +74,9 @@ def test_the_weights_are_those_of_the_simulation(
         pytest.param("0,1", 0, marks=pytest.mark.multi_gpu(2)),
     ],
 )
-def test_so_are_those_of_one_worker_of_agn(example, gpus, tmp_path, monkeypatch, placement, seed):
+def test_the_weights_of_one_agn_worker_are_those_of_the_simulation(
+    example, gpus, tmp_path, monkeypatch, placement, seed
+):
     """In its own thread, with two replicas; more workers would race."""
     monkeypatch.setenv("MPLBACKEND", "Agg")
     gpus(seed)

@@ -44,7 +44,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_the_call_that_meets_it_and_every_later_one_say_so(here, use):
+def test_the_call_that_finds_a_failed_gpu_and_every_later_one_raise(here, use):
     mesh = open_mesh([0, 1, 1], backend="cuda")
     device = mesh.devices[1]
     buffer = uploaded(device, 1)
@@ -73,7 +73,7 @@ PASSING = (2, 46, 701, 704, 711, 712, 713, 720, 801)
 
 
 @pytest.mark.parametrize("use", ["launch", "mark"])
-def test_errors_that_stay_fail_the_gpu_and_errors_that_pass_do_not(new_machine, use):
+def test_sticky_errors_fail_the_gpu_and_other_errors_do_not(new_machine, use):
     here = new_machine(1, num_gpus=1)
     for status in (*STICKY, *PASSING):
         with open_mesh(1, backend="cuda") as mesh:
@@ -85,7 +85,7 @@ def test_errors_that_stay_fail_the_gpu_and_errors_that_pass_do_not(new_machine, 
             here.freed.clear()
 
 
-def test_an_error_that_a_gpu_survives_loses_nothing(here):
+def test_after_an_out_of_memory_error_a_gpu_works_on(here):
     out_of_memory = 2
     assert out_of_memory not in FATAL
     with open_mesh([0, 1], backend="cuda") as mesh:

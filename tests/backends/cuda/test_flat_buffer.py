@@ -148,7 +148,7 @@ def test_attached_gradients_of_pytorch_are_attached_again_in_the_order_of_its_st
             assert all_equal(torch, [each.grad for each in row], sums(3, turn))
 
 
-def test_a_gradient_that_is_not_there_or_lies_elsewhere_is_seen(mesh, torch):
+def test_a_missing_or_moved_gradient_is_detected(mesh, torch):
     parameters = parameters_on(torch, mesh)
     flat = mesh.flat_buffer(SHAPES, "float32")
     step = flat.prepare_all_reduce(SUM, cross_device_ops=gr.HierarchicalCopyAllReduce(mesh=mesh))
@@ -166,7 +166,7 @@ def test_a_gradient_that_is_not_there_or_lies_elsewhere_is_seen(mesh, torch):
     assert parameters[2][1].grad is None
 
 
-def test_what_lies_in_a_flat_buffer_is_fenced_once_a_call_as_ever(here, mesh, torch):
+def test_arrays_of_a_flat_buffer_are_fenced_once_per_call(here, mesh, torch):
     device = mesh.devices[1]
     row = mesh.flat_buffer(SHAPES, "float32").arrays("torch")[1]
     before = here.counts["record"]
@@ -179,7 +179,7 @@ def test_what_lies_in_a_flat_buffer_is_fenced_once_a_call_as_ever(here, mesh, to
     assert (view.device, view.block.owned) == (mesh.devices[0], False)
 
 
-def test_a_flat_buffer_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
+def test_a_flat_buffer_without_a_fence_is_a_fault(new_machine, monkeypatch):
     here = new_machine(2)
     theirs = cupy.cuda.Stream(non_blocking=True)
     refused = pytest.raises(machine.Fault, match="unordered: ")
@@ -194,7 +194,7 @@ def test_a_flat_buffer_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["views", "tensors"])
-def test_a_prepared_step_comes_between_what_pytorch_holds(mesh, torch, given):
+def test_a_prepared_step_is_ordered_with_pytorchs_stream(mesh, torch, given):
     """Tensors are ordered with PyTorch's stream; views need ``release`` and ``adopt``."""
     mesh = mesh[0:2]
     flat = mesh.flat_buffer(SHAPES, "float32")
@@ -217,7 +217,7 @@ def test_a_prepared_step_comes_between_what_pytorch_holds(mesh, torch, given):
         assert same(result.buffers[1].numpy(), expected)
 
 
-def test_outs_are_written_where_they_are_between_what_their_streams_hold(here, mesh, torch):
+def test_outs_are_written_in_place_in_the_order_of_their_streams(here, mesh, torch):
     device = mesh.devices[1]
     mine = cupy.cuda.Stream(non_blocking=True)
     halves = data((7, 30)).astype(as_dtype("bfloat16"))
@@ -250,7 +250,7 @@ def test_outs_are_written_where_they_are_between_what_their_streams_hold(here, m
     assert outs[1].buffer.address == flat.array.data.ptr
 
 
-def test_outs_elsewhere_are_refused(here, mesh, torch):
+def test_outs_on_other_devices_or_not_dense_are_refused(here, mesh, torch):
     device, far = mesh.devices[0], mesh.devices[2]
     array = cupy.asarray(data((7, 30)))
     flat_array = mesh.flat_buffer([(7, 30)], "float32").arrays()[1][0]
@@ -275,7 +275,7 @@ def test_outs_elsewhere_are_refused(here, mesh, torch):
         assert here.counts.get("record", 0) == before  # no wait
 
 
-def test_arrays_that_cannot_show_a_gpus_memory_are_refused(mesh):
+def test_arrays_that_cannot_share_gpu_memory_are_refused(mesh):
     flat = mesh.flat_buffer(SHAPES, "float32")
     with pytest.raises(ValueError, match="output_type='numpy': cuda:0 is a GPU"):
         flat.arrays("numpy")
@@ -283,7 +283,7 @@ def test_arrays_that_cannot_show_a_gpus_memory_are_refused(mesh):
 
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 @pytest.mark.parametrize("outs", ["in place", "as they lie", "in C's order"])
-def test_arrays_in_another_order_of_axes_are_reduced_as_they_lie(mesh, torch, library, outs):
+def test_arrays_with_another_axis_order_are_reduced_in_memory_order(mesh, torch, library, outs):
     """On their library's streams; an out with other strides is copied to, also there."""
     stream = torch.on if library == "torch" else cupy.cuda.Device
 

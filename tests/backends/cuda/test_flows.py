@@ -253,7 +253,7 @@ def test_an_accumulator_on_one_device(dtype, reduction_type, gpus):
     ],
     ids=str,
 )
-def test_what_is_saved_of_an_accumulator_goes_on_anywhere(placement, gpus):
+def test_a_saved_accumulator_continues_on_any_backend(placement, gpus):
     """From a GPU to another accumulator there and to the simulation, and back."""
     gpus(4)
     with opened(placement) as meshes:
@@ -312,7 +312,7 @@ def test_replicas_of_a_mesh_on_one_device(placement, dtype, peers, gpus):
 
 
 @pytest.mark.parametrize(("placement", "algorithm"), [PLACED[2], PLACED[-2]])
-def test_a_reduction_is_explained(monkeypatch, placement, algorithm):
+def test_a_reduction_is_profiled(monkeypatch, placement, algorithm):
     monkeypatch.setattr("gradreduce.reduce.profile.GPU_BYTES", 1 << 12)
     with gr.open_mesh(placement, backend="cuda") as mesh:
         ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)

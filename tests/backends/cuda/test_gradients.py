@@ -166,7 +166,7 @@ def test_what_a_loss_has_read_is_written_after_it(gpus, seed):
 
 @pytest.mark.multi_gpu(2)
 @pytest.mark.parametrize("method", list(gr.AggregationMethod))
-def test_terms_of_several_gpus_are_added_where_the_first_lies(gpus, method):
+def test_terms_of_several_gpus_are_added_on_the_first_device(gpus, method):
     gpus(2)
     import cupy
 

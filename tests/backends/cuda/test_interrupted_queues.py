@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.captures import captured
 from support.reduction_calls import dense
-from support.signal_injection import Strike, ctrl_c
+from support.signal_injection import SignalInjection, ctrl_c
 
 import gradreduce as gr
 from gradreduce import ops
@@ -35,14 +35,14 @@ def at_each_point(call, handler):
     for place in count(1):
         passed = 0
 
-        def strike(place=place):
+        def call_handler(place=place):
             nonlocal passed
             if sys._getframe(2).f_code.co_filename.startswith(OURS):
                 passed += 1
                 if passed == place:
                     handler()
 
-        with suppress(KeyboardInterrupt), Strike(1, strike, every=1):
+        with suppress(KeyboardInterrupt), SignalInjection(1, call_handler, every=1):
             call()
         yield
         if passed < place:
@@ -55,7 +55,7 @@ def receive(sends, receives, gpu, stream):
         cupy.cuda.runtime.memsetAsync(buffer.address, 0, buffer.nbytes, stream)
 
 
-class Giving:
+class SubmittedWork:
     """Work that writes ``near``, on a queue of a device."""
 
     def __init__(self, device, away):
@@ -93,18 +93,18 @@ ON_TRANSFER = ("copy", "upload", "exchange")
 @pytest.mark.whole_product
 @pytest.mark.parametrize("by", ["ctrl-c", "thread"])
 @pytest.mark.parametrize("way", ["launch", "fill", "graph", *ON_TRANSFER])
-def test_who_waits_for_a_queue_waits_for_all_work(way, by, gpus):
+def test_waiting_for_a_queue_waits_for_all_its_work(way, by, gpus):
     """Also if Ctrl-C interrupted a call, or another thread marked its queue meanwhile."""
     gpus(0)
     queue = "transfer" if way in ON_TRANSFER else "compute"
     with gr.open_mesh([0, 1], backend="cuda") as mesh:
         device = mesh[0]
-        giving = Giving(*mesh.devices)
-        call = getattr(giving, way)
+        submitted = SubmittedWork(*mesh.devices)
+        call = getattr(submitted, way)
         device.wait(device.mark(), queue=queue)
-        giving.check(queue)
+        submitted.check(queue)
         for _ in at_each_point(call, ctrl_c if by == "ctrl-c" else partial(device.mark, queue)):
-            giving.check(queue)
+            submitted.check(queue)
 
 
 def test_a_queue_that_comes_in_the_middle_of_a_wait_waits_too(gpus):
@@ -126,7 +126,7 @@ def test_a_queue_that_comes_in_the_middle_of_a_wait_waits_too(gpus):
             reader.wait(middle.mark())
 
 
-def test_a_writer_that_ctrl_c_cut_short_waits_for_copies_when_it_is_called_again(gpus):
+def test_a_writer_that_ctrl_c_interrupted_waits_for_copies_when_called_again(gpus):
     gpus(0)
     with gr.open_mesh([0, 1], backend="cuda") as mesh:
         device, away = mesh.devices
@@ -153,7 +153,7 @@ def test_memory_that_a_download_writes_is_not_used_again_after_ctrl_c(gpus):
             device.upload(ONES)
 
 
-def test_a_result_that_a_copy_still_reads_is_handed_out_behind_it(gpus):
+def test_a_result_that_a_copy_still_reads_is_returned_after_it_in_stream_order(gpus):
     """Also if the caller's stream already waits for an earlier result."""
     gpus(0)
     with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
@@ -168,7 +168,7 @@ def test_a_result_that_a_copy_still_reads_is_handed_out_behind_it(gpus):
         assert (far.numpy() == 1).all()
 
 
-def test_a_signal_handler_can_put_nothing_into_a_capture(gpus):
+def test_a_signal_handler_cannot_add_work_to_a_capture(gpus):
     gpus(0)
     with gr.open_mesh([0], backend="cuda") as mesh:
         (device,) = mesh.devices

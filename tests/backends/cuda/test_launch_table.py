@@ -36,7 +36,7 @@ def launch(out, term, num_rows, **options):
 
 @pytest.mark.parametrize("queue", ["compute", "transfer"])
 @pytest.mark.parametrize("num_rows", [1, INLINE_ROWS, INLINE_ROWS + 1, 400])
-def test_every_row_is_served(mesh, num_rows, queue):
+def test_every_row_is_processed(mesh, num_rows, queue):
     device = mesh.devices[0]
     values = exact_data((SIZE * num_rows,), "float32")
     term, out = device.upload(values), device.zeros(values.shape, "float32")
@@ -76,7 +76,7 @@ def test_a_thousand_inputs_are_one_launch_and_one_upload(mesh):
 
 
 @pytest.mark.parametrize("what", ["out", "input", "size"])
-def test_one_other_address_or_size_is_another_table(mesh, what):
+def test_a_changed_address_or_size_makes_another_table(mesh, what):
     """Each is uploaded at its first use."""
     device = mesh.devices[0]
     values = exact_data((SIZE * 200,), "float32")
@@ -109,7 +109,7 @@ def test_two_devices_keep_their_own_tables(mesh):
         assert same(out.numpy(), values)
 
 
-def test_old_tables_are_given_up(mesh, monkeypatch):
+def test_old_tables_are_freed(mesh, monkeypatch):
     monkeypatch.setattr(launch_table, "CACHED_WORDS", 3000)  # space for three of these
     monkeypatch.setattr(launch_table, "CACHED_TABLES", 1)
     device = mesh.devices[0]

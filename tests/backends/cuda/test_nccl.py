@@ -263,7 +263,7 @@ def test_a_group_that_fails_at_its_end_may_have_launched(mesh, monkeypatch):
         assert buffer.device._mark("compute") is not mark
 
 
-def test_closing_aborts_what_was_made(here):
+def test_closing_aborts_all_communicators(here):
     with open_mesh([0, 1], backend="cuda") as mesh:
         mesh.collective.all_reduce(ones(mesh, (0, 1)))
         made = [comm for clique in mesh.collective._cliques.made.values() for comm in clique]
@@ -316,7 +316,7 @@ LIBNCCL = b"""extern "C" int ncclGetVersion(int* version) { *version = 22105; re
 extern "C" const char* ncclGetLastError(void*) { return "no route to host"; }"""
 
 
-def test_errors_have_the_text_of_nccl_and_tell_of_two_libraries(here, tmp_path, monkeypatch):
+def test_errors_have_the_text_of_nccl_and_report_two_libraries(here, tmp_path, monkeypatch):
     """Loads two libraries under names that nothing else uses."""
     name = tmp_path.name
     monkeypatch.setattr(libnccl, "_NAME", name)
@@ -346,7 +346,7 @@ def test_errors_have_the_text_of_nccl_and_tell_of_two_libraries(here, tmp_path, 
         assert all(f"{file} (2.21.5)" in str(told) for told in (only.message, caught.value))
 
 
-def test_where_the_system_does_not_name_the_libraries_nothing_is_told(monkeypatch, tmp_path):
+def test_where_the_system_does_not_name_the_libraries_nothing_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(libnccl, "_MAPS", tmp_path / "missing")
     assert libnccl.error_details() == ""
 
@@ -373,7 +373,7 @@ def test_one_rank_is_fine(mesh):
     assert (out.numpy() == 3).all()
 
 
-def test_two_ranks_share_a_gpu_only_where_nccl_is_told_so(here, monkeypatch):
+def test_two_ranks_share_a_gpu_only_where_nccl_allows_it(here, monkeypatch):
     with open_mesh([0], backend="cuda") as mesh:
         twice = [mesh.devices[0]] * 2
         with pytest.raises(CollectiveError, match="NCCL_ERROR_INVALID_USAGE"):

@@ -12,7 +12,7 @@ from gradreduce.device import Mesh
 MIB = 1 << 20
 
 
-def spare() -> int:
+def usable_bytes() -> int:
     """Bytes that the tests may use: the free memory minus 1 GiB, or an eighth of little memory."""
     import cupy
 
@@ -29,13 +29,13 @@ def check_usable(mesh: Mesh) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_memory_that_one_of_eight_devices_has_freed_is_there_for_the_others(gpus, seed):
+def test_memory_that_one_of_eight_devices_freed_is_available_to_the_others(gpus, seed):
     """Also memory that the queue of another device still reads at the allocation."""
     gpus(seed, num_gpus=1, capacity=8 * MIB)
     with gr.open_mesh([0] * 8, backend="cuda") as mesh:
         first, second, third = mesh.devices[:3]
         check_usable(mesh)
-        size = spare() // 8 * 8
+        size = usable_bytes() // 8 * 8
         filled = [first.empty((size // 2,), "uint8") for _ in range(2)]
         small = first.upload(data((256,)), out=filled[0].view(0, (256,), np.dtype("float32")))
         read = third.empty((256,), "float32")
@@ -52,7 +52,7 @@ def test_a_gpu_that_is_full_says_so_and_the_mesh_stays_usable(gpus):
     gpus(2, num_gpus=1, capacity=8 * MIB)
     with gr.open_mesh([0] * 8, backend="cuda") as mesh:
         check_usable(mesh)
-        size = spare() // 8
+        size = usable_bytes() // 8
         kept = [device.empty((size,), "uint8") for device in mesh]
         says = rf"cuda:1: GPU 0 cannot allocate {size:,} bytes: .* are free, this mesh holds"
         with pytest.raises(MemoryError, match=says):

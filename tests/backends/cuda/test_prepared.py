@@ -21,7 +21,7 @@ PLACEMENTS = [
 ]
 
 
-def played(mesh, algorithm, shapes):
+def replayed(mesh, algorithm, shapes):
     """The results of three calls with other numbers each, also without a wait between them."""
     ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
     values = [dense(mesh, shape, dtype, place) for place, (shape, dtype) in enumerate(shapes)]
@@ -47,7 +47,7 @@ def check(placement, algorithm, shapes=SHAPES):
         gr.open_mesh(placement, backend="cuda") as mesh,
         gr.open_mesh(placement, backend="sim", strict=True) as sim,
     ):
-        found, wanted = played(mesh, algorithm, shapes), played(sim, algorithm, shapes)
+        found, wanted = replayed(mesh, algorithm, shapes), replayed(sim, algorithm, shapes)
     assert len(found) == len(wanted)
     assert all(map(same, found, wanted))
 

@@ -140,7 +140,7 @@ def fill(library, array, number) -> None:
 
 
 @pytest.mark.parametrize("num_packs", [0, 1])
-def test_calls_stand_between_the_streams_of_their_moment(library, mesh, num_packs):
+def test_calls_are_ordered_with_the_streams_current_at_the_call(library, mesh, num_packs):
     step, arrays = prepared(library, mesh, num_packs=num_packs)
     shown = [array for result in step.results for array in result.values]
     for turn in range(1, 4):
@@ -162,7 +162,7 @@ def test_calls_stand_between_the_streams_of_their_moment(library, mesh, num_pack
 
 
 @pytest.mark.parametrize("way", ["prepare", "capture"])
-def test_outs_are_written_between_the_streams_of_their_moment(library, mesh, way):
+def test_outs_are_ordered_with_the_streams_current_at_the_call(library, mesh, way):
     """Old outs may still be read when the next call is made; its inputs are our memory."""
     inputs = [[device.zeros(shape, "float32") for device in mesh] for shape in SHAPES]
     outs = [
@@ -190,7 +190,7 @@ def test_outs_are_written_between_the_streams_of_their_moment(library, mesh, way
 
 
 @pytest.mark.parametrize("way", ["prepare", "capture"])
-def test_values_of_different_devices_of_a_gpu_come_behind_its_stream(new_machine, way):
+def test_values_of_different_devices_of_a_gpu_are_ordered_after_its_stream(new_machine, way):
     new_machine(0)
     with gr.open_mesh([0] * 4, backend="cuda") as mesh:
         values = [
@@ -227,7 +227,7 @@ def test_a_call_fences_each_stream_once(here, mesh):
 
 
 @pytest.mark.parametrize("side", ["enter", "leave"])
-def test_a_fence_that_is_missing_is_a_fault(side, new_machine, monkeypatch):
+def test_a_missing_fence_is_a_fault(side, new_machine, monkeypatch):
     here = new_machine(2, num_gpus=2)
     with (
         pytest.raises(machine.Fault, match="unordered: "),
@@ -246,7 +246,7 @@ def test_a_fence_that_is_missing_is_a_fault(side, new_machine, monkeypatch):
     new_machine()
 
 
-def test_what_is_not_shared_or_has_no_stream_is_refused(mesh):
+def test_arrays_that_are_not_shared_or_have_no_stream_are_refused(mesh):
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     with cupy.cuda.Device(0):
         whole = cupy.asarray(np.ones((4, 4), np.float32))

@@ -102,7 +102,7 @@ def is_over(group: Any, done: set[tuple[int, int, int]]) -> bool:
     return all(message in done for side in group for _, message in side)
 
 
-def test_both_ends_of_a_message_are_in_groups_of_one_place():
+def test_both_ends_of_a_message_are_in_the_same_group():
     """Processes send different numbers of messages; most groups have one message."""
     size = 20
     count = {
@@ -138,7 +138,7 @@ def test_both_ends_of_a_message_are_in_groups_of_one_place():
     assert len(batches(0, 8, [(other, None) for other in range(1, 8)] * 16, [])) == 1
 
 
-def test_rows_and_broadcasts_travel_too(here):
+def test_rows_and_broadcasts_are_exchanged_too(here):
     def work(group):
         mesh = opened(group, 1)
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
@@ -236,7 +236,7 @@ def test_where_nccl_cannot_be_used_host_memory_is(here, caplog, monkeypatch, cha
     assert said in caplog.messages[-1]
 
 
-def test_an_id_that_process_0_cannot_make_is_told_to_all(here, monkeypatch):
+def test_an_id_that_process_0_cannot_make_is_an_error_in_all_processes(here, monkeypatch):
     def refuses():
         raise nccl.NcclError(2)
 

@@ -27,7 +27,7 @@ def counted(machine, call):
 
 
 @pytest.mark.parametrize("num_packs", [0, 1])
-def test_a_step_of_devices_on_one_gpu_is_its_launches(num_packs, gpus):
+def test_a_step_on_one_gpu_makes_no_cuda_calls_but_launches(num_packs, gpus):
     """Plain calls also allocate."""
     machine = gpus(0)
     with gr.open_mesh([0] * 8, backend="cuda") as mesh:
@@ -68,7 +68,7 @@ def moved(device, near):
     device.copy(near["b"], near["a"])
 
 
-GIVING = {
+SUBMITTING = {
     "launch": lambda device, near: ops.add_n([near["b"]], [[near["a"]]], device=device),
     "copy": moved,
     "fill": lambda device, near: device.zeros((3,), "float32"),
@@ -83,7 +83,7 @@ GIVING = {
 
 
 def operands_of(device, other, away):
-    """The arguments of the calls in ``GIVING``."""
+    """The arguments of the calls in ``SUBMITTING``."""
     near = {name: device.upload(np.ones(3, np.float32)) for name in "ab"}
     near |= {"other": other, "far": away.upload(np.ones(3, np.float32))}
     near["foreign"] = device.release(near["b"], 0)
@@ -92,8 +92,8 @@ def operands_of(device, other, away):
     return near
 
 
-@pytest.mark.parametrize("way", GIVING)
-def test_a_queue_is_marked_again_when_it_was_given_something(way, gpus):
+@pytest.mark.parametrize("way", SUBMITTING)
+def test_a_queue_is_marked_again_after_new_work(way, gpus):
     machine = gpus(0)
     with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
         device, other, away = mesh.devices
@@ -101,12 +101,12 @@ def test_a_queue_is_marked_again_when_it_was_given_something(way, gpus):
         mark = device.mark()
         assert counted(machine, lambda: [device.mark() for _ in "abc"]) == {}
         assert device.mark().event is mark.event
-        GIVING[way](device, near)
+        SUBMITTING[way](device, near)
         assert device.mark().event is not mark.event
 
 
-@pytest.mark.parametrize("way", GIVING)
-def test_a_leader_waits_again_for_a_device_that_was_given_something(way, gpus):
+@pytest.mark.parametrize("way", SUBMITTING)
+def test_a_leader_waits_again_for_a_device_with_new_work(way, gpus):
     machine = gpus(0)
     with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
         device, other, leader = mesh.devices
@@ -114,13 +114,13 @@ def test_a_leader_waits_again_for_a_device_that_was_given_something(way, gpus):
         for _ in range(2):
             join_streams(leader, sharing)
         assert counted(machine, lambda: join_streams(leader, sharing)) == {}
-        GIVING[way](device, near)
+        SUBMITTING[way](device, near)
         assert "wait" in counted(machine, lambda: join_streams(leader, sharing))
 
 
 @pytest.mark.parametrize("placement", [[0, 0, 0], [0, 1, 2]])
 @pytest.mark.parametrize("seed", range(3))
-def test_who_was_scattered_to_comes_behind_every_leader(seed, placement, gpus):
+def test_a_device_forked_from_several_leaders_waits_for_each(seed, placement, gpus):
     gpus(seed)
     with gr.open_mesh(placement, backend="cuda") as mesh:
         first, second, third = mesh.devices

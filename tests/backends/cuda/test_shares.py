@@ -75,7 +75,7 @@ def test_a_sharded_step_has_the_bits_of_the_simulation(placement, gpus):
         np.testing.assert_equal(trained(mesh, 0, len(placement), True), wanted)
 
 
-def test_a_sharded_step_of_several_processes_has_them_too(gpus):
+def test_a_sharded_step_of_several_processes_has_the_same_bits(gpus):
     gpus(3)
     with gr.open_mesh(4, backend="sim") as mesh:
         wanted = trained(mesh, 0, 4, False)

@@ -37,7 +37,7 @@ def test_a_signature_is_read_from_its_line():
     assert parameters("A dictionary (of attributes).") is None
 
 
-def test_another_parameter_is_seen(monkeypatch):
+def test_a_changed_parameter_is_detected(monkeypatch):
     def record(self, queue=None):
         raise AssertionError
 

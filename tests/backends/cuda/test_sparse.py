@@ -147,7 +147,7 @@ def test_the_host_waits_for_indices_on_a_gpu_and_for_nothing_else(seed, gpus, wa
 
 
 @pytest.mark.fake_cupy
-def test_what_is_stale_or_refused_asks_nothing_of_a_gpu(gpus, waits):
+def test_stale_and_refused_gradients_make_no_cuda_call(gpus, waits):
     machine = gpus(0)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         acc = gr.SparseConditionalAccumulator("float32", (9, 2), device=mesh)

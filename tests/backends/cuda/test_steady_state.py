@@ -14,7 +14,7 @@ pytestmark = pytest.mark.fake_cupy
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
 @pytest.mark.parametrize("placement", [[0] * 8, [0, 0, 1, 1]], ids=str)
-def test_nothing_is_asked_for_again(placement, algorithm, setting, form, gpus, monkeypatch):
+def test_a_steady_state_allocates_nothing(placement, algorithm, setting, form, gpus, monkeypatch):
     """If the GPUs have finished at the next call; a GPU that is behind needs more memory."""
     if (form, algorithm) == (captured, "nccl") and 1 in placement:
         placement = [0, 0]  # NCCL over several GPUs is not captured

@@ -6,7 +6,7 @@ NCCL lets processes share a GPU from 2.30 on, as an experiment: with few CTAs, w
 import re
 
 import pytest
-from support.processes import ends_well, run_scenario
+from support.processes import check_scenario, run_scenario
 
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}
 BY_LAUNCHER = {"torchrun": pytest.mark.torch, "mpi": pytest.mark.mpi}
@@ -33,7 +33,7 @@ def allow(monkeypatch, devices):
 @pytest.mark.parametrize(("launcher", "devices"), cases("own", "shared", "host"))
 def test_gpus_sum_with_the_bits_of_one_process(launcher, devices, monkeypatch):
     allow(monkeypatch, devices)
-    ends_well(launcher, 2, "on_gpus", devices)
+    check_scenario(launcher, 2, "on_gpus", devices)
 
 
 @pytest.mark.faults

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.processes import MPI, TORCHRUN, ends_well
+from support.processes import MPI, TORCHRUN, check_scenario
 
 from gradreduce.backends.processes.launchers import detect, slurm_address
 from gradreduce.errors import BackendUnavailableError, CollectiveError
@@ -14,16 +14,16 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, MPI])
 def test_meshes_over_subgroups_work_in_turns(launcher):
-    ends_well(launcher, 4, "subgroups")
+    check_scenario(launcher, 4, "subgroups")
 
 
 @pytest.mark.torch
 def test_processes_that_torchrun_starts_again_meet_each_other_only():
-    ends_well("torchrun", 2, "restarted", restarts=1)
+    check_scenario("torchrun", 2, "restarted", restarts=1)
 
 
 @pytest.mark.torch
-def test_what_earlier_processes_left_in_a_store_is_not_taken():
+def test_keys_of_earlier_processes_in_a_store_are_ignored():
     import torch.distributed as dist
 
     from gradreduce.backends.processes.torch_group import _new_name
@@ -50,20 +50,20 @@ def test_what_earlier_processes_left_in_a_store_is_not_taken():
 
 @pytest.mark.torch
 def test_ddp_trains_alike_with_our_hook_and_so_does_data_parallel():
-    ends_well("torchrun", 3, "pytorch")
+    check_scenario("torchrun", 3, "pytorch")
 
 
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_hook_of_fsdp_averages_over_the_copies_of_shards():
-    ends_well("torchrun", 4, "hybrid")
+    check_scenario("torchrun", 4, "hybrid")
 
 
 @pytest.mark.jax
 @pytest.mark.mpi
 def test_arrays_of_jax_are_summed_over_processes():
-    ends_well("mpi", 2, "jax_arrays")
+    check_scenario("mpi", 2, "jax_arrays")
 
 
 @pytest.mark.torch

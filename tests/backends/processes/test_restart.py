@@ -54,7 +54,7 @@ def start_agent(port, run_id, folder, **variables):
 @pytest.mark.torch
 @pytest.mark.faults
 @pytest.mark.exhaustive
-def test_training_goes_on_when_an_agent_joins_and_when_it_is_killed(tmp_path):
+def test_training_continues_when_an_agent_joins_and_when_it_is_killed(tmp_path):
     port, run_id = free_port(), uuid.uuid4().hex
     try:
         host = start_agent(port, run_id, tmp_path)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.exhaustive import examples
 from support.process_cases import LAYOUTS, WAYS, counts_of
-from support.processes import MPI, SLURM, TORCHRUN, ends_well
+from support.processes import MPI, SLURM, TORCHRUN, check_scenario
 
 DTYPES = (
     "float32", "float64", "float16", "bfloat16", "complex64", "int16", "int32", "int64", "uint8",
@@ -69,4 +69,4 @@ def test_processes_have_the_bits_of_one(launcher, tmp_path):
     found.append({**found[0], "way": "plain", "shapes": [[7]] * 1000, "dtypes": ["float32"] * 1000})
     file = tmp_path / "cases.json"
     file.write_text(json.dumps(found))
-    ends_well(launcher, size, "values", str(file))
+    check_scenario(launcher, size, "values", str(file))

@@ -51,7 +51,7 @@ def test_strict_memory_is_filled_at_allocation(device, dtype, shape):
         device.zeros(shape, dtype)
 
 
-def test_plain_memory_comes_back_as_it_was_left():
+def test_without_strict_memory_is_reused_with_its_contents():
     with simulated(1, strict=False) as mesh:
         device = mesh.devices[0]
         address = uploaded(device, 1).address
@@ -94,7 +94,7 @@ def test_trim_gives_everything_back(mesh):
     assert same(kept.numpy(), data((SIZE,), seed=1))
 
 
-def test_pools_are_trimmed_before_memory_is_said_to_be_short(mesh, monkeypatch):
+def test_pools_are_trimmed_before_an_out_of_memory_error(mesh, monkeypatch):
     """As if the host had 9 MB: one device has 6 MB free in its pool, another allocates 8 MB."""
     live = weakref.WeakSet()
 
@@ -149,7 +149,7 @@ def test_deferred_memory_comes_back_when_the_queues_that_used_it_have_passed():
         assert device._pool.grown == num_grown
 
 
-def test_a_dying_block_takes_no_lock(mesh):
+def test_freeing_a_block_acquires_no_lock(mesh):
     """The collector may run in the thread that holds the pool's lock."""
     device = mesh.devices[0]
     held = [uploaded(device, 1)]
@@ -161,7 +161,7 @@ def test_a_dying_block_takes_no_lock(mesh):
     assert len(device.freed) == 1
 
 
-def test_memory_starts_where_a_gpu_would_start_it(device):
+def test_memory_is_aligned_as_on_a_gpu(device):
     for size in (0, 1, 3, 511, 512, 513, 100_000):
         buffer = device.empty((size,), "uint8")
         assert buffer.address % START == 0
@@ -170,7 +170,7 @@ def test_memory_starts_where_a_gpu_would_start_it(device):
         assert buffer.address + size <= end
 
 
-def test_the_pool_does_not_hoard_sizes_that_nobody_wants():
+def test_the_pool_returns_sizes_that_are_not_used():
     """If more than twice the peak is free, memory is returned to the system."""
     pool = SimPool()
     for size in (1, 3, 7, 15, 31):
@@ -185,7 +185,7 @@ def test_the_pool_does_not_hoard_sizes_that_nobody_wants():
     assert pool.free_bytes == 0
 
 
-def test_falling_sizes_settle():
+def test_falling_sizes_do_not_grow_the_pool():
     pool = SimPool()
     for turn in range(10):
         for size in (40, 24, 12):
@@ -205,15 +205,15 @@ def test_a_pool_that_cannot_grow_is_as_before():
     assert pool.allocate(8).bytes.nbytes == GRANULE
 
 
-def test_a_reference_that_writes_what_it_reads_is_caught(device):
-    def cheat(rows, num_inputs: int) -> None:
+def test_a_reference_that_writes_its_inputs_is_detected(device):
+    def write_inputs(rows, num_inputs: int) -> None:
         for out, term in rows:
             out[...] = term
             term[...] = 0
 
     out, term = device.zeros((SIZE,), FLOAT), uploaded(device, 1)
     with pytest.raises(ValueError, match="read-only"):
-        device.launch(replace(ADD_N, reference=cheat), PAIR, [[out, term]], (1,))
+        device.launch(replace(ADD_N, reference=write_inputs), PAIR, [[out, term]], (1,))
     assert same(term.numpy(), data((SIZE,), seed=1))
 
 

@@ -42,7 +42,7 @@ for threshold in range(2, 60):
 """
 
 
-def test_no_warning_leaves_and_the_callers_settings_stay():
+def test_no_warning_is_raised_and_the_callers_settings_are_kept():
     def work(divisor: int) -> np.ndarray:
         return np.ones(2) / divisor
 

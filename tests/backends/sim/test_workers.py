@@ -91,7 +91,7 @@ def test_many_small_rows_are_spread_too():
         assert len(seen) == 3
 
 
-def test_rows_that_are_not_elementwise_come_whole():
+def test_rows_that_are_not_elementwise_are_not_split():
     """In several threads, although the small row has as much work as the large one."""
     seen = []
 
@@ -231,7 +231,7 @@ def test_several_callers_share_the_threads():
         ([1, 1], 8, [1, 1]),
     ],
 )
-def test_blocks_are_shared_out_by_what_they_cost(costs, num_threads, sizes):
+def test_blocks_are_distributed_by_cost(costs, num_threads, sizes):
     blocks = list(range(len(costs)))
     parts = Workers(num_threads).shares(blocks, SPLIT_SIZE, costs)
     assert [len(part) for part in parts] == sizes
@@ -277,7 +277,7 @@ def test_an_interruption_is_raised_once_no_job_runs():
     """Also if several come: otherwise jobs would write memory that has a new owner."""
     go, begun, ended, pressed = threading.Event(), threading.Event(), [], []
 
-    class News(SimpleQueue):
+    class InterruptedQueue(SimpleQueue):
         def get(self, *arguments):
             if len(pressed) < 3:
                 pressed.append(True)
@@ -291,7 +291,7 @@ def test_an_interruption_is_raised_once_no_job_runs():
         ended.append(True)
 
     batch = sim_workers._Batch([job, lambda: None])
-    batch._news = News()
+    batch._news = InterruptedQueue()
     helper = threading.Thread(target=batch.help)
     helper.start()
     assert begun.wait(TIMEOUT)
@@ -301,7 +301,7 @@ def test_an_interruption_is_raised_once_no_job_runs():
     helper.join(TIMEOUT)
 
 
-def test_what_nobody_waits_for_keeps_no_memory():
+def test_an_abandoned_batch_keeps_no_memory():
     """A busy thread takes up a batch much later."""
     workers, go = Workers(2), threading.Event()
     array = np.zeros(3)
@@ -344,7 +344,7 @@ def test_a_failure_keeps_no_memory():
     workers.close()
 
 
-def test_what_is_closed_starts_no_thread():
+def test_closed_workers_start_no_thread():
     workers, times = Workers(3), []
     workers.close()
     workers.run([partial(times.append, None)] * 3)
@@ -352,7 +352,7 @@ def test_what_is_closed_starts_no_thread():
     assert not workers._threads
 
 
-class _Here:
+class ThreadLocalObject:
     """An object in thread-local data, which exists as long as its thread."""
 
 
@@ -364,7 +364,7 @@ def test_threads_end_with_their_mesh(end):
     barrier = threading.Barrier(3)
 
     def job() -> None:
-        local.here = _Here()
+        local.here = ThreadLocalObject()
         weakref.finalize(local.here, ended.put, threading.get_ident())
         barrier.wait(TIMEOUT)
 
@@ -387,7 +387,7 @@ def test_threads_end_with_their_mesh(end):
     ("bfloat16", ["bfloat16"], False),  # is added in another type
     ("float32", ["float32", "float32"], False),  # the sum is reused from the cache
 ])  # fmt: skip
-def test_what_needs_no_scratch_is_cut_into_fewer_blocks(out, terms, streams):
+def test_kernels_without_scratch_are_cut_into_fewer_blocks(out, terms, streams):
     """As few as keep all threads busy: a block costs as much as thousands of additions."""
     size = 16 * BLOCK_SIZE
     lengths = []

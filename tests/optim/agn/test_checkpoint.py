@@ -163,7 +163,7 @@ def test_a_checkpoint_of_before_the_first_push_has_no_slots(mesh):
     assert found == [([-np.float32(0.1)] * 3, [[1.0] * 3])] * 2
 
 
-def test_such_slots_are_made_for_what_was_given_before(mesh):
+def test_missing_slots_are_made_for_variables_of_earlier_pushes(mesh):
     starts = {"a": np.zeros(2, "float32"), "b": np.zeros(2, "float32")}
     (worker,) = pair(mesh, 2, WAYS["momentum"][0], starts, 1)
     empty = worker.getter.center.state_dict()
@@ -215,7 +215,7 @@ def test_what_is_wrong_changes_nothing(mesh, which):
     assert pickle.dumps(saved(team)) == pickle.dumps(before[1])
 
 
-def test_slots_want_an_optimizer(mesh):
+def test_loading_slots_requires_an_optimizer(mesh):
     one, center = team_of(mesh, "momentum"), gr.AGNCenter(mesh)
     steps(one, range(6))
     getter = gr.AGNCustomGetter(mesh.devices[0], center=center)

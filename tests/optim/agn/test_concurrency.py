@@ -29,7 +29,7 @@ def worker(mesh, center, make=lambda: gr.MomentumOptimizer(1.0, 0.5), period=1, 
     return getter, var, gr.AGNOptimizer(make(), 1, getter, period, **more)
 
 
-def test_no_start_and_no_checkpoint_is_torn(mesh):
+def test_starts_and_checkpoints_are_consistent_snapshots(mesh):
     """All elements of a variable, and its slots, come from the same push."""
     center, ended = gr.AGNCenter(mesh.devices[1]), threading.Event()
     _, var, pushing = worker(mesh, center, lambda: gr.MomentumOptimizer(1.0, 1.0), shape=(200_000,))
@@ -58,7 +58,7 @@ def test_no_start_and_no_checkpoint_is_torn(mesh):
         sys.setswitchinterval(interval)
 
 
-def test_a_refused_dense_gradient_leaves_rows_rows(mesh):
+def test_a_refused_dense_gradient_keeps_the_sum_sparse(mesh):
     found = []
     for rates in ([1.0] * 6, [*[1.0] * 5, "no number", 1.0, 1.0]):
         asked = iter(rates)  # once for a step, and once more for a communication
@@ -136,7 +136,7 @@ def test_a_push_after_a_load_goes_to_the_loaded_slots(mesh):
     assert optimizer.local_step.numpy() == 3
 
 
-def test_a_rate_is_asked_twice_in_a_step_behind_a_load_too(mesh):
+def test_a_learning_rate_is_called_twice_in_a_step_after_a_load_too(mesh):
     center, asked = gr.AGNCenter(mesh), []
     _, var, optimizer = worker(
         mesh, center, lambda: gr.MomentumOptimizer(lambda: asked.append(1) or 1.0, 0.5)
@@ -147,7 +147,7 @@ def test_a_rate_is_asked_twice_in_a_step_behind_a_load_too(mesh):
     assert len(asked) == 6
 
 
-def test_a_push_after_slots_were_loaded_pulls_into_those(mesh):
+def test_a_push_after_slots_were_loaded_writes_the_loaded_slots(mesh):
     workers, gradient = [], np.ones(2, "float16")
     for center in [gr.AGNCenter(mesh)] * 2:
         getter = gr.AGNCustomGetter(mesh.devices[0], center=center)
@@ -189,7 +189,7 @@ def test_slots_that_are_loaded_beside_the_worker_count(mesh):
     assert (optimizer.get_slot(var, "momentum").numpy() == 1.75 * 0.5 + 1).all()
 
 
-def test_who_looks_at_an_empty_sum_is_shown_other_memory(mesh):
+def test_reading_an_empty_sum_returns_other_memory(mesh):
     getter, var, optimizer = worker(mesh, gr.AGNCenter(mesh), period=2)
     optimizer.apply_gradients([(ONE, var)])
     optimizer.apply_gradients([(ONE, var)])
@@ -224,7 +224,7 @@ def test_a_global_step_that_cannot_count_is_refused_first(mesh):
                 change(1)
 
 
-def test_a_training_ends_with_its_getters_whatever_else_is_kept(mesh):
+def test_a_training_ends_with_its_getters_even_if_other_objects_are_kept(mesh):
     kept = []
     for _ in range(2):
         getter = gr.AGNCustomGetter(mesh.devices[0])
@@ -251,7 +251,7 @@ def test_a_getter_and_an_inner_optimizer_have_one_owner(mesh):
     assert gr.AGNOptimizer(inner, 1, getter).get_slot_names() == []
 
 
-def test_a_second_round_waits_again_and_a_lost_worker_ends_its_own(mesh):
+def test_a_second_round_waits_again_and_a_failed_worker_ends_its_own(mesh):
     center = gr.AGNCenter(mesh)
     registry = center._shared.registry
     for task in range(2):

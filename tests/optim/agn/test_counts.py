@@ -72,7 +72,7 @@ def test_steps_and_pushes_are_labelled_with_the_variables(mesh, gamma):
     assert all(record.label.names == list(STARTS) for record in journal.of("launch"))
 
 
-def test_ten_pushes_do_not_queue_at_one_device(mesh):
+def test_ten_pushes_are_distributed_over_the_devices(mesh):
     """No device of the center gets more than its share of the bytes."""
     if len(mesh) == 2:
         return
@@ -113,7 +113,7 @@ def test_memory_of_a_steady_state_does_not_grow(mesh, make, is_sparse, gamma):
     assert live[1] == live[2] == live[3]
 
 
-def test_a_communication_is_worked_out_once_if_it_holds_no_memory(mesh, monkeypatch):
+def test_a_communication_is_planned_once_if_it_holds_no_memory(mesh, monkeypatch):
     """A push that cannot access the worker's memory needs temporary memory; others do not."""
     planned, home = [], mesh.devices[1]
 

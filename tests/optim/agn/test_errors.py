@@ -146,7 +146,7 @@ def test_another_mesh(mesh, worker):
 def test_a_rule_that_raises_changes_nothing(mesh):
     """Neither at the worker nor, at the end of the period, at the center."""
 
-    class Picky(Own):
+    class FailsOnce(Own):
         fails = -1
 
         def _apply(self, variable, slots, gradient):
@@ -157,10 +157,10 @@ def test_a_rule_that_raises_changes_nothing(mesh):
 
     found = []
     for fails in (-1, 1, 2, 3, 4):
-        (made,) = pair(mesh, 2, Picky, STARTS, 1)
+        (made,) = pair(mesh, 2, FailsOnce, STARTS, 1)
         for _ in range(3):
             made.step(ONES)
-        Picky.fails, before = fails, made.everything()
+        FailsOnce.fails, before = fails, made.everything()
         if fails > 0:
             with pytest.raises(ArithmeticError, match="no"):
                 made.step(ONES)
@@ -179,7 +179,7 @@ def test_nan_passes_through(mesh, worker):
     assert np.isinf(worker.local["v"]).tolist() == [False, False, True]
 
 
-def test_nothing_is_a_gradient_too(mesh):
+def test_empty_gradients_are_accepted(mesh):
     starts = {"none": np.zeros((0, 3), "float32"), "thin": np.zeros((4, 0), "float32"),
               "one": np.float32(1)}  # fmt: skip
     team = pair(mesh, 2, lambda: gr.MomentumOptimizer(0.5, 0.5), starts)
@@ -229,7 +229,7 @@ def test_slots_are_those_of_the_inner_optimizer(mesh, worker):
     assert worker.inner.cross_device_ops is worker.optimizer.cross_device_ops is chosen
 
 
-def test_memory_that_was_given_back_may_hold_a_gradient(mesh):
+def test_freed_memory_may_be_reused_for_a_gradient(mesh):
     """The memory of slots before a load, and of a sum that was converted to an array."""
     home = mesh.devices[1]
     worker = Worker(home, gr.AGNCenter(home), STARTS, lambda: gr.MomentumOptimizer(0.5, 0.5), 1, 2)
@@ -248,7 +248,7 @@ def test_memory_that_was_given_back_may_hold_a_gradient(mesh):
     step_by_new_memory()
 
 
-def test_the_sum_is_no_gradient_wherever_it_is(mesh):
+def test_the_sum_cannot_be_a_gradient_on_any_device(mesh):
     home = mesh.devices[1]
     worker = Worker(home, gr.AGNCenter(home), STARTS, lambda: gr.MomentumOptimizer(0.5, 0.5), 1, 2)
     for grad in (ONES["t"], gr.IndexedSlices(ONES["t"][:2], [1, 2]), ONES["t"], ONES["t"]):
@@ -259,7 +259,7 @@ def test_the_sum_is_no_gradient_wherever_it_is(mesh):
     refused(worker, ValueError, "shares memory with a variable or slot", pairs)
 
 
-def test_the_center_is_no_gradient_of_a_step_that_makes_up_a_push(mesh, monkeypatch):
+def test_the_center_cannot_be_a_gradient_of_a_step_that_repeats_a_push(mesh, monkeypatch):
     """A repeated push writes the center before the step reads its gradients."""
     home = mesh.devices[0]
     worker = Worker(home, gr.AGNCenter(home), STARTS, lambda: gr.MomentumOptimizer(0.5, 0.5))

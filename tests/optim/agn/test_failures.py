@@ -28,12 +28,12 @@ def implementation() -> str:
     return "numpy"
 
 
-class Planted(RuntimeError):
+class InjectedError(RuntimeError):
     """The failure that a test plants."""
 
 
 @pytest.fixture
-def plant():
+def inject_error():
     """Makes the n-th call of a method of devices fail once; without devices, removes this."""
     patch = pytest.MonkeyPatch()
 
@@ -41,19 +41,19 @@ def plant():
         def run(*args):
             calls.append(real.__name__)
             if len(calls) == first:
-                raise Planted(real.__name__)
+                raise InjectedError(real.__name__)
             return real(*args)
 
         return run
 
-    def planted(devices=(), method="", first=1):
+    def injected(devices=(), method="", first=1):
         patch.undo()
         calls = []
         for device in devices:
             patch.setattr(device, method, failing(getattr(device, method), calls, first))
         return calls
 
-    yield planted
+    yield injected
     patch.undo()
 
 
@@ -87,7 +87,7 @@ class Case:
     def step(self, seed):
         return self.worker.step(gradients(self.way, seed))
 
-    def went_on(self):
+    def continued(self):
         """The state two steps later."""
         self.step(4)
         return self.worker.everything(), of_center(self.center)
@@ -99,20 +99,20 @@ class Case:
             self.center.load_state_dict(self.states[0])
             self.worker.optimizer.load_state_dict(self.states[1])
             assert self.step(3) is True
-            assert self.went_on() == wanted
+            assert self.continued() == wanted
             return "half"
         assert of_center(self.center) == self.before[1]
         if self.worker.optimizer.local_step.numpy() == 3:
             assert self.worker.everything() == self.before[0]
             assert self.step(3) is True
-            assert self.went_on() == wanted
+            assert self.continued() == wanted
             return "nothing"
         assert self.worker.step(gradients(self.way, 4)) is True  # makes up
         assert (self.worker.everything(), of_center(self.center)) == wanted
         return "due"
 
     def check_refused(self):
-        text = r"the center is only partly updated.*AGNOptimizer: Planted\(.*load_state_dict"
+        text = r"the center is only partly updated.*AGNOptimizer: InjectedError\(.*load_state_dict"
         with pytest.raises(CollectiveError, match=text):
             self.step(5)
         with pytest.raises(CollectiveError, match=text):
@@ -125,24 +125,24 @@ class Case:
 
 @pytest.mark.parametrize("method", ["_allocate", "_prepare", "_launch", "_copy"])
 @pytest.mark.parametrize("way", WAYS)
-def test_whatever_fails(mesh, plant, way, method):
+def test_whatever_fails(mesh, inject_error, way, method):
     """The first call fails, then the second, until all have failed once; every third allocation."""
     calm, step = Case(mesh, way), 3 if method in ("_allocate", "_prepare") else 1
     assert calm.step(3) is True
-    wanted, outcomes = calm.went_on(), []
+    wanted, outcomes = calm.continued(), []
     for first in range(1, 60, step):
         case = Case(mesh, way)
-        plant(mesh.devices if method == "_copy" else mesh.devices[1:], method, first)
+        inject_error(mesh.devices if method == "_copy" else mesh.devices[1:], method, first)
         try:
             case.step(3)
-        except Planted as error:
+        except InjectedError as error:
             told = any("push failed part-way" in note for note in getattr(error, "__notes__", ()))
-            plant()
+            inject_error()
             assert told is (case.center._shared.fault is not None)
             outcomes.append(case.after_a_failure(wanted))
             continue
-        plant()
-        assert case.went_on() == wanted
+        inject_error()
+        assert case.continued() == wanted
         break
     if method in ("_allocate", "_prepare"):
         assert set(outcomes) <= {"nothing", "due"}
@@ -156,22 +156,22 @@ def test_whatever_fails(mesh, plant, way, method):
         assert outcomes.count("due") >= (6 if "rows" in way else 1)
 
 
-def test_a_launch_of_the_local_step_that_fails_leaves_all_as_before(mesh, plant):
+def test_a_launch_of_the_local_step_that_fails_leaves_all_as_before(mesh, inject_error):
     case = Case(mesh, "momentum")
-    plant(mesh.devices[:1], "_launch")
-    with pytest.raises(Planted):
+    inject_error(mesh.devices[:1], "_launch")
+    with pytest.raises(InjectedError):
         case.step(3)
-    plant()
+    inject_error()
     assert (case.worker.everything(), of_center(case.center)) == case.before
     assert case.center._shared.fault is None
 
 
 @pytest.mark.parametrize("what", ["rate", "rule", "plan"])
-def test_a_first_step_that_fails_leaves_no_slots_and_owes_nothing(mesh, monkeypatch, what):
+def test_a_first_step_that_fails_leaves_no_slots_and_no_pending_push(mesh, monkeypatch, what):
     """Also if it fails while later steps are planned."""
 
     def fail(*args):
-        raise Planted
+        raise InjectedError
 
     make = Own if what == "rule" else KINDS["adam"][1]
     starts, grads = {"v": np.ones(1, "float32")}, {"v": np.ones(1, "float32")}
@@ -183,7 +183,7 @@ def test_a_first_step_that_fails_leaves_no_slots_and_owes_nothing(mesh, monkeypa
             patch.setattr(worker.inner, "_apply" if what == "rule" else "learning_rate", fail)
         before = worker.optimizer.state_dict()
         for _ in range(2):
-            with pytest.raises(Planted):
+            with pytest.raises(InjectedError):
                 worker.step(grads)
             assert worker.optimizer.state_dict() == before
             assert worker.optimizer.get_slot_names() == []
@@ -194,16 +194,16 @@ def test_a_first_step_that_fails_leaves_no_slots_and_owes_nothing(mesh, monkeypa
     assert worker.everything() == calm.everything()
 
 
-def test_a_push_that_is_due_is_kept_by_a_checkpoint(mesh, plant):
+def test_a_pending_push_is_saved_by_a_checkpoint(mesh, inject_error):
     calm, case = Case(mesh, "momentum"), Case(mesh, "momentum")
     calm.step(3)
-    plant(mesh.devices[1:], "_launch")
-    with pytest.raises(Planted):
+    inject_error(mesh.devices[1:], "_launch")
+    with pytest.raises(InjectedError):
         case.step(3)
-    plant()
+    inject_error()
     state = case.worker.optimizer.state_dict()
     assert state["is_due"] is True
     case.worker.optimizer.get_init_op(0)()  # and is given up at a start
     assert case.worker.optimizer.state_dict()["is_due"] is False
     case.worker.optimizer.load_state_dict(state)
-    assert case.went_on() == calm.went_on()
+    assert case.continued() == calm.continued()

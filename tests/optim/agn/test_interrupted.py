@@ -230,7 +230,7 @@ def test_a_worker_starts_at_the_centers_masters(mesh):
         assert (optimizer.get_slot(each, "master").numpy() == 1 - 3 * 2.0**-13).all()
 
 
-def test_a_push_that_is_due_needs_sums(mesh):
+def test_a_pending_push_needs_sums(mesh):
     _, var, optimizer = made(mesh, period=5)
     with pytest.raises(ValueError, match="there are no sums to push"):
         optimizer.load_state_dict({**optimizer.state_dict(), "is_due": True})
@@ -243,7 +243,7 @@ def test_a_scale_that_a_float32_cannot_hold_is_refused(mesh):
         gr.AGNOptimizer(gr.GradientDescentOptimizer(1.0), 1, getter, distance_scale=1e-50)
 
 
-def test_who_waits_does_not_miss_a_worker_that_is_lost_at_once(mesh):
+def test_a_wait_notices_a_worker_that_fails_at_once(mesh):
     center = gr.AGNCenter(mesh)
     center._shared.registry.begin(1)
     waiting = center.start_worker(1, lambda: center._shared.registry.wait_for(2, LIMIT_S))
@@ -254,7 +254,7 @@ def test_who_waits_does_not_miss_a_worker_that_is_lost_at_once(mesh):
     assert center.failed_workers == (0,)
 
 
-def test_who_waits_does_not_miss_a_round_that_is_over_at_once(mesh):
+def test_a_wait_notices_a_round_that_ends_at_once(mesh):
     center = gr.AGNCenter(mesh)
     waiting = center.start_worker(2, lambda: center._shared.registry.wait_for(2, LIMIT_S))
     reached(lambda: center._shared.registry._waiters._waiters)

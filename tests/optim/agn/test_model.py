@@ -132,7 +132,7 @@ def test_distance_scale(mesh, kind, num, period, steps, ways):
         ("own", "bfloat16", True),
     ],
 )
-def test_halves(mesh, kind, dtype, masters, mirrored):
+def test_half_precision(mesh, kind, dtype, masters, mirrored):
     """The data are exact; the rule rounds where the model rounds."""
     forms = [("dense", "dense", "dense"), ("rows", "none", "dense"), ("replicas", "rows", "dense"),
              ("rows of replicas", "dense", "none")]  # fmt: skip

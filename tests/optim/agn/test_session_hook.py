@@ -162,7 +162,7 @@ def test_a_worker_that_fails_leaves_the_others_running(mesh, caplog):
     assert (workers[1].local["v"] == -5.5).all()
 
 
-def test_a_worker_without_a_hook_is_lost_too(mesh):
+def test_a_worker_without_a_hook_fails_too(mesh):
     center = gr.AGNCenter(mesh)
     threads = [center.start_worker(place, lambda: {}["no key"]) for place in (7, 3)]
     for thread in threads:
@@ -171,7 +171,7 @@ def test_a_worker_without_a_hook_is_lost_too(mesh):
     assert sorted(center.failed_workers) == [3, 7]
 
 
-def test_what_is_no_worker(mesh):
+def test_invalid_workers_are_refused(mesh):
     (worker,) = pair(mesh, num=1)
     center, hook = worker.getter.center, worker.optimizer.make_session_run_hook
     empty = gr.AGNOptimizer(gr.GradientDescentOptimizer(0.5), 1,

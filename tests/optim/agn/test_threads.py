@@ -17,7 +17,7 @@ WIDTHS = {"one": 3, "two": 40, "three": 1, "four": 700}
 
 
 @pytest.fixture(autouse=True)
-def restless():
+def fast_thread_switching():
     """Makes Python switch threads a hundred times more often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(before / 100)

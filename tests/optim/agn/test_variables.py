@@ -36,7 +36,7 @@ def test_a_trainable_variable_has_three_copies(mesh):
     assert center.variables() == [getter.center_variable(var)]
 
 
-def test_the_sum_of_halves_is_wider(mesh):
+def test_the_sum_of_half_precision_is_wider(mesh):
     getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
     var = made(getter, value=np.zeros(2, "float16"))
     kinds = [each.dtype.name for each in (getter.center_variable(var), getter.accumulation(var))]
@@ -110,7 +110,7 @@ def test_a_worker_has_one_variable_of_a_name(mesh):
     assert len(getter._shared.centers) == len(getter.center.variables()) == 1
 
 
-def test_whole_variables_go_where_the_fewest_bytes_are(mesh):
+def test_whole_variables_are_placed_on_the_device_with_the_fewest_bytes(mesh):
     center = gr.AGNCenter(mesh)
     getter = gr.AGNCustomGetter(mesh.devices[0], center=center)
     sizes = [100, 1, 30, 30, 7, 64, 30, 2, 2, 90]
