@@ -173,6 +173,11 @@ def listed(items: Iterable[Any], most: int = 5) -> str:
     return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Returns a number with its noun: ``"1 pack"``, ``"2 packs"``, ``"2 copies"``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 _NAME_LENGTH = 120  # PyTorch's names of parameters are shorter
 
 

@@ -211,6 +211,7 @@ def test_it_is_printed_for_people():
         values = [dense(mesh, (10,), "float32") for _ in range(5)]
         pairs = [*((value, value) for value in values), (values[0], "sim:2")]
         text = str(ops.plan(SUM, pairs)).splitlines()
+        assert str(ops.plan(SUM, pairs[:1])).startswith("1 pack on sim [0, 0, 1, 1]: ")
     assert text[0] == ("2 packs on sim [0, 0, 1, 1]: 4 launches, 0 copies, 0 collective ranks, "
                        "1,040 bytes leave a device")  # fmt: skip
     assert text[1].split() == "0 hierarchical_copy float32 240 bytes of each of 4 replicas, " \
@@ -230,7 +231,7 @@ def test_an_empty_value_has_nothing_to_transfer():
             agreed(mesh, ops, SUM, [(far, "sim:0"), (near, "sim:1")])
         ).splitlines()[1:]
     assert "0 bytes of each of 2 replicas, nothing to transfer: tensors 0" in far_text
-    assert "0 bytes of each of 1 replicas, on one physical device: tensors 1" in near_text
+    assert "0 bytes of 1 replica, on one physical device: tensors 1" in near_text
 
 
 def test_bad_arguments_are_those_of_the_reduction():

@@ -15,6 +15,7 @@ import click
 from gradreduce.arrays.distributed import PerReplica, ReduceOp
 from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.device import as_dtype
+from gradreduce.errors import counted
 from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.plan import ReducePlan, tensor_ranges
@@ -102,8 +103,9 @@ def plan(
     content = {"num_tensors": len(named), "num_elements": num_elements, "nbytes": nbytes}
     content |= json.loads(json.dumps(asdict(found), default=str))
     summary = (
-        f"{len(named)} tensors, {num_elements:,} elements, {nbytes:,} bytes on each of "
-        f"{len(devices)} devices\n{str(found).splitlines()[0]}"
+        f"{counted(len(named), 'tensor')}, {counted(num_elements, 'element')}, "
+        f"{counted(nbytes, 'byte')} on {'each of ' if len(devices) > 1 else ''}"
+        f"{counted(len(devices), 'device')}\n{str(found).splitlines()[0]}"
     )
     write(json_file, content, summary, "", _packs(found))
 

@@ -12,6 +12,7 @@ import click
 
 from gradreduce.device.op_log import QUEUES, replace_file
 from gradreduce.device.trace import Event, event_of, trace_path, trace_text
+from gradreduce.errors import counted
 
 from .options import json_option, plot_option, table, write
 from .pictures import plot_timeline
@@ -63,7 +64,7 @@ def trace(file: Path, output: Path | None, json_file: IO[str] | None, plot: Path
         json_file,
         {"operations": [dict(zip(keys, row, strict=True)) for row in rows]},
         *lines,
-        table(f"{len(events)} operations", columns, rows),
+        table(counted(len(events), "operation"), columns, rows),
     )
 
 

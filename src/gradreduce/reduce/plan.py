@@ -14,6 +14,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.device import Buffer, CommandList, DType, Journal, PackInfo, Record
 from gradreduce.device.command_list import Operation
+from gradreduce.errors import counted
 
 from .arguments import Request, batches_of, check_one_mesh
 from .pack_buffers import lay_out
@@ -107,16 +108,22 @@ class ReducePlan(Counts):
     def __str__(self) -> str:
         exchanges = ""
         if self.exchanges:
-            exchanges = f"{self.exchanges} exchanges of {self.exchange_bytes:,} bytes, "
+            exchanges = (
+                f"{counted(self.exchanges, 'exchange')} of {counted(self.exchange_bytes, 'byte')}, "
+            )
         lines = [
-            f"{len(self.packs)} packs on {self.backend} {list(self.mesh)}: {self.launches} "
-            f"launches, {self.copies} copies, {self.collectives} collective ranks, {exchanges}"
+            f"{counted(len(self.packs), 'pack')} on {self.backend} {list(self.mesh)}: "
+            f"{counted(self.launches, 'launch', 'launches')}, "
+            f"{counted(self.copies, 'copy', 'copies')}, "
+            f"{counted(self.collectives, 'collective rank')}, {exchanges}"
             f"{self.bytes:,} bytes leave a device"
         ]
         for index, pack in enumerate(self.packs):
+            several = len(pack.devices) > 1
+            replicas = f"{'each of ' if several else ''}{counted(len(pack.devices), 'replica')}"
             lines.append(
-                f"  {index:4} {pack.way:18}{pack.dtype!s:10}{pack.nbytes:14,} bytes of each of "
-                f"{len(pack.devices)} replicas{_transfer_text(pack, self.mesh)}: tensors "
+                f"  {index:4} {pack.way:18}{pack.dtype!s:10}{pack.nbytes:14,} bytes of "
+                f"{replicas}{_transfer_text(pack, self.mesh)}: tensors "
                 f"{tensor_ranges(pack.tensors, self.names)}"
             )
         return "\n".join(lines)
@@ -246,7 +253,7 @@ def _transfer_text(pack: PlannedPack, mesh: Sequence[int]) -> str:
     """Describes how a pack is transferred."""
     words = [] if pack.wire == pack.dtype else [f"as {pack.wire}"]
     if pack.moved:
-        words.append(f"packed on {pack.moved} devices")
+        words.append(f"packed on {counted(pack.moved, 'device')}")
     is_apart = len({mesh[device] for device in pack.devices}) > 1
     reader = "by the device that adds them"
     if pack.way != "one device":
