@@ -71,7 +71,7 @@ def all_reduce(
             ``gr.default_mesh()``.
         cross_device_ops: for example ``gr.AllReduceCrossDeviceOps(wire_dtype="bfloat16")``.
             Default: an all-reduce by NCCL, in one pack.
-        deadline: seconds from now; if the devices are not done by then, the mesh has failed.
+        deadline: seconds from now; if the devices are not done by then, the mesh fails.
 
     Returns:
         A pytree of the same structure with new arrays of the same shapes and shardings, committed

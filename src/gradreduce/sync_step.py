@@ -221,7 +221,7 @@ class SyncStep(NotCopied):
             local_step: the step at which the gradients were computed: an integer, or a Variable
                 that holds one. Default: ``global_step``. If it is stale in one process, all
                 processes drop their gradients.
-            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
+            deadline: seconds from now; if the devices are not done by then, the mesh fails.
 
         Returns:
             True if the variables were updated. False if the gradients were dropped as stale, if
@@ -275,7 +275,7 @@ class SyncStep(NotCopied):
         waits for the devices. Do not call the step in another thread during it.
 
         Args:
-            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
+            deadline: seconds from now; if the devices are not done by then, the mesh fails.
             output_type: see ``ConditionalAccumulator.state_dict``.
 
         Returns:

@@ -164,7 +164,10 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             DeadlineExceededError: the timeout expired; nothing was taken.
             CancelledError: the accumulator was closed, or the mesh failed during the wait.
             CollectiveError: the mesh has failed.
-            ValueError: ``deadline`` is not a number above 0.
+            ValueError: ``deadline`` is not a number above 0, or ``output_type`` is unknown or its
+                library is not imported.
+            TypeError: ``num_required`` is not an integer or a Variable, or ``timeout`` is not a
+                number.
 
         Example:
             >>> mesh = gr.open_mesh(1, backend="sim")

@@ -267,8 +267,10 @@ def take_grads(
 
     Raises:
         InvalidArgumentError: ``num_required`` is less than 1.
-        TypeError: ``accumulators`` is not a list of accumulators of this process.
-        ValueError: ``accumulators`` is empty, or has an accumulator twice.
+        TypeError: ``accumulators`` is not a list of accumulators of this process,
+            ``num_required`` is not an integer or a Variable, or ``timeout`` is not a number.
+        ValueError: ``accumulators`` is empty, or has an accumulator twice; ``deadline`` is not a
+            number above 0; or ``output_type`` is unknown or its library is not imported.
         DeviceMismatchError: the accumulators are on devices of different meshes.
         DeadlineExceededError: the timeout expired; nothing was taken.
         CancelledError: an accumulator was closed, or the mesh failed during the wait.

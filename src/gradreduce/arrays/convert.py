@@ -104,7 +104,9 @@ def as_view_kind(output_type: str | None, device: Device | None, use: str) -> Ki
     """
     kind = as_result_kind(output_type, "native", device)
     if kind == "jax":
-        raise ValueError(f"output_type='jax': JAX arrays are immutable and cannot be {use}")
+        raise ValueError(
+            f"output_type='jax': JAX arrays are immutable and cannot be {use}; use another type"
+        )
     if kind == "numpy" and device is not None and device.mesh_state.backend != "sim":
         raise ValueError(
             f"output_type='numpy': {device.name} is a GPU, whose memory NumPy cannot access"

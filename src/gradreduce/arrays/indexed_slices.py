@@ -93,7 +93,13 @@ class IndexedSlices:
     def of(
         cls, values: Any, indices: Indices, dense_shape: tuple[int, ...] | None
     ) -> IndexedSlices:
-        """Makes IndexedSlices without checks; ``indices`` (int64) becomes read-only."""
+        """Makes IndexedSlices like the constructor, but checks and copies nothing.
+
+        Args:
+            values: an array or a Buffer.
+            indices: a NumPy array of int64, which is made read-only.
+            dense_shape: a tuple or None.
+        """
         made = cls.__new__(cls)
         indices.flags.writeable = False
         made._values, made._indices, made._dense_shape = values, indices, dense_shape
@@ -152,6 +158,9 @@ class IndexedSlices:
             New IndexedSlices in new memory on the values' device. Host arrays are put on the device
             of ``gr.replica``, else the first.
 
+        Raises:
+            ValueError: ``output_type`` is unknown, or its library is not imported.
+
         Example:
             >>> merged = gr.IndexedSlices(np.array([[1.0], [2.0], [4.0]]), [5, 0, 5]).coalesce()
             >>> merged.indices.tolist(), merged.values.tolist()
@@ -173,7 +182,7 @@ class IndexedSlices:
             A new array of shape ``dense_shape``, with the values' kind, dtype and device.
 
         Raises:
-            ValueError: ``dense_shape`` is unknown.
+            ValueError: ``dense_shape`` is unknown; or see ``coalesce``.
 
         Example:
             >>> gr.IndexedSlices(np.array([1.0, 2.0, 4.0]), [2, 0, 2], dense_shape=(4,)).to_dense()

@@ -206,12 +206,17 @@ class Variable(NotCopied, Readable):
         an argument.)
 
         Args:
-            output_type: the kind of the result. ``"torch"``: a tensor, for a loss that returns a
-                tensor and that PyTorch differentiates. Outside a loss also ``"numpy"``, ``"cupy"``,
-                ``"jax"`` or ``"buffer"``. Default: NumPy on the simulation, CuPy on GPUs.
+            output_type: the kind of the result outside a loss: ``"numpy"``, ``"cupy"``,
+                ``"torch"``, ``"jax"`` or ``"buffer"``. Default: NumPy on the simulation, CuPy on
+                GPUs. Only NumPy arrays of a GPU's values make the host wait. Inside a loss:
+                ``"torch"`` for a tensor that PyTorch differentiates, ``"jax"`` for an array of
+                ``engine="jax"``; the other kinds have no effect.
 
         Raises:
-            ValueError: ``output_type`` is unknown, or its library is not imported.
+            ValueError: ``output_type`` is unknown, its library is not imported, it is ``"cupy"``
+                and the device is simulated, or it is ``"jax"`` in a loss of another engine.
+            RuntimeError: a loss reads the Variable inside a function that JAX caches, such as one
+                of ``jax.jit``.
         """
         current = self._current()
         kind = as_result_kind(output_type, "native", current.device)
@@ -248,11 +253,16 @@ class Variable(NotCopied, Readable):
         """Overwrites every copy with ``value``.
 
         Args:
-            value: a number, a list, an array of the Variable's dtype, or another Variable; with the
-                shape of this one.
+            value: an array or Variable with the shape and dtype of this one; or a list of numbers
+                with its shape, which is converted to its dtype. A number only if the shape is
+                ``()``: it is not broadcast.
+
+        Returns:
+            The Variable itself. The host does not wait for a device.
 
         Raises:
             ValueError: the shape or dtype differs. Nothing was changed.
+            TypeError: ``value`` is not an array. Nothing was changed.
             RuntimeError: the call is inside a loss that has read this Variable, or its memory was
                 shared with a PyTorch parameter and is not any more. Nothing was changed.
 

@@ -273,8 +273,9 @@ class Device(NotCopied, Backend):
             deadline: seconds from now; if they pass first, the mesh fails.
 
         Raises:
-            CollectiveError: the deadline passed, or the mesh failed meanwhile.
-            BackendUnavailableError: the device failed meanwhile.
+            CollectiveError: the deadline passed, or the mesh has failed.
+            BackendUnavailableError: the device has failed, or the mesh is closed.
+            ValueError: ``deadline`` is not a number above 0.
         """
         wait_policy = self._wait_policy(deadline)
         self.mesh_state.check_usable(self)
@@ -449,8 +450,9 @@ class Device(NotCopied, Backend):
             deadline: seconds from now; if they pass first, the mesh fails.
 
         Raises:
-            CollectiveError: the deadline passed, or the mesh failed meanwhile.
-            BackendUnavailableError: the device failed meanwhile.
+            CollectiveError: the deadline passed, or the mesh has failed.
+            BackendUnavailableError: the device has failed, or the mesh is closed.
+            ValueError: ``deadline`` is not a number above 0.
         """
         wait_policy = self._wait_policy(deadline)
         self.mesh_state.check_usable(self)
@@ -470,7 +472,14 @@ class Device(NotCopied, Backend):
         return WaitPolicy(self, seconds)
 
     def trim(self) -> None:
-        """Returns the pool's free memory to the system."""
+        """Gives the pool's unused memory back to the system; Buffers keep theirs.
+
+        On a GPU the host may wait for queued work.
+
+        Raises:
+            BackendUnavailableError: the device has failed, or the mesh is closed.
+            CollectiveError: the mesh has failed.
+        """
         self.mesh_state.check_usable(self)
         self.drop_free_memory()
 

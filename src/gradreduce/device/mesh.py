@@ -196,8 +196,9 @@ class Mesh(NotCopied):
             deadline: seconds from now for all devices; if it passes first, the mesh fails.
 
         Raises:
-            CollectiveError: the deadline passed, or the mesh failed meanwhile.
-            BackendUnavailableError: a device has failed, or the mesh closed.
+            CollectiveError: the deadline passed, or the mesh has failed.
+            BackendUnavailableError: a device has failed, or the mesh is closed.
+            ValueError: ``deadline`` is not a number above 0.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -255,7 +256,7 @@ class Mesh(NotCopied):
         reset(self.devices[0].mesh.devices, timeout)
 
     def trim(self) -> None:
-        """Returns the free memory of every device's pool to the system."""
+        """Gives every device's unused memory back to the system; see ``Device.trim``."""
         for device in self.devices:
             device.trim()
 

@@ -253,7 +253,7 @@ class Optimizer(NotCopied):
                 may overwrite them.
             global_step: a Variable that is incremented by one after the update.
             name: ignored; TensorFlow's name of the operation.
-            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
+            deadline: seconds from now; if the devices are not done by then, the mesh fails.
 
         Returns:
             None. (``AGNOptimizer`` returns whether it communicated.)
@@ -444,7 +444,7 @@ class Optimizer(NotCopied):
         The values of the variables are not included. The call waits for the devices.
 
         Args:
-            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
+            deadline: seconds from now; if the devices are not done by then, the mesh fails.
             output_type: see ``ConditionalAccumulator.state_dict``.
 
         Returns:
@@ -460,9 +460,10 @@ class Optimizer(NotCopied):
               Float16 and bfloat16 slots are saved as float32.
 
         Raises:
-            ValueError: two variables with slots have the same name, ``output_type`` is unknown, or
-                it is ``"torch"`` and PyTorch is not imported.
-            CollectiveError: the mesh has failed.
+            ValueError: two variables with slots have the same name, ``deadline`` is not a number
+                above 0, ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not
+                imported.
+            CollectiveError: the deadline passed, or the mesh has failed.
 
         Example:
             >>> mesh = gr.open_mesh(1, backend="sim")

@@ -255,8 +255,8 @@ class CrossDeviceOps(ABC):
             they are in host memory.
 
         Raises:
-            ValueError: the operation, a pair, a destination or ``out`` is wrong, or replicas differ
-                in shape or dtype. Nothing was launched.
+            ValueError: the operation, a pair, a destination, ``output_type``, ``out`` or
+                ``deadline`` is wrong, or replicas differ in shape or dtype. Nothing was launched.
             DeviceMismatchError: (a ``ValueError``) value and destination are on different meshes.
             TypeError: a dtype cannot be added.
             BackendUnavailableError: NCCL is missing and needed for two or more physical GPUs, or
@@ -333,8 +333,8 @@ class CrossDeviceOps(ABC):
             memory.
 
         Raises:
-            ValueError: the destination or ``out`` is wrong, or a tensor is not an array. Nothing
-                was launched.
+            ValueError: the destination, ``output_type``, ``out`` or ``deadline`` is wrong, or a
+                tensor is not an array. Nothing was launched.
             DeviceMismatchError: destinations or arrays of ``out`` are on other devices or meshes.
             TypeError: a dtype cannot be added.
             BackendUnavailableError: the mesh was closed.

@@ -345,13 +345,13 @@ class AGNCenter(NotCopied):
         push completely or not at all. The call waits for the devices.
 
         Args:
-            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
+            deadline: seconds from now; if the devices are not done by then, the mesh fails.
             output_type: see ``ConditionalAccumulator.state_dict``.
 
         Raises:
-            ValueError: ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not
-                imported.
-            CollectiveError: the mesh has failed, or a push failed part-way.
+            ValueError: ``deadline`` is not a number above 0, ``output_type`` is unknown, or it is
+                ``"torch"`` and PyTorch is not imported.
+            CollectiveError: the deadline passed, the mesh has failed, or a push failed part-way.
         """
         download, center = downloader(as_deadline(deadline), output_type), self._state
         with center.lock:

@@ -209,7 +209,7 @@ class AGNOptimizer(Optimizer):
             grads_and_vars: see ``Optimizer.apply_gradients``; the variables are from the getter.
             global_step: a Variable that is incremented by one with each push.
             name: ignored.
-            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
+            deadline: seconds from now; if the devices are not done by then, the mesh fails.
 
         Returns:
             True if it pushed and pulled, otherwise False.
@@ -311,13 +311,13 @@ class AGNOptimizer(Optimizer):
         while no worker runs a step. The call waits for the devices.
 
         Args:
-            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
+            deadline: seconds from now; if the devices are not done by then, the mesh fails.
             output_type: see ``ConditionalAccumulator.state_dict``.
 
         Raises:
-            ValueError: two variables have the same name, ``output_type`` is unknown, or it is
-                ``"torch"`` and PyTorch is not imported.
-            CollectiveError: the mesh has failed.
+            ValueError: two variables have the same name, ``deadline`` is not a number above 0,
+                ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not imported.
+            CollectiveError: the deadline passed, or the mesh has failed.
         """
         download = downloader(as_deadline(deadline), output_type)
         state: dict[str, Any] = download(queued_worker(self._worker))
