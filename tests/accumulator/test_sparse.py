@@ -188,7 +188,7 @@ REFUSED = {
     "too large for its own shape": ([3], [[1, 2]], (3, 2), "not below dense_shape\\[0\\] = 3"),
     "too few": ([0], np.ones((2, 2)), None, "1 indices for 2 rows"),
     "no vector": ([[0]], [[1.0, 2.0]], None, "indices must be a vector"),
-    "a scalar": ([0], 1.0, None, "0-dimensional"),
+    "a scalar": ([0], 1.0, None, "at least one dimension"),
     "rows of another shape": ([0], [[1.0]], None, "expected values dim 1 to be 2, got 1"),
     "too few dimensions": ([0], [1.0], None, "expected values rank at least 2, got 1"),
     "another shape": ([0], [[1, 2]], (5, 2), "expected shape dim 0 to be 4, got 5"),
