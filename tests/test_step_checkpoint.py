@@ -175,7 +175,7 @@ def shut_by_a_parameter(mesh, load):
 
     def replace():
         module.weight.data = module.weight.data.clone()
-        with pytest.raises(RuntimeError, match="'weight' has been replaced"):
+        with pytest.raises(RuntimeError, match="'weight' was replaced"):
             load()
 
     return gr.torch.variables(module, mesh)[0], replace
