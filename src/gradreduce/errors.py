@@ -113,7 +113,9 @@ class CollectiveError(RuntimeError):
 
 
 class InvalidVariableError(TypeError, ValueError):
-    """A ``var_list`` or loss has an invalid type or value.
+    """A variable or loss has an invalid type, or a dtype that has no gradient.
+
+    Raised for ``var_list``, for the variables of ``grads_and_vars``, and for the result of a loss.
 
     It has two base classes, because for this fault TensorFlow documents ``TypeError`` in
     ``compute_gradients`` and ``ValueError`` in ``minimize``.

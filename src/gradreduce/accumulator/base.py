@@ -124,9 +124,10 @@ class ConditionalAccumulatorBase(NotCopied):
         self._state.set_step(as_step("new_global_step", new_global_step))
 
     def close(self) -> None:
-        """Frees the sum; waiting takes and all later calls raise ``CancelledError``.
+        """Frees the sum; waiting takes and later calls of methods raise ``CancelledError``.
 
-        A second ``close`` does nothing.
+        Properties such as ``global_step`` can still be read. A second ``close`` does nothing. The
+        host does not wait for a device.
         """
         close(self._state)
 

@@ -66,7 +66,8 @@ def _replicas_of(state: AccumulatorState, grad: Any) -> Sequence[Any]:
     if grad.devices[0].mesh_state is not state.mesh_state:
         devices = listed(device.name for device in state.devices)
         raise DeviceMismatchError(
-            f"the gradient is on another mesh than the accumulator, which is on {devices}"
+            f"the gradient is on another mesh than the accumulator, which is on {devices}; "
+            "make the PerReplica on the mesh of the accumulator"
         )
     grad._discard_copies()
     parts: Sequence[Any] = grad.parts

@@ -246,7 +246,9 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
     kind = kind_of(value)
     if kind == "buffer":
         if value.device.mesh_state is not device.mesh_state:
-            raise DeviceMismatchError(f"{value} belongs to another mesh than {device.name}")
+            raise DeviceMismatchError(
+                f"{value} belongs to another mesh than {device.name}; pass its .numpy()"
+            )
         same: Buffer = value
         return same
     owner: str = kind

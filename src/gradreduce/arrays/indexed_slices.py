@@ -179,10 +179,12 @@ class IndexedSlices:
             output_type: see ``coalesce``.
 
         Returns:
-            A new array of shape ``dense_shape``, with the values' kind, dtype and device.
+            A new array of shape ``dense_shape`` with the values' dtype, on the device that
+            ``coalesce`` uses.
 
         Raises:
-            ValueError: ``dense_shape`` is unknown; or see ``coalesce``.
+            ValueError: ``dense_shape`` or its first entry is unknown, ``output_type`` is unknown,
+                or its library is not imported.
 
         Example:
             >>> gr.IndexedSlices(np.array([1.0, 2.0, 4.0]), [2, 0, 2], dense_shape=(4,)).to_dense()

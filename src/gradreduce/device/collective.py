@@ -166,7 +166,9 @@ class Collective(ABC):
         first = buffers[0]
         for position, buffer in enumerate(buffers):
             if buffer.device.mesh_state is not self._mesh_state:
-                raise DeviceMismatchError(f"{name}: buffer {position} is of another mesh")
+                raise DeviceMismatchError(
+                    f"{name}: buffer {position} is of another mesh; pass Buffers of one mesh"
+                )
             buffer.device.mesh_state.check_usable(buffer.device)
             if (buffer.size, buffer.dtype) != (first.size, first.dtype):
                 raise CollectiveError(

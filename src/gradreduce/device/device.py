@@ -133,14 +133,18 @@ class Device(NotCopied, Backend):
         buffer.
 
         Args:
-            array: a contiguous array on this device, of a dtype that can be added.
-            stream: the stream that filled it, or its raw handle; None for a host array.
-            writable: False if the array's library promises that it never changes.
+            array: a CuPy array on this GPU, or a NumPy array for a simulated device; contiguous in
+                C order, of a dtype that can be added. The Buffer keeps it alive.
+            stream: the stream that filled it, or its raw handle; None if it is filled already, as a
+                host array is.
+            writable: False if the array's library promises that it never changes. A read-only NumPy
+                array is never writable.
 
         Raises:
             CaptureError: ``stream`` is capturing a CUDA graph.
-            DeviceMismatchError: the array is not on this device.
+            DeviceMismatchError: the array is not on this device, or is of another library.
             ValueError: the array is not contiguous.
+            TypeError: its dtype cannot be added.
         """
         self.mesh_state.check_usable(self)
         if stream is not None:

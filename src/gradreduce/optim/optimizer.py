@@ -253,7 +253,9 @@ class Optimizer(NotCopied):
                 may overwrite them.
             global_step: a Variable that is incremented by one after the update.
             name: ignored; TensorFlow's name of the operation.
-            deadline: seconds from now; if the devices are not done by then, the mesh fails.
+            deadline: seconds from now; if the devices are not done by then, the mesh fails. The
+                call has usually returned by then; the next use of the mesh raises
+                ``CollectiveError``.
 
         Returns:
             None. (``AGNOptimizer`` returns whether it communicated.)

@@ -252,13 +252,16 @@ def add_n(
             ``"buffer"``. Default: the kind of the first input.
 
     Returns:
-        A new array on the device of the first input; no input is written.
+        An array on the device of the first input: a new one, unless a single input is returned. No
+        input is written.
 
     Raises:
         ValueError: ``inputs`` is not a list or tuple, is empty or contains None, shapes differ, a
-            single IndexedSlices has no ``dense_shape``, or ``output_type`` is unknown.
-        TypeError: dtypes differ or cannot be added, or IndexedSlices among several inputs have no
-            ``dense_shape``.
+            single IndexedSlices has no ``dense_shape``, or ``output_type`` is unknown or its
+            library is not imported.
+        TypeError: an input is not an array (``Mirrored`` and ``PerReplica`` are not), dtypes differ
+            or cannot be added, or IndexedSlices among several inputs have no ``dense_shape``.
+        DeviceMismatchError: inputs are on different meshes.
 
     Example:
         >>> gr.add_n([np.array([1, 2]), np.array([10, 20])])

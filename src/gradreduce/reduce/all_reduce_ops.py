@@ -542,7 +542,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> PreparedStep:
         """Prepares a ``batch_reduce`` that is called many times, with little host time per call.
 
-        Runs it once. ``PreparedStep`` describes what its calls read and overwrite.
+        Runs it once, and waits like ``batch_reduce``. Returns a ``PreparedStep``: call it without
+        arguments. Its class describes what each call reads, overwrites and returns.
 
         Args:
             reduce_op: see ``batch_reduce``.
@@ -555,9 +556,10 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
         Raises:
             ValueError: what ``batch_reduce`` raises; there is no pair; values are on several
-                meshes; an array had to be copied; or results would be JAX arrays, which are
-                immutable, or NumPy arrays of a GPU's values.
-            DeviceMismatchError, TypeError: what ``batch_reduce`` raises for an ``out``.
+                meshes or contain IndexedSlices; an array had to be copied; or results would be JAX
+                arrays, which are immutable, or NumPy arrays of a GPU's values.
+            DeviceMismatchError, TypeError, BackendUnavailableError, CollectiveError: what
+                ``batch_reduce`` raises.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -634,10 +636,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         consume: ExitStack | None = None,
         names: Sequence[str] = (),
     ) -> list[tuple[Buffer, ...]]:
-        """Sums ``gradients[tensor][replica]`` and divides the sums.
+        """Sums ``gradients[tensor][replica]`` on every device, for accumulators.
 
-        See ``pipeline.reduce_batch``. In a subclass that overrides ``reduce_batch``, it calls that
-        method. With several processes ``divisor`` counts the gradients of this process; all
+        Arguments and result: see ``CrossDeviceOps.reduce_buffers``; with ``consume`` the gradients
+        may be overwritten. In a subclass that overrides ``reduce_batch``, it calls that method.
+        With several processes ``divisor`` counts the gradients of this process; all
         processes have the same number per replica. The names of their tensors may differ.
         """
         if not is_all_reduce(self):

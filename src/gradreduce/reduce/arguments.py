@@ -244,7 +244,8 @@ def _outs_of(
     if value.is_sparse:
         raise ValueError(
             f"{value._name_of(index, of='out')} is not supported: its value contains "
-            "IndexedSlices, and the number of rows of their sum is not known in advance"
+            "IndexedSlices, and the number of rows of their sum is not known in advance; reduce it "
+            "in a call without out"
         )
     try:
         arrays = _listed(request, entry)
@@ -477,7 +478,8 @@ def destination_devices(destination: Any, index: int, mesh: Mesh) -> tuple[Devic
     for device in devices:
         if device.mesh_state is not mesh.mesh_state:
             raise DeviceMismatchError(
-                f"destination {index}: {device} belongs to another mesh than the value"
+                f"destination {index}: {device} belongs to another mesh than the value; "
+                "pass devices of the value's mesh"
             )
         device.mesh_state.check_usable(device)
     return devices

@@ -184,7 +184,10 @@ class CrossDeviceOps(ABC):
         out: Any = None,
         deadline: float | None = None,
     ) -> Mirrored:
-        """Combines the replicas of one value; see ``batch_reduce``.
+        """Combines the replicas of one value: a ``batch_reduce`` with one pair.
+
+        The arguments and errors are those of ``batch_reduce``; ``out`` has the arrays of this value
+        only. Returns the ``Mirrored``.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -403,6 +406,9 @@ class CrossDeviceOps(ABC):
                 This implementation does not overwrite them.
             names: the names of the tensors, for errors and the flight record; empty if they have
                 none.
+
+        Returns:
+            ``[tensor][replica]``: the sum on the device of each replica.
         """
         values = [
             PerReplica.of(row, "native", name=names[index] if names else "")

@@ -197,6 +197,8 @@ class AGNOptimizer(Optimizer):
     ) -> bool:
         """Runs a local step and, every ``communication_period`` steps, a push and a pull.
 
+        The host waits for no device. It may wait until another worker has launched its push.
+
         A variable without a gradient in the whole period is neither pushed nor pulled. Means of
         float16 and bfloat16 gradients are rounded to that dtype before the center update if the
         gradients are sparse or the rule is written in Python.
@@ -217,7 +219,8 @@ class AGNOptimizer(Optimizer):
         Raises:
             KeyError: the getter did not create a variable.
             ValueError, TypeError: see ``Optimizer.apply_gradients``.
-            CollectiveError: the center rejects pushes, because a push failed part-way.
+            CollectiveError: the mesh has failed, or the center rejects pushes, because a push
+                failed part-way.
         """
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)
