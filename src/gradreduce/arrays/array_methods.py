@@ -64,7 +64,9 @@ def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(self, *args, **kwargs)
 
     method.__name__ = function.__name__
-    method.__doc__ = f"Like the method of an array; see ``np.{function.__name__}``."
+    method.__doc__ = (
+        f"Returns ``np.{function.__name__}`` of the value, with the arguments of that function."
+    )
     return method
 
 
@@ -123,27 +125,36 @@ class Traceable(NDArrayOperatorsMixin):
         return index_into(self, index)
 
     def item(self, *index: Any) -> Any:
-        """Like the method of an array; in a loss the number is a constant."""
+        """Returns an element as a Python number; in a loss, its gradient is lost.
+
+        The host waits for the value.
+
+        Args:
+            index: the position, as in ``numpy.ndarray.item``; may be left out for one element.
+        """
         return self.numpy().item(*index)
 
     def tolist(self) -> Any:
-        """Returns the elements as a nested list of Python numbers; in a loss constants."""
+        """Returns the elements as a nested list of Python numbers; in a loss, gradients are lost.
+
+        The host waits for the values.
+        """
         return self.numpy().tolist()
 
     def astype(self, dtype: Any, *, copy: bool = True) -> Any:
-        """Like the method of an array; always copies."""
+        """Returns a copy of the value in another dtype; ``copy`` has no effect."""
         return astype(self, dtype)
 
     def reshape(self: Any, *shape: Any, order: Any = "C") -> Any:
-        """As of an array."""
+        """Returns ``np.reshape`` of the value; ``shape`` is a tuple or several integers."""
         return np.reshape(self, shape[0] if len(shape) == 1 else shape, order)
 
     def flatten(self: Any, order: Any = "C") -> Any:
-        """As of an array."""
+        """Returns a 1-D copy of the value."""
         return np.copy(np.ravel(self, order))
 
     def transpose(self: Any, *axes: Any) -> Any:
-        """As of an array."""
+        """Returns ``np.transpose`` of the value; ``axes`` is a tuple or several integers."""
         if len(axes) == 1:
             axes = axes[0]
         return np.transpose(self, axes or None)

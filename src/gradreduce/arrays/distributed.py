@@ -173,7 +173,14 @@ class DistributedValues(NotCopied):
 
     @classmethod
     def of_grads(cls, values: Sequence[Any], key: str | int, name: str, mesh: Mesh) -> Self:
-        """Wraps ``grads[device][key]`` of all devices; errors use ``key`` and ``name``."""
+        """Wraps one tensor of the arguments of an ``all_reduce``.
+
+        Args:
+            values: the tensor of each device of the mesh, in order.
+            key: errors call the tensor ``grads[device][key]``.
+            name: the name of the tensor in the flight record.
+            mesh: the mesh.
+        """
         made = cls.__new__(cls)
         made._devices = mesh.devices
         made._key, made._name = key, name

@@ -279,7 +279,10 @@ class Variable(NotCopied, Readable):
 
     @StreamScope()
     def assign_add(self, delta: Any) -> Variable:
-        """Adds ``delta`` to every copy; see ``assign``."""
+        """Adds ``delta`` to every copy and returns the Variable.
+
+        ``delta`` has the types that ``assign`` accepts, and the same errors are raised.
+        """
         self._ready_add(delta)()
         return self
 

@@ -42,8 +42,10 @@ class Backend(ABC):
     def put(self, array: Any, address: int | None = None) -> Buffer:
         """Returns ``array`` as a Buffer of this device, shared if possible, else copied.
 
+        Host arrays are copied to a GPU. On a simulated device, a contiguous NumPy array is shared.
+
         Args:
-            array: an array in host memory, or on this device's GPU.
+            array: an array in host memory, or on this device's GPU, of a dtype that can be added.
             address: the address of the first element, if the caller knows it: other libraries find
                 it faster than NumPy.
         """

@@ -41,6 +41,10 @@ class Device(NotCopied, Backend):
     their methods. A backend implements the methods of ``Backend``. Checks, waits between queues and
     records are the same code for all backends.
 
+    Methods that allocate memory or queue work raise ``BackendUnavailableError`` if the device has
+    failed or the mesh is closed, and ``CollectiveError`` if the mesh has failed. The host waits
+    only where a method says so.
+
     Attributes:
         mesh_state: the state that the devices of a mesh share.
         index: the logical number: the position in the whole mesh.
@@ -87,9 +91,15 @@ class Device(NotCopied, Backend):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
         """Allocates a Buffer from this device's pool; its content is undefined.
 
+        Args:
+            shape: a tuple or list of integers; ``()`` for a single number.
+            dtype: a dtype that can be added, or its name.
+
         Raises:
             MemoryError: there is not enough memory, even after trimming the pools of the whole
                 mesh.
+            ValueError: an integer of ``shape`` is negative.
+            TypeError: ``dtype`` is not a dtype that can be added, or ``shape`` has another type.
         """
         if min(shape, default=0) < 0:
             raise ValueError(f"shape={shape} has a negative extent")
@@ -110,13 +120,20 @@ class Device(NotCopied, Backend):
         return Buffer(block, 0, shape, dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
-        """Allocates a Buffer of zeros; the fill is queued on the compute queue."""
+        """Allocates a Buffer of zeros; the fill is queued on the compute queue.
+
+        Arguments and errors are those of ``empty``.
+        """
         buffer = self.empty(shape, dtype)
         self.fill_zero(buffer)
         return buffer
 
     def fill_zero(self, buffer: Buffer) -> None:
-        """Fills a Buffer of this device with zeros, in the order of the compute queue."""
+        """Fills a Buffer of this device with zeros, in the order of the compute queue.
+
+        Raises:
+            ValueError: the Buffer is read-only.
+        """
         self.mesh_state.check_usable(self)
         if not buffer.size:
             return
@@ -224,7 +241,7 @@ class Device(NotCopied, Backend):
                 each.drain()
 
     def block_stream(self, stream: Stream | None) -> None:
-        """Makes a caller's stream (None: the host) wait for the compute queue.
+        """Makes a caller's stream wait for the compute queue; for None the host waits.
 
         Call ``check_stream`` before submitting the work that the stream waits for.
         """
@@ -248,6 +265,8 @@ class Device(NotCopied, Backend):
         Raises:
             DeviceMismatchError: ``out`` is on another device.
             ValueError: ``out`` has another shape or dtype, or is read-only.
+            TypeError: the dtype of ``array`` cannot be added.
+            MemoryError: see ``empty``.
         """
         self.mesh_state.check_usable(self)
         buffer = self.empty(array.shape, array.dtype) if out is None else out
@@ -270,13 +289,14 @@ class Device(NotCopied, Backend):
         return buffer
 
     def download(self, buffer: Buffer, *, deadline: float | None = None) -> np.ndarray:
-        """Returns a host copy of ``buffer``; waits for the compute queue.
+        """Returns a host copy of ``buffer``; the host waits for the compute queue.
 
         Args:
-            buffer: a buffer that this device can access.
+            buffer: a Buffer of this device, or of another one that this device can access.
             deadline: seconds from now; if they pass first, the mesh fails.
 
         Raises:
+            DeviceMismatchError: this device cannot access the Buffer.
             CollectiveError: the deadline passed, or the mesh has failed.
             BackendUnavailableError: the device has failed, or the mesh is closed.
             ValueError: ``deadline`` is not a number above 0.
@@ -328,7 +348,7 @@ class Device(NotCopied, Backend):
     # -- work -----------------------------------------------------------------------------------
 
     def copy(self, dst: Buffer, src: Buffer, *, queue: Queue = "compute") -> None:
-        """Copies ``src`` to ``dst`` (same shape and dtype) on a queue of this device.
+        """Copies ``src`` to ``dst`` (same size and dtype) on a queue of this device.
 
         The queue waits for earlier work of the source's device and of the destination's device. The
         next writer of the source waits for this copy. To *read* ``dst`` on another queue or device,
@@ -428,7 +448,7 @@ class Device(NotCopied, Backend):
         self._prepare(kernel, template)
 
     def mark(self, queue: Queue = "compute") -> Mark:
-        """Marks the current end of ``queue``."""
+        """Returns a ``Mark`` of the current end of ``queue``, for ``wait``."""
         self.mesh_state.check_usable(self)
         mark = Mark(self, queue, self._mark(queue))
         self.mesh_state.log.marked(mark)
@@ -438,7 +458,7 @@ class Device(NotCopied, Backend):
         return mark
 
     def wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
-        """Makes ``queue`` wait for ``mark``; the host does not wait."""
+        """Makes later work of ``queue`` wait for ``mark``; the host does not wait."""
         self.mesh_state.check_usable(self)
         if mark.device is self and mark.queue == queue:
             return
@@ -488,13 +508,16 @@ class Device(NotCopied, Backend):
         self.drop_free_memory()
 
     def drop_free_memory(self) -> None:
-        """Like ``trim``, also for a closed mesh; a failed device frees nothing."""
+        """Does what ``trim`` does, also for a closed mesh; does nothing on a failed device."""
         if self.physical not in self.mesh_state.failed:
             self.drain()
             self._trim()
 
     def drain(self) -> None:
-        """Returns the memory of freed blocks to the pool; ``empty`` calls it first."""
+        """Returns the memory of freed blocks to the pool; the next ``empty`` would do it too.
+
+        Memory that a queue or stream still uses is left for a later call.
+        """
         self._deferred_free.drain(self)
 
     # -- fences and records -----------------------------------------------------------------------

@@ -218,7 +218,10 @@ class Optimizer(NotCopied):
         return self._name
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Returns the slot ``name`` of ``var``, or None; a master is the slot ``"master"``."""
+        """Returns the slot ``name`` of ``var`` as a Variable; None if there is none.
+
+        Slots are created by the first update or by ``prepare``. A master is the slot ``"master"``.
+        """
         return self._slots.by_name.get(name, {}).get(var)
 
     def get_slot_names(self) -> list[str]:
@@ -504,6 +507,8 @@ class Optimizer(NotCopied):
             ValueError: the class, format or ``eps_mode`` differs, a slot has another shape or
                 dtype, two variables have the same name, or a decay or power is below 0 or not below
                 1.
+            BackendUnavailableError: the mesh is closed, or a device has failed.
+            CollectiveError: the mesh has failed.
         """
         those = [variables] if isinstance(variables, Variable) else variables
         load = self._ready_state(state, those)

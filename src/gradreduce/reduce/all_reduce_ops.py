@@ -660,7 +660,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return reduce_batch(plan, gradients, consume=consume)
 
     def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
-        """Compiles all kernels of ``reduce_buffers``; see ``pipeline.compile_for``."""
+        """Compiles all kernels of ``reduce_buffers``; see ``CrossDeviceOps.compile_for``."""
         compile_for(self.settings, devices, dtype, out_dtype)
 
     def reduce_batch(

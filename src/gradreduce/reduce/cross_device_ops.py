@@ -383,6 +383,18 @@ class CrossDeviceOps(ABC):
     ) -> list[tuple[Part, ...]]:
         """Reduces checked requests; returns arrays in new memory on each request's devices.
 
+        Subclasses override it to reduce in their own way; ``batch_reduce`` calls it.
+
+        Args:
+            reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.MEAN``.
+            requests: the values (``request.value``) and the devices of the result
+                (``request.devices``).
+            coalesce: see ``batch_reduce``.
+
+        Returns:
+            For each request a tuple with a Buffer, or IndexedSlices of one, for each of its
+            devices.
+
         Accumulators call it with their locks held, to add the partial sums of their devices. So it
         must not wait for another thread or call an accumulator.
         """

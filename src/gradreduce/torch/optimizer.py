@@ -161,7 +161,9 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             variables = [group.row_of(param_group, index).variable for index in indices]
             check_separate(variables)
             if len({each.devices[0].mesh_state for each in variables}) > 1:
-                raise ValueError("the parameters of a group are on different meshes")
+                raise ValueError(
+                    "the parameters of a group are on different meshes; pass parameters of one mesh"
+                )
         except BaseException:
             self.param_groups.pop()
             raise

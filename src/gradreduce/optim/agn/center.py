@@ -277,7 +277,7 @@ class AGNCenter(NotCopied):
     # -- members ----------------------------------------------------------------------------------
 
     def slot(self, variable: Variable, name: str) -> Variable | None:
-        """Returns a slot of a center variable, or None."""
+        """Returns the slot ``name`` of a center variable as a Variable; None if there is none."""
         return self._shared.slot(variable, name)
 
     def variables(self) -> list[Variable]:
@@ -368,7 +368,8 @@ class AGNCenter(NotCopied):
 
         If the center rejected pushes, because one had failed part-way, it accepts them again. If
         ``state`` is invalid, nothing changes. If a device fails during the load, the center rejects
-        pushes. Pushes of other threads run before or after the load.
+        pushes. Pushes of other threads run before or after the load. The host waits for a push that
+        is being launched, and for no device.
 
         Args:
             state: the ``state_dict`` of a center with variables of the same names.
@@ -378,6 +379,8 @@ class AGNCenter(NotCopied):
             TypeError: a value has a wrong type.
             ValueError: the format or rule differs, there are slots and no worker has an
                 ``AGNOptimizer``, or an array has another shape or dtype.
+            BackendUnavailableError: the mesh is closed, or a device has failed.
+            CollectiveError: the mesh has failed.
         """
         center = self._state
         with DeferInterrupts(), center.lock:
