@@ -164,6 +164,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             DeadlineExceededError: the timeout expired; nothing was taken.
             CancelledError: the accumulator was closed, or the mesh failed during the wait.
             CollectiveError: the mesh has failed.
+            BackendUnavailableError: the mesh is closed, or a device has failed.
             ValueError: ``deadline`` is not a number above 0, or ``output_type`` is unknown or its
                 library is not imported.
             TypeError: ``num_required`` is not an integer or a Variable, or ``timeout`` is not a

@@ -275,6 +275,7 @@ def take_grads(
         DeadlineExceededError: the timeout expired; nothing was taken.
         CancelledError: an accumulator was closed, or the mesh failed during the wait.
         CollectiveError: the mesh has failed.
+        BackendUnavailableError: the mesh is closed, or a device has failed.
 
     Example:
         >>> mesh = gr.open_mesh(1, backend="sim")

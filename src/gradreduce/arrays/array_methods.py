@@ -125,9 +125,9 @@ class Traceable(NDArrayOperatorsMixin):
         return index_into(self, index)
 
     def item(self, *index: Any) -> Any:
-        """Returns an element as a Python number; in a loss, its gradient is lost.
+        """Returns an element as a Python number.
 
-        The host waits for the value.
+        In a loss it has no gradient. The host waits for the value.
 
         Args:
             index: the position, as in ``numpy.ndarray.item``; may be left out for one element.
@@ -135,9 +135,9 @@ class Traceable(NDArrayOperatorsMixin):
         return self.numpy().item(*index)
 
     def tolist(self) -> Any:
-        """Returns the elements as a nested list of Python numbers; in a loss, gradients are lost.
+        """Returns the elements as a nested list of Python numbers.
 
-        The host waits for the values.
+        In a loss they have no gradients. The host waits for the values.
         """
         return self.numpy().tolist()
 

@@ -404,6 +404,19 @@ class DistributedValues(NotCopied):
 class PerReplica(DistributedValues):
     """A value that differs from device to device, such as a gradient before the all-reduce.
 
+    Args:
+        values: one for each device, in order: arrays of any library, numbers, nested lists, Buffers
+            or IndexedSlices. Arrays are shared where possible, otherwise copied.
+        mesh: the mesh whose devices hold the values. Default: that of the Buffers among
+            ``values``, else ``gr.default_mesh()``.
+        devices: some devices of the mesh instead of all: Devices or their names.
+        name: the name of the tensor in errors, plans and the flight record.
+
+    Raises:
+        ValueError: the numbers of values and devices differ, or a device is repeated or unknown.
+        DeviceMismatchError: a Buffer is not on its device, or devices are of two meshes.
+        TypeError: a value is not an array or cannot be added, or another argument has a wrong type.
+
     Example:
         >>> mesh = gr.open_mesh(2, backend="sim")
         >>> value = gr.PerReplica([np.zeros(3), np.ones(3)], mesh, name="w")
@@ -416,6 +429,21 @@ class PerReplica(DistributedValues):
 
 class Mirrored(DistributedValues):
     """A value that is equal on every device, such as a gradient after the all-reduce.
+
+    The caller ensures that the values are equal; this is not checked.
+
+    Args:
+        values: one for each device, in order: arrays of any library, numbers, nested lists, Buffers
+            or IndexedSlices. Arrays are shared where possible, otherwise copied.
+        mesh: the mesh whose devices hold the values. Default: that of the Buffers among
+            ``values``, else ``gr.default_mesh()``.
+        devices: some devices of the mesh instead of all: Devices or their names.
+        name: the name of the tensor in errors, plans and the flight record.
+
+    Raises:
+        ValueError: the numbers of values and devices differ, or a device is repeated or unknown.
+        DeviceMismatchError: a Buffer is not on its device, or devices are of two meshes.
+        TypeError: a value is not an array or cannot be added, or another argument has a wrong type.
 
     Example:
         >>> mesh = gr.open_mesh(2, backend="sim")
@@ -477,7 +505,9 @@ def _placed(value: Any, device: Device) -> Part:
     array = value.values if isinstance(value, IndexedSlices) else value
     buffer = to_buffer(array, device)
     if buffer.device is not device:
-        raise DeviceMismatchError(f"{buffer} was passed as the value for {device.name}")
+        raise DeviceMismatchError(
+            f"{buffer} was passed as the value for {device.name}; pass one on {device.name}"
+        )
     if array is value:
         return buffer
     return IndexedSlices.of(buffer, value.indices, value.dense_shape)

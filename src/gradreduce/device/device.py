@@ -514,9 +514,10 @@ class Device(NotCopied, Backend):
             self._trim()
 
     def drain(self) -> None:
-        """Returns the memory of freed blocks to the pool; the next ``empty`` would do it too.
+        """Returns the memory of freed blocks to the pool.
 
-        Memory that a queue or stream still uses is left for a later call.
+        The next ``empty`` does it too. Memory that a queue or stream still uses is left for a later
+        call.
         """
         self._deferred_free.drain(self)
 

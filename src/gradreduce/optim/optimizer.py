@@ -218,7 +218,7 @@ class Optimizer(NotCopied):
         return self._name
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Returns the slot ``name`` of ``var`` as a Variable; None if there is none.
+        """Returns the slot ``name`` of ``var``, a Variable; None if there is none.
 
         Slots are created by the first update or by ``prepare``. A master is the slot ``"master"``.
         """
@@ -269,6 +269,8 @@ class Optimizer(NotCopied):
                 variable does not have, or memory that the update writes, ``global_step`` is not a
                 scalar, or ``deadline`` is not above 0.
             TypeError: a gradient is not an array, or a variable is not a Variable of floats.
+            CollectiveError: the mesh has failed.
+            BackendUnavailableError: the mesh is closed, or a device has failed.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -469,6 +471,7 @@ class Optimizer(NotCopied):
                 above 0, ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not
                 imported.
             CollectiveError: the deadline passed, or the mesh has failed.
+            BackendUnavailableError: the mesh is closed, or a device has failed.
 
         Example:
             >>> mesh = gr.open_mesh(1, backend="sim")

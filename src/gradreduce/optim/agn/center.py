@@ -277,7 +277,7 @@ class AGNCenter(NotCopied):
     # -- members ----------------------------------------------------------------------------------
 
     def slot(self, variable: Variable, name: str) -> Variable | None:
-        """Returns the slot ``name`` of a center variable as a Variable; None if there is none."""
+        """Returns the slot ``name`` of a center variable; None if there is none."""
         return self._shared.slot(variable, name)
 
     def variables(self) -> list[Variable]:
@@ -352,6 +352,7 @@ class AGNCenter(NotCopied):
             ValueError: ``deadline`` is not a number above 0, ``output_type`` is unknown, or it is
                 ``"torch"`` and PyTorch is not imported.
             CollectiveError: the deadline passed, the mesh has failed, or a push failed part-way.
+            BackendUnavailableError: the mesh is closed, or a device has failed.
         """
         download, center = downloader(as_deadline(deadline), output_type), self._state
         with center.lock:

@@ -218,7 +218,7 @@ class AGNOptimizer(Optimizer):
 
         Raises:
             KeyError: the getter did not create a variable.
-            ValueError, TypeError: see ``Optimizer.apply_gradients``.
+            ValueError, TypeError, BackendUnavailableError: see ``Optimizer.apply_gradients``.
             CollectiveError: the mesh has failed, or the center rejects pushes, because a push
                 failed part-way.
         """
@@ -321,6 +321,7 @@ class AGNOptimizer(Optimizer):
             ValueError: two variables have the same name, ``deadline`` is not a number above 0,
                 ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not imported.
             CollectiveError: the deadline passed, or the mesh has failed.
+            BackendUnavailableError: the mesh is closed, or a device has failed.
         """
         download = downloader(as_deadline(deadline), output_type)
         state: dict[str, Any] = download(queued_worker(self._worker))

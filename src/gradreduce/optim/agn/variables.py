@@ -213,8 +213,9 @@ class AGNCustomGetter(NotCopied):
     def accumulation(self, var: Variable) -> Variable:
         """Returns the read-only sum of gradients of a variable since the last push.
 
-        It is float32 for float16 and bfloat16. Reading a sum of sparse gradients returns a dense
-        array; the sum stays sparse.
+        The result is a Variable: zeros after a push, and float32 for float16 and bfloat16. Only the
+        optimizer writes it; ``assign`` raises ``TypeError``. Reading a sum of sparse gradients
+        returns a dense array; the sum stays sparse.
 
         Args:
             var: a variable that this getter created.
