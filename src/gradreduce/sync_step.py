@@ -394,7 +394,7 @@ class SyncStep(NotCopied):
             process = "" if group is None else f" (process {group.rank_of(replica)})"
             raise FloatingPointError(
                 f"the gradient of {name!r} in replica {replica}{process} is not finite at step "
-                f"{earliest}; nothing was added. Call again with finite gradients"
+                f"{earliest}; nothing was added"
             )
         return earliest
 

@@ -107,7 +107,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
     ) -> bool:
         """Adds a gradient, or drops it if it is stale (``local_step`` below ``global_step``).
 
-        A gradient without rows is counted too. On error, nothing was added.
+        A gradient without rows is counted too. On error, nothing was added. The host waits only for
+        indices on a GPU, or to download the value of a Variable.
 
         Args:
             grad_indices: the index of each row, ``(num_rows,)``: integers of any dtype, in any
@@ -132,8 +133,11 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
                 index is negative or too large, or a shape does not fit the accumulator's shape or
                 the gradients in the sum.
             ValueError: the values have another dtype.
-            TypeError: the indices are not integers.
+            TypeError: the indices are not integers, or ``local_step`` is not an integer or a Variable.
+            DeviceMismatchError: the gradient is on a device of another mesh.
             CancelledError: the accumulator was closed.
+            CollectiveError: the mesh has failed.
+            BackendUnavailableError: the mesh is closed, or a device has failed.
         """
         if kind_of(grad_values) == "native" and not is_array(grad_values):
             grad_values = numbers(grad_values, self.dtype)
@@ -163,7 +167,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
 
         Raises:
             TypeError: ``grad`` has another type.
-            ValueError, CancelledError: see ``apply_grad``.
+            ValueError, CancelledError, CollectiveError, BackendUnavailableError: see ``apply_grad``.
 
         Example:
             >>> mesh = gr.open_mesh(1, backend="sim")

@@ -60,8 +60,9 @@ class AdamOptimizer(_DecayingOptimizer):
             ``sqrt(v / (1 - p2))``, as torch.optim.Adam does. Can be set later.
 
     Raises:
-        ValueError: ``beta1`` or ``beta2`` is out of range, or ``eps_mode`` is unknown. An update
-            raises it too, if these were set later or are callables or Variables.
+        TypeError, ValueError: a hyperparameter is not a number, ``beta1`` or ``beta2`` is out of
+            range, or ``eps_mode`` is unknown; or see ``Optimizer``. An update raises them too, if
+            these were set later or are callables or Variables.
 
     Example:
         >>> mesh = gr.open_mesh(1, backend="sim")
@@ -142,8 +143,9 @@ class AdamWOptimizer(AdamOptimizer):
         master_dtype: see ``Optimizer``.
 
     Raises:
-        ValueError: ``beta1`` or ``beta2`` is out of range. An update raises it too, if they were
-            set later or are callables or Variables.
+        TypeError, ValueError: a hyperparameter is not a number, or ``beta1`` or ``beta2`` is out of
+            range; or see ``Optimizer``. An update raises them too, if these were set later or are
+            callables or Variables.
 
     Example:
         >>> mesh = gr.open_mesh(1, backend="sim")
@@ -195,8 +197,9 @@ class LionOptimizer(_DecayingOptimizer):
         master_dtype: see ``Optimizer``.
 
     Raises:
-        ValueError: ``beta1`` or ``beta2`` is out of range. An update raises it too, if they were
-            set later or are callables or Variables.
+        TypeError, ValueError: a hyperparameter is not a number, or ``beta1`` or ``beta2`` is out of
+            range; or see ``Optimizer``. An update raises them too, if these were set later or are
+            callables or Variables.
 
     Example:
         >>> mesh = gr.open_mesh(1, backend="sim")
