@@ -33,7 +33,7 @@ class InvalidArgumentError(ValueError):
 
 
 class CancelledError(RuntimeError):
-    """The object was closed before the call, or while the call waited for it.
+    """The object was closed, or its mesh failed while the call waited.
 
     Example:
         >>> accumulator = gr.ConditionalAccumulator("float32", (2,))
@@ -85,7 +85,9 @@ class DeviceMismatchError(ValueError):
 
 
 class BackendUnavailableError(RuntimeError):
-    """The requested backend cannot run here; the message says why and what to install.
+    """A backend, mesh or device cannot be used; the message says why and what to do.
+
+    A library or GPU is missing, the mesh was closed or is from before a fork, or a device failed.
 
     Example:
         >>> mesh = gr.open_mesh(1, backend="sim")

@@ -114,7 +114,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         Raises:
             ValueError: the dtype or the shape differs from the constructor's, replicas differ in
                 shape, or the mesh does not have the enclosing ``gr.replica``.
-            TypeError: the gradient is not an array, or ``local_step`` is not an integer or a Variable.
+            TypeError: the gradient is not an array, or ``local_step`` is not an integer or a
+                Variable.
             DeviceMismatchError: the gradient is on a device of another mesh.
             InvalidArgumentError: the shape differs from that of the gradients in the sum.
             CancelledError: the accumulator was closed.

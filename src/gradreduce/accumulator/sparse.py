@@ -133,7 +133,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
                 index is negative or too large, or a shape does not fit the accumulator's shape or
                 the gradients in the sum.
             ValueError: the values have another dtype.
-            TypeError: the indices are not integers, or ``local_step`` is not an integer or a Variable.
+            TypeError: the indices are not integers, or ``local_step`` is not an integer or a
+                Variable.
             DeviceMismatchError: the gradient is on a device of another mesh.
             CancelledError: the accumulator was closed.
             CollectiveError: the mesh has failed.
@@ -167,7 +168,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
 
         Raises:
             TypeError: ``grad`` has another type.
-            ValueError, CancelledError, CollectiveError, BackendUnavailableError: see ``apply_grad``.
+            ValueError, DeviceMismatchError, CancelledError, CollectiveError,
+                BackendUnavailableError: see ``apply_grad``.
 
         Example:
             >>> mesh = gr.open_mesh(1, backend="sim")

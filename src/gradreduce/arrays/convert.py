@@ -400,7 +400,9 @@ def _from_jax(array: Any, device: Device) -> Buffer:
     try:
         indices = array.devices()
     except RuntimeError as error:  # deleted, or donated to a jitted function
-        raise ValueError(f"the JAX array was deleted or donated: {str(error)!r}") from None
+        raise ValueError(
+            f"the JAX array was deleted or donated: {str(error)!r}; pass it before that"
+        ) from None
     if len(indices) != 1:
         raise ValueError(
             f"the JAX array is sharded over {len(indices)} devices; pass one that is on one device"

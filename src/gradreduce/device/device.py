@@ -433,7 +433,9 @@ class Device(NotCopied, Backend):
     ) -> None:
         """Launches over one row: a Buffer that was just allocated, and inputs on this device.
 
-        Like ``launch``, without checks and waits that a new output does not need.
+        Does what ``launch`` does on the compute queue, without the checks and waits that a new
+        output does not need. ``kernel``, ``template`` and ``scalars`` are those of ``launch``;
+        ``row`` is an entry of its ``rows``.
         """
         if row[0].size:
             self._launch(kernel, template, [row], scalars, "compute", 0)

@@ -385,6 +385,9 @@ class CrossDeviceOps(ABC):
 
         Subclasses override it to reduce in their own way; ``batch_reduce`` calls it.
 
+        Accumulators call it with their locks held, to add the partial sums of their devices. So it
+        must not wait for another thread or call an accumulator.
+
         Args:
             reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.MEAN``.
             requests: the values (``request.value``) and the devices of the result
@@ -394,9 +397,6 @@ class CrossDeviceOps(ABC):
         Returns:
             For each request a tuple with a Buffer, or IndexedSlices of one, for each of its
             devices.
-
-        Accumulators call it with their locks held, to add the partial sums of their devices. So it
-        must not wait for another thread or call an accumulator.
         """
 
     def reduce_buffers(
