@@ -85,7 +85,7 @@ class DeviceMismatchError(ValueError):
 
 
 class BackendUnavailableError(RuntimeError):
-    """A backend, mesh or device cannot be used; the message says why and what to do.
+    """A backend, mesh or device cannot be used; the message says why.
 
     A library or GPU is missing, the mesh was closed or is from before a fork, or a device failed.
 

@@ -45,7 +45,7 @@ def _of_safetensors(path: Path) -> Iterator[Header]:
             raise ValueError(f"the size of its header would be {size} bytes")
         text = file.read(size)
     if len(text) < size:
-        raise ValueError("the file ends inside its header")
+        raise ValueError("the file ends inside its header: copy the file again")
     for name, entry in json.loads(text).items():
         if name != "__metadata__":
             yield (

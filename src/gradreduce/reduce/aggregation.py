@@ -329,14 +329,16 @@ def accumulate_n(
             ``"buffer"``. Default: the kind of the first input.
 
     Returns:
-        A new array on the device of the first input; no input is written.
+        An array on the device of the first input: a new one, unless a single input is returned. No
+        input is written.
 
     Raises:
         ValueError: ``inputs`` is not a list or tuple, is empty, or contains None or IndexedSlices;
             dtypes or shapes differ; a shape does not match ``shape``; or ``output_type`` is
-            unknown.
-        TypeError: the dtype is not ``tensor_dtype`` or cannot be added, or ``shape`` is not a list
-            of integers.
+            unknown or its library is not imported.
+        TypeError: an input is not an array, the dtype is not ``tensor_dtype`` or cannot be added,
+            or ``shape`` is not a list of integers.
+        DeviceMismatchError: inputs are on different meshes.
 
     Example:
         >>> gr.accumulate_n([np.array([1, 2]), np.array([10, 20])], shape=[None])
