@@ -49,7 +49,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
 
     Raises:
         TypeError: ``dtype`` is not supported, ``device`` is neither a device nor a mesh, or
-            ``cross_device_ops`` is not a ``CrossDeviceOps``.
+            ``cross_device_ops`` is not a ``CrossDeviceOps``; or ``shape`` is not a list of integers
+            and None.
         ValueError: ``reduction_type`` is unknown, an extent is negative, the mesh does not have
             the device, or ``shared_name`` exists with other arguments.
 

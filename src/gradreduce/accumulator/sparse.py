@@ -55,7 +55,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
     Raises:
         TypeError: ``dtype`` is not supported, ``device`` is neither a device nor a mesh, or
             ``cross_device_ops`` is not a ``CrossDeviceOps``, or, on a mesh, not an
-            ``AllReduceCrossDeviceOps``.
+            ``AllReduceCrossDeviceOps``; or ``shape`` is not a list of integers and None.
         ValueError: ``reduction_type`` is unknown, an extent is negative, the mesh does not have
             the device, or ``shared_name`` exists with other arguments.
 

@@ -476,7 +476,9 @@ def reused(
 ) -> Variable:
     """Checks shape and dtype of ``found``, the Variable to reuse, and returns it."""
     if found is None:
-        raise ValueError(f"reuse=True: get_variable has made no {name!r} that still exists")
+        raise ValueError(
+            f"reuse=True: get_variable has made no {name!r} that still exists; create it first"
+        )
     if is_array(initial_value):
         initial = shape_and_dtype(initial_value)
         shape = initial[0] if shape is None else shape

@@ -77,7 +77,7 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
             of shape ``(…, classes)`` are the probability of each class.
 
     Returns:
-        The loss of each example, ``(…,)``, in the dtype of ``logits``.
+        The loss of each example, ``(…,)``, in the dtype of ``logits``; float64 for integers.
 
     Raises:
         ValueError: the shapes do not match.

@@ -162,7 +162,7 @@ def _meet(mesh: Mesh, group: ProcessGroup) -> None:
             if here[name] != there[name]:
                 raise CollectiveError(
                     f"{what} is {here[name]} in process {group.rank}, {there[name]} in process "
-                    f"{rank}"
+                    f"{rank}; it must be equal in all processes"
                 )
         notices.append(there)
     if missing:
