@@ -84,7 +84,7 @@ class Optimizer(NotCopied):
             have no effect: an update is one launch over all variables.
 
     Raises:
-        TypeError: ``name`` is not a string.
+        TypeError: ``name`` is not a string, or ``master_dtype`` is not a dtype.
         ValueError: ``name`` is empty, or ``master_dtype`` is neither None nor float32.
 
     Example:
