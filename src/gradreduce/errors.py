@@ -102,8 +102,9 @@ class BackendUnavailableError(RuntimeError):
 class CollectiveError(RuntimeError):
     """A collective across devices failed, or the mesh failed because a deadline passed.
 
-    The message names the late device, and the pack and tensors that it worked on. Every later use
-    of a failed mesh raises this error until ``mesh.reset()``.
+    After a deadline, the message names the late device, and the pack and tensors that it worked on.
+    Every later use of a failed mesh raises this error until ``mesh.reset()``. Arguments that differ
+    between devices or processes raise it too.
 
     Example:
         >>> mesh = gr.open_mesh(2, backend="sim")

@@ -443,6 +443,8 @@ class Device(NotCopied, Backend):
     def prepare(self, kernel: Kernel, template: Template) -> None:
         """Compiles a kernel, so that a later launch does not have to.
 
+        ``kernel`` and ``template`` are those of ``launch``. The host waits for the compiler.
+
         Raises:
             BackendUnavailableError: the compiler is missing.
         """
