@@ -118,7 +118,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             TypeError: the gradient is not an array, or ``local_step`` is not an integer or a
                 Variable.
             DeviceMismatchError: the gradient is on a device of another mesh.
-            InvalidArgumentError: the shape differs from that of the gradients in the sum.
+            InvalidArgumentError: the shape differs from that of the gradients in the sum, or
+                ``local_step`` does not fit in int64.
             CancelledError: the accumulator was closed.
             CollectiveError: the mesh has failed.
             BackendUnavailableError: the mesh is closed, or a device has failed.

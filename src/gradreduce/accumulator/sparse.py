@@ -131,7 +131,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         Raises:
             InvalidArgumentError: (a ``ValueError``) the numbers of indices and rows differ, an
                 index is negative or too large, or a shape does not fit the accumulator's shape or
-                the gradients in the sum.
+                the gradients in the sum; or ``local_step`` does not fit in int64.
             ValueError: the values have another dtype.
             TypeError: the indices are not integers, or ``local_step`` is not an integer or a
                 Variable.

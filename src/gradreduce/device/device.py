@@ -206,7 +206,8 @@ class Device(NotCopied, Backend):
 
         Call this before the first wait between a queue and the stream. If the queue waited for the
         stream, the queue would become part of the capture; if the stream waited for the queue, the
-        capture would become invalid.
+        capture would become invalid. Simulated devices have no streams and raise
+        ``DeviceMismatchError``.
         """
         if self._is_capturing(stream):
             raise CaptureError(
@@ -228,6 +229,7 @@ class Device(NotCopied, Backend):
 
         Raises:
             CaptureError: ``stream`` is capturing a CUDA graph.
+            DeviceMismatchError: the device is simulated; it has no streams.
         """
         self.mesh_state.check_usable(self)
         if not checked:

@@ -458,6 +458,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         Raises:
             ValueError: what ``batch_reduce`` raises, there is no pair, or values are on several
                 meshes.
+            TypeError: a dtype cannot be added.
             BackendUnavailableError: NCCL is needed and missing.
 
         Example:

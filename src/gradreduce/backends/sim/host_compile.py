@@ -92,7 +92,8 @@ def host_kernel(kernel: Kernel, build: str) -> HostKernel:
             library = _load(_host_text(kernel), kernel.name, build)
         except OSError as error:
             raise BackendUnavailableError(
-                f"the {build} build of {kernel.name} cannot be loaded: {error}"
+                f"the {build} build of {kernel.name} cannot be loaded: {error}; "
+                "kernels='numpy' needs no build"
             ) from error
         return _entries(kernel, library)
 
