@@ -112,7 +112,7 @@ def _checked_variables(var_list: Any) -> Sequence[Variable] | None:
             f"var_list={brief(var_list)} must be a Variable or a list of Variables"
         ) from None
     if not variables:
-        raise ValueError("No variables to optimize.")
+        raise ValueError("No variables to optimize: var_list is empty")
     for index, variable in enumerate(variables):
         if not isinstance(variable, Variable):
             raise InvalidVariableError(

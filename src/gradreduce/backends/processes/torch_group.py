@@ -458,5 +458,5 @@ def _absent(store: Any, keys: Sequence[str]) -> list[int]:
 def _not_come(size: int, timeout: float, missing: Sequence[int]) -> str:
     return (
         f"of {size} processes these have not come to open_mesh within {timeout:g} s: "
-        f"{listed(missing)}"
+        f"{listed(missing)}; their output may say why"
     )

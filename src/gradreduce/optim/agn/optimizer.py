@@ -197,7 +197,8 @@ class AGNOptimizer(Optimizer):
     ) -> bool:
         """Runs a local step and, every ``communication_period`` steps, a push and a pull.
 
-        The host waits for no device. It may wait until another worker has launched its push.
+        The host waits for devices only where ``Optimizer.apply_gradients`` does. It may wait until
+        another worker has launched its push.
 
         A variable without a gradient in the whole period is neither pushed nor pulled. Means of
         float16 and bfloat16 gradients are rounded to that dtype before the center update if the
