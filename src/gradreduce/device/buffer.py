@@ -156,9 +156,9 @@ class Buffer(NotCopied):
         nbytes: number of bytes.
         address: the address of the first element; on a GPU a device address.
         block: the memory that contains the array.
-        array_owner: for a Buffer made from a caller's array, and for its views: the kind of that
-            array (``"native"`` for NumPy, ``"torch"``, …), or ``"copy"`` if the Buffer holds a
-            copy. Else None.
+        array_owner: for the Buffers of a ``PerReplica`` of a caller's arrays, and for their views:
+            the kind of array (``"native"`` for NumPy, ``"torch"``, …), or ``"copy"`` if the Buffer
+            holds a copy. Else None.
         array: the backend's array of this memory; None until its first use.
         flat: a 1-D array of the same memory, which does not keep the block alive; for backends.
 
