@@ -571,7 +571,14 @@ class Optimizer(NotCopied):
         """Compiles the kernels for these variables and creates their slots.
 
         ``apply_gradients`` does the same at its first call. Call ``prepare`` before it to get
-        compilation errors and out-of-memory errors early.
+        compilation errors and out-of-memory errors early. The host waits for the compiler only.
+
+        Raises:
+            InvalidVariableError: a Variable is not of floats.
+            MemoryError: there is not enough memory for the slots.
+            BackendUnavailableError: the mesh is closed, a device has failed, or the compiler is
+                missing.
+            CollectiveError: the mesh has failed.
 
         Example:
             >>> mesh = gr.open_mesh(1, backend="sim")
