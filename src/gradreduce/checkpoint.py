@@ -317,9 +317,8 @@ def some_of(schemas: Mapping[str, Any]) -> Check:
     """Returns a check for a dict with any of these keys."""
 
     def check(where: str, saved: Any) -> Any:
-        is_known = isinstance(saved, Mapping) and saved.keys() <= schemas.keys()
-        wanted = {key: schemas[key] for key in saved} if is_known else schemas
-        return checked(where, saved, wanted)
+        keys = saved if isinstance(saved, Mapping) else ()
+        return checked(where, saved, {key: schemas[key] for key in keys if key in schemas})
 
     return check
 

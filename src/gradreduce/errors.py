@@ -61,7 +61,11 @@ class CaptureError(RuntimeError):
 
 
 class DeadlineExceededError(TimeoutError):
-    """The ``timeout`` of a blocking call expired; the message says what was still missing.
+    """A wait for gradients, for workers or for an actor of Ray took longer than its ``timeout``.
+
+    The message says what was missing, or which actor did not answer. A take has taken nothing. A
+    call to an actor may still be applied. A ``deadline`` that passes, and the ``timeout`` of
+    ``Mesh.reset``, raise ``CollectiveError`` instead.
 
     Example:
         >>> accumulator = gr.ConditionalAccumulator("float32", (2,))

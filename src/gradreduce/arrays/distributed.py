@@ -407,7 +407,7 @@ class PerReplica(DistributedValues):
     Args:
         values: one for each device, in order: arrays of any library, numbers, nested lists, Buffers
             or IndexedSlices. Arrays are shared where possible, otherwise copied.
-        mesh: the mesh whose devices hold the values. Default: that of the Buffers among
+        mesh: the mesh whose devices hold the values. Default: that of ``devices`` or of Buffers in
             ``values``, else ``gr.default_mesh()``.
         devices: some devices of the mesh instead of all: Devices or their names.
         name: the name of the tensor in errors, plans and the flight record.
@@ -435,7 +435,7 @@ class Mirrored(DistributedValues):
     Args:
         values: one for each device, in order: arrays of any library, numbers, nested lists, Buffers
             or IndexedSlices. Arrays are shared where possible, otherwise copied.
-        mesh: the mesh whose devices hold the values. Default: that of the Buffers among
+        mesh: the mesh whose devices hold the values. Default: that of ``devices`` or of Buffers in
             ``values``, else ``gr.default_mesh()``.
         devices: some devices of the mesh instead of all: Devices or their names.
         name: the name of the tensor in errors, plans and the flight record.

@@ -165,7 +165,7 @@ def _buffer_memory(buffer: Buffer, device: Device) -> _Memory:
     if buffer.device is not device:
         raise DeviceMismatchError(f"out is {buffer}; expected one on {device.name}")
     if not buffer.block.writable:
-        raise ValueError(f"{buffer} is read-only; it cannot be used as out")
+        raise ValueError(f"{buffer} is read-only: pass a writable array or Buffer as out")
     return buffer, None, buffer.address
 
 

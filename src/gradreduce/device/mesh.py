@@ -247,7 +247,7 @@ class Mesh(NotCopied):
 
         Raises:
             CollectiveError: a device or communicator does not finish in time; reset the mesh again
-                later. Or the mesh has several processes: such a mesh cannot be reset.
+                later. Or a mesh of several processes has failed: it cannot be reset.
             BackendUnavailableError: the mesh is closed.
             ValueError: ``timeout`` is not a number above 0.
 

@@ -495,8 +495,8 @@ class Optimizer(NotCopied):
 
         All slots are replaced. As in PyTorch, hyperparameters are replaced too: to continue with
         another learning rate, set it after the load. Hyperparameters that are callables or
-        Variables, here or in the saved optimizer, are kept. On error, the optimizer is unchanged.
-        Example: see ``state_dict``.
+        Variables, here or in the saved optimizer, are kept. The values of ``variables`` are not
+        changed. On error, the optimizer is unchanged. Example: see ``state_dict``.
 
         Args:
             state: the ``state_dict`` of an optimizer of the same class.
