@@ -42,9 +42,9 @@ def test_keys_of_earlier_processes_in_a_store_are_ignored():
             time.sleep(1e-3)
         names = [each.result() for each in (start(1), first)]
     assert names == [names[0]] * 2 and names[0] not in before
-    with pytest.raises(CollectiveError, match=r"these have not come .* within 0.1 s: 1$"):
+    with pytest.raises(CollectiveError, match=r"these have not come .* within 0.1 s: 1;"):
         _new_name(store, 0, 2, 0.1)
-    with pytest.raises(CollectiveError, match=r"these have not come .* within 0.1 s: 0$"):
+    with pytest.raises(CollectiveError, match=r"these have not come .* within 0.1 s: 0;"):
         _new_name(store, 1, 2, 0.1)
 
 
