@@ -61,7 +61,7 @@ class CaptureError(RuntimeError):
 
 
 class DeadlineExceededError(TimeoutError):
-    """A wait for gradients, for workers or for an actor of Ray took longer than its ``timeout``.
+    """A wait for gradients, workers or an actor took longer than its ``timeout``.
 
     The message says what was missing, or which actor did not answer. A take has taken nothing. A
     call to an actor may still be applied. A ``deadline`` that passes, and the ``timeout`` of
