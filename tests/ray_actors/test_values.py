@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import gradreduce as gr
 
 pytestmark = pytest.mark.ray
 BIG = (300, 100)  # travels alone
-KERNELS = {1: "numpy", 2: "compiled"}  # of centers, by their number of shards
+COMPILED = pytest.param(2, "compiled", marks=[pytest.mark.host, pytest.mark.exhaustive])
 
 
 def specs() -> dict[str, tuple[Any, ...]]:
@@ -219,11 +220,11 @@ def train_from(center: Any, worker: Worker, state: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def names_of_centers(cluster: None) -> Iterator[dict[int, str]]:
-    """Names of centers by their number of shards; a test uses the actors of the one before."""
-    names = {num_shards: f"center-{uuid.uuid4().hex[:8]}" for num_shards in (1, 2)}
+def names_of_centers(cluster: None) -> Iterator[dict[tuple[int, str], str]]:
+    """Names of centers by shards and kernels; a test uses the actors of the one before."""
+    names: dict[tuple[int, str], str] = defaultdict(lambda: f"center-{uuid.uuid4().hex[:8]}")
     yield names
-    for num_shards, name in names.items():
+    for (num_shards, _), name in names.items():
         gr.ray.AGNCenter(name, num_shards=num_shards).close()
 
 
@@ -231,13 +232,15 @@ def names_of_centers(cluster: None) -> Iterator[dict[int, str]]:
 EMPTY = lambda shard: (shard._load(0), vars(shard).get("_workers", {}).clear())[1]  # noqa: E731
 
 
-@pytest.mark.parametrize("num_shards", [1, pytest.param(2, marks=pytest.mark.host)])
+@pytest.mark.parametrize(("num_shards", "kernels"), [(1, "numpy"), (2, "numpy"), COMPILED])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rule", RULES)
-def test_workers_that_take_turns_train_as_in_one_process(names_of_centers, rule, mode, num_shards):
-    name = names_of_centers[num_shards]
+def test_workers_that_take_turns_train_as_in_one_process(
+    names_of_centers, rule, mode, num_shards, kernels
+):
+    name = names_of_centers[num_shards, kernels]
     local = gr.AGNCenter(gr.default_mesh())
-    options: dict[str, Any] = {"num_shards": num_shards, "kernels": KERNELS[num_shards]}
+    options: dict[str, Any] = {"num_shards": num_shards, "kernels": kernels}
     shared = gr.ray.AGNCenter(name, worker="first", **options)
     for shard in [name, *[f"{name}#1"] * (num_shards - 1)]:
         in_actor(shard, EMPTY)
