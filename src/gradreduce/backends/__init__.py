@@ -70,6 +70,8 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
 ) -> Mesh:
     """Opens devices as a mesh; never replaces the requested backend by another.
 
+    GPUs ignore ``peer_access``, ``kernels``, ``strict`` and ``schedule_seed``.
+
     Args:
         devices: the number of logical devices, each on its own physical device; or a list with the
             physical device of each: ``[0, 0, 1, 1]`` means four logical devices on two physical
@@ -89,7 +91,8 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
             by its nccl backend if it has one, else through host memory.
         communicator: instead of ``processes``, an mpi4py communicator. GPU memory travels by NCCL.
         devices_per_process: instead of ``devices``, the number of logical devices of this process;
-            on GPUs they share the GPU of its local rank.
+            on GPUs they share the GPU of its local rank. Without a launcher they are on the visible
+            GPUs in turn.
         timeout: seconds that this call, and each later call without an earlier deadline, waits for
             other processes. None: no limit.
         peer_access: simulation only: True if a launch can access the memory of other physical
@@ -106,7 +109,8 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
             Default: None; work runs at once.
 
     Returns:
-        A mesh of new devices. Several meshes can be open at once; they share no memory.
+        A mesh of new devices. Several meshes can be open at once; they share no memory. In a
+        process of a launcher the first one becomes ``gr.default_mesh()``.
 
     Raises:
         BackendUnavailableError: the requested backend cannot run here; the error says what to

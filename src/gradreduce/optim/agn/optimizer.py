@@ -273,9 +273,11 @@ class AGNOptimizer(Optimizer):
     def make_session_run_hook(
         self, is_chief: bool, task_index: int, *, wait_timeout: float | None = None
     ) -> AGNHook:
-        """Returns a context manager that registers the worker and copies the center to it.
+        """Returns a context manager inside which the worker trains.
 
-        Train inside the context. If an exception leaves it, the center records the worker in
+        Entering it registers the worker, waits for the others (``wait_timeout``), copies the center
+        to the worker's variables, and drops gradients that were not pushed; ``local_step`` is not
+        reset. If entering or the code inside raises, the center records the worker in
         ``failed_workers``.
 
         Args:
@@ -287,6 +289,7 @@ class AGNOptimizer(Optimizer):
         Raises:
             ValueError: see ``get_init_op``; or ``wait_timeout`` is not a number.
             TypeError: an argument has a wrong type.
+            DeadlineExceededError: on entering: fewer workers have started within ``wait_timeout``.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
