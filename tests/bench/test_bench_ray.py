@@ -29,6 +29,7 @@ def test_without_ray_no_floor_is_checked(bench, monkeypatch, capsys):
 
 @pytest.mark.ray
 @pytest.mark.host
+@pytest.mark.exhaustive
 def test_every_floor_has_a_measured_value(bench, cluster, capsys):
     made = bench.Bench(quick=True)
     made.with_floors()

@@ -98,7 +98,8 @@ def test_what_was_acknowledged_survives_the_end_of_every_shard(unique_name, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("victim", [0, 1])
 def test_without_snapshots_the_error_of_a_lost_actor_says_so(unique_name, victim):
     import ray
 
