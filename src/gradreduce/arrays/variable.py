@@ -57,7 +57,8 @@ class Variable(NotCopied, Readable):
     """A named array that is changed in place, with an equal copy on each device.
 
     ``variable == 1.0`` compares identity, because Variables are keys of dictionaries. To compare
-    values write ``variable.read() == 1.0`` or ``np.equal(variable, 1.0)``.
+    values write ``variable.read() == 1.0`` or ``np.equal(variable, 1.0)``. Operators, array methods
+    and NumPy functions return new arrays: of NumPy in the simulation, of CuPy on GPUs.
 
     Args:
         initial_value: an array, number or nested list; copied.
