@@ -135,7 +135,7 @@ def save(path: Path | None, number: int, dp: Any, optimizers: Sequence[Any], mes
     """Replaces the checkpoint; process 0 does it, whose first replica is like all others."""
     if path is not None and mesh.process_index == 0:
         temporary = path.with_name(path.name + ".tmp")  # a kill leaves a complete file
-        state = {"module": dp.module.state_dict(), "optimizer": optimizers[0].state_dict()}
+        state = {"module": dp.state_dict(), "optimizer": optimizers[0].state_dict()}
         torch.save({"step": number, **state}, temporary)
         temporary.replace(path)
 
@@ -145,8 +145,8 @@ def resume(path: Path | None, dp: Any, optimizers: Sequence[Any]) -> int:
     if path is None:
         return 0
     state = torch.load(path, map_location="cpu", weights_only=True)
-    for replica, optimizer in zip(dp.replicas, optimizers, strict=True):
-        replica.load_state_dict(state["module"])
+    dp.load_state_dict(state["module"])
+    for optimizer in optimizers:
         optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # which it keeps
     return int(state["step"])
 

@@ -18,6 +18,7 @@ from gradreduce.errors import CollectiveError
 
 pytestmark = pytest.mark.torch
 TINY_MB = 2**-20 * 100  # a bucket of 12 float64: a layer
+TABLES = ("all", "last", "never", "at first")
 
 
 def layers(count=4, size=3):
@@ -45,7 +46,7 @@ def gradients(module):
 
 
 def means(rows):
-    """The means of the gradients of all replicas; zeros if a replica has none."""
+    """The means of the gradients, with zeros for a replica without; None if no replica has one."""
     import torch
 
     made = []
@@ -56,12 +57,20 @@ def means(rows):
     return made
 
 
+def zeroed_in_place(first, second):
+    """The gradients of a step that begins with zeros where the step before had gradients."""
+    return [
+        one * 0 if other is None and one is not None else other
+        for one, other in zip(first, second, strict=True)
+    ]
+
+
 def assert_equal(found, wanted):
     import torch
 
     for one, other in zip(found, wanted, strict=True):
-        if other is None:
-            assert one is None or not one.any()
+        if one is None or other is None:
+            assert one is other
         else:
             assert torch.equal(one, other), (one, other)
 
@@ -190,6 +199,7 @@ def test_gradients_are_the_means_of_all_replicas(case, devices, processes):
             run(net, batch(replica, step), replica, step).backward()
             rows.append(gradients(net))
         alone.append(means(rows))
+    alone[1] = zeroed_in_place(*alone[:2])
 
     def work(group):
         with open_mesh(devices, group) as mesh:
@@ -201,6 +211,59 @@ def test_gradients_are_the_means_of_all_replicas(case, devices, processes):
         for step in range(3):
             for replica in range(devices):
                 assert_equal(found[step][replica], alone[step])
+
+
+@pytest.mark.whole_product
+@pytest.mark.parametrize("has_others", [True, False])
+@pytest.mark.parametrize(("devices", "processes"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_sparse_gradients_are_averaged_and_stay_sparse(has_others, devices, processes):
+    """Rows of several replicas, an embedding that one replica uses, and one that none uses."""
+    import torch
+
+    num_replicas = devices * processes
+
+    def work(group):
+        with open_mesh(devices, group) as mesh:
+            dp = gr.torch.DataParallel(embeddings(has_others), mesh)
+            first, found = mesh.process_index * devices, []
+            for step in range(4):
+                dp.zero_grad(set_to_none=step == 2)
+                for replica, net in enumerate(dp.replicas, first):
+                    names = ["all", *["last"] * (replica == num_replicas - 1)]
+                    names += ["at first"] * (step == 0)
+                    rows = torch.tensor([2, 2, 3 if replica else 0])
+                    sum(net["-"](net[name](rows)).sum() for name in names).backward()
+                found.append([[of_column(net[each].weight.grad) for each in TABLES]
+                              for net in dp.replicas])  # fmt: skip
+            return found
+
+    n = num_replicas
+    shared = [1 / n, 0.0, 2.0, (n - 1) / n, 0.0]
+    one = [1.0, 0.0, 2.0, 0.0, 0.0] if n == 1 else [0.0, 0.0, 2 / n, 1 / n, 0.0]
+    for found in run_processes(processes, work) if processes > 1 else [work(None)]:
+        for step, rows in enumerate(found):
+            at_first = {0: shared, 1: [0.0] * 5}.get(step)
+            assert rows == [[shared, one, None, at_first]] * devices
+
+
+def embeddings(has_others):
+    import torch
+
+    net = torch.nn.ModuleDict()
+    for name in TABLES:
+        net[name] = torch.nn.Embedding(5, 2, sparse=True)
+    net["-"] = torch.nn.Linear(2, 2, bias=False) if has_others else torch.nn.Identity()
+    for parameter in net.parameters():
+        torch.nn.init.constant_(parameter, 0.5)
+    return net
+
+
+def of_column(grad):
+    """A column of a sparse gradient, with one row for each index."""
+    if grad is None:
+        return None
+    assert grad.is_sparse and grad._nnz() <= 3
+    return grad.to_dense()[:, 0].tolist()
 
 
 def test_every_bucket_but_the_last_is_launched_before_the_last_backward_ends():
@@ -233,6 +296,7 @@ def test_every_bucket_but_the_last_is_launched_before_the_last_backward_ends():
                 sum(losses).backward()  # PyTorch begins with the last replica
 
             run(lambda: None)
+            run(lambda: None)  # compares the replicas
             seen = []
             with mesh.journal() as journal:
                 run(lambda: None)
@@ -567,7 +631,8 @@ def test_a_backward_that_fails_raises_in_other_processes():
     def work(group):
         with open_mesh(1, group) as mesh:
             dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-            plain(dp, batch(0)).backward()
+            for _ in range(2):  # the second one compares the replicas
+                plain(dp, batch(0)).backward()
             if group.rank == 1:
                 dp.module[0].weight.grad = None
                 dp.module.float()
@@ -592,7 +657,8 @@ def test_ctrl_c_ends_the_wait_for_another_process():
     def work(group):
         mesh = open_mesh(1, group)
         dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-        plain(dp, batch(0)).backward()
+        for _ in range(2):  # the second one compares the replicas
+            plain(dp, batch(0)).backward()
         if group.rank == 1:
             assert has_ended.wait(10)
             return
@@ -639,6 +705,18 @@ def test_a_gradient_after_its_bucket_was_reduced_is_refused():
                 x.sum().backward()
 
 
+def test_parameters_that_one_process_has_frozen_are_named_by_all():
+    def work(group):
+        net = frozen(layers()) if group.rank == 1 else layers()
+        with open_mesh(1, group) as mesh, pytest.raises(ValueError) as caught:
+            gr.torch.DataParallel(net, mesh)
+        return str(caught.value)
+
+    first, second = run_processes(2, work)
+    assert "requires_grad of 1.weight is True in process 0, False in process 1" in first
+    assert "requires_grad of 1.weight is False in process 1, True in process 0" in second
+
+
 def test_parameters_that_would_not_be_reduced_are_refused():
     import torch
 
@@ -653,11 +731,16 @@ def test_parameters_that_would_not_be_reduced_are_refused():
             plain(dp.replicas[1], batch(0)).backward()
         with pytest.raises(ValueError, match=r"0.weight is already a parameter of another Data"):
             gr.torch.DataParallel(dp.module, mesh)
-        rows = torch.nn.Embedding(4, 2, sparse=True)
-        dp = gr.torch.DataParallel(rows, mesh[:1])
+        dp, rows = gr.torch.DataParallel(torch.nn.Embedding(4, 2), mesh[:1]), torch.tensor([1])
         with pytest.raises(ValueError, match=r"layout torch.sparse_coo") as caught:
-            dp(torch.tensor([1])).sum().backward()
+            torch.nn.functional.embedding(rows, dp.module.weight, sparse=True).sum().backward()
         assert caught.value.__notes__ == ["It was about bucket 0 (weight)."]
+        dp = gr.torch.DataParallel(torch.nn.Embedding(4, 2, sparse=True), mesh[:1])
+        with pytest.raises(
+            ValueError, match=r"^weight has a dense gradient, but its emb"
+        ) as caught:
+            (dp(rows).sum() + dp.module.weight.sum()).backward()
+        assert caught.value.__notes__ == ["It was about sparse gradients (weight)."]
 
 
 @pytest.mark.parametrize("is_first", [True, False])

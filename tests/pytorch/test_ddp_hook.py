@@ -163,6 +163,26 @@ def test_no_sync_accumulates_and_sparse_gradients_and_unused_parameters_are_redu
     assert found[1][2].tolist() == [2]  # process 0 leaves None, which DDP sees in its own group
 
 
+def test_a_process_that_has_joined_takes_part_with_zeros():
+    """DDP's ``join`` calls the hook outside a backward, in a process without data."""
+
+    def work(group):
+        with open_mesh(group) as mesh:
+            ddp = make_ddp(gr.torch.comm_hook(gr.AllReduceCrossDeviceOps(mesh=mesh)))
+            found = []
+            for step in range(5):
+                if group.rank == 0 or step < 2:
+                    found.append(gradients_of(ddp, batch(0, step)))
+                else:
+                    ddp._match_all_reduce_for_bwd_pass()
+            return found
+
+    found, _ = run_processes(2, work)
+    for step in range(5):
+        for mean, alone in zip(found[step], gradients_of(make_net(), batch(0, step)), strict=True):
+            np.testing.assert_array_equal(mean, alone if step < 2 else alone / 2)
+
+
 @pytest.mark.parametrize("ends", ["leaves", "waits"])
 def test_backward_raises_our_error_with_the_names_of_the_parameters(ends):
     has_ended = threading.Event()

@@ -429,6 +429,38 @@ def test_a_state_that_does_not_fit_changes_nothing(mesh):
     optimizer.step()
 
 
+def test_a_state_of_someone_else_is_checked_before_pytorch_copies_it(mesh):
+    import torch
+
+    module = net()
+    optimizer = gr.torch.Optimizer(gr.AdamOptimizer(0.1), module.parameters())
+    backward(module)
+    optimizer.step()
+    state, deep = optimizer.state_dict(), []
+    for _ in range(900):
+        deep = [deep]
+    group = state["param_groups"][0]
+    where = "state_dict['param_groups'][0]"
+    damages = [
+        ([], TypeError, "state_dict is a list; expected a dict"),
+        ({**state, "state": []}, TypeError, "state_dict['state'] must be a dict, state_dict["),
+        ({**state, "state": {0: 1}}, TypeError, "state_dict['state'][0] must be a dict"),
+        ({**state, "param_groups": [3]}, TypeError, f"{where} must be a dict with a list"),
+    ]
+    for name, value, text in (
+        ("lr", torch.empty(1 << 20, 0), "['lr'] has the shape (1048576, 0); expected a number or"),
+        ("more", deep, ".more.0.0.0"),
+        ("beta1_power", torch.empty(1, 0), "beta1_power has the shape (1, 0); expected a number"),
+    ):
+        damages.append(({**state, "param_groups": [{**group, name: value}]}, ValueError, text))
+    kept = copy.deepcopy(state)
+    for damaged, error, text in damages:
+        with pytest.raises(error) as raised:
+            optimizer.load_state_dict(damaged)
+        assert text in str(raised.value)
+    assert str(optimizer.state_dict()) == str(kept)
+
+
 def test_what_it_cannot_use_is_refused(mesh):
     import torch
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from numbers import Real
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 
-from gradreduce.arrays.distributed import PerReplica
-from gradreduce.device import Mesh
+from gradreduce.device import Mesh, as_flag
+from gradreduce.device.exchange import comparing
 from gradreduce.errors import NotCopied, brief
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
+from gradreduce.reduce.arguments import as_count
 
+from .before_forward import BeforeForward
+from .engine import check_values
+from .module_state import broadcast_state, load_state
 from .reducer import Reducer, reducer_of
+from .sparse_gradients import sparse_indices
 
 
 class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch need not be installed
@@ -45,12 +50,21 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
     - The ``zero_grad`` of this class keeps these views. That of an optimizer drops them, so that
       the next backward must copy.
     - If gradients are not zeroed, the next backward adds to them and averages the sums.
-    - A parameter that was not used has a gradient of zeros.
+    - If no replica of any process used a parameter since the last step, its ``.grad`` stays None,
+      or zeros where ``zero_grad`` has zeroed it in place, as in DDP with
+      ``find_unused_parameters``. If some replicas used it, those that did not count as zeros.
     - Parameters that are frozen (``requires_grad`` is False) when the DataParallel is made have no
       gradient, and must stay frozen.
+    - Before a forward of training, the buffers of process 0's first replica are copied to all.
+    - The first forward with gradients after the first step compares all parameters of all replicas.
+    - The sparse gradients of ``Embedding(sparse=True)`` and ``EmbeddingBag`` are averaged at the
+      end of ``backward``. They stay sparse, with one row for each index that a replica has used.
     - If a reduction fails, ``backward`` raises ``CollectiveError`` with the names of the
       parameters.
     - If a module inside gets another parameter that is not frozen, ``RuntimeError`` is raised.
+    - A ``backward`` of compiled autograd raises ``RuntimeError``.
+    - After a ``backward`` that an error has ended, zero the gradients. The step is dropped if the
+      ``backward`` of all processes has failed; see ``docs/pytorch.md``.
 
     Args:
         module_or_replicas: a module, which is copied to all devices but the first; or a list with
@@ -60,6 +74,12 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
         bucket_mb: the largest size of a bucket, in MiB. A larger gradient is reduced alone.
         ops: an ``AllReduceCrossDeviceOps``, which may have a ``wire_dtype``. Default: one that
             uses NCCL.
+        broadcast_buffers: whether to copy the buffers of process 0's first replica to all others:
+            before each forward of the DataParallel for which DDP does it; or, if replicas are
+            called, before the first of their training forwards after each step.
+        check_replicas: compare the parameters every so many steps. Default: once, after the first
+            step. If they differ, the forward raises ``RuntimeError`` in all processes. The host
+            waits for one checksum of each replica.
 
     Attributes:
         replicas: the modules, one for each device of this process, in the order of the mesh. The
@@ -67,11 +87,13 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
             them.
 
     Raises:
-        TypeError: ``module_or_replicas`` is not a module or a list of modules, or ``mesh`` is not a
-            Mesh.
+        TypeError: ``module_or_replicas`` is not a module or a list of modules, ``mesh`` is not a
+            Mesh, or ``broadcast_buffers`` is not a bool.
         ValueError: the number of replicas is not the number of devices, replicas differ, no
-            parameter requires gradients, a parameter is in another DataParallel, or ``bucket_mb``
-            or ``ops`` is invalid.
+            parameter requires gradients, a parameter is in another DataParallel, or ``bucket_mb``,
+            ``ops`` or ``check_replicas`` is invalid; or another process has other parameters, has
+            frozen others, or passes other options.
+        RuntimeError: FakeTensorMode is active, or a parameter is a FakeTensor.
     """
 
     _copy_hint = "copy its module"
@@ -83,6 +105,8 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
         *,
         bucket_mb: float = 25,
         ops: Any = None,
+        broadcast_buffers: bool = True,
+        check_replicas: int | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(mesh, Mesh):
@@ -90,6 +114,9 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
         number = isinstance(bucket_mb, Real) and not isinstance(bucket_mb, bool)
         if not number or not bucket_mb > 0:
             raise ValueError(f"bucket_mb={brief(bucket_mb)} must be a number above 0")
+        broadcast_buffers = as_flag("broadcast_buffers", broadcast_buffers)
+        if check_replicas is not None and as_count("check_replicas=", check_replicas) == 0:
+            raise ValueError("check_replicas=0 must be a number of steps, or None")
         ops = AllReduceCrossDeviceOps(mesh=mesh) if ops is None else ops
         if not isinstance(ops, AllReduceCrossDeviceOps):
             raise ValueError(f"ops={brief(ops)} is not an AllReduceCrossDeviceOps")
@@ -98,7 +125,10 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
         named = [list(replica.named_parameters()) for replica in replicas]
         trained = [[each for each in row if each[1].requires_grad] for row in named]
         _check_parameters(named, trained)
-        _broadcast_state(replicas, mesh, ops)
+        options = {"broadcast_buffers": broadcast_buffers, "check_replicas": check_replicas}
+        with comparing(mesh[0], lambda: {**options, **_frozen_or_not(named[0])}):
+            broadcast_state(replicas, mesh, ops)
+        self._mesh, self._cross_device_ops = mesh, ops
         self._reducer = Reducer(
             [name for name, _ in trained[0]],
             [[parameter for _, parameter in row] for row in trained],
@@ -108,24 +138,40 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
             bucket_mb * 2**20,
         )
         self._reducer.owner = ref(self)
+        self._reducer.sparse = sparse_indices(replicas[0], trained[0])
+        self._before_forward: BeforeForward | None = None
+        if mesh.num_replicas > 1:
+            self._before_forward = BeforeForward(
+                replicas,
+                mesh,
+                ops,
+                self._reducer,
+                check_every=check_replicas,
+                broadcast_buffers=broadcast_buffers,
+            )
+            _add_hooks(self, self._before_forward)
         _owners.update(dict.fromkeys(self.replicas.modules(), ref(self)))
 
     @property
     def module(self) -> Any:
-        """The first replica; save its ``state_dict``."""
+        """The first replica."""
         return self.replicas[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the replica of this process.
 
         Raises:
-            RuntimeError: there are several replicas.
+            RuntimeError: there are several replicas, or their parameters differ.
+            CollectiveError: another process has failed.
         """
         if len(self.replicas) > 1:
             raise RuntimeError(
                 f"there are {len(self.replicas)} replicas in this process: call "
                 "dp.replicas[i](x_i) for each"
             )
+        before = self._before_forward
+        if before is not None and (before.broadcasts or not torch.compiler.is_compiling()):
+            before.of_data_parallel()
         return self.replicas[0](*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -143,10 +189,60 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zeroes the gradients, with one fill for each bucket.
 
-        With ``set_to_none``, each ``.grad`` becomes None, and the views of flat buffers are lost.
+        A ``.grad`` that is None stays None. With ``set_to_none``, each ``.grad`` becomes None, and
+        the views of flat buffers are lost. A step that has failed, or that some replicas have not
+        had their ``backward`` of, is dropped; this waits for the other processes.
         """
+        self._reducer.drop_begun()
         if set_to_none or not self._reducer.zero():
             super().zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the state of the first replica, with the names of the module; see PyTorch."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a state of the module into all replicas of all processes.
+
+        Every process calls it. If the states differ, those parameters and buffers are used that
+        process 0 has loaded. If a process raises an error, no replica of any process has changed.
+
+        Args:
+            state_dict: the state, such as one of ``state_dict()``.
+            strict: whether the names must be those of the module; see ``torch.nn.Module``.
+            assign: must be False, because it would replace the parameters.
+
+        Returns:
+            What ``torch.nn.Module.load_state_dict`` returns: the missing and unexpected names.
+
+        Raises:
+            RuntimeError: the state does not fit the module, here or in another process; or
+                ``assign`` is True.
+            TypeError: ``state_dict`` is not a dict.
+            CollectiveError: another process has failed.
+        """
+        if assign:
+            raise RuntimeError(
+                "load_state_dict(assign=True) would replace the parameters of a DataParallel, "
+                "which would not average the gradients of others: load without assign, or make a "
+                "new DataParallel from the changed module"
+            )
+        self._reducer.begins_again()
+        return load_state(
+            list(self.replicas), state_dict, self._mesh, self._cross_device_ops, strict=strict
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """Called by PyTorch if a module around this one loads a state: for all replicas."""
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            value = state_dict.pop(name)
+            for index in range(len(self.replicas)):
+                state_dict[f"{prefix}replicas.{index}.{name.removeprefix(prefix)}"] = value
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 def as_modules(module_or_replicas: Any) -> list[Any]:
@@ -164,6 +260,7 @@ def as_modules(module_or_replicas: Any) -> list[Any]:
 def _replicas_of(module_or_replicas: Any, mesh: Mesh) -> list[Any]:
     """Returns a module for each device of the mesh."""
     replicas = as_modules(module_or_replicas)
+    check_values(chain.from_iterable([each.parameters() for each in replicas]))
     if replicas[:1] == [module_or_replicas]:
         replicas += [copy.deepcopy(module_or_replicas) for _ in mesh.devices[1:]]
         for device, replica in zip(mesh, replicas, strict=True):
@@ -208,21 +305,9 @@ def _check_parameters(
             other.remove_hooks()
 
 
-def _broadcast_state(
-    replicas: Sequence[Any], mesh: Mesh, cross_device_ops: AllReduceCrossDeviceOps
-) -> None:
-    """Copies the parameters and buffers of process 0's first replica to all."""
-    rows, names = [], []
-    for replica in replicas:
-        pairs = [*replica.named_parameters(), *replica.named_buffers()]
-        names = [name for name, _ in pairs]
-        state = [each.detach() for _, each in pairs]
-        rows.append([each.view(torch.uint8) if each.itemsize == 1 else each for each in state])
-    values = [
-        PerReplica([each], devices=[mesh[0]], name=name)
-        for each, name in zip(rows[0], names, strict=True)
-    ]
-    cross_device_ops.broadcast(values, mesh, out=list(zip(*rows, strict=True)))
+def _frozen_or_not(named: Sequence[tuple[str, Any]]) -> dict[str, bool]:
+    """Returns what the processes must have alike, besides shapes and dtypes."""
+    return {f"requires_grad of {name}": each.requires_grad for name, each in named}
 
 
 # The DataParallel of each module that is part of one.
@@ -252,6 +337,32 @@ def _reject_others(module: Any, name: str, added: Any) -> None:
         )
     if isinstance(added, torch.nn.Module):
         _owners.update(dict.fromkeys(added.modules(), owner))
+
+
+def _add_hooks(data_parallel: DataParallel, before: BeforeForward) -> None:
+    """Adds hooks that prepare the forward of a replica; a module with them can be pickled."""
+    hook = _with_buffers if before.broadcasts else _without_buffers
+    before.handles += [each.register_forward_pre_hook(hook) for each in data_parallel.replicas]
+    finalize(data_parallel, before.remove_hooks).atexit = False
+
+
+def _with_buffers(module: Any, _: Any) -> None:
+    """A hook of replicas whose buffers are broadcast: a graph break in a compiled replica."""
+    if not torch.compiler.is_exporting():
+        _prepare_forward(module)
+
+
+def _without_buffers(module: Any, _: Any) -> None:
+    """A hook of other replicas, which does nothing in a compiled one."""
+    if not torch.compiler.is_compiling():
+        _prepare_forward(module)
+
+
+def _prepare_forward(module: Any) -> None:
+    owner = _owners.get(module)
+    data_parallel = None if owner is None else owner()
+    if data_parallel is not None and data_parallel._before_forward is not None:
+        data_parallel._before_forward.of_replica(module)
 
 
 torch.nn.modules.module.register_module_parameter_registration_hook(_reject_others)

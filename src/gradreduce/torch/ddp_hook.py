@@ -32,7 +32,10 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
 
     The hook does not wait. A thread reduces one bucket after the other, in place, while
     ``backward`` computes the next gradients. ``backward`` returns when all buckets are averaged.
-    Everything else in DDP works as before: ``no_sync``, unused parameters, DDP's own buckets.
+    Everything else in DDP works as before: ``no_sync``, unused parameters, DDP's own buckets. In
+    ``join`` the hook waits. The means of sparse gradients may differ from DDP's in the last bits,
+    because rows with the same index are added in another order. DDP's ``python_reducer`` has no
+    buckets: ``backward`` raises ``RuntimeError``.
 
     If a reduction fails, ``backward`` raises the error, such as ``CollectiveError`` if a process
     has ended or a deadline has passed. The message names the bucket and its parameters. The mesh
@@ -63,6 +66,11 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         mesh.mesh_state.check_process()
+        if not isinstance(bucket, dist.GradBucket):
+            raise RuntimeError(
+                "comm_hook averages DDP's buckets, but DDP's python_reducer passes parameters: set "
+                "torch._dynamo.config.optimize_ddp to another reducer, before DDP is made"
+            )
         gradients = bucket.buffer()
         on_gpu = [gradients.device] if gradients.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_gpu)
@@ -77,6 +85,9 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
                 raise named from error.__cause__
 
         task = worker.submit(reduce, map(torch.cuda.current_stream, on_gpu))
+        if torch._C._current_graph_task_id() < 0:  # DDP's join() calls the hook outside a backward
+            task.wait()
+            return future
         # Called at the end of backward, before DDP's own callback, which would replace an error by
         # "Unable to cast … to Tensor".
         torch.autograd.Variable._execution_engine.queue_callback(task.wait)

@@ -14,11 +14,11 @@ from gradreduce import optim
 from gradreduce.arrays.convert import Form, axis_order, in_order, inverse
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
-from gradreduce.checkpoint import array, checked
+from gradreduce.checkpoint import anything, array, checked, mapped, plain
 from gradreduce.device import Device
 from gradreduce.errors import NotCopied, brief, listed
-from gradreduce.optim.checkpoint import ready_slots
-from gradreduce.optim.hyperparameters import text_of, value_of
+from gradreduce.optim.checkpoint import power, ready_slots
+from gradreduce.optim.hyperparameters import text_of
 
 from .variables import ParameterVariable, check_separate
 
@@ -197,7 +197,7 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
                 loss = closure()
         for group, options, pairs in self._updates():
             if pairs:
-                group.rule.apply_gradients(pairs)
+                group.rule._update(pairs)  # DataParallel has averaged over processes
                 options.update(
                     zip(group.rule._slots.power_names, group.rule._slots.powers, strict=False)
                 )
@@ -227,9 +227,11 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         Raises:
             KeyError: an option or a slot is missing or unknown, because another optimizer was
                 saved.
-            TypeError: a slot is not an array.
-            ValueError: a slot has another shape or dtype, or an error of PyTorch.
+            TypeError: a slot is not an array, or an entry has another type.
+            ValueError: a slot has another shape or dtype, an option is not a number or a short
+                list, the state is nested too deeply, or an error of PyTorch.
         """
+        _check_form(state_dict, self._options)
 
         def take_state(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             """Removes the state, because PyTorch would cast it to the parameters' dtypes."""
@@ -259,11 +261,7 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
                     values[row.variable] = _checked(group.rule, row.variable, each)
             slots = group.rule._slots
             powers = tuple(
-                [
-                    value_of(name, options[name], is_decay=True)
-                    for name in slots.power_names
-                    if name in options
-                ]
+                [power(name, options[name]) for name in slots.power_names if name in options]
             )
             ready.append((group, powers, ready_slots(slots, values)))
         super().__setstate__(state)
@@ -358,6 +356,25 @@ def _are_same(some: Iterable[Any], others: Sequence[Any]) -> bool:
     """Whether these are the same objects."""
     found = list(some)
     return len(found) == len(others) and all(map(is_, found, others))
+
+
+def _check_form(saved: Any, options: Sequence[str]) -> None:
+    """Checks types, sizes and depths of a ``state_dict``, before PyTorch copies parts of it."""
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"state_dict is a {type(saved).__name__}; expected a dict")
+    mapped(anything, saved, "state_dict")
+    slots, groups = saved["state"], saved["param_groups"]
+    if not isinstance(slots, Mapping) or not isinstance(groups, list | tuple):
+        raise TypeError("state_dict['state'] must be a dict, state_dict['param_groups'] a list")
+    for index, group in enumerate(groups):
+        where = f"state_dict['param_groups'][{index}]"
+        if not isinstance(group, Mapping) or not isinstance(group["params"], list | tuple):
+            raise TypeError(f"{where} must be a dict with a list 'params'")
+        for name in options:
+            plain(f"{where}[{name!r}]", group.get(name))
+    for key, each in slots.items():
+        if not isinstance(each, Mapping):
+            raise TypeError(f"state_dict['state'][{brief(key)}] must be a dict")
 
 
 def _as_saved(value: Any, order: Form) -> Any:

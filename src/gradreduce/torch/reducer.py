@@ -7,14 +7,13 @@ earlier buckets have started. Therefore the order is the same in all processes.
 
 A round is one backward of each replica, in one call of ``backward`` or in several. It ends with the
 backward of the last replica. Then all buckets have been reduced, also those with parameters that
-got no gradient.
+got no gradient. Sparse gradients, of embeddings, are in no bucket, and are reduced last.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
@@ -26,101 +25,16 @@ import torch
 from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.device import Mesh, attach_again
 from gradreduce.device.exchange import fail
-from gradreduce.errors import listed
+from gradreduce.device.process_group import ProcessGroup
+from gradreduce.errors import CollectiveError, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 from .buckets import Size, plan_buckets
-from .worker import Task, with_name, worker_of
-
-
-class Replica:
-    """The parameters of one device, and the progress of their backward in this round.
-
-    It refers to the parameters weakly. The hooks of a parameter refer to this object, and PyTorch
-    does not free a parameter that its own hook refers to.
-
-    Attributes:
-        index: the index of the device.
-        device: PyTorch's device.
-        waits: whether the replica waits for its first gradient, which begins its backward.
-        runs: whether its backward has begun and not ended.
-        is_done: whether its backward in this round has ended.
-        is_incomplete: whether a parameter was freed, because the module has another one instead.
-        ready: in the first round, the indices of the parameters in the order of their gradients.
-        parts: the part of each bucket that belongs to this replica.
-    """
-
-    def __init__(self, index: int, parameters: Sequence[Any]) -> None:
-        self.index = index
-        self.device = parameters[0].device
-        self._parameters = [ref(parameter, self._set_incomplete) for parameter in parameters]
-        self.is_incomplete = False
-        self.waits, self.runs, self.is_done = True, False, False
-        self.ready: list[int] = []
-        self.parts: list[Part] = []
-
-    def wait(self) -> None:
-        """Makes the next gradient begin a backward."""
-        self.waits = True
-        for part in self.parts:
-            part.missing = 0
-
-    @property
-    def parameters(self) -> list[Any]:
-        """The parameters, in the order of the module."""
-        return [parameter() for parameter in self._parameters]
-
-    def _set_incomplete(self, _: object) -> None:
-        self.is_incomplete = True
-
-
-class Part:
-    """One replica's gradients of a bucket.
-
-    Attributes:
-        bucket: the bucket.
-        total: the number of gradients that are expected in a round. A parameter that several
-            reentrant checkpoints share gets several gradients.
-        missing: the number of gradients that have not come yet. 0 while the replica waits. Infinite
-            inside ``no_sync``, and before the first round has ended.
-    """
-
-    __slots__ = ("bucket", "missing", "total")
-
-    def __init__(self, bucket: Bucket, total: int) -> None:
-        self.bucket = bucket
-        self.total = total
-        self.missing: float = math.inf
-
-
-class Bucket:
-    """Parameters that are reduced together.
-
-    Attributes:
-        name: the name for error messages.
-        blocks: the memory of the flat buffer of each replica.
-        step: the prepared step that reduces the bucket.
-        num_ready: the number of parts that are ready.
-        is_launched: whether its reduction has started in this round.
-        streams: on GPUs, for each replica the stream that computed its gradients.
-    """
-
-    def __init__(self, name: str, step: Any) -> None:
-        self.name = name
-        self.blocks = [buffer.block for buffer in step.flat.buffers]
-        self.step = step
-        self.num_ready = 0
-        self.is_launched = False
-        self.streams: dict[int, Any] = {}
-
-    def reduce(self) -> None:
-        """Averages the gradients over all replicas, in place."""
-        with naming(self.name):
-            self.step()
-
-    def reset(self) -> None:
-        """Prepares for the next round."""
-        self.num_ready, self.is_launched = 0, False
+from .engine import check_engine, pass_on
+from .replica import Bucket, Part, Replica, naming
+from .sparse_gradients import average_sparse
+from .unused import leave_unused, make_flags
+from .worker import Task, worker_of
 
 
 class Reducer:
@@ -137,9 +51,12 @@ class Reducer:
     Attributes:
         owner: the DataParallel that made the reducer, which sets this. When it has been freed,
             another reducer may use the parameters.
+        num_steps: how often the gradients have been averaged.
+        sparse: the indices of parameters with sparse gradients; the DataParallel sets this.
     """
 
     owner: ref[Any]
+    sparse: Collection[int] = ()
 
     def __init__(
         self,
@@ -162,11 +79,22 @@ class Reducer:
         self._tasks: list[Task] = []  # of the buckets whose reduction has started
         self._is_paused = False
         self._is_interrupted = False
+        self.num_steps = 0
+        self._round = 0  # the number of the round, equal in all processes
+        self._num_zeroed = 0  # how many buckets were zeroed when the last round was dropped
+        self._is_repeated = False  # whether others wait in this round, which has failed here
+        group = mesh.mesh_state.process_group
+        self._number = 0 if group is None else group.rounds.add_owner()
         self._handles = [  # remove the hooks
             parameter.register_post_accumulate_grad_hook(_first_hook(self, replica, index))
             for replica, parameters in zip(self._replicas, replicas, strict=True)
             for index, parameter in enumerate(parameters)
         ]
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether ``no_sync`` has been entered."""
+        return self._is_paused
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -192,10 +120,19 @@ class Reducer:
             self._is_paused = False
             self._reset()
 
+    def drop_begun(self) -> None:
+        """Drops a round that some replicas have begun, and ends it with the other processes."""
+        if self._has_done():
+            self._is_interrupted = True
+        self._drop_if_interrupted()
+
     def zero(self) -> bool:
         """Zeroes all gradients, with one fill for each bucket; returns False without buckets."""
         for bucket in self._buckets:
-            bucket.step.flat.zero()
+            bucket.step.flat._zero(keeps_none=True)
+        for parameter in self._sparse_parameters(*self._replicas):
+            if parameter.grad is not None:
+                parameter.grad.zero_()
         return bool(self._buckets)
 
     def remove_hooks(self) -> None:
@@ -207,6 +144,7 @@ class Reducer:
 
     def begin(self, replica: Replica) -> None:
         """Begins the backward of a replica, with its first gradient."""
+        check_engine()
         self._clean_up()
         if replica.is_done:
             others = [each.index for each in self._replicas if not each.is_done]
@@ -227,51 +165,78 @@ class Reducer:
                 f"{listed(thawed)} did not require gradients when the DataParallel was made: make "
                 "a new one"
             )
-        EndOfBackward(partial(self._end, replica), partial(self._interrupt, replica)).register()
+        replica.begin(partial(self._end, replica))
         replica.waits, replica.runs = False, True  # last: after an interrupt it still waits
         for part in replica.parts:
             part.missing = part.total
 
-    def part_is_ready(self, replica: Replica, part: Part, parameter: Any) -> None:
-        """Starts the reduction of the part's bucket, if it and all earlier ones are ready."""
-        if replica.waits:
+    def part_is_ready(self, replica: Replica, part: Part, position: int) -> None:
+        """Starts the reduction of the part's bucket, if it and all earlier ones are ready.
+
+        Args:
+            replica: the replica.
+            part: its part of the bucket.
+            position: of the parameter in the part whose gradient has come.
+        """
+        if replica.waits or replica.gone:
+            self._num_zeroed = 0
             self.begin(replica)
+            self._check_kept(replica, part, position)
+            part.used[position] = 1  # it may have dropped a round, and its marks
             part.missing -= 1
             if part.missing > 0:
                 return
         bucket = part.bucket
         if bucket.is_launched:
             with self._dropping_if_failed():
-                index = [each is parameter for each in replica.parameters].index(True)
+                name = self._names[part.indices[position]]
                 raise RuntimeError(
-                    f"{self._names[index]} got another gradient after {bucket.name} was reduced: "
-                    "several reentrant checkpoints use this parameter, and their number differs "
-                    "from that in the first backward; use use_reentrant=False"
+                    f"{name} got another gradient after {bucket.name} was reduced: several "
+                    "reentrant checkpoints use this parameter, and their number differs from that "
+                    "in the first backward; use use_reentrant=False"
                 )
         if part.missing < 0:
             return
         with self._dropping_if_failed():
-            self._collect(bucket, replica)
+            self._collect(part, replica)
         with self._lock:
             bucket.num_ready += 1
             while len(self._tasks) < len(self._buckets):
                 following = self._buckets[len(self._tasks)]
                 if following.num_ready < len(self._replicas):
                     break
-                self._launch(following)
+                self._launch(following, attaches=self._has_done())
 
     def _end(self, replica: Replica) -> None:
-        """Ends the backward of a replica, and the round if it is the last one."""
+        """Ends the backward of a replica, and the round if it is the last one.
+
+        An error here, such as Ctrl-C, leaves ``replica.end``: the next backward cleans up.
+        """
+        if pass_on(replica.end):
+            return
         with self._lock:
             replica.runs, replica.is_done = False, True
             replica.wait()
-            if not all(each.is_done for each in self._replicas):
-                return
+            is_last = all([each.is_done for each in self._replicas])
+        if not is_last:
+            replica.finish()
+            return
+        group = self._mesh.mesh_state.process_group
         with self._dropping_if_failed():
-            if self._buckets:
+            if group is not None:
+                group.rounds.note_computed(self._number, self._round)
+            if self._buckets or len(self.sparse) == len(self._names):
                 self._finish()
             else:
                 self._make_buckets()
+            if self.sparse:
+                self._reduce_sparse()
+            leave_unused(self._replicas)
+            for each in self._replicas:
+                each.forget_used()
+            self._round += 1
+            self._is_repeated = False
+        self.num_steps += 1
         self._reset()
 
     @contextmanager
@@ -283,40 +248,128 @@ class Reducer:
             self._drop_round(f"failed: {error!r}")
             raise
 
-    def _interrupt(self, replica: Replica) -> None:
-        """Notes that an error ended a backward; the next backward cleans up."""
-        self._is_interrupted = True
-        replica.wait()
+    def begins_again(self) -> bool:
+        """Ends an interrupted round; returns whether other processes wait in this round."""
+        self._clean_up()
+        return self._is_repeated
 
     def _clean_up(self) -> None:
         """Drops an interrupted round; raises if the mesh cannot be used."""
         mesh_state = self._mesh.mesh_state
         mesh_state.check_process()
-        if self._is_interrupted:
-            self._drop_round("was interrupted")
+        self._drop_if_interrupted()
         mesh_state.check_usable(self._mesh[0])
+
+    def _drop_if_interrupted(self) -> None:
+        errors = [replica.error for replica in self._replicas if replica.gone]
+        if not errors and not self._is_interrupted:
+            return
+        why = f"was interrupted{''.join(errors[:1])}"
+        group = self._mesh.mesh_state.process_group
+        if group is not None and self._mesh.mesh_state.reason is None:
+            with self._dropping_if_failed():
+                self._settle(group, why)
+        for replica in self._replicas:
+            replica.forget_used()
+        self._reset()
+
+    def _settle(self, group: ProcessGroup, why: str) -> None:
+        """Ends an interrupted round together with the other processes; fails if they cannot."""
+        for bucket in self._buckets:
+            bucket.step.attaches = False  # the gradients may be those of the next step already
+        launched = sum([bucket.is_launched for bucket in self._buckets])
+        try:
+            most = group.rounds.drop(self._number, self._round, launched)
+        except CollectiveError as error:
+            self._drop_round(f"{why}: {error}")
+            return
+        self._is_repeated = most is None
+        if most is None:  # this process begins the round again
+            return
+        # All have failed. Reductions that others have started wait for this process. They write
+        # into the flat buffers, but must not write into gradients of the next step.
+        for bucket in self._buckets[launched:most]:
+            for replica in self._replicas:
+                self._note_stream(bucket, replica)
+            self._launch(bucket, attaches=False)
+        self._wait()
+        for bucket in self._buckets[:most]:
+            bucket.step.flat._fill_zero()
+        self._num_zeroed = most
+        self._round += 1
+
+    def _check_kept(self, replica: Replica, part: Part, position: int) -> None:
+        """Raises if ``_settle`` has zeroed the gradient that has just come."""
+        if part in replica.parts[: self._num_zeroed]:
+            index = part.indices[position]
+            address = replica.parameters[index].grad.data_ptr()
+            block = part.bucket.blocks[replica.index]
+            if block.address <= address < block.address + block.nbytes:
+                raise RuntimeError(
+                    f"{self._names[index]} got a gradient while reductions of a step that has "
+                    "failed still wrote into it: call zero_grad() of the DataParallel after such a "
+                    "step"
+                )
 
     def _finish(self) -> None:
         """Reduces the remaining buckets, and waits for all reductions."""
-        for bucket in self._buckets[len(self._tasks) :]:
+        self._launch_until(len(self._buckets))
+        self._wait()
+
+    def _launch_until(self, count: int) -> None:
+        """Starts the reductions of further buckets, also without all of their gradients."""
+        for number in range(len(self._tasks), count):
             for replica in self._replicas:
-                self._collect(bucket, replica)
-            self._launch(bucket)
+                self._collect(replica.parts[number], replica)
+            self._launch(self._buckets[number], attaches=self._has_done())
+
+    def _wait(self) -> None:
+        """Waits for all reductions that have started."""
         for task in self._tasks:
             task.wait()
         for task in self._tasks[-1:]:  # all tasks use the same streams
             task.join()
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _reduce_sparse(self) -> None:
+        """Averages the sparse gradients; a process without one sends no rows."""
+        streams = [
+            torch.cuda.current_stream(replica.device)
+            for replica in self._replicas
+            if replica.device.type == "cuda"
+        ]
+        names = [self._names[index] for index in self.sparse]
+        parameters = [self._sparse_parameters(replica) for replica in self._replicas]
+
+        def average() -> None:
+            with naming(f"sparse gradients ({listed(names)})"):
+                average_sparse(names, parameters, self._mesh, self._cross_device_ops)
+
+        task = self._worker.submit(average, streams)
+        task.wait()
+        task.join()
+
+    def _sparse_parameters(self, *replicas: Replica) -> list[Any]:
+        return [replica.parameters[index] for replica in replicas for index in self.sparse]
+
+    def _launch(self, bucket: Bucket, *, attaches: bool) -> None:
         bucket.is_launched = True
-        # If a replica had its backward before this one, its gradients may have been replaced since.
-        bucket.step.attaches = any([replica.is_done for replica in self._replicas])
+        bucket.step.attaches = attaches
         self._tasks.append(self._worker.submit(bucket.reduce, bucket.streams.values()))
 
-    def _collect(self, bucket: Bucket, replica: Replica) -> None:
+    def _has_done(self) -> bool:
+        """Whether a replica has had its backward, so that its gradients may have been replaced."""
+        return any([replica.is_done for replica in self._replicas])
+
+    def _collect(self, part: Part, replica: Replica) -> None:
         """Moves gradients to the flat buffer; on a GPU, notes the stream that computed them."""
+        bucket = part.bucket
+        if 0 in part.used:
+            part.find_unset(replica.parameters)
         with naming(bucket.name):
             attach_again(bucket.blocks[replica.index : replica.index + 1])
+        self._note_stream(bucket, replica)
+
+    def _note_stream(self, bucket: Bucket, replica: Replica) -> None:
         if replica.device.type == "cuda":
             bucket.streams[replica.index] = torch.cuda.current_stream(replica.device)
 
@@ -326,6 +379,8 @@ class Reducer:
         group = mesh_state.process_group
         if group is not None and mesh_state.reason is None:
             fail(mesh_state, f"a backward of process {group.rank} of {group.size} {why}")
+        for replica in self._replicas:
+            replica.drop()
         self._reset()
 
     def _reset(self) -> None:
@@ -337,6 +392,10 @@ class Reducer:
         for bucket in self._buckets:
             bucket.reset()
         # Last, so that the next backward cleans up after an interrupt of this function.
+        for replica in self._replicas:
+            replica.finish()
+        for replica in self._replicas:
+            replica.gone.clear()
         self._is_interrupted = False
 
     # -- after the first backward -----------------------------------------------------------------
@@ -348,34 +407,56 @@ class Reducer:
         # first layers become ready last.
         last = reversed(range(len(self._names)))
         order = list(dict.fromkeys([*self._replicas[0].ready, *last]))
+        order = [index for index in order if index not in self.sparse]
         if self._mesh.num_processes > 1:  # all use the order of process 0
             first = self._cross_device_ops.broadcast(torch.tensor(order), self._mesh[0])
             order = first.primary.tolist()
         sizes = [Size(each.dtype, each.nbytes) for each in rows[0]]
-        counts = [Counter(replica.ready) for replica in self._replicas]
         plan = plan_buckets(sizes, order, self._bucket_bytes)
+        parts = [[Part(replica, indices) for indices in plan] for replica in self._replicas]
+        for row, of_replica in zip(rows, parts, strict=True):
+            for part in of_replica:
+                part.find_unset(row)  # before the gradients become views
+        flags = []
+        if self._mesh.num_processes > 1:
+            flags = [make_flags(*pair) for pair in zip(rows, parts, strict=True)]
         made: dict[int, Bucket] = {}
         nbytes = [sum([sizes[index].nbytes for index in indices]) for indices in plan]
         # The largest bucket first, because the others reuse its temporary memory.
         for number in sorted(range(len(plan)), key=nbytes.__getitem__, reverse=True):
             names = [self._names[index] for index in plan[number]]
             inside = [[row[index] for index in plan[number]] for row in rows]
-            made[number] = self._bucket(f"bucket {number} ({listed(names)})", names, inside)
-        buckets = [made[number] for number in range(len(plan))]
-        handles = []
-        parts: list[list[Part]] = [[] for _ in rows]
-        for bucket, indices in zip(buckets, plan, strict=True):
-            for replica, row, count in zip(self._replicas, rows, counts, strict=True):
-                part = Part(bucket, sum([max(1, count[index]) for index in indices]))
-                parts[replica.index].append(part)
-                hook = _hook(self, replica, part)  # has no effect before the end of the round
-                for index in indices:
-                    handles.append(row[index].register_post_accumulate_grad_hook(hook))
+            name = f"bucket {number} ({listed(names)})"
+            if flags and number == len(plan) - 1:
+                names.append("flags of used parameters")
+                for row, flag in zip(inside, flags, strict=True):
+                    row.append(flag)
+            made[number] = self._bucket(name, names, inside)
+        self._use_buckets([made[number] for number in range(len(plan))], parts, flags)
+
+    def _use_buckets(
+        self, buckets: list[Bucket], parts: Sequence[list[Part]], flags: Sequence[Any]
+    ) -> None:
+        """Replaces the hooks of the first round by those of these buckets."""
+        handles: list[Any] = []
+        first: list[Any] = []
+        for replica, of_replica in zip(self._replicas, parts, strict=True):
+            parameters = replica.parameters
+            for part, bucket in zip(of_replica, buckets, strict=True):
+                part.bucket = bucket
+                for position, index in enumerate(part.indices):
+                    hook = _hook(self, replica, part, position)  # without effect in this round
+                    handles.append(parameters[index].register_post_accumulate_grad_hook(hook))
         # The old hooks are removed last, so that an interrupt leaves hooks that can begin a round.
         self._buckets = buckets
-        for replica, found in zip(self._replicas, parts, strict=True):
-            replica.parts = found
-        first, self._handles = self._handles, handles
+        for replica, of_replica in zip(self._replicas, parts, strict=True):
+            replica.parts = of_replica
+        for replica, flag in zip(self._replicas, flags, strict=False):
+            replica.flags = flag.grad
+            buckets[-1].flagged = self._replicas
+        for number, handle in enumerate(self._handles):
+            (handles if number % len(self._names) in self.sparse else first).append(handle)
+        self._handles = handles
         for handle in first:
             handle.remove()
 
@@ -393,26 +474,28 @@ class Reducer:
 
 
 def _first_hook(reducer: Reducer, replica: Replica, index: int) -> Callable[[Any], None]:
-    """Returns the hook of a parameter in the first round."""
+    """Returns the hook of a parameter in the first round, or of one with sparse gradients."""
 
     def gradient_is_ready(_: Any) -> None:
-        if reducer._is_paused:
-            return
-        if replica.waits:
-            reducer.begin(replica)
-        replica.ready.append(index)
+        if not reducer._is_paused:
+            if replica.waits or replica.gone:
+                reducer.begin(replica)  # may drop a round, and its marks
+            replica.ready.append(index)
+        replica.used[index] = 1
 
     gradient_is_ready.reducer = reducer  # type: ignore[attr-defined]
     return gradient_is_ready
 
 
-def _hook(reducer: Reducer, replica: Replica, part: Part) -> Callable[[Any], None]:
-    """Returns the hook of parameters after the first round; called for each gradient."""
+def _hook(reducer: Reducer, replica: Replica, part: Part, position: int) -> Callable[[Any], None]:
+    """Returns the hook of a parameter after the first round; called for each gradient."""
+    used, gone = part.used, replica.gone
 
-    def gradient_is_ready(parameter: Any) -> None:  # called thousands of times in a backward
+    def gradient_is_ready(_: Any) -> None:  # called thousands of times in a backward
+        used[position] = 1
         part.missing -= 1
-        if part.missing <= 0:
-            reducer.part_is_ready(replica, part, parameter)
+        if part.missing <= 0 or gone:
+            reducer.part_is_ready(replica, part, position)
 
     gradient_is_ready.reducer = reducer  # type: ignore[attr-defined]
     return gradient_is_ready
@@ -423,58 +506,3 @@ def reducer_of(parameter: Any) -> Reducer | None:
     hooks = parameter._post_accumulate_grad_hooks or {}
     found = (getattr(hook, "reducer", None) for hook in hooks.values())
     return next((each for each in found if isinstance(each, Reducer)), None)
-
-
-class EndOfBackward:
-    """A callback for the end of the outermost backward, or for its error.
-
-    A reentrant checkpoint calls ``backward`` inside a node of an outer backward. At the end of the
-    inner backward, the callback is registered again in the outer one.
-
-    Args:
-        ended: called when the outermost backward ends.
-        interrupted: called instead if an error ends it.
-    """
-
-    _ended: Callable[[], None] | None = None
-
-    def __init__(self, ended: Callable[[], None], interrupted: Callable[[], None]) -> None:
-        self._interrupted = interrupted
-        self._ended = ended
-
-    def register(self) -> None:
-        """Registers the callback in the backward that is running."""
-        torch.autograd.Variable._execution_engine.queue_callback(self)
-
-    def __call__(self) -> None:
-        """Called by PyTorch at the end of the backward in which it is registered."""
-        try:
-            node = torch._C._current_autograd_node()
-            if node is None:
-                assert self._ended is not None
-                self._ended()
-                self._ended = None
-                return
-        except BaseException:  # also a KeyboardInterrupt before the round is reset
-            self._ended = None
-            self._interrupted()
-            raise
-
-        def pass_on(*_: object) -> None:
-            handle.remove()
-            self.register()
-
-        handle = node.register_hook(pass_on)
-
-    def __del__(self) -> None:
-        if self._ended is not None:
-            self._interrupted()
-
-
-@contextmanager
-def naming(bucket: str) -> Iterator[None]:
-    """Adds the name of the bucket to errors that are raised inside."""
-    try:
-        yield
-    except Exception as error:
-        raise with_name(error, bucket) from error.__cause__

@@ -13,6 +13,7 @@ import torch
 
 from gradreduce.device import Mesh, ModuleLock
 from gradreduce.device.mesh_state import MeshState
+from gradreduce.device.process_end import inside_library
 from gradreduce.device.waiting import Done
 from gradreduce.errors import CollectiveError
 
@@ -31,6 +32,7 @@ class Task:
         assert self._call is not None
         try:
             with ExitStack() as stack:
+                stack.enter_context(inside_library())
                 for stream in self._streams:
                     stack.enter_context(torch.cuda.stream(stream))
                 self._call()

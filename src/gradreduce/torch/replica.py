@@ -1,0 +1,194 @@
+"""The replicas, buckets and their parts of a reducer: what they hold, and how far a round is."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import ref
+
+import torch
+
+from gradreduce.errors import brief
+
+from .engine import context_of_backward
+from .unused import write_flags
+from .worker import with_name
+
+
+class Replica:
+    """The parameters of one device, and the progress of their backward in this round.
+
+    It refers to the parameters weakly. The hooks of a parameter refer to this object, and PyTorch
+    does not free a parameter that its own hook refers to.
+
+    Attributes:
+        index: the index of the device.
+        device: PyTorch's device.
+        waits: whether the replica waits for its first gradient, which begins its backward.
+        runs: whether its backward has begun and not ended.
+        is_done: whether its backward in this round has ended.
+        is_incomplete: whether a parameter was freed, because the module has another one instead.
+        end: refers to the function that PyTorch calls at the end of its backward; None: the
+            backward has not begun, or has ended.
+        gone: not empty if an error has ended the backward, so that PyTorch has freed that function.
+            Only ``list.append`` writes it, which Ctrl-C cannot interrupt.
+        error: that error, for messages; empty if it is not known.
+        ready: in the first round, the indices of the parameters in the order of their gradients.
+        used: in the first round, 1 for each parameter that has got a gradient, and 0 for others.
+        parts: the part of each bucket that belongs to this replica.
+        flags: with several processes, a view at the end of the last bucket: see ``unused.py``.
+    """
+
+    def __init__(self, index: int, parameters: Sequence[Any]) -> None:
+        self.index = index
+        self.device = parameters[0].device
+        self._parameters = [ref(parameter, self._set_incomplete) for parameter in parameters]
+        self.is_incomplete = False
+        self.waits, self.runs, self.is_done = True, False, False
+        self.end: ref[Callable[[], None]] | None = None
+        self.gone: list[object] = []
+        self.error = ""
+        self._token: ref[object] | None = None
+        self.ready: list[int] = []
+        self.used = bytearray(len(parameters))
+        self.parts: list[Part] = []
+        self.flags: Any = None
+
+    def wait(self) -> None:
+        """Makes the next gradient begin a backward."""
+        self.waits = True
+        for part in self.parts:
+            part.missing = 0
+
+    def forget_used(self) -> None:
+        """Clears the marks for the next step."""
+        for marks in (self.used, *[part.used for part in self.parts]):
+            marks[:] = bytes(len(marks))
+        for part in self.parts:
+            part.unset = []
+
+    def drop(self) -> None:
+        """Forgets a step that was dropped: a ``.grad`` that was None before it is None again."""
+        parameters = self.parameters
+        for part in self.parts:
+            for position in part.unset:
+                parameters[part.indices[position]].grad = None
+        self.forget_used()
+
+    def begin(self, end: Callable[[], None]) -> None:
+        """Makes PyTorch call ``end`` at the end of the backward that is running."""
+        self.error = ""
+        self.end = ref(end, self.gone.append)
+        context = context_of_backward()
+        if context is not None:
+            token = _Token()
+            self._token = ref(token, self._note_error)
+            context.run(_token.set, token)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def finish(self) -> None:
+        """Notes that the backward has ended without an error."""
+        self.end = self._token = None
+
+    def _note_error(self, _: object) -> None:
+        error = sys.exc_info()[1]
+        if error is not None:
+            self.error = f" by {brief(error)}"
+
+    @property
+    def parameters(self) -> list[Any]:
+        """The parameters, in the order of the module."""
+        return [parameter() for parameter in self._parameters]
+
+    def _set_incomplete(self, _: object) -> None:
+        self.is_incomplete = True
+
+
+class _Token:
+    """An object that PyTorch frees at the end of a backward."""
+
+
+_token: ContextVar[_Token] = ContextVar("gradreduce.torch.backward")
+
+
+class Part:
+    """One replica's gradients of a bucket.
+
+    Attributes:
+        bucket: the bucket.
+        indices: the parameters in the bucket.
+        used: for each of them whether it has got a gradient since the last averaged step.
+        unset: the positions of those that have got none and whose ``.grad`` was None. In the flat
+            buffer they have zeros.
+        total: the number of gradients that are expected in a round. A parameter that several
+            reentrant checkpoints share gets several gradients.
+        missing: the number of gradients that have not come yet. 0 while the replica waits. Infinite
+            inside ``no_sync``, and before the first round has ended.
+    """
+
+    __slots__ = ("bucket", "indices", "missing", "total", "unset", "used")
+    bucket: Bucket
+
+    def __init__(self, replica: Replica, indices: Sequence[int]) -> None:
+        counts = Counter(replica.ready)
+        self.indices = indices
+        self.used = bytearray([replica.used[index] for index in indices])
+        self.unset: list[int] = []
+        self.total = sum([max(1, counts[index]) for index in indices])
+        self.missing: float = math.inf
+
+    def find_unset(self, parameters: Sequence[Any]) -> None:
+        """Notes which gradients must become None again if they were None in all replicas."""
+        self.unset = [
+            position
+            for position, index in enumerate(self.indices)
+            if not self.used[position] and getattr(parameters[index], "grad", self) is None
+        ]
+
+
+class Bucket:
+    """Parameters that are reduced together.
+
+    Attributes:
+        name: the name for error messages.
+        blocks: the memory of the flat buffer of each replica.
+        step: the prepared step that reduces the bucket.
+        num_ready: the number of parts that are ready.
+        is_launched: whether its reduction has started in this round.
+        streams: on GPUs, for each replica the stream that computed its gradients.
+        flagged: the replicas whose flags are in this bucket.
+    """
+
+    def __init__(self, name: str, step: Any) -> None:
+        self.name = name
+        self.blocks = [buffer.block for buffer in step.flat.buffers]
+        self.step = step
+        self.num_ready = 0
+        self.is_launched = False
+        self.streams: dict[int, Any] = {}
+        self.flagged: Sequence[Replica] = ()
+
+    def reduce(self) -> None:
+        """Averages the gradients over all replicas, in place."""
+        with naming(self.name):
+            for replica in self.flagged:
+                write_flags(replica)
+            self.step()
+
+    def reset(self) -> None:
+        """Prepares for the next round."""
+        self.num_ready, self.is_launched = 0, False
+
+
+@contextmanager
+def naming(bucket: str) -> Iterator[None]:
+    """Adds the name of the bucket to errors that are raised inside."""
+    try:
+        yield
+    except Exception as error:
+        raise with_name(error, bucket) from error.__cause__

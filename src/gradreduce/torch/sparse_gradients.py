@@ -1,0 +1,85 @@
+"""Averages the sparse gradients of embeddings, as IndexedSlices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradreduce.arrays.distributed import ReduceOp
+from gradreduce.device import Mesh
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
+
+from .module_state import exchanged
+
+
+def sparse_indices(module: Any, trained: Sequence[tuple[str, Any]]) -> list[int]:
+    """Returns which of a module's parameters get sparse gradients, as DDP finds them."""
+    sparse = {
+        id(each.weight)
+        for each in module.modules()
+        if isinstance(each, torch.nn.Embedding | torch.nn.EmbeddingBag) and each.sparse
+    }
+    return [index for index, (_, each) in enumerate(trained) if id(each) in sparse]
+
+
+def average_sparse(
+    names: Sequence[str],
+    parameters: Sequence[Sequence[Any]],
+    mesh: Mesh,
+    cross_device_ops: AllReduceCrossDeviceOps,
+) -> None:
+    """Replaces sparse gradients by their means over all replicas; the host waits.
+
+    A ``.grad`` of None counts as one without rows. It stays None if it is None in all replicas.
+
+    Args:
+        names: the names of the parameters.
+        parameters: ``[replica][parameter]``.
+        mesh: the devices of the replicas.
+        cross_device_ops: reduces them.
+
+    Raises:
+        ValueError: a gradient is dense.
+    """
+    grads = [
+        {name: _sparse_gradient(name, each) for name, each in zip(names, row, strict=True)}
+        for row in parameters
+    ]
+    means = cross_device_ops.all_reduce(grads, ReduceOp.MEAN, coalesce=True)
+    is_set = [mean._nnz() > 0 for mean in means[0].values()]
+    if not all(is_set):  # in all processes
+        is_set = _found_anywhere(parameters, mesh)
+    for row, of_replica in zip(parameters, means, strict=True):
+        for parameter, mean, found in zip(row, of_replica.values(), is_set, strict=True):
+            if found:
+                parameter.grad = mean
+
+
+def _found_anywhere(parameters: Sequence[Sequence[Any]], mesh: Mesh) -> list[bool]:
+    """Returns for each parameter whether a replica of any process has a gradient."""
+    found = [
+        any([each.grad is not None for each in column]) for column in zip(*parameters, strict=True)
+    ]
+    if mesh.mesh_state.process_group is None:
+        return found
+    rows = exchanged(mesh, "DataParallel: sparse gradients without rows", found)
+    return [any(column) for column in zip(*rows, strict=True)]
+
+
+def _sparse_gradient(name: str, parameter: Any) -> Any:
+    """Returns the gradient with one row for each index, which DDP sends, too."""
+    grad = parameter.grad
+    if grad is None:
+        indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        # PyTorch 2.11's and 2.12's ``sparse_coo_tensor`` warns, even with check_invariants=False.
+        return torch.ops.aten._sparse_coo_tensor_unsafe(
+            indices, parameter.detach()[:0], parameter.shape
+        )
+    if not grad.is_sparse:
+        raise ValueError(
+            f"{name} has a dense gradient, but its embedding has sparse=True: use it only by "
+            "calls of the embedding, or make that with sparse=False"
+        )
+    return grad.coalesce()
