@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from support.thread_group import run_processes
+from support.thread_group import SharedQueues, ThreadGroup, run_processes
 
 import gradreduce as gr
 from gradreduce.backends.processes import launchers
+from gradreduce.device.process_group import Description
 from gradreduce.errors import CollectiveError
 
 CALL = "call 0 (reduction, tensors: float64[3])"
@@ -75,13 +76,31 @@ def test_close_names_the_process_that_does_not_close():
     def work(group):
         mesh, _ = opened(group)
         if group.rank == 0:
-            group.timeout = 0.1
-            with pytest.raises(CollectiveError, match=r"process 1 of 2 .* close within 0.1 s"):
-                mesh.close()
+            with pytest.raises(ValueError, match=r"deadline=0 must be a number of seconds above 0"):
+                mesh.close(deadline=0)
+            mesh.synchronize()  # it is still open
+            late = r"process 1 of 2 .* close within 0.\d* s, but is not known to have ended"
+            with pytest.raises(CollectiveError, match=late):
+                mesh.close(deadline=0.1)
             mesh.close()
         return mesh
 
-    run_processes(2, work)
+    run_processes(2, work, timeout=30.0)
+
+
+def test_a_call_is_confirmed_when_all_processes_have_told_it():
+    shared = SharedQueues()
+    first, second = [ThreadGroup(shared, rank, 2) for rank in range(2)]
+    description = Description.of({"call": "reduction", "tensors": []})
+    for group in (first, second):
+        group._known[description.digest] = 0  # so that it does not wait
+    confirmed = []
+    for caller in (first, second):
+        caller.agree(description, 1.0)
+        first._next_look = 0.0  # look now
+        assert first.look() is None
+        confirmed.append(first.confirmed)
+    assert confirmed == [-1, 0]
 
 
 @pytest.mark.parametrize("prepared", [False, True])

@@ -7,6 +7,7 @@ the result of the process. Tests with this mark run last.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -52,7 +53,11 @@ class BackgroundRunner:
         self._thread.start()
 
     def ended(self, mark: pytest.Mark) -> FinishedRun:
-        """Waits for the process of a mark and returns its result."""
+        """Waits for the process of a mark and returns its result.
+
+        It may take longer than ``faulthandler_timeout`` of pyproject.toml.
+        """
+        faulthandler.cancel_dump_traceback_later()
         assert self._done[_key(mark)].wait(LIMIT_S), f"not in time: {mark}"
         return self._ended[_key(mark)]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from gradreduce.backends.sim import workers
-from gradreduce.device import Device, Mesh, pending_calls, waiting
+from gradreduce.device import Device, Mesh, op_log, pending_calls, waiting
 
 TEST_TIMEOUT = 8.0  # seconds; a test that waits longer fails
 
@@ -32,6 +32,29 @@ def clock(monkeypatch) -> Iterator[Clock]:
     made = Clock()
     monkeypatch.setattr(pending_calls, "now", made)
     return made
+
+
+@pytest.fixture
+def late_waits(clock, monkeypatch) -> None:
+    """A deadline passes when the host begins to wait for a device that hangs.
+
+    Until then the clock stands still, however long the call takes to submit its work. The search
+    for late queues takes as long as it needs, in the thread that searches.
+    """
+    remaining = pending_calls.WaitPolicy.remaining.fget
+
+    def a_minute_later(wait_policy: pending_calls.WaitPolicy) -> float | None:
+        clock.advance(60)
+        return remaining(wait_policy)
+
+    def run_here(work: Callable[[], object]) -> waiting.Done:
+        work()
+        done = waiting.Done()
+        done.set()
+        return done
+
+    monkeypatch.setattr(pending_calls.WaitPolicy, "remaining", property(a_minute_later))
+    monkeypatch.setattr(op_log, "run_in_thread", run_here)
 
 
 def stall(device: Device, queue: str = "compute", after: int = 0) -> None:

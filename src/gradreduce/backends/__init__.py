@@ -202,7 +202,7 @@ def _open_sim(
     from .sim.workers import Workers
 
     if strict is None:
-        strict = _integer("GRADREDUCE_SIM_STRICT", 0, minimum=0) > 0
+        strict = _integer("GRADREDUCE_SIM_STRICT", 0, minimum=0, maximum=1) > 0
     strict = as_flag("strict", strict)
     build = _BUILDS[kernels]
     if build is not None:
@@ -375,14 +375,15 @@ def _placement(devices: int | Sequence[int] | None) -> tuple[int, ...]:
     return placement
 
 
-def _integer(variable: str, default: int, *, minimum: int = 1) -> int:
+def _integer(variable: str, default: int, *, minimum: int = 1, maximum: int = MOST) -> int:
     text = os.environ.get(variable, "")
     if not text:
         return default
     # Check the length first: int() raises another error for thousands of digits.
-    if not text.isdecimal() or len(text) > 9 or not minimum <= int(text) <= MOST:
+    is_number = text.isascii() and text.isdecimal() and len(text) < 10
+    if not is_number or not minimum <= int(text) <= maximum:
         raise ValueError(
-            f"{variable}={reprlib.repr(text)} must be a number from {minimum} to {MOST}"
+            f"{variable}={reprlib.repr(text)} must be a number from {minimum} to {maximum}"
         )
     return int(text)
 

@@ -12,7 +12,7 @@ from . import default_mesh
 
 # "gpu:1", "cuda:1", "sim:1", "/gpu:1", "/device:GPU:1", "/job:worker/replica:0/task:3/device:GPU:1"
 _NAME = re.compile(
-    r"(?:(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/)?(?:device:)?(gpu|cuda|sim):(\d+)",
+    r"(?:(?:/job:\w+)?(?:/replica:[0-9]+)?(?:/task:[0-9]+)?/)?(?:device:)?(gpu|cuda|sim):([0-9]+)",
     re.IGNORECASE,
 )
 _DEVICE = 'a Device, the name of one such as "gpu:1", or a torch.device'

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -190,6 +191,8 @@ def agree(device: Device, description: Description) -> None:
     mesh_state = device.mesh_state
     group = mesh_state.process_group
     assert group is not None, "only processes of a mesh agree"
+    if mesh_state.thread.compared:
+        description = description.joined(mesh_state.thread.compared)
 
     def command() -> None:
         try:
@@ -202,6 +205,33 @@ def agree(device: Device, description: Description) -> None:
             raise
 
     _run_again_too(device, command)
+
+
+def comparing(
+    device: Device, settings: Callable[[], Mapping[str, Any]]
+) -> AbstractContextManager[None]:
+    """Context manager: this thread's calls over processes inside compare these settings, too.
+
+    They join the notices of these calls. So they are compared when they are first used and when
+    they have changed; other calls wait for nothing. With one process it does nothing.
+
+    Args:
+        device: a device of the mesh.
+        settings: returns numbers, strings and booleans by name; called only over several processes.
+    """
+    if device.mesh_state.process_group is None:
+        return nullcontext()
+    return _comparing(device.mesh_state, tuple(settings().items()))
+
+
+@contextmanager
+def _comparing(mesh_state: MeshState, compared: tuple[tuple[str, object], ...]) -> Iterator[None]:
+    thread = mesh_state.thread
+    before, thread.compared = thread.compared, compared
+    try:
+        yield
+    finally:
+        thread.compared = before
 
 
 @contextmanager

@@ -203,13 +203,21 @@ class FlatBuffer:
             ValueError: ``deadline`` is not a number above 0, or an attached gradient does not fit;
                 see ``attach``.
         """
+        self._zero(deadline)
+
+    def _zero(self, deadline: float | None = None, *, keeps_none: bool = False) -> None:
+        """Like ``zero``; with ``keeps_none``, a ``.grad`` that is None stays None."""
         seconds = as_deadline(deadline)
         with deadline_scope("zero", seconds, [buffer.device for buffer in self.buffers]):
-            attach_again([buffer.block for buffer in self.buffers])
-            self.adopt()
-            for buffer in self.buffers:
-                buffer.device.fill_zero(buffer)
-            self.release()
+            attach_again([buffer.block for buffer in self.buffers], keeps_none=keeps_none)
+            self._fill_zero()
+
+    def _fill_zero(self) -> None:
+        """Sets every element to zero; a ``.grad`` that was replaced stays as it is."""
+        self.adopt()
+        for buffer in self.buffers:
+            buffer.device.fill_zero(buffer)
+        self.release()
 
     def adopt(self) -> None:
         """Makes our queues wait for the current streams of the libraries of ``arrays``.
@@ -255,8 +263,12 @@ def _as_shape(shape: Sequence[int], index: int) -> tuple[int, ...]:
     return extents
 
 
-def attach_again(blocks: Iterable[Block]) -> None:
+def attach_again(blocks: Iterable[Block], *, keeps_none: bool = False) -> None:
     """Sets the ``.grad`` of the attached parameters to their views again.
+
+    Args:
+        blocks: the memory of the views.
+        keeps_none: whether a ``.grad`` that is None stays None. Otherwise its view is zeroed.
 
     Raises:
         ValueError, DeviceMismatchError: a gradient does not fit its view; nothing was changed.
@@ -264,6 +276,11 @@ def attach_again(blocks: Iterable[Block]) -> None:
     """
     attached = [(block, block.attached) for block in blocks if block.attached is not None]
     found = [(block, each, each.replaced()) for block, each in attached]
+    if keeps_none:
+        found = [
+            (block, each, [row for row in rows if row[2] is not None])
+            for block, each, rows in found
+        ]
     rest = [each for each in found if each[2]]
     for block, _, _ in rest:
         block.device.mesh_state.check_usable(block.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,8 +16,6 @@ import numpy as np
 from .dtypes import C_TYPES, accumulate_dtype
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from .buffer import Row
 
 Arrays = Sequence[np.ndarray]
@@ -97,8 +96,6 @@ def kernels_folder() -> Path:
     Raises:
         FileNotFoundError: there is no such folder.
     """
-    from pathlib import Path  # its import takes as long as ten modules of this package
-
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "kernels", package.parent.parent / "kernels"):
         if (folder / "common.cuh").is_file():

@@ -260,39 +260,48 @@ class Mesh(NotCopied):
         for device in self.devices:
             device.trim()
 
-    def close(self) -> None:
+    def close(self, *, deadline: float | None = None) -> None:
         """Closes the mesh and all its parts; may be called twice.
+
+        With several processes the host waits until the other processes close their mesh too, at
+        most for the ``timeout`` of ``open_mesh``. A failed mesh does not wait.
+
+        Args:
+            deadline: seconds from now, if that is shorter than the ``timeout`` of ``open_mesh``.
 
         Raises:
             BackendUnavailableError: the mesh was opened before a fork; only the parent process can
                 close it.
-            CollectiveError: another process has not closed its mesh in time; the mesh of this
-                process is closed.
-
-        With several processes the host waits until the other processes close their mesh too, at
-        most for the ``timeout`` of ``open_mesh``. A failed mesh does not wait.
+            CollectiveError: another process has not closed its mesh in time, or has ended without
+                closing it; the mesh of this process is closed.
+            ValueError: ``deadline`` is not a number above 0; the mesh is not closed.
         """
+        seconds = as_deadline(deadline)
+        end = None if seconds is None else time.monotonic() + seconds
         self.mesh_state.check_process()
-        self._finish_exchanges()
+        self._finish_exchanges(seconds)
         if self.mesh_state.reason is not None:  # then the memory of stuck queues is kept
             self.mesh_state.failure_reported.wait(_REPORT_SECONDS)
         self.mesh_state.close()
+        group = self.mesh_state.process_group
         try:
-            if self.mesh_state.process_group is not None:
-                self.mesh_state.process_group.leave(self.mesh_state.reason)
+            if group is not None:
+                rest = None if end is None else max(0.0, end - time.monotonic())
+                group.leave(self.mesh_state.reason, rest)
         finally:
             self._on_close()
             for device in self.devices[0].mesh.devices:
                 device.drop_free_memory()
 
-    def _finish_exchanges(self) -> None:
+    def _finish_exchanges(self, seconds: float | None) -> None:
         """Waits for queued exchanges, before the other processes are told that this one leaves."""
         mesh_state = self.mesh_state
         group = mesh_state.process_group
         if group is None or group.move_on_gpu is None or mesh_state.is_closed:
             return
         with suppress(CollectiveError, BackendUnavailableError):  # the mesh has failed
-            self.devices[0].mesh.synchronize(deadline=group.timeout)
+            deadline = group.timeout if seconds is None else min(seconds, group.timeout)
+            self.devices[0].mesh.synchronize(deadline=deadline)
 
     def __enter__(self) -> Mesh:
         return self

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from gradreduce.errors import log_warning
@@ -26,8 +27,6 @@ from .buffer import Mark, Queue, Row
 from .waiting import run_in_thread
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from .command_list import Command, CommandList
     from .device import Device
     from .pending_calls import Label, PendingCall
@@ -162,6 +161,7 @@ class ThreadState(threading.local):
             ``MeshState.on_partial_failure``.
         started: the time in nanoseconds when it began to submit the operation; 0 if no trace is
             open.
+        compared: names and values that its calls over processes compare too.
     """
 
     label: Label | None = None
@@ -170,6 +170,7 @@ class ThreadState(threading.local):
     pending_call: PendingCall | None = None
     num_submitted: int = 0
     started: int = 0
+    compared: tuple[tuple[str, object], ...] = ()
 
 
 class Ranges(Protocol):
@@ -419,8 +420,6 @@ def flight_path(wanted: str) -> str:
     Raises:
         ValueError: the path cannot be written.
     """
-    from pathlib import Path
-
     if not wanted:
         return ""
     try:
@@ -462,8 +461,6 @@ def write_flight(
         entries: the entries of its flight record.
         group: its processes; None: one process.
     """
-    from pathlib import Path
-
     target = Path(path)
     content = {"mesh": mesh, "reason": reason, "entries": [asdict(each) for each in entries]}
     if group is not None:

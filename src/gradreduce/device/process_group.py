@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
@@ -21,6 +22,9 @@ from zlib import crc32
 import numpy as np
 
 from gradreduce.errors import CollectiveError, InvalidArgumentError, listed
+
+from .process_end import check_running
+from .rounds import Rounds
 
 if TYPE_CHECKING:
     from .buffer import Buffer
@@ -71,6 +75,12 @@ class Description(NamedTuple):
         digested = text if compared else json.dumps(what, default=str)
         return cls(digest_of(digested.encode()), text)
 
+    @lru_cache(_KNOWN_CALLS)  # noqa: B019  # the descriptions of known calls are kept anyway
+    def joined(self, settings: tuple[tuple[str, object], ...]) -> Description:
+        """Returns the description of the same call with more values, by name."""
+        what = {**json.loads(self.text), **dict(settings)}
+        return Description(digest_of(f"{self.digest} {settings}".encode()), json.dumps(what))
+
 
 class Call(NamedTuple):
     """A call of this process.
@@ -99,6 +109,7 @@ class ProcessGroup(ABC):
         sends_host_memory: whether ``exchange`` works.
         gpu_library: how GPU memory can be moved: ``"host"``: through host memory; ``"nccl"``: by a
             communicator of this mesh; ``"group"``: by ``exchange_on_gpu``.
+        rounds: which rounds of reductions this process has computed or dropped.
         move_on_gpu: the function that moves GPU memory; None: it moves through host memory.
     """
 
@@ -111,6 +122,7 @@ class ProcessGroup(ABC):
         self.size = size
         self.timeout = timeout
         self.counts: tuple[int, ...] = (1,) * size
+        self.rounds = Rounds(self)
         self._is_closed = False
         self._calls = 0
         self._last_calls: deque[Call] = deque(maxlen=_KEPT_CALLS)
@@ -189,30 +201,44 @@ class ProcessGroup(ABC):
     def close(self) -> None:  # noqa: B027  # optional
         """Releases the resources of this group."""
 
-    def leave(self, failure: str | None) -> None:
+    def leave(self, failure: str | None, seconds: float | None = None) -> None:
         """Tells the other processes that this one leaves, waits until they leave, and closes.
 
         A process whose mesh has failed does not wait.
 
         Args:
             failure: why the mesh has failed; None: it has not.
+            seconds: how long to wait; ``timeout`` if that is shorter.
 
         Raises:
-            CollectiveError: another process has not left within ``timeout``.
+            CollectiveError: another process has not left in time, or has ended without leaving.
         """
         if self._is_closed:
             return
         self._is_closed = True
         self._tell_end("closed its mesh")
+        seconds = self.timeout if seconds is None else min(seconds, self.timeout)
         try:
-            missing = self._wait_for_leaving(self.timeout) if failure is None else []
+            missing = self._leave_together(seconds) if failure is None else []
             if missing:
-                raise CollectiveError(self.describe_missing(missing, "close", self.timeout))
+                raise CollectiveError(self.describe_missing(missing, "close", seconds))
         except BaseException as error:
             self.tell_failure(f"left its mesh by {error!r}")
             raise
         finally:
             self.close()
+
+    def _leave_together(self, seconds: float) -> list[int]:
+        """See ``_wait_for_leaving``; a library may watch its connections meanwhile."""
+        return self._wait_for_leaving(seconds)
+
+    def _has_left(self, rank: int, seconds: float) -> bool:
+        """Whether another process has left its mesh; waits at most so many seconds.
+
+        Raises:
+            ProcessError: it has ended without leaving.
+        """
+        return self.read(rank, "closed", seconds) is not None
 
     def leave_at_exit(self, how: str) -> None:
         """Tells the other processes that this one ends without closing its mesh.
@@ -253,7 +279,7 @@ class ProcessGroup(ABC):
         missing = []
         for rank in self.others:
             while self.read(rank, "failed", 0.0) is None:
-                if self.read(rank, "closed", _LOOK_SECONDS) is not None:
+                if self._has_left(rank, _LOOK_SECONDS):
                     break
                 if time.monotonic() >= end:
                     missing.append(rank)
@@ -385,10 +411,12 @@ class ProcessGroup(ABC):
     def describe_missing(self, ranks: Sequence[int], what: str, seconds: float) -> str:
         """Describes processes that have not come to ``what``, with the reason if it is known."""
         names = f"process{'es' if len(ranks) > 1 else ''} {listed(ranks)}"
-        have = "have" if len(ranks) > 1 else "has"
+        have, are = ("have", "are") if len(ranks) > 1 else ("has", "is")
         text = f"{names} of {self.size} {have} not come to {what}"
         reasons = self.reasons(ranks, 0.0)
-        return f"{text}: {'; '.join(reasons)}" if reasons else f"{text} within {seconds:.3g} s"
+        if reasons:
+            return f"{text}: {'; '.join(reasons)}"
+        return f"{text} within {seconds:.3g} s, but {are} not known to have ended"
 
     def reason_for(self, rank: int) -> str | None:
         """Returns why a process did not take part in an exchange; None if unknown."""
@@ -454,13 +482,23 @@ class ProcessGroup(ABC):
                 found.append(f"process {rank}: {reason}")
         return found
 
-    def has_gone(self, rank: int) -> str | None:
-        """Returns why a process cannot take part in this one's last call; None if unknown."""
+    def has_gone(self, rank: int, ahead: int = 0) -> str | None:
+        """Returns why a process cannot take part in this one's last call; None if unknown.
+
+        Args:
+            rank: the rank of the process.
+            ahead: 0: in this one's last call; 1: in its next one.
+
+        Raises:
+            CollectiveError: this process ends.
+        """
+        check_running()
+        self.rounds.answer(rank)
         failed = self.read(rank, "failed", 0.0)
         if failed is not None:
             return failed
         calls, _, how = (self.read(rank, "closed", 0.0) or "").partition(" ")
-        if not calls or int(calls) >= self._calls:
+        if not calls or int(calls) >= self._calls + ahead:
             return None
         return f"{how} after {calls} calls"
 
@@ -502,7 +540,8 @@ def _key(number: int) -> str:
 
 def digest_of(content: bytes | memoryview) -> str:
     """Returns 15 hexadecimal digits of the SHA-256: a number that fits in int64."""
-    from hashlib import sha256  # loads OpenSSL, as slow as ten of our modules
+    # Loads OpenSSL, as slow as ten of our modules. Backends import it when a mesh is opened.
+    from hashlib import sha256
 
     return sha256(content).hexdigest()[:15]
 

@@ -122,6 +122,7 @@ def test_a_take_that_an_apply_completes(make, refuse):
     """The take raises the error, and the apply continues."""
     acc = make()
     ticket = multi.PendingTake((acc.accumulator_ref,), 2)
+    ticket.in_call.acquire()
     take_queue.join(ticket)
     assert acc.apply_grad(ones())
     refuse("all_sum")

@@ -18,6 +18,7 @@ from support.thread_group import run_processes
 
 import gradreduce as gr
 from gradreduce.backends.cuda import device as cuda
+from gradreduce.backends.processes.gpu_exchange import connect_gpus
 from gradreduce.device import Mesh
 from gradreduce.device.exchange import batches, exchange
 from gradreduce.device.process_group import ProcessGroup
@@ -271,6 +272,23 @@ def test_a_process_that_does_not_connect_ends_the_opening(here, monkeypatch):
     finally:
         begun.set()
     assert nccl.until(lambda: [each._ended for each in nccl.library.made] == ["abort"] * 2)
+
+
+def test_a_first_exchange_that_does_not_end_ends_the_opening(here):
+    def work(group):
+        mesh = opened(group, 1)
+        mesh.synchronize()
+        with here.lock:
+            here.stuck.add(here.queues[mesh[0]._stream("compute").ptr])
+        with pytest.raises(CollectiveError, match=r"passed: cuda:0 has not finished its queues"):
+            connect_gpus(mesh, group, time.monotonic() + 0.2)
+        mesh.close()
+
+    try:
+        run_all(2, work, timeout=20.0)
+    finally:
+        with here.lock:
+            here.stuck.clear()
 
 
 def two_calls(mesh: Mesh) -> tuple[Callable[..., Any], Callable[..., Any]]:

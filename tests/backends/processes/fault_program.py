@@ -253,6 +253,13 @@ for act in (stop, kill, interrupt):
         FAULTS[f"{act.__name__}_in_exchange_{index}"] = partial(in_exchange, index=index, act=act)
 for name in BY_TIMEOUT:
     FAULTS[name] = stopped
+# What a process does instead of closing its mesh. With srun process 0 has the store.
+AT_END = {
+    ("stopped_at_end", 1): stop,
+    ("killed_at_end", 1): kill,
+    ("ended_at_end", 1): partial(os._exit, 0),
+    ("store_ended_at_end", 0): partial(os._exit, 0),
+}
 
 
 # -- the run ---------------------------------------------------------------------------------------
@@ -352,8 +359,7 @@ def runs(mesh: Any, others: list[Any], name: str, kind: str, deadline: float, ra
         for each in calls:
             if not reports(seconds or deadline, partial(each, number, seconds)):
                 return False
-    if name == "stopped_at_end" and rank == 1:
-        stop()
+    AT_END.get((name, rank), lambda: None)()
     return all([reports(deadline, each.close) for each in (mesh, *others)])
 
 
@@ -365,7 +371,7 @@ def make_fault(mesh: Any, name: str, rank: int, deadline: float) -> bool:
         # Like srun when another process has failed.
         subprocess.Popen(["sh", "-c", f"sleep {3 * deadline}; kill -9 {os.getpid()}"])
         stop()
-    elif rank == 1 and name not in ("stopped_at_end", "store_stopped"):
+    elif rank == 1 and not name.endswith("_at_end") and name != "store_stopped":
         return reports(deadline, partial(FAULTS[name], mesh))
     elif rank == 0 and name == "busy":
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -27,6 +27,9 @@ FAULTS = {
     "ended": TENSORS + GONE,
     "stopped": TENSORS + LATE,
     "stopped_at_end": r"process 1 of 2 has not come to close within [\d.]+ s",
+    "killed_at_end": r"process 1 of 2 has ended without closing its mesh, or its connection",
+    "ended_at_end": r"process 1 of 2 has ended without closing its mesh, or its connection",
+    "store_ended_at_end": r"process 0 of 2 has ended without closing its mesh, or its connection",
     "stopped_without_deadline": TENSORS + LATE,
     "shape": DIFFERENT + r"float32\[(21|6)\]",
     "new_plan": r"num_packs is \d in process \d, \d in process \d",
@@ -47,9 +50,13 @@ FAULTS = {
     "store_stopped": TENSORS + r"process 0 of 2 did not answer within",
 }
 # Faults that the others notice before the deadline, so that they raise at once.
-AT_ONCE = {"told", "busy", "left_early", "fewer_steps", "new_plan", "version", "no_devices"}
+AT_ONCE = {"told", "busy", "left_early", "fewer_steps", "new_plan", "version", "no_devices",
+           "killed_at_end", "ended_at_end", "store_ended_at_end"}  # fmt: skip
 LAUNCHERS = {"torchrun": TORCHRUN, "mpi": MPI, "slurm": SLURM}
-TORCHRUN_ONLY = {"port_taken", "no_host", "ended"}  # MPI: mpiexec ends all at once
+# MPI: mpiexec ends all at once.
+TORCHRUN_ONLY = {"port_taken", "no_host", "ended", "ended_at_end"}
+# torchrun ends all when a process is killed, and has the store itself.
+SLURM_ONLY = ("store_stopped", "killed_at_end", "store_ended_at_end")
 IN_CI = [("stopped", "mpi"), ("shape", "mpi"), ("known_plan", "mpi"), ("told", "torchrun"),
          ("left_early", "mpi"), ("killed_inside", "torchrun")]  # fmt: skip
 # The number of the last exchange of a call.
@@ -68,12 +75,12 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    yield Case("store_stopped", "slurm")
+    yield from [Case(fault, "slurm") for fault in SLURM_ONLY]
     for launcher in ("torchrun", "mpi"):
         yield from [
             Case(fault, launcher)
             for fault in FAULTS
-            if (launcher == "torchrun" or fault not in TORCHRUN_ONLY) and fault != "store_stopped"
+            if (launcher == "torchrun" or fault not in TORCHRUN_ONLY) and fault not in SLURM_ONLY
         ]
         for deadline in (0.5, 8.0):
             yield Case("stopped", launcher, deadline=deadline)

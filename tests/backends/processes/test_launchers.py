@@ -1,20 +1,43 @@
 """Meshes over processes that torchrun and mpiexec have started."""
 
+import re
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from support.processes import MPI, TORCHRUN, check_scenario
+from support.processes import MPI, TORCHRUN, check_scenario, run
 
 from gradreduce.backends.processes.launchers import detect, slurm_address
 from gradreduce.errors import BackendUnavailableError, CollectiveError
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "optimizers.md"
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, MPI])
 def test_meshes_over_subgroups_work_in_turns(launcher):
     check_scenario(launcher, 4, "subgroups")
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, MPI])
+def test_optimizers_average_over_all_replicas_of_all_processes(launcher):
+    check_scenario(launcher, 2, "optimized")
+
+
+@pytest.mark.repo
+@pytest.mark.torch
+def test_the_first_example_of_the_optimizers_page_trains_in_several_processes(tmp_path):
+    (block, *_) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (printed,) = re.findall(r"^print.*  # (.*)$", block, re.MULTILINE)
+    script = tmp_path / "example.py"
+    script.write_text(block)
+    done = run("torchrun", 2, str(script))
+    # torchrun passes -u to Python, so the lines of two processes may mix.
+    parts = re.findall(r"\[.*?\]", printed)
+    assert parts
+    assert (done.returncode, *map(done.text.count, parts)) == (0, *[2 for _ in parts]), done.text
 
 
 @pytest.mark.torch
@@ -91,6 +114,8 @@ def test_the_launcher_is_detected():
     assert detect({"SLURM_STEP_NUM_TASKS": "4"}) == "slurm"
     assert detect({"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "4"}) == "mpi"
     assert detect({"WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}) == "torchrun"
+    assert detect({"WORLD_SIZE": "\u0662"}) is None  # a digit, but not of ASCII
+    assert detect({"WORLD_SIZE": "2" * 5000}) is None
 
 
 @pytest.mark.parametrize(
@@ -116,6 +141,8 @@ def test_the_address_of_a_slurm_step(nodes, host):
     assert all(61440 <= found[3] < 65536 for found in steps)
     with pytest.raises(BackendUnavailableError, match="SLURM_STEP_NUM_TASKS=3: in a heterogeneous"):
         slurm_address({**environment, "SLURM_STEP_NUM_TASKS": "3"})
+    with pytest.raises(BackendUnavailableError, match="SLURM_STEP_NUM_TASKS='\u0668' must be num"):
+        slurm_address({**environment, "SLURM_STEP_NUM_TASKS": "\u0668"})
     del environment["SLURM_PROCID"]
     with pytest.raises(BackendUnavailableError, match="SLURM_PROCID is not set: start this script"):
         slurm_address(environment)

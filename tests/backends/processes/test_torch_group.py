@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -89,7 +92,8 @@ def test_a_late_process_is_named_and_nothing_arrives_later(connect):
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda group: exchanged(group, 1, LIMIT_S), (first, second)))
     assert [error.rank for _, error, _ in found] == [2, 2]
-    assert "did not answer within 0.3 s" in f"{found[0][1]} {found[1][1]}"
+    text = "did not answer within 0.3 s, but is not known to have ended"
+    assert text in f"{found[0][1]} {found[1][1]}"
     assert max(seconds for *_, seconds in found) < LIMIT_S + 2
     came, error, _ = exchanged(late)
     assert (came, error is None) == ([-1, -1], False)
@@ -145,6 +149,97 @@ def test_the_notice_of_a_known_call_is_there_while_its_exchange_waits(connect):
     assert second.read(0, "call/1", 0.0) == "1 known"
 
 
+@pytest.mark.parametrize("call", ["post", "read"])
+def test_a_store_that_answers_late_by_an_error_can_be_used_again(connect, monkeypatch, call):
+    first, second = connect(2)
+    monkeypatch.setattr(import_module(MODULE), "_STORE_SECONDS", 0.05)
+    store, is_over = first._store, threading.Event()
+
+    class StuckStore(GoneStore):
+        def check(self, keys: Any) -> bool:
+            assert is_over.wait(30)
+            return super().check(keys)
+
+    first._store = StuckStore()
+    assert first.read(1, "closed", 0.0) is None
+    with pytest.raises(CollectiveError, match=r"^the store of the processes does not answer$"):
+        first.post("failed", "too early")
+    first._store = store
+    is_over.set()
+    ended = first._stuck._ended
+    ended.put(ended.get(timeout=SOON_S))  # its call has ended
+    second.post("failed", "out of memory")
+    if call == "post":
+        first.post("failed", "out of disk space")
+        assert second.read(0, "failed", SOON_S) == "out of disk space"
+    assert first.read(1, "failed", SOON_S) == "out of memory"
+
+
+class GoneStore:
+    """A store whose process has ended."""
+
+    def check(self, keys: Any) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Broken pipe")
+
+
+def test_leaving_ends_when_another_process_has_ended(connect, monkeypatch):
+    monkeypatch.setattr(import_module(MODULE), "_NOTICE_SECONDS", 0.0)
+    first, second, third = connect(3)
+    with ThreadPoolExecutor(2) as pool:
+        leaving = [pool.submit(each.leave, None) for each in (first, third)]
+        assert second.read(0, "closed", SOON_S) and second.read(2, "closed", SOON_S)
+        second._abort(1, second.others)  # closes its connections
+        for each in leaving:
+            with pytest.raises(ProcessError, match=r"^process 1 of 3 has ended without closing"):
+                each.result(SOON_S)
+
+
+def test_processes_leave_without_a_store(connect):
+    groups = connect(3)
+    for group in groups:
+        group._store = GoneStore()
+    with ThreadPoolExecutor(3) as pool:
+        for leaving in [pool.submit(group.leave, None) for group in groups]:
+            leaving.result(SOON_S)
+
+
+@pytest.mark.parametrize("key", ["failed", "closed"])
+def test_a_process_that_is_alive_may_say_why_after_its_connections_have_ended(connect, key):
+    """Such as one whose exchange has failed, because this process has made fewer calls."""
+    first, second = connect(2)
+    first._bytes[1] = SimpleQueue()
+    first._bytes[1].put(RuntimeError("Connection closed by peer"))
+    read = first.read
+
+    def read_before_the_notice(*arguments: Any) -> Any:
+        found = read(*arguments)
+        second.post(key, "1 interrupted")
+        return found
+
+    first.read = read_before_the_notice
+    assert first._has_left(1, SOON_S)
+
+
+def test_leaving_ends_when_the_store_of_a_group_of_nccl_alone_has_gone(connect, monkeypatch):
+    monkeypatch.setattr(import_module(MODULE), "_NOTICE_SECONDS", 0.0)
+    first, _ = connect(2)
+    first.sends_host_memory = False
+    first._store = GoneStore()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ProcessError, match=r"reset by peer\)$"):
+        pool.submit(first.leave, None).result(SOON_S)
+
+
+def test_a_process_that_fails_sends_no_byte_and_leaves_no_thread(connect):
+    first, second = connect(2)
+    second.tell_failure("out of memory")
+    second.leave("out of memory")
+    first.leave(None)
+    assert first._leaving.has_ended(SOON_S)
+
+
 @pytest.fixture
 def default_group(monkeypatch):
     """Makes the default group of a process that torchrun has started alone."""
@@ -192,3 +287,20 @@ def test_a_default_group_is_destroyed_if_no_mesh_can_be_opened_over_it(default_g
     with pytest.raises(TimeoutError):
         default_group.open_torchrun(30.0, on_gpus=False)
     assert not distributed._world
+
+
+class Argument:
+    """An argument of a call, as a send or receive of PyTorch is."""
+
+
+def test_a_thread_of_calls_frees_the_arguments_of_a_call_before_it_has_ended(connect):
+    """PyTorch frees them without the interpreter lock, which aborts a process that ends."""
+    connect(2)  # for the stand-in of PyTorch
+    thread = import_module(MODULE)._CallingThread()
+    argument = Argument()
+    freed = weakref.ref(argument)
+    thread.start(partial(id, argument))
+    del argument
+    assert thread.has_ended(30.0)
+    assert freed() is None
+    thread.stop()

@@ -203,10 +203,15 @@ def first_number(
 ) -> tuple[str, int] | None:
     """Returns the first of these variables whose value is an integer of at least ``minimum``."""
     for name in variables:
-        text = environment.get(name, "")
-        if text.isdecimal() and int(text) >= minimum:
-            return name, int(text)
+        number = _number(environment.get(name, ""))
+        if number is not None and number >= minimum:
+            return name, number
     return None
+
+
+def _number(text: str) -> int | None:
+    """Returns the number that a launcher has set; None: the text is none."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def _opened(
@@ -263,18 +268,22 @@ def slurm_address(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
         raise BackendUnavailableError(
             f"processes='slurm': {', '.join(missing)} is not set: start this script by srun"
         )
-    rank, size, nodes, job = [environment[name] for name in names]
-    if int(rank) >= int(size):  # each part of a heterogeneous step counts its own tasks
+    nodes, job = environment[names[2]], environment[names[3]]
+    rank, size = [_number(environment[name]) for name in names[:2]]
+    if rank is None or size is None:
+        texts = " and ".join(f"{name}={brief(environment[name])}" for name in names[:2])
+        raise BackendUnavailableError(f"processes='slurm': {texts} must be numbers")
+    if rank >= size:  # each part of a heterogeneous step counts its own tasks
         raise BackendUnavailableError(
             f"processes='slurm': SLURM_PROCID={rank}, but SLURM_STEP_NUM_TASKS={size}: in a "
             "heterogeneous step pass process_group="
         )
     step = f"{job}.{environment.get('SLURM_STEP_ID', '')}"
-    return int(rank), int(size), _first_host(nodes), _FIRST_PORT + crc32(step.encode()) % _NUM_PORTS
+    return rank, size, _first_host(nodes), _FIRST_PORT + crc32(step.encode()) % _NUM_PORTS
 
 
 def _first_host(nodes: str) -> str:
     """Returns the first host of ``"rack1-node[003-008,12]-ib,other"``."""
     found = re.match(r"(?:[^,\[]|\[.*?\])*", nodes)
     assert found is not None
-    return re.sub(r"\[(\d*).*?\]", r"\1", found[0])
+    return re.sub(r"\[([0-9]*).*?\]", r"\1", found[0])

@@ -118,7 +118,10 @@ class MpiGroup(ProcessGroup):
                 if self.has_gone(rank) is not None:
                     raise ProcessError(rank, "has gone")
             if open_ranks and time.monotonic() >= end:
-                raise ProcessError(open_ranks[0], f"did not answer within {seconds:.3g} s")
+                raise ProcessError(
+                    open_ranks[0],
+                    f"did not answer within {seconds:.3g} s, but is not known to have ended",
+                )
 
     def tell_failure(self, reason: str) -> None:
         """See ``ProcessGroup.tell_failure``; at exit MPI must not wait for the others."""

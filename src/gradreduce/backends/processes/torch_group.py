@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from gradreduce.device import Buffer
+from gradreduce.device.process_end import inside_library
 from gradreduce.device.process_group import (
     Message,
     Parcel,
@@ -42,6 +43,7 @@ _LOOK_SECONDS = 0.05  # between two checks for notices of processes that an exch
 _OPEN_SECONDS = 0.01
 _PAUSE_SECONDS = 5e-4
 _STORE_SECONDS = 1.0  # limit for an answer of the store, whose process may be stopped
+_NOTICE_SECONDS = 1.0  # from the end of a connection to the notice of its process, if it is alive
 _MOMENT = timedelta(milliseconds=1)
 
 
@@ -73,9 +75,16 @@ class TorchGroup(ProcessGroup):
         self._kept_notice: tuple[str, str] | None = None
         self._idle: list[_CallingThread] = []
         self._stuck: _CallingThread | None = None  # its call of the store has not returned
+        self._store_error: RuntimeError | None = None  # of a call after which the store is gone
+        self._last_tag = _FIRST_TAG + self._number % _FIRST_TAG  # of the bytes of ``leave``
+        # From each other process: None when its byte has come, or the error of the connection.
+        self._bytes: dict[int, SimpleQueue[RuntimeError | None]] = {}
+        self._memory = np.zeros(self.size, np.uint8)  # a byte of each process
+        self._leaving: _CallingThread | None = None  # waits for the bytes
         if owned or any(each._group is group for each in _owners):
             _owners.append(self)
 
+    @inside_library()
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
     ) -> None:
@@ -107,7 +116,8 @@ class TorchGroup(ProcessGroup):
             rank = ranks[len(done if len(works) == len(ranks) else works)]
             late = time.monotonic() >= end - 2e-3  # gloo rounds down to milliseconds
             gone = f"has ended, or its connection has broken ({_without_advice(error)})"
-            why = f"did not answer within {seconds:.3g} s" if late else gone
+            alive = f"did not answer within {seconds:.3g} s, but is not known to have ended"
+            why = alive if late else gone
             raise ProcessError(rank, why) from error
         self._idle.append(thread)
 
@@ -171,7 +181,8 @@ class TorchGroup(ProcessGroup):
         if not self._store_answers(0.0):  # a call could wait for ever
             raise CollectiveError("the store of the processes does not answer")
         try:
-            self._store.set(f"{self.rank}/{key}", text)
+            with inside_library():
+                self._store.set(f"{self.rank}/{key}", text)
         except RuntimeError as error:
             raise CollectiveError(f"the store of the processes has gone: {error}") from error
 
@@ -186,7 +197,8 @@ class TorchGroup(ProcessGroup):
             if not thread.has_ended(seconds + _STORE_SECONDS):
                 self._stuck = thread
                 return None
-        except RuntimeError:  # the store is gone
+        except RuntimeError as error:  # the store is gone
+            self._store_error = error
             return None
         self._idle.append(thread)
         found: str | None = thread.result
@@ -210,6 +222,60 @@ class TorchGroup(ProcessGroup):
             time.sleep(_PAUSE_SECONDS)
         return bytes(self._store.get(name)).decode()
 
+    def _leave_together(self, seconds: float) -> list[int]:
+        """See ``ProcessGroup._leave_together``; exchanges a byte with every other process.
+
+        A process that ends breaks its connections, which ends the receives of the others at once.
+        """
+        if not self.sends_host_memory:
+            return self._wait_for_leaving(seconds)
+        # Later than this call gives up: at its timeout gloo closes all connections.
+        end = time.monotonic() + seconds + _STORE_SECONDS
+        receives: list[tuple[Any, SimpleQueue[RuntimeError | None]]] = []
+        sends: list[Any] = []
+        self._bytes = {rank: SimpleQueue() for rank in self.others}
+        for rank, result in self._bytes.items():
+            try:
+                memory = _as_tensor(self._memory[rank : rank + 1])
+                receives.append((self._group.recv([memory], rank, self._last_tag), result))
+                memory = _as_tensor(self._memory[self.rank : self.rank + 1])
+                sends.append(self._group.send([memory], rank, self._last_tag))
+            except RuntimeError as error:
+                result.put(error)
+        self._leaving = thread = self._thread()
+        thread.start(partial(_wait_for_bytes, receives, sends, end))
+        missing = self._wait_for_leaving(seconds)
+        if not missing and thread.has_ended(_STORE_SECONDS):
+            self._leaving = None
+            self._idle.append(thread)
+        return missing
+
+    def _has_left(self, rank: int, seconds: float) -> bool:
+        """See ``ProcessGroup._has_left``."""
+        result = self._bytes.get(rank)
+        error: RuntimeError | None = None
+        if result is None:
+            has_left = super()._has_left(rank, seconds)
+            error = self._store_error
+        else:
+            with suppress(Empty):
+                error = result.get(timeout=seconds)
+                if error is None:
+                    return True
+            has_left = super()._has_left(rank, 0.0)
+        if has_left or error is None:
+            return has_left
+        # A process whose exchange fails closes its connections first, and says why afterwards.
+        end = time.monotonic() + _NOTICE_SECONDS
+        while time.monotonic() < end:
+            if self.read(rank, "failed", _LOOK_SECONDS) or super()._has_left(rank, 0.0):
+                return True
+        raise ProcessError(
+            rank,
+            f"process {rank} of {self.size} has ended without closing its mesh, or its connection "
+            f"has broken ({_without_advice(error)})",
+        )
+
     def _thread(self) -> _CallingThread:
         try:  # the watchdog's thread may take some too
             return self._idle.pop()
@@ -218,6 +284,9 @@ class TorchGroup(ProcessGroup):
 
     def close(self) -> None:
         """See ``ProcessGroup.close``."""
+        if self._leaving is not None:  # it would wait for bytes that do not come
+            self._abort(self._last_tag, self.others)
+            self._leaving.stop()
         while self._idle:
             self._idle.pop().stop()
         if self in _owners:
@@ -274,7 +343,11 @@ class _CallingThread:
         while (call := self._calls.get()) is not None:
             error: Exception | None = None
             try:
-                self.result = call()
+                with inside_library():
+                    try:
+                        self.result = call()
+                    finally:
+                        del call  # to free sends and receives is a call of torch too
             except Exception as found:
                 error = found
             self._ended.put(error)
@@ -301,6 +374,22 @@ def _wait(works: Sequence[Any], end: float, done: list[Any]) -> None:
         done.append(work)
 
 
+def _wait_for_bytes(
+    receives: Sequence[tuple[Any, SimpleQueue[RuntimeError | None]]],
+    sends: Sequence[Any],
+    end: float,
+) -> None:
+    """Waits for all bytes; puts None or its error into the queue of each receive."""
+    for work, result in receives:
+        try:
+            _wait([work], end, [])
+            result.put(None)
+        except RuntimeError as error:
+            result.put(error)
+    with suppress(RuntimeError):
+        _wait(sends, end, [])
+
+
 def _as_cuda_array(buffer: Buffer) -> Any:
     """Returns an object that PyTorch reads as bytes of GPU memory, without a copy."""
     data = (buffer.address, False)  # not read-only
@@ -317,7 +406,7 @@ def _as_tensor(array: np.ndarray) -> torch.Tensor:
     """Returns a tensor on an array's memory, without PyTorch's warning for read-only arrays."""
     if not array.flags.writeable and array.size:
         address = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
-        array = np.ctypeslib.as_array(address)
+        array = np.frombuffer(memoryview(address), np.uint8)
     return torch.from_numpy(array)
 
 
