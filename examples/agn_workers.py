@@ -114,8 +114,8 @@ class AGN:
         return AGNWorker(optimizer, variables, self.global_step)
 
     def weights(self) -> list[np.ndarray]:
-        found = {variable.name: variable for variable in self._center.variables()}
-        return [found[f"global_center_variable/{name}"].numpy() for name in self._initial]
+        found = self._center.values()
+        return [found[name] for name in self._initial]
 
 
 class AGNWorker:

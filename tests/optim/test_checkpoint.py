@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 from optim.test_update_rules import RULES
@@ -121,3 +123,59 @@ def test_names_must_be_unique_and_passed(mesh):
     step(optimizer, [twice], 0)
     with pytest.raises(ValueError, match="two variables have the name 'w'"):
         optimizer.state_dict()
+
+
+def _unnamed(mesh, values, dtype="float32"):
+    return [gr.Variable(np.full(2, value), dtype=dtype, device=mesh) for value in values]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_unnamed_variables_that_are_made_in_another_order_are_found_by_their_values(
+    mesh, dtype, caplog
+):
+    variables = [*_unnamed(mesh, [0.5, 0.5, 2, 3], dtype), *_unnamed(mesh, [5], "float64")]
+    variables.append(gr.Variable(np.full(2, 2), "named", dtype=dtype, device=mesh))
+    optimizer = gr.MomentumOptimizer(0.5, 0.5)
+    optimizer.apply_gradients(
+        [(np.full(2, index, each.dtype), each) for index, each in enumerate(variables)]
+    )
+    names = [each.name for each in variables]
+    with caplog.at_level(logging.WARNING, "gradreduce"):
+        state = [optimizer.state_dict() for _ in range(2)][1]
+    assert caplog.messages == [
+        f"the state of Momentum has slots of Variables without a name, of equal shape and dtype: "
+        f"{', '.join(names[:4])}. They are numbered as they are made, and a program that makes "
+        "them in another order would exchange their slots: give each a name"
+    ]
+    assert list(state["fingerprints"]) == names[:4]
+
+    def load(*order):
+        for variable, index in zip(variables, order, strict=False):
+            variable.name = names[index]
+        other = gr.MomentumOptimizer(0.5, 0.5)
+        try:
+            other.load_state_dict(state, variables[::-1])
+        finally:
+            assert len(other.variables()) in (0, 6)
+        return [other.get_slot(variable, "momentum").numpy()[0] for variable in variables[:4]]
+
+    assert load(0, 1, 2, 3) == [0, 1, 2, 3]
+    text = (
+        rf"^state\['fingerprints'\]: the value of '{names[2]}' is that of '{names[3]}' in the "
+        r"state, so the slots would be exchanged; Variables without a name are numbered as they "
+        r"are made: give each a name$"
+    )
+    with pytest.raises(ValueError, match=text):
+        load(0, 1, 3, 2)
+    variables[0].assign(np.full(2, 9, variables[0].dtype))  # as before a load of the values
+    assert load(0, 1, 3, 2) == [0, 1, 3, 2]
+
+
+def test_variables_that_differ_in_shape_or_have_names_need_no_fingerprint(mesh, caplog):
+    variables = [*_unnamed(mesh, [1]), *_unnamed(mesh, [1], "float64")]
+    variables += [gr.Variable(np.float32([1, 1]), name, device=mesh) for name in "ab"]
+    optimizer = gr.MomentumOptimizer(0.5, 0.5)
+    optimizer.prepare(variables)
+    with caplog.at_level(logging.WARNING, "gradreduce"):
+        assert optimizer.state_dict()["fingerprints"] == {}
+    assert not caplog.messages

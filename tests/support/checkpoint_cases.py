@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +119,31 @@ CASES = {
     for each in (dense, sparse, optimizer, agn_center, agn_worker, sync_step, sharded_sync_step)
 }
 NUM_STEPS = 3  # after so many steps, a sum waits for more gradients
+
+
+def unnamed(mesh) -> SimpleNamespace:
+    """An optimizer of Variables without a name, whose state has fingerprints of their values."""
+    made = gr.MomentumOptimizer(0.5, 0.5)
+    variables = [
+        gr.Variable(exact_data((3,), "float32", seed=seed), device=mesh) for seed in range(3)
+    ]
+
+    def step(seed):
+        made.apply_gradients([(exact_data((3,), "float32", seed=seed), each) for each in variables])
+
+    load = partial(made.load_state_dict, variables=variables)
+    return SimpleNamespace(save=made.state_dict, load=load, step=step)
+
+
+@contextmanager
+def after_steps(make: Callable[[Any], SimpleNamespace]) -> Iterator[SimpleNamespace]:
+    """Context manager: a case after ``NUM_STEPS`` steps; its ``fresh`` makes another object."""
+    with gr.open_mesh([0, 1], backend="sim", strict=True) as mesh:
+        made = make(mesh)
+        for seed in range(NUM_STEPS):
+            made.step(seed)
+        made.fresh = lambda: make(mesh)
+        yield made
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from gradreduce.arrays.convert import is_masked
+
 from .frameworks import is_tensor
 
 #: Keywords of ufuncs that change only the dtype and the layout of the result.
@@ -73,7 +75,7 @@ def check_operand(value: Any) -> None:
     if isinstance(value, list | tuple):
         for each in value:
             check_operand(each)
-    elif isinstance(value, np.matrix | np.ma.MaskedArray):
+    elif isinstance(value, np.matrix) or is_masked(type(value)):
         raise TypeError(
             f"np.{type(value).__name__} is not supported: pass a plain array, np.asarray(matrix) "
             "or masked.filled(0)"

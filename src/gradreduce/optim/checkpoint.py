@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradreduce import checkpoint
-from gradreduce.arrays.convert import converted
+from gradreduce.arrays.convert import converted, is_array
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import Check, array, equal, flag, plain, some_of
+from gradreduce.device import Buffer
+from gradreduce.device.process_group import digest_of
+from gradreduce.errors import brief, listed, log_warning
 
 from .hyperparameters import value_of
 from .slots import Slots
@@ -27,6 +30,76 @@ def queued_slots(slots: Slots) -> dict[str, Any]:
         for var, slot in by_variable.items():
             copies.setdefault(var.name, {})[name] = checkpoint.copied(slot.buffers[0])
     return {"optimizer": slots.kind.__name__, "slots": copies}
+
+
+def queued_fingerprints(slots: Slots) -> dict[str, Any]:
+    """Queues fingerprints of the values of variables that could be mistaken for each other.
+
+    These are variables with slots and without a name, of equal shape and dtype. If another program
+    makes them in another order, they have each other's names. The first call that finds some logs a
+    warning.
+    """
+    owners = {var.name: var for by_variable in slots.by_name.values() for var in by_variable}
+    alike = [name for names in _alike(owners) for name in names]
+    if alike and not slots.has_warned:
+        slots.has_warned = True
+        log_warning(
+            "gradreduce.checkpoint",
+            "the state of %s has slots of Variables without a name, of equal shape and dtype: %s. "
+            "They are numbered as they are made, and a program that makes them in another order "
+            "would exchange their slots: give each a name",
+            slots.owner, listed(alike),
+        )  # fmt: skip
+    return {name: _queued_fingerprint(owners[name]) for name in alike}
+
+
+def check_fingerprints(
+    where: str, saved: Mapping[str, Any], owners: Mapping[str, Variable]
+) -> None:
+    """Raises if variables have the values that the state has of each other.
+
+    Other values are accepted: the variables may be loaded later.
+
+    Args:
+        where: the name of the entry, for the error.
+        saved: the downloaded ``queued_fingerprints``.
+        owners: variables by name, at least those of ``saved``.
+
+    Raises:
+        ValueError: variables of equal shape and dtype have the saved values in another order.
+    """
+    for names in _alike({name: owners[name] for name in saved}):
+        wanted = [plain(f"{where}[{name!r}]", saved[name]) for name in names]
+        found = [_queued_fingerprint(owners[name])(Buffer.numpy) for name in names]
+        if found != wanted and sorted(found) == sorted(wanted):
+            pairs = zip(names, found, wanted, strict=True)
+            name, value, _ = next(pair for pair in pairs if pair[1] != pair[2])
+            raise ValueError(
+                f"{where}: the value of {name!r} is that of {names[wanted.index(value)]!r} in the "
+                f"state, so the slots would be exchanged{checkpoint.NUMBERED}"
+            )
+
+
+def fingerprint(where: str, saved: Any) -> str:
+    """Validates a saved fingerprint."""
+    found = plain(where, saved)
+    if not isinstance(found, str):
+        raise TypeError(f"{where}={brief(saved)} must be a string")
+    return found
+
+
+def _alike(owners: Mapping[str, Variable]) -> list[list[str]]:
+    """Returns the names of Variables without a name, in groups of one shape and dtype."""
+    groups: dict[Any, list[str]] = {}
+    for name in checkpoint.numbered(owners):
+        groups.setdefault((owners[name].shape, owners[name].dtype), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _queued_fingerprint(var: Variable) -> Callable[[Callable[[Buffer], Any]], str]:
+    """Queues a copy; returns a function that returns its fingerprint, see ``downloader``."""
+    copy = checkpoint.copied(var.buffers[0])
+    return lambda download: digest_of(converted(download(copy), var.dtype).tobytes())
 
 
 def slots_schema(slots: Slots, owners: Mapping[str, Variable]) -> dict[str, Check]:
@@ -54,7 +127,9 @@ def ready_slots(slots: Slots, values: Mapping[Variable, Mapping[str, Any]]) -> C
 
 def saved_number(value: Any) -> Any:
     """Returns the saved value of a hyperparameter: None for a callable or Variable."""
-    return None if _is_computed(value) else plain(value)
+    if _is_computed(value):
+        return None
+    return value.tolist() if is_array(value) else value
 
 
 def _is_computed(value: Any) -> bool:
@@ -63,7 +138,7 @@ def _is_computed(value: Any) -> bool:
 
 def power(where: str, saved: Any) -> float:
     """Validates a saved power of a decay."""
-    return value_of(where, plain(saved), is_decay=True)
+    return value_of(where, plain(where, saved), is_decay=True)
 
 
 def number_like(own: Any, *, is_decay: bool) -> Check:
@@ -75,7 +150,7 @@ def number_like(own: Any, *, is_decay: bool) -> Check:
     """
 
     def check(where: str, saved: Any) -> Any:
-        found = plain(saved)
+        found = plain(where, saved)
         if found is None or _is_computed(own):
             return own
         if isinstance(own, str):  # such as eps_mode, which is part of the rule

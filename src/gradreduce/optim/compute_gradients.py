@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
 from gradreduce.arrays.convert_gpu import on_gpu_of
 from gradreduce.arrays.distributed import PerReplica
-from gradreduce.arrays.replica_context import replica_on
+from gradreduce.arrays.replica_context import current_replica, replica_on
 from gradreduce.arrays.variable import Variable
 from gradreduce.autodiff.gradients import ENGINES, Engine, Pairs, gradients_of
 from gradreduce.device import Device, as_index
@@ -56,35 +56,71 @@ def ready_gradients(  # the arguments of compute_gradients
     return partial(gradients_of, loss, variables, method, grad_loss, engine)
 
 
+def check_outside_replica(call: str) -> None:
+    """Raises ``RuntimeError`` inside a ``gr.replica``."""
+    index = current_replica()
+    if index is not None:
+        raise RuntimeError(
+            f"{call} is called inside gr.replica({index}), but calls the loss inside the "
+            "gr.replica of each replica, and averages the gradients: call it outside, or call "
+            "compute_gradients for the gradients of one replica"
+        )
+
+
 def gradients_of_replicas(
-    gradients: Callable[[], tuple[Any, Pairs]], devices: Sequence[Device]
-) -> tuple[list[Any], Pairs]:
-    """Computes the gradients of each replica of a worker, one after the other.
+    gradients: Callable[[], tuple[Any, Pairs]], devices: Sequence[Device] | None = None
+) -> tuple[Any, Pairs]:
+    """Computes the gradients of each replica, one after the other.
 
     Args:
-        gradients: a function of ``ready_gradients``, which is called once per replica, inside its
-            ``gr.replica`` and on its GPU.
-        devices: the devices of the replicas.
+        gradients: returns the value of the loss, and pairs (gradient, variable). It is called once
+            per replica, inside its ``gr.replica`` and on its GPU.
+        devices: the devices of the replicas. Default: those of the variables, which are known after
+            the first call; it runs on the caller's GPU.
 
     Returns:
         The value of the loss of each replica, and for each variable a pair (gradient, variable).
-        The gradient is a ``PerReplica``, or None if no replica has one.
+        The gradient is a ``PerReplica``, or None if no replica has one. With one replica: the
+        result of ``gradients``.
 
     Raises:
-        ValueError: a variable has a gradient on some replicas but not on all.
+        ValueError: a variable has a gradient on some replicas but not on all, or variables are
+            mirrored on different devices.
     """
-    values: list[Any] = []
-    found: list[dict[Variable, Any]] = []
-    for index, device in enumerate(devices):
+    first = devices[0] if devices else None
+    with replica_on(first, 0), on_gpu_of(first) if first else nullcontext():
+        results = [gradients()]
+    if devices is None:
+        devices = _common_devices([variable for _, variable in results[0][1]])
+    if len(devices) == 1:
+        return results[0]
+    for index, device in enumerate(devices[1:], 1):
         with replica_on(device, index), on_gpu_of(device):
-            value, pairs = gradients()
-        values.append(value)
-        found.append({variable: gradient for gradient, variable in pairs})
+            results.append(gradients())
+    values = [value for value, _ in results]
+    found = [{variable: gradient for gradient, variable in pairs} for _, pairs in results]
     variables = dict.fromkeys(variable for each in found for variable in each)
     return values, [
         (_of_replicas([each.get(variable) for each in found], variable, devices), variable)
         for variable in variables
     ]
+
+
+def _common_devices(variables: Sequence[Variable]) -> Sequence[Device]:
+    """Returns the devices of variables; one device if no variable has several.
+
+    Raises:
+        ValueError: variables are mirrored on different devices.
+    """
+    first = max(variables, key=lambda variable: len(variable.devices))
+    devices = first.devices
+    for variable in variables if len(devices) > 1 else ():
+        if variable.devices != devices:
+            raise ValueError(
+                f"{variable!r} and {first!r} are on different devices; create all variables on the "
+                "same devices"
+            )
+    return devices
 
 
 def _of_replicas(

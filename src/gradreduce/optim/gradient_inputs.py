@@ -12,7 +12,8 @@ from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, 
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import copied_to
+from gradreduce.device import Device, copied_to
+from gradreduce.device.process_group import ProcessGroup
 from gradreduce.errors import InvalidVariableError, about, brief, listed, repeated
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
@@ -64,6 +65,7 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
         TypeError: an item is not a pair of a gradient and a Variable.
         InvalidVariableError: a variable with a gradient does not have a float dtype.
         RuntimeError: the call is made inside a loss that has read one of the variables.
+        BackendUnavailableError: the process was forked after their mesh was opened.
     """
     try:
         pairs = list(grads_and_vars)
@@ -75,6 +77,7 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
     if not pairs:
         raise ValueError("No variables provided.")
     variables = [var for _, var in pairs]
+    variables[0].buffers[0].device.mesh_state.check_process()
     if len(set(variables)) != len(pairs):
         raise ValueError(
             f"grads_and_vars contains {listed(repeated(variables))} more than once; pass each "
@@ -109,6 +112,8 @@ def to_variables(
     gradients: Sequence[Any],
     variables: Sequence[Variable],
     cross_device_ops: CrossDeviceOps,
+    *,
+    over_processes: bool = False,
 ) -> list[Colocated]:
     """Returns, for each variable, a gradient colocated with each of its copies.
 
@@ -118,16 +123,25 @@ def to_variables(
         gradients: one for each variable.
         variables: the variables of the gradients.
         cross_device_ops: reduces ``PerReplica`` gradients.
+        over_processes: whether an array or IndexedSlices is the gradient of this process, which is
+            averaged over the processes of the mesh. False: it is reduced already.
 
     Raises:
         ValueError: a gradient has another shape, dtype or device than its variable, or rows that
-            the variable does not have.
+            the variable does not have; or a gradient must be averaged over processes, and its
+            variable is not on all devices of this process's mesh.
         TypeError: a gradient is not an array.
     """
     placed = [_placed(grad, var) for grad, var in zip(gradients, variables, strict=True)]
+    if over_processes:
+        for grad, var in zip(placed, variables, strict=True):
+            _check_whole(grad, var)
     wait_for_inputs([buffer_of(part) for grad in placed for part in _parts(grad)])
+    if over_processes:
+        placed = [_of_replicas(grad, var) for grad, var in zip(placed, variables, strict=True)]
     per_replica = [
-        (value := grad._renamed(var.name), value)
+        # With a key, processes compare the names: their gradients must be of the same variables.
+        (value := grad._renamed(var.name, "" if over_processes else None), value)
         for grad, var in zip(placed, variables, strict=True)
         if isinstance(grad, PerReplica)
     ]
@@ -136,6 +150,45 @@ def to_variables(
         _colocated(next(reduced) if isinstance(grad, PerReplica) else grad, var)
         for grad, var in zip(placed, variables, strict=True)
     ]
+
+
+def device_over_processes(variables: Iterable[Variable]) -> Device | None:
+    """Returns a device of a variable on a mesh of several processes; None if there is none."""
+    devices = [each.devices[0] for each in variables if _process_group(each) is not None]
+    return devices[0] if devices else None
+
+
+def _process_group(var: Variable) -> ProcessGroup | None:
+    return var._buffers[0].device.mesh_state.process_group
+
+
+def _check_whole(grad: GradientValue, var: Variable) -> None:
+    """Raises unless a gradient is reduced, or its variable is on all devices of the mesh."""
+    group = _process_group(var)
+    if group is None or isinstance(grad, Mirrored):
+        return
+    count, wanted = len(var.devices), group.counts[group.rank]
+    if count != wanted:
+        raise ValueError(
+            f"the gradient of {var!r} cannot be averaged over the processes: the variable is on "
+            f"{count} of the {wanted} devices of this process's mesh; create it with device=mesh"
+        )
+
+
+def _of_replicas(grad: GradientValue, var: Variable) -> GradientValue:
+    """Returns a gradient of this process as an equal one for each of its replicas."""
+    if not isinstance(grad, Part) or _process_group(var) is None:
+        return grad
+    home = buffer_of(grad).device
+    parts = [grad if home is device else _copied(grad, device) for device in var.devices]
+    return PerReplica.of(parts, devices=var.devices)
+
+
+def _copied(grad: Part, device: Device) -> Part:
+    made = copied_to(device, buffer_of(grad))
+    if isinstance(grad, IndexedSlices):
+        return IndexedSlices.of(made, grad.indices, grad.dense_shape)
+    return made
 
 
 def _parts(grad: GradientValue) -> Sequence[Part]:
@@ -203,10 +256,7 @@ def _colocated(grad: Part | Mirrored, var: Variable) -> Colocated:
     by_gpu: dict[int, Part] = {buffer_of(grad).device.physical: grad}
     for device in var.devices:
         if device.physical not in by_gpu:
-            made: Part = copied_to(device, buffer_of(grad))
-            if isinstance(grad, IndexedSlices):
-                made = IndexedSlices.of(made, grad.indices, grad.dense_shape)
-            by_gpu[device.physical] = made
+            by_gpu[device.physical] = _copied(grad, device)
     return tuple([by_gpu[device.physical] for device in var.devices])
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+from zlib import crc32
 
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import integer
 from gradreduce.errors import brief
+
+_COMPARED_EACH = 100  # updates
 
 Number = float | Variable | Callable[[], float]
 
@@ -34,14 +38,47 @@ def value_of(name: str, value: Number, *, is_decay: bool = False) -> float:
         found = found.numpy()
     try:
         number = float(found)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         what = f"{name}={text_of(value)} must be"
         if found is not value:
             what = f"{name}={text_of(value)} returned {brief(found)}; it must return"
-        raise type(error)(f"{what} a number") from None
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{what} a number") from None
     if is_decay:
         check_decay(name, number)
     return number
+
+
+class History(NamedTuple):
+    """What updates over processes have read from callables and Variables.
+
+    Attributes:
+        num_updates: the number of these updates.
+        digest: a checksum of all values that they read.
+    """
+
+    num_updates: int = 0
+    digest: int = 0
+
+    def after(self, read: Mapping[str, float]) -> History:
+        """Returns the history after an update that has read these values."""
+        if not read:
+            return self
+        return History(self.num_updates + 1, crc32(repr(read).encode(), self.digest))
+
+    def compared(self, last: Callable[[], Mapping[str, float]]) -> dict[str, float]:
+        """Returns what to compare with other processes before the next update; mostly nothing.
+
+        A comparison waits for all processes. So there is one after 1, 2, 4, … updates, and one
+        after each 100th. The checksum covers the updates between them.
+
+        Args:
+            last: returns the values that the last update read, by the names for errors.
+        """
+        count = self.num_updates
+        if not count or (count & (count - 1) and count % _COMPARED_EACH):
+            return {}
+        return {**last(), "the checksum of the hyperparameters of all updates": self.digest}
 
 
 def text_of(value: Any) -> str:
@@ -77,8 +114,6 @@ def no_attribute(owner: str, name: str, known: Sequence[str], holder: str = "") 
         known: the names that can be set.
         holder: the object that has these attributes, if it is not the optimizer itself.
     """
-    from difflib import get_close_matches
-
     *others, last = get_close_matches({"lr": "learning_rate"}.get(name, name), known) or known
     meant = f"{', '.join(others)} or {last}" if others else last
     where = f" of {holder}" if holder else ""

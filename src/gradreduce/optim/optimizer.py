@@ -5,7 +5,7 @@ Source: tf.train.Optimizer, whose public methods it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self
@@ -15,7 +15,7 @@ from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.autodiff.gradients import Engine, Pairs
-from gradreduce.checkpoint import by_name, checked, downloader, equal, optional
+from gradreduce.checkpoint import by_name, checked, downloader, equal, optional, some_of
 from gradreduce.device import (
     Buffer,
     DeferInterrupts,
@@ -26,29 +26,41 @@ from gradreduce.device import (
     as_flag,
     deadline_scope,
 )
+from gradreduce.device.exchange import comparing
 from gradreduce.errors import NotCopied, brief
 from gradreduce.reduce.aggregation import AggregationMethod
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .array_rules import run_python_rule
-from .checkpoint import number_like, power, queued_slots, ready_slots, saved_number, slots_schema
-from .compute_gradients import ready_gradients
+from .checkpoint import (
+    check_fingerprints,
+    fingerprint,
+    number_like,
+    power,
+    queued_fingerprints,
+    queued_slots,
+    ready_slots,
+    saved_number,
+    slots_schema,
+)
+from .compute_gradients import check_outside_replica, gradients_of_replicas, ready_gradients
 from .gradient_inputs import (
     check_global_step,
     check_no_overlap,
     checked_pairs,
+    device_over_processes,
     made_dense,
     ready_count,
     to_variables,
 )
-from .hyperparameters import Number, as_number, no_attribute, text_of, value_of
+from .hyperparameters import History, Number, as_number, no_attribute, text_of, value_of
 from .slots import Slots
 from .update_plan import Job, Plan, by_kernel
 
 Scalars = tuple[float, ...]
 SlotValues = dict[Variable, dict[str, Any]]  # host arrays, by the name of the slot
-_FORMAT = "gradreduce optimizer 2"
+_FORMAT = "gradreduce optimizer 3"
 
 
 class Optimizer(NotCopied):
@@ -181,13 +193,40 @@ class Optimizer(NotCopied):
         Args:
             powers: the powers before this update; empty before the first one.
         """
+        names = self._hyperparameters
         scalars = tuple(
-            [
-                value_of(name, getattr(self, name), is_decay=name in self._decays)
-                for name in self._hyperparameters
-            ]
+            [value_of(name, getattr(self, name), is_decay=name in self._decays) for name in names]
         )
+        self._last_numbers = scalars
         return scalars, powers
+
+    _last_numbers: Scalars = ()  # the values of the hyperparameters in the last update
+
+    def _scheduled(self) -> dict[str, float]:
+        """Returns what the last update read from callables and Variables, named for errors."""
+        return {
+            f"{name} of the last update": number
+            for name, number in zip(self._hyperparameters, self._last_numbers, strict=False)
+            if not isinstance(getattr(self, name), float)
+        }
+
+    _history = History()  # what updates over processes have read from callables and Variables
+
+    def _compared(self) -> dict[str, Any]:
+        """Returns the settings that must be equal in all processes, as JSON values.
+
+        A callable and a Variable are described by their kind, because reading them has effects.
+        """
+        names = (*self._hyperparameters, *self._settings)
+        values = {name: getattr(self, name) for name in names}
+        return {
+            "optimizer": type(self).__name__,
+            "masters": self._slots.has_masters,
+            **{
+                name: "a schedule" if callable(value) or isinstance(value, Variable) else value
+                for name, value in values.items()
+            },
+        }
 
     def _no_attribute(self, name: str) -> AttributeError:
         """Returns the error for setting an unknown attribute."""
@@ -199,7 +238,7 @@ class Optimizer(NotCopied):
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
-        """The ``CrossDeviceOps`` that reduces ``PerReplica`` gradients by MEAN; can be set.
+        """The ``CrossDeviceOps`` that averages over replicas and processes; can be set.
 
         Default: ``AllReduceCrossDeviceOps()``.
         """
@@ -232,7 +271,6 @@ class Optimizer(NotCopied):
         """Returns the optimizer's own Variables, its slots and masters, sorted by name."""
         return self._slots.all()
 
-    @StreamScope()
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Variable]],
@@ -249,11 +287,14 @@ class Optimizer(NotCopied):
 
         Args:
             grads_and_vars: pairs (gradient, variable). A gradient is an array with the shape and
-                dtype of the variable, or ``IndexedSlices`` of its rows, which may repeat; or a
-                ``Mirrored`` of these on the devices of the variable; or a ``PerReplica`` of these,
-                which is reduced by MEAN first; or None, which leaves the variable unchanged.
-                Gradients are only read. After the call, work on the current stream of their library
-                may overwrite them.
+                dtype of the variable, or ``IndexedSlices`` of its rows, which may repeat: the
+                gradient of this process, which is averaged over the processes of the mesh; or a
+                ``PerReplica`` with one of these for each device of the variable, which is averaged
+                over all replicas of all processes; or a ``Mirrored`` of these, which is reduced
+                already; or None, which leaves the variable unchanged. ``cross_device_ops`` computes
+                the averages. Over several processes each process passes gradients of the same
+                variables in the same order. Gradients are only read. After the call, work on the
+                current stream of their library may overwrite them.
             global_step: a Variable that is incremented by one after the update.
             name: ignored; TensorFlow's name of the operation.
             deadline: seconds from now; if the devices are not done by then, the mesh fails. The
@@ -267,8 +308,12 @@ class Optimizer(NotCopied):
             ValueError: there is no pair, all gradients are None, a variable is in two pairs, a
                 gradient has another shape, dtype or device than its variable, rows that the
                 variable does not have, or memory that the update writes, ``global_step`` is not a
-                scalar, or ``deadline`` is not above 0.
+                scalar, or ``deadline`` is not above 0. Over several processes: a variable is not on
+                all devices of this process's mesh, or another process passes gradients of other
+                variables.
             TypeError: a gradient is not an array, or a variable is not a Variable of floats.
+            InvalidArgumentError: (a ``ValueError``) gradients are averaged over processes, and the
+                hyperparameters of another process differ. The mesh has failed.
             CollectiveError: the mesh has failed.
             BackendUnavailableError: the mesh is closed, or a device has failed.
 
@@ -281,6 +326,27 @@ class Optimizer(NotCopied):
             >>> w.numpy()
             array([0.5, 0.5], dtype=float32)
         """
+        self._update(grads_and_vars, global_step, deadline, over_processes=True)
+        return None
+
+    @StreamScope()
+    def _update(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        global_step: Variable | None = None,
+        deadline: float | None = None,
+        *,
+        over_processes: bool = False,
+    ) -> None:
+        """Updates variables; see ``apply_gradients``.
+
+        Args:
+            grads_and_vars: see ``apply_gradients``.
+            global_step: see ``apply_gradients``.
+            deadline: see ``apply_gradients``.
+            over_processes: whether gradients are averaged over the processes of the mesh. False:
+                arrays and IndexedSlices are reduced already.
+        """
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
@@ -288,8 +354,18 @@ class Optimizer(NotCopied):
         if plan is not None and not plan.is_valid_for(variables, self._slots, self._rule):
             plan = None
         devices = plan.devices if plan else [each for var in variables for each in var.devices]
-        with deadline_scope("apply_gradients", seconds, devices):
-            parts = self._colocated_gradients(gradients, variables, plan)
+        whole = plan.device_over_processes if plan else device_over_processes(variables)
+        over_processes &= whole is not None
+        with (
+            deadline_scope("apply_gradients", seconds, devices),
+            comparing(
+                whole or devices[0],
+                lambda: {**self._compared(), **self._history.compared(self._scheduled)},
+            ),
+        ):
+            parts = self._colocated_gradients(
+                gradients, variables, plan, over_processes=over_processes
+            )
             count = ready_count(global_step)
             with self._slots.rollback_on_error() if plan is None else nullcontext():
                 if plan is None:
@@ -297,7 +373,8 @@ class Optimizer(NotCopied):
                     plan = Plan(variables, self._slots, self._rule)
                 self._change(plan, parts, count)
             self._plan = plan
-        return None
+            if over_processes:
+                self._history = self._history.after(self._scheduled())
 
     def compute_gradients(  # noqa: PLR0913  # the signature of TensorFlow
         self,
@@ -313,8 +390,10 @@ class Optimizer(NotCopied):
     ) -> Any:
         """Computes the gradients of ``loss`` with respect to variables.
 
-        This is the first half of ``minimize``. For a JAX loss the host waits for the gradients; for
-        other losses it does not wait.
+        Call it inside ``gr.replica(i)`` for the gradients of replica i: ``minimize`` does so for
+        each replica. Outside, the gradients are those of replica 0; an AGN worker computes those of
+        all its replicas. For a JAX loss the host waits for the gradients; for other losses it does
+        not wait.
 
         A few rules for a loss of NumPy functions:
 
@@ -394,6 +473,8 @@ class Optimizer(NotCopied):
         """Calls ``gradients``; AGN overrides this to call it for each replica."""
         return gradients()
 
+    _devices: Sequence[Device] | None = None  # of all replicas; None: those of the variables
+
     def minimize(  # noqa: PLR0913  # the signature of TensorFlow
         self,
         loss: Callable[[], Any],
@@ -409,6 +490,12 @@ class Optimizer(NotCopied):
         deadline: float | None = None,
     ) -> bool | None:
         """Computes the gradients of ``loss`` and applies them, in one call.
+
+        The loss is called once for each device of the variables, inside its ``gr.replica``, and the
+        gradients are averaged over all replicas of all processes by ``cross_device_ops``. So the
+        same program trains on one GPU, on several, and over several processes. A loss reads the
+        copies of its replica; ``value.get()`` of a ``PerReplica`` is the data of its replica. Every
+        process makes this call; variables that are equal before it are equal after it.
 
         Args:
             loss: see ``compute_gradients``.
@@ -426,7 +513,9 @@ class Optimizer(NotCopied):
             None. (``AGNOptimizer`` returns whether it communicated.)
 
         Raises:
-            ValueError: the loss uses none of the variables.
+            ValueError: the loss uses none of the variables, or uses a variable on some replicas but
+                not on all; or variables are mirrored on different devices.
+            RuntimeError: the call is inside a ``gr.replica``.
             Exception: any error of ``compute_gradients`` and ``apply_gradients``.
 
         Example:
@@ -439,8 +528,14 @@ class Optimizer(NotCopied):
             (array([0.5, 1.5], dtype=float32), 1)
         """
         as_deadline(deadline)  # an invalid one raises before the loss is called
+        check_outside_replica("minimize")
+        if isinstance(var_list, Iterator):  # used once for each replica
+            var_list = list(var_list)
         options = (var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops)
-        pairs = self.compute_gradients(loss, *options, grad_loss, engine=engine)
+        _, pairs = gradients_of_replicas(
+            lambda: (None, self.compute_gradients(loss, *options, grad_loss, engine=engine)),
+            self._devices,
+        )
         return self.apply_gradients(pairs, global_step, name, deadline=deadline)
 
     def state_dict(
@@ -465,6 +560,9 @@ class Optimizer(NotCopied):
               rules.
             - ``"slots"``: arrays by the names of the variable and of the slot, masters included.
               Float16 and bfloat16 slots are saved as float32.
+            - ``"fingerprints"``: strings computed from the values of Variables without a name that
+              have the shape and dtype of another one, by name. The first ``state_dict`` with any
+              logs a warning: give them names.
 
         Raises:
             ValueError: two variables with slots have the same name, ``deadline`` is not a number
@@ -487,7 +585,8 @@ class Optimizer(NotCopied):
             0.5
         """
         download = downloader(as_deadline(deadline), output_type)
-        state: dict[str, Any] = download(self._queued_state())
+        fingerprints = queued_fingerprints(self._slots)
+        state: dict[str, Any] = download({**self._queued_state(), "fingerprints": fingerprints})
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
@@ -508,13 +607,15 @@ class Optimizer(NotCopied):
                 in ``variables``.
             TypeError: a value has a wrong type.
             ValueError: the class, format or ``eps_mode`` differs, a slot has another shape or
-                dtype, two variables have the same name, or a decay or power is below 0 or not below
-                1.
+                dtype, two variables have the same name, a decay or power is below 0 or not below 1,
+                or Variables without a name have the values that they had at ``state_dict`` in
+                another order.
             BackendUnavailableError: the mesh is closed, or a device has failed.
             CollectiveError: the mesh has failed.
         """
         those = [variables] if isinstance(variables, Variable) else variables
         load = self._ready_state(state, those)
+        check_fingerprints("state['fingerprints']", state["fingerprints"], by_name(those))
         with DeferInterrupts():
             load()
 
@@ -526,6 +627,7 @@ class Optimizer(NotCopied):
             "hyperparameters": {name: saved_number(getattr(self, name)) for name in names},
             "powers": dict(zip(self._slots.power_names, self._slots.powers, strict=False)) or None,
             **(slots or queued_slots(self._slots)),
+            "fingerprints": {},  # of variables that are not in the state
         }
 
     def _ready_state(
@@ -545,6 +647,8 @@ class Optimizer(NotCopied):
                 the slots of this process get. None: they are the same.
         """
         slots, owners = self._slots, by_name(variables)
+        for var in variables[:1]:
+            var.buffers[0].device.mesh_state.check_process()
         numbers = {
             name: number_like(getattr(self, name), is_decay=name in self._decays)
             for name in (*self._hyperparameters, *self._settings)
@@ -554,6 +658,7 @@ class Optimizer(NotCopied):
             **slots_schema(slots, owners),  # validated first, with the name of the class
             "hyperparameters": numbers,
             "powers": optional(dict.fromkeys(slots.power_names, power)),
+            "fingerprints": some_of(dict.fromkeys(owners, fingerprint)),
         }
         found = checked(where, state, schema)
         values = {owners[name]: of_var for name, of_var in found["slots"].items()}
@@ -619,6 +724,8 @@ class Optimizer(NotCopied):
         variables: Sequence[Variable],
         plan: Plan | None,
         others: Sequence[Buffer] = (),
+        *,
+        over_processes: bool = False,
     ) -> Sequence[Part]:
         """Validates gradients; returns a colocated gradient for each copy of each variable.
 
@@ -627,10 +734,14 @@ class Optimizer(NotCopied):
             variables: the variables of the update.
             plan: the plan of these variables, if there is one.
             others: without a plan, what the call writes besides the variables and their slots.
+            over_processes: whether arrays and IndexedSlices are averaged over processes.
         """
-        if plan is not None and (plain := plan.plain(gradients)) is not None:
+        plain = None if plan is None or over_processes else plan.plain(gradients)
+        if plain is not None:
             return plain
-        found = to_variables(gradients, variables, self.cross_device_ops)
+        found = to_variables(
+            gradients, variables, self.cross_device_ops, over_processes=over_processes
+        )
         ranges = self._slots.ranges(variables, others) if plan is None else plan.ranges
         check_no_overlap(variables, found, ranges)
         if self._densifies:

@@ -56,6 +56,7 @@ class Slots:
             name: {} for name in (*masters, *names)
         }
         self._before: dict[str, dict[Variable, Variable]] | None = None
+        self.has_warned = False
 
     @property
     def rule(self) -> tuple[type, tuple[str, ...], bool]:

@@ -29,7 +29,7 @@ from gradreduce.device import (
 )
 from gradreduce.ops import Update
 
-from .gradient_inputs import check_no_overlap
+from .gradient_inputs import check_no_overlap, device_over_processes
 from .slots import Slots
 
 
@@ -51,6 +51,7 @@ class Plan:
         rule: the compiled rule; None for a Python rule.
         indices_by_gpu: for each physical device, the indices of the copies there.
         writers: for each physical device, the result of ``writer_of``.
+        device_over_processes: a device of a mesh of several processes; None: all have one.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Plan:
         self._staging = Staging(self._wanted)
         self._addresses: list[int] = []
         self._has_copies = len(self.devices) > len(self.variables)
+        self.device_over_processes = device_over_processes(variables)
 
     def is_valid_for(
         self, variables: Sequence[Variable], slots: Slots, rule: ops.UpdateRule | None

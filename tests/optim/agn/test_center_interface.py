@@ -146,6 +146,9 @@ class HostAGNCenter(gr.AGNCenter):
     def variables(self):
         return self.home.variables()
 
+    def values(self):
+        return self.home.values()
+
     @property
     def failed_workers(self):
         return self.home.failed_workers

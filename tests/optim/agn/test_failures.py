@@ -66,7 +66,8 @@ def gradients(way, seed):
 
 
 def of_center(center):
-    return [(var.name, var.numpy().tobytes()) for var in center.variables()]
+    found = [*center.variables(), *center._shared.slot_variables()]
+    return [(var.name, var.numpy().tobytes()) for var in found]
 
 
 class Case:

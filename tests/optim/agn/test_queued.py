@@ -40,7 +40,7 @@ def trained(way, **options) -> list[np.ndarray]:
         kept += [worker.getter.accumulation(var)
                  for worker in team for var in worker.variables.values()]  # fmt: skip
         kept += [each for worker in team for each in worker.inner.variables()]
-        kept += center.variables()
+        kept += [*center.variables(), *center._shared.slot_variables()]
         return [buffer.numpy() for each in kept for buffer in each.buffers]
 
 

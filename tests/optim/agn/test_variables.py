@@ -187,3 +187,23 @@ def test_a_device_that_is_closed_makes_no_center(mesh):
     with pytest.raises(gr.errors.BackendUnavailableError, match="closed"):
         gr.AGNCustomGetter(closed.devices[0])
     assert gr.AGNCustomGetter(mesh.devices[0]).center.devices == mesh.devices
+
+
+def test_values_are_those_between_two_pushes(mesh, monkeypatch):
+    starts = {"b": np.zeros(2, "float32"), "a": np.full(3, 4, "float16")}
+    (worker,) = pair(mesh, starts=starts, num=1)
+    center, download = worker.getter.center, gr.Buffer.numpy
+    ones = {name: np.ones_like(value) for name, value in starts.items()}
+
+    def push_first(buffer):
+        monkeypatch.undo()
+        worker.step(ones)
+        return download(buffer)
+
+    monkeypatch.setattr(gr.Buffer, "numpy", push_first)
+    for wanted in ([("a", [4.0] * 3), ("b", [0.0] * 2)], [("a", [3.5] * 3), ("b", [-0.5] * 2)]):
+        found = center.values()
+        assert [(name, value.tolist()) for name, value in found.items()] == wanted
+        assert [each.dtype for each in found.values()] == ["float16", "float32"]
+        for value in found.values():  # belongs to the caller
+            value[...] = 7

@@ -15,7 +15,7 @@ from gradreduce import ops
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
-from gradreduce.checkpoint import downloader
+from gradreduce.checkpoint import copies_of, downloader
 from gradreduce.device import Buffer, DeferInterrupts, Device, DType, Mesh, as_deadline
 from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import CollectiveError, NotCopied, listed
@@ -255,8 +255,8 @@ class AGNCenter(NotCopied):
         >>> w = gr.get_variable("w", np.float32([4]), custom_getter=getter)
         >>> center.variables()
         [<Variable 'global_center_variable/w' float32[1] on sim:0>]
-        >>> center.variables()[0].numpy()
-        array([4.], dtype=float32)
+        >>> center.values()
+        {'w': array([4.], dtype=float32)}
     """
 
     _copy_hint = "pass its state_dict(), and load that into a new one"
@@ -281,11 +281,27 @@ class AGNCenter(NotCopied):
         return self._shared.slot(variable, name)
 
     def variables(self) -> list[Variable]:
-        """Returns center variables and their slots, sorted by name."""
-        state = self._state
-        with state.lock:
-            found = [*state.variables.values(), *state.slot_variables()]
-            return sorted(found, key=lambda each: each.name)
+        """Returns the center variables without slots, sorted by name.
+
+        ``AGNOptimizer.variables`` returns the slots.
+        """
+        with self._state.lock:
+            return sorted(self._state.variables.values(), key=lambda each: each.name)
+
+    def values(self) -> dict[str, Any]:
+        """Returns a new array of each variable by its name (``"w"``), between two pushes.
+
+        The call waits for the devices.
+
+        Raises:
+            CollectiveError: the mesh has failed, or a push failed part-way.
+            BackendUnavailableError: the mesh is closed, or a device has failed.
+        """
+        center = self._state
+        with center.lock:
+            center.check_usable()
+            copies = copies_of(center.variables)
+        return {name: copies[name].numpy() for name in sorted(copies)}
 
     @property
     def failed_workers(self) -> tuple[int, ...]:

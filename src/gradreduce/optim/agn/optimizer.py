@@ -71,8 +71,9 @@ class AGNOptimizer(Optimizer):
         use_locking: no effect: push, center update and pull are always atomic.
         name: name of the optimizer.
         distance_scale: divide each element of a mean by ``d**2 / distance_scale + 1``, where d is
-            the distance that the center has moved since this worker's last pull. A value of about
-            1e-4 lets many workers with a short period converge. None: do not divide.
+            the distance that the center has moved since this worker's last pull; before the first
+            one, the distance to the worker's values at its first step. A value of about 1e-4 lets
+            many workers with a short period converge. None: do not divide.
         reset_momentum: whether a pull sets the worker's momentum to zero, which is in the slots
             ``"momentum"`` or ``"m"``.
 
@@ -121,6 +122,7 @@ class AGNOptimizer(Optimizer):
         if not isinstance(custom_getter, AGNCustomGetter):
             raise TypeError(f"custom_getter={brief(custom_getter)} is not an AGNCustomGetter")
         self._inner, self._getter = optimizer, custom_getter
+        self._devices = custom_getter.devices
         self._center = custom_getter.center._shared
         self._num_worker = as_count("num_worker", num_worker, least=1)
         period = as_count("communication_period", communication_period, least=1)
@@ -181,10 +183,9 @@ class AGNOptimizer(Optimizer):
         return sorted(found, key=lambda each: each.name)
 
     def _differentiated(self, gradients: Callable[[], tuple[Any, Pairs]]) -> tuple[Any, Pairs]:
-        devices = self._getter.devices
-        if len(devices) == 1 or current_replica() is not None:
+        if current_replica() is not None:
             return gradients()
-        return gradients_of_replicas(gradients, devices)
+        return gradients_of_replicas(gradients, self._devices)
 
     @StreamScope()
     def apply_gradients(
@@ -348,6 +349,7 @@ class AGNOptimizer(Optimizer):
             TypeError: a value has a wrong type.
             ValueError: the format or rule differs, or an array has another shape or dtype.
         """
+        self._getter.devices[0].mesh_state.check_process()
         load_worker(self._worker, state)
 
 

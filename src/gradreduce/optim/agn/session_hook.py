@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import Any, Protocol, Self
 
 from gradreduce.device import Waiters
@@ -175,8 +176,6 @@ class WorkerThread(threading.Thread):
 
 def _clear_frames(error: BaseException) -> None:
     """Clears the frames in the tracebacks of an error, its causes and contexts."""
-    from traceback import clear_frames  # slow to import
-
     left: list[BaseException | None] = [error]
     known = set()
     while left:

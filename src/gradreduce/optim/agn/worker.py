@@ -170,7 +170,13 @@ class Worker:
         return partial(self._center.push, inner, shared, self.config, scalars, pushed)
 
     def _record_pull(self, variables: Iterable[Variable]) -> None:
-        """Copies variables after a pull; the distance scaling needs their values."""
+        """Copies the worker's variables right after a pull or push, when they equal the center.
+
+        ``distance_scale`` measures the distance between the center at the next push and these
+        values. A push copies the variables that it pushes; the others keep the value of an earlier
+        pull. Before the first pull or push counts the value that a variable of the worker has at
+        ``prepare`` or its first step, also if the center has another.
+        """
         for var in variables:
             kept = self.variables.pulled[var]
             copy_over(kept.device, kept, var.buffers[0])

@@ -18,8 +18,8 @@ class WorkerVariables:
         centers: the center variable of each variable, in the order of creation.
         sums: the sums of gradients since the last push. A step or push sets a new mapping; items
             are not added to, or removed from, the old one.
-        pulled: the value of each center variable at the last pull, on the worker's first device;
-            used by the distance scaling.
+        pulled: the value from which the distance scaling measures, on the worker's first device;
+            see ``Worker._record_pull``.
         num_steps: the number of local steps.
         last_push: the plan of the last push if it can run again, its sums, and the version of the
             center. Used by a center in this process.
