@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from support.accumulator_states import EMPTY, check_refused, frozen
 from support.exact_data import FLOATS, random_data, same
-from support.hanging_devices import TEST_TIMEOUT, stall
+from support.hanging_devices import TEST_TIMEOUT, clock, late_waits, stall
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype
 from gradreduce.errors import CollectiveError
+
+__all__ = ["clock", "late_waits"]
 
 LIMIT_S = 60.0  # these calls take a second
 
@@ -211,12 +213,13 @@ def mesh_and_accumulator():
         yield mesh, acc
 
 
+@pytest.mark.usefixtures("late_waits")
 def test_a_deadline_ends_the_wait_and_a_load_recovers_the_state(mesh_and_accumulator, call_threads):
     mesh, acc = mesh_and_accumulator
     state = acc.state_dict(deadline=TEST_TIMEOUT)
     stall(mesh.devices[2])
     with pytest.raises(CollectiveError, match="passed: sim:2 has not finished its queues"):
-        call_threads.start(acc.state_dict, deadline=0.01).result()
+        call_threads.start(acc.state_dict, deadline=5).result()
     for call in (acc.state_dict, lambda: acc.load_state_dict(state)):
         with pytest.raises(CollectiveError, match="the mesh has failed"):
             call()

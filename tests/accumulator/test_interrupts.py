@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import random
+import signal
 import threading
 
 import numpy as np
 import pytest
-from support.signal_injection import ctrl_c, interrupted_at, num_points_of
+from support.signal_injection import SignalInjection, ctrl_c, interrupted_at, num_points_of
 
 import gradreduce as gr
 from gradreduce.accumulator import multi
+from gradreduce.accumulator.multi import take_now
 from gradreduce.accumulator.state import AccumulatorState, PendingTake, locked
+from gradreduce.accumulator.take_queue import join
 from gradreduce.errors import BackendUnavailableError
 
 
@@ -122,6 +126,84 @@ def test_a_second_ctrl_c_during_the_first_is_deferred(own, monkeypatch):
     gr.apply_grads([acc, other], [[5.0], [6.0]])
     assert acc.take_grad(1, timeout=0).tolist() == [5.0]
     assert other.take_grad(1, timeout=0).tolist() == [6.0]
+
+
+@pytest.mark.parametrize("num_accumulators", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_two_ctrl_c_at_once_leave_no_take_behind(own, num_accumulators, monkeypatch):
+    """The second comes at each point of a take, also while the first one withdraws it."""
+    accs = [gr.ConditionalAccumulator("float32", device=own) for _ in range(num_accumulators)]
+    raised = []  # their tracebacks keep the frames of the calls
+
+    def take():
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
+            patch.setattr(
+                multi, "PendingTake", lambda *args: PendingTake(*args, done=InterruptedEvent())
+            )
+            with injection:
+                gr.take_grads(accs, 1)
+        raised.append(caught.value)
+
+    injection = SignalInjection(0, ctrl_c)
+    take()
+    for place in range(1, injection.points + 1):
+        injection = SignalInjection(place, ctrl_c)
+        take()
+        assert gr.apply_grads(accs, [[place]] * num_accumulators, place - 1)
+        assert gr.take_grads(accs, 1, timeout=0) == [[place]] * num_accumulators
+    assert len(raised) > 50
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(3000, marks=pytest.mark.exhaustive)])
+def test_two_real_ctrl_c_within_microseconds(own, count):
+    accs = [gr.ConditionalAccumulator("float32", device=own) for _ in range(2)]
+    moments, fired = random.Random(0), []
+
+    def fire(*_):
+        fired.append(True)
+        if len(fired) == 1:
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 4e-5))
+        ctrl_c()
+
+    def interrupted_take(waited_for):
+        fired.clear()
+        try:
+            try:
+                # Again after 10 ms: CPython may start to wait before it handles a signal.
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-4, 3e-4), 1e-2)
+                gr.take_grads(waited_for, 1)
+            except KeyboardInterrupt:
+                while len(fired) == 1:  # the second one comes here or came in the call
+                    pass
+        except KeyboardInterrupt:
+            pass
+
+    before = signal.signal(signal.SIGALRM, fire)
+    try:
+        for step in range(count):
+            interrupted_take(accs[: 1 + step % 2])
+            assert len(fired) == 2
+            assert gr.apply_grads(accs, [[step], [-step]], step)
+            assert gr.take_grads(accs, 1, timeout=0) == [[step], [-step]]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_calls_do_not_wait_for_a_take_whose_call_has_ended(own):
+    acc, other = (gr.ConditionalAccumulator("float32", device=own) for _ in range(2))
+    states = acc.accumulator_ref, other.accumulator_ref
+    gone, waiting = PendingTake(states[1:], 2), PendingTake(states, 1)
+    other.apply_grad([5.0])
+    waiting.in_call.acquire()
+    with gone.in_call:
+        join(gone)
+        join(waiting)
+    acc.apply_grad([6.0])
+    assert waiting.done.is_set()
+    assert not gone.done.is_set()
+    join(gone)
+    other.apply_grad([7.0], local_step=1)
+    assert take_now([other], 1)[0].tolist() == [7.0]
 
 
 def test_ctrl_c_while_many_locks_are_acquired(own):

@@ -249,6 +249,7 @@ class Accumulators(RuleBasedStateMachine):
             return
         self.waiting.append((pending_take, waiting))
         self.world.join(waiting)
+        pending_take.in_call.acquire()
         take_queue.join(pending_take)
 
     @precondition(lambda self: self.waiting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -218,6 +219,56 @@ def test_accumulators_of_a_device_and_of_a_mesh_together(mesh):
 
 
 # -- take -----------------------------------------------------------------------------------------
+
+
+def test_a_take_at_the_last_step_is_refused_and_changes_nothing(mesh):
+    accumulators = [
+        gr.ConditionalAccumulator("float32", name="first", device=mesh),
+        gr.ConditionalAccumulator("float32", name="last", device=mesh.devices[0]),
+        gr.SparseConditionalAccumulator("float32", device=mesh.devices[0]),
+    ]
+    table = gr.IndexedSlices(np.ones((1, 2), "float32"), [0])
+    gr.apply_grads(accumulators, [[1.0], [2.0], table])
+    text = (
+        r"^the accumulator '{}' is at step 9223372036854775807, and the step after a take would "
+        r"not fit in int64: call set_global_step with a smaller step$"
+    )
+    first, last, rows = accumulators
+    last.set_global_step(2**63 - 1)
+    rows.set_global_step(2**63 - 1)
+    before = counters(*accumulators)
+    for take, name in (
+        (lambda: last.take_grad(1), "last"),
+        (lambda: last.take_grad(7), "last"),  # does not wait
+        (lambda: gr.take_grads(accumulators, 1), "last"),
+        (lambda: rows.take_indexed_slices_grad(1), "sparse_conditional_accumulator"),
+    ):
+        with (
+            mesh.journal() as journal,
+            pytest.raises(InvalidArgumentError, match=text.format(name)),
+        ):
+            take()
+        assert not journal.records
+        assert queues(*accumulators) == [0, 0, 0]
+    assert counters(*accumulators) == before
+    last.set_global_step(2**63 - 2)
+    rows.set_global_step(0)
+    results = gr.take_grads(accumulators, 1)
+    assert (results[1].tolist(), last.global_step) == ([2.0], 2**63 - 1)
+    assert first.global_step == rows.global_step == 1
+
+
+def test_a_take_that_waits_at_the_last_step_ends_with_the_error(mesh):
+    acc = gr.ConditionalAccumulator("float32", name="acc", device=mesh.devices[0])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(acc.take_grad, 1, timeout=30)
+        while not queues(acc)[0]:
+            assert not waiting.done()
+        acc.set_global_step(2**63 - 1)
+        acc.apply_grad([1.0], 2**63 - 1)
+        with pytest.raises(InvalidArgumentError, match=r"^the accumulator 'acc' is at step 922"):
+            waiting.result(30)
+    assert counters(acc) == [(1, 2**63 - 1, 0)]
 
 
 @pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])

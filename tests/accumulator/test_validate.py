@@ -202,3 +202,12 @@ def test_a_required_number_is_an_integer(accumulator, num_required):
         acc.take_grad(num_required)
     assert counters(acc) == (1, 0, 0)
     assert acc.take_grad(np.int64(1)).tolist() == [1.0]
+
+
+def test_none_is_no_name(device):
+    for make, name in (
+        (gr.ConditionalAccumulator, "conditional_accumulator"),
+        (gr.SparseConditionalAccumulator, "sparse_conditional_accumulator"),
+    ):
+        assert make("float32", name=None, device=device).name == name
+        assert make("float32", name="own", device=device).name == "own"

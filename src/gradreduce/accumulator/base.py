@@ -121,6 +121,7 @@ class ConditionalAccumulatorBase(NotCopied):
             InvalidArgumentError: ``new_global_step`` does not fit in int64.
             CancelledError: the accumulator was closed.
         """
+        self._state.mesh_state.check_process()
         self._state.set_step(as_step("new_global_step", new_global_step))
 
     def close(self) -> None:
@@ -181,6 +182,7 @@ class ConditionalAccumulatorBase(NotCopied):
             >>> other.take_grad(1)
             array([1., 2.], dtype=float32)
         """
+        self._state.mesh_state.check_process()
         return saved_state(self._state, downloader(as_deadline(deadline), output_type))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -209,6 +211,7 @@ class ConditionalAccumulatorBase(NotCopied):
             BackendUnavailableError: its mesh was closed, or a device failed.
             CollectiveError: its mesh had failed, or failed during the call.
         """
+        self._state.mesh_state.check_process()
         ready_state(self._state, state)()
 
     def __enter__(self) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from gradreduce.arrays.convert import as_result_kind
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import UNKNOWN
-from gradreduce.checkpoint import anything, checked, equal, integer, optional, plain
+from gradreduce.checkpoint import anything, checked, equal, integer, list_of, optional, plain
 from gradreduce.errors import CollectiveError, about
 
 from .state import AccumulatorState
@@ -76,12 +76,13 @@ def ready_state(
     """
     generation = state.mesh_state.generation
     num_sums, own = replicas or (len(state.devices), dict)
-    is_empty = isinstance(saved, Mapping) and plain(saved.get("num_accumulated")) == 0
+    key = "num_accumulated"
+    is_empty = isinstance(saved, Mapping) and plain(f"{where}[{key!r}]", saved.get(key)) == 0
     found = checked(where, saved, _schema(state, is_empty, num_sums))
     found = own(found)
     count, shape = found["num_accumulated"], found["sum_shape"]
     load_sum = partial(state.storage.load, dtype=state.dtype, shape=shape, count=count)
-    sums = [optional(load_sum)] * len(state.devices)
+    sums = list_of(optional(load_sum), len(state.devices))
     uploads = checked(f"{where}['partial_sums']", found["partial_sums"], sums)
     filled = len(uploads) - uploads.count(None)
     if not min(count, 1) <= filled <= count:
@@ -128,15 +129,15 @@ def _schema(state: AccumulatorState, is_empty: bool, num_sums: int) -> dict[str,
         "num_dropped": integer(0),
         "sum_shape": equal(None) if is_empty else partial(_sum_shape, state),
         "kind": equal(None) if is_empty else partial(_kind, state.mesh_state.backend),
-        "partial_sums": [equal(None) if is_empty else anything] * num_sums,
+        "partial_sums": list_of(equal(None) if is_empty else anything, num_sums),
     }
 
 
 def _sum_shape(state: AccumulatorState, where: str, saved: Any) -> tuple[int, ...]:
     """Validates the saved shape of the sums, whose first entry may be -1."""
-    found = plain(saved)
-    extents = [integer(UNKNOWN)] * (len(found) if isinstance(found, list) else 0)
-    shape = tuple(checked(where, found, extents))
+    found = plain(where, saved)
+    extents = list_of(integer(UNKNOWN), len(found) if isinstance(found, list) else 0)
+    shape = tuple(extents(where, found))
     if not state.storage.fits(shape, state.shape):
         wanted = _listed(state.shape)
         raise ValueError(
@@ -147,7 +148,7 @@ def _sum_shape(state: AccumulatorState, where: str, saved: Any) -> tuple[int, ..
 
 def _kind(backend: str, where: str, saved: Any) -> Kind:
     """Validates the saved array type of the next take."""
-    kind = plain(saved)
+    kind = plain(where, saved)
     if kind == "cupy" and backend == "sim":
         return "native"  # simulated devices return NumPy arrays
     named = {"native": None, "coo": "torch"}.get(str(kind), kind)

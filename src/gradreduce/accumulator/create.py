@@ -9,6 +9,7 @@ from typing import Any
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.device import Device, Mesh, ModuleLock, as_dtype
+from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import brief, listed
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.presets import shared_ops
@@ -46,6 +47,9 @@ def create_state(
     if not isinstance(reducer, CrossDeviceOps):
         raise TypeError(f"cross_device_ops={brief(reducer)} must be a CrossDeviceOps")
     devices, over_mesh = _placed(device, shared_name or "", reducer.mesh)
+    if shared_name:
+        instead = "use the accumulators of gradreduce.ray, which several processes share by name"
+        check_one_process(devices[0], f"shared_name={brief(shared_name)}", instead)
     state = AccumulatorState(found, wanted, reduction_type, devices, over_mesh, reducer, storage)
     storage.prepare(state, found)
     storage.prepare_take(state)

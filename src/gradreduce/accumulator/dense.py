@@ -33,7 +33,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         shape: shape of the gradients; None for any shape, and an entry of None for any extent. The
             first gradient after a take fixes unknown extents until the next take.
         shared_name: if not empty, all accumulators of this name in the process share one state,
-            until it is closed or the last of them is deleted.
+            until it is closed or the last of them is deleted. Accumulators that several processes
+            share are in ``gr.ray``.
         name: name of the accumulator, for error messages.
         reduction_type: ``"MEAN"``, which divides by the number of gradients, or ``"SUM"``.
         device: a device, its name (``"gpu:1"``), a ``torch.device``, or a mesh. On a mesh, each
@@ -53,6 +54,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             and None.
         ValueError: ``reduction_type`` is unknown, an extent is negative, the mesh does not have
             the device, or ``shared_name`` exists with other arguments.
+        RuntimeError: the mesh has several processes, and ``device`` is the mesh or ``shared_name``
+            is not empty.
 
     Example:
         >>> mesh = gr.open_mesh(2, backend="sim")
@@ -73,7 +76,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         dtype: Any,
         shape: Sequence[int | None] | None = None,
         shared_name: str | None = None,
-        name: str = "conditional_accumulator",
+        name: str | None = "conditional_accumulator",
         reduction_type: ReductionType = "MEAN",
         *,
         device: DeviceLike | Mesh | None = None,
@@ -82,7 +85,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         state = create_state(
             dtype, shape, shared_name, reduction_type, device, cross_device_ops, DENSE
         )
-        super().__init__(state, name)
+        super().__init__(state, "conditional_accumulator" if name is None else name)
 
     def apply_grad(
         self, grad: Any, local_step: int | Variable = DEFAULT_STEP, name: str | None = None, *,
@@ -166,7 +169,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             The caller owns it.
 
         Raises:
-            InvalidArgumentError: ``num_required`` is less than 1.
+            InvalidArgumentError: ``num_required`` is less than 1, or the step is 2**63 - 1.
             DeadlineExceededError: the timeout expired; nothing was taken.
             CancelledError: the accumulator was closed, or the mesh failed during the wait.
             CollectiveError: the mesh has failed.

@@ -77,8 +77,9 @@ def apply_grads(
         >>> gr.apply_grads([weight, bias], [[1.0, 2.0], 3.0], local_step=0)  # stale
         False
     """
+    states = _checked(accumulators)
     step, cast = as_step("local_step", local_step), as_flag("cast", cast)
-    states, grads = _checked(accumulators), tuple(grads)
+    grads = tuple(grads)
     if len(states) != len(grads):
         raise ValueError(
             f"grads has {len(grads)} entries, accumulators has {len(states)}; pass one gradient "
@@ -105,7 +106,7 @@ def apply_grads(
                 complete_ready(states)
                 release_inputs()
     if dropped and local_step is DEFAULT_STEP:
-        _warn_of_default(states)
+        warn_of_default(states)
     return not dropped
 
 
@@ -184,7 +185,7 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
             state.update(totals=totals[state], count=state.count + len(parts), **first)
 
 
-def _warn_of_default(states: Sequence[AccumulatorState]) -> None:
+def warn_of_default(states: Sequence[AccumulatorState]) -> None:
     """Logs a warning, once for each accumulator, about a gradient without ``local_step``."""
     untold = [state for state in states if state.step > DEFAULT_STEP and not state.has_warned]
     for state in untold:
@@ -206,6 +207,7 @@ def _checked(accumulators: Any) -> tuple[AccumulatorState, ...]:
         TypeError: ``accumulators`` is not a list of accumulators.
         ValueError: the list is empty, or an accumulator is passed twice.
         DeviceMismatchError: the accumulators are on devices of different meshes.
+        BackendUnavailableError: the process was forked after their mesh was opened.
     """
     if isinstance(accumulators, ConditionalAccumulatorBase):
         raise TypeError(
@@ -214,18 +216,20 @@ def _checked(accumulators: Any) -> tuple[AccumulatorState, ...]:
     seen: dict[AccumulatorState, int] = {}
     mesh_state = None
     for index, each in enumerate(accumulators):
-        if not isinstance(each, ConditionalAccumulatorBase):
+        state = getattr(each, "accumulator_ref", None)
+        if not isinstance(state, AccumulatorState):
             raise TypeError(
                 f"accumulators[{index}]={brief(each)} must be an accumulator of this process; for "
                 "those of gr.ray use an AccumulatorSet"
             )
-        state = each.accumulator_ref
         if state in seen:
             raise ValueError(
                 f"accumulators[{index}] is the same as accumulators[{seen[state]}]; pass each at "
                 "most once"
             )
-        mesh_state = mesh_state or state.mesh_state
+        if mesh_state is None:
+            mesh_state = state.mesh_state
+            mesh_state.check_process()
         if state.mesh_state is not mesh_state:
             raise DeviceMismatchError(
                 f"accumulators[{index}] is on another mesh than accumulators[0]; make one call "
@@ -266,7 +270,7 @@ def take_grads(
         ``SparseConditionalAccumulator.take_indexed_slices_grad`` returns.
 
     Raises:
-        InvalidArgumentError: ``num_required`` is less than 1.
+        InvalidArgumentError: ``num_required`` is less than 1, or the step is 2**63 - 1.
         TypeError: ``accumulators`` is not a list of accumulators of this process,
             ``num_required`` is not an integer or a Variable, or ``timeout`` is not a number.
         ValueError: ``accumulators`` is empty, or has an accumulator twice; ``deadline`` is not a
@@ -288,13 +292,14 @@ def take_grads(
         >>> grad, rows.indices
         (array([1., 2.], dtype=float32), array([8]))
     """
+    states = _checked(accumulators)
     required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
     as_result_kind(output_type, "native")  # checked before anything is taken
-    states = _checked(accumulators)
     pending_take = PendingTake(states, required, seconds)
     try:
-        join(pending_take)
-        await_take(pending_take, limit)
+        with pending_take.in_call:  # released by C code, which no Ctrl-C can prevent
+            join(pending_take)
+            await_take(pending_take, limit)
     except BaseException:
         withdraw(pending_take)
         raise
@@ -314,7 +319,7 @@ def take_now(
     with locked(states):
         for state in states:
             state.check_open()
-        if any(state.queue for state in states):
+        if any(state.queue and state.first_take() for state in states):
             return None
         if max(state.count for state in states) < num_required:
             return None
@@ -337,9 +342,10 @@ def _results_of(
             elif state.over_mesh:
                 results.append(Mirrored.of(parts, kind))
             else:
-                results.append(_as_result(parts[0], kind))
+                results.append(as_result(parts[0], kind))
     return results
 
 
-def _as_result(part: Part, kind: Kind) -> Any:
+def as_result(part: Part, kind: Kind) -> Any:
+    """Converts a taken gradient of one device to the array that a call returns."""
     return from_buffer(part, kind) if isinstance(part, Buffer) else part._as_result(kind)

@@ -43,7 +43,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         shape: shape of the whole array, ``(rows, …)``; None or () for any shape, and an entry of
             None for any extent. Gradients may have more dimensions.
         shared_name: if not empty, all accumulators of this name in the process share one state,
-            until it is closed or the last of them is deleted.
+            until it is closed or the last of them is deleted. Accumulators that several processes
+            share are in ``gr.ray``.
         name: name of the accumulator, for error messages.
         reduction_type: ``"SUM"``; or ``"MEAN"``, which divides each row by the number of gradients
             that touched its index, not by the number of all gradients.
@@ -58,6 +59,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             ``AllReduceCrossDeviceOps``; or ``shape`` is not a list of integers and None.
         ValueError: ``reduction_type`` is unknown, an extent is negative, the mesh does not have
             the device, or ``shared_name`` exists with other arguments.
+        RuntimeError: the mesh has several processes, and ``device`` is the mesh or ``shared_name``
+            is not empty.
 
     Example:
         >>> mesh = gr.open_mesh(1, backend="sim")
@@ -83,7 +86,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         dtype: Any,
         shape: Sequence[int | None] | None = None,
         shared_name: str | None = None,
-        name: str = "sparse_conditional_accumulator",
+        name: str | None = "sparse_conditional_accumulator",
         reduction_type: ReductionType = "MEAN",
         *,
         device: DeviceLike | Mesh | None = None,
@@ -92,7 +95,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         state = create_state(
             dtype, shape, shared_name, reduction_type, device, cross_device_ops, SPARSE
         )
-        super().__init__(state, name)
+        super().__init__(state, "sparse_conditional_accumulator" if name is None else name)
 
     @StreamScope()
     def apply_grad(
@@ -140,6 +143,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             CollectiveError: the mesh has failed.
             BackendUnavailableError: the mesh is closed, or a device has failed.
         """
+        self._state.mesh_state.check_process()
         if kind_of(grad_values) == "native" and not is_array(grad_values):
             grad_values = numbers(grad_values, self.dtype)
         slices = IndexedSlices(grad_values, grad_indices, grad_shape)
@@ -249,7 +253,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             known, otherwise -1.
 
         Raises:
-            InvalidArgumentError: ``num_required`` is less than 1.
+            InvalidArgumentError: ``num_required`` is less than 1, or the step is 2**63 - 1.
             DeadlineExceededError: the timeout expired; nothing was taken.
             CancelledError: the accumulator was closed, or the mesh failed during the wait.
             CollectiveError: the mesh has failed.

@@ -186,7 +186,8 @@ class SparseStorage(Storage):
     ) -> Callable[[Device], SparseSum]:
         """See ``Storage``. The new memory has no spare capacity."""
         rows = saved.get("indices") if isinstance(saved, Mapping) else None
-        num_rows = rows.shape[0] if rows is not None and is_array(rows) and rows.shape else 0
+        extents = checkpoint.shape_of(f"{name}['indices']", rows) if is_array(rows) else ()
+        num_rows = extents[0] if extents else 0
         vector = checkpoint.array((num_rows,), as_dtype("int64"))
         values = checkpoint.array((num_rows, *shape[1:]), dtype)
         schema = {"indices": vector, "num_touches": vector, "values": values}

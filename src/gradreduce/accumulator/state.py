@@ -23,10 +23,11 @@ from gradreduce.device import (
     fork_streams,
     join_streams,
 )
-from gradreduce.errors import CancelledError, log_warning
+from gradreduce.errors import CancelledError, InvalidArgumentError, log_warning
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 _numbers = itertools.count()
+LAST_STEP = 2**63 - 1  # steps are int64, as in TensorFlow
 
 
 Taken = tuple[tuple[Part, ...], Kind]
@@ -41,6 +42,8 @@ class PendingTake:
         num_required: the number of gradients that each must have.
         deadline: seconds for the devices to compute the result; None without limit.
         done: set when the take has left all queues, with a result or an error.
+        in_call: held during the call that waits. If it is free, the call has ended, and the take
+            leaves its queues without a result: a second Ctrl-C came before it was withdrawn.
         taken: for each state, its gradient on each of its devices, and the array type to return.
         error: the error that the waiting call raises; None if the take succeeds.
     """
@@ -49,12 +52,13 @@ class PendingTake:
     num_required: int
     deadline: float | None = None
     done: Done | threading.Event = field(default_factory=Done)
+    in_call: threading.Lock = field(default_factory=threading.Lock)
     taken: list[Taken] = field(default_factory=list)
     error: BaseException | None = None
 
     def is_first_of(self, state: AccumulatorState) -> bool:
         """Whether the take is first in the queue of ``state``, whose lock must be held."""
-        return bool(state.queue) and state.queue[0] is self
+        return state.first_take() is self
 
     def is_ready(self) -> bool:
         """Whether the take can complete: first in all queues, enough gradients; needs all locks."""
@@ -141,6 +145,20 @@ class AccumulatorState:
         """Raises ``BackendUnavailableError`` if the mesh was closed or a device has failed."""
         for device in self.devices:
             self.mesh_state.check_usable(device)
+
+    def first_take(self) -> PendingTake | None:
+        """Returns the first take whose call waits, and drops those before; needs the lock."""
+        while self.queue and not self.queue[0].in_call.locked():
+            self.queue.popleft()
+        return self.queue[0] if self.queue else None
+
+    def check_step(self) -> None:
+        """Raises ``InvalidArgumentError`` if the step after a take would not fit in int64."""
+        if self.step >= LAST_STEP:
+            raise InvalidArgumentError(
+                f"the accumulator {self.name!r} is at step {self.step}, and the step after a take "
+                "would not fit in int64: call set_global_step with a smaller step"
+            )
 
     def set_step(self, step: int) -> None:
         """Sets the step, with a warning if it decreases; waiting takes are not affected."""

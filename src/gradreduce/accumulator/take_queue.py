@@ -27,6 +27,7 @@ def take_locked(states: Sequence[AccumulatorState]) -> list[Taken]:
     by_storage: dict[Storage, list[AccumulatorState]] = {}
     for state in states:
         state.check_devices()  # a take without a launch must check too
+        state.check_step()
         if state.count:
             by_storage.setdefault(state.storage, []).append(state)
     with ExitStack() as guard:
@@ -41,6 +42,7 @@ def join(pending_take: PendingTake) -> None:
     """Appends a take to the queues, and completes it if it is ready.
 
     Raises:
+        InvalidArgumentError: an accumulator is at the last step.
         CancelledError: an accumulator was closed.
         BackendUnavailableError: its mesh was closed or inherited by a fork, or a device failed.
         CollectiveError: its mesh has failed.
@@ -51,6 +53,7 @@ def join(pending_take: PendingTake) -> None:
         for state in pending_take.states:
             state.check_open()
             state.check_devices()  # no gradient can arrive on a failed device
+            state.check_step()
         for state in pending_take.states:
             state.queue.append(pending_take)
         complete_ready(pending_take.states, held=True)
@@ -157,7 +160,7 @@ def complete_ready(states: Sequence[AccumulatorState], *, held: bool = False) ->
         if not state.queue:
             continue
         with state.lock:
-            head = state.queue[0] if state.queue else None
+            head = state.first_take()
         if head is None or (held and not set(states).issuperset(head.states)):
             continue
         with nullcontext() if held else locked(head.states):
