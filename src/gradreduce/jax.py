@@ -97,6 +97,7 @@ def all_reduce(
         raise ValueError(
             f"mesh={mesh} is not the mesh of cross_device_ops, {ops.mesh}: pass one of the two"
         )
+    mesh.mesh_state.check_process()
     leaves, treedef = jax.tree_util.tree_flatten(grads)
     if not leaves:
         return grads

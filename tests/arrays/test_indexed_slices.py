@@ -333,3 +333,14 @@ def test_partial_sums_have_the_accumulate_dtype_and_are_divided_per_row(mesh):
     with np.errstate(all="ignore"):
         expected = (merged(rows)[1] / counts[:, None].astype("float32")).astype("float16")
     assert same(mean.numpy(), expected)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, np.array, np.sum, lambda rows: np.stack([rows])])
+def test_numpy_makes_no_array_of_rows(convert):
+    rows = gr.IndexedSlices(np.ones((2, 3)), [0, 4], (5, 3))
+    text = (
+        r"^IndexedSlices are rows, not one array: use \.to_dense\(\) for the whole array, or "
+        r"\.values for the rows$"
+    )
+    with pytest.raises(TypeError, match=text):
+        convert(rows)

@@ -262,11 +262,45 @@ def test_the_result_is_new_memory_everywhere(mesh, destination):
         check_mirrored(made, before[0])
 
 
-def test_a_mirrored_value_is_a_value_of_as_many_replicas(mesh):
-    mirrored = gr.Mirrored([np.full(3, 2, np.float32)] * 4, mesh)
+def test_the_copies_of_a_mirrored_value_have_a_mean_and_no_sum(mesh):
+    arrays = [np.full(3, 2, np.float32) for _ in mesh]
+    tables = [gr.IndexedSlices(array, [0, 1, 0], (2,)) for array in arrays]
+    text = (
+        r"^value 1 is a Mirrored, whose replicas are equal: SUM would add its copies; pass a "
+        r"PerReplica of the terms, or call broadcast to copy the value$"
+    )
+    alone = gr.Mirrored(arrays[:1], mesh[2:3])
     for ops in (gr.NcclAllReduce(), gr.HierarchicalCopyAllReduce(), gr.ReductionToOneDevice()):
-        check_mirrored(ops.reduce(SUM, mirrored, mesh), np.full(3, 8, np.float32))
-        check_mirrored(ops.reduce(MEAN, mirrored, "sim:2"), np.full(3, 2, np.float32))
+        for mirrored in (gr.Mirrored(arrays, mesh), gr.Mirrored(tables, mesh)):
+            for target in (mesh, "sim:2"):
+                ops.reduce(MEAN, mirrored, target)
+                with mesh.journal() as journal, pytest.raises(ValueError, match=text):
+                    ops.batch_reduce(SUM, [(alone, alone), (mirrored, target)])
+                assert not journal.records
+        check_mirrored(ops.reduce(MEAN, gr.Mirrored(arrays, mesh), mesh), arrays[0])
+        check_mirrored(ops.reduce(SUM, alone, "sim:1"), arrays[0])
+
+
+def test_the_mean_of_one_array_is_not_that_of_several_replicas(mesh):
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    array = data(0)
+    text = (
+        r"^value 0 is one array, but the destination has {} replicas to take the mean of: pass a "
+        r"PerReplica with an array for each, or call broadcast to copy the array$"
+    )
+    buffer, table = mesh.devices[1].upload(array), gr.IndexedSlices(array[:1], [0])
+    for value in (array, buffer, table):
+        variable = gr.Variable(np.zeros(1), device=mesh[:2])
+        for count, target in ((4, mesh), (2, variable), (4, gr.PerReplica([array] * 4, mesh))):
+            with mesh.journal() as journal, pytest.raises(ValueError, match=text.format(count)):
+                ops.reduce(MEAN, value, target)
+            assert not [each for each in journal.records if each.kind == "launch"]
+        ops.reduce(MEAN, value, ["sim:2", "sim:0"])
+    for several in ([array] * 4, (array,)):
+        with pytest.raises(ValueError, match=r"^value 0 is (list|tuple); pass a PerReplica"):
+            ops.reduce(MEAN, several, mesh)
+    with gr.open_mesh(1, backend="sim") as one:
+        check_mirrored(gr.HierarchicalCopyAllReduce().reduce(MEAN, array, one), array)
 
 
 @pytest.mark.parametrize(

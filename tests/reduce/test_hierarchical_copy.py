@@ -111,6 +111,7 @@ def test_every_placement_gives_the_same_bits(make_jobs, num_replicas):
                 jobs = make_jobs(mesh, packs, num_replicas)
                 hierarchical_copy(jobs)
                 check_outs(jobs, expected)
+                del jobs  # a closed mesh would keep their memory
 
 
 def column(*values, dtype="float32"):

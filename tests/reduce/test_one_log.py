@@ -7,7 +7,7 @@ import pytest
 from support.meshes import MeshCase, owned, per_replica
 
 import gradreduce as gr
-from gradreduce.reduce import profile
+from gradreduce.reduce import all_reduce_ops
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPES = [((3, 2), "float32"), ((5,), "float32"), ((7,), "int32"), ((4,), "float32")]
@@ -32,7 +32,7 @@ def pairs(mesh):
 def dry_run_of(monkeypatch, ops, reduce_op, pairs):
     """The dry run that a profile of this call compares with its journal."""
     runs = []
-    monkeypatch.setattr(profile, "profile_of", lambda run, mesh, reduce: runs.append(run))
+    monkeypatch.setattr(all_reduce_ops, "profile_of", lambda run, mesh, reduce: runs.append(run))
     ops.profile(reduce_op, pairs)
     return runs[0]
 

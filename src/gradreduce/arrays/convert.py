@@ -55,7 +55,7 @@ def kind_of(value: Any) -> Kind:
 def _kind_of_class(cls: type) -> Kind:
     if issubclass(cls, Buffer):
         return "buffer"
-    if issubclass(cls, np.ma.MaskedArray):
+    if is_masked(cls):
         raise TypeError("a masked array would lose its mask: pass .filled(0)")
     if issubclass(cls, np.ndarray | np.generic | int | float | complex | list | tuple):
         return "native"
@@ -117,6 +117,12 @@ def as_view_kind(output_type: str | None, device: Device | None, use: str) -> Ki
 def is_array(value: Any) -> bool:
     """Whether ``value`` has its own dtype; lists and Python numbers have none."""
     return hasattr(value, "dtype")
+
+
+def is_masked(cls: type) -> bool:
+    """Whether objects of a class are masked arrays, a part of NumPy that this does not import."""
+    masked = getattr(sys.modules.get("numpy.ma.core"), "MaskedArray", None)
+    return masked is not None and issubclass(cls, masked)
 
 
 def is_module(cls: type) -> bool:
@@ -242,7 +248,9 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
             its memory: a tensor of a subclass, nested or sparse; an array that JAX is tracing.
         ValueError: a tensor requires grad, JAX has deleted the array, a nested list is ragged, or
             numbers do not fit ``dtype``.
+        BackendUnavailableError: the process was forked after the mesh was opened.
     """
+    device.mesh_state.check_process()  # what the library of ``value`` does might hang in the child
     kind = kind_of(value)
     if kind == "buffer":
         if value.device.mesh_state is not device.mesh_state:
@@ -358,6 +366,27 @@ def _unsupported(cls: type) -> str:
     )
 
 
+def check_memory(array: Any) -> None:
+    """Checks that the memory of an array holds each of its elements.
+
+    A tensor from a file may have strides of 0, and then has many more elements than the file.
+
+    Raises:
+        TypeError: it is a sparse tensor, or of a class that is not supported.
+        ValueError: its elements share memory.
+    """
+    if kind_of(array) == "torch":
+        check_tensor(array)
+        _check_strided(array)
+        if array.numel() * array.element_size() > array.untyped_storage().nbytes():
+            raise ValueError("the elements of the tensor share memory: pass .contiguous()")
+
+
+def _check_strided(tensor: Any) -> None:
+    if tensor.layout is not sys.modules["torch"].strided:
+        raise TypeError(f"a tensor with layout {tensor.layout} is not an array: pass .to_dense()")
+
+
 def check_traced(array: Any) -> None:
     """Raises ``TypeError`` for a value that JAX is tracing."""
     if any(ancestor.__name__ == "Tracer" for ancestor in type(array).__mro__):
@@ -372,8 +401,7 @@ def _from_torch(tensor: Any, device: Device) -> Buffer:
     if tensor.requires_grad:
         raise ValueError("the tensor requires grad: pass tensor.detach()")
     torch = sys.modules["torch"]
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"a tensor with layout {tensor.layout} is not an array: pass .to_dense()")
+    _check_strided(tensor)
     if tensor.is_conj() or tensor.is_neg():
         buffer = _from_torch(tensor.resolve_conj().resolve_neg(), device)
         buffer.array_owner = "copy"

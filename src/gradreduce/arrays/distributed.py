@@ -247,10 +247,10 @@ class DistributedValues(NotCopied):
         made._key = self._key
         return made
 
-    def _renamed(self, name: str) -> Self:
-        """Returns the same value by another name."""
+    def _renamed(self, name: str, key: str | None) -> Self:
+        """Returns the same value by another name; processes compare it if ``key`` is not None."""
         made = type(self).__new__(type(self))
-        vars(made).update(vars(self), _name=name, _key=None)
+        vars(made).update(vars(self), _name=name, _key=key)
         return made
 
     def _first_replica(self) -> Self:

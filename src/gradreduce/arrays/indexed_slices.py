@@ -106,6 +106,12 @@ class IndexedSlices:
         _, made._dtype = shape_and_dtype(values)
         return made
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        raise TypeError(
+            "IndexedSlices are rows, not one array: use .to_dense() for the whole array, or "
+            ".values for the rows"
+        )
+
     @property
     def values(self) -> Any:
         """The rows, as passed to the constructor."""

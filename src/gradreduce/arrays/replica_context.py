@@ -111,7 +111,7 @@ def current_device(mesh: Mesh | None = None) -> Device:
         return own
     reader = current_reader()
     if mesh is None and reader is not None and reader.home is not None:
-        if index is None:
+        if not index:
             return reader.home
         mesh = reader.home.mesh
     devices = (mesh or default_mesh()).devices

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
@@ -50,14 +50,12 @@ from .pipeline import (
     reduce_batch,
     reduce_requests,
 )
+from .plan import ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
 from .process_values import num_replicas_of
+from .profile import Profile, profile_of
 from .reduction_groups import Processes, ReductionGroups, as_reduction_groups
 from .shares import joined_shares, reduced_shares
-
-if TYPE_CHECKING:
-    from .plan import ReducePlan
-    from .profile import Profile
 
 
 class AllReduceCrossDeviceOps(CrossDeviceOps):
@@ -469,8 +467,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             >>> len(plan.packs), plan.packs[0].nbytes
             (1, 8000)
         """
-        from .plan import dry_run_of  # rarely used, and slow to import
-
         coalesce = as_flag("coalesce", coalesce)
         with StreamScope():
             requests = self._plannable(reduce_op, value_destination_pairs)
@@ -510,9 +506,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             >>> [stage.name for stage in profile.stages]
             ['pack', 'all-reduce', 'unpack', 'copies']
         """
-        from .plan import dry_run_of
-        from .profile import profile_of
-
         coalesce = as_flag("coalesce", coalesce)
         requests = self._plannable(reduce_op, value_destination_pairs)
         planned = dry_run_of(self.settings, reduce_op, requests, coalesce=coalesce)

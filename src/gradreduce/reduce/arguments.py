@@ -110,9 +110,8 @@ def checked_requests(
     requests: list[Request] = []
     usable: tuple[Device, ...] = ()
     last: tuple[Any, tuple[Device, ...]] = (None, ())
-    for index, (value, destination) in enumerate(checked_pairs(pairs)):
-        if not isinstance(value, DistributedValues):
-            value = _alone(value, f"value {index}", mesh or named_mesh(destination))
+    for index, (entry, destination) in enumerate(checked_pairs(pairs)):
+        value = _distributed(entry, index, reduce_op, destination, mesh)
         own, checked, form = value.devices, value, None
         if value._form is not None:
             checked, form = as_reduced(value, index, out, elementwise=elementwise)
@@ -126,10 +125,49 @@ def checked_requests(
             devices = destination_devices(destination, index, value.mesh)
             if set(devices) == set(own):
                 devices = own
+        if value is not entry:
+            _check_one_replica(destination, devices, index, reduce_op)
         last = (destination, own)
         requests.append(Request(checked, devices, None, form))
     _wait_for_inputs(requests)
     return requests
+
+
+def _distributed(
+    entry: Any, index: int, reduce_op: ReduceOp, destination: Any, mesh: Mesh | None
+) -> DistributedValues:
+    """Returns a distributed value itself, and an array as a value with one replica.
+
+    Raises:
+        ValueError: SUM would add the copies of a ``Mirrored``.
+    """
+    if isinstance(entry, PerReplica):
+        return entry
+    if not isinstance(entry, DistributedValues):
+        return _alone(entry, f"value {index}", mesh or named_mesh(destination))
+    is_copied = len(entry.devices) > 1 or entry.devices[0].mesh_state.process_group is not None
+    if reduce_op is ReduceOp.SUM and is_copied:
+        raise ValueError(
+            f"{entry._name_of(index)} is a Mirrored, whose replicas are equal: SUM would add its "
+            "copies; pass a PerReplica of the terms, or call broadcast to copy the value"
+        )
+    return entry
+
+
+def _check_one_replica(
+    destination: Any, devices: Sequence[Device], index: int, reduce_op: ReduceOp
+) -> None:
+    """Raises ``ValueError`` for a MEAN over several replicas of an array, which is one.
+
+    A list of devices names no replicas, but places for copies.
+    """
+    has_replicas = isinstance(destination, DistributedValues | Variable | Mesh)
+    if reduce_op is ReduceOp.MEAN and has_replicas and len(devices) > 1:
+        raise ValueError(
+            f"value {index} is one array, but the destination has {len(devices)} replicas to take "
+            "the mean of: pass a PerReplica with an array for each, or call broadcast to copy the "
+            "array"
+        )
 
 
 def _wait_for_inputs(requests: Sequence[Request]) -> None:

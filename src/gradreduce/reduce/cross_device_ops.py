@@ -229,9 +229,12 @@ class CrossDeviceOps(ABC):
                 bits, float64 for 32 and 64 bits.
             value_destination_pairs: a list or tuple of pairs. A value is a ``PerReplica`` or
                 ``Mirrored`` with replicas of one shape and dtype, or a single replica: an array of
-                any library, Buffer or IndexedSlices. A destination names the devices of the result:
-                a ``PerReplica``, ``Mirrored``, ``Variable`` or ``Mesh`` means its devices; or pass
-                a Device, a device name (``"gpu:1"``, ``"sim:0"``, ``"/device:GPU:1"``), a
+                any library, Buffer or IndexedSlices. SUM of a ``Mirrored``, which would add its
+                copies, is an error if it has several. So is MEAN of a single replica for the
+                devices of a ``PerReplica``, ``Mirrored``, ``Variable`` or ``Mesh`` of several,
+                because a ``PerReplica`` was forgotten. A destination names the devices of the
+                result: a ``PerReplica``, ``Mirrored``, ``Variable`` or ``Mesh`` means its devices;
+                or pass a Device, a device name (``"gpu:1"``, ``"sim:0"``, ``"/device:GPU:1"``), a
                 ``torch.device``, or a list of these three. Names are looked up in the mesh of the
                 value.
             coalesce: if all replicas are IndexedSlices: True adds rows with the same index; False

@@ -38,6 +38,7 @@ class Nests:
     """
 
     def __init__(self, grads: Any, mesh: Mesh) -> None:
+        mesh.mesh_state.check_process()
         grads = as_list(grads)
         why = f" of {mesh}; pass mesh= for another mesh"
         _check_entries("grads", grads, len(mesh.devices), why)
