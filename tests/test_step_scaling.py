@@ -115,6 +115,22 @@ def test_the_bits_are_the_same_for_replicas_that_share_a_device(is_sharded, plac
     np.testing.assert_equal(found, wanted)
 
 
+def test_different_numbers_of_gradients_do_not_change_the_order_of_a_norm():
+    """Small squares are lost if they are added to a large one, but not if they come before it."""
+    variables = {f"v{index}": ((1,), "float64") for index in range(40)}
+    found = []
+    with gr.open_mesh(2, backend="sim", strict=True) as mesh:
+        for is_sharded in (False, True):
+            options = {"clip_norm": 1.0, "num_required": 4, "shard_optimizer": is_sharded}
+            step = make_step(mesh, variables, **options)
+            row = [[np.float64([2**27 if index == 1 else 1.25])] for index in range(40)]
+            assert not step([[None if index == 1 else each for index, each in enumerate(row)]] * 2)
+            assert step([row] * 2)
+            found.append((step.last_norm, [each.numpy().tobytes() for each in step.variables]))
+    assert found[0][0] == 2.0**27
+    assert found[1] == found[0]
+
+
 @pytest.mark.parametrize("scale", [None, 4.0])
 def test_means_are_clipped_as_by_clip_by_global_norm(scale):
     with gr.open_mesh((0, 1, 1), backend="sim", strict=True) as mesh:

@@ -1,5 +1,7 @@
 """SyncStep(shard_optimizer=True): the bits of a whole optimizer, and a share of its memory."""
 
+import re
+
 import numpy as np
 import pytest
 from optim.test_update_rules import RULES
@@ -7,7 +9,7 @@ from support.thread_group import run_processes
 
 import gradreduce as gr
 from gradreduce import step_shards
-from gradreduce.errors import BackendUnavailableError, CollectiveError
+from gradreduce.errors import BackendUnavailableError, CollectiveError, brief
 from gradreduce.step_shards import Shard, plan_shards
 
 VARIABLES = {
@@ -256,18 +258,30 @@ def test_processes_that_shard_differently_raise(num_sharded):
                 step([[[np.ones(8, np.float32)]]])
             return str(error.value)
 
-    wanted = "call is reduce_scatter of a SyncStep in process 0" if num_sharded == 1 else "True"
+    wanted = "shard_optimizer is True in process 0" if num_sharded == 1 else "True"
     assert wanted in run_processes(2, work)[0]
+
+
+class OwnReduction(gr.AllReduceCrossDeviceOps):
+    """A subclass whose results are not those of an all-reduce."""
+
+    def reduce_batch(self, reduce_op, requests, *, coalesce):
+        raise NotImplementedError
 
 
 def test_what_cannot_be_sharded_raises():
     with gr.open_mesh(2, backend="sim") as mesh:
         variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        with pytest.raises(ValueError, match=r"AllReduceCrossDeviceOps, not <ReductionToOneDevice"):
-            gr.SyncStep(
-                [variable], gr.AdamOptimizer(0.1), gr.ReductionToOneDevice(), shard_optimizer=True
+        for other in (gr.ReductionToOneDevice(), OwnReduction(mesh=mesh)):
+            optimizer = gr.AdamOptimizer(0.1)
+            text = (
+                "shard_optimizer=True needs an AllReduceCrossDeviceOps, or a subclass that keeps "
+                f"its reduce_batch, not {brief(other)}"
             )
+            with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+                gr.SyncStep([variable], optimizer, other, shard_optimizer=True)
+            assert optimizer.variables() == []
         getter = gr.AGNCustomGetter(mesh[0])
         inner = gr.MomentumOptimizer(0.1, 0.9)
         agn = gr.AGNOptimizer(inner, 1, custom_getter=getter)

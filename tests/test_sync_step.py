@@ -221,6 +221,23 @@ def test_stale_gradients_are_dropped_and_launch_no_update():
             assert np.array_equal(variable.numpy(), value)
 
 
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_at_the_last_step_a_call_raises_before_gradients_are_added(shard_optimizer):
+    with open_sim(NUM_REPLICAS) as mesh:
+        variables, step = make_step(mesh, shard_optimizer=shard_optimizer)
+        before = [variable.numpy() for variable in variables]
+        for accumulator in step.accumulators:
+            accumulator.set_global_step(2**63 - 1)
+        with mesh.journal() as journal:
+            with pytest.raises(ValueError, match=r"^the accumulator 'grad_accum' is at step 9223"):
+                step(make_terms())
+            assert not journal.records
+        assert [each.num_accumulated() for each in step.accumulators] == [0] * len(SHAPES)
+        assert step.global_step == 2**63 - 1
+        for variable, value in zip(variables, before, strict=True):
+            assert (variable.numpy() == value).all()
+
+
 def test_a_variable_without_gradients_is_unchanged_and_its_step_increases():
     with open_sim(4) as mesh:
         variables, step = make_step(mesh)

@@ -272,7 +272,10 @@ def above_zero(name: str, value: Any, *, finite: bool = False) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={brief(value)} must be a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name}={brief(value)} is too large for a float") from None
     if not number > 0 or (finite and number == math.inf):
         raise ValueError(f"{name}={brief(value)} must be above 0{' and finite' * finite}")
     return number
@@ -281,6 +284,6 @@ def above_zero(name: str, value: Any, *, finite: bool = False) -> float:
 # The schema of ``GradientScaling.state_dict``.
 SCHEMA = {
     "num_skipped": integer(0),
-    "loss_scale": lambda where, saved: above_zero(where, plain(saved), finite=True),
+    "loss_scale": lambda where, saved: above_zero(where, plain(where, saved), finite=True),
     "growth_tracker": optional(integer(0)),
 }

@@ -139,8 +139,8 @@ class OptimizerShards(CrossDeviceOps):
             cross_device_ops
         ):
             raise ValueError(
-                "shard_optimizer=True needs an AllReduceCrossDeviceOps, not "
-                f"{brief(cross_device_ops)}"
+                "shard_optimizer=True needs an AllReduceCrossDeviceOps, or a subclass that keeps "
+                f"its reduce_batch, not {brief(cross_device_ops)}"
             )
         if not optimizer._is_elementwise:
             raise ValueError(
@@ -266,11 +266,13 @@ class OptimizerShards(CrossDeviceOps):
         taken.means, taken.indices = {}, []
         if take_now(self.accumulators, num_required) is None:
             return False
-        indices, means = sorted(taken.indices), taken.means
-        taken.means = {}  # otherwise they would stay in memory until the next call
+        indices = sorted(taken.indices)
         plan = self._planned("all-gather", tuple(indices))
         wanted = set(indices)
         chosen = [shard for shard in self._shards if shard.variable in wanted]
+        # A take reduces sums with the same number of gradients together: means have another order.
+        means = {shard: taken.means[shard] for shard in chosen if shard in taken.means}
+        taken.means = {}  # otherwise they would stay in memory until the next call
         own = [self._own[shard].buffers if shard in self._own else () for shard in chosen]
         out = [
             [shard.of(buffer) for buffer in self._whole[shard.variable].buffers] for shard in chosen
@@ -294,7 +296,7 @@ class OptimizerShards(CrossDeviceOps):
             telling_others(leader),
         ):
             if pairs:
-                self._optimizer.apply_gradients(pairs)
+                self._optimizer._update(pairs)  # the sums are those of all processes
             else:
                 self._optimizer._count_update()
             reduce_batch(plan, own, out=out, positions=indices)

@@ -28,8 +28,8 @@ from gradreduce.device import (
     by_physical,
     deadline_scope,
 )
-from gradreduce.device.exchange import agreed, exchange_numbers, telling_others
-from gradreduce.device.process_group import Description, check_one_process
+from gradreduce.device.exchange import agree, agreed, exchange_numbers, telling_others
+from gradreduce.device.process_group import Description, check_one_process, digest_of
 from gradreduce.errors import NotCopied, about, brief, listed, repeated
 from gradreduce.optim import Optimizer
 from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_method
@@ -68,7 +68,10 @@ class SyncStep(NotCopied):
     divides by the number of replicas times the number of these calls.
 
     Over several processes, every process makes the same calls, with the gradients of its own
-    replicas. The constructor copies the values of process 0 to the variables of all processes.
+    replicas. The constructor copies the values of process 0 to the variables of all processes. The
+    options and hyperparameters must be equal in all processes. A call compares them when they are
+    first used and when they have changed. Values of callables and Variables are compared by the
+    call after the update that used them.
 
     Args:
         variables: trainable Variables, all with a copy on each device of the same mesh.
@@ -81,8 +84,9 @@ class SyncStep(NotCopied):
         shard_optimizer: whether each of n replicas updates an n-th of the variables and then copies
             it to the others (ZeRO stage 1). Slots and masters take an n-th of the memory on each
             device. The updated values are the same; with ``hierarchical_copy`` they have the same
-            bits. It needs an ``AllReduceCrossDeviceOps``, and an optimizer with an elementwise rule
-            that has no slots of these variables yet; its slots are then of parts of variables.
+            bits. It needs an ``AllReduceCrossDeviceOps``, or a subclass that keeps its
+            ``reduce_batch``; and an optimizer with an elementwise rule that has no slots of these
+            variables yet; its slots are then of parts of variables.
         clip_norm: the largest norm of the mean gradients of an update, a number above 0. Larger
             gradients are scaled, as by ``gr.clip_by_global_norm``. ``math.inf`` only computes
             ``last_norm``.
@@ -115,6 +119,8 @@ class SyncStep(NotCopied):
     """
 
     _copy_hint = "pass its state_dict(), and load that into a new one"
+    # The settings of the last call over processes, and their description.
+    _described: tuple[Mapping[str, Any], Description] = ({}, Description("", ""))
 
     def __init__(  # noqa: PLR0913  # the options of a training step
         self,
@@ -235,8 +241,11 @@ class SyncStep(NotCopied):
                 None on some replicas but not on all, no variable has a gradient, or ``deadline`` is
                 not above 0. After this error and the next two, nothing has changed.
             TypeError: a gradient is ``IndexedSlices`` or is not an array.
+            InvalidArgumentError: (a ``ValueError``) the options or hyperparameters of another
+                process differ. The mesh has failed.
             FloatingPointError: with ``check_finite``, the gradient of a replica, in any process, is
                 infinite or NaN.
+            InvalidArgumentError: ``global_step`` is 2**63 - 1. Nothing has changed.
             CollectiveError: the mesh has failed.
         """
         seconds = as_deadline(deadline)
@@ -244,6 +253,8 @@ class SyncStep(NotCopied):
         self.optimizer.prepare(self._updated)  # so that it fails before a gradient is taken
         for variable in self.variables:
             variable._check_memory()
+        for accumulator in self.accumulators:
+            accumulator.accumulator_ref.check_step()
         placed = self._validated(terms)
         with deadline_scope("a SyncStep", seconds, self.devices):
             if self._scaling.checks:
@@ -343,6 +354,7 @@ class SyncStep(NotCopied):
             RuntimeError: a variable cannot be written now; see ``Variable.assign``.
             CollectiveError: the mesh has failed.
         """
+        self.devices[0].mesh_state.check_process()
         load = ready_state(self._parts, state)
         with DeferInterrupts():
             self.num_required = load()
@@ -377,17 +389,20 @@ class SyncStep(NotCopied):
         group = leader.mesh_state.process_group
         if group is None and checked is None:
             return step
-        numbers, now = [step], self.global_step
+        # Compared with these numbers, which travel anyway.
+        scheduled = self.optimizer._scheduled() if group is not None else {}
+        numbers, now = [step, _number_of(scheduled)], self.global_step
         if checked is not None:
             numbers += first_nonfinite(() if step < now else checked, first_replica(leader))
         found = [numbers]
         if group is not None:
-            what = {"call": "a SyncStep", "tensors": with_gradients, **self._scaling.options}
-            names = [self.variables[index].name for index in with_gradients]
-            with agreed(leader, Description.of(what, names, compared=False)):
+            with agreed(leader, self._description(with_gradients)):
                 found = exchange_numbers(leader, numbers, [len(numbers)] * group.size)
+                if len({each[1] for each in found}) > 1:
+                    what = {"call": "a SyncStep", "tensors": [], **scheduled}
+                    agree(leader, Description.of(what))
         earliest = min([each[0] for each in found])
-        wrong = [each[1:] for each in found if each[1:] and each[1] >= 0]
+        wrong = [each[2:] for each in found if each[2:] and each[2] >= 0]
         if wrong and earliest >= now:
             index, replica = min(wrong)
             name = self.variables[with_gradients[index]].name
@@ -397,6 +412,22 @@ class SyncStep(NotCopied):
                 f"{earliest}; nothing was added"
             )
         return earliest
+
+    def _description(self, with_gradients: list[int]) -> Description:
+        """Describes a call for the comparison with other processes, with all settings."""
+        what = {
+            "call": "a SyncStep",
+            "num_required": self.num_required,
+            "aggregation_method": self.aggregation_method.name,
+            "shard_optimizer": self._shards is not None,
+            **self.optimizer._compared(),
+            **self._scaling.options,
+            "tensors": with_gradients,
+        }
+        if what != self._described[0]:
+            names = [self.variables[index].name for index in with_gradients]
+            self._described = what, Description.of(what, names, compared=False)
+        return self._described[1]
 
     def _validated(self, terms: Sequence[Any]) -> dict[int, list[list[Buffer]]]:
         """Returns the terms ``[replica][term]`` of each variable that has any, by its index."""
@@ -435,6 +466,11 @@ class SyncStep(NotCopied):
             for (index, replica), total in zip(wanted, sums, strict=True):
                 made[index][replica] = total
         return [PerReplica.of(buffers) for buffers in made]
+
+
+def _number_of(scheduled: Mapping[str, float]) -> int:
+    """Returns a hash of the last values of schedules; 0 if there are none."""
+    return int(digest_of(repr(scheduled).encode()), 16) if scheduled else 0
 
 
 def _checked_variables(variables: Sequence[Variable]) -> tuple[Variable, ...]:
