@@ -10,7 +10,7 @@ import pickle
 import numpy as np
 import pytest
 from support import golden_files
-from support.checkpoint_cases import CASES, NUM_STEPS, bits, leaves, where
+from support.checkpoint_cases import CASES, after_steps, bits, leaves, where
 
 import gradreduce as gr
 
@@ -18,11 +18,7 @@ import gradreduce as gr
 @pytest.fixture(params=CASES)
 def case(request):
     """An object after some steps."""
-    with gr.open_mesh([0, 1], backend="sim", strict=True) as mesh:
-        made = CASES[request.param](mesh)
-        for seed in range(NUM_STEPS):
-            made.step(seed)
-        made.fresh = lambda: CASES[request.param](mesh)
+    with after_steps(CASES[request.param]) as made:
         yield made
 
 
@@ -215,7 +211,7 @@ def of_leaf(path, leaf):
         if "beta" in path[-1]:
             yield 1.0, ValueError, f"{name}=1.0 must be at least 0 and below 1"
     elif leaf is not None and path[-1] not in ANY:
-        wrong, shown = ([np.ones(2)], "[[1.0, 1.0]]") if isinstance(leaf, list) else ("x", "'x'")
+        wrong, shown = ([np.ones(())], "[1.0]") if isinstance(leaf, list) else ("x", "'x'")
         yield wrong, ValueError, f"{name} is {shown}; expected {leaf!r}"
 
 

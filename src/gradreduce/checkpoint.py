@@ -5,17 +5,18 @@ float32 (also for float16 and bfloat16) or float64; indices are int64. Every cla
 ``state_dict`` declares a schema for it:
 
 - a dict: the state has exactly these keys, and each entry fits the schema of its key;
-- a list: the state is a list of this length, and each entry fits its schema;
 - a function: is called with the name (for errors) and value of an entry, validates the entry, and
   returns its value.
 
 The entry ``"format"`` names the class and the version of the schema. A load validates everything by
-``checked`` and allocates memory before it changes anything.
+``checked`` and allocates memory before it changes anything. A state may come from a file of someone
+else: sizes, ranks and depths are checked before anything of their size is made or printed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import time
@@ -23,11 +24,15 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from numpy.lib.npyio import NpzFile
+
 from gradreduce.arrays.convert import (
     as_result_kind,
+    check_memory,
     converted,
     host_array,
     is_array,
+    kind_of,
     shape_and_dtype,
 )
 from gradreduce.arrays.convert_gpu import as_tensor
@@ -35,13 +40,16 @@ from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DType, accumulate_dtype, as_flag, as_index, copied_to
 from gradreduce.errors import about, brief, listed
+from gradreduce.npz_file import read_array
 
 __all__ = ["join", "split"]
 
 Check = Callable[[str, Any], Any]
 _OUTPUT_TYPES = ("numpy", "torch")
 _METADATA = "gradreduce"  # the key of the metadata
-_NUMBERED = "; Variables without a name are numbered as they are made: give each a name"
+_DEEPEST = 32  # dicts and lists inside each other; states have up to 6
+_MOST_ENTRIES = 64  # of a list of numbers: a shape has at most so many extents
+NUMBERED = "; Variables without a name are numbered as they are made: give each a name"
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -85,13 +93,15 @@ def join(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict
     """Joins the results of ``split`` to a state for ``load_state_dict``.
 
     Args:
-        tensors: arrays of any library, by name; for example an open ``.npz`` file.
+        tensors: arrays of any library, by name; for example an open ``.npz`` file, whose arrays
+            are then read.
         metadata: the metadata of ``split``; may have other keys too. For an ``.npz`` file that
             contains the metadata, pass the file again.
 
     Raises:
         KeyError: an array is missing.
-        ValueError: the metadata is not from ``split``.
+        ValueError: the metadata is not from ``split``, or names an array twice; or an array of an
+            ``.npz`` file cannot be read, or is larger than the file.
 
     Example:
         >>> state = {"format": "example 1", "sums": [np.zeros(2)]}
@@ -101,27 +111,59 @@ def join(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict
     if metadata is None or _METADATA not in metadata:
         raise ValueError(f"metadata={brief(metadata)} has no {_METADATA!r}: pass that of split()")
 
+    named: set[str] = set()
+
     def with_arrays(found: dict[str, Any]) -> Any:
         name = found.get("tensor")
         if len(found) != 1 or not isinstance(name, str):
             return found
         if name not in tensors:
             raise KeyError(f"tensors has no {name!r}, which the metadata names")
-        return tensors[name]
+        if name in named:  # an open .npz file reads it again, into new memory
+            raise ValueError(f"the metadata names {name!r} twice; split() names each array once")
+        named.add(name)
+        return _stored(tensors, name)
 
-    text = str(metadata[_METADATA])  # np.load returns an array
-    state: dict[str, Any] = json.loads(text, object_hook=with_arrays)
+    text = plain(f"metadata[{_METADATA!r}]", _stored(metadata, _METADATA))  # of .npz: an array
+    if not isinstance(text, str):
+        raise ValueError(f"metadata[{_METADATA!r}] is {brief(text)}: pass the metadata of split()")
+    try:
+        state: dict[str, Any] = json.loads(text, object_hook=with_arrays)
+    except RecursionError:
+        raise ValueError(
+            f"metadata[{_METADATA!r}] is nested too deeply: pass the metadata of split()"
+        ) from None
     return state
 
 
-def mapped(function: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:
-    """Applies a function to the paths and leaves of nested dicts and lists."""
+def _stored(store: Any, name: str) -> Any:
+    """Returns an entry of a mapping, or an array of an open ``.npz`` file."""
+    if not isinstance(store, NpzFile):
+        return store[name]
+    return read_array(store, name)
+
+
+def mapped(
+    function: Callable[[str, Any], Any], value: Any, path: str = "", depth: int = _DEEPEST
+) -> Any:
+    """Applies a function to the paths and leaves of nested dicts and lists.
+
+    Raises:
+        ValueError: they are nested more than ``depth`` levels deep.
+    """
     inside = f"{path}." if path else ""
     if isinstance(value, Mapping):
-        return {key: mapped(function, each, f"{inside}{key}") for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [mapped(function, each, f"{inside}{index}") for index, each in enumerate(value)]
-    return function(path, value)
+        entries: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple):
+        entries = enumerate(value)
+    else:
+        return function(path, value)
+    if not depth:
+        raise ValueError(
+            f"{path} has more than {_DEEPEST} levels of dicts and lists; states have fewer"
+        )
+    made = {key: mapped(function, each, f"{inside}{key}", depth - 1) for key, each in entries}
+    return made if isinstance(value, Mapping) else list(made.values())
 
 
 # ---- save ----------------------------------------------------------------------------------------
@@ -205,15 +247,20 @@ def checked(where: str, saved: Any, schema: Any) -> Any:
             check(f"{where}['format']", saved["format"])
         _check_keys(where, saved, schema)
         return {key: checked(f"{where}[{key!r}]", saved[key], each) for key, each in schema.items()}
-    if isinstance(schema, list):
+    return schema(where, saved)
+
+
+def list_of(schema: Any, length: int) -> Check:
+    """Returns a check for a list of this length, whose entries fit a schema."""
+
+    def check(where: str, saved: Any) -> list[Any]:
         if not isinstance(saved, list | tuple):
             raise TypeError(f"{where} is a {type(saved).__name__}; expected a list")
-        if len(saved) != len(schema):
-            raise ValueError(f"{where} has {len(saved)} entries; expected {len(schema)}")
-        return [
-            checked(f"{where}[{index}]", each, schema[index]) for index, each in enumerate(saved)
-        ]
-    return schema(where, saved)
+        if len(saved) != length:
+            raise ValueError(f"{where} has {len(saved)} entries; expected {length}")
+        return [checked(f"{where}[{index}]", each, schema) for index, each in enumerate(saved)]
+
+    return check
 
 
 def _check_keys(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -222,7 +269,7 @@ def _check_keys(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any])
     wrong = {"missing": missing, "unknown": unknown}
     texts = [f"{listed(map(repr, keys))} {kind}" for kind, keys in wrong.items() if keys]
     if texts:
-        hint = _NUMBERED if numbered([*missing, *unknown]) else ""
+        hint = NUMBERED if numbered([*missing, *unknown]) else ""
         raise KeyError(f"{where} has wrong keys: {', '.join(texts)}{hint}")
 
 
@@ -236,15 +283,68 @@ def check_order(where: str, saved: Iterable[str], names: Iterable[str]) -> None:
     found, wanted = numbered(saved), numbered(names)
     if found != wanted:
         raise KeyError(
-            f"{where} has {listed(found)} in this order; expected {listed(wanted)}{_NUMBERED}"
+            f"{where} has {listed(found)} in this order; expected {listed(wanted)}{NUMBERED}"
         )
 
 
-def plain(value: Any) -> Any:
-    """Returns the Python values of arrays that contain numbers, strings or lists."""
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return value.tolist() if is_array(value) else value
+def plain(where: str, saved: Any, most: int = _MOST_ENTRIES) -> Any:
+    """Returns the Python value of a number, string or None, or a flat list of them.
+
+    Arrays are accepted too; a list has at most ``most`` entries.
+
+    Raises:
+        TypeError: it is a dict, or of a class that looks like an array.
+        ValueError: it is nested, an array of a higher rank, or too long.
+    """
+    shape: tuple[int, ...] = ()
+    is_list = isinstance(saved, list | tuple)
+    if isinstance(saved, Mapping):
+        raise TypeError(f"{where} is a dict; expected a number, a string or a list of them")
+    if is_list:
+        shape = (len(saved),)
+    elif is_array(saved):
+        shape = shape_of(where, saved)
+    if len(shape) > (1 if most else 0) or math.prod(shape) > max(most, 1):
+        what = "a number or string" + f", or a flat list of at most {most} of them" * bool(most)
+        raise ValueError(f"{where} has the shape {brief(shape)}; expected {what}")
+    if is_list:
+        return [plain(f"{where}[{index}]", each, 0) for index, each in enumerate(saved)]
+    return _of_array(where, host_array, saved).tolist() if is_array(saved) else saved
+
+
+def shape_of(where: str, saved: Any) -> tuple[int, ...]:
+    """Returns the shape of an array of any library, whose values may be strings."""
+
+    def read(array: Any) -> tuple[int, ...]:
+        if kind_of(array) == "native" and array.dtype.names is not None:
+            raise TypeError("a structured array has no values of one type")
+        return tuple(array.shape)
+
+    shape: tuple[int, ...] = _of_array(where, read, saved)
+    return shape
+
+
+def _of_array(where: str, read: Callable[[Any], Any], saved: Any) -> Any:
+    """Reads an array of a state; its library's errors become errors about ``where``."""
+    try:
+        return read(saved)
+    except (TypeError, ValueError) as error:
+        raise about(where, error) from None
+    except RuntimeError as error:  # a tensor without memory, or with another layout
+        raise TypeError(f"{where}: {str(error).partition(chr(10))[0]}") from None
+
+
+def on_host(where: str, leaf: Any) -> Any:
+    """Returns an array of a state as a NumPy array, other values unchanged.
+
+    Raises:
+        TypeError: its memory cannot be read.
+        ValueError: its memory does not hold each of its elements.
+    """
+    if is_array(leaf):
+        _of_array(where, check_memory, leaf)
+        return _of_array(where, host_array, leaf)
+    return leaf
 
 
 def anything(_: str, saved: Any) -> Any:
@@ -256,7 +356,7 @@ def equal(wanted: Any) -> Check:
     """Returns a check for one string, list or None."""
 
     def check(where: str, saved: Any) -> Any:
-        found = plain(saved)
+        found = plain(where, saved)
         if type(found) is not type(wanted) or found != wanted:
             raise ValueError(f"{where} is {brief(found)}; expected {brief(wanted)}")
         return found
@@ -268,8 +368,9 @@ def integer(least: int, most: int = 2**63 - 1) -> Check:
     """Returns a check for an integer of this range."""
 
     def check(where: str, saved: Any) -> int:
+        found = plain(where, saved)
         try:
-            number = as_index(plain(saved))
+            number = as_index(found)
         except TypeError:
             raise TypeError(f"{where}={brief(saved)} must be an integer") from None
         if not least <= number <= most:
@@ -282,7 +383,7 @@ def integer(least: int, most: int = 2**63 - 1) -> Check:
 
 def flag(where: str, saved: Any) -> bool:
     """Checks a bool."""
-    return as_flag(where, plain(saved))
+    return as_flag(where, plain(where, saved))
 
 
 def array(shape: tuple[int, ...], dtype: DType) -> Check:
@@ -292,13 +393,10 @@ def array(shape: tuple[int, ...], dtype: DType) -> Check:
     def check(where: str, saved: Any) -> Any:
         if not is_array(saved):
             raise TypeError(f"{where} is a {type(saved).__name__}; expected an array")
-        try:
-            found = shape_and_dtype(saved)
-        except TypeError as error:
-            raise about(where, error) from None
+        found = _of_array(where, shape_and_dtype, saved)
         if found != wanted:
             raise ValueError(f"{where} is {found[1]}{found[0]}; expected {wanted[1]}{wanted[0]}")
-        return host_array(saved)
+        return on_host(where, saved)
 
     return check
 
