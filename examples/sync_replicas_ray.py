@@ -99,7 +99,7 @@ def work(
 def lead(
     variables: Sequence[gr.Variable],
     board: Any,
-    take: Callable[[], list[Any]],
+    take: Callable[[], dict[str, Any]],
     options: argparse.Namespace,
     after_step: Callable[[int], None],
 ) -> None:
@@ -108,7 +108,7 @@ def lead(
     Args:
         variables: the weights.
         board: gets them.
-        take: waits for enough gradients; returns their means.
+        take: waits for enough gradients; returns their means by name, in the order of variables.
         options: the flags.
         after_step: called with the number of updates, after each one.
     """
@@ -116,7 +116,7 @@ def lead(
     for step in range(options.steps):
         weights = ray.put([variable.numpy() for variable in variables])
         board.publish.remote(step, [weights])  # in a list: only workers fetch the arrays
-        optimizer.apply_gradients(zip(take(), variables, strict=True))
+        optimizer.apply_gradients(zip(take().values(), variables, strict=True))
         after_step(step + 1)
     ray.get(board.publish.remote(END, []))
 
@@ -162,7 +162,7 @@ def train(digits: Digits, options: argparse.Namespace) -> History:
 
 def take_grads(
     accumulators: gr.ray.AccumulatorSet, num_required: int, tasks: Sequence[Any]
-) -> list[Any]:
+) -> dict[str, Any]:
     """Waits for enough gradients; returns their means, or raises the error of a worker."""
     while True:
         done, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=0)

@@ -134,11 +134,11 @@ class MemorySnapshots:
         for each in set(self._files) - {number, *older[-1:]}:
             del self._files[each]
 
-    def numbers(self) -> list[int]:
-        return sorted(self._files)
+    def loadable(self) -> list[int]:
+        return sorted(self._files) if len(self._files) > 1 else [0, *self._files]
 
     def newest(self) -> int:
-        return max(self._files, default=0)
+        return self.loadable()[-1]
 
     def read(self, number: int) -> Any:
         return copy.deepcopy(self._files[number])

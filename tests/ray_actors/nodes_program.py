@@ -67,10 +67,10 @@ def grads(value: float) -> list[Any]:
     return [np.full(1_000_000, value), np.full(3, value), rows]
 
 
-def check(taken: Sequence[Any], value: float) -> None:
-    found = [taken[0], taken[1], taken[2].values]
+def check(taken: dict[str, Any], value: float) -> None:
+    found = [taken["w"], taken["b"], taken["rows"].values]
     assert [np.unique(each).tolist() for each in found] == [[value]] * 3, found
-    assert taken[2].indices.tolist() == [3, 7]
+    assert taken["rows"].indices.tolist() == [3, 7]
 
 
 def apply(shared: Any, value: float, count: int) -> str:

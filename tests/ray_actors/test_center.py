@@ -150,10 +150,10 @@ def test_after_a_failure_sums_go_to_the_shards_that_now_have_the_variables(modul
     client = Client(modules, 2)
     optimizer, variables = worker_of(modules, client, "ab", gr.GradientDescentOptimizer(1.0))
     optimizer.apply_gradients([(np.ones(2), variable) for variable in variables])
-    where = [client.ask("shard_of", name) for name in "ab"]
+    where = [client.ask("shards")[name] for name in "ab"]
     client.restart()
     worker_of(modules, client, "ba", gr.GradientDescentOptimizer(1.0))  # another worker is first
-    assert [client.ask("shard_of", name) for name in "ab"] == where[::-1]
+    assert [client.ask("shards")[name] for name in "ab"] == where[::-1]
     optimizer.apply_gradients([(np.full(2, 4.0), variable) for variable in variables])
     assert [variable.numpy().tolist() for variable in variables] == [[-4.0, -4.0]] * 2
 
@@ -207,7 +207,7 @@ def test_a_python_rule_that_raises_on_one_shard_changes_none(modules, failing, m
     optimizer.get_init_op(0)()  # drops the sums that the rule does not take
     optimizer.apply_gradients([(np.ones(2), variable) for variable in variables])
     assert center() == [[-3.0, -3.0]] * 4
-    assert client.ask("names") == list("abcd")
+    assert list(client.ask("shards")) == list("abcd")
     assert [state._num_pushes for state in client.states] == [3, 3]
 
 

@@ -21,7 +21,12 @@ import pytest
 from support.ray_cluster import in_actor
 
 import gradreduce as gr
-from gradreduce.errors import BackendUnavailableError, CancelledError, DeadlineExceededError
+from gradreduce.errors import (
+    BackendUnavailableError,
+    CancelledError,
+    DeadlineExceededError,
+    brief,
+)
 
 pytestmark = pytest.mark.ray
 LIMIT_S = 20.0
@@ -47,8 +52,9 @@ def wait_until(condition: Callable[[], bool], *tasks: Any) -> None:
         assert time.monotonic() < end
 
 
-def check_equal(taken: list[np.ndarray], value: float) -> None:
-    assert [np.unique(each).tolist() for each in taken] == [[value], [value]]
+def check_equal(taken: dict[str, np.ndarray], value: float) -> None:
+    found = {name: np.unique(each).tolist() for name, each in taken.items()}
+    assert found == {"w": [value], "b": [value]}
 
 
 @contextmanager
@@ -119,6 +125,25 @@ def test_without_snapshots_the_error_of_a_lost_actor_says_so(unique_name, victim
         check_equal(again.take_grads(1, timeout=LIMIT_S), 1.0)
 
 
+def test_close_does_nothing_if_all_actors_have_ended(unique_name):
+    import ray
+
+    shared = gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2)
+    shared.apply_grads(ones())
+    names = [f"{unique_name}#1", unique_name]
+    for name in names:
+        kill(name)
+
+    def have_ended() -> bool:
+        return not {
+            each["name"] for each in ray.util.list_named_actors(all_namespaces=True)
+        }.intersection(names)
+
+    wait_until(have_ended)
+    for _ in range(2):
+        shared.close()
+
+
 def test_ctrl_c_leaves_no_waiting_take(unique_name):
     with gr.ray.ConditionalAccumulator("float64", [3], unique_name) as shared:
         queued = lambda: in_actor(unique_name, lambda lead: len(lead._queue))  # noqa: E731
@@ -137,6 +162,24 @@ def test_ctrl_c_leaves_no_waiting_take(unique_name):
             shared.take_grad(2, timeout=0)
         shared.apply_grad([1.0, 2.0, 3.0])
         assert shared.take_grad(1, timeout=LIMIT_S).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_take_at_the_last_step_raises_at_once(unique_name):
+    """Also one that waits; the gradient of another worker is added as before."""
+    specs = [("float32", [2])] * 2
+    with gr.ray.AccumulatorSet(specs, unique_name, num_shards=2) as shared:
+        shared.set_global_step(2**63 - 2)
+        with in_thread(lambda: shared.take_grads(2, timeout=LIMIT_S)) as raised:
+            wait_until(lambda: in_actor(unique_name, lambda lead: len(lead._queue)) == 1)
+            shared.set_global_step(2**63 - 1)
+        assert [type(each) for each in raised] == [gr.errors.InvalidArgumentError]
+        for _ in range(2):
+            assert shared.apply_grads([[1.0, 2.0]] * 2, 2**63 - 1)
+            with pytest.raises(gr.errors.InvalidArgumentError, match="is at step 922337203685477"):
+                shared.take_grads(9, timeout=LIMIT_S)
+        shared.set_global_step(5)
+        assert (shared.num_accumulated(), shared.num_dropped) == (2, 0)
+        assert [each.tolist() for each in shared.take_grads(2, timeout=0)] == [[1.0, 2.0]] * 2
 
 
 def test_takes_of_tasks_wait_in_order_and_close_cancels_them(unique_name):
@@ -208,6 +251,51 @@ def test_a_damaged_snapshot_of_one_shard_makes_all_load_the_previous_one(unique_
         check_equal(shared.take_grads(4, timeout=LIMIT_S), 15.0)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_shard_without_a_whole_snapshot_does_not_start(unique_name, tmp_path, damaged):
+    """It keeps its files, and starts when one of them is whole again."""
+    names = [unique_name, f"{unique_name}#1"]
+    options = {
+        "num_shards": 2, "snapshots": tmp_path, "durability": "push", "timeout": LIMIT_S
+    }  # fmt: skip
+    shared = gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options)
+    for number in range(3):
+        shared.apply_grads(ones(2.0**number))
+    paths = [tmp_path / f"{names[damaged]}.{number}.snapshot" for number in (2, 3)]
+    contents = [path.read_bytes() for path in paths]
+    before = sorted(tmp_path.iterdir())
+    for path in paths:
+        path.write_bytes(b"damaged")
+    kill(names[damaged])
+    text = (
+        f" {unique_name!r} could not start: ValueError: all snapshots of {names[damaged]!r} are "
+        f"damaged, and were kept: {paths[0]}, {paths[1]}. Replace one by"
+    )
+    for call in (
+        lambda: shared.apply_grads(ones()),
+        shared.num_accumulated,
+        lambda: gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options).num_accumulated(),
+    ):
+        with pytest.raises(BackendUnavailableError, match=re.escape(text)):
+            call()
+    assert sorted(tmp_path.iterdir()) == before
+    assert [path.read_bytes() for path in paths] == [b"damaged"] * 2
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+
+    def starts() -> bool:
+        try:
+            gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options)
+        except BackendUnavailableError:  # the start before, which may still fail
+            return False
+        return True
+
+    wait_until(starts)
+    with gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options) as again:
+        check_equal(again.take_grads(3, timeout=LIMIT_S), 7.0)
+
+
 def test_a_call_that_was_given_up_is_applied_once_and_no_second_is_sent(unique_name):
     with gr.ray.AccumulatorSet(SPECS, unique_name, "SUM") as patient:
         hasty = gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", timeout=0.2)
@@ -241,23 +329,33 @@ def test_after_a_push_was_given_up_a_start_begins_another(unique_name, monkeypat
                 optimizer.apply_gradients(pairs)
         finally:
             os.kill(pid, signal.SIGCONT)
-        optimizer.get_init_op(0)()  # behind the push, which the actor has made meanwhile
+        optimizer.get_init_op(0)()  # waits for the push that was given up
         assert weights.numpy().tolist() == [-2.0, -2.0]
         optimizer.apply_gradients(pairs)
         assert weights.numpy().tolist() == [-3.0, -3.0]
 
 
-def test_another_definition_of_a_name_is_an_error_that_changes_nothing(idle):
+def test_another_definition_of_a_name_is_an_error_that_changes_nothing(idle, tmp_path):
     idle.apply_grads(ones(), idle.global_step)
     other, name = {**SPECS, "w": ("float32", [20_000])}, idle.name
+    folder = brief(str(tmp_path))
     for what, make in {
         "specs": lambda: gr.ray.AccumulatorSet(other, name),
         "reduction_type": lambda: gr.ray.AccumulatorSet(SPECS, name, "SUM"),
         "names": lambda: gr.ray.ConditionalAccumulator("float64", [3], name),
         "shards": lambda: gr.ray.AccumulatorSet(SPECS, name, num_shards=2),
         "kind": lambda: gr.ray.AGNCenter(name),
+        f"snapshots None, not {folder}; use another name, or the class and": lambda: (
+            gr.ray.AccumulatorSet(SPECS, name, snapshots=tmp_path)
+        ),
+        "durability 100, not 7; use another name, or the class and the": lambda: (
+            gr.ray.AccumulatorSet(SPECS, name, durability=7)
+        ),
+        f"snapshots None, not {folder}, and durability 100, not 'push';": lambda: (
+            gr.ray.AccumulatorSet(SPECS, name, snapshots=tmp_path, durability="push")
+        ),
     }.items():
-        with pytest.raises(ValueError, match=f"^the actor {name!r} has {what} "):
+        with pytest.raises(ValueError, match=f"^the actor {name!r} has {re.escape(what)} "):
             make()
     with pytest.raises(ValueError, match=r"^kernels='fast' is not one of \('numpy', 'compiled', "):
         gr.ray.AccumulatorSet(SPECS, name, kernels="fast")

@@ -6,12 +6,14 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray_actors.actor_world import LOST, Process, RayTaskError, World, answer_of, load
 from support.exhaustive import seeds
+from support.signal_injection import ctrl_c
 
 from gradreduce.errors import CancelledError
 
@@ -360,6 +362,26 @@ def test_the_take_of_a_killed_client_is_dropped_and_blocks_nobody(modules):
         assert run.lead._queue == {}
 
     run.world.run(main)
+
+
+def test_a_second_ctrl_c_leaves_no_take_in_the_queue(modules, monkeypatch):
+    client, sent = object.__new__(modules.client.Client), []
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def send(name, _):
+        ctrl_c()
+        sent.append(name)
+
+    names = ("take", "withdraw", "delivered")
+    methods = {name: SimpleNamespace(remote=partial(send, name)) for name in names}
+    client.actor, client._poll_seconds = SimpleNamespace(**methods), 1.0
+    client._caller, client._answered = SimpleNamespace(next_key=lambda: ("a", 1)), interrupted
+    monkeypatch.setattr(modules.client.cluster, "check_usable", lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        client.take(1, None)
+    assert sent == ["withdraw", "delivered"]
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

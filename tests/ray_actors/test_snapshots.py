@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import io
 import os
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +176,30 @@ def test_a_file_of_another_length_is_found(stored):
     check_damaged(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [(b'{"names": ["w"], "metadata": {}}', (1 << 40,)), (b"[" * 5000, ()), (b"7", ())],
+    ids=["size", "depth", "type"],
+)
+def test_a_file_with_a_right_digest_and_wrong_contents_is_refused(tmp_path, text, shape):
+    file = io.BytesIO()
+    np.save(file, np.frombuffer(text, np.uint8))
+    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    path, content = tmp_path / "a.1.snapshot", file.getvalue()
+    path.write_bytes(hashlib.sha256(content).digest() + content)
+    snapshots = Snapshots(tmp_path, "a")
+    assert snapshots.newest() == 1
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError) as error:
+            snapshots.read(1)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+    assert str(error.value) == f"the snapshot {path} is not one of this library"
+
+
 def test_a_damaged_snapshot_is_skipped_with_a_warning(tmp_path, caplog):
     snapshots = Snapshots(tmp_path, "a")
     for number in (1, 2):
@@ -180,6 +207,28 @@ def test_a_damaged_snapshot_is_skipped_with_a_warning(tmp_path, caplog):
     (tmp_path / "a.2.snapshot").write_bytes(b"")
     assert snapshots.newest() == 1
     assert caplog.messages == [f"the snapshot {tmp_path / 'a.2.snapshot'} is damaged, and not used"]
+
+
+def test_the_empty_state_is_none_of_an_actor_whose_files_are_damaged(tmp_path):
+    snapshots, files = Snapshots(tmp_path, "a"), [tmp_path / f"a.{n}.snapshot" for n in (1, 2)]
+    assert (snapshots.loadable(), snapshots.newest()) == ([0], 0)
+    snapshots.write(1, STATE)
+    assert (snapshots.loadable(), snapshots.newest()) == ([0, 1], 1)
+    files[0].write_bytes(b"")
+    text = (
+        "all snapshots of 'a' are damaged, and were kept: {}. Replace one by an undamaged copy, or "
+        "move all away to start with an empty state"
+    )
+    assert snapshots.loadable() == []
+    with pytest.raises(ValueError, match=f"^{re.escape(text.format(files[0]))}$"):
+        snapshots.newest()
+    snapshots.write(2, STATE)
+    assert (snapshots.loadable(), snapshots.newest()) == ([2], 2)
+    files[1].write_bytes(b"")
+    paths = f"{files[0]}, {files[1]}"
+    with pytest.raises(ValueError, match=f"^{re.escape(text.format(paths))}$"):
+        Snapshots(tmp_path, "a").newest()
+    assert sorted(tmp_path.iterdir()) == files
 
 
 def test_a_killed_writer_leaves_a_whole_snapshot(tmp_path):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import pickle
+import re
+import sys
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
@@ -78,8 +82,9 @@ def test_a_set_is_its_accumulators_called_together(unique_name, reduction_type, 
                     each.set_global_step(step)
             for number in range(num_required):
                 grads = gradients(10 * turn + number)
+                named = dict(reversed(list(zip(specs(), grads, strict=True))))
                 worker = (shared, other)[number % 2]
-                assert worker.apply_grads(grads, step) == gr.apply_grads(own, grads, step) is True
+                assert worker.apply_grads(named, step) == gr.apply_grads(own, grads, step) is True
                 stale = step - 1
                 assert worker.apply_grads(grads, stale) == gr.apply_grads(own, grads, stale)
                 assert counts(shared) == counts(own[0])
@@ -92,7 +97,9 @@ def test_a_set_is_its_accumulators_called_together(unique_name, reduction_type, 
                 each.load_state_dict(saved)
             other.load_state_dict({**state, "accumulators": states})
             taken = shared.take_grads(num_required, timeout=30)
-            check_same(taken, gr.take_grads(own, num_required, output_type="numpy"))
+            assert list(taken) == list(specs())
+            wanted = gr.take_grads(own, num_required, output_type="numpy")
+            check_same(list(taken.values()), wanted)
             assert counts(other) == counts(own[0])
 
 
@@ -103,10 +110,88 @@ def test_other_float_dtypes_are_cast_when_asked(unique_name):
         with pytest.raises(ValueError, match="pass cast=True"):
             shared.apply_grads(grads)
         assert shared.apply_grads(grads, cast=True)
-        dense, rows = shared.take_grads(1, timeout=30)
+        dense, rows = shared.take_grads(1, timeout=30).values()
         assert dense.tolist() == [1.0, 2.0]
         assert rows.values.tolist() == [[3.0]]
         assert dense.dtype == rows.values.dtype == np.float32
+
+
+def test_an_accumulator_has_the_members_of_one_in_this_process(unique_name, caplog):
+    own = gr.ConditionalAccumulator("float32", [None, 2], unique_name)
+    with gr.ray.ConditionalAccumulator("float32", [None, 2], unique_name) as shared:
+        other = pickle.loads(pickle.dumps(shared))
+        assert isinstance(shared, gr.ConditionalAccumulatorBase)
+        assert (shared.dtype, shared.shape) == (own.dtype, (None, 2))
+        assert shared.accumulator_ref == other.accumulator_ref
+        for call in (gr.apply_grads, lambda found, grads: gr.take_grads(found, 1, timeout=0)):
+            with pytest.raises(TypeError, match=r"for those of gr\.ray use an AccumulatorSet$"):
+                call([shared], [np.ones((1, 2), np.float32)])
+        warned = []
+        for each in (own, shared):
+            each.set_global_step(3)
+            assert not each.apply_grad(np.ones((1, 2), np.float32), 0)  # told, so no warning
+            for _ in range(2):
+                assert not each.apply_grad(np.ones((1, 2), np.float32))
+            warned.append([text for text in caplog.messages if "without local_step" in text])
+            caplog.clear()
+        text = f"accumulator {unique_name!r} is at step 3 and dropped a gradient without local_step"
+        own.close()
+    assert len(warned[0]) == len(warned[1]) == 1
+    assert warned[1][0].startswith(text)
+    assert warned[1][0].partition(" is at ")[2] == warned[0][0].partition(" is at ")[2]
+
+
+def test_a_set_with_names_takes_and_returns_dicts(unique_name):
+    specs = {"w": ("float32", [1]), "b": ("float64", [])}
+    with gr.ray.AccumulatorSet(specs, unique_name) as named:
+        for grads, text in {
+            "{'w': [1.0]}": "grads lacks [b] and has unknown []; pass one gradient for each name",
+            "{'w': [1.0], 'b': 2.0, 'c': 3.0}": "grads lacks [] and has unknown [c]; pass one",
+            "{'w': [1.0, 2.0], 'b': 2.0}": "grads['w'], for accumulator 'w': ",
+        }.items():
+            with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+                named.apply_grads(ast.literal_eval(grads))
+        assert named.num_accumulated() == 0
+        assert named.apply_grads({"b": 2.0, "w": [1.0]})
+        assert named.apply_grads([[3.0], 4.0])  # in the order of the specs
+        assert named.take_grads(2, timeout=30) == {"w": [2.0], "b": 3.0}
+    with gr.ray.AccumulatorSet(list(specs.values()), f"{unique_name}-list") as listed:
+        with pytest.raises(TypeError, match=r"^grads is a dict, but the specs of the set are a li"):
+            listed.apply_grads({"w": [1.0], "b": 2.0})
+        assert listed.apply_grads([[1.0], 2.0])
+        assert listed.take_grads(1, timeout=30) == [[1.0], 2.0]
+
+
+@pytest.mark.torch
+def test_tensors_in_tensors_out(unique_name, tmp_path, monkeypatch):
+    """Also after the actor, which does not import PyTorch, has loaded a snapshot."""
+    import torch
+
+    options = {"snapshots": tmp_path, "durability": "push"}
+    with gr.ray.ConditionalAccumulator("bfloat16", [2], unique_name, **options) as shared:
+        shared.apply_grad(torch.ones(2, dtype=torch.bfloat16))
+        shared.apply_grad(np.ones(2), 0, cast=True)
+        assert "torch" not in in_actor(unique_name, lambda _: list(__import__("sys").modules))
+        in_actor(unique_name, lambda lead: lead._load(2) and None)
+        state = shared.state_dict()
+        assert state["kind"] == "torch"
+        found = shared.take_grad(2, timeout=30)
+        assert (type(found), found.dtype) == (torch.Tensor, torch.bfloat16)
+        assert found.tolist() == [1.0, 1.0]
+        found += 1  # the caller owns it
+        shared.load_state_dict(state)
+        own = gr.ConditionalAccumulator("bfloat16", [2])
+        own.load_state_dict(state)
+        assert torch.equal(own.take_grad(2), shared.take_grad(2, timeout=30))
+        for output_type, kind in (("numpy", np.ndarray), ("torch", torch.Tensor)):
+            shared.apply_grad([1.0, 2.0], shared.global_step)
+            assert type(shared.take_grad(1, timeout=30, output_type=output_type)) is kind
+        shared.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"^output_type='list' is not one of "):
+            shared.take_grad(2, output_type="list")
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, "torch")
+            assert type(shared.take_grad(2, timeout=30)) is np.ndarray
 
 
 @pytest.mark.torch
@@ -124,10 +209,12 @@ def test_gradients_of_pytorch_and_jax(unique_name):
         shared.apply_grads([jnp.full(BIG, 3.0), torch.ones(3, dtype=torch.bfloat16), rows])
         with pytest.raises(ValueError, match=r"the tensor requires grad: pass tensor.detach\(\)"):
             shared.apply_grads([torch.ones(BIG, requires_grad=True), jnp.ones(3), sparse])
-        big, half, rows = shared.take_grads(2, timeout=30)
-    assert np.unique(big).tolist() == [5.0]
+        big, half, rows = shared.take_grads(2, timeout=30).values()
+    assert isinstance(big, torch.Tensor)
+    assert isinstance(half, jnp.ndarray)
+    assert torch.equal(big, torch.full(BIG, 5.0))
     assert half.astype(np.float32).tolist() == [2.0] * 3
-    assert (rows.indices.tolist(), rows.values.tolist()) == ([1, 3], [[1.0] * 2, [2.0] * 2])
+    assert torch.equal(rows.to_dense(), torch.tensor([0.0, 1, 0, 2, 0])[:, None].expand(5, 2))
     with gr.ray.AGNCenter(f"{unique_name}-center") as center:
         for ones in (torch.ones(2), jnp.ones(2)):
             getter = gr.AGNCustomGetter(gr.default_mesh()[0], center=center)
@@ -256,16 +343,21 @@ def test_workers_that_take_turns_train_as_in_one_process(
     # The second pushed once, after one push of the first, and has pulled nothing before.
     found_workers = [each[:3] for each in shared.workers()]
     assert found_workers == [("first", 6, 0), ("second", 2, 1)]
-    names = [variable.name for variable in local.variables()]
-    assert [variable.name for variable in shared.variables()] == names
+    weights = [local._state.variables[name] for name in ("v0", "v1", "v2")]
+    assert [each.name for each in shared.variables()] == [each.name for each in weights]
     state = local.state_dict()
     saved = shared.state_dict()["variables"]
     check_same([saved[name] for name in state["variables"]], list(state["variables"].values()))
     for center, workers in ((local, wanted), (shared, found)):
         train_from(center, workers[0], state)
     check_same(found[0].values(), wanted[0].values())
-    check_same([each.numpy() for each in shared.variables()],
-               [each.numpy() for each in local.variables()])  # fmt: skip
+    values = shared.values()
+    assert list(values) == list(local.values()) == ["v0", "v1", "v2"]
+    check_same(list(values.values()), list(local.values().values()))
+    for found_values in (list(values.values()), [each.numpy() for each in shared.variables()]):
+        check_same(found_values, [each.numpy() for each in weights])
+    slots = [worker.optimizer.variables() for worker in (found[0], wanted[0])]
+    check_same(*[[each.numpy() for each in of_worker] for of_worker in slots])
     again.leave()
     assert [each.name for each in again.workers()] == ["first"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +12,13 @@ from gradreduce.accumulator.checkpoint import ready_state
 from gradreduce.accumulator.dense import ConditionalAccumulator
 from gradreduce.accumulator.multi import apply_grads, take_grads
 from gradreduce.accumulator.sparse import SparseConditionalAccumulator
+from gradreduce.accumulator.state import LAST_STEP, AccumulatorState
 from gradreduce.accumulator.take_queue import missing
 from gradreduce.arrays.convert import converted
+from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import ReductionType
+from gradreduce.checkpoint import plain
 from gradreduce.device import Device, accumulate_dtype, as_dtype
 from gradreduce.errors import BackendUnavailableError
 
@@ -86,12 +89,14 @@ class AccumulatorSetState(ShardState):
 
     def __init__(self, settings: Settings, spec: SetSpec) -> None:
         self._spec = spec
+        self._description = {**spec.description(), **settings.description()}
         self._shard = settings.shard
         self._indices = spec.of_shard(settings.shard)
         self._device = settings.open_device()
         self._accumulators: list[ConditionalAccumulatorBase] = []
-        # caller -> the number of its last take and the results, until they have arrived.
-        self._taken: dict[str, tuple[int, list[np.ndarray]]] = {}
+        # caller -> the number of its last take, and kinds and arrays of the results, until these
+        # have arrived.
+        self._taken: dict[str, tuple[int, list[Kind], list[np.ndarray]]] = {}
         self._make()
 
     def _make(self) -> None:
@@ -104,20 +109,36 @@ class AccumulatorSetState(ShardState):
 
     def describe(self) -> dict[str, Any]:
         """See ``ShardState``."""
-        return self._spec.description()
+        return self._description
 
     # -- commands ---------------------------------------------------------------------------------
 
-    def apply(self, local_step: int, message: Message) -> bool:
-        """Adds one gradient to each accumulator; the client has checked the gradients."""
-        return apply_grads(self._accumulators, self._gradients(message), local_step, cast=True)
+    def apply(self, local_step: int, kinds: Sequence[Kind], message: Message) -> bool | int:
+        """Adds one gradient to each accumulator; the client has checked the gradients.
+
+        Args:
+            local_step: of all gradients.
+            kinds: the array type that the client passed for each accumulator of the set.
+            message: the gradients of this shard.
+
+        Returns:
+            True if all were added, else the step for which they are stale.
+        """
+        is_first = not self._accumulators[0].num_accumulated()
+        if not apply_grads(self._accumulators, self._gradients(message), local_step, cast=True):
+            return self.clock
+        if is_first:
+            for index, each in zip(self._indices, self._accumulators, strict=True):
+                each.accumulator_ref.kind = kinds[index]
+        return True
 
     def take(self, key: Key, num_required: int, message: None) -> Message:
         """Takes the gradient of each accumulator; there are enough."""
+        kinds = [each.accumulator_ref.kind for each in self._accumulators]
         taken = take_grads(self._accumulators, num_required, timeout=0, output_type="numpy")
         caller, number = key
         self._taken.pop(caller, None)
-        self._taken[caller] = (number, arrays_of(taken))
+        self._taken[caller] = (number, kinds, arrays_of(taken))
         while len(self._taken) > MAX_TAKEN:
             del self._taken[next(iter(self._taken))]
         return self.taken(caller)
@@ -130,7 +151,7 @@ class AccumulatorSetState(ShardState):
     def load_states(self, states: Sequence[Any], message: None) -> None:
         """Loads the state of each accumulator of the set."""
         loads = [
-            ready_state(each.accumulator_ref, states[index], f"state['accumulators'][{index}]")
+            _ready(each.accumulator_ref, states[index], f"state['accumulators'][{index}]")
             for index, each in zip(self._indices, self._accumulators, strict=True)
         ]
         for load in loads:
@@ -149,11 +170,11 @@ class AccumulatorSetState(ShardState):
     # -- reads ------------------------------------------------------------------------------------
 
     def taken(self, caller: str) -> Message:
-        """Returns the results of a caller's last take."""
+        """Returns the results of a caller's last take; their value is the kind of each."""
         if caller not in self._taken:
             raise BackendUnavailableError("the gradients of this take are lost: take again")
-        _, arrays = self._taken[caller]
-        return Layout(specs_of(arrays)).message(arrays)
+        _, kinds, arrays = self._taken[caller]
+        return Layout(specs_of(arrays)).message(arrays)._replace(value=kinds)
 
     def forget(self, key: Key) -> None:
         """See ``ShardState``."""
@@ -177,7 +198,8 @@ class AccumulatorSetState(ShardState):
 
     def can_take(self, num_required: int) -> bool:
         """See ``ShardState``."""
-        return self._accumulators[0].num_accumulated() >= num_required
+        first = self._accumulators[0].accumulator_ref
+        return first.count >= num_required or first.step >= LAST_STEP  # then the take raises
 
     def missing(self, num_required: int) -> str:
         """See ``ShardState``."""
@@ -190,10 +212,11 @@ class AccumulatorSetState(ShardState):
         taken = {
             caller: {
                 "number": number,
+                "kinds": kinds,
                 "dtypes": [array.dtype.name for array in arrays],
                 "arrays": [_as_saved(array) for array in arrays],
             }
-            for caller, (number, arrays) in self._taken.items()
+            for caller, (number, kinds, arrays) in self._taken.items()
         }
         return {"accumulators": self.states(), "taken": taken}
 
@@ -204,11 +227,23 @@ class AccumulatorSetState(ShardState):
         if state is None:
             return
         for each, saved in zip(self._accumulators, state["accumulators"], strict=True):
-            each.load_state_dict(saved)
+            _ready(each.accumulator_ref, saved, "state")()
         for caller, saved in state["taken"].items():
             pairs = zip(saved["arrays"], saved["dtypes"], strict=True)
             arrays = [converted(array, as_dtype(name)) for array, name in pairs]
-            self._taken[caller] = (saved["number"], arrays)
+            self._taken[caller] = (saved["number"], saved["kinds"], arrays)
+
+
+def _ready(state: AccumulatorState, saved: Any, where: str) -> Callable[[], None]:
+    """Does what ``ready_state`` does, also for array types whose library is not imported here."""
+    kind = plain(f"{where}['kind']", saved["kind"])
+    load_native = ready_state(state, {**saved, "kind": kind and "native"}, where)
+
+    def load() -> None:
+        load_native()
+        state.kind = kind or "native"
+
+    return load
 
 
 def arrays_of(gradients: Sequence[Any]) -> list[np.ndarray]:

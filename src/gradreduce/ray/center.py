@@ -17,13 +17,15 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
+
 from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SPARSE, SparseSum
-from gradreduce.arrays.convert import host_array, is_array, to_buffer
+from gradreduce.arrays.convert import to_buffer
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import Kernels, default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
-from gradreduce.checkpoint import downloader, mapped
+from gradreduce.checkpoint import downloader, mapped, on_host
 from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh, copy_over
 from gradreduce.errors import DeadlineExceededError, listed
 from gradreduce.optim.agn.center import AGNCenter as LocalCenter
@@ -175,7 +177,7 @@ class RemoteCenter(Center):
 
     def slot_variables(self) -> list[Variable]:
         """See ``Center``."""
-        names = self._client.ask("names")
+        names = self._client.ask("shards")
         return [slot for name in names for slot in self._slots(name).values()]
 
     def _slots(self, name: str) -> dict[str, Variable]:
@@ -192,14 +194,32 @@ class RemoteCenter(Center):
         return Layout.of(message.form).arrays(message)[0]
 
     def variables(self) -> list[Variable]:
-        """Returns center variables and their slots, sorted by name."""
-        found = self.slot_variables()
-        for name in self._client.ask("names"):
-            self._shards[name] = self._client.ask("shard_of", name)
-            read = partial(self._value, name)
-            full_name = f"global_center_variable/{name}"
-            found.append(RemoteVariable(full_name, self.devices[0], read))
-        return sorted(found, key=lambda each: each.name)
+        """Returns the center variables, sorted by name."""
+        return [
+            RemoteVariable(
+                f"global_center_variable/{name}", self.devices[0], partial(self._value, name)
+            )
+            for name in self._located()
+        ]
+
+    def values(self) -> dict[str, np.ndarray]:
+        """Returns the values of the center variables by name, between two pushes."""
+        names_of_all, found = self._located(), dict[str, np.ndarray]()
+        by_shard = self._by_shard(names_of_all)
+        for names, message in zip(by_shard, self._client.read("pull", by_shard), strict=True):
+            arrays = iter(Layout.of(message.form).arrays(message))
+            _, with_master = message.value
+            for name in names:
+                found[name] = next(arrays)
+                if name in with_master:
+                    next(arrays)
+        return {name: found[name] for name in names_of_all}
+
+    def _located(self) -> list[str]:
+        """Returns the names of all center variables, sorted; notes their shards."""
+        shards = self._client.ask("shards")
+        self._shards |= shards
+        return sorted(shards)
 
     def prepare(
         self,
@@ -455,7 +475,8 @@ class AGNCenter(LocalCenter):
             made again before the next step, and is applied once.
 
     Raises:
-        ValueError: the actor of this name is not a center, or has another number of shards.
+        ValueError: the actor of this name is not a center, or has another number of shards,
+            ``snapshots`` or ``durability``.
         TypeError: see ``AccumulatorSet``.
         BackendUnavailableError: see ``AccumulatorSet``.
         RuntimeError, ConnectionError: see ``gr.ray.init``.
@@ -511,8 +532,12 @@ class AGNCenter(LocalCenter):
         self.close()
 
     def variables(self) -> list[Variable]:
-        """Returns center variables and their slots, sorted by name; each read fetches a value."""
+        """Returns the center variables without slots, sorted by name; each read fetches a value."""
         return self._remote.variables()
+
+    def values(self) -> dict[str, np.ndarray]:
+        """Returns a read-only array of each variable by its name (``"w"``), between two pushes."""
+        return self._remote.values()
 
     @property
     def failed_workers(self) -> tuple[int, ...]:
@@ -567,6 +592,6 @@ class AGNCenter(LocalCenter):
         Raises:
             KeyError, TypeError, ValueError: see there.
         """
-        saved = mapped(lambda _, leaf: host_array(leaf) if is_array(leaf) else leaf, state)
+        saved = mapped(on_host, state)
         self._client.read("check_state", saved)
         self._client.call("load_center", saved)

@@ -160,6 +160,7 @@ class CenterShardState(ShardState):
 
     def __init__(self, settings: Settings) -> None:
         self._shard, self._num_shards = settings.shard, settings.num_shards
+        self._description = {**description(settings.num_shards), **settings.description()}
         self._device = settings.open_device()
         self._reset()
 
@@ -180,7 +181,7 @@ class CenterShardState(ShardState):
 
     def describe(self) -> dict[str, Any]:
         """See ``ShardState``."""
-        return description(self._num_shards)
+        return self._description
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -384,13 +385,9 @@ class CenterShardState(ShardState):
         """Returns all variables and slots of this shard."""
         return [*self._center.variables.values(), *self._center.slot_variables()]
 
-    def shard_of(self, name: str) -> int:
-        """Returns the shard of a variable."""
-        return self._shards[name]
-
-    def names(self) -> list[str]:
-        """Returns the names of all variables, of all shards."""
-        return list(self._specs)
+    def shards(self) -> dict[str, int]:
+        """Returns the shard of each variable, by name, of all shards."""
+        return dict(self._shards)
 
     def state(self) -> dict[str, Any]:
         """Returns the state of this shard, in the form of ``AGNCenter.state_dict``."""

@@ -16,6 +16,7 @@ import ray
 
 from gradreduce.accumulator.validate import as_timeout
 from gradreduce.backends import Kernels
+from gradreduce.device import DeferInterrupts
 from gradreduce.errors import (
     BackendUnavailableError,
     CancelledError,
@@ -27,7 +28,7 @@ from gradreduce.optim.hyperparameters import as_count
 from . import cluster
 from .lead import Call, Origin, WorkerInfo, start_shard
 from .messages import Message
-from .shard import RetryError, Settings, fetched
+from .shard import RetryError, Settings, fetched, why_not_started
 from .shard_state import Key, ShardState
 
 START_SECONDS = 60.0  # a new actor is a new process, which takes some seconds to start
@@ -54,12 +55,15 @@ class Client:
     Args:
         settings: of shard 0.
         make_state: returns an empty state for a shard.
-        description: expected of the actor; see ``ShardState.describe``.
+        description: expected of the actor, like the settings; see ``ShardState.describe``.
         timeout: seconds that a call waits for its answer. The first call may wait for the start of
             the actor, so it waits at least 60 seconds. None: wait as long as the actor lives.
 
+    Attributes:
+        actor: the handle of the lead.
+
     Raises:
-        ValueError: the actor of this name has another description.
+        ValueError: the actor of this name has another description, or other settings.
     """
 
     def __init__(
@@ -76,23 +80,27 @@ class Client:
         self._timeout = None if limit is None else max(limit, START_SECONDS)
         # Less than the time for an answer.
         self._poll_seconds = min(POLL_SECONDS, math.inf if timeout is None else timeout / 2)
-        self._actor = start_shard(settings, make_state)
+        self.actor = start_shard(settings, make_state)
         self._caller = _Caller()
         found = self.ask("describe")
         self._timeout = limit
-        for name, wanted in description.items():
-            if found.get(name) != wanted:
-                had = f"{name} {brief(found.get(name))}"
-                raise ValueError(
-                    f"the actor {self.name!r} has {had}, not {brief(wanted)}; use another name, "
-                    "or the class and the arguments that made the actor"
-                )
+        wanted = {**description, **settings.description()}
+        differences = [
+            f"{name} {brief(found[name])}, not {brief(value)}"
+            for name, value in wanted.items()
+            if found.get(name, value) != value
+        ]
+        if differences:
+            raise ValueError(
+                f"the actor {self.name!r} has {', and '.join(differences)}; use another name, "
+                "or the class and the arguments that made the actor"
+            )
 
     @property
     def _lead(self) -> Any:
         """The lead; raises ``BackendUnavailableError`` where Ray would end or hang this process."""
         cluster.check_usable()
-        return self._actor
+        return self.actor
 
     def next_key(self) -> Key:
         """Returns the key of this thread's next call."""
@@ -125,7 +133,6 @@ class Client:
             BackendUnavailableError: it has ended, and is not restarted.
         """
         cluster.check_usable()
-        self._wait_for_unanswered(timeout)
         key = self.next_key() if key is None else key
         first = messages[0] if messages else None
         others = [ray.put(message) for message in messages[1:]]
@@ -155,8 +162,9 @@ class Client:
                 if end is not None and time.monotonic() >= end:
                     break
         except BaseException:  # also Ctrl-C: nobody waits for the answer
-            self._lead.withdraw.remote(key)
-            self._lead.delivered.remote(key)
+            with DeferInterrupts():  # else the take could use the gradients of the next seconds
+                self._lead.withdraw.remote(key)
+                self._lead.delivered.remote(key)
             raise
         taken = self._answered(self._lead.withdraw, key)
         if taken is not None:
@@ -205,6 +213,7 @@ class Client:
 
     def _answered(self, method: Any, *arguments: Any, timeout: float | None = None) -> Any:
         """Calls a method of the lead until it answers; returns the answer with its arrays."""
+        self._wait_for_unanswered(timeout)
         limit = self._limit(timeout)
         end = None if limit is None else time.monotonic() + limit
         while True:
@@ -220,7 +229,8 @@ class Client:
     def _wait_for_unanswered(self, timeout: float | None) -> None:
         """Waits for this thread's last call if that reached its deadline without an answer.
 
-        So each thread has at most one call under way.
+        So each thread has at most one call under way. This keeps its calls in order: Ray may run
+        the calls of an asynchronous actor in any order.
 
         Raises:
             DeadlineExceededError: there is still no answer.
@@ -250,8 +260,7 @@ class Client:
         except ray.exceptions.RayActorError as error:
             if "INTENDED_USER_EXIT" in str(error):
                 raise CancelledError(f"{self.name!r} was closed") from None
-            if "in its creation task" in str(error):
-                cause = str(error).strip().rpartition("\n")[2]
+            if cause := why_not_started(error):
                 text = f"the actor {self.name!r} could not start: {cause}"
                 raise BackendUnavailableError(text) from None
             # Ray's text goes on with a paragraph of hints.

@@ -27,7 +27,7 @@ from gradreduce.errors import BackendUnavailableError, CancelledError, log_warni
 
 from .cluster import NAMESPACE
 from .messages import Message
-from .shard import RetryError, Settings, Shard
+from .shard import RetryError, Settings, Shard, why_not_started
 from .shard_state import Key, ShardState
 
 LEASE_SECONDS = 5.0  # a take is dropped if its client has not asked again for so long
@@ -257,7 +257,13 @@ class Lead(Shard):
             raise error.cause from None
         except ray.exceptions.RayActorError as error:
             self._are_alike = False
-            raise RetryError(f"a shard of {self._settings.name!r} has ended") from error
+            name = self._settings.name
+            if cause := why_not_started(error):
+                self._others = self._start_others()  # the next call succeeds if the cause is gone
+                raise BackendUnavailableError(
+                    f"a shard of {name!r} could not start: {cause}"
+                ) from None
+            raise RetryError(f"a shard of {name!r} has ended") from error
 
     def _is_known(self, key: Key) -> bool:
         """Whether a call, or a later call of the same caller, was already applied."""

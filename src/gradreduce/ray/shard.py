@@ -50,6 +50,11 @@ class Settings(NamedTuple):
             return open_mesh(backend="cuda").devices[0]
         return open_mesh(1, backend="sim", kernels=self.kernels).devices[0]
 
+    def description(self) -> dict[str, Any]:
+        """Returns the options that all users of the actor must pass alike, by name."""
+        durability = "push" if self.period == 1 else self.period
+        return {"snapshots": self.folder, "durability": durability}
+
     @property
     def actor_name(self) -> str:
         """The name of the shard's actor."""
@@ -58,6 +63,12 @@ class Settings(NamedTuple):
 
 class RetryError(RuntimeError):
     """The shards have loaded an older snapshot, so the client must send its call again."""
+
+
+def why_not_started(error: ray.exceptions.RayActorError) -> str:
+    """Returns the error of the constructor of an actor; empty if it has started."""
+    text = str(error).strip()
+    return text.rpartition("\n")[2] if "in its creation task" in text else ""
 
 
 def stored(value: Any) -> Any:
@@ -164,8 +175,7 @@ class Shard:
         if self._snapshots is None:
             # This shard may have run commands of an earlier lead, which a new lead has not run.
             return [] if self._number and not self._settings.shard else [0]
-        numbers = self._snapshots.numbers()
-        return numbers if len(numbers) > 1 else [0, *numbers]
+        return self._snapshots.loadable()
 
     async def go_back(self, number: int, generation: str) -> None:
         """Loads the snapshot of a command; 0 stands for the empty state of a new actor."""

@@ -56,7 +56,7 @@ class ShardState(ABC):
         raise NotImplementedError
 
     def can_take(self, num_required: int) -> bool:
-        """Whether there are enough gradients for a take."""
+        """Whether there are enough gradients for a take, or it raises."""
         raise NotImplementedError
 
     def missing(self, num_required: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -89,25 +90,48 @@ class Snapshots:
             log_warning(__name__, "the snapshot %s is damaged, and not used", self._path(number))
         return whole
 
+    def loadable(self) -> list[int]:
+        """Returns the numbers of the states that can be loaded; see ``numbers``.
+
+        0 stands for the state of a new actor. It is one of them if at most one snapshot was written
+        and none is damaged.
+        """
+        whole, num_files = self.numbers(), len(self._numbers())
+        return [0, *whole] if len(whole) == num_files <= 1 else whole
+
     def newest(self) -> int:
-        """Returns the number of the newest undamaged snapshot, or 0; see ``numbers``."""
-        return max(self.numbers(), default=0)
+        """Returns the number of the newest state that can be loaded; 0 if there are no files.
+
+        Raises:
+            ValueError: there are files, and all are damaged.
+        """
+        loadable = self.loadable()
+        if not loadable:
+            paths = ", ".join(str(self._path(number)) for number in self._numbers())
+            raise ValueError(
+                f"all snapshots of {self._name!r} are damaged, and were kept: {paths}. Replace one "
+                "by an undamaged copy, or move all away to start with an empty state"
+            )
+        return loadable[-1]
 
     def read(self, number: int) -> dict[str, Any]:
         """Returns the state of a snapshot, with new arrays.
 
         Raises:
             FileNotFoundError: there is no snapshot of this number.
-            ValueError: it is damaged.
+            ValueError: it is damaged, or was not written by this class.
         """
         path = self._path(number)
         with path.open("rb") as file:
             if not _is_whole(file):
                 raise ValueError(f"the snapshot {path} is damaged")
             file.seek(_DIGEST_BYTES)
-            contents = json.loads(np.load(file).tobytes())
-            tensors = {name: np.load(file) for name in contents["names"]}
-        return checkpoint.join(tensors, contents["metadata"])
+            try:
+                contents = json.loads(_next_array(file).tobytes())
+                tensors = {name: _next_array(file) for name in contents["names"]}
+                return checkpoint.join(tensors, contents["metadata"])
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise ValueError(f"the snapshot {path} is not one of this library") from error
 
     def remove(self, above: int = 0) -> None:
         """Removes the snapshots with numbers greater than ``above``.
@@ -152,6 +176,19 @@ def _write(file: IO[bytes], state: Mapping[str, Any]) -> None:
     file.seek(0)
     file.write(hashed.digest())
     file.flush()
+
+
+def _next_array(file: IO[bytes]) -> np.ndarray:
+    """Reads an array; raises ``ValueError`` if its header claims more bytes than the file has."""
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("an array has another version")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if dtype.kind not in "fiu" or nbytes > os.fstat(file.fileno()).st_size - file.tell():
+        raise ValueError(f"an array of {dtype}{list(shape)} is not in the file")
+    array = np.empty(shape, dtype)
+    file.readinto(array.reshape(-1).view(np.uint8))  # type: ignore[attr-defined]  # of open("rb")
+    return array
 
 
 class _Hashed:

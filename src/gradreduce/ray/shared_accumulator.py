@@ -1,0 +1,236 @@
+"""Base class of the accumulators in actors: checks gradients, sends them, and converts results."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Self
+
+from gradreduce.accumulator.checkpoint import ready_state
+from gradreduce.accumulator.multi import as_result, warn_of_default
+from gradreduce.accumulator.validate import DEFAULT_STEP, as_required, as_step
+from gradreduce.arrays.caller_streams import StreamScope
+from gradreduce.arrays.convert import as_result_kind, kind_of, numbers, to_buffer
+from gradreduce.arrays.convert_gpu import Kind
+from gradreduce.arrays.distributed import PerReplica
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.indexed_slices import as_slices as slices_of
+from gradreduce.arrays.types import OutputType, ReductionType
+from gradreduce.arrays.variable import Variable
+from gradreduce.backends import default_mesh
+from gradreduce.checkpoint import downloader, mapped, on_host
+from gradreduce.device import Buffer, as_dtype, as_flag
+from gradreduce.errors import about, brief
+
+from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec, as_slices
+from .client import Client, SharedOptions, shards_for
+from .lead import Origin, WorkerInfo
+from .messages import Layout, specs_of
+
+_KEPT_KINDS = ("torch", "coo", "jax")  # results of other gradients are NumPy arrays
+
+
+class SharedAccumulator:
+    """Base class: accumulators of one name; every call is about all of them.
+
+    Args:
+        names: of the accumulators.
+        specs: of the accumulators.
+        shared_name: of the actor.
+        reduction_type: of all accumulators.
+        options: ``num_shards``, ``num_gpus``, ``snapshots``, ``durability``, ``worker`` and
+            ``timeout``; see ``AccumulatorSet``.
+    """
+
+    _has_names = False  # whether gradients are dicts by name
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        specs: Sequence[AccumulatorSpec],
+        shared_name: str,
+        reduction_type: ReductionType,
+        options: SharedOptions,
+    ) -> None:
+        settings = options.settings(shared_name)
+        spec = SetSpec(tuple(names), tuple(specs), reduction_type, ())
+        self._device = default_mesh().devices[0]
+        # Accumulators in this process, which only check arguments before they are sent.
+        own = [spec.accumulator(index, self._device) for index in range(len(specs))]
+        self._states = [each.accumulator_ref for each in own]
+        known = [(state.dtype.name, state.shape) for state in self._states]
+        sizes = [
+            _nbytes(state.shape, state.dtype.itemsize, settings.num_shards)
+            for state in self._states
+        ]
+        self._spec = spec._replace(
+            specs=tuple(
+                AccumulatorSpec(*each, spec.is_sparse)
+                for each, spec in zip(known, specs, strict=True)
+            ),
+            shards=shards_for(sizes, settings.num_shards),
+        )
+        self._worker = options.worker or f"{platform.node()}:{os.getpid()}"
+        make_state = partial(AccumulatorSetState, spec=self._spec)
+        self._client = Client(settings, make_state, self._spec.description(), options.timeout)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} of {len(self._states)} tensors on Ray>"
+
+    @property
+    def name(self) -> str:
+        """The ``shared_name``."""
+        return self._client.name
+
+    @property
+    def global_step(self) -> int:
+        """The current step: gradients of an earlier step are stale."""
+        return self._counts()[0]
+
+    @property
+    def num_dropped(self) -> int:
+        """The number of gradients that were dropped as stale."""
+        return self._counts()[2]
+
+    def num_accumulated(self, name: str | None = None) -> int:
+        """Returns the number of gradients in the sum now; ``name`` is ignored."""
+        return self._counts()[1]
+
+    def _counts(self) -> tuple[int, int, int]:
+        found: tuple[int, int, int] = self._client.ask("counts")
+        return found
+
+    def set_global_step(self, new_global_step: int | Variable, name: str | None = None) -> None:
+        """Sets the step; see ``gr.ConditionalAccumulator.set_global_step``."""
+        self._client.call("set_global_step", as_step("new_global_step", new_global_step))
+
+    def workers(self) -> list[WorkerInfo]:
+        """Returns a ``WorkerInfo`` of each worker that has applied a gradient, sorted by name.
+
+        Empty after a restart of the actor, until the next gradients.
+        """
+        return self._client.workers()
+
+    def leave(self) -> None:
+        """Removes this worker from ``workers()``, until its next gradient."""
+        self._client.leave(self._worker)
+
+    def close(self) -> None:
+        """Ends the actors and removes their snapshots; it may be called twice.
+
+        Waiting takes and all later calls raise ``CancelledError``, in every process.
+        """
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    @StreamScope()
+    def _apply(self, grads: Sequence[Any], local_step: int | Variable, cast: bool) -> bool:
+        """Adds a gradient to each accumulator; adds all or drops all."""
+        step, cast = as_step("local_step", local_step), as_flag("cast", cast)
+        checked_grads = [self._checked(index, grad, cast) for index, grad in enumerate(grads)]
+        kinds = [kind for kind, _ in checked_grads]
+        messages = []
+        for shard in range(1 + max(self._spec.shards)):
+            buffers = [
+                part for index in self._spec.of_shard(shard) for part in checked_grads[index][1]
+            ]
+            messages.append(Layout(specs_of(buffers)).pack(self._device, buffers))
+        answers = self._client.call(
+            "apply", step, kinds, messages=messages, origin=Origin(self._worker, step, step)
+        )
+        if answers[0] is not True and local_step is DEFAULT_STEP:
+            for state in self._states:
+                state.step = answers[0]
+            warn_of_default(self._states)
+        return answers[0] is True
+
+    def _checked(self, index: int, grad: Any, cast: bool) -> tuple[Kind, list[Buffer]]:
+        """Checks a gradient; returns its kind, and the Buffers that represent it."""
+        state = self._states[index]
+        try:
+            if isinstance(grad, PerReplica):
+                raise TypeError("a PerReplica is not one gradient: apply the gradient of each")
+            grad = slices_of(grad)
+            kind = grad.kind if isinstance(grad, IndexedSlices) else kind_of(grad)
+            kind = kind if kind in _KEPT_KINDS else "native"
+            found = state.storage.checked(state, grad, cast)
+            if isinstance(found, IndexedSlices) and self._spec.specs[index].is_sparse:
+                shape = numbers(list(found.dense_shape or ()), as_dtype("int64"))
+                parts = [found.indices, found.values, shape]
+                return kind, [to_buffer(part, self._device) for part in parts]
+            return kind, [state.storage.converted(state, found).values]
+        except (TypeError, ValueError) as error:
+            what = f"accumulator {state.name!r}"
+            key = brief(self._spec.names[index]) if self._has_names else index
+            several = f"grads[{key}], for " if len(self._states) > 1 else ""
+            raise about(several + what, error) from None
+
+    def _take(
+        self, num_required: int | Variable, timeout: float | None, output_type: OutputType | None
+    ) -> list[Any]:
+        """Takes the gradient of each accumulator."""
+        as_result_kind(output_type, "native", self._device)  # checked before anything is taken
+        taken = self._client.take(as_required(num_required), timeout)
+        found: dict[int, Any] = {}
+        with StreamScope():
+            for shard, message in enumerate(taken):
+                arrays = iter(Layout.of(message.form).arrays(message))
+                for index, first in zip(self._spec.of_shard(shard), message.value, strict=True):
+                    grad: Any = next(arrays)
+                    if self._spec.specs[index].is_sparse:
+                        grad = as_slices(grad, next(arrays), next(arrays))
+                    found[index] = self._converted(grad, first, output_type)
+        return [found[index] for index in range(len(self._states))]
+
+    def _converted(self, grad: Any, first: Kind, output_type: OutputType | None) -> Any:
+        """Converts NumPy arrays of an actor to ``output_type``, else to the first gradient's."""
+        library = "torch" if first == "coo" else first
+        is_kept = first in _KEPT_KINDS and library in sys.modules
+        kind = as_result_kind(output_type, first if is_kept else "native")
+        if kind in ("native", "numpy"):
+            return grad
+        if not isinstance(grad, IndexedSlices):
+            return as_result(to_buffer(grad, self._device), kind)
+        values = to_buffer(grad.values, self._device)
+        return as_result(IndexedSlices.of(values, grad.indices, grad.dense_shape), kind)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def _saved(self, output_type: str) -> list[Any]:
+        """Returns the state of each accumulator."""
+        download = downloader(None, output_type)
+        found: dict[int, Any] = {}
+        for shard, states in enumerate(self._client.read("states")):
+            found |= zip(self._spec.of_shard(shard), states, strict=True)
+        made: list[Any] = download([found[index] for index in range(len(self._states))])
+        return made
+
+    def _load(self, states: Sequence[Any]) -> None:
+        """Loads the state of each accumulator, after all were checked here."""
+        for state, saved in zip(self._states, states, strict=True):
+            ready_state(state, saved, f"state of accumulator {state.name!r}")
+        self._client.call("load_states", [mapped(on_host, saved) for saved in states])
+
+
+def _nbytes(shape: Sequence[int | None] | None, itemsize: int, num_shards: int) -> int:
+    """Returns the bytes of a tensor; 0 if its shape is unknown.
+
+    Raises:
+        ValueError: the shape is unknown, and there are several shards.
+    """
+    if shape is None or None in shape:
+        if num_shards > 1:
+            raise ValueError(f"shape={shape} must be known to distribute over several shards")
+        return 0
+    return math.prod([extent or 0 for extent in shape]) * itemsize
