@@ -91,6 +91,19 @@ def test_of_a_safetensors_file_the_header_is_read(tmp_path):
     assert "head.weight" in run(str(path)).output
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options", "status"),
+    [("F32", (), 0), ("F8_E4M3", (), 1), ("F32", ("--dtype", "float8\x1b"), 2)],
+)
+def test_control_characters_are_escaped(tmp_path, dtype, options, status):
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {"w\x1b[2J\u202e": {"dtype": dtype, "shape": [2]}})
+    result = run(str(path), *options)
+    assert result.exit_code == status, result.output
+    assert not {"\x1b", "\u202e"} & set(result.output)
+    assert r"\x1b" in result.output
+
+
 def test_of_an_npz_file_the_headers_are_read(tmp_path):
     path = tmp_path / "model.npz"
     with zipfile.ZipFile(path, "w") as archive:
@@ -109,14 +122,50 @@ def test_of_an_npz_file_the_headers_are_read(tmp_path):
         ({"w": {"dtype": "F8_E4M3", "shape": [2]}}, "F8_E4M3"),
         ({"w": {"dtype": "F32", "shape": [-2]}}, "-2 is not a size"),
         ({"w": {"dtype": "F32"}}, "'shape'"),
+        ({"w": {"dtype": "F32", "shape": [True]}}, "True is not a size"),
+        ({"w": {"dtype": "F32", "shape": [10**4000] * 2}}, "has 2**63 elements or more"),
+        ({"\ud800": {"dtype": "F32", "shape": [2]}}, "surrogates not allowed"),
         ([], "not a valid .safetensors file"),
     ],
 )
-def test_a_wrong_file_is_the_parsers_error(tmp_path, content, says):
+def test_a_wrong_file_is_one_line(tmp_path, content, says):
     path = tmp_path / "wrong.safetensors"
     write_safetensors(path, content)
-    result = run(str(path))
-    assert (result.exit_code, says in result.output) == (2, True), result.output
+    check_one_line(run(str(path)), says)
+
+
+def check_one_line(result, says):
+    """Checks that a command has printed an error of one line, and has exit status 1."""
+    assert (result.exit_code, says in result.output) == (1, True), result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.output.startswith("Error: ")
+    assert result.output.count("\n") == 1
+
+
+def test_a_folder_is_one_line(tmp_path):
+    (tmp_path / "model.npz").mkdir()
+    check_one_line(run(str(tmp_path / "model.npz")), "Is a directory")
+
+
+def test_a_header_that_is_nested_deeply_is_one_line(tmp_path):
+    path = tmp_path / "wrong.safetensors"
+    path.write_bytes(struct.pack("<Q", 20_000) + b"[" * 20_000)
+    check_one_line(run(str(path)), "maximum recursion depth exceeded")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [(6, 1, "password required"), (8, 99, "compression method is not supported")],
+    ids=["encrypted", "method"],
+)
+def test_an_npz_file_that_python_cannot_unpack_is_one_line(tmp_path, place, value, says):
+    path = tmp_path / "wrong.npz"
+    np.savez(path, w=np.ones(3))
+    content = bytearray(path.read_bytes())
+    for start, offset in ((b"PK\3\4", place), (b"PK\1\2", place + 2)):
+        content[content.index(start) + offset] = value
+    path.write_bytes(content)
+    check_one_line(run(str(path)), says)
 
 
 def test_a_file_that_ends_early_or_claims_too_much_is_refused(tmp_path):
@@ -124,8 +173,7 @@ def test_a_file_that_ends_early_or_claims_too_much_is_refused(tmp_path):
     sizes = ((1 << 60, "the size of its header would be"), (4096, "ends inside its header"))
     for size, says in sizes:
         write_safetensors(path, {}, size=size)
-        result = run(str(path))
-        assert (result.exit_code, says in result.output) == (2, True), result.output
+        check_one_line(run(str(path)), says)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +185,10 @@ def test_a_file_that_ends_early_or_claims_too_much_is_refused(tmp_path):
         ["5", "--devices", "0"],
         ["5", "--devices", "2000"],
         ["5", "--devices", "a,b"],
+        ["5", "--devices", "\u0663"],
+        ["\u0663x2"],
+        ["9" * 4000 + "x" + "9" * 4000],
+        ["9" * 5000],
         ["5", "--dtype", "float99"],
         ["5", "--num-packs", "-1"],
         ["5", "--algorithm", "ring"],

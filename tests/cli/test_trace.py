@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 
 import numpy as np
 import pytest
@@ -86,14 +88,76 @@ def test_a_record_without_operations_is_drawn_too(tmp_path):
     assert run(path, "--plot", tmp_path / "empty.png").exit_code == 0
 
 
-@pytest.mark.parametrize("text", ["", "[]", "7", "{}", '{"traceEvents": 3}', '{"entries": [{}]}'])
-def test_another_file_is_the_parsers_error(tmp_path, text):
+EVENT = {
+    "ph": "X", "name": "copy", "cat": "copy", "ts": 0, "dur": 1, "pid": 0, "tid": 1, "args": {}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "7", "{}", '{"traceEvents": 3}', '{"entries": [{}]}', "[" * 20_000,
+     *[json.dumps({"traceEvents": [EVENT | wrong]})
+       for wrong in ({"name": "\ud800"}, {"name": [1]}, {"tid": 3}, {"tid": 0}, {"pid": "0"},
+                     {"dur": 10**400}, {"ts": float("nan")}, {"args": {"nbytes": "1"}},
+                     {"args": 3})]],
+)  # fmt: skip
+def test_another_file_is_one_line(tmp_path, text):
     path = tmp_path / "file.json"
     path.write_text(text)
-    result = run(path)
-    assert result.exit_code == 2, result.output
-    assert "neither a flight record nor a trace" in " ".join(result.output.split())
+    result = run(path, "--plot", tmp_path / "step.svg")
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
+    assert result.output.count("\n") == 1
+    assert f"Error: {path} is neither a flight record nor a trace of mesh.trace: " in result.output
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_control_characters_are_escaped(tmp_path):
+    """They could change the terminal, or hide what was printed before."""
+    trace, flight, hostile = tmp_path / "step.json", tmp_path / "flight.json", "\x1b[2J\u202e\x07"
+    trace.write_text(json.dumps({"traceEvents": [EVENT | {"name": hostile}]}))
+    flight.write_text(json.dumps({"mesh": f"a{hostile}\nb", "reason": "none", "entries": []}))
+    for path, shown in ((trace, ""), (flight, r"a\x1b[2J\u202e\x07\nb: none")):
+        result = run(path)
+        assert result.exit_code == 0, result.output
+        assert shown in result.output
+        assert not set(hostile) & set("\x1b\u202e\x07") & set(result.output)
+    assert r"\x1b[2J\u202e\x07" in run(trace).output
+
+
+def test_a_name_that_is_not_text_is_printed(flight, tmp_path):
+    result = run(flight[0], "-o", tmp_path / os.fsdecode(b"\xff.json"))
+    assert result.exit_code == 0, result.output
+    assert "\\udcff.json" in result.output
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, number):
+    path, picture = tmp_path / "step.json", tmp_path / "step.svg"
+    path.write_text(json.dumps({"traceEvents": [EVENT]}))
+    picture.write_text("before")
+
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync" if number == errno.ENOSPC else "fdopen", fail)
+    result = run(path, "--plot", picture)
+    text = f"Error: the picture cannot be written: [Errno {number}] {os.strerror(number)}\n"
+    assert (result.exit_code, result.output) == (1, text)
+    assert picture.read_text() == "before"
+    assert sorted(tmp_path.iterdir()) == [path, picture]
+
+
+def test_json_that_cannot_be_written_is_one_line(tmp_path):
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps({"traceEvents": [EVENT]}))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # as if the disk was full
+    try:
+        result = run(path, "--json", tmp_path / "out.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    text = f"Error: --json cannot be written: [Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}\n"
+    assert (result.exit_code, result.output) == (1, text)
 
 
 def test_a_file_that_is_missing_is_the_parsers_error(tmp_path):

@@ -86,7 +86,7 @@ class Row:
 
 def parse_bytes(value: str) -> int:
     """Returns the bytes of a text such as ``4096`` or ``64M``."""
-    found = re.fullmatch(r"(\d{1,15})([KMG]?)B?", str(value).upper())
+    found = re.fullmatch(r"([0-9]{1,15})([KMG]?)B?", str(value).upper())
     if found is None or not int(found[1]):
         raise click.BadParameter(f"{value!r} must be a number above 0, such as 4096, 64K or 1G")
     return int(found[1]) * _UNITS[found[2]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +22,7 @@ _WIDTH = 110  # columns of a table that is written to a file or a pipe
 def parse_placement(value: str) -> list[int]:
     """Returns the physical device of each logical device."""
     words = value.split(",")
-    if not all(word.isdecimal() and len(word) < 5 for word in words):
+    if not all(word.isascii() and word.isdecimal() and len(word) < 5 for word in words):
         raise click.BadParameter(f"{value!r} must be a number such as 4, or a list such as 0,0,1,1")
     numbers = [int(word) for word in words]
     placement = list(range(numbers[0])) if len(numbers) == 1 else numbers
@@ -100,6 +101,18 @@ def console() -> Console:
     return found if found.is_terminal else Console(highlight=False, emoji=False, width=_WIDTH)
 
 
+def printable(text: str) -> str:
+    """Returns a text in which control characters and lone surrogates are escaped."""
+    return "".join(
+        [each if each.isprintable() else each.encode("unicode_escape").decode() for each in text]
+    )
+
+
+def one_line(text: str) -> str:
+    """Returns a text as one line that can be printed."""
+    return printable(" ".join(text.split()))
+
+
 def write(file: IO[str] | None, content: Any, *tables: Table | str) -> None:
     """Prints tables and lines of text, and writes JSON if a file was passed.
 
@@ -107,13 +120,26 @@ def write(file: IO[str] | None, content: Any, *tables: Table | str) -> None:
         file: the file of ``--json``, or None. If it is standard output, the tables are not printed.
         content: the content for JSON.
         tables: the tables and lines, in order.
+
+    Raises:
+        click.ClickException: the JSON cannot be written, because the disk is full, for example.
     """
     if file is not None:
-        file.write(json.dumps(content, indent=1) + "\n")
+        try:
+            file.write(json.dumps(content, indent=1) + "\n")
+            file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            with suppress(OSError):  # it writes again
+                file.close()
+            raise click.ClickException(f"--json cannot be written: {error}") from error
         if file.name == "-":
             return
     screen = console()
     for each in tables:
+        if isinstance(each, str):  # the name of a file need not be text
+            each = "\n".join(map(printable, each.split("\n")))
         screen.print(each, markup=False, soft_wrap=isinstance(each, str))
 
 
@@ -124,5 +150,5 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
         right = column.startswith(">")
         made.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*[str(cell) for cell in row])
+        made.add_row(*[printable(str(cell)) for cell in row])
     return made

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import click
+
+from gradreduce.device.op_log import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,6 +46,19 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def save(figure: Figure, path: Path) -> None:
+    """Writes a picture, completely or not at all.
+
+    Raises:
+        click.ClickException: the file cannot be written.
+    """
+    try:
+        figure.savefig(content := io.BytesIO(), format=path.suffix[1:])
+        replace_file(path, content.getvalue(), mode=0o666)
+    except (OSError, ValueError) as error:  # ValueError: it would be too large, for example
+        raise click.ClickException(f"the picture cannot be written: {error}") from error
+
+
 def plot_bandwidths(path: Path, title: str, rows: Sequence[Measured]) -> None:
     """Writes a picture of bandwidth over size, a line for each benchmark."""
     figure = new_figure(7, 4.5)
@@ -56,7 +72,7 @@ def plot_bandwidths(path: Path, title: str, rows: Sequence[Measured]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_title(title)
     axes.legend()
-    figure.savefig(path)
+    save(figure, path)
 
 
 def plot_timeline(path: Path, title: str, events: Sequence[Mapping[str, Any]], unit: str) -> None:
@@ -89,4 +105,4 @@ def plot_timeline(path: Path, title: str, events: Sequence[Mapping[str, Any]], u
     axes.set_title(f"{title} (hatched: not known to be done)" if is_open else title)
     if kinds:
         figure.legend(loc="outside lower center", ncols=len(kinds))
-    figure.savefig(path)
+    save(figure, path)

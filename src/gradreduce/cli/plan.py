@@ -14,17 +14,17 @@ import click
 
 from gradreduce.arrays.distributed import PerReplica, ReduceOp
 from gradreduce.backends.dry_run import DryRunMesh
-from gradreduce.device import as_dtype
+from gradreduce.device import DType, as_dtype
 from gradreduce.errors import counted
 from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.plan import ReducePlan, tensor_ranges
 
 from .models import MODELS
-from .options import devices_option, json_option, table, write
-from .tensor_files import Header, read_headers
+from .options import devices_option, json_option, one_line, table, write
+from .tensor_files import Header, checked_shape, read_headers
 
-_SHAPE = re.compile(r"\d+(x\d+)*")
+_SHAPE = re.compile(r"[0-9]+(x[0-9]+)*")
 
 
 def parse_tensors(value: str) -> list[Header]:
@@ -32,7 +32,7 @@ def parse_tensors(value: str) -> list[Header]:
     if value in MODELS:
         return [(name, shape, "float32") for name, shape in MODELS[value]().items()]
     if _SHAPE.fullmatch(value):
-        return [("", tuple(map(int, value.split("x"))), "float32")]
+        return [("", checked_shape(map(int, value.split("x"))), "float32")]
     if Path(value).suffix not in (".safetensors", ".npz"):
         raise click.BadParameter(
             f"{value!r} is not a shape such as 64x3x7x7, a .safetensors or .npz file, or "
@@ -40,8 +40,10 @@ def parse_tensors(value: str) -> list[Header]:
         )
     try:
         return read_headers(Path(value))
-    except (OSError, ValueError) as error:
+    except FileNotFoundError as error:
         raise click.BadParameter(str(error)) from error
+    except (OSError, ValueError) as error:
+        raise click.ClickException(one_line(str(error))) from error
 
 
 @click.command()
@@ -85,7 +87,7 @@ def plan(
     try:
         dry_run_mesh = DryRunMesh(devices, "cuda", not no_peer_access)
         mesh = dry_run_mesh.mesh
-        wanted = [as_dtype(dtype or each) for _, _, each in named]
+        wanted = [_dtype_of(header, dtype) for header in named]
         values = [
             PerReplica(
                 [device.empty(shape, each) for device in mesh], mesh, name=name or f"{index}"
@@ -95,7 +97,7 @@ def plan(
         ops = AllReduceCrossDeviceOps(alg, mesh=mesh, **settings)
         found = ops.plan(ReduceOp[op.upper()], [(value, value) for value in values])
     except (TypeError, ValueError) as error:
-        raise click.UsageError(f"{error}") from error
+        raise click.UsageError(one_line(f"{error}")) from error
     nbytes = sum(
         math.prod(shape) * each.itemsize for (_, shape, _), each in zip(named, wanted, strict=True)
     )
@@ -108,6 +110,17 @@ def plan(
         f"{counted(len(devices), 'device')}\n{str(found).splitlines()[0]}"
     )
     write(json_file, content, summary, "", _packs(found))
+
+
+def _dtype_of(header: Header, dtype: str | None) -> DType:
+    """Returns the dtype of ``--dtype``, or that in the file."""
+    name, _, own = header
+    try:
+        return as_dtype(dtype or own)
+    except (TypeError, ValueError) as error:
+        if dtype:
+            raise
+        raise click.ClickException(one_line(f"{name}: {error}")) from error
 
 
 def _packs(found: ReducePlan) -> Any:

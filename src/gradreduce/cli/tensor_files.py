@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from numpy.lib import format as npy
+from gradreduce.errors import brief
+from gradreduce.npz_file import read_header, reading_errors
 
 _MOST_HEADER_BYTES = 100 << 20  # the limit of safetensors' own reader
 _DTYPES = {
@@ -33,7 +35,7 @@ def read_headers(path: Path) -> list[Header]:
         raise ValueError(f"{path} must end in .safetensors or .npz")
     try:
         return list(readers[path.suffix](path))
-    except (ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+    except reading_errors(KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not a valid {path.suffix} file: {error}") from error
 
 
@@ -48,9 +50,10 @@ def _of_safetensors(path: Path) -> Iterator[Header]:
         raise ValueError("the file ends inside its header: copy the file again")
     for name, entry in json.loads(text).items():
         if name != "__metadata__":
+            name.encode()  # a lone surrogate cannot be printed
             yield (
                 name,
-                tuple([_extent(each) for each in entry["shape"]]),
+                checked_shape(entry["shape"]),
                 _DTYPES.get(entry["dtype"], entry["dtype"]),
             )
 
@@ -59,19 +62,19 @@ def _of_npz(path: Path) -> Iterator[Header]:
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             with archive.open(name) as member:
-                shape, dtype = _npy_header(member)
-            yield name.removesuffix(".npy"), shape, dtype.name
+                shape, dtype = read_header(member)
+            yield name.removesuffix(".npy"), checked_shape(shape), dtype.name
 
 
-def _npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], Any]:
-    read = npy.read_array_header_1_0
-    if npy.read_magic(member) != (1, 0):
-        read = npy.read_array_header_2_0
-    shape, _, dtype = read(member)
-    return shape, dtype
+def checked_shape(extents: Iterable[Any]) -> tuple[int, ...]:
+    """Returns a shape; raises ``ValueError`` if it has wrong extents, or 2**63 elements or more."""
+    shape = tuple([_extent(each) for each in extents])
+    if math.prod(shape) >= 2**63:
+        raise ValueError(f"the shape {brief(shape)} has 2**63 elements or more")
+    return shape
 
 
 def _extent(value: Any) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is not a size")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{brief(value)} is not a size")
     return value

@@ -12,11 +12,12 @@ import click
 
 from gradreduce.device.op_log import QUEUES, replace_file
 from gradreduce.device.trace import Event, event_of, trace_path, trace_text
-from gradreduce.errors import counted
+from gradreduce.errors import brief, counted
 
-from .options import json_option, plot_option, table, write
+from .options import json_option, one_line, plot_option, printable, table, write
 from .pictures import plot_timeline
 
+_MOST_TIME = 1e15  # microseconds: 30 years
 _FIELDS = ("kind", "name", "device", "queue")
 _DETAILS = ("sequence", "source", "nbytes", "num_rows", "tensors", "done")
 
@@ -36,26 +37,17 @@ def trace(file: Path, output: Path | None, json_file: IO[str] | None, plot: Path
     for a trace only the summary and the picture are made. A flight record contains no times: each
     operation is drawn one microsecond long, in the order of submission.
     """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        is_trace = "traceEvents" in content
-        events = _of_trace(content) if is_trace else _of_flight(content)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise click.UsageError(
-            f"{file} is neither a flight record nor a trace of mesh.trace: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    events, head, text = _read(file)
     lines = []
-    if not is_trace:
+    if head is not None:
         output = output or file.with_suffix(".trace.json")
-        names = {device: f"device {device}" for device in sorted({each["pid"] for each in events})}
         try:
-            replace_file(trace_path(output), trace_text(events, names), mode=0o666)
+            replace_file(trace_path(output), text, mode=0o666)
         except (OSError, ValueError) as error:
             raise click.ClickException(f"{output} cannot be written: {error}") from error
-        lines = [f"{content['mesh']}: {content['reason']}", f"Trace: {output}"]
+        lines = [head, f"Trace: {output}"]
     if plot is not None:
-        unit = "microseconds on the host" if is_trace else "operations, in the order of submission"
+        unit = "microseconds on the host" if head is None else "operations, in the order submitted"
         plot_timeline(plot, file.name, events, unit)
     rows = _summary(events)
     columns = (">device", "queue", "operation", ">count", ">bytes", ">not done")
@@ -66,6 +58,51 @@ def trace(file: Path, output: Path | None, json_file: IO[str] | None, plot: Path
         *lines,
         table(counted(len(events), "operation"), columns, rows),
     )
+
+
+def _read(file: Path) -> tuple[list[Event], str | None, bytes]:
+    """Reads a trace or a flight record.
+
+    Returns:
+        The events. For a flight record also its first line, and the content of its trace.
+
+    Raises:
+        click.ClickException: it is neither; or the file cannot be read.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        is_trace = "traceEvents" in content
+        events = _of_trace(content) if is_trace else _of_flight(content)
+        for each in events:
+            _check(each)
+        if is_trace:
+            return events, None, b""
+        names = {device: f"device {device}" for device in sorted({each["pid"] for each in events})}
+        head = printable(_text(f"{content['mesh']}: {content['reason']}"))
+        return events, head, trace_text(events, names)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise click.ClickException(
+            one_line(f"{file} is neither a flight record nor a trace of mesh.trace: {why}")
+        ) from error
+
+
+def _check(event: Event) -> None:
+    """Raises ``TypeError`` or ``ValueError`` unless an event can be counted, shown and drawn."""
+    details, device, queue = event["args"], event["pid"], event["tid"]
+    numbers = [device, queue, details.get("nbytes", details.get("bytes", 0))]
+    if any(type(each) is not int for each in numbers) or not 1 <= queue <= len(QUEUES):
+        raise ValueError(f"pid, tid and bytes {brief(numbers)} are not integers of an operation")
+    times = [event["ts"], event["dur"]]
+    if any(type(each) not in (int, float) or not abs(each) < _MOST_TIME for each in times):
+        raise ValueError(f"ts and dur {brief(times)} are not times in microseconds")
+    _text(event["name"])
+    _text(event["cat"])
+
+
+def _text(value: str) -> str:
+    """Returns a text; raises ``ValueError`` if it has a lone surrogate, which cannot be printed."""
+    return value.encode().decode()
 
 
 def _of_flight(content: dict[str, Any]) -> list[Event]:
@@ -80,10 +117,7 @@ def _of_flight(content: dict[str, Any]) -> list[Event]:
 
 def _of_trace(content: dict[str, Any]) -> list[Event]:
     """Returns the complete events of a trace."""
-    events = [each for each in content["traceEvents"] if each["ph"] == "X"]
-    for each in events:
-        float(each["ts"] + each["dur"]), each["cat"], each["pid"], each["tid"], dict(each["args"])
-    return events
+    return [each for each in content["traceEvents"] if each["ph"] == "X"]
 
 
 def _summary(events: Sequence[Event]) -> list[tuple[object, ...]]:
