@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import reprlib
 import sys
 from collections import Counter
@@ -232,11 +233,8 @@ def repeated(items: Iterable[Any]) -> list[Any]:
 def log_warning(logger: str, message: str, *args: object) -> None:
     """Logs a warning.
 
-    Imports ``logging`` only now, because its import takes as long as ten modules of this package.
-    Does nothing at Python's exit, when nothing can be imported any more.
+    Does nothing at Python's exit, when handlers may have been closed.
     """
     if sys.is_finalizing():
         return
-    import logging
-
     logging.getLogger(logger).warning(message, *args, stacklevel=2)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -64,8 +66,6 @@ def _hide(dynamo: Any) -> None:
         _skip_files(dynamo.trace_rules)
         _skip_functions(dynamo)
     except AttributeError as error:  # these functions are not public
-        import logging
-
         logging.getLogger("gradreduce").warning(
             "torch.compile traces calls of gradreduce, and may fail there: this version of "
             "PyTorch cannot be told to skip them: %s",
@@ -75,8 +75,6 @@ def _hide(dynamo: Any) -> None:
 
 def _skip_files(rules: Any) -> None:
     """Makes Dynamo skip the frames of our files, such as hooks that autograd calls."""
-    from pathlib import Path
-
     inside = [*Path(_PACKAGE).glob("*"), *Path(_PACKAGE, "torch").glob("*")]
     paths = [str(path) for path in inside if path.stem not in ("torch", _TRACED)]
     if not set(paths).issubset(rules.SKIP_DIRS):
@@ -115,4 +113,5 @@ def _functions() -> Iterator[FunctionType]:
 
 def _is_traced(function: FunctionType) -> bool:
     """Whether Dynamo may trace a function: those by which a DataParallel calls its module."""
-    return function.__module__.endswith(_TRACED) and function.__name__ in ("forward", "module")
+    names = ("forward", "module", "_with_buffers", "_without_buffers")
+    return function.__module__.endswith(_TRACED) and function.__name__ in names

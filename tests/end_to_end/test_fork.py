@@ -1,4 +1,4 @@
-"""In a forked child every inherited object raises at once, whatever lock the parent held."""
+"""In a forked child every inherited object raises at once, whatever its parent was doing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.public_calls import public_calls
 
 import gradreduce as gr
+from gradreduce.arrays import convert
 
 # Run with gradreduce and tests on the path; the kind of kernels is in argv. SIGALRM ends a child
 # that hangs.
@@ -18,10 +20,9 @@ import gc, os, signal, sys, threading
 import numpy as np
 import gradreduce as gr
 from gradreduce.backends.sim import host_compile
-from device.test_contract_lifetime import every_call
+from support.public_calls import public_calls
 
 LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
-SUM = gr.ReduceOp.SUM
 
 
 def locks():
@@ -32,76 +33,6 @@ def locks():
             kept = dict(getattr(owner, "__dict__", {})).values()
             found |= {id(each): each for each in kept if isinstance(each, LOCKS)}
     return list(found.values())
-
-
-def use(mesh, name):
-    '''Something of everything; with the calls on it.'''
-    w = gr.Variable(np.ones(4), dtype="float32", device=mesh)
-    value = gr.PerReplica([each.upload(np.ones(4, np.float32)) for each in mesh.devices], mesh)
-    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-    steps = ops.prepare(SUM, [(value, value)]), ops.capture(SUM, [(value, value)])
-    optimizer = gr.MomentumOptimizer(0.1, 0.9)
-    dense = gr.ConditionalAccumulator("float32", device=mesh, shared_name=name)
-    sparse = gr.SparseConditionalAccumulator("float32", device=mesh.devices[0])
-    rows = gr.IndexedSlices(np.ones((1, 2), np.float32), [3])
-    center = gr.AGNCenter(mesh)
-    getter = gr.AGNCustomGetter(mesh.devices[0], center=center)
-    v = gr.get_variable("v", np.zeros(2), custom_getter=getter)
-    agn = gr.AGNOptimizer(gr.GradientDescentOptimizer(0.1), 1, getter, 1)
-    flat = mesh.flat_buffer([(3,)], "float32")
-    buffer = mesh.devices[0].upload(np.ones(3, np.float32))
-    gradient = [np.ones(4, np.float32)] * len(mesh)
-    state, kept, agn_kept = dense.state_dict(), optimizer.state_dict, agn.state_dict
-    of_center = center.state_dict()
-    calls = every_call(mesh, buffer) | {
-        "journal": lambda: mesh.journal().__enter__(),
-        "flight_record": mesh.flight_record,
-        "lose": lambda: mesh.devices[0].mark_failed("for no reason"),
-        "reset": mesh.reset,
-        "collective": lambda: mesh.collective,
-        "read": w.numpy,
-        "assign": lambda: w.assign(np.zeros(4, np.float32)),
-        "assign_add": lambda: w.assign_add(np.zeros(4, np.float32)),
-        "reduce": lambda: ops.reduce(SUM, value, value),
-        "explain": lambda: ops.profile(SUM, [(value, value)]),
-        "play": steps[0],
-        "play with a deadline": lambda: steps[0](deadline=5),
-        "captured": steps[1],
-        "minimize": lambda: optimizer.minimize(lambda: np.sum(w * w), var_list=[w]),
-        "apply": lambda: dense.apply_grad(gradient[0]),
-        "apply everywhere": lambda: gr.apply_grads([dense], [gradient[0]], 0),
-        "apply sparse": lambda: sparse.apply_indexed_slices_grad(rows),
-        "take": lambda: dense.take_grad(1),
-        "take with a deadline": lambda: dense.take_grad(1, deadline=5),
-        "take sparse": lambda: sparse.take_grad(1),
-        "take joint": lambda: gr.take_grads([dense, sparse], num_required=1),
-        "num_accumulated": dense.num_accumulated,
-        "num_dropped": lambda: dense.num_dropped,
-        "global_step": lambda: dense.global_step,
-        "set_global_step": lambda: dense.set_global_step(3),
-        "state_dict": dense.state_dict,
-        "load_state_dict": lambda: dense.load_state_dict(state),
-        "close accumulator": dense.close,
-        "center.state_dict": center.state_dict,
-        "center.load_state_dict": lambda: center.load_state_dict(of_center),
-        "center.variables": center.variables,
-        "center.failed_workers": lambda: center.failed_workers,
-        "center.start_worker": lambda: center.start_worker(0, print),
-        "get_variable": lambda: gr.get_variable("u", np.zeros(2), custom_getter=getter),
-        "AGN": lambda: agn.minimize(lambda: np.sum(v * v), var_list=[v]),
-        "agn.state_dict": agn_kept,
-        "close": mesh.close,
-    }
-    for step in steps:
-        step()
-    calls["minimize"]()
-    calls["AGN"]()
-    dense.apply_grad(gradient[0])
-    assert dense.num_accumulated() == 1
-    assert dense.take_grad(1)
-    calls["agn.load_state_dict"] = lambda kept=agn_kept(): agn.load_state_dict(kept)
-    calls["optimizer.state_dict"] = kept
-    return calls
 
 
 def in_the_child(calls):
@@ -118,7 +49,7 @@ def in_the_child(calls):
         pass
     host_compile.host_kernel.cache_clear()
     with gr.open_mesh(2, backend="sim", kernels=sys.argv[1], schedule_seed=seed) as new:
-        use(new, "shared")
+        public_calls(new, "shared")
     assert gr.default_mesh() is not old
     getter = gr.AGNCustomGetter(gr.default_mesh().devices[0])  # of a center of this process
     gr.get_variable("own", np.zeros(2), custom_getter=getter)
@@ -127,7 +58,7 @@ def in_the_child(calls):
 seed = {"numpy": 1, "compiled": None}[sys.argv[1]]
 mesh = gr.open_mesh(2, backend="sim", kernels=sys.argv[1], schedule_seed=seed)
 old = gr.default_mesh()
-calls = use(mesh, "shared")
+calls = public_calls(mesh, "shared")
 gr.get_variable("own", np.zeros(2), custom_getter=(first := gr.AGNCustomGetter(old.devices[0])))
 held, done = threading.Event(), threading.Event()
 
@@ -157,16 +88,134 @@ sys.exit(code != 0)
 """
 
 
-@pytest.mark.parametrize("kernels", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
-def test_inherited_objects_raise_in_a_child_and_new_ones_work(kernels):
+# The number of processes is in argv. Each is new, because only the first call of a kind may import
+# something, and forks five children while three threads make their first calls.
+BESIDE = """
+import os, signal, sys, threading
+import numpy as np
+import gradreduce as gr
+
+ONES = np.ones(4, np.float32)
+
+
+def first_calls(mesh):
+    w = gr.Variable(ONES, device=mesh)
+    gr.ConditionalAccumulator("float32", device=mesh.devices[0]).apply_grad(ONES)
+    gr.MomentumOptimizer(0.1, 0.9).minimize(lambda: np.sum(w * w), var_list=[w])
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    assert (ops.all_reduce([[ONES], [ONES * 3]])[1][0] == 2).all()
+    ops.plan(gr.ReduceOp.SUM, ops.pairs([[ONES], [ONES]]))
+
+
+def fork(function, *args):
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        signal.alarm(40)
+        function(*args)
+        code = 0
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def codes_of(children):
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def in_the_child(inherited):
+    try:
+        inherited.apply_grad(ONES)
+    except gr.BackendUnavailableError:
+        with gr.open_mesh(2, backend="sim", kernels="numpy") as mesh:
+            return first_calls(mesh)
+    raise AssertionError("the inherited accumulator works")
+
+
+def fork_beside_first_calls():
+    mesh = gr.open_mesh(2, backend="sim", kernels="numpy")
+    inherited = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
+    start = threading.Barrier(4)
+    threads = [
+        threading.Thread(target=lambda: (start.wait(20), first_calls(mesh))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    start.wait(20)
+    children = [fork(in_the_child, inherited) for _ in range(5)]
+    for thread in threads:
+        thread.join(20)
+    codes = codes_of(children)
+    assert codes == [0] * 5, codes
+
+
+with gr.open_mesh(1, backend="sim", kernels="numpy"):
+    pass
+for _ in range(int(sys.argv[1])):
+    assert codes_of([fork(fork_beside_first_calls)]) == [0]
+"""
+
+
+def run(program: str, argument: str, *, timeout: float) -> None:
+    """Runs a program in a new Python, with gradreduce and tests on the path."""
     path = os.pathsep.join([str(Path(gr.__file__).parent.parent), str(Path(__file__).parents[1])])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning", "-c",
-         FORKED, kernels],
+         program, argument],
         env={**os.environ, "PYTHONPATH": path, "GRADREDUCE_BACKEND": "sim"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kernels", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
+def test_inherited_objects_raise_in_a_child_and_new_ones_work(kernels):
+    with gr.open_mesh(2, backend="sim", kernels=kernels) as mesh:
+        public_calls(mesh, "built")  # g++ may take long, and the program has a deadline
+    run(FORKED, kernels, timeout=60)
+
+
+@pytest.mark.parametrize("num_processes", [2, pytest.param(100, marks=pytest.mark.exhaustive)])
+def test_a_fork_beside_first_calls_leaves_a_child_that_works(num_processes):
+    run(BESIDE, str(num_processes), timeout=240)
+
+
+# Functions of arrays/convert.py that look at arrays. In the calls below the arrays have the mesh.
+CONVERSIONS = {
+    *("common_order", "converted", "from_buffer", "host_array", "is_coo", "kind_of", "numbers"),
+    *("shape_and_dtype", "to_buffer"),
+}
+FROM_ARRAYS = {"assert_mirrored", "add_n", "accumulate_n", "aggregate", "clip"}
+
+
+def test_the_process_is_checked_before_any_argument_is_converted(monkeypatch):
+    """Conversions call other libraries, whose threads and locks do not survive a fork."""
+    converted = []
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_name == "check_process":
+            sys.setprofile(None)
+        elif event == "return" and code.co_filename == convert.__file__:
+            converted.extend({code.co_name} & CONVERSIONS)
+
+    with gr.open_mesh(2, backend="sim") as mesh:
+        calls = public_calls(mesh, "inherited")
+        early = {}
+        with monkeypatch.context() as patch:
+            patch.setattr(mesh.mesh_state, "_forks", -1)  # as in a forked child
+            for name, call in calls.items():
+                sys.setprofile(profile)
+                with pytest.raises(gr.BackendUnavailableError, match="before a fork"):
+                    call()
+                if converted and name not in FROM_ARRAYS:
+                    early[name] = converted[:]
+                converted.clear()
+    assert early == {}

@@ -174,6 +174,7 @@ def apply(mesh, kinds=(False,), on_one=False):
 def apply_that_serves(mesh, kinds=(False,)):
     made, bring, _, shown = accumulators(mesh, kinds)
     ticket = PendingTake(tuple(each.accumulator_ref for each in made), 4)
+    ticket.in_call.acquire()
     take_queue.join(ticket)
 
     def all_shown():
@@ -189,8 +190,9 @@ def take_that_timed_out(mesh):
     (acc,), bring, take, shown = accumulators(mesh, (False,))
     first, behind = (PendingTake((acc.accumulator_ref,), number) for number in (8, 4))
     bring(1.0)
-    take_queue.join(first)
-    take_queue.join(behind)
+    for each in (first, behind):
+        each.in_call.acquire()
+        take_queue.join(each)
 
     def all_shown():
         return shown(), [each.done.is_set() for each in (first, behind)], bool(behind.taken)

@@ -82,11 +82,18 @@ def needed(version):
 
 
 @pytest.fixture(scope="module")
-def programs(request):
+def pool():
+    """Processes that run NVRTC, which keeps a hundred megabytes."""
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as made:
+        yield made
+        made.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def programs(request, pool):
     """(version, kernel, arch, templates) -> the future of its program.
 
-    What the collected tests need is compiled ahead, on all cores, in processes: NVRTC keeps a
-    hundred megabytes.
+    What the collected tests need is compiled ahead, on all cores.
     """
     wanted = {}
     for item in request.session.items:
@@ -94,14 +101,12 @@ def programs(request):
             params = item.callspec.params
             if find_compiler(WHEELS[params["version"]]):
                 wanted[tuple(params[name] for name in PARAMETERS)] = None
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        for version, kernel, arch, templates in wanted:
-            names = [kernel.expression(template) for template in templates]
-            wanted[version, kernel, arch, templates] = pool.submit(
-                compiled, kernel_text(kernel.source), names, arch, version
-            )
-        yield wanted
-        pool.shutdown(cancel_futures=True)
+    for version, kernel, arch, templates in wanted:
+        names = [kernel.expression(template) for template in templates]
+        wanted[version, kernel, arch, templates] = pool.submit(
+            compiled, kernel_text(kernel.source), names, arch, version
+        )
+    return wanted
 
 
 @pytest.fixture
@@ -149,8 +154,8 @@ def vectors_of_update(kernel, template):
     return read, sum(n for _, n in operands[:-1])
 
 
-def test_this_nvrtc_knows_every_architecture():
-    assert SAMPLES.keys() <= architectures(12)
+def test_this_nvrtc_knows_every_architecture(pool):
+    assert SAMPLES.keys() <= pool.submit(architectures, 12).result()
 
 
 def test_every_type_has_a_size_here():
@@ -162,10 +167,10 @@ def test_the_options_are_those_of_cupy():
     assert options_of_cupy(90) == options(90)
 
 
-def test_messages_point_into_the_shipped_file():
+def test_messages_point_into_the_shipped_file(pool):
     text = kernel_text("add_n").replace("store(out, i, total);", "store(out, i, total, 5);")
     with pytest.raises(RuntimeError, match=r"kernels/add_n\.cu\(\d+\): error"):
-        compiled(text, [ADD_N.expression(("float32", "float32", 2))], 80)
+        pool.submit(compiled, text, [ADD_N.expression(("float32", "float32", 2))], 80).result()
 
 
 @programs_of(*SAMPLES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from count_lines import count, count_folders
+from count_lines import above_limits, count, count_folders, limits_of
 
 pytestmark = pytest.mark.repo
 
@@ -61,3 +61,17 @@ def test_files_are_summed_per_folder(tmp_path):
         (tmp_path / name).write_text("x = 1\nif x:\n    x = 2\n", encoding="utf-8")
     (tmp_path / "a" / "text.md").write_text("x\n", encoding="utf-8")
     assert count_folders(tmp_path) == {".": (3, 3), "a": (6, 6), "a/b": (3, 3)}
+
+
+def test_a_limit_is_the_statements_and_two_percent_rounded_up():
+    assert limits_of({".": (9, 100), "a": (9, 101), "b": (0, 0)}) == {".": 102, "a": 104, "b": 0}
+
+
+def test_folders_are_compared_with_their_own_limits():
+    found = {".": (9, 3), "a": (9, 5)}
+    assert above_limits(found, {".": 3, "a": 5}) == []
+    assert above_limits(found, {".": 4, "a": 4}) == ["a: 5 statements, its limit is 4"]
+    assert above_limits(found, {".": 3, "b": 1}) == [
+        "a: has no limit",
+        "b: has a limit, but no code",
+    ]

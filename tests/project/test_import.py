@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from statistics import median
 
-# Importing gradreduce adds at most this many times what NumPy takes: 0.12 s where NumPy takes 0.1.
+# Importing gradreduce adds at most this many times what NumPy takes: 0.15 s where NumPy takes 0.1.
+# No call imports anything later, so logging, plans and profiles are a part of it.
 # A ratio, because both are slower on a slower or a busier machine.
-ALLOWED = 1.2
+ALLOWED = 1.5
 SAMPLES = 3
 NEVER_IMPORTED = ("cupy", "cupyx", "torch", "jax", "mpi4py", "ray")
 
@@ -129,6 +130,37 @@ def test_the_compiler_of_pytorch_is_told_to_trace_nothing_when_it_is_imported(tm
         encoding="utf-8",
     )
     run_python(DYNAMO, tmp_path)
+
+
+FIRST_CALLS = """
+import sys
+import numpy.random
+from support import public_calls
+import gradreduce as gr
+
+class Recorder:
+    def find_spec(name, path=None, target=None):
+        imported.append(name)
+
+imported = []
+mesh = gr.open_mesh(2, backend="sim", kernels="numpy")
+sys.meta_path.insert(0, Recorder)
+calls = public_calls.public_calls(mesh, "shared")
+for name in sorted(calls, key=public_calls.ENDING.__contains__):
+    if name.startswith("take"):
+        for fill in public_calls.FILLING:
+            calls[fill]()
+    calls[name]()
+try:
+    gr.MomentumOptimizer(0.1, 0.9).lr = 1
+except AttributeError:
+    print(imported, len(calls) > 80)
+"""
+
+
+def test_the_first_call_of_each_kind_imports_nothing():
+    """A fork during the import would leave its lock held in the child, for ever."""
+    assert run_python(FIRST_CALLS, Path(__file__).parents[1]) == "[] True\n"
 
 
 AT_EXIT = """

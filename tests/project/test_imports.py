@@ -8,9 +8,10 @@ import pkgutil
 import re
 import tomllib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import gradreduce
@@ -18,15 +19,28 @@ import gradreduce
 PACKAGE = Path(gradreduce.__file__).parent
 
 
-def sources() -> dict[str, tuple[ast.Module, bool]]:
-    """Module -> its source, and whether it is a package."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = ["gradreduce", *path.relative_to(PACKAGE).with_suffix("").parts]
-        is_package = parts[-1] == "__init__"
-        name = ".".join(parts[:-1] if is_package else parts)
-        found[name] = ast.parse(path.read_text(encoding="utf-8")), is_package
-    return found
+class Sources(Mapping[str, tuple[ast.Module, bool]]):
+    """Module -> its source, and whether it is a package; parsed when asked for, to save memory."""
+
+    def __init__(self) -> None:
+        self._paths = {}
+        for path in sorted(PACKAGE.rglob("*.py")):
+            parts = ["gradreduce", *path.relative_to(PACKAGE).with_suffix("").parts]
+            is_package = parts[-1] == "__init__"
+            self._paths[".".join(parts[:-1] if is_package else parts)] = path, is_package
+
+    def __getitem__(self, module: str) -> tuple[ast.Module, bool]:
+        path, is_package = self._paths[module]
+        return ast.parse(path.read_text(encoding="utf-8")), is_package
+
+    def __contains__(self, module: object) -> bool:
+        return module in self._paths
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 def imported(module: str, source: ast.Module, is_package: bool) -> Iterator[str]:
@@ -41,7 +55,7 @@ def imported(module: str, source: ast.Module, is_package: bool) -> Iterator[str]
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def graph(sources: dict[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
+def graph(sources: Mapping[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
     """Module -> the modules of the same sources that it imports; for packages their members."""
     edges: dict[str, set[str]] = {}
     for module, (source, is_package) in sources.items():
@@ -73,7 +87,7 @@ def cycles(edges: dict[str, set[str]]) -> list[set[str]]:
 
 
 def test_cycles_of_annotations_stay_inside_device():
-    for found in cycles(graph(sources())):
+    for found in cycles(graph(Sources())):
         assert all(module.startswith("gradreduce.device.") for module in found), found
 
 
@@ -112,7 +126,7 @@ def used(source: ast.Module) -> set[str]:
     return found
 
 
-def transports(sources: dict[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
+def transports(sources: Mapping[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
     """Module -> the names in it that pickle or listen."""
     found = {}
     for module, (source, _) in sources.items():
@@ -127,7 +141,7 @@ def transports(sources: dict[str, tuple[ast.Module, bool]]) -> dict[str, set[str
 
 
 def test_only_the_store_of_pytorch_listens_and_nothing_pickles():
-    assert transports(sources()) == {
+    assert transports(Sources()) == {
         "gradreduce": {"import_module"},  # imports parts of the package
         "gradreduce.backends.processes.launchers": {"import_module"},  # likewise
         "gradreduce.backends.processes.torch_group": {"TCPStore", "PrefixStore", "rendezvous"},
@@ -148,6 +162,53 @@ def test_only_the_store_of_pytorch_listens_and_nothing_pickles():
 )
 def test_what_pickles_or_listens_is_found(text, name):
     assert transports({"a": (ast.parse(text), False)}) == {"a": {name}}
+
+
+# The functions that import at their first call: CONTRIBUTING.md says when they may.
+LATE = {
+    "gradreduce": {"__getattr__"},
+    "gradreduce.__main__": {"main"},
+    "gradreduce.backends": {"_cuda_backend", "_open_sim"},
+    "gradreduce.backends.cuda.nccl": {"_nccl"},
+    "gradreduce.backends.processes.launchers": {"_imported", "_meet"},
+    "gradreduce.cli.pictures": {"new_figure"},
+    "gradreduce.device.process_group": {"digest_of"},
+    "gradreduce.system_info": {"_gpus", "_imported", "_installed", "find_system_info"},
+}
+LATE_IN_NUMPY = np.__numpy_submodules__ - {"dtypes", "exceptions", "lib", "linalg"}
+
+
+def is_import(node: ast.AST) -> bool:
+    """Whether a node imports, or reads an attribute of NumPy that NumPy then imports."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return node.value.id == "np" and node.attr in LATE_IN_NUMPY
+    is_by_name = isinstance(node, ast.Name) and node.id in BY_NAME
+    return is_by_name or isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def late_imports(sources: Mapping[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
+    """Module -> its functions that import."""
+    found: dict[str, set[str]] = {}
+    for module, (source, _) in sources.items():
+        for node in ast.walk(source):
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if is_function and any(map(is_import, ast.walk(node))):
+                found.setdefault(module, set()).add(node.name)
+    return found
+
+
+def test_no_function_imports_at_its_first_call():
+    """A fork meanwhile would leave the lock of the import held in the child, for ever.
+
+    ``test_import.py`` makes first calls, and so finds what a library of ours imports in them.
+    """
+    assert late_imports(Sources()) == LATE
+
+
+@pytest.mark.parametrize("text", ["import a", "from a import b", "import_module('a')", "np.ma.x"])
+def test_a_late_import_is_found(text):
+    source = ast.parse(f"class A:\n    def f(self):\n        np.linalg.norm(1)\n        {text}")
+    assert late_imports({"a": (source, False)}) == {"a": {"f"}}
 
 
 def protected_modules() -> list[str]:

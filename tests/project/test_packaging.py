@@ -39,7 +39,7 @@ def test_pre_commit_runs_the_lints_of_ci_and_downloads_nothing():
         commands += (found[0] or found[1]).splitlines()
     assert len(hooks) == len(commands) >= 7
     for command, hook in zip(commands, hooks, strict=True):
-        words = re.findall(r"mypy\b|ruff \w+|lint-imports|basedpyright|\S+\.py", command)
+        words = re.findall(r"codespell|mypy\b|ruff \w+|lint-imports|basedpyright|\S+\.py", command)
         assert words
         assert all(word in hook for word in words), command
     assert re.findall(r"repo: (.+)", config) == ["local"]

@@ -137,13 +137,17 @@ def test_quoted_errors_are_raised(calls: Callable[[], list[Callable[[], object]]
 
 
 @pytest.mark.torch
-def test_quoted_errors_of_modules_are_raised() -> None:
+def test_quoted_errors_of_modules_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     mesh = gr.open_mesh(2, backend="sim")
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    hook = gr.torch.comm_hook(gr.AllReduceCrossDeviceOps(mesh=mesh[:1]))
     x = torch.ones(4, 8)
     first, second = (gr.torch.DataParallel(torch.nn.Linear(8, 1), mesh) for _ in range(2))
-    rows = gr.torch.DataParallel(torch.nn.Embedding(4, 2, sparse=True), mesh)
+    rows = gr.torch.DataParallel(torch.nn.Linear(2, 4, bias=False), mesh[:1])
+    sparse = torch.nn.functional.embedding
     moved, partly = ([torch.nn.Linear(8, 1) for _ in mesh] for _ in range(2))
     weight, _ = gr.torch.variables(moved, mesh)
     moved[0].to(torch.float64)
@@ -151,19 +155,33 @@ def test_quoted_errors_of_modules_are_raised() -> None:
         net(x).sum().backward()
     partly[0].bias.grad = None
     group = {"params": [torch.nn.Parameter(torch.zeros(2))], "weight_decay": 0.5}
+    third = gr.torch.DataParallel(torch.nn.Linear(8, 1), mesh)
+    third.module.load_state_dict(torch.nn.Linear(8, 1).state_dict())
 
     def backward(*replicas: Any, x: Any = x) -> None:
         for replica in replicas:
             replica(x).sum().backward()
 
+    def compiled() -> None:
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            torch.compile(backward, backend="eager")(second.replicas[0])
+
+    def faked() -> None:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            gr.torch.DataParallel(torch.nn.Linear(8, 1), mesh)
+
     check(
         "pytorch.md",
         [
+            compiled,
+            faked,
+            lambda: hook(None, (x, x)),
             lambda: backward(first.replicas[0], first.replicas[0]),
             lambda: second(x),
+            lambda: backward(*third.replicas, *third.replicas),
             lambda: setattr(second.replicas[0], "weight", torch.nn.Parameter(torch.zeros(1, 8))),
             weight.numpy,
-            lambda: backward(*rows.replicas, x=torch.tensor([1])),
+            lambda: sparse(torch.tensor([1]), rows.module.weight, sparse=True).sum().backward(),
             lambda: gr.torch.Optimizer(gr.MomentumOptimizer(0.1, 0.9), [group]),
             lambda: gr.AllReduceCrossDeviceOps(mesh=mesh).all_reduce(torch.nn.ModuleList(partly)),
         ],

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import gradreduce
 
 PACKAGE = Path(gradreduce.__file__).parent
@@ -194,6 +196,14 @@ def sources() -> list[tuple[str, ast.Module]]:
         (path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
         for path in sorted(PACKAGE.rglob("*.py"))
     ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten() -> Iterator[None]:
+    """The sources take 40 MB."""
+    yield
+    nodes.cache_clear()
+    sources.cache_clear()
 
 
 def test_names_and_texts_use_no_retired_word():

@@ -146,19 +146,21 @@ class Operand:
         self.array = self._whole[self._inside]
         self.array[...] = values
         self.values = values.copy()
-        self._before = self._whole.tobytes()
+        self._guards = self._guard_bytes()
         self._whole.flags.writeable = writable
         self.buffer: Buffer = device.adopt(self._whole).view(start, values.shape)
 
     def unchanged(self) -> bool:
         """Whether neither the operand nor a guard byte has changed."""
-        return self._whole.tobytes() == self._before
+        return self.contained() and self.array.tobytes() == self.values.tobytes()
 
     def contained(self) -> bool:
         """Whether no guard byte has changed."""
-        around = self._whole.copy()
-        around[self._inside] = self.values
-        return around.tobytes() == self._before
+        return self._guard_bytes() == self._guards
+
+    def _guard_bytes(self) -> tuple[bytes, bytes]:
+        before, behind = self._inside.start, self._inside.stop
+        return self._whole[:before].tobytes(), self._whole[behind:].tobytes()
 
 
 def blank(device: Device, size: int, dtype: DTypeLike, start: int = 0) -> Operand:
