@@ -28,7 +28,14 @@ if TYPE_CHECKING:
 
 project = "gradreduce"
 version = release = gradreduce.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor what a command prints
 nitpicky = True
 nitpick_ignore_regex = [("py:class", ".*"), ("py:exc", ".*")]  # types, many of other libraries
 html_theme = "furo"
@@ -93,10 +100,13 @@ def on_include_read(app: Sphinx, path: Path, name: str, source: list[str]) -> No
 
 def link_names(app: Sphinx, document: nodes.document, page: str) -> None:
     """Links names in texts to the reference: `gr.open_mesh(2)`, `Mesh` and `Mesh.reset`."""
-    known = app.env.domains.python_domain.objects
+    known, entries = app.env.domains.python_domain.objects, entries_by_origin(app.env)
     for text in list(document.findall(nodes.literal)):
         named = re.fullmatch(r"(?:gr\.(?=\w)|(?=[A-Z]))([\w.]+)(?:\(.*\))?", text.astext())
-        target = known.get(f"gradreduce.{named[1]}") if named else None
+        name = f"gradreduce.{named[1]}" if named else ""
+        if name not in known and "." in name:
+            name = entries.get(origin_of(name), [""])[0]
+        target = known.get(name)
         if target is None or isinstance(text.parent, nodes.reference):
             continue
         copy = text.deepcopy()
@@ -110,8 +120,9 @@ autodoc_mock_imports = ["cupy", "jax", "ray", "torch"]
 autodoc_default_options = {
     "members": True,
     # Inherited members too, but for those of these bases: they have entries of their own.
-    "inherited-members": "BaseException, ConditionalAccumulatorBase, CrossDeviceOps, Enum, IntEnum,"
-    " Optimizer, _MockObject, int, object, tuple",
+    "inherited-members": "AdamOptimizer, AllReduceCrossDeviceOps, BaseException,"
+    " ConditionalAccumulator, ConditionalAccumulatorBase, CrossDeviceOps, DistributedValues, Enum,"
+    " IntEnum, Optimizer, PreparedStep, SharedAccumulator, _MockObject, int, object, tuple",
     "special-members": "__call__",
 }
 autodoc_member_order = "bysource"
@@ -169,6 +180,49 @@ def after_napoleon(
     text[:] = [line.replace(COLON, ":") for line in text]
 
 
+# --- entries of the reference ---------------------------------------------------------------------
+
+Origin = tuple[str, str]  # a class, and the name of a member that its body defines
+
+
+def class_of(name: str) -> type | None:
+    """The class that has a name, such as ``gradreduce.ray.AGNCenter``."""
+    module, found = name, None
+    while module and module not in sys.modules:
+        module = module.rpartition(".")[0]
+    found = sys.modules.get(module)
+    for each in name.removeprefix(module).split(".")[1:]:
+        found = getattr(found, each, None)
+    return found if isinstance(found, type) else None
+
+
+def origin_of(name: str) -> Origin | None:
+    """The class that defines a member, and the member; None if it is no member of a class."""
+    owner, _, member = name.rpartition(".")
+    for base in getattr(class_of(owner), "__mro__", ()):
+        if member in vars(base):
+            return f"{base.__module__}.{base.__qualname__}", member
+    return None
+
+
+def entries_by_origin(env: BuildEnvironment) -> dict[Origin | None, list[str]]:
+    """The entries of each member of a class: one, or several if subclasses list it again."""
+    found: dict[Origin | None, list[str]] = {}
+    for name in env.domains.python_domain.objects:
+        found.setdefault(origin_of(name), []).append(name)
+    found.pop(None, None)
+    return found
+
+
+def module_of_source(app: Sphinx, module: str, name: str) -> str | None:
+    """The module that defines a member, also a property, which does not know its module."""
+    owner = class_of(f"{module}.{name}".rpartition(".")[0])
+    for base in getattr(owner, "__mro__", ()):
+        if name.rpartition(".")[2] in vars(base):
+            return base.__module__
+    return None
+
+
 def public_names() -> Iterator[str]:
     """Every name that the reference must have."""
     for line in (ROOT / "tests/data/public_api.txt").read_text("utf-8").splitlines():
@@ -180,11 +234,16 @@ def public_names() -> Iterator[str]:
 
 
 def check_reference(app: Sphinx, env: BuildEnvironment) -> None:
-    """Warns of public names that the reference does not have."""
+    """Warns of public names that the reference does not have, or has twice."""
+    logger, entries = logging.getLogger(__name__), entries_by_origin(env)
     documented = env.domains.python_domain.objects
-    missing = [name for name in public_names() if f"gradreduce.{name}" not in documented]
+    names = [f"gradreduce.{name}" for name in public_names()]
+    missing = [name for name in names if name not in documented and origin_of(name) not in entries]
     if missing:
-        logging.getLogger(__name__).warning("docs/api/*.md has no %s", ", ".join(missing))
+        logger.warning("docs/api/*.md has no %s", ", ".join(missing))
+    for (_, member), of_member in entries.items():
+        if len(of_member) > 1:
+            logger.warning("docs/api/*.md lists %s more than once: %s", member, of_member)
 
 
 def setup(app: Sphinx) -> None:
@@ -194,5 +253,6 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", after_napoleon, priority=600)
     app.connect("doctree-resolved", link_names)
     app.connect("env-check-consistency", check_reference)
+    app.connect("viewcode-follow-imported", module_of_source)
     app.connect("source-read", on_source_read)
     app.connect("include-read", on_include_read)

@@ -1,6 +1,7 @@
-"""Prints the code lines and statements of ``src/gradreduce``, per folder; checks their limit.
+"""Prints the code lines and statements of ``src/gradreduce``, per folder; checks their limits.
 
-The limit of all code lines is ``max_code_lines`` in ``pyproject.toml``. Exit status 1 above it.
+``[tool.gradreduce.max_statements]`` in ``pyproject.toml`` has the limit of each folder: its
+statements and 2 % more. Exit status 1 above a limit. ``--limits`` prints that table anew.
 """
 
 from __future__ import annotations
@@ -65,21 +66,43 @@ def count_folders(package: Path) -> dict[str, tuple[int, int]]:
     return dict(sorted(found.items()))
 
 
-def main() -> int:
-    """Prints the table; returns the exit status."""
+def limits_of(found: dict[str, tuple[int, int]]) -> dict[str, int]:
+    """The limit of each folder: its statements and 2 % more, rounded up."""
+    return {folder: -(-statements * 102 // 100) for folder, (_, statements) in found.items()}
+
+
+def above_limits(found: dict[str, tuple[int, int]], limits: dict[str, int]) -> list[str]:
+    """A line for each folder that has more statements than its limit, or only one of the two."""
+    lines = [
+        f"{folder}: {statements} statements, its limit is {limits[folder]}"
+        for folder, (_, statements) in found.items()
+        if folder in limits and statements > limits[folder]
+    ]
+    lines += [f"{folder}: has no limit" for folder in found if folder not in limits]
+    return lines + [
+        f"{folder}: has a limit, but no code" for folder in limits if folder not in found
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the table, or with ``--limits`` the limits to paste; returns the exit status."""
     found = count_folders(PACKAGE)
+    if arguments == ["--limits"]:
+        print("[tool.gradreduce.max_statements]")
+        for folder, limit in limits_of(found).items():
+            print(f'"{folder}" = {limit}')
+        return 0
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    limit: int = pyproject["tool"]["gradreduce"]["max_code_lines"]
-    total = sum(lines for lines, _ in found.values())
-    found["total"] = total, sum(statements for _, statements in found.values())
-    print(f"{'folder':<16}{'code lines':>12}{'statements':>12}")
+    limits: dict[str, int] = pyproject["tool"]["gradreduce"]["max_statements"]
+    print(f"{'folder':<20}{'code lines':>12}{'statements':>12}{'limit':>12}")
     for folder, (lines, statements) in found.items():
-        print(f"{folder:<16}{lines:>12}{statements:>12}")
-    print(f"{'limit':<16}{limit:>12}")
-    if total > limit:
-        print(f"src/gradreduce has {total - limit} code lines more than max_code_lines allows.")
-    return int(total > limit)
+        print(f"{folder:<20}{lines:>12}{statements:>12}{limits.get(folder, '-'):>12}")
+    total = [sum(column) for column in zip(*found.values(), strict=True)]
+    print(f"{'total':<20}{total[0]:>12}{total[1]:>12}{sum(limits.values()):>12}")
+    faults = above_limits(found, limits)
+    print("\n".join(faults))
+    return int(bool(faults))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
