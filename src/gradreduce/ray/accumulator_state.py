@@ -1,4 +1,4 @@
-"""The accumulators of an actor."""
+"""The accumulators that one shard holds, and the commands on them."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .messages import Layout, Message, specs_of
 from .shard import Settings
 from .shard_state import Key, ShardState
 
-MAX_TAKEN = 16  # results kept for callers that have not confirmed them; they may have been killed
+MAX_TAKEN = 16  # unconfirmed results that are kept; a killed caller never confirms its own
 
 
 class AccumulatorSpec(NamedTuple):
-    """The constructor's arguments of an accumulator of a set.
+    """The arguments of one accumulator of an ``AccumulatorSet``.
 
     Attributes:
-        dtype: of the gradients.
-        shape: of the gradients. None: any shape. A None entry: any extent.
-        is_sparse: whether gradients are IndexedSlices.
+        dtype: dtype of gradients and results: float16, bfloat16, float32 or float64.
+        shape: shape of the gradients. None: any shape. A None entry: any extent.
+        is_sparse: whether gradients and results are IndexedSlices, whose dense shape is ``shape``.
 
     Example: see ``docs/ray.md``.
     """
@@ -46,13 +46,13 @@ class AccumulatorSpec(NamedTuple):
 
 
 class SetSpec(NamedTuple):
-    """What all users of a set of accumulators agree on.
+    """The definition of a set of accumulators, equal for all its clients.
 
     Attributes:
-        names: of the accumulators.
-        specs: of the accumulators.
-        reduction_type: of all of them.
-        shards: the shard of each.
+        names: name of each accumulator.
+        specs: spec of each accumulator.
+        reduction_type: ``"MEAN"`` or ``"SUM"``, for all accumulators.
+        shards: number of the shard of each accumulator.
     """
 
     names: tuple[str, ...]
@@ -78,11 +78,11 @@ class SetSpec(NamedTuple):
 
 
 class AccumulatorSetState(ShardState):
-    """Accumulators with one step; every call is about all of them.
+    """The accumulators of a shard, with one step; each command is atomic over all of them.
 
     Args:
-        settings: of the shard.
-        spec: of the whole set.
+        settings: settings of the shard.
+        spec: the definition of the whole set, over all shards.
     """
 
     repeated = {"take": "taken"}  # noqa: RUF012  # never changed
@@ -94,8 +94,8 @@ class AccumulatorSetState(ShardState):
         self._indices = spec.of_shard(settings.shard)
         self._device = settings.open_device()
         self._accumulators: list[ConditionalAccumulatorBase] = []
-        # caller -> the number of its last take, and kinds and arrays of the results, until these
-        # have arrived.
+        # caller -> number of its last take, and kinds and arrays of the results. An entry is
+        # removed when the caller confirms that the results have arrived.
         self._taken: dict[str, tuple[int, list[Kind], list[np.ndarray]]] = {}
         self._make()
 
@@ -117,8 +117,8 @@ class AccumulatorSetState(ShardState):
         """Adds one gradient to each accumulator; the client has checked the gradients.
 
         Args:
-            local_step: of all gradients.
-            kinds: the array type that the client passed for each accumulator of the set.
+            local_step: the step with which all gradients were computed.
+            kinds: for each accumulator of the set the array type that the caller passed.
             message: the gradients of this shard.
 
         Returns:
@@ -133,7 +133,7 @@ class AccumulatorSetState(ShardState):
         return True
 
     def take(self, key: Key, num_required: int, message: None) -> Message:
-        """Takes the gradient of each accumulator; there are enough."""
+        """Takes the gradient of each accumulator; called if ``can_take`` returns True."""
         kinds = [each.accumulator_ref.kind for each in self._accumulators]
         taken = take_grads(self._accumulators, num_required, timeout=0, output_type="numpy")
         caller, number = key
@@ -149,7 +149,7 @@ class AccumulatorSetState(ShardState):
             each.set_global_step(step)
 
     def load_states(self, states: Sequence[Any], message: None) -> None:
-        """Loads the state of each accumulator of the set."""
+        """Loads the states of this shard; ``states`` has one for each accumulator of the set."""
         loads = [
             _ready(each.accumulator_ref, states[index], f"state['accumulators'][{index}]")
             for index, each in zip(self._indices, self._accumulators, strict=True)
@@ -170,7 +170,7 @@ class AccumulatorSetState(ShardState):
     # -- reads ------------------------------------------------------------------------------------
 
     def taken(self, caller: str) -> Message:
-        """Returns the results of a caller's last take; their value is the kind of each."""
+        """Returns the results of a caller's last take, and as ``value`` the kind of each."""
         if caller not in self._taken:
             raise BackendUnavailableError("the gradients of this take are lost: take again")
         _, kinds, arrays = self._taken[caller]
@@ -187,7 +187,7 @@ class AccumulatorSetState(ShardState):
         return [each.state_dict() for each in self._accumulators]
 
     def counts(self) -> tuple[int, int, int]:
-        """Returns the step, and the numbers of gradients in the sum and of dropped ones."""
+        """Returns the step, the number of gradients in the sum, and the number of dropped ones."""
         first = self._accumulators[0]
         return first.global_step, first.num_accumulated(), first.num_dropped
 
@@ -208,7 +208,7 @@ class AccumulatorSetState(ShardState):
     # -- snapshots --------------------------------------------------------------------------------
 
     def save(self) -> dict[str, Any]:
-        """See ``ShardState``; includes the results of takes, whose answers may be lost."""
+        """See ``ShardState``; includes unconfirmed results, because their answers may be lost."""
         taken = {
             caller: {
                 "number": number,
@@ -235,7 +235,10 @@ class AccumulatorSetState(ShardState):
 
 
 def _ready(state: AccumulatorState, saved: Any, where: str) -> Callable[[], None]:
-    """Does what ``ready_state`` does, also for array types whose library is not imported here."""
+    """Validates a state and returns a function that loads it, as ``ready_state`` does.
+
+    The library of the state's array type need not be imported in this process.
+    """
     kind = plain(f"{where}['kind']", saved["kind"])
     load_native = ready_state(state, {**saved, "kind": kind and "native"}, where)
 
@@ -247,7 +250,7 @@ def _ready(state: AccumulatorState, saved: Any, where: str) -> Callable[[], None
 
 
 def arrays_of(gradients: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the arrays of host gradients: three of sparse ones, see ``as_slices``."""
+    """Returns the arrays of host gradients: one of a dense gradient, three of a sparse one."""
     arrays: list[np.ndarray] = []
     for each in gradients:
         if isinstance(each, IndexedSlices):

@@ -1,7 +1,7 @@
-"""Accumulators that several processes and machines share: each is an actor of Ray.
+"""Accumulators that several processes and machines share, held by actors of Ray.
 
-They have the calls of ``gr.ConditionalAccumulator``. The actor has such an accumulator, and calls
-it.
+Their methods are those of ``gr.ConditionalAccumulator``. An actor holds such accumulators and runs
+the calls of all processes on them.
 """
 
 from __future__ import annotations
@@ -34,38 +34,42 @@ _FORMAT = "gradreduce ray accumulators 1"
 class AccumulatorSet(SharedAccumulator):
     """The accumulators of a model, in actors of Ray that all processes of a cluster share.
 
-    Every call is about all accumulators: it adds a gradient to each or to none, and takes the mean
-    of each or of none. They have one step and one count of gradients. The first process that uses
-    a name starts the actors. They end by ``close`` or with the cluster, not with that process. All
-    methods are thread-safe. Objects can be arguments of Ray's tasks and actors, where they are
-    other workers. Source: ``tf.ConditionalAccumulator`` with a ``shared_name``, and
-    ``tf.SyncReplicasOptimizer``, which has one for each variable.
+    Each call is atomic over the set: it adds a gradient to every accumulator, or to none; it takes
+    the mean of every accumulator, or of none. The set has one step and one count of gradients. The
+    first process that uses a name starts the actors. They run until ``close`` or until the cluster
+    ends, even if that process ends earlier. All methods are thread-safe and block until the actors
+    answer. They can also raise the errors of actors that ``docs/debugging.md`` lists. A set can be
+    an argument of Ray tasks and actors; the object there counts as another worker. Source:
+    ``tf.ConditionalAccumulator`` with a ``shared_name``, and ``tf.SyncReplicasOptimizer``, which
+    has one for each variable.
 
     Args:
-        specs: for each accumulator its ``AccumulatorSpec``, or a tuple ``(dtype, shape)`` or
-            ``(dtype, shape, is_sparse)``; a list, or a dict by name.
+        specs: a list, or a dict by name, with one entry for each accumulator: its
+            ``AccumulatorSpec``, or a tuple ``(dtype, shape)`` or ``(dtype, shape, is_sparse)``.
         shared_name: name of the actor: 1 to 128 ASCII letters, digits, ``_``, ``-`` and single
             ``.``. All sets of this name in the cluster share one state.
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         num_shards: number of actors; the accumulators are distributed over them by bytes.
-        num_gpus: 1: each actor has a GPU for its sums. 0: the sums are in host memory.
-        kernels: of actors without a GPU: ``"numpy"``, or ``"compiled"``, which is faster for large
-            tensors and needs g++ where the actors run.
+        num_gpus: 1: each actor reserves a GPU and keeps its sums there. 0: the sums are in host
+            memory.
+        kernels: how actors without a GPU compute: ``"numpy"``, or ``"compiled"``, which is faster
+            for large tensors and needs g++ where the actors run.
         snapshots: a folder that all machines of the cluster share. Ray restarts an actor that has
-            failed, from its last snapshot there; if all are damaged, it does not start, and keeps
-            them. None: a failed actor is not restarted.
-        durability: ``"push"``: a call that changes the state is answered after a snapshot with it
-            was written, so no answered call is lost. A number N: every Nth such call writes a
-            snapshot, so a failure loses at most N calls.
+            failed, and the actor loads a snapshot from this folder. If all its snapshots are
+            damaged, it does not start, and keeps the files. None: a failed actor is not restarted.
+        durability: how often the actors write snapshots. ``"push"``: each call that changes the
+            state is answered after a snapshot that includes it is on the disk, so no answered call
+            is lost. A number N: every Nth such call writes a snapshot, so a failure loses at most N
+            calls.
         worker: name of this worker in ``workers()``. Default: host name and process ID.
         timeout: seconds that a call waits for its answer. The constructor waits at least 60,
             because a new actor is a new process. None: wait as long as the actor lives.
 
     Raises:
-        ValueError: the actor of this name has other specs, ``snapshots`` or ``durability``, or an
+        ValueError: the actor of this name has other specs, ``snapshots`` or ``durability``; or an
             argument is invalid.
-        TypeError: an argument has another type.
-        BackendUnavailableError: the actor of this name has ended or cannot start, or this process
+        TypeError: an argument has a wrong type.
+        BackendUnavailableError: the actor of this name has ended or cannot start; or this process
             is a fork of one that used Ray.
         DeadlineExceededError: the actor has not started in time.
         RuntimeError, ConnectionError: see ``gr.ray.init``.
@@ -116,27 +120,26 @@ class AccumulatorSet(SharedAccumulator):
     ) -> bool:
         """Adds one gradient to each accumulator; adds all or drops all.
 
-        Blocks until the actors have added them, so slow actors slow their workers.
+        Blocks until every actor has added its gradients, so a slow actor slows the workers.
 
         Args:
-            grads: one for each accumulator, in the order of ``specs``, or a dict by name if
-                ``specs`` is a dict. A gradient is an array of NumPy, CuPy, PyTorch or JAX, a
-                number, a nested list, or IndexedSlices. They may be changed as soon as this
-                returns.
+            grads: one gradient for each accumulator, with its dtype and shape: a list in the order
+                of ``specs``, or a dict by name if ``specs`` is a dict. A gradient is an array of
+                NumPy, CuPy, PyTorch or JAX, a number, a nested list, or IndexedSlices. The caller
+                may overwrite the gradients when this returns.
             local_step: see ``gr.ConditionalAccumulator.apply_grad``.
-            cast: see there.
+            cast: convert arrays of another float dtype instead of raising ``ValueError``.
 
         Returns:
             True if all were added, False if all were dropped because the step is stale.
 
         Raises:
-            ValueError: another number of gradients, other names, or a wrong dtype or shape; nothing
+            ValueError: the number, a name, a dtype or a shape of the gradients is wrong; nothing
                 was added.
-            TypeError: a gradient of another type, such as ``PerReplica``; or a dict, but ``specs``
-                is a list.
-            DeadlineExceededError: no answer within ``timeout``; the gradients may still be added.
-            CancelledError: the accumulators were closed.
-            BackendUnavailableError: an actor has ended, and there are no snapshots.
+            TypeError: a gradient has a wrong type, such as ``PerReplica``; or ``grads`` is a dict,
+                but ``specs`` is a list. Nothing was added.
+            DeadlineExceededError: no answer within ``timeout``; the actors may still add the
+                gradients.
             OSError: ``durability="push"``, and the snapshot cannot be written; nothing was added.
         """
         return self._apply(self._in_order(grads), local_step, cast)
@@ -172,8 +175,8 @@ class AccumulatorSet(SharedAccumulator):
     ) -> Any:
         """Blocks until there are ``num_required`` gradients; takes the mean or sum of each tensor.
 
-        Takes of all processes complete in the order of their calls, and do not block
-        ``apply_grads``. The take of a process that has ended is dropped after five seconds.
+        Takes of all processes complete in the order of their calls. Other calls continue while a
+        take waits. If the process of a waiting take ends, the take is dropped five seconds later.
 
         Args:
             num_required: see ``gr.ConditionalAccumulator.take_grad``.
@@ -183,29 +186,29 @@ class AccumulatorSet(SharedAccumulator):
                 gradient was of that library, and this process has imported it; else NumPy.
 
         Returns:
-            A list with an array or IndexedSlices for each accumulator; a dict of these by name if
-            ``specs`` is a dict. NumPy arrays are read-only; large ones are in Ray's shared memory
-            until they are deleted. Others are copies on the first device of ``gr.default_mesh()``.
+            A list with an array or IndexedSlices for each accumulator, with its dtype and the shape
+            of the gradients; a dict of these by name if ``specs`` is a dict. NumPy arrays are
+            read-only; large ones occupy Ray's object store until they are deleted. Arrays of other
+            types are copies on the first device of ``gr.default_mesh()``.
 
         Raises:
             InvalidArgumentError: ``num_required`` is less than 1.
             ValueError: ``output_type`` is unknown, or its library is not imported; nothing was
                 taken.
             DeadlineExceededError: there were not enough gradients in time; nothing was taken.
-            CancelledError: the accumulators were closed.
-            BackendUnavailableError: an actor has ended, and there are no snapshots.
         """
         taken = self._take(num_required, timeout, output_type)
         return dict(zip(self._spec.names, taken, strict=True)) if self._has_names else taken
 
     def state_dict(self, *, output_type: str = "numpy") -> dict[str, Any]:
-        """Returns the state of all accumulators between two calls, as host data.
+        """Returns the state of all accumulators at one moment, between two calls, as host data.
 
         Args:
             output_type: see ``gr.ConditionalAccumulator.state_dict``.
 
         Returns:
-            A dict: ``"format"``, and ``"accumulators"`` with a state for each.
+            A dict: ``"format"``, and ``"accumulators"``, a list with a state for each accumulator.
+            NumPy arrays are read-only.
         """
         return {"format": _FORMAT, "accumulators": self._saved(output_type)}
 
@@ -213,7 +216,7 @@ class AccumulatorSet(SharedAccumulator):
         """Replaces the contents of all accumulators; on error, they are unchanged.
 
         Args:
-            state: of ``state_dict``, also with another number of shards.
+            state: a result of ``state_dict``; the number of shards may have been another.
 
         Raises:
             KeyError, TypeError, ValueError: see ``gr.ConditionalAccumulator.load_state_dict``.
@@ -225,8 +228,8 @@ class AccumulatorSet(SharedAccumulator):
 class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
     """A ``gr.ConditionalAccumulator`` in an actor that all processes of a Ray cluster share.
 
-    An ``AccumulatorSet`` of one tensor: see there for blocking, errors and what calls return.
-    Source: ``tf.ConditionalAccumulator`` with a ``shared_name``.
+    It behaves as an ``AccumulatorSet`` of one tensor: see there for blocking, errors, and the
+    memory of results. Source: ``tf.ConditionalAccumulator`` with a ``shared_name``.
 
     Args:
         dtype: dtype of gradients and results: float16, bfloat16, float32 or float64.
@@ -282,7 +285,7 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
 
     @property
     def accumulator_ref(self) -> Any:
-        """The handle of the actor. Those of accumulators with the same name are equal."""
+        """The handle of the actor. Accumulators of the same name have equal handles."""
         return self._client.actor
 
     @property
@@ -314,25 +317,28 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
     def state_dict(
         self, *, deadline: float | None = None, output_type: str = "numpy"
     ) -> dict[str, Any]:
-        """Returns the state, which ``gr.ConditionalAccumulator`` can load too.
+        """Returns the state as host data; ``gr.ConditionalAccumulator`` can load it too.
 
         Args:
-            deadline: no effect, because this process waits for no device.
+            deadline: has no effect, because this process waits for no device.
             output_type: see ``gr.ConditionalAccumulator.state_dict``.
         """
         state: dict[str, Any] = self._saved(output_type)[0]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a state, also of a ``gr.ConditionalAccumulator``; on error, state is unchanged."""
+        """Loads a state, also that of a ``gr.ConditionalAccumulator``.
+
+        See ``AccumulatorSet.load_state_dict``. On error, state is unchanged.
+        """
         self._load([state])
 
 
 class SparseConditionalAccumulator(ConditionalAccumulator):
     """A ``gr.SparseConditionalAccumulator`` in an actor that all processes of a cluster share.
 
-    A gradient is rows of a larger array, with their indices. The arguments are those of
-    ``ConditionalAccumulator``; ``shape`` is that of the larger array, ``(rows, ...)``.
+    A gradient consists of rows of a larger array, and of their indices. The arguments are those of
+    ``ConditionalAccumulator``; ``shape`` is the shape of the larger array, ``(rows, ...)``.
     Source: ``tf.SparseConditionalAccumulator``.
 
     Example: see ``docs/ray.md``. In short::
@@ -372,7 +378,7 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
         timeout: float | None = None,
         output_type: OutputType | None = None,
     ) -> tuple[np.ndarray, Any, tuple[int, ...] | None]:
-        """Takes as ``take_indexed_slices_grad``; returns indices, values and dense shape."""
+        """Returns indices, values and dense shape of what ``take_indexed_slices_grad`` takes."""
         taken = slices_of(
             self.take_indexed_slices_grad(num_required, timeout=timeout, output_type=output_type)
         )

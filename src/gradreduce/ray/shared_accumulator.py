@@ -1,4 +1,4 @@
-"""Base class of the accumulators in actors: checks gradients, sends them, and converts results."""
+"""Base class of the accumulators in actors: checks and sends gradients, converts results."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ _KEPT_KINDS = ("torch", "coo", "jax")  # results of other gradients are NumPy ar
 
 
 class SharedAccumulator:
-    """Base class: accumulators of one name; every call is about all of them.
+    """Base class: one or more accumulators of one name; each call is atomic over all of them.
 
     Args:
-        names: of the accumulators.
-        specs: of the accumulators.
-        shared_name: of the actor.
-        reduction_type: of all accumulators.
-        options: ``num_shards``, ``num_gpus``, ``snapshots``, ``durability``, ``worker`` and
-            ``timeout``; see ``AccumulatorSet``.
+        names: name of each accumulator.
+        specs: spec of each accumulator.
+        shared_name: name of the actor.
+        reduction_type: ``"MEAN"`` or ``"SUM"``, for all accumulators.
+        options: the other arguments of ``AccumulatorSet``.
+
+    Example: see ``docs/ray.md``.
     """
 
     _has_names = False  # whether gradients are dicts by name
@@ -88,16 +89,20 @@ class SharedAccumulator:
 
     @property
     def global_step(self) -> int:
-        """The current step: gradients of an earlier step are stale."""
+        """The current step, fetched from the actor; gradients of an earlier step are stale."""
         return self._counts()[0]
 
     @property
     def num_dropped(self) -> int:
-        """The number of gradients that were dropped as stale."""
+        """The number of gradients that were dropped as stale, fetched from the actor."""
         return self._counts()[2]
 
     def num_accumulated(self, name: str | None = None) -> int:
-        """Returns the number of gradients in the sum now; ``name`` is ignored."""
+        """Returns the number of gradients in the sum, fetched from the actor.
+
+        Args:
+            name: ignored; TensorFlow's name of the operation.
+        """
         return self._counts()[1]
 
     def _counts(self) -> tuple[int, int, int]:
@@ -105,24 +110,24 @@ class SharedAccumulator:
         return found
 
     def set_global_step(self, new_global_step: int | Variable, name: str | None = None) -> None:
-        """Sets the step; see ``gr.ConditionalAccumulator.set_global_step``."""
+        """Sets the step of all accumulators; see ``gr.ConditionalAccumulator.set_global_step``."""
         self._client.call("set_global_step", as_step("new_global_step", new_global_step))
 
     def workers(self) -> list[WorkerInfo]:
-        """Returns a ``WorkerInfo`` of each worker that has applied a gradient, sorted by name.
+        """Returns a ``WorkerInfo`` for each worker that has sent a gradient, sorted by name.
 
-        Empty after a restart of the actor, until the next gradients.
+        A restarted actor has an empty list; workers appear there with their next gradients.
         """
         return self._client.workers()
 
     def leave(self) -> None:
-        """Removes this worker from ``workers()``, until its next gradient."""
+        """Removes this worker from ``workers()``; its next gradient adds it again."""
         self._client.leave(self._worker)
 
     def close(self) -> None:
-        """Ends the actors and removes their snapshots; it may be called twice.
+        """Ends the actors and removes their snapshots; a second call does nothing.
 
-        Waiting takes and all later calls raise ``CancelledError``, in every process.
+        In every process, waiting takes and all later calls raise ``CancelledError``.
         """
         self._client.close()
 
@@ -136,7 +141,7 @@ class SharedAccumulator:
 
     @StreamScope()
     def _apply(self, grads: Sequence[Any], local_step: int | Variable, cast: bool) -> bool:
-        """Adds a gradient to each accumulator; adds all or drops all."""
+        """Adds one gradient to each accumulator; adds all or drops all."""
         step, cast = as_step("local_step", local_step), as_flag("cast", cast)
         checked_grads = [self._checked(index, grad, cast) for index, grad in enumerate(grads)]
         kinds = [kind for kind, _ in checked_grads]
@@ -156,7 +161,7 @@ class SharedAccumulator:
         return answers[0] is True
 
     def _checked(self, index: int, grad: Any, cast: bool) -> tuple[Kind, list[Buffer]]:
-        """Checks a gradient; returns its kind, and the Buffers that represent it."""
+        """Checks a gradient; returns its array type, and the Buffers to send."""
         state = self._states[index]
         try:
             if isinstance(grad, PerReplica):
@@ -194,7 +199,7 @@ class SharedAccumulator:
         return [found[index] for index in range(len(self._states))]
 
     def _converted(self, grad: Any, first: Kind, output_type: OutputType | None) -> Any:
-        """Converts NumPy arrays of an actor to ``output_type``, else to the first gradient's."""
+        """Converts NumPy arrays of an actor; the default is the type of the first gradient."""
         library = "torch" if first == "coo" else first
         is_kept = first in _KEPT_KINDS and library in sys.modules
         kind = as_result_kind(output_type, first if is_kept else "native")
@@ -217,7 +222,7 @@ class SharedAccumulator:
         return made
 
     def _load(self, states: Sequence[Any]) -> None:
-        """Loads the state of each accumulator, after all were checked here."""
+        """Loads the state of each accumulator; checks all of them here before it sends any."""
         for state, saved in zip(self._states, states, strict=True):
             ready_state(state, saved, f"state of accumulator {state.name!r}")
         self._client.call("load_states", [mapped(on_host, saved) for saved in states])
