@@ -28,7 +28,7 @@ from gradreduce.optim.hyperparameters import as_count
 from . import cluster
 from .lead import Call, Origin, WorkerInfo, start_shard
 from .messages import Message
-from .shard import RetryError, Settings, fetched, why_not_started
+from .shard import RetryError, Settings, load_large_arrays, why_not_started
 from .shard_state import Key, ShardState
 
 START_SECONDS = 60.0  # a new actor is a new process, which takes some seconds to start
@@ -221,7 +221,7 @@ class Client:
             try:
                 found = self._get(method.remote(*arguments), left)
                 if isinstance(found, list):
-                    return [fetched(each) for each in found]
+                    return [load_large_arrays(each) for each in found]
                 return found
             except (RetryError, ray.exceptions.ObjectLostError):
                 continue
@@ -237,14 +237,14 @@ class Client:
         """
         reference, limit = self._caller.unanswered, self._limit(timeout)
         if reference is not None and not ray.wait([reference], timeout=limit)[0]:
-            raise self._is_late(limit)
+            raise self._timeout_error(limit)
         self._caller.unanswered = None
 
     def _limit(self, timeout: float | None) -> float | None:
         limits = [each for each in (timeout, self._timeout) if each is not None]
         return min(limits, default=None)
 
-    def _is_late(self, limit: float | None) -> DeadlineExceededError:
+    def _timeout_error(self, limit: float | None) -> DeadlineExceededError:
         return DeadlineExceededError(f"no answer from the actor {self.name!r} within {limit:.3g} s")
 
     def _get(self, reference: Any, timeout: float | None = None) -> Any:
@@ -256,7 +256,7 @@ class Client:
             raise cause from None
         except ray.exceptions.GetTimeoutError:
             self._caller.unanswered = reference
-            raise self._is_late(limit) from None
+            raise self._timeout_error(limit) from None
         except ray.exceptions.RayActorError as error:
             if "INTENDED_USER_EXIT" in str(error):
                 raise CancelledError(f"{self.name!r} was closed") from None

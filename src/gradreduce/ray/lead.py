@@ -125,7 +125,7 @@ def start_shard(settings: Settings, make_state: Callable[[Settings], ShardState]
     return actor.remote(settings, make_state)
 
 
-def _to_its_end(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
+def _run_to_completion(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     """Decorates a method of the lead that must run to its end, also if Ray cancels the call.
 
     ``ray.cancel`` of a task also cancels the calls that the task waits for, at any ``await``.
@@ -155,7 +155,7 @@ class Lead(Shard):
         super().__init__(settings, make_state)
         self._make_state = make_state
         self._others = self._start_others()
-        self._are_alike = not self._others  # whether all shards have run the same commands
+        self._in_sync = not self._others  # whether all shards have run the same commands
         self._fault = ""
         self._closed = False
         self._lock = asyncio.Lock()
@@ -173,7 +173,7 @@ class Lead(Shard):
 
     # -- commands ---------------------------------------------------------------------------------
 
-    @_to_its_end
+    @_run_to_completion
     async def call(self, sent: Call) -> list[Any]:
         """Runs a command on all shards, unless a call with its key was already applied."""
         message_id, generation = uuid.uuid4().hex if sent.others else "", self._generation
@@ -184,7 +184,7 @@ class Lead(Shard):
             async with self._lock:
                 await self._ready()
                 if self._is_known(sent.key):
-                    return await self._again(sent.key[0])
+                    return await self._repeat_answer(sent.key[0])
                 if generation != self._generation:
                     raise RetryError("staged before the shards went back to a snapshot")
                 if sent.origin is not None:
@@ -216,9 +216,9 @@ class Lead(Shard):
         calls = [(self._generation, number, key, command, arguments, message_id)] * len(
             self._others
         )
-        self._are_alike = False
+        self._in_sync = False
         found = await self._from_others("execute", calls)
-        self._are_alike = True
+        self._in_sync = True
         return [own, *found]
 
     def _note_call(self, key: Key, command: str, value: Any) -> None:
@@ -253,10 +253,10 @@ class Lead(Shard):
             return found
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, RetryError):
-                self._are_alike = False
+                self._in_sync = False
             raise error.cause from None
         except ray.exceptions.RayActorError as error:
-            self._are_alike = False
+            self._in_sync = False
             name = self._settings.name
             if cause := why_not_started(error):
                 self._others = self._start_others()  # the next call succeeds if the cause is gone
@@ -270,7 +270,7 @@ class Lead(Shard):
         known = self._calls.get(key[0])
         return known is not None and key[1] <= known[0]
 
-    async def _again(self, caller: str) -> list[Any]:
+    async def _repeat_answer(self, caller: str) -> list[Any]:
         """Returns the answers to the last call of a caller."""
         _, command, value = self._calls[caller]
         repeat = self._state.repeated.get(command)
@@ -278,7 +278,7 @@ class Lead(Shard):
 
     # -- reads ------------------------------------------------------------------------------------
 
-    @_to_its_end
+    @_run_to_completion
     async def read_all(self, command: str, arguments: Sequence[Any]) -> list[Any]:
         """Calls a method that only reads, on all shards, between two commands."""
         async with self._lock:
@@ -290,7 +290,7 @@ class Lead(Shard):
         calls = [(self._generation, self._number, command, arguments)] * len(self._others)
         return [own, *await self._from_others("read", calls)]
 
-    @_to_its_end
+    @_run_to_completion
     async def ask(self, method: str, arguments: Sequence[Any]) -> Any:
         """Calls a method of the lead's state, for which no other shard is needed."""
         async with self._lock:
@@ -312,7 +312,7 @@ class Lead(Shard):
 
     # -- takes ------------------------------------------------------------------------------------
 
-    @_to_its_end
+    @_run_to_completion
     async def take(self, key: Key, num_required: int, seconds: float) -> list[Any] | str:
         """Takes gradients if there are enough; takes complete in the order of their first calls.
 
@@ -328,7 +328,7 @@ class Lead(Shard):
             await self._ready()
             if self._is_known(key):
                 self._queue.pop(key, None)
-                return await self._again(key[0])
+                return await self._repeat_answer(key[0])
             queued = self._queue.setdefault(key, QueuedTake(key, num_required))
             queued.seen = time.monotonic()
             await self._serve()
@@ -336,14 +336,14 @@ class Lead(Shard):
         queued.seen = time.monotonic()
         return queued.done.result() if queued.done.done() else self._state.missing(num_required)
 
-    @_to_its_end
+    @_run_to_completion
     async def withdraw(self, key: Key) -> list[Any] | None:
         """Removes a take from the queue; returns its answers if it has already completed."""
         async with self._lock:
             self._queue.pop(key, None)
             await self._ready()
             if self._is_known(key):
-                return await self._again(key[0])
+                return await self._repeat_answer(key[0])
             await self._serve()
             return None
 
@@ -410,7 +410,7 @@ class Lead(Shard):
     async def _ready(self) -> None:
         """Raises if closed; if a shard was restarted, loads the newest common snapshot on all."""
         self._check_open()
-        if self._are_alike:
+        if self._in_sync:
             return
         numbers = set(await self.snapshots())
         generation = uuid.uuid4().hex
@@ -432,9 +432,9 @@ class Lead(Shard):
             )
             self._check_open()
         await self.go_back(max(numbers), generation)
-        self._are_alike = True
+        self._in_sync = True
 
-    @_to_its_end
+    @_run_to_completion
     async def end(self) -> None:
         """Closes: waiting takes and later calls raise, and the other shards end."""
         async with self._lock:

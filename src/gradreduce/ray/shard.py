@@ -71,14 +71,14 @@ def why_not_started(error: ray.exceptions.RayActorError) -> str:
     return text.rpartition("\n")[2] if "in its creation task" in text else ""
 
 
-def stored(value: Any) -> Any:
+def store_large_arrays(value: Any) -> Any:
     """Returns an answer with its large arrays in Ray's store: the lead sends it on uncopied."""
     if isinstance(value, Message) and value.bigs:
         return value._replace(bigs=ray.put(list(value.bigs)))
     return value
 
 
-def fetched(value: Any) -> Any:
+def load_large_arrays(value: Any) -> Any:
     """Returns an answer with its large arrays, which are read-only."""
     if isinstance(value, Message) and isinstance(value.bigs, ray.ObjectRef):
         return value._replace(bigs=ray.get(value.bigs))
@@ -141,7 +141,7 @@ class Shard:
         """
         self._check_moment(generation, number - 1)
         message = self._staged.pop(message_id) if message_id else None
-        return stored(self._execute(key, command, arguments, message))
+        return store_large_arrays(self._execute(key, command, arguments, message))
 
     async def check(
         self,
@@ -160,7 +160,7 @@ class Shard:
     ) -> Any:
         """Calls a method of the state that only reads, after command ``number``."""
         self._check_moment(generation, number)
-        return stored(getattr(self._state, command)(*arguments))
+        return store_large_arrays(getattr(self._state, command)(*arguments))
 
     def _check_moment(self, generation: str, number: int) -> None:
         if (generation, number) != (self._generation, self._number):
