@@ -1,6 +1,6 @@
-"""Accumulators and AGN centers that processes and machines share, as actors of Ray.
+"""Accumulators and AGN centers that processes and machines share, in actors of Ray.
 
-Imported only when asked for, as ``gr.ray``: ``import gradreduce`` does not import Ray.
+It is imported at the first use of ``gr.ray``, so ``import gradreduce`` does not import Ray.
 """
 
 from __future__ import annotations

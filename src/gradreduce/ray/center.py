@@ -1,7 +1,7 @@
 """AGN centers that several processes and machines share: variables and slots in actors of Ray.
 
-Workers make local steps by ``gr.AGNOptimizer``, as in one process. A push sends the sums of a
-worker to the actors. They update their variables, and answer with the new values.
+Workers run local steps with ``gr.AGNOptimizer``, as in one process. A push sends the sums of a
+worker to the actors, which update their variables and return the new values.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RemoteVariable(LazyVariable):
     """A variable or slot of the center, whose value is fetched each time it is read.
 
     Args:
-        name: of the variable.
-        device: gets the fetched values.
+        name: name of the variable.
+        device: the device to which the fetched values are copied.
         read: fetches the value.
     """
 
@@ -62,7 +62,7 @@ class RemoteVariable(LazyVariable):
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The device that gets the fetched values."""
+        """The device to which the fetched values are copied."""
         return (self._device,)
 
 
@@ -70,7 +70,7 @@ class RemoteRegistry:
     """The workers of a center; see ``WorkerRegistry``.
 
     Args:
-        client: of the center.
+        client: the connection to the center.
     """
 
     def __init__(self, client: Client) -> None:
@@ -89,12 +89,12 @@ class RemoteRegistry:
         self._client.ask("end", task_index)
 
     def of_this_thread(self) -> tuple[int, ...]:
-        """Returns the workers that have begun in this thread."""
+        """Returns the task indices of the workers that have begun in this thread."""
         here = threading.get_ident()
         return tuple([task for task, thread in list(self._here.items()) if thread == here])
 
     def clear_failure(self, task_index: int) -> None:
-        """Removes a worker from those that failed."""
+        """Removes a worker from the list of failed workers."""
         self._client.ask("clear_failure", task_index)
 
     def mark_failed(self, task_index: int, error: BaseException) -> None:
@@ -106,7 +106,8 @@ class RemoteRegistry:
         """Blocks until ``num_worker`` workers have begun.
 
         Raises:
-            DeadlineExceededError: some are missing; the message lists them.
+            DeadlineExceededError: workers are missing after ``timeout`` seconds; the message lists
+                them.
         """
         end = time.monotonic() + timeout
         while True:
@@ -114,7 +115,7 @@ class RemoteRegistry:
             begun = self._client.wait_for("begun", num_worker, left)
             if len(begun) >= num_worker or not left:
                 break
-            for task in list(self._here):  # an actor that was restarted has lost them
+            for task in list(self._here):  # a restarted actor does not know them
                 self._client.ask("begin", task)
         if len(begun) < num_worker:
             missing = [task for task in range(num_worker) if task not in begun]
@@ -125,12 +126,12 @@ class RemoteRegistry:
 
 
 class RemoteCenter(Center):
-    """A center in actors; see ``Center``.
+    """A center whose state is in actors; see ``Center``.
 
     Args:
-        client: of the actors.
-        devices: of this process, in whose mesh the workers are.
-        worker: name of the workers of this process.
+        client: the connection to the actors.
+        devices: devices of this process, of the same mesh as those of the workers.
+        worker: name of the first worker that uses this object; the next ones are ``worker/1``, ...
     """
 
     def __init__(self, client: Client, devices: tuple[Device, ...], worker: str) -> None:
@@ -149,7 +150,7 @@ class RemoteCenter(Center):
         return RemoteVariable(f"global_center_variable/{name}", local.devices[0], read)
 
     def _create(self, name: str, local: Variable) -> None:
-        """Creates a center variable if there is none of this name."""
+        """Creates a center variable, unless one of this name exists."""
         value = local.numpy()
         message = Layout(specs_of([value])).message([value])
         messages = [message] * self._client.num_shards
@@ -161,7 +162,7 @@ class RemoteCenter(Center):
         return Layout.of(message.form).arrays(message)[0]
 
     def _by_shard(self, names: Iterable[str]) -> list[list[str]]:
-        """Returns the names of each shard."""
+        """Returns for each shard the names of its variables."""
         found: list[list[str]] = [[] for _ in range(self._client.num_shards)]
         for name in names:
             found[self._shards[name]].append(name)
@@ -181,7 +182,7 @@ class RemoteCenter(Center):
         return [slot for name in names for slot in self._slots(name).values()]
 
     def _slots(self, name: str) -> dict[str, Variable]:
-        """Returns the slots of a center variable, by their own names."""
+        """Returns the slots of a center variable by name, such as ``"momentum"``."""
         found: dict[str, Variable] = {}
         for shard, slots in enumerate(self._client.read("slots_of", name)):
             for slot, full_name in slots.items():
@@ -203,7 +204,7 @@ class RemoteCenter(Center):
         ]
 
     def values(self) -> dict[str, np.ndarray]:
-        """Returns the values of the center variables by name, between two pushes."""
+        """Returns the values of the center variables by name, all of one moment between pushes."""
         names_of_all, found = self._located(), dict[str, np.ndarray]()
         by_shard = self._by_shard(names_of_all)
         for names, message in zip(by_shard, self._client.read("pull", by_shard), strict=True):
@@ -216,7 +217,7 @@ class RemoteCenter(Center):
         return {name: found[name] for name in names_of_all}
 
     def _located(self) -> list[str]:
-        """Returns the names of all center variables, sorted; notes their shards."""
+        """Returns the sorted names of all center variables; records the shard of each."""
         shards = self._client.ask("shards")
         self._shards |= shards
         return sorted(shards)
@@ -228,7 +229,7 @@ class RemoteCenter(Center):
         of: Sequence[Variable],
         config: PushConfig,
     ) -> None:
-        """See ``Center``; the actors prepare at their first push."""
+        """See ``Center``; does nothing, because the actors prepare at their first push."""
 
     def written_by_push(self, variables: WorkerVariables) -> list[Buffer]:
         """See ``Center``."""
@@ -267,7 +268,7 @@ class RemoteCenter(Center):
             return sent.names, call("push", request, timeout=_time_left(self.devices[0]))
 
         names, answers = self._joined(optimizer, variables, attempt)
-        if answers == [None]:  # applied before; that answer was lost
+        if answers == [None]:  # a retry of a push that was applied, but whose answer was lost
             answers = self._client.read("pull", names)
         with DeferInterrupts():
             connection.clock = self._write(optimizer, by_name, names, answers)
@@ -288,7 +289,7 @@ class RemoteCenter(Center):
         with DeferInterrupts():
             connection = self._connection(variables)
             connection.clock = self._write(optimizer, by_name, names, answers)
-            connection.number += 1  # a push that failed before is not made again
+            connection.number += 1  # a failed push is not retried after a pull
             then()
 
     def leave(self) -> None:
@@ -299,7 +300,7 @@ class RemoteCenter(Center):
     def _joined(
         self, optimizer: Optimizer, variables: WorkerVariables, call: Callable[[], Any]
     ) -> Any:
-        """Makes a call; if an actor has lost variables or the rule, joins again before it."""
+        """Makes a call; if an actor has lost variables or the rule, joins and makes it again."""
         try:
             return call()
         except NotJoinedError:
@@ -323,7 +324,7 @@ class RemoteCenter(Center):
         messages: Sequence[Message],
     ) -> int:
         """Writes pulled values to all copies of variables and masters; returns the clock."""
-        pairs: list[tuple[Sequence[Buffer], Buffer]] = []  # copies, and the value of all
+        pairs: list[tuple[Sequence[Buffer], Buffer]] = []  # copies of one tensor, and their value
         for of_shard, message in zip(names, messages, strict=True):
             clock, with_master = message.value
             buffers = iter(Layout.of(message.form).unpack(_device_of(by_name.values()), message))
@@ -352,13 +353,13 @@ class Connection:
     """The state of the pushes of one worker of this process.
 
     Args:
-        suffix: of its name.
+        suffix: end of the worker's name, by which workers of one process differ.
 
     Attributes:
-        suffix: the same.
-        clock: of the center at the last pull.
-        number: of the next push.
-        sent: the sums of the last push.
+        suffix: see above.
+        clock: number of pushes of the center at the worker's last pull.
+        number: number of the worker's next push.
+        sent: the sums of the last push, with which the push can be retried.
     """
 
     def __init__(self, suffix: str) -> None:
@@ -368,25 +369,25 @@ class Connection:
         self._sums: Any = None
 
     def key_of(self, sums: Any) -> Key:
-        """Returns the key of a push: that of the last one, if it failed and had the same sums."""
+        """Returns the key of a push; a retry has the same sums, and gets the key of the push."""
         if self._sums is not None and sums is not self._sums:
-            self.number += 1  # numbers may be left out
+            self.number += 1  # numbers must increase, but need not be consecutive
         self._sums = sums
         return self._caller, self.number
 
 
 class SentSums:
-    """Makes the messages of a push; used again as long as the worker has the same sums.
+    """Packs the messages of a push and of its retries, as long as the worker has the same sums.
 
     Args:
-        variables: of the worker.
-        names: those with a sum, by shard.
+        variables: variables of the worker.
+        names: for each shard the names of its variables that have a sum.
         config: settings of the push.
 
     Attributes:
-        sums: all sums.
-        names: the same.
-        sparse: names of those variables whose sums are rows.
+        sums: the sums, by variable.
+        names: see above.
+        sparse: names of the variables whose sums are rows.
     """
 
     def __init__(
@@ -407,12 +408,12 @@ class SentSums:
             self._packers.append(Layout(specs_of(buffers)).packer(device, buffers))
 
     def messages(self) -> list[Message]:
-        """Returns a message for each shard: the sums, and for a distance scaling the last pull."""
+        """Returns a message of sums for each shard; with ``gamma`` also the last pulled values."""
         return [pack() for pack in self._packers]
 
 
 def _parts_of(total: Sum, device: Device) -> list[Buffer]:
-    """Returns the tensors of a sum: three if it is rows."""
+    """Returns the tensors of a sum: one of a dense sum, three of a sum of rows."""
     if not isinstance(total, SparseSum):
         return [total[0]]
     saved = downloader(None)(SPARSE.save(total))
@@ -422,7 +423,8 @@ def _parts_of(total: Sum, device: Device) -> list[Buffer]:
 def _time_left(device: Device) -> float | None:
     """Returns how many seconds a push may wait; None if its call has no ``deadline=``.
 
-    A tenth of the time is left for the devices, because the mesh fails at the deadline.
+    The push may use 90 % of the time until the deadline. The rest is for the devices, because the
+    mesh fails at the deadline.
     """
     pending_call = device.mesh_state.thread.pending_call
     return None if pending_call is None else max(0.0, 0.9 * pending_call.remaining)
@@ -434,9 +436,9 @@ def _device_of(variables: Iterable[Variable]) -> Device:
 
 
 def _rule_of(optimizer: Optimizer) -> Rule:
-    """Returns what an actor needs to make the optimizer again.
+    """Returns what an actor needs to create an equal optimizer.
 
-    Callables and Variables are not sent: each push sends their values.
+    Callables and Variables are left out: each push sends their values.
     """
     attributes = {
         name: None if callable(value) or isinstance(value, Variable) else value
@@ -451,28 +453,32 @@ def _rule_of(optimizer: Optimizer) -> Rule:
 class AGNCenter(LocalCenter):
     """A ``gr.AGNCenter`` in actors of Ray, for workers in several processes and machines.
 
-    Pass it to ``gr.AGNCustomGetter(device, center=...)``; getter, optimizer and hook are those of
-    one process. Variables and slots have the shapes and dtypes of the workers' variables; the first
-    worker that creates a variable sets its value. Pushes are applied one after the other, each once
-    and completely, also over several shards. A push blocks until the actors have applied it. If a
-    worker ends, only its own gradients since its last push are lost. The first process that uses a
-    name starts the actors. They end by ``close`` or with the cluster, not with that process. All
-    methods are thread-safe. Objects can be arguments of Ray's tasks and actors. Source: arXiv
-    1710.02368, with the parameter server in actors.
+    Pass it to ``gr.AGNCustomGetter(device, center=...)``. Getter, optimizer and hook are the same
+    as in one process. Center variables and slots have the shapes and dtypes of the workers'
+    variables; the first worker that creates a variable sets its value. The actors apply pushes one
+    after the other. Each push is atomic, over all variables and all shards. A push blocks until the
+    actors have applied it. A failed push is retried before the worker's next step; it is applied
+    exactly once. If a worker ends, only its own gradients since its last push are lost.
+
+    The first process that uses a name starts the actors. They run until ``close`` or until the
+    cluster ends, even if that process ends earlier. All methods are thread-safe and block until the
+    actors answer. They can also raise the errors of actors that ``docs/debugging.md`` lists. A
+    center can be an argument of Ray tasks and actors. Source: arXiv 1710.02368, with the parameter
+    server in actors.
 
     Args:
-        name: of the actor; see ``shared_name`` of ``AccumulatorSet``.
+        name: name of the actor; see ``shared_name`` of ``AccumulatorSet``.
         mesh: devices of the workers of this process: a mesh, a part of one, or a device; see
             ``gr.AGNCenter``.
         num_shards: number of actors. A new variable goes to the actor with the fewest bytes.
-        num_gpus: 1: each actor has a GPU for its variables. 0: they are in host memory.
+        num_gpus: 1: each actor reserves a GPU and keeps its variables there. 0: the variables are
+            in host memory.
         kernels: see ``AccumulatorSet``.
         snapshots: see ``AccumulatorSet``.
-        durability: see ``AccumulatorSet``.
+        durability: see ``AccumulatorSet``; a push changes the state.
         worker: see ``AccumulatorSet``.
-        timeout: see ``AccumulatorSet``. A push without an answer within this time, or within 0.9 of
-            the ``deadline`` of ``apply_gradients``, raises ``DeadlineExceededError``. The push is
-            made again before the next step, and is applied once.
+        timeout: see ``AccumulatorSet``. A push raises ``DeadlineExceededError`` if it has no answer
+            after this time, or after 90 % of the ``deadline`` of ``apply_gradients``.
 
     Raises:
         ValueError: the actor of this name is not a center, or has another number of shards,
@@ -532,44 +538,53 @@ class AGNCenter(LocalCenter):
         self.close()
 
     def variables(self) -> list[Variable]:
-        """Returns the center variables without slots, sorted by name; each read fetches a value."""
+        """Returns the center variables without slots, sorted by name.
+
+        Each read of a variable fetches its value, and copies it to a device of this process.
+        """
         return self._remote.variables()
 
     def values(self) -> dict[str, np.ndarray]:
-        """Returns a read-only array of each variable by its name (``"w"``), between two pushes."""
+        """Returns a read-only NumPy array of each variable by its name (``"w"``).
+
+        All values are of the same moment, between two pushes.
+        """
         return self._remote.values()
 
     @property
     def failed_workers(self) -> tuple[int, ...]:
-        """Task indices of the workers that an exception ended, in that order."""
+        """The task indices of workers that an exception ended, in the order of the exceptions."""
         return tuple(self._client.ask("failed"))
 
     def workers(self) -> list[WorkerInfo]:
-        """Returns a ``WorkerInfo`` of each worker that has pushed, sorted by name.
+        """Returns a ``WorkerInfo`` for each worker that has pushed, sorted by name.
 
-        Empty after a restart of the actor, until the next pushes.
+        A restarted actor has an empty list; workers appear there with their next pushes.
         """
         return self._client.workers()
 
     def leave(self) -> None:
-        """Removes the workers of this process from ``workers()``."""
+        """Removes the workers of this object from ``workers()``; a push adds its worker again."""
         self._remote.leave()
 
     def close(self) -> None:
-        """Ends the actors and removes their snapshots; it may be called twice.
+        """Ends the actors and removes their snapshots; a second call does nothing.
 
-        All later calls raise ``CancelledError``, in every process.
+        In every process, all later calls raise ``CancelledError``.
         """
         self._client.close()
 
     def state_dict(
         self, *, deadline: float | None = None, output_type: str = "numpy"
     ) -> dict[str, Any]:
-        """Returns the state of center variables and slots, between two pushes.
+        """Returns center variables and slots at one moment, between two pushes, as host data.
 
         Args:
-            deadline: no effect, because this process waits for no device.
-            output_type: see ``ConditionalAccumulator.state_dict``.
+            deadline: has no effect, because this process waits for no device.
+            output_type: see ``gr.ConditionalAccumulator.state_dict``.
+
+        Returns:
+            A dict in the form of ``gr.AGNCenter.state_dict``. NumPy arrays are read-only.
 
         Raises:
             CollectiveError: a push failed part-way.
@@ -584,7 +599,7 @@ class AGNCenter(LocalCenter):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state, also of a ``gr.AGNCenter``; on error, state is unchanged.
+        """Restores a state, also that of a ``gr.AGNCenter``; on error, state is unchanged.
 
         Args:
             state: see ``gr.AGNCenter.load_state_dict``.

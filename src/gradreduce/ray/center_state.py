@@ -1,4 +1,4 @@
-"""The AGN center of an actor: the variables and slots of a shard, and the pushes to them."""
+"""The variables and slots of an AGN center that one shard holds, and the commands on them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .messages import Layout, Message, Spec, specs_of
 from .shard import Settings
 from .shard_state import ShardState
 
-MAX_COUNT = 2**63 - 1  # gradients in a sum of rows, which a push does not divide by
+MAX_COUNT = 2**63 - 1  # number of gradients in a sum of rows; a push does not divide by it
 
 
 class Rule(NamedTuple):
-    """What an actor needs to make a worker's optimizer again.
+    """What an actor needs to create an optimizer equal to that of a worker.
 
     Attributes:
-        kind: its class.
-        name: of the optimizer.
+        kind: class of the optimizer.
+        name: name of the optimizer.
         master_dtype: see ``Optimizer``.
-        attributes: all others of the object.
+        attributes: the other attributes of the object.
     """
 
     kind: type[Optimizer]
@@ -56,10 +56,11 @@ class PushRequest(NamedTuple):
     """The arguments of a push.
 
     Attributes:
-        names: for each shard the names of its variables with a sum, in the order of the message.
-        sparse: names of those variables whose sums are rows.
+        names: for each shard the names of its variables that have a sum, in the order of the
+            message.
+        sparse: names of the variables whose sums are rows.
         config: settings of the push.
-        scalars: of the rule.
+        scalars: scalars of the rule.
         settings: attributes of the optimizer that choose its rule.
     """
 
@@ -74,10 +75,10 @@ class DenseKey(NamedTuple):
     """What pushes must have in common to use the same plan.
 
     Attributes:
-        names: of the variables.
-        form: of the message with their sums.
-        config: settings, without the worker's name.
-        rule: of the optimizer.
+        names: names of the variables.
+        form: ``Message.form`` of their sums.
+        config: settings of the push, without the worker's name.
+        rule: rule of the optimizer.
     """
 
     names: Sequence[str]
@@ -87,23 +88,23 @@ class DenseKey(NamedTuple):
 
 
 class NotJoinedError(RuntimeError):
-    """The actor has lost the rule or a variable, because it loaded an older snapshot."""
+    """The actor does not know the rule or a variable: it is new, or has loaded a snapshot."""
 
 
 class DensePush:
     """Pushes of the same variables with dense sums, by a compiled rule without distance scaling.
 
-    The small variables of a dtype, and their slots, are moved to arrays with the layout of the
-    message: a push is an upload, a launch and a download for each dtype.
+    The small variables of one dtype, and their slots, are moved to flat Buffers with the layout of
+    the message. So a push needs one upload, one launch and one download for each dtype.
 
     Args:
-        key: what the pushes have in common; its form is also that of the variables.
+        key: what the pushes have in common; ``form`` is also that of the variables.
         rows: for each name the variable of the center, and its slots.
-        optimizer: of the rule; its kernels are compiled.
-        device: of the variables.
+        optimizer: the optimizer with the rule; its kernels are compiled.
+        device: device of the variables.
 
     Attributes:
-        key: the same; another push needs another plan.
+        key: see above; a push with another key needs another plan.
     """
 
     def __init__(
@@ -141,22 +142,26 @@ class DensePush:
     def _planned(
         self, updates: Sequence[tuple[str, Sequence[Buffer], Buffer]]
     ) -> Callable[[Scalars, Callable[[], None]], None]:
-        """Returns the ``run`` of a plan: by name what is written, and the sum."""
+        """Returns the ``run`` of a plan.
+
+        Args:
+            updates: for each update its name, the Buffers that it writes, and the sum.
+        """
         if not updates:
             return lambda scalars, then: then()
         pushed = [PushedVariable(name, row, (total,), [row[:1]]) for name, row, total in updates]
-        fail = lambda error: self._failed(error)  # noqa: E731  # that of the push
+        fail = lambda error: self._failed(error)  # noqa: E731  # each push sets ``_failed``
         return PushPlan(pushed, self._optimizer, self.key.config, fail).run
 
 
 class CenterShardState(ShardState):
-    """The variables of a center that this shard has, and their slots.
+    """The variables of a center that this shard holds, and their slots.
 
     Args:
-        settings: of the shard.
+        settings: settings of the shard.
     """
 
-    repeated: Mapping[str, str] = {}  # a repeated push pulls
+    repeated: Mapping[str, str] = {}  # a repeated push returns None, and its client then pulls
 
     def __init__(self, settings: Settings) -> None:
         self._shard, self._num_shards = settings.shard, settings.num_shards
@@ -171,11 +176,11 @@ class CenterShardState(ShardState):
         self._specs: dict[str, Spec] = {}
         self._shards: dict[str, int] = {}
         self._num_pushes = 0
-        self._dense: DensePush | None = None  # the last one
-        self._answered: list[ref[np.ndarray]] = []  # arrays of answers
-        # Launches the push of a Python rule, which ``check`` has computed.
+        self._dense: DensePush | None = None  # plan of the last push
+        self._answered: list[ref[np.ndarray]] = []  # large arrays of answers
+        # Launches a push by a Python rule, which ``check`` has computed.
         self._checked: Callable[[], None] | None = None
-        # Slots of a snapshot, and the name of their rule, until a worker joins.
+        # Slots of a snapshot, and the name of their rule; both are kept until a worker joins.
         self._saved_slots: dict[str, Any] | None = None
         self._saved_rule = ""
 
@@ -186,10 +191,10 @@ class CenterShardState(ShardState):
     # -- commands ---------------------------------------------------------------------------------
 
     def create(self, name: str, message: Message) -> int:
-        """Creates a variable if there is none of this name; returns its shard.
+        """Creates a variable, unless one of this name exists; returns its shard.
 
         Raises:
-            ValueError: there is one of another shape or dtype.
+            ValueError: a variable of this name has another shape or dtype.
         """
         (spec,) = Layout.of(message.form).specs
         found = self._specs.get(name)
@@ -207,10 +212,10 @@ class CenterShardState(ShardState):
         return shard
 
     def join(self, rule: Rule, message: None) -> None:
-        """Registers a worker's rule; the first one restores the slots of a snapshot."""
+        """Registers a worker's rule; the first worker to join restores slots from a snapshot."""
         known = self._optimizer
         if known is not None and _full_name(rule.kind) == _full_name(type(known)):
-            # A class of the main program is sent by value: each process sends another object.
+            # Ray sends a class of ``__main__`` by value, so each process sends another object.
             rule = rule._replace(kind=type(known))
         optimizer = rule.optimizer()
         self._center.join(optimizer)
@@ -223,7 +228,7 @@ class CenterShardState(ShardState):
             ready_slots(slots, {by_name[name]: each for name, each in saved.items()})()
 
     def push(self, request: PushRequest, message: Message) -> Message:
-        """Updates the center by the sums of a worker, and pulls these variables."""
+        """Updates the center with the sums of a worker; returns the new values."""
         optimizer = self._check_push(request)
         names, config = request.names[self._shard], request.config._replace(task="")
         key = DenseKey(names, message.form, config, optimizer._rule)
@@ -241,7 +246,7 @@ class CenterShardState(ShardState):
         return self._sent(answer._replace(value=(self._num_pushes, answer.value or frozenset())))
 
     def _check_push(self, request: PushRequest) -> Optimizer:
-        """Checks that a push can be made; returns the optimizer with the settings of the push."""
+        """Checks a push; returns the optimizer, with the settings of the push."""
         if self._optimizer is None:
             raise NotJoinedError("the rule of the center is unknown: create an AGNOptimizer")
         self._check_known(request.names)
@@ -251,7 +256,7 @@ class CenterShardState(ShardState):
         return self._optimizer
 
     def _dense_push(self, key: DenseKey, optimizer: Optimizer) -> DensePush | None:
-        """Plans pushes of dense sums that have the dtypes of their variables, else None."""
+        """Returns a plan for pushes with this key; None if ``DensePush`` cannot run them."""
         form = Layout([self._specs[name] for name in key.names]).form
         if optimizer._rule is None or key.form != form:
             return None
@@ -262,11 +267,11 @@ class CenterShardState(ShardState):
         return DensePush(key, rows, optimizer, self._device)
 
     def may_raise(self, command: str) -> bool:
-        """See ``ShardState``; a Python rule may raise because of the values of one variable."""
+        """See ``ShardState``; a rule in Python may raise because of the values of one variable."""
         return command == "push" and self._optimizer is not None and self._optimizer._rule is None
 
     def check(self, command: str, request: PushRequest, message: Message) -> None:
-        """See ``ShardState``; keeps what the rule computes for the push."""
+        """See ``ShardState``; the push uses what the rule computes here."""
         self._checked = None
         self._check_push(request)
         if names := request.names[self._shard]:
@@ -275,7 +280,7 @@ class CenterShardState(ShardState):
     def _ready_push(
         self, names: Sequence[str], request: PushRequest, message: Message
     ) -> Callable[[], None]:
-        """Computes a push of sums of any kind; returns a function that launches it."""
+        """Prepares a push of dense sums and sums of rows; returns a function that launches it."""
         optimizer = self._optimizer
         assert optimizer is not None
         if optimizer._rule is None:
@@ -331,13 +336,13 @@ class CenterShardState(ShardState):
     # -- reads ------------------------------------------------------------------------------------
 
     def pull(self, names: Sequence[Sequence[str]]) -> Message:
-        """Returns variables of this shard, each with its master if it has one."""
+        """Returns values of variables of this shard; each master follows its variable."""
         self._check_known(names)
         found = self._values(names[self._shard])
         return self._sent(found._replace(value=(self._num_pushes, found.value)))
 
     def _values(self, names: Sequence[str]) -> Message:
-        """Returns variables of this shard; its value names those with a master."""
+        """Returns variables and masters; ``value`` has the names of variables with a master."""
         masters = self._center.slots.by_name.get(MASTER, {}) if self._center.slots else {}
         found: list[Buffer] = []
         with_master: list[str] = []
@@ -351,7 +356,7 @@ class CenterShardState(ShardState):
         return message._replace(value=frozenset(with_master))
 
     def slots_of(self, name: str) -> dict[str, str]:
-        """Returns the full names of the slots of a variable, if it is of this shard."""
+        """Returns the full names of a variable's slots; empty if another shard holds it."""
         variable, slots = self._center.variables.get(name), self._center.slots
         if variable is None or slots is None:
             return {}
@@ -362,19 +367,19 @@ class CenterShardState(ShardState):
         }
 
     def slot_value(self, name: str, slot: str) -> Message:
-        """Returns a slot of a variable, if it is of this shard."""
+        """Returns the value of a variable's slot; no tensor if this shard does not hold it."""
         variable = self._center.variables.get(name)
         found = None if variable is None else self._center.slot(variable, slot)
         buffers = [] if found is None else [found.buffers[0]]
         return self._sent(Layout(specs_of(buffers)).pack(self._device, buffers))
 
     def _sent(self, answer: Message) -> Message:
-        """Notes the large arrays of an answer, which may be on the memory of variables."""
+        """Records the large arrays of an answer, which may be views of variables."""
         self._answered += [ref(array) for array in answer.bigs]
         return answer
 
     def _keep_answers(self) -> None:
-        """Moves variables whose memory is in an answer that Ray has not stored yet."""
+        """Moves a variable to new memory if an answer that Ray has not stored yet uses the old."""
         arrays = [array for each in self._answered if (array := each()) is not None]
         addresses, self._answered = {array.ctypes.data for array in arrays}, []
         for each in self._held() if addresses else ():
@@ -386,11 +391,11 @@ class CenterShardState(ShardState):
         return [*self._center.variables.values(), *self._center.slot_variables()]
 
     def shards(self) -> dict[str, int]:
-        """Returns the shard of each variable, by name, of all shards."""
+        """Returns the shard of each variable of the center, by name."""
         return dict(self._shards)
 
     def state(self) -> dict[str, Any]:
-        """Returns the state of this shard, in the form of ``AGNCenter.state_dict``."""
+        """Returns the state of this shard in the form of ``gr.AGNCenter.state_dict``."""
         self._center.check_usable()
         state: dict[str, Any] = downloader(None)(
             queued_center(self._center.variables, self._center.slots)
@@ -404,7 +409,7 @@ class CenterShardState(ShardState):
         self._ready(state)
 
     def _ready(self, state: Any) -> Any:
-        """Validates a state; returns a function that loads this shard's part."""
+        """Validates a state of the center; returns a function that loads the part of this shard."""
         names = dict.fromkeys(self._specs, anything)
         found = checked(
             "state", state, dict.fromkeys(("format", "variables", "optimizer"), anything)
@@ -441,7 +446,7 @@ class CenterShardState(ShardState):
         self._center.registry.end(task_index)
 
     def clear_failure(self, task_index: int) -> None:
-        """Removes a worker from those that failed."""
+        """Removes a worker from the list of failed workers."""
         self._center.registry.clear_failure(task_index)
 
     def mark_failed(self, task_index: int, error: str) -> None:
@@ -449,11 +454,11 @@ class CenterShardState(ShardState):
         self._center.registry.mark_failed(task_index, RuntimeError(error))
 
     def failed(self) -> list[int]:
-        """Returns the task indices of the workers that failed."""
+        """Returns the task indices of the failed workers."""
         return list(self._center.registry.failed)
 
     def begun(self) -> list[int]:
-        """Returns the task indices of the workers of this round."""
+        """Returns the task indices of the workers of this round; see ``Registry``."""
         return self._center.registry.begun()
 
     # -- snapshots --------------------------------------------------------------------------------
@@ -470,7 +475,7 @@ class CenterShardState(ShardState):
         }
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """See ``ShardState``; slots are restored when a worker joins, which sends the rule."""
+        """See ``ShardState``; restores slots when a worker joins, because it sends their rule."""
         self._reset()
         if state is None:
             return
@@ -490,7 +495,7 @@ def _full_name(kind: type) -> tuple[str, str]:
 
 
 def description(num_shards: int) -> dict[str, Any]:
-    """Returns what a center is; see ``ShardState.describe``."""
+    """Returns what all clients of a center must agree on; see ``ShardState.describe``."""
     return {"kind": "AGN center", "num_shards": num_shards}
 
 

@@ -1,4 +1,4 @@
-"""Calls actors from any process: each call is applied once, also if it is sent again."""
+"""Calls actors from any process; a call that is sent again is not applied again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .shard import RetryError, Settings, load_large_arrays, why_not_started
 from .shard_state import Key, ShardState
 
 START_SECONDS = 60.0  # a new actor is a new process, which takes some seconds to start
-POLL_SECONDS = 1.0  # after so long a lead answers a take that waits, and its client asks again
+POLL_SECONDS = 1.0  # a waiting take is answered after so long; then its client asks again
 
 
 class _Caller(threading.local):
@@ -41,7 +41,7 @@ class _Caller(threading.local):
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
         self.number = 0
-        self.unanswered: Any = None  # refers to the answer of a call that reached its deadline
+        self.unanswered: Any = None  # reference to the answer of a call that reached its deadline
 
     def next_key(self) -> Key:
         """Returns the key of the thread's next call."""
@@ -53,14 +53,16 @@ class Client:
     """A connection to the actors of a name; starts them if there are none.
 
     Args:
-        settings: of shard 0.
+        settings: settings of shard 0.
         make_state: returns an empty state for a shard.
-        description: expected of the actor, like the settings; see ``ShardState.describe``.
-        timeout: seconds that a call waits for its answer. The first call may wait for the start of
+        description: what the actor must have, besides the settings; see ``ShardState.describe``.
+        timeout: seconds that a call waits for its answer. The constructor may wait for the start of
             the actor, so it waits at least 60 seconds. None: wait as long as the actor lives.
 
     Attributes:
-        actor: the handle of the lead.
+        actor: the handle of the coordinator.
+        name: name of the coordinator.
+        num_shards: number of actors.
 
     Raises:
         ValueError: the actor of this name has another description, or other settings.
@@ -78,7 +80,7 @@ class Client:
         limit = as_timeout(timeout)
         self._settings = settings
         self._timeout = None if limit is None else max(limit, START_SECONDS)
-        # Less than the time for an answer.
+        # Less than ``timeout``, so that a waiting take is answered in time.
         self._poll_seconds = min(POLL_SECONDS, math.inf if timeout is None else timeout / 2)
         self.actor = start_shard(settings, make_state)
         self._caller = _Caller()
@@ -98,7 +100,11 @@ class Client:
 
     @property
     def _lead(self) -> Any:
-        """The lead; raises ``BackendUnavailableError`` where Ray would end or hang this process."""
+        """The handle of the coordinator.
+
+        Raises:
+            BackendUnavailableError: Ray would end this process, or hang in it.
+        """
         cluster.check_usable()
         return self.actor
 
@@ -118,19 +124,19 @@ class Client:
         """Runs a command once; returns the value or message of each shard.
 
         Args:
-            command: name of the state's method.
-            arguments: for all shards.
-            messages: one for each shard; or none.
-            origin: of a gradient.
-            key: of an earlier call that failed: repeats that call, which is applied at most once.
-                Default: a new key.
+            command: name of a method of the state.
+            arguments: arguments that all shards get.
+            messages: one message for each shard; empty for a command without arrays.
+            origin: the worker, if the call sends a gradient.
+            key: key of an earlier call that failed. This call then retries that call, and the
+                command is applied at most once. Default: a new key.
             timeout: seconds to wait for the answer. The client's ``timeout`` applies too.
 
         Raises:
             DeadlineExceededError: no answer within ``timeout``; whether the command was applied is
                 unknown.
             CancelledError: the actor was closed.
-            BackendUnavailableError: it has ended, and is not restarted.
+            BackendUnavailableError: the actor has ended, and is not restarted.
         """
         cluster.check_usable()
         key = self.next_key() if key is None else key
@@ -140,7 +146,7 @@ class Client:
         return self._answered(self._lead.call, sent, timeout=timeout)
 
     def read(self, method: str, *arguments: Any) -> Any:
-        """Calls a method that only reads; returns the value or message of each shard."""
+        """Calls a method that only reads on all shards; returns the value or message of each."""
         return self._answered(self._lead.read_all, method, arguments)
 
     def take(self, num_required: int, timeout: float | None) -> Any:
@@ -162,7 +168,7 @@ class Client:
                 if end is not None and time.monotonic() >= end:
                     break
         except BaseException:  # also Ctrl-C: nobody waits for the answer
-            with DeferInterrupts():  # else the take could use the gradients of the next seconds
+            with DeferInterrupts():  # else a second Ctrl-C could leave the take in the queue
                 self._lead.withdraw.remote(key)
                 self._lead.delivered.remote(key)
             raise
@@ -173,23 +179,24 @@ class Client:
         raise DeadlineExceededError(f"not enough gradients within {limit} s; {found}")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the lead's state, for which no other shard is needed."""
+        """Calls a method of the coordinator's state that needs no other shard."""
         return self._answered(self._lead.ask, method, arguments)
 
     def wait_for(self, method: str, least: int, timeout: float) -> list[Any]:
-        """Returns a list of the lead's state, as soon as it has ``least`` entries.
+        """Waits for a list of the coordinator's state to have ``least`` entries; returns it.
 
         Args:
-            method: of the state; returns the list.
+            method: name of the state's method that returns the list.
             least: number of entries to wait for.
-            timeout: seconds to wait, at most one. Then the list is returned as it is.
+            timeout: seconds to wait; never more than one second. When they have passed, the list
+                may have fewer entries.
         """
         seconds = min(timeout, self._poll_seconds)
         found: list[Any] = self._get(self._lead.wait_for.remote(method, least, seconds))
         return found
 
     def workers(self) -> list[WorkerInfo]:
-        """Returns a ``WorkerInfo`` of each worker, sorted by name."""
+        """Returns a ``WorkerInfo`` for each worker, sorted by name."""
         found: list[WorkerInfo] = self._get(self._lead.workers.remote())
         return found
 
@@ -198,21 +205,25 @@ class Client:
         self._get(self._lead.leave.remote(worker))
 
     def close(self) -> None:
-        """Ends the actors, and removes their snapshots; does nothing if they have ended."""
+        """Ends the actors and removes their snapshots; does nothing if they have ended."""
         lead = self._lead
         try:
             self._get(lead.end.remote())
             self._get(lead.close.options(max_task_retries=0).remote())
         except CancelledError:
             pass
-        except BackendUnavailableError:  # the lead has ended, the others may still run
+        except BackendUnavailableError:  # the coordinator has ended, other shards may still run
             for shard in range(1, self.num_shards):
                 name = self._settings._replace(shard=shard).actor_name
                 with suppress(ValueError):  # there is none
                     ray.kill(ray.get_actor(name, namespace=cluster.NAMESPACE))
 
     def _answered(self, method: Any, *arguments: Any, timeout: float | None = None) -> Any:
-        """Calls a method of the lead until it answers; returns the answer with its arrays."""
+        """Calls a method of the coordinator; retries after ``RetryError`` and lost arrays.
+
+        Returns:
+            The answer, with its arrays.
+        """
         self._wait_for_unanswered(timeout)
         limit = self._limit(timeout)
         end = None if limit is None else time.monotonic() + limit
@@ -227,13 +238,13 @@ class Client:
                 continue
 
     def _wait_for_unanswered(self, timeout: float | None) -> None:
-        """Waits for this thread's last call if that reached its deadline without an answer.
+        """Waits for the last call of this thread, if that reached its deadline without an answer.
 
-        So each thread has at most one call under way. This keeps its calls in order: Ray may run
-        the calls of an asynchronous actor in any order.
+        So each thread has at most one call in progress, and its calls run in their order. Ray
+        itself may run the calls of an asynchronous actor in any order.
 
         Raises:
-            DeadlineExceededError: there is still no answer.
+            DeadlineExceededError: the last call still has no answer.
         """
         reference, limit = self._caller.unanswered, self._limit(timeout)
         if reference is not None and not ray.wait([reference], timeout=limit)[0]:
@@ -263,7 +274,7 @@ class Client:
             if cause := why_not_started(error):
                 text = f"the actor {self.name!r} could not start: {cause}"
                 raise BackendUnavailableError(text) from None
-            # Ray's text goes on with a paragraph of hints.
+            # After the reason, Ray's text has a paragraph of hints.
             reason = str(error).rpartition(" is dead because ")[2].partition(". ")[0].rstrip(".")
             hint = "make it again: it continues from its snapshots"
             if self._settings.folder is None:
@@ -274,7 +285,7 @@ class Client:
 
 
 class SharedOptions(NamedTuple):
-    """Options of everything that actors hold; see ``AccumulatorSet``."""
+    """The options that accumulators and centers have in common; see ``AccumulatorSet``."""
 
     num_shards: int
     num_gpus: int
@@ -289,7 +300,7 @@ class SharedOptions(NamedTuple):
 
         Raises:
             ValueError: an option is invalid.
-            TypeError: it has another type.
+            TypeError: an option has a wrong type.
         """
         cluster.check_name("shared_name", name)
         if isinstance(self.durability, str) and self.durability != "push":
@@ -315,12 +326,14 @@ class SharedOptions(NamedTuple):
         )
 
     def for_others(self) -> dict[str, Any]:
-        """Returns the options for another process, which gets a worker name of its own."""
+        """Returns the options for another process, in which the worker gets another name."""
         return {**self._asdict(), "worker": None}
 
 
 def shards_for(sizes: Sequence[int], num_shards: int) -> tuple[int, ...]:
-    """Returns the shard of each tensor: the one with the fewest bytes, for large tensors first.
+    """Returns the shard of each tensor, so that all shards have about the same bytes.
+
+    Each tensor goes to the shard with the fewest bytes; the largest tensor is the first to go.
 
     Raises:
         ValueError: there are fewer tensors than shards.

@@ -1,4 +1,4 @@
-"""Joins or starts a Ray cluster that asks for a token, and checks the names of actors."""
+"""Joins or starts a Ray cluster that requires a token, and checks the names of actors."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ import ray
 
 from gradreduce.errors import BackendUnavailableError, brief, log_warning
 
-# All actors of this library are in this namespace, whatever that of the driver is.
+# All actors of this library are in this namespace of Ray; the driver's may be another.
 NAMESPACE = "gradreduce"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _AUTH_MODE = "RAY_AUTH_MODE"  # if it is not set, Ray sets it to token for a new cluster
-_lock = threading.Lock()  # threads may make their first accumulators at the same time
+_lock = threading.Lock()  # several threads may create their first accumulators at the same time
 _was_forked = False  # whether this process is a fork of one that used Ray
 
 
 def init(address: str | None = None, **options: Any) -> None:
     """Joins a running Ray cluster, or starts one on this machine.
 
-    The first use of any class of ``gr.ray`` calls it without arguments. If Ray is initialized in
-    this process, that cluster is used. Logs a warning if the cluster asks for no token. Blocks
-    until the cluster is ready: 2 to 3 seconds for a new one.
+    The constructors of ``gr.ray`` call it without arguments. If Ray is already initialized in this
+    process, ``init`` keeps that cluster and ignores its arguments. It logs a warning if the cluster
+    does not require a token. Blocks until the cluster is ready: 2 to 3 seconds for a new one.
 
     Args:
-        address: of the cluster to join: ``"host:port"``, or ``"auto"`` for one on this machine;
-            ``"local"`` starts a new one. Default: the address in the variable ``RAY_ADDRESS``; if
-            it is not set, the cluster that ``ray start`` has started on this machine; if there is
-            none, a new cluster, which ends with this process.
+        address: address of the cluster to join: ``"host:port"``, or ``"auto"`` for a cluster on
+            this machine; ``"local"`` starts a new cluster. Default: the address in the variable
+            ``RAY_ADDRESS``; if it is not set, the cluster that ``ray start`` has started on this
+            machine; if there is none, a new cluster, which ends with this process.
         options: other arguments of ``ray.init``, such as ``num_cpus`` and ``object_store_memory``
             (in bytes) of a new cluster. ``include_dashboard`` is False by default.
 
     Raises:
-        RuntimeError: a new cluster would not ask for a token, because ``RAY_AUTH_MODE`` is set.
-        ConnectionError: the cluster does not answer, or asks for a token.
+        RuntimeError: a new cluster would not require a token, because ``RAY_AUTH_MODE`` is set.
+        ConnectionError: the cluster does not answer, or requires a token.
         BackendUnavailableError: this process is a fork of one that used Ray.
-        ray.exceptions.AuthenticationError: the cluster asks for a token, and this process has none.
+        ray.exceptions.AuthenticationError: the cluster requires a token, and this process has none.
 
     Example: see ``docs/ray.md``. In short::
 
@@ -86,7 +86,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def _check_mode(address: str | None) -> None:
-    """Raises ``RuntimeError`` where ``ray.init`` could start a cluster that asks for no token."""
+    """Raises ``RuntimeError`` if ``ray.init`` could start a cluster that requires no token."""
     if address in (None, "auto"):
         address = os.environ.get("RAY_ADDRESS") or address
     mode = os.environ.get(_AUTH_MODE, "token")
@@ -100,11 +100,11 @@ def _check_mode(address: str | None) -> None:
 
 @lru_cache
 def _warn_if_open(cluster: str) -> None:
-    """Logs a warning if a cluster asks for no token; once for each cluster."""
+    """Logs a warning if a cluster requires no token; once for each cluster."""
     context = ray.get_runtime_context()
     if context.worker.mode == ray.WORKER_MODE:
         mode = os.environ.get(_AUTH_MODE)
-    else:  # the variable of a driver may be another than that of the cluster
+    else:  # the driver may have another value of the variable than the cluster
         reader = ray.remote(num_cpus=0)(os.getenv)
         mode = ray.get(reader.remote(_AUTH_MODE), timeout=60)
     if mode is None or mode.lower() != "token":
@@ -118,16 +118,16 @@ def _warn_if_open(cluster: str) -> None:
 
 
 def check_name(what: str, name: Any) -> str:
-    """Returns a name if it is valid for an actor and its files.
+    """Returns the name if it is valid for an actor and its files.
 
     Args:
         what: name of the argument, for errors.
-        name: 1 to 128 letters, digits, ``_``, ``.`` and ``-`` of ASCII; the first is a letter or a
-            digit.
+        name: 1 to 128 ASCII letters, digits, ``_``, ``-`` and single ``.``; the first character is
+            a letter or a digit.
 
     Raises:
-        TypeError: it is not a string.
-        ValueError: it has another form.
+        TypeError: the name is not a string.
+        ValueError: the name has another form.
     """
     if not isinstance(name, str):
         raise TypeError(f"{what}={brief(name)} must be a string")

@@ -1,13 +1,13 @@
-"""The lead is shard 0: it decides the order of the commands of all shards.
+"""The coordinator, shard 0: it gives the commands of all shards one order.
 
-    client -> call          stages the arrays on the other shards, while earlier commands still run
-              (lock)        a call that was already applied only gets its answer again
+    client -> call          sends arrays to the other shards, while earlier commands still run
+              (lock)        if the call was already applied, only repeats its answer
               execute       every shard runs the command, and writes a snapshot if one is due
-              serve         runs the takes that now have enough gradients, as commands
-              answer        the small values and arrays of all shards
+              serve         runs waiting takes that now have enough gradients, as commands
+              answer        returns the small values and the arrays of all shards
 
-A take that waits does not hold the lock, so other calls continue. All code of an actor runs in one
-thread, and switches to another call only at an ``await``.
+A waiting take does not hold the lock, so other calls continue. All code of an actor runs in one
+thread, which switches to another call only at an ``await``.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from .messages import Message
 from .shard import RetryError, Settings, Shard, why_not_started
 from .shard_state import Key, ShardState
 
-LEASE_SECONDS = 5.0  # a take is dropped if its client has not asked again for so long
-MAX_CALLERS = 10_000  # callers whose last call is known; also the workers in ``workers``
+LEASE_SECONDS = 5.0  # a take is dropped if its client has not asked for so long
+MAX_CALLERS = 10_000  # callers whose last call is kept; also the most workers in ``workers``
 
 
 class Origin(NamedTuple):
-    """Where a gradient comes from.
+    """The worker that sends a gradient, and the step at which it computed the gradient.
 
     Attributes:
-        worker: its name.
-        step: of the gradient; see ``WorkerInfo``.
-        clock: the ``clock`` of the state at the worker's last pull.
-        tasks: task indices that the worker's thread has registered. A lead that was restarted
+        worker: name of the worker.
+        step: step of the gradient; see ``WorkerInfo``.
+        clock: for AGN, the ``clock`` of the state at the worker's last pull; for accumulators,
+            the ``local_step``.
+        tasks: the task indices that the worker's thread has registered. A restarted coordinator
             registers them again.
     """
 
@@ -52,15 +53,15 @@ class Origin(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of a command, as one object: Ray needs 50 us for each argument of a call.
+    """The arguments of a call in one object, because Ray needs 50 us for each argument.
 
     Attributes:
-        key: of the call; the numbers of a caller ascend.
-        command: name of the state's method.
-        arguments: for all shards.
-        message: arrays for the lead, or None.
+        key: identifies the call; the numbers of one caller increase.
+        command: name of a method of the state.
+        arguments: arguments that all shards get.
+        message: arrays for the coordinator, or None.
         others: references to the messages for the other shards; empty for a command without arrays.
-        origin: of a gradient, or None.
+        origin: the worker, if the call sends a gradient; else None.
     """
 
     key: Key
@@ -72,14 +73,15 @@ class Call(NamedTuple):
 
 
 class WorkerInfo(NamedTuple):
-    """What a lead knows of a worker.
+    """One worker, as ``workers()`` of an accumulator or a center lists it.
 
     Attributes:
-        name: of the worker.
-        step: of its last gradient: the ``local_step`` for accumulators, the number of local steps
-            for AGN.
-        staleness: the number of updates between its last pull and its last gradient.
-        last_contact: seconds since its last gradient.
+        name: name of the worker.
+        step: for accumulators, the ``local_step`` of the worker's last gradient; for AGN, its
+            number of local steps at its last push.
+        staleness: for accumulators, how many steps ``local_step`` was behind ``global_step``; for
+            AGN, the number of pushes of other workers between its last pull and its last push.
+        last_contact: seconds since its last gradient or push arrived.
 
     Example: see ``docs/ray.md``.
     """
@@ -95,10 +97,10 @@ class QueuedTake:
     """A take that waits in the queue.
 
     Attributes:
-        key: of the call.
+        key: identifies the take.
         num_required: number of gradients that it waits for.
-        seen: when its client asked last, by the monotonic clock.
-        done: will have the answers of all shards.
+        seen: time at which its client asked last, by the monotonic clock.
+        done: a future of the answers of all shards.
     """
 
     key: Key
@@ -110,7 +112,7 @@ class QueuedTake:
 
 
 def start_shard(settings: Settings, make_state: Callable[[Settings], ShardState]) -> Any:
-    """Returns the actor of a shard; starts it if there is none of its name."""
+    """Returns the actor of a shard; starts one if no actor has this name."""
     num_retries = 0 if settings.folder is None else -1
     actor = ray.remote(Shard if settings.shard else Lead).options(
         name=settings.actor_name,
@@ -126,16 +128,16 @@ def start_shard(settings: Settings, make_state: Callable[[Settings], ShardState]
 
 
 def _run_to_completion(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
-    """Decorates a method of the lead that must run to its end, also if Ray cancels the call.
+    """Decorates a method of the coordinator that must complete even if Ray cancels the call.
 
-    ``ray.cancel`` of a task also cancels the calls that the task waits for, at any ``await``.
-    Without this, some shards would have run a command and others not.
+    ``ray.cancel`` of a task also cancels the calls that the task waits for, at any ``await`` in
+    them. Without this, some shards could have run a command and others not.
     """
 
     @wraps(method)
     async def run(self: Lead, *args: Any, **kwargs: Any) -> Any:
         task = asyncio.ensure_future(method(self, *args, **kwargs))
-        self._running.add(task)  # the event loop itself has weak references only
+        self._running.add(task)  # the event loop keeps only weak references
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)
 
@@ -143,15 +145,15 @@ def _run_to_completion(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
 
 
 class Lead(Shard):
-    """Shard 0; see the module.
+    """The coordinator, which is the actor of shard 0; see the docstring of the module.
 
     Args:
-        settings: how it is made.
+        settings: settings of shard 0.
         make_state: returns an empty state for a shard.
     """
 
     def __init__(self, settings: Settings, make_state: Callable[[Settings], ShardState]) -> None:
-        self._calls: dict[str, list[Any]] = {}  # caller -> number of its last call, command, value
+        self._calls: dict[str, list[Any]] = {}  # caller -> number, command, value of its last call
         super().__init__(settings, make_state)
         self._make_state = make_state
         self._others = self._start_others()
@@ -175,10 +177,10 @@ class Lead(Shard):
 
     @_run_to_completion
     async def call(self, sent: Call) -> list[Any]:
-        """Runs a command on all shards, unless a call with its key was already applied."""
+        """Runs a command on all shards; a call that was already applied gets its answer again."""
         message_id, generation = uuid.uuid4().hex if sent.others else "", self._generation
         try:
-            with suppress(RetryError):  # a shard has ended: _ready sees it too
+            with suppress(RetryError):  # a shard has ended: _ready notices it
                 calls = [(generation, message_id, each) for each in sent.others]
                 await self._from_others("stage", calls)
             async with self._lock:
@@ -204,7 +206,7 @@ class Lead(Shard):
         message: Message | None = None,
         message_id: str = "",
     ) -> list[Any]:
-        """Runs a command on all shards; the lock is held."""
+        """Runs a command on all shards; the caller holds the lock."""
         number = self._number + 1
         if self._others and self._state.may_raise(command):
             checks = [(self._generation, self._number, command, arguments, message_id)]
@@ -239,7 +241,7 @@ class Lead(Shard):
 
         Args:
             method: name of a method of ``Shard``.
-            calls: the arguments for each shard; empty if there is nothing to call.
+            calls: the arguments for each shard; empty: makes no call.
         """
         pending = [
             getattr(other, method).remote(*call)
@@ -259,19 +261,20 @@ class Lead(Shard):
             self._in_sync = False
             name = self._settings.name
             if cause := why_not_started(error):
-                self._others = self._start_others()  # the next call succeeds if the cause is gone
+                # If the cause has been removed, the next call succeeds.
+                self._others = self._start_others()
                 raise BackendUnavailableError(
                     f"a shard of {name!r} could not start: {cause}"
                 ) from None
             raise RetryError(f"a shard of {name!r} has ended") from error
 
     def _is_known(self, key: Key) -> bool:
-        """Whether a call, or a later call of the same caller, was already applied."""
+        """Returns whether this call, or a later call of the same caller, was already applied."""
         known = self._calls.get(key[0])
         return known is not None and key[1] <= known[0]
 
     async def _repeat_answer(self, caller: str) -> list[Any]:
-        """Returns the answers to the last call of a caller."""
+        """Returns the answers to the last call of a caller once more."""
         _, command, value = self._calls[caller]
         repeat = self._state.repeated.get(command)
         return [value] if repeat is None else await self._read(repeat, (caller,))
@@ -280,7 +283,7 @@ class Lead(Shard):
 
     @_run_to_completion
     async def read_all(self, command: str, arguments: Sequence[Any]) -> list[Any]:
-        """Calls a method that only reads, on all shards, between two commands."""
+        """Calls a method that only reads on all shards, between two commands."""
         async with self._lock:
             await self._ready()
             return await self._read(command, arguments)
@@ -292,7 +295,7 @@ class Lead(Shard):
 
     @_run_to_completion
     async def ask(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Calls a method of the lead's state, for which no other shard is needed."""
+        """Calls a method of the coordinator's state that needs no other shard."""
         async with self._lock:
             await self._ready()
             value = getattr(self._state, method)(*arguments)
@@ -301,7 +304,13 @@ class Lead(Shard):
         return value
 
     async def wait_for(self, method: str, least: int, seconds: float) -> list[Any]:
-        """Returns a list of the state; first waits until it has ``least`` entries."""
+        """Returns a list of the state when it has ``least`` entries, or after ``seconds``.
+
+        Args:
+            method: name of the state's method that returns the list.
+            least: number of entries to wait for.
+            seconds: how long to wait at most.
+        """
         end = time.monotonic() + seconds
         while True:
             found: list[Any] = getattr(self._state, method)()
@@ -317,12 +326,13 @@ class Lead(Shard):
         """Takes gradients if there are enough; takes complete in the order of their first calls.
 
         Args:
-            key: of the take. The client calls again with the same key until it has the answers.
+            key: identifies the take. The client calls again with the same key until it has the
+                answers.
             num_required: number of gradients.
-            seconds: how long this call waits.
+            seconds: how long this call waits at most.
 
         Returns:
-            The answers of all shards, or a text that says what the take waits for.
+            The answers of all shards; or a text that says what the take still waits for.
         """
         async with self._lock:
             await self._ready()
@@ -338,7 +348,7 @@ class Lead(Shard):
 
     @_run_to_completion
     async def withdraw(self, key: Key) -> list[Any] | None:
-        """Removes a take from the queue; returns its answers if it has already completed."""
+        """Removes a take from the queue; returns its answers if it was already applied."""
         async with self._lock:
             self._queue.pop(key, None)
             await self._ready()
@@ -348,30 +358,30 @@ class Lead(Shard):
             return None
 
     async def delivered(self, key: Key) -> None:
-        """Frees the results of a take, which have arrived or are no longer wanted."""
+        """Frees the results of a take that have arrived, or that nobody waits for any more."""
         await self.forget(key)
         for other in self._others:
             other.forget.remote(key)
 
     async def _serve(self) -> None:
-        """Runs the takes at the front of the queue that have enough gradients.
+        """Runs the takes at the front of the queue for which there are enough gradients.
 
-        The lock is held.
+        The caller holds the lock.
         """
         while self._queue:
             queued = next(iter(self._queue.values()))
             if time.monotonic() - queued.seen > LEASE_SECONDS:
                 log_warning(__name__, "a take of %r was dropped: its client is gone", queued.key[0])
                 del self._queue[queued.key]
-            elif self._is_known(queued.key):  # its answer is lost: the client asks again
+            elif self._is_known(queued.key):  # its answer was lost: the client asks again
                 del self._queue[queued.key]
             elif self._state.can_take(queued.num_required):
                 key = queued.key
                 try:
                     answers = await self._run(key, "take", (key, queued.num_required))
                 except RetryError:
-                    raise  # it is still queued
-                except Exception as error:  # goes to the client that takes, not to this caller
+                    raise  # the take stays in the queue
+                except Exception as error:  # for the client of the take, not for this caller
                     queued.done.set_exception(error)
                 else:
                     queued.done.set_result(answers)
@@ -388,7 +398,7 @@ class Lead(Shard):
         _set_last(self._workers, origin.worker, (origin.step, staleness, time.monotonic()))
 
     async def workers(self) -> list[WorkerInfo]:
-        """Returns a ``WorkerInfo`` of each worker, sorted by name."""
+        """Returns a ``WorkerInfo`` for each worker, sorted by name."""
         now = time.monotonic()
         return [
             WorkerInfo(name, step, staleness, now - seen)
@@ -396,7 +406,7 @@ class Lead(Shard):
         ]
 
     async def leave(self, worker: str) -> None:
-        """Forgets a worker."""
+        """Removes a worker from ``workers()``."""
         self._workers.pop(worker, None)
 
     # -- failures ---------------------------------------------------------------------------------
@@ -408,7 +418,15 @@ class Lead(Shard):
             raise BackendUnavailableError(self._fault)
 
     async def _ready(self) -> None:
-        """Raises if closed; if a shard was restarted, loads the newest common snapshot on all."""
+        """Makes all shards agree: each loads the newest snapshot that all shards have.
+
+        Does nothing if they agree already, that is, if all have run the same commands.
+
+        Raises:
+            CancelledError: the actor was closed.
+            BackendUnavailableError: the shards have no common snapshot.
+            RetryError: a shard ended meanwhile.
+        """
         self._check_open()
         if self._in_sync:
             return
@@ -422,7 +440,7 @@ class Lead(Shard):
                 await self._from_others("go_back", calls)
         except RetryError:
             if numbers:
-                self._others = self._start_others()  # Ray does not restart what ray.kill has ended
+                self._others = self._start_others()  # Ray does not restart an actor after ray.kill
                 raise
         if not numbers:
             self._fault = (
@@ -436,18 +454,18 @@ class Lead(Shard):
 
     @_run_to_completion
     async def end(self) -> None:
-        """Closes: waiting takes and later calls raise, and the other shards end."""
+        """Ends the other shards; waiting takes and later calls raise ``CancelledError``."""
         async with self._lock:
             self._closed = True
             for queued in self._queue.values():
                 queued.done.set_exception(CancelledError("TakeGrad operation was cancelled"))
             self._queue = {}
         closed = [other.close.options(max_task_retries=0).remote() for other in self._others]
-        await asyncio.gather(*closed, return_exceptions=True)  # each has ended
+        await asyncio.gather(*closed, return_exceptions=True)  # each raises: its actor has ended
 
 
 def _set_last(known: dict[str, Any], key: str, value: Any) -> None:
-    """Makes an entry the last of a dict; drops the oldest ones beyond ``MAX_CALLERS``."""
+    """Sets the newest entry of a dict; drops the oldest entries beyond ``MAX_CALLERS``."""
     known.pop(key, None)
     known[key] = value
     while len(known) > MAX_CALLERS:
@@ -455,7 +473,7 @@ def _set_last(known: dict[str, Any], key: str, value: Any) -> None:
 
 
 async def _wait(awaitable: Any, seconds: float) -> None:
-    """Waits at most ``seconds`` for an awaitable; raises none of its errors."""
+    """Waits at most ``seconds`` for an awaitable; ignores its ``CancelledError``."""
     try:
         await asyncio.wait_for(awaitable, seconds)
     except TimeoutError:

@@ -1,8 +1,9 @@
 """The arrays of a message to an actor: small tensors are packed, large ones are sent alone.
 
-Ray needs several microseconds for each array of a message. It stores large arrays in shared memory,
-where the receiver reads them without a copy. All arrays are sent as bytes, because Ray does not
-support bfloat16; the message also has the shapes and dtypes.
+Small tensors are packed because Ray needs several microseconds for each array of a message. Large
+tensors are sent alone because Ray puts large arrays into its object store, whose shared memory the
+receiver reads without a copy. All arrays are sent as bytes, because Ray does not support bfloat16;
+the message also has the shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ from gradreduce.device import (
 from gradreduce.device.buffer import FlatLayout, by_template, same_dtypes
 
 Spec = tuple[tuple[int, ...], DType]  # shape and dtype
-BIG = 1 << 16  # bytes from which a tensor is sent alone
+BIG = 1 << 16  # a tensor of so many bytes or more is sent alone
 
 
 class Message(NamedTuple):
     """The arrays of a message.
 
     Attributes:
-        form: shape and dtype of each tensor, as text: a list of 161 shapes takes Ray 0.1 ms.
-        packed: for each dtype the bytes of small tensors; ``bytes`` if they are not many, because
-            Ray needs 0.1 ms more for an array.
-        bigs: the bytes of each of the others; in an answer, what refers to them.
-        value: a small value that goes with them.
+        form: shape and dtype of each tensor, as one string, because Ray needs 0.1 ms for a list of
+            161 shapes.
+        packed: the bytes of all small tensors of a dtype, for each dtype. They are ``bytes`` if
+            there are fewer than ``BIG``, because Ray needs 0.1 ms more for an array.
+        bigs: for each large tensor its bytes; in the answer of an actor, a reference to this list.
+        value: a small value that is sent with the tensors.
     """
 
     form: str
@@ -52,13 +54,13 @@ class Message(NamedTuple):
 
 
 class PackedDtype(NamedTuple):
-    """The small tensors of a dtype.
+    """The small tensors of one dtype.
 
     Attributes:
-        dtype: of all.
-        indices: of the tensors in the message.
-        shapes: of the tensors.
-        layout: where each is in the flat array.
+        dtype: dtype of the tensors.
+        indices: index of each tensor in the message.
+        shapes: shape of each tensor.
+        layout: position of each tensor in the flat array.
     """
 
     dtype: DType
@@ -68,13 +70,13 @@ class PackedDtype(NamedTuple):
 
 
 class Layout:
-    """How the tensors of a message are packed.
+    """The layout of the tensors in a message: which are packed, and where.
 
     Args:
         specs: shape and dtype of each tensor.
 
     Attributes:
-        specs: the same.
+        specs: see above.
         form: see ``Message``.
     """
 
@@ -99,7 +101,7 @@ class Layout:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(form: str) -> Layout:
-        """Returns the layout of a message by its ``form``."""
+        """Returns the layout of a message with this ``form``."""
         specs: list[Spec] = []
         for text in form.split():
             dtype, _, shape = text.partition(":")
@@ -110,7 +112,11 @@ class Layout:
     # -- host arrays ------------------------------------------------------------------------------
 
     def message(self, arrays: Sequence[np.ndarray]) -> Message:
-        """Returns a message of host arrays; copies small ones, and others if not contiguous."""
+        """Returns a message of host arrays.
+
+        Small arrays, and arrays that are not contiguous, are copied. The message shares the memory
+        of all others.
+        """
         packed = []
         for dtype, indices, _, layout in self._packed:
             flat = np.zeros(layout.size, dtype)
@@ -120,7 +126,7 @@ class Layout:
         return Message(self.form, packed, [_as_bytes(arrays[index]) for index in self._bigs])
 
     def arrays(self, message: Message) -> list[np.ndarray]:
-        """Returns the arrays of a message, on its memory."""
+        """Returns the arrays of a message, as views of its memory."""
         found: dict[int, np.ndarray] = {}
         for (dtype, indices, shapes, layout), flat in zip(
             self._packed, message.packed, strict=True
@@ -139,17 +145,17 @@ class Layout:
     def pack(self, device: Device, buffers: Sequence[Buffer]) -> Message:
         """Returns a message of Buffers; waits for the device.
 
-        Small tensors are packed by one launch for each dtype. Others of a simulated device are
-        not copied: send the message before they change.
+        Small tensors are packed by one launch for each dtype. Large tensors of a simulated device
+        are not copied: send the message before they change.
 
         Args:
-            device: launches; of the mesh of the buffers.
-            buffers: one for each tensor.
+            device: the device that packs; it is of the same mesh as the Buffers.
+            buffers: one Buffer for each tensor.
         """
         return self.packer(device, buffers)()
 
     def packer(self, device: Device, buffers: Sequence[Buffer]) -> Callable[[], Message]:
-        """Returns a function that does what ``pack`` does, as often as it is called."""
+        """Returns a function that does what ``pack`` does, and can be called many times."""
         outs: list[Buffer] = []
         terms: list[Buffer] = []
         packs = self.packs(device)
@@ -181,9 +187,13 @@ class Layout:
     def message_of(
         self, packs: Sequence[Buffer], buffers: Sequence[Buffer] | Mapping[int, Buffer]
     ) -> Message:
-        """Returns a message of flat Buffers and of those tensors that travel alone.
+        """Returns a message of packed flat Buffers and of the large tensors; waits for the device.
 
-        Waits for the device. See ``pack`` for what is not copied.
+        See ``pack`` for what is not copied.
+
+        Args:
+            packs: the flat Buffers, one for each dtype; see ``packs``.
+            buffers: the Buffers of the large tensors, by index.
         """
         packed = [_packed(flat.numpy()) for flat in packs]
         bigs = [_as_bytes(from_buffer(buffers[index], "numpy")) for index in self._bigs]
@@ -192,8 +202,8 @@ class Layout:
     def unpack(self, device: Device, message: Message) -> list[Buffer]:
         """Returns the tensors of a message as Buffers of a device.
 
-        Small ones are uploaded together. Others of a simulated device are on the memory of the
-        message, and are read-only if that is.
+        Small tensors are uploaded together. On a simulated device, large tensors are views of the
+        memory of the message, and are read-only if that memory is.
         """
         packs = self.packs(device)
         self.upload(packs, message)
@@ -201,11 +211,11 @@ class Layout:
         return [found[index] for index in range(len(self.specs))]
 
     def packs(self, device: Device) -> list[Buffer]:
-        """Returns new memory for the small tensors, uninitialized: a Buffer for each dtype."""
+        """Returns a new, uninitialized flat Buffer for the small tensors of each dtype."""
         return [device.empty((each.layout.size,), each.dtype) for each in self._packed]
 
     def moved(self, device: Device, variables: Sequence[Variable]) -> list[Buffer]:
-        """Moves the small ones of some variables to new flat Buffers, and returns these."""
+        """Moves the small variables to new flat Buffers, and returns these Buffers."""
         packs = [device.zeros((each.layout.size,), each.dtype) for each in self._packed]
         for index, part in self.small(packs).items():
             copy_over(device, part, variables[index].buffers[0])
@@ -213,14 +223,14 @@ class Layout:
         return packs
 
     def small(self, packs: Sequence[Buffer]) -> dict[int, Buffer]:
-        """Returns the small tensors by index, as views of flat Buffers."""
+        """Returns the small tensors by index, as views of the flat Buffers."""
         found: dict[int, Buffer] = {}
         for (_, indices, shapes, layout), flat in zip(self._packed, packs, strict=True):
             found |= zip(indices, flat.parts(layout.offsets, layout.sizes, shapes), strict=True)
         return found
 
     def alone(self, device: Device, message: Message) -> dict[int, Buffer]:
-        """Returns the tensors that travel alone, by index; see ``unpack``."""
+        """Returns the large tensors of a message by index; see ``unpack``."""
         found: dict[int, Buffer] = {}
         for index, big in zip(self._bigs, message.bigs, strict=True):
             shape, dtype = self.specs[index]
@@ -228,7 +238,7 @@ class Layout:
         return found
 
     def upload(self, packs: Sequence[Buffer], message: Message) -> None:
-        """Copies the small tensors of a message to flat Buffers."""
+        """Copies the small tensors of a message to the flat Buffers."""
         for flat, array in zip(packs, message.packed, strict=True):
             flat.device.upload(np.frombuffer(array, flat.dtype), out=flat)
 

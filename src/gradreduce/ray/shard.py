@@ -1,9 +1,10 @@
 """The actors of gradreduce.ray: what every shard does.
 
-The tensors of a set of accumulators, or of a center, may be distributed over several actors, the
-shards. All shards run the same commands in the same order. Shard 0, the lead, numbers the commands;
-see ``lead.py``. A snapshot has the number of the last command in it, and all shards write snapshots
-of the same numbers. So all can load the same one after one of them was restarted.
+The tensors of a set of accumulators, or of a center, can be distributed over several actors, the
+shards. All shards run the same commands in the same order. Shard 0 is the coordinator: it numbers
+the commands; see ``lead.py``. A snapshot has the number of the last command that it includes, and
+all shards write snapshots of the same numbers. After a restart of one shard, all shards load their
+snapshots of one number, so that they agree again.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from .snapshots import Snapshots
 
 
 class Settings(NamedTuple):
-    """How an actor is made.
+    """The settings of an actor.
 
     Attributes:
-        name: of the lead; the others have ``name#1``, ...
+        name: name of the coordinator; the other shards are called ``name#1``, ``name#2``, ...
         shard: number of the shard.
         num_shards: number of shards.
-        folder: of the snapshots; None: there are none.
-        period: number of commands from one snapshot to the next; 1: a snapshot is written before
-            each command is answered.
-        num_gpus: of each actor.
-        kernels: of actors without a GPU; see ``open_mesh``.
+        folder: folder of the snapshots; None: there are none.
+        period: number of commands from one snapshot to the next; 1: each command is answered after
+            a snapshot that includes it is on the disk.
+        num_gpus: number of GPUs of each actor.
+        kernels: how actors without a GPU compute; see ``open_mesh``.
     """
 
     name: str
@@ -45,13 +46,13 @@ class Settings(NamedTuple):
     kernels: Kernels
 
     def open_device(self) -> Device:
-        """Opens the device of the actor that calls this."""
+        """Opens the device of the calling actor."""
         if self.num_gpus:
             return open_mesh(backend="cuda").devices[0]
         return open_mesh(1, backend="sim", kernels=self.kernels).devices[0]
 
     def description(self) -> dict[str, Any]:
-        """Returns the options that all users of the actor must pass alike, by name."""
+        """Returns the options in which all clients of the actor must agree, by name."""
         durability = "push" if self.period == 1 else self.period
         return {"snapshots": self.folder, "durability": durability}
 
@@ -62,42 +63,45 @@ class Settings(NamedTuple):
 
 
 class RetryError(RuntimeError):
-    """The shards have loaded an older snapshot, so the client must send its call again."""
+    """A shard was restarted or has ended: the client must send its call again."""
 
 
 def why_not_started(error: ray.exceptions.RayActorError) -> str:
-    """Returns the error of the constructor of an actor; empty if it has started."""
+    """Returns the error that the constructor of an actor raised; empty if it raised none."""
     text = str(error).strip()
     return text.rpartition("\n")[2] if "in its creation task" in text else ""
 
 
 def store_large_arrays(value: Any) -> Any:
-    """Returns an answer with its large arrays in Ray's store: the lead sends it on uncopied."""
+    """Puts the large arrays of an answer into Ray's object store, and a reference in the answer.
+
+    The coordinator forwards the reference to the client, and does not copy the arrays.
+    """
     if isinstance(value, Message) and value.bigs:
         return value._replace(bigs=ray.put(list(value.bigs)))
     return value
 
 
 def load_large_arrays(value: Any) -> Any:
-    """Returns an answer with its large arrays, which are read-only."""
+    """Undoes ``store_large_arrays``; the arrays of the answer are read-only."""
     if isinstance(value, Message) and isinstance(value.bigs, ray.ObjectRef):
         return value._replace(bigs=ray.get(value.bigs))
     return value
 
 
 class Shard:
-    """An actor; its methods are asynchronous, but only those of the lead wait.
+    """An actor. Its methods are asynchronous, but only those of the coordinator wait.
 
     Args:
-        settings: how it is made.
+        settings: settings of the actor.
         make_state: returns an empty state for a shard.
     """
 
     def __init__(self, settings: Settings, make_state: Callable[[Settings], ShardState]) -> None:
         self._settings = settings
         self._state = make_state(settings)
-        self._number = 0  # of the last command
-        # A random name of the last ``go_back`` of all shards; a new process does not know it.
+        self._number = 0  # number of the last command
+        # A random name for the last ``go_back`` of all shards; empty in a new process.
         self._generation = ""
         self._staged: dict[str, Message] = {}
         self._snapshots: Snapshots | None = None
@@ -108,7 +112,7 @@ class Shard:
     async def stage(self, generation: str, message_id: str, message: Message) -> None:
         """Keeps the arrays of a call until ``execute`` or ``discard``.
 
-        Ignores arrays of another generation: a lead that has ended since had sent them.
+        Ignores arrays of another generation: they were sent before the last ``go_back``.
         """
         if generation == self._generation:
             self._staged[message_id] = message
@@ -129,12 +133,12 @@ class Shard:
         """Runs a command.
 
         Args:
-            generation: from the last ``go_back``.
-            number: of the command.
-            key: of the call.
-            command: name of the state's method.
-            arguments: for all shards.
-            message_id: of the arrays; empty: there are none.
+            generation: name of the last ``go_back`` of all shards.
+            number: number of the command.
+            key: identifies the call.
+            command: name of a method of the state.
+            arguments: arguments that all shards get.
+            message_id: identifies the arrays that ``stage`` has kept; empty: there are none.
 
         Raises:
             RetryError: a shard was restarted; this one may lack commands or arrays.
@@ -151,7 +155,7 @@ class Shard:
         arguments: Sequence[Any],
         message_id: str,
     ) -> None:
-        """Raises what the command after ``number`` would raise; changes nothing."""
+        """Raises the error that the command after ``number`` would raise; changes no state."""
         self._check_moment(generation, number)
         self._state.check(command, *arguments, self._staged.get(message_id))
 
@@ -167,18 +171,19 @@ class Shard:
             raise RetryError(f"{self._settings.actor_name} was restarted")
 
     async def forget(self, key: Key) -> None:
-        """Frees the results that are kept to answer a call again."""
+        """Frees the results of a call, which are kept in case the client repeats the call."""
         self._state.forget(key)
 
     async def snapshots(self) -> list[int]:
         """Returns the numbers of the states that ``go_back`` can load."""
         if self._snapshots is None:
-            # This shard may have run commands of an earlier lead, which a new lead has not run.
+            # Only a new coordinator lets all shards start again from the empty state: any commands
+            # that they have run are those of a coordinator that has ended.
             return [] if self._number and not self._settings.shard else [0]
         return self._snapshots.loadable()
 
     async def go_back(self, number: int, generation: str) -> None:
-        """Loads the snapshot of a command; 0 stands for the empty state of a new actor."""
+        """Loads the snapshot of a command number; 0 means the empty state of a new actor."""
         self._load(number)
         self._generation = generation
 
@@ -205,7 +210,7 @@ class Shard:
         return value
 
     def _write_snapshot(self, snapshots: Snapshots) -> None:
-        """Writes a snapshot; if that fails and ``period`` is 1, undoes the command."""
+        """Writes a snapshot. If that fails and ``period`` is 1, undoes the command and raises."""
         try:
             snapshots.write(self._number, self._snapshot())
         except OSError as error:
@@ -216,18 +221,18 @@ class Shard:
             log_warning(__name__, "no snapshot %d of %r: %s", self._number, name, error)
 
     def _note_call(self, key: Key, command: str, value: Any) -> None:
-        """Called after a command, before its snapshot."""
+        """Called after a command and before its snapshot; does nothing here."""
 
     def _snapshot(self) -> dict[str, Any]:
         """Returns the contents of a snapshot."""
         return {"state": self._state.save()}
 
     def _load(self, number: int) -> dict[str, Any]:
-        """Loads a snapshot and returns its contents; 0 stands for the state of a new actor."""
+        """Loads a snapshot and returns its contents; 0 means the empty state of a new actor."""
         saved: dict[str, Any] = {}
         if self._snapshots is not None:
             saved = self._snapshots.read(number) if number else {}
-            self._snapshots.remove(above=number)  # other commands will get these numbers
+            self._snapshots.remove(above=number)  # the next commands get these numbers
         self._state.load(saved.get("state"))
         self._number, self._staged = number, {}
         return saved

@@ -1,4 +1,4 @@
-"""The interface of the state of an actor, which is a set of accumulators or a center."""
+"""The interface of the state of an actor: a set of accumulators, or a center."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Key = tuple[str, int]  # of a call: the caller, and its number
+Key = tuple[str, int]  # identifies a call: name of the caller, number of the call
 
 
 class ShardState(ABC):
     """The state of a shard, and the commands on it.
 
-    Every shard runs the same commands in the same order, each on its own tensors, so all shards
-    make the same decisions. A command is a method. Its arguments are the same for all shards; the
-    last one, ``message``, has the arrays for this shard. If it raises, the state is unchanged. It
-    returns a small value, equal on all shards, or a ``Message`` with the tensors of this shard.
+    All shards run the same commands in the same order, each on its own tensors, so all shards make
+    the same decisions. A command is a method. All shards get the same arguments, except for the
+    last one, ``message``, which has the arrays for this shard. A command that raises leaves the
+    state unchanged. A command returns a small value that is equal on all shards, or a ``Message``
+    with the tensors of this shard.
 
     Attributes:
-        repeated: name of a command -> name of the method that returns its answer again. Has the
-            commands whose answer is a message.
+        repeated: name of a command that returns a message -> name of the method that returns this
+            message again. If such a command is not listed, its repeated call returns None.
     """
 
     repeated: Mapping[str, str]
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Returns what must be equal for all users of an actor, such as its kind and shapes."""
+        """Returns what all clients of an actor must agree on, such as its kind and shapes."""
 
     @property
     @abstractmethod
     def clock(self) -> int:
-        """The number of updates, from which the staleness of a gradient is computed."""
+        """The number of updates; the staleness of a gradient is computed from it."""
 
     @abstractmethod
     def save(self) -> dict[str, Any]:
@@ -39,14 +40,14 @@ class ShardState(ABC):
 
     @abstractmethod
     def load(self, state: dict[str, Any] | None) -> None:
-        """Replaces the state by a saved one; None stands for the state of a new actor."""
+        """Replaces the state by a saved one; None means the empty state of a new actor."""
 
     def may_raise(self, command: str) -> bool:
-        """Whether a command may raise on one shard only; then ``check`` is called before it."""
+        """Returns whether a command may raise on some shards only; if so, ``check`` runs first."""
         return False
 
     def check(self, command: str, *arguments: Any) -> None:
-        """Raises the error that a command would raise; called on all shards before it."""
+        """Raises the error that a command would raise; runs on all shards before the command."""
         raise NotImplementedError
 
     # -- accumulators only ------------------------------------------------------------------------
@@ -56,15 +57,15 @@ class ShardState(ABC):
         raise NotImplementedError
 
     def can_take(self, num_required: int) -> bool:
-        """Whether there are enough gradients for a take, or it raises."""
+        """Returns whether a take need not wait: there are enough gradients, or it raises."""
         raise NotImplementedError
 
     def missing(self, num_required: int) -> str:
-        """Returns a text for error messages: what a take still waits for."""
+        """Returns what a take still waits for, as a text for error messages."""
         raise NotImplementedError
 
     # -- centers only -----------------------------------------------------------------------------
 
     def register(self, tasks: Sequence[int]) -> None:
-        """Registers workers again after a restart of the actor; does nothing for the others."""
+        """Registers those of these workers that the actor does not know, after its restart."""
         raise NotImplementedError

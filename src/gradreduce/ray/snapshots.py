@@ -1,4 +1,4 @@
-"""Snapshots of an actor: numbered files with a checksum, each written completely or not at all."""
+"""Snapshots of an actor: numbered files with a checksum, each of which is written atomically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from gradreduce import checkpoint
 from gradreduce.errors import log_warning
 
-_KEPT = 2  # the older one is used if the newest is damaged, or if another shard does not have it
+_KEPT = 2  # the older one is loaded if the newest is damaged, or if another shard does not have it
 _FINISHED, _UNFINISHED = ".snapshot", ".snapshot.tmp"
 _BLOCK_BYTES = 1 << 20
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -26,16 +26,16 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 class Snapshots:
     """The snapshots of one actor; changes no other files in the folder.
 
-    A file begins with the SHA-256 digest of the rest. The rest are arrays, each as ``np.save``
-    stores it. The first array is a JSON text as bytes, with the names of the other arrays. A
-    snapshot of 64 MB takes 80 ms (a virtual disk, 2026-11): 45 to write and sync, 36 to hash. Any
-    machine can read it.
+    A file begins with the SHA-256 digest of the rest. The rest is a sequence of arrays, each in the
+    format of ``np.save``. The first array is a JSON text as bytes, with the names of the other
+    arrays. A snapshot of 64 MB takes 80 ms (a virtual disk, 2026-11): 45 ms to write and sync,
+    36 ms to hash. Any machine can read it.
 
     Args:
-        folder: created if it does not exist. All machines on which Ray may restart the actor must
-            share it.
-        name: of the actor; no other actor of this name may use the folder. Unfinished files of an
-            earlier process of this actor are removed.
+        folder: folder of the files; it is created if it does not exist. All machines on which Ray
+            may restart the actor must share it.
+        name: name of the actor; no other actor of this name may use the folder. The constructor
+            removes unfinished files of an earlier process of this actor.
     """
 
     def __init__(self, folder: str | os.PathLike[str], name: str) -> None:
@@ -52,8 +52,9 @@ class Snapshots:
         unchanged.
 
         Args:
-            number: from 1 on; an earlier snapshot of this number is replaced.
-            state: as ``state_dict`` returns it, with NumPy arrays, which are not copied.
+            number: number of the snapshot, at least 1; an earlier snapshot of this number is
+                replaced.
+            state: a state in the form of ``state_dict``, with NumPy arrays, which are not copied.
 
         Raises:
             OSError: the disk is full, or the folder cannot be written to.
@@ -93,14 +94,14 @@ class Snapshots:
     def loadable(self) -> list[int]:
         """Returns the numbers of the states that can be loaded; see ``numbers``.
 
-        0 stands for the state of a new actor. It is one of them if at most one snapshot was written
-        and none is damaged.
+        0 means the empty state of a new actor. It can be loaded if there is at most one file, and
+        no file is damaged.
         """
         whole, num_files = self.numbers(), len(self._numbers())
         return [0, *whole] if len(whole) == num_files <= 1 else whole
 
     def newest(self) -> int:
-        """Returns the number of the newest state that can be loaded; 0 if there are no files.
+        """Returns the number of the newest undamaged snapshot; 0 if there are no files.
 
         Raises:
             ValueError: there are files, and all are damaged.
@@ -119,7 +120,7 @@ class Snapshots:
 
         Raises:
             FileNotFoundError: there is no snapshot of this number.
-            ValueError: it is damaged, or was not written by this class.
+            ValueError: the snapshot is damaged, or was not written by this class.
         """
         path = self._path(number)
         with path.open("rb") as file:
@@ -136,7 +137,7 @@ class Snapshots:
     def remove(self, above: int = 0) -> None:
         """Removes the snapshots with numbers greater than ``above``.
 
-        An actor calls it when it has loaded an older snapshot, because the next commands get the
+        An actor calls this after it has loaded an older snapshot, because its next commands get the
         numbers of the removed snapshots.
         """
         for number in reversed(self._numbers()):  # newest first: no gap is left if this fails
@@ -148,13 +149,13 @@ class Snapshots:
         return self._folder / f"{self._name}.{number}{ending}"
 
     def _numbers(self, ending: str = _FINISHED) -> list[int]:
-        """Returns the numbers of all files of this actor, also damaged ones, in ascending order."""
+        """Returns the numbers of all files of this actor, damaged or not, in ascending order."""
         form = re.compile(re.escape(self._name) + r"\.([1-9][0-9]*)" + re.escape(ending))
         found = (form.fullmatch(path.name) for path in self._folder.iterdir())
         return sorted(int(each[1]) for each in found if each is not None)
 
     def _sync_folder(self) -> None:
-        """Waits until the names of the files are on the disk."""
+        """Waits until the directory entries of the files are on the disk."""
         folder = os.open(self._folder, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -192,7 +193,7 @@ def _next_array(file: IO[bytes]) -> np.ndarray:
 
 
 class _Hashed:
-    """Writes to a file, and hashes what is written."""
+    """Writes to a file, and computes the digest of what it writes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -205,7 +206,7 @@ class _Hashed:
 
 
 def _is_whole(file: IO[bytes]) -> bool:
-    """Whether the contents of a file have the digest at its beginning."""
+    """Returns whether the digest at the beginning of a file is that of its contents."""
     digest, found = file.read(_DIGEST_BYTES), hashlib.sha256()
     while block := file.read(_BLOCK_BYTES):
         found.update(block)
