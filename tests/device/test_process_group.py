@@ -38,11 +38,11 @@ def test_an_interrupted_comparison_is_seen_at_once():
 
         mesh, ops = opened(group)
         if group.rank == 1:
-            group.has_gone = interrupted
+            group.departure_reason = interrupted
         error = KeyboardInterrupt if group.rank == 1 else CollectiveError
         with pytest.raises(error) as found:
             ops.all_reduce([[np.ones(3)]])
-        vars(group).pop("has_gone", None)
+        vars(group).pop("departure_reason", None)
         mesh.close()
         return str(found.value)
 

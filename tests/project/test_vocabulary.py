@@ -94,7 +94,6 @@ RETIRED_IN_NAMES = {
 # A retired word -> the names in which it is a term of the field, or plain English; ``PATH*`` stands
 # for all names of the files whose path begins so.
 ALLOWED = {
-    "due": "is_due",  # the time of an AGN push
     "gather": "all_gather _all_gather",  # the collective, and by index
     "scatter": "reduce_scatter ReduceScatter",  # the collective
     "gathered": "_is_gathered gathered",

@@ -386,7 +386,7 @@ class ProcessGroup(ABC):
         number, own, history = call
         while True:
             # Checked before the notice is read: a process may post a notice and then leave.
-            is_last = time.monotonic() >= end or self.has_gone(rank) is not None
+            is_last = time.monotonic() >= end or self.departure_reason(rank) is not None
             seconds = min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))
             text = self.read(rank, _key(number), 0.0 if is_last else seconds)
             found = (text or "").split()
@@ -474,15 +474,15 @@ class ProcessGroup(ABC):
         end = time.monotonic() + seconds
         found = []
         for rank in ranks:
-            reason = self.has_gone(rank)
+            reason = self.departure_reason(rank)
             while reason is None and time.monotonic() < end:
                 time.sleep(_LOOK_SECONDS / 10)
-                reason = self.has_gone(rank)
+                reason = self.departure_reason(rank)
             if reason is not None:
                 found.append(f"process {rank}: {reason}")
         return found
 
-    def has_gone(self, rank: int, ahead: int = 0) -> str | None:
+    def departure_reason(self, rank: int, ahead: int = 0) -> str | None:
         """Returns why a process cannot take part in this one's last call; None if unknown.
 
         Args:

@@ -74,7 +74,7 @@ class Rounds:
         group = self._group
         while True:
             # Checked before the notices are read: a process may post one and then leave.
-            reason = group.has_gone(rank, ahead=1)
+            reason = group.departure_reason(rank, ahead=1)
             found = self._launched_by(rank, owner, number)
             if found is not None:
                 return found

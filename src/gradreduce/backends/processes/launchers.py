@@ -184,7 +184,7 @@ def _tell_failure(mesh_state: MeshState, group: ProcessGroup) -> None:
 def _notice(group: ProcessGroup, rank: int, end: float) -> str | None:
     """Returns the notice of a process that opens its mesh; None without one."""
     while True:
-        is_last = group.has_gone(rank) is not None or time.monotonic() >= end
+        is_last = group.departure_reason(rank) is not None or time.monotonic() >= end
         text = group.read(rank, "open", 0.0 if is_last else _LOOK_SECONDS)
         if text is not None or is_last:
             return text

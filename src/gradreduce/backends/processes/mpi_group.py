@@ -115,7 +115,7 @@ class MpiGroup(ProcessGroup):
                 rank for rank, request in zip(ranks, requests, strict=True) if not request.Test()
             ]
             for rank in open_ranks:
-                if self.has_gone(rank) is not None:
+                if self.departure_reason(rank) is not None:
                     raise ProcessError(rank, "has gone")
             if open_ranks and time.monotonic() >= end:
                 raise ProcessError(

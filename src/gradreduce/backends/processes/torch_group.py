@@ -106,7 +106,7 @@ class TorchGroup(ProcessGroup):
             self.post_kept()  # while the messages travel
             while not thread.has_ended(_LOOK_SECONDS):
                 for rank in dict.fromkeys(ranks[len(done) :]):
-                    if self.has_gone(rank) is not None:
+                    if self.departure_reason(rank) is not None:
                         raise ProcessError(rank, "has gone")
         except BaseException as error:
             self._abort(tag, ranks)

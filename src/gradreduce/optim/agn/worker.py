@@ -1,4 +1,4 @@
-"""Runs the local steps of an AGN worker, and its pushes when they are due.
+"""Runs the local steps of an AGN worker, and a push after each period of steps.
 
 Everything in a local step that can fail is done before its first launch. Steps with dense gradients
 of the same variables share one plan. So do pushes that need no temporary memory.
@@ -38,7 +38,8 @@ class Worker:
         inner: see above.
         variables: see above.
         config: see above.
-        is_due: whether a push must be repeated, because it failed before it changed the center.
+        push_pending: whether the next step must first retry a push, because the push failed before
+            it changed the center.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Worker:
     ) -> None:
         self.inner, self.variables, self.config = inner, variables, config
         self._center, self._resets = center, resets
-        self.is_due = False
+        self.push_pending = False
         self._local: LocalPlan | None = None  # the plan of the last step, if it was dense
 
     def apply(
@@ -70,8 +71,8 @@ class Worker:
             global_step: a Variable that counts the pushes, or None.
             seconds: the seconds until the deadline, from ``as_deadline``.
         """
-        inner, makes_up = self.inner, self.is_due
-        plan = None if makes_up else self._local
+        inner, retry_push = self.inner, self.push_pending
+        plan = None if retry_push else self._local
         if plan is not None and not plan.is_valid_for(variables, inner._slots, inner._rule):
             plan = None
         if plan is None:
@@ -81,14 +82,14 @@ class Worker:
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
             sums = self.variables.sums.values() if plan is None else ()
             others = [copy for total in sums if isinstance(total, tuple) for copy in total]
-            if makes_up:  # the repeated push writes the center before the step reads gradients
+            if retry_push:  # the retried push writes the center before the step reads gradients
                 others += self._center.written_by_push(self.variables)
             parts = inner._colocated_gradients(gradients, variables, plan, others)
-            if makes_up:
+            if retry_push:
                 self._ready_push(inner._slots.powers, variables, global_step)()
             with inner._slots.rollback_on_error() if plan is None else nullcontext():
                 self._step(variables, parts, plan, global_step)
-        return makes_up or not self.variables.num_steps % self.config.period
+        return retry_push or not self.variables.num_steps % self.config.period
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -99,12 +100,12 @@ class Worker:
         plan: LocalPlan | None,
         global_step: Variable | None,
     ) -> None:
-        """Runs a local step, and a push if it is due."""
+        """Runs a local step, and a push if the step is the last of its period."""
         inner, shared = self.inner, self.variables
         # Called first, because a hyperparameter may be a callable that raises.
         scalars, powers = inner._next_update(inner._slots.powers)
-        is_due = not (self.variables.num_steps + 1) % self.config.period
-        if is_due:
+        ends_period = not (self.variables.num_steps + 1) % self.config.period
+        if ends_period:
             push = self._ready_push(powers, variables, global_step)
         if plan is not None and _are_dense(parts):
             step = plan.step(parts, scalars, shared.sums)
@@ -114,12 +115,12 @@ class Worker:
 
         def count() -> None:
             shared.num_steps += 1
-            self.is_due = is_due
+            self.push_pending = ends_period  # until the push has been launched
             shared.sums, self._local = step.sums, step.plan
 
         with self._center.push_scope():
             inner._launch(step.launches, step.devices, step.label, powers, count)
-            if is_due:
+            if ends_period:
                 push()
 
     def prepare(self, variables: Sequence[Variable]) -> None:
@@ -160,7 +161,7 @@ class Worker:
         def pushed() -> None:
             if self.config.gamma is not None:
                 self._record_pull(shared.sums)
-            self.is_due = False
+            self.push_pending = False
             inner._slots.powers = powers_after
             if self._resets:
                 self._reset(shared.sums)
@@ -195,7 +196,7 @@ class Worker:
         def pulled() -> None:
             self._record_pull(self.variables.pulled)
             self.variables.sums = {}
-            self.is_due = False
+            self.push_pending = False
 
         self._center.pull(self.inner, self.variables, pulled)
 

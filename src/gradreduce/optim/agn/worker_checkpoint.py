@@ -32,7 +32,7 @@ def queued_worker(worker: Worker) -> dict[str, Any]:
         "sums": sums,
         "pulled": {var.name: checkpoint.copied(kept) for var, kept in shared.pulled.items()},
         "local_step": shared.num_steps,
-        "is_due": worker.is_due,
+        "is_due": worker.push_pending,
     }
 
 
@@ -69,7 +69,7 @@ def load_worker(worker: Worker, state: Any) -> None:
         load_optimizer()
         load_values()
         shared.sums, shared.pulled = totals, kept
-        shared.num_steps, worker.is_due = found["local_step"], found["is_due"]
+        shared.num_steps, worker.push_pending = found["local_step"], found["is_due"]
 
 
 def _sum_of(var: Variable) -> Check:
