@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.ray_cluster import in_actor
 
 import gradreduce as gr
 
 pytestmark = pytest.mark.repo
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ONES = np.ones(3, np.float32)
-# Raised by processes, actors, late devices or what is not installed: tests of these quote them.
-ELSEWHERE = ("CollectiveError", "BackendUnavailableError: backend=", "opened by process 4711")
+# Raised by processes, late devices, signal handlers or what is not installed: tests of these quote
+# them.
+ELSEWHERE = (
+    "CollectiveError", "BackendUnavailableError: backend=", "opened by process 4711",
+    "TakeGrad operation was cancelled", "CaptureError",
+)  # fmt: skip
+OF_ACTORS = ("'bias'", "Ray")  # in errors of actors, on a page with other errors
 
 
 def quotes(page: str) -> list[str]:
@@ -44,8 +52,14 @@ def fits(message: str, quote: str) -> bool:
 
 def check(page: str, calls: list[Callable[[], object]]) -> None:
     """Each call raises an error that the page quotes, and each quote is raised by a call."""
-    messages = [raised(call) for call in calls]
-    wanted = quotes(page)
+    compare(
+        [raised(call) for call in calls],
+        [quote for quote in quotes(page) if not any(text in quote for text in OF_ACTORS)],
+    )
+
+
+def compare(messages: list[str], wanted: list[str]) -> None:
+    assert wanted
     assert [one for one in messages if not any(fits(one, quote) for quote in wanted)] == []
     assert [quote for quote in wanted if not any(fits(one, quote) for one in messages)] == []
 
@@ -119,9 +133,16 @@ def agn() -> list[Callable[[], object]]:
 
 
 def debugging() -> list[Callable[[], object]]:
-    mesh = gr.open_mesh(1, backend="sim")
+    mesh, failing = (gr.open_mesh(1, backend="sim") for _ in range(2))
     mesh.close()
-    return [lambda: gr.all_reduce([[ONES]], mesh=mesh)]
+    failing.mesh_state.mark_failed(0, "an error of the driver")
+    accumulator = gr.ConditionalAccumulator("float32", [3], name="w")
+    accumulator.close()
+    return [
+        lambda: gr.all_reduce([[ONES]], mesh=mesh),
+        lambda: gr.all_reduce([[ONES]], mesh=failing),
+        lambda: accumulator.take_grad(1),
+    ]
 
 
 def gradients() -> list[Callable[[], object]]:
@@ -186,6 +207,90 @@ def test_quoted_errors_of_modules_are_raised(monkeypatch: pytest.MonkeyPatch) ->
             lambda: gr.AllReduceCrossDeviceOps(mesh=mesh).all_reduce(torch.nn.ModuleList(partly)),
         ],
     )
+
+
+def shared(name: str, dtype: str = "float32", **options: Any) -> Any:
+    return gr.ray.ConditionalAccumulator(dtype, [3], name, **options)
+
+
+def sharded(name: str, **options: Any) -> Any:
+    return gr.ray.AccumulatorSet([("float32", [3])] * 2, name, num_shards=2, **options)
+
+
+def pid_of(name: str) -> int:
+    return in_actor(name, lambda _: os.getpid())
+
+
+def actors(name: str, patch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Calls that raise errors of actors; the last ones make Ray unusable until ``patch`` ends."""
+    import ray
+
+    first, closed = shared(f"{name}-1"), shared(f"{name}-2")
+    closed.close()
+
+    def without_ray() -> None:
+        patch.setattr(ray, "is_initialized", lambda: False)
+        first.num_accumulated()
+
+    def without_token() -> None:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        gr.ray.init("local")
+
+    def forked() -> None:
+        patch.setattr("gradreduce.ray.cluster._was_forked", True)
+        first.num_accumulated()
+
+    return [
+        lambda: shared(f"{name}-1", "float64"),
+        lambda: first.take_grad(1, timeout=1e-3),
+        closed.num_accumulated,
+        without_ray,
+        without_token,
+        forked,
+    ]
+
+
+def failing_actors(name: str, folder: Path) -> list[Callable[[], object]]:
+    """Calls of actors that were stopped or killed, or cannot start."""
+    late, ended, half = shared(f"{name}-3"), shared(f"{name}-4"), sharded(f"{name}-5")
+    half.apply_grads([ONES, ONES])
+    for each in (ended.name, f"{half.name}#1"):
+        os.kill(pid_of(each), signal.SIGKILL)
+    (folder / "file").touch()
+    (folder / f"{name}-7#1.1.snapshot").write_bytes(b"damaged")
+
+    def without_answer() -> None:
+        process, late._client._timeout = pid_of(late.name), 0.1
+        os.kill(process, signal.SIGSTOP)
+        try:
+            late.apply_grad(ONES)
+        finally:
+            os.kill(process, signal.SIGCONT)
+            late.close()
+
+    return [
+        without_answer,
+        ended.num_accumulated,
+        lambda: half.apply_grads([ONES, ONES]),
+        lambda: shared(f"{name}-6", snapshots=folder / "file"),
+        lambda: sharded(f"{name}-7", snapshots=folder),
+    ]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_quoted_errors_of_actors_are_raised(fails: bool, unique_name: str, tmp_path: Path) -> None:
+    of_meshes = [raised(call) for call in debugging()]
+    wanted = {quote for page in ("ray.md", "debugging.md") for quote in quotes(page)}
+    wanted = {one for one in wanted if not any(fits(mesh, one) for mesh in of_meshes)}
+    calls = failing_actors(unique_name, tmp_path) if fails else []
+    with pytest.MonkeyPatch.context() as patch:
+        messages = [raised(call) for call in (*calls, *actors(unique_name, patch))]
+    shared(f"{unique_name}-1").close()
+    messages = [re.sub(rf"'{unique_name}-\d'", "'bias'", message) for message in messages]
+    if not fails:
+        wanted = {one for one in wanted if any(fits(message, one) for message in messages)}
+    compare(messages, sorted(wanted))
 
 
 def test_other_texts_do_not_fit() -> None:

@@ -109,8 +109,8 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
             Default: None; work runs at once.
 
     Returns:
-        A mesh of new devices. Several meshes can be open at once; they share no memory. In a
-        process of a launcher the first one becomes ``gr.default_mesh()``.
+        A mesh of new devices. Several meshes can be open at once; they share no memory. Under a
+        launcher, the first mesh becomes ``gr.default_mesh()``.
 
     Raises:
         BackendUnavailableError: the requested backend cannot run here; the error says what to
