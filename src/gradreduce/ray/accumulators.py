@@ -246,7 +246,7 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
     Raises:
         ValueError: see ``AccumulatorSet``.
         TypeError: see ``AccumulatorSet``.
-        BackendUnavailableError: see ``AccumulatorSet``.
+        BackendUnavailableError, DeadlineExceededError: see ``AccumulatorSet``.
         RuntimeError, ConnectionError: see ``gr.ray.init``.
 
     Example: see ``docs/ray.md``. In short::
@@ -337,8 +337,8 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
 class SparseConditionalAccumulator(ConditionalAccumulator):
     """A ``gr.SparseConditionalAccumulator`` in an actor that all processes of a cluster share.
 
-    A gradient consists of rows of a larger array, and of their indices. The arguments are those of
-    ``ConditionalAccumulator``; ``shape`` is the shape of the larger array, ``(rows, ...)``.
+    A gradient consists of rows of a larger array, and of their indices. Arguments and errors are
+    those of ``ConditionalAccumulator``; ``shape`` is that of the larger array, ``(rows, ...)``.
     Source: ``tf.SparseConditionalAccumulator``.
 
     Example: see ``docs/ray.md``. In short::
@@ -368,7 +368,10 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
     def apply_indexed_slices_grad(
         self, grad: Any, local_step: int | Variable = DEFAULT_STEP, *, cast: bool = False
     ) -> bool:
-        """Adds IndexedSlices, or a ``torch.sparse_coo`` tensor, unless they are stale."""
+        """Adds IndexedSlices, or a ``torch.sparse_coo`` tensor, unless they are stale.
+
+        See ``AccumulatorSet.apply_grads``.
+        """
         return self._apply([grad], local_step, cast)
 
     def take_grad(

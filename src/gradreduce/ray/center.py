@@ -484,7 +484,7 @@ class AGNCenter(LocalCenter):
         ValueError: the actor of this name is not a center, or has another number of shards,
             ``snapshots`` or ``durability``.
         TypeError: see ``AccumulatorSet``.
-        BackendUnavailableError: see ``AccumulatorSet``.
+        BackendUnavailableError, DeadlineExceededError: see ``AccumulatorSet``.
         RuntimeError, ConnectionError: see ``gr.ray.init``.
 
     Example: see ``docs/ray.md``. In short::

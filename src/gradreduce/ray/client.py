@@ -103,7 +103,8 @@ class Client:
         """The handle of the coordinator.
 
         Raises:
-            BackendUnavailableError: Ray would end this process, or hang in it.
+            BackendUnavailableError: this process is a fork, or Ray was shut down in it. A call to
+                Ray would hang, or end the process.
         """
         cluster.check_usable()
         return self.actor

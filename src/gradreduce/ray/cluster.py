@@ -1,4 +1,4 @@
-"""Joins or starts a Ray cluster that requires a token, and checks the names of actors."""
+"""Joins a Ray cluster, or starts one that requires a token; checks the names of actors."""
 
 from __future__ import annotations
 
