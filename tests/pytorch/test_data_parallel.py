@@ -246,6 +246,27 @@ def test_sparse_gradients_are_averaged_and_stay_sparse(has_others, devices, proc
             assert rows == [[shared, one, None, at_first]] * devices
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_sparse_gradient_without_rows_is_added_to(processes):
+    import torch
+
+    def work(group):
+        with open_mesh(2, group) as mesh:
+            dp = gr.torch.DataParallel(embeddings(True), mesh)
+            for names in (["all"], []):  # a mean with rows, then one of the zeroed gradient
+                dp.zero_grad(set_to_none=False)
+                for net in dp.replicas:
+                    terms = [net[name](torch.tensor([1])).sum() for name in names]
+                    (sum(terms) + net["-"](torch.ones(2)).sum()).backward()
+            with dp.no_sync():
+                for net in dp.replicas:
+                    net["all"](torch.tensor([1])).sum().backward()
+            return [of_column(net["all"].weight.grad) for net in dp.replicas]
+
+    for found in run_processes(processes, work) if processes > 1 else [work(None)]:
+        assert found == [[0.0, 1.0, 0.0, 0.0, 0.0]] * 2
+
+
 def embeddings(has_others):
     import torch
 

@@ -149,14 +149,20 @@ def test_a_load_that_fails_changes_no_replica_of_any_process():
         assert texts[4].startswith("load_state_dict(assign=True) would replace the parameters")
 
 
+def exchange_rows(weight):
+    weight.copy_(weight.flip(0).clone())
+
+
 WRONG = {
     "a state that one replica has": lambda dp: dp.module.load_state_dict(make(1).state_dict()),
     "the last element of the last one": lambda dp: dp.replicas[-1][2].bias.data[1].add_(1),
+    "elements in another order": lambda dp: exchange_rows(dp.replicas[-1][2].weight.data),
     "a frozen parameter": lambda dp: dp.replicas[-1][0].bias.data[3].add_(1),
 }
 FIRST = {  # the text after "the parameters of the replicas differ: "
     "a state that one replica has": "'0.weight'[0, 0] differs: ",
     "the last element of the last one": "'2.bias'[1] differs: ",
+    "elements in another order": "'2.weight'[0, 0] differs: ",
     "a frozen parameter": "'0.bias'[3] differs: ",
 }
 

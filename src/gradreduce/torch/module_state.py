@@ -16,6 +16,7 @@ from gradreduce.device.process_group import Description
 from gradreduce.errors import listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
+_BLOCK = 2**20  # elements; their sum takes 16 MB
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
@@ -116,10 +117,13 @@ def exchanged(mesh: Mesh, call: str, numbers: Sequence[int]) -> list[list[int]]:
 
 def _checksum(module: Any) -> Any:
     """Returns a number that shows whether parameters differ, in one element on their device."""
-    total: Any = 0
-    for index, parameter in enumerate(module.parameters()):
+    total, position = torch.zeros((), dtype=torch.int64), 0
+    for parameter in module.parameters():
         values = parameter.detach()
         values = torch.view_as_real(values) if values.is_complex() else values
-        bits = values.view(_INTEGERS[values.itemsize])
-        total = total + bits.sum(dtype=torch.int64) * (2 * index + 1)
+        for bits in values.view(_INTEGERS[values.itemsize]).reshape(-1).split(_BLOCK):
+            # Odd factors, all different: elements in another order have another sum.
+            factors = torch.arange(position, position + len(bits), device=bits.device) * 2 + 1
+            total = total.to(bits.device) + (bits * factors).sum()
+            position += len(bits)
     return total

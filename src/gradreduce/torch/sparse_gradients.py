@@ -54,7 +54,8 @@ def average_sparse(
     for row, of_replica in zip(parameters, means, strict=True):
         for parameter, mean, found in zip(row, of_replica.values(), is_set, strict=True):
             if found:
-                parameter.grad = mean
+                # PyTorch adds to a gradient without rows by resizing it, but ours owns no storage.
+                parameter.grad = mean if mean._nnz() else mean.clone()
 
 
 def _found_anywhere(parameters: Sequence[Sequence[Any]], mesh: Mesh) -> list[bool]:
