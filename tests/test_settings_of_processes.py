@@ -17,6 +17,7 @@ OPTIMIZERS = {
     "schedule": (lambda: gr.AdamOptimizer(lambda: 0.1), "learning_rate is 0.1 in process 0, a sch"),
     "rule": (lambda: gr.GradientDescentOptimizer(0.1), "optimizer is AdamOptimizer in process 0"),
     "masters": (lambda: gr.AdamOptimizer(0.1, master_dtype="float32"), "masters is False in proc"),
+    "lazy": (lambda: gr.AdamOptimizer(0.1, lazy=True), "lazy is False in process 0, True in"),
     "eps_mode": (
         lambda: gr.AdamOptimizer(0.1, eps_mode="torch"),
         "eps_mode is tensorflow in process 0",
@@ -96,6 +97,21 @@ def test_a_learning_rate_that_one_of_three_changes_is_named_by_all(make):
 
     for said in run_processes(3, work):
         assert re.search(r"learning_rate is 0\.\d+ in process \d, 0\.\d+ in process \d", said)
+
+
+@pytest.mark.parametrize("make", [stepped, averaged])
+def test_settings_that_each_process_has_used_before_are_compared_at_once(make):
+    def work(group):
+        optimizer = adam()
+        mesh, variable, call = make(group, optimizer)
+        for rate in (0.1, 0.2, 0.1):
+            optimizer.learning_rate = rate
+            call()
+        optimizer.learning_rate = (0.1, 0.2)[group.rank]
+        return refused(mesh, variable, call)
+
+    for said in run_processes(2, work, timeout=100.0):  # longer than run_processes waits
+        assert re.search(r"learning_rate is 0\.\d in process \d, 0\.\d in process \d", said)
 
 
 @pytest.mark.parametrize(

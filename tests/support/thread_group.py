@@ -68,7 +68,7 @@ class ThreadGroup(ProcessGroup):
     def _next(self, queue: SimpleQueue[np.ndarray], rank: int, end: float) -> np.ndarray | None:
         """The next message; None if it has not come in time or cannot come."""
         while True:
-            is_last = self.departure_reason(rank) is not None or time.monotonic() >= end
+            is_last = self.will_not_come(rank) or time.monotonic() >= end
             with suppress(Empty):
                 return queue.get(timeout=0.02) if not is_last else queue.get_nowait()
             if is_last:

@@ -482,6 +482,13 @@ class ProcessGroup(ABC):
                 found.append(f"process {rank}: {reason}")
         return found
 
+    def will_not_come(self, rank: int) -> bool:
+        """Whether a process is known to have gone, or to make another call than this one."""
+        call = self.last_call
+        if self.departure_reason(rank) is not None:
+            return True
+        return call is not None and bool(self.difference(rank, call))
+
     def departure_reason(self, rank: int, ahead: int = 0) -> str | None:
         """Returns why a process cannot take part in this one's last call; None if unknown.
 

@@ -24,6 +24,8 @@ def _is_torch(eps_mode: str) -> bool:
 class _DecayingOptimizer(Optimizer):
     """Base of rules that change a variable even where its gradient is zero."""
 
+    _constants = ("lazy",)
+
     def __init__(self, name: str, *, lazy: bool, master_dtype: Any) -> None:
         super().__init__(name, master_dtype=master_dtype)
         self._densifies = not as_flag("lazy", lazy)
@@ -327,6 +329,7 @@ class RMSPropOptimizer(Optimizer):
 
     _rule = update_rules.rmsprop
     _settings = ("eps_mode",)
+    _constants = ("centered",)
 
     def __init__(  # noqa: PLR0913  # the signature of TensorFlow
         self,

@@ -115,8 +115,8 @@ class MpiGroup(ProcessGroup):
                 rank for rank, request in zip(ranks, requests, strict=True) if not request.Test()
             ]
             for rank in open_ranks:
-                if self.departure_reason(rank) is not None:
-                    raise ProcessError(rank, "has gone")
+                if self.will_not_come(rank):
+                    raise ProcessError(rank, "has gone, or makes another call")
             if open_ranks and time.monotonic() >= end:
                 raise ProcessError(
                     open_ranks[0],

@@ -106,8 +106,8 @@ class TorchGroup(ProcessGroup):
             self.post_kept()  # while the messages travel
             while not thread.has_ended(_LOOK_SECONDS):
                 for rank in dict.fromkeys(ranks[len(done) :]):
-                    if self.departure_reason(rank) is not None:
-                        raise ProcessError(rank, "has gone")
+                    if self.will_not_come(rank):
+                        raise ProcessError(rank, "has gone, or makes another call")
         except BaseException as error:
             self._abort(tag, ranks)
             thread.stop()
