@@ -13,6 +13,7 @@ from support import golden_files
 from support.checkpoint_cases import CASES, after_steps, bits, leaves, where
 
 import gradreduce as gr
+from gradreduce.checkpoint import downloader
 
 
 @pytest.fixture(params=CASES)
@@ -331,3 +332,15 @@ def test_hyperparameters_that_are_numbers_are_restored():
         assert own.state_dict()["hyperparameters"] == {"rate": 2}
         other.load_state_dict(own.state_dict(), w)
         assert (other.rate, other.note) == (2, 0.5)
+
+
+@pytest.mark.torch
+def test_tensors_of_a_state_can_be_written():
+    """PyTorch warns of a tensor that shares a read-only array, as actors of Ray return."""
+    import torch
+
+    array = np.ones(2)
+    array.flags.writeable = False
+    found = downloader(None, "torch")({"sums": [array]})["sums"][0]
+    assert found.add_(1).equal(torch.full((2,), 2.0, dtype=torch.float64))
+    assert array.tolist() == [1, 1]

@@ -238,6 +238,15 @@ def test_an_array_of_an_npz_file_is_not_larger_than_the_file(claims, compression
     assert peak < MOST_BYTES
 
 
+def test_entries_of_an_npz_file_that_share_bytes_are_refused():
+    """Each would be decompressed, so a small file could take all memory."""
+    content = file_of({"v": np.zeros(2), "w": np.ones(2)}, [{"tensor": "v"}, {"tensor": "w"}])
+    entry = content.index(b"PK\1\2")  # whose first file now ends here
+    content = content[: entry + 20] + entry.to_bytes(4, "little") + content[entry + 24 :]
+    with pytest.raises(ValueError, match=r"^the entries of the file overlap$"):
+        read(content)
+
+
 @pytest.mark.torch
 def test_tensors_that_are_larger_than_their_memory_are_refused():
     import torch

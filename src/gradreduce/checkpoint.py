@@ -40,7 +40,7 @@ from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DType, accumulate_dtype, as_flag, as_index, copied_to
 from gradreduce.errors import about, brief, listed
-from gradreduce.npz_file import read_array
+from gradreduce.npz_file import check_disjoint, read_array
 
 __all__ = ["join", "split"]
 
@@ -111,6 +111,7 @@ def join(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict
     if metadata is None or _METADATA not in metadata:
         raise ValueError(f"metadata={brief(metadata)} has no {_METADATA!r}: pass that of split()")
 
+    check_disjoint(tensors)
     named: set[str] = set()
 
     def with_arrays(found: dict[str, Any]) -> Any:
@@ -207,7 +208,8 @@ def downloader(deadline: float | None, output_type: str = "numpy") -> Callable[[
         elif isinstance(leaf, Buffer):
             leaf = download(leaf)
         if output_type == "torch" and is_array(leaf):
-            return as_tensor(leaf, sys.modules["torch"].from_numpy)
+            own = leaf if leaf.flags.writeable else leaf.copy()  # PyTorch has no read-only tensors
+            return as_tensor(own, sys.modules["torch"].from_numpy)
         return leaf
 
     return partial(mapped, as_output)

@@ -143,11 +143,11 @@ def test_unnamed_variables_that_are_made_in_another_order_are_found_by_their_val
     with caplog.at_level(logging.WARNING, "gradreduce"):
         state = [optimizer.state_dict() for _ in range(2)][1]
     assert caplog.messages == [
-        f"the state of Momentum has slots of Variables without a name, of equal shape and dtype: "
+        f"the state of Momentum has slots of Variables without a name whose slots are alike: "
         f"{', '.join(names[:4])}. They are numbered as they are made, and a program that makes "
         "them in another order would exchange their slots: give each a name"
     ]
-    assert list(state["fingerprints"]) == names[:4]
+    assert list(state["fingerprints"]) == names[:5]
 
     def load(*order):
         for variable, index in zip(variables, order, strict=False):
@@ -161,7 +161,7 @@ def test_unnamed_variables_that_are_made_in_another_order_are_found_by_their_val
 
     assert load(0, 1, 2, 3) == [0, 1, 2, 3]
     text = (
-        rf"^state\['fingerprints'\]: the value of '{names[2]}' is that of '{names[3]}' in the "
+        rf"^state\['fingerprints'\]: the value of '{names[3]}' is that of '{names[2]}' in the "
         r"state, so the slots would be exchanged; Variables without a name are numbered as they "
         r"are made: give each a name$"
     )
@@ -171,11 +171,28 @@ def test_unnamed_variables_that_are_made_in_another_order_are_found_by_their_val
     assert load(0, 1, 3, 2) == [0, 1, 3, 2]
 
 
-def test_variables_that_differ_in_shape_or_have_names_need_no_fingerprint(mesh, caplog):
-    variables = [*_unnamed(mesh, [1]), *_unnamed(mesh, [1], "float64")]
-    variables += [gr.Variable(np.float32([1, 1]), name, device=mesh) for name in "ab"]
+@pytest.mark.parametrize(
+    ("dtypes", "num_trained"),
+    [(["float32"] * 3, 2), (["float32"] * 2, 1), (["float32", "bfloat16", "float16"], 3)],
+)
+def test_fingerprints_find_exchanged_slots_of_all_that_could_have_them(mesh, dtypes, num_trained):
+    variables = [_unnamed(mesh, [2 + index], each)[0] for index, each in enumerate(dtypes)]
     optimizer = gr.MomentumOptimizer(0.5, 0.5)
-    optimizer.prepare(variables)
+    optimizer.apply_gradients([(np.ones(2, each.dtype), each) for each in variables[:num_trained]])
+    names, state = [each.name for each in variables], optimizer.state_dict()
+    for variable, name in zip(variables, [*names[1:], names[0]], strict=True):
+        variable.name = name
+    other = gr.MomentumOptimizer(0.5, 0.5)
+    with pytest.raises(ValueError, match="so the slots would be exchanged"):
+        other.load_state_dict(state, variables)
+    assert not other.variables()
+
+
+def test_variables_that_differ_in_shape_or_have_names_log_no_warning(mesh, caplog):
+    unnamed = [*_unnamed(mesh, [1]), *_unnamed(mesh, [1], "float64")]
+    named = [gr.Variable(np.float32([1, 1]), name, device=mesh) for name in "ab"]
+    optimizer = gr.MomentumOptimizer(0.5, 0.5)
+    optimizer.prepare([*unnamed, *named])
     with caplog.at_level(logging.WARNING, "gradreduce"):
-        assert optimizer.state_dict()["fingerprints"] == {}
+        assert list(optimizer.state_dict()["fingerprints"]) == [each.name for each in unnamed]
     assert not caplog.messages

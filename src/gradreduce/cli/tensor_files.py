@@ -62,7 +62,7 @@ def _of_npz(path: Path) -> Iterator[Header]:
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             with archive.open(name) as member:
-                shape, dtype = read_header(member)
+                shape, _, dtype = read_header(member)
             yield name.removesuffix(".npy"), checked_shape(shape), dtype.name
 
 

@@ -7,6 +7,7 @@ Variables in the optimizer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from gradreduce import checkpoint
 from gradreduce.arrays.convert import converted, is_array
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import Check, array, equal, flag, plain, some_of
-from gradreduce.device import Buffer
+from gradreduce.device import Buffer, accumulate_dtype
 from gradreduce.device.process_group import digest_of
 from gradreduce.errors import brief, listed, log_warning
 
@@ -33,11 +34,10 @@ def queued_slots(slots: Slots) -> dict[str, Any]:
 
 
 def queued_fingerprints(slots: Slots) -> dict[str, Any]:
-    """Queues fingerprints of the values of variables that could be mistaken for each other.
+    """Queues fingerprints of the values of variables that have slots and no name.
 
-    These are variables with slots and without a name, of equal shape and dtype. If another program
-    makes them in another order, they have each other's names. The first call that finds some logs a
-    warning.
+    If another program makes variables in another order, they have each other's names. The first
+    call that finds some whose slots could be exchanged logs a warning.
     """
     owners = {var.name: var for by_variable in slots.by_name.values() for var in by_variable}
     alike = [name for names in _alike(owners) for name in names]
@@ -45,12 +45,12 @@ def queued_fingerprints(slots: Slots) -> dict[str, Any]:
         slots.has_warned = True
         log_warning(
             "gradreduce.checkpoint",
-            "the state of %s has slots of Variables without a name, of equal shape and dtype: %s. "
+            "the state of %s has slots of Variables without a name whose slots are alike: %s. "
             "They are numbered as they are made, and a program that makes them in another order "
             "would exchange their slots: give each a name",
             slots.owner, listed(alike),
         )  # fmt: skip
-    return {name: _queued_fingerprint(owners[name]) for name in alike}
+    return {name: _queued_fingerprint(owners[name]) for name in checkpoint.numbered(owners)}
 
 
 def check_fingerprints(
@@ -63,20 +63,23 @@ def check_fingerprints(
     Args:
         where: the name of the entry, for the error.
         saved: the downloaded ``queued_fingerprints``.
-        owners: variables by name, at least those of ``saved``.
+        owners: variables by name: those of ``saved``, and others, which may have the values too.
 
     Raises:
-        ValueError: variables of equal shape and dtype have the saved values in another order.
+        ValueError: variables whose slots are alike have all of the saved values, in another order.
     """
-    for names in _alike({name: owners[name] for name in saved}):
-        wanted = [plain(f"{where}[{name!r}]", saved[name]) for name in names]
-        found = [_queued_fingerprint(owners[name])(Buffer.numpy) for name in names]
-        if found != wanted and sorted(found) == sorted(wanted):
-            pairs = zip(names, found, wanted, strict=True)
-            name, value, _ = next(pair for pair in pairs if pair[1] != pair[2])
+    for names in _alike(owners):
+        wanted = {name: plain(f"{where}[{name!r}]", saved[name]) for name in names if name in saved}
+        if not wanted:
+            continue
+        found = {name: _queued_fingerprint(owners[name])(Buffer.numpy) for name in names}
+        wrong = [name for name, value in wanted.items() if found[name] != value]
+        if wrong and not Counter(wanted.values()) - Counter(found.values()):
+            name = wrong[0]
+            other = next(each for each in names if found[each] == wanted[name])
             raise ValueError(
-                f"{where}: the value of {name!r} is that of {names[wanted.index(value)]!r} in the "
-                f"state, so the slots would be exchanged{checkpoint.NUMBERED}"
+                f"{where}: the value of {other!r} is that of {name!r} in the state, so the slots "
+                f"would be exchanged{checkpoint.NUMBERED}"
             )
 
 
@@ -89,10 +92,14 @@ def fingerprint(where: str, saved: Any) -> str:
 
 
 def _alike(owners: Mapping[str, Variable]) -> list[list[str]]:
-    """Returns the names of Variables without a name, in groups of one shape and dtype."""
+    """Returns the names of Variables without a name, in groups whose saved slots are alike.
+
+    Slots of float16 and bfloat16 are saved as float32, so they fit each other.
+    """
     groups: dict[Any, list[str]] = {}
     for name in checkpoint.numbered(owners):
-        groups.setdefault((owners[name].shape, owners[name].dtype), []).append(name)
+        var = owners[name]
+        groups.setdefault((var.shape, accumulate_dtype(var.dtype)), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 
 

@@ -181,6 +181,7 @@ class Optimizer(NotCopied):
     _densifies = False  # whether a sparse gradient changes all rows
     _hyperparameters: tuple[str, ...] = ()  # attributes: numbers, or callables
     _settings: tuple[str, ...] = ()  # other attributes that may be set
+    _constants: tuple[str, ...] = ()  # attributes that only the constructor sets
 
     _decays: tuple[str, ...] = ()  # hyperparameters that must be at least 0 and below 1
     _power_names: tuple[str, ...] = ()  # powers of decays, which are saved with the slots
@@ -217,7 +218,7 @@ class Optimizer(NotCopied):
 
         A callable and a Variable are described by their kind, because reading them has effects.
         """
-        names = (*self._hyperparameters, *self._settings)
+        names = (*self._hyperparameters, *self._settings, *self._constants)
         values = {name: getattr(self, name) for name in names}
         return {
             "optimizer": type(self).__name__,
@@ -560,9 +561,9 @@ class Optimizer(NotCopied):
               rules.
             - ``"slots"``: arrays by the names of the variable and of the slot, masters included.
               Float16 and bfloat16 slots are saved as float32.
-            - ``"fingerprints"``: strings computed from the values of Variables without a name that
-              have the shape and dtype of another one, by name. The first ``state_dict`` with any
-              logs a warning: give them names.
+            - ``"fingerprints"``: strings computed from the values of Variables without a name, by
+              name. The first ``state_dict`` with two whose slots could be exchanged logs a warning:
+              give them names.
 
         Raises:
             ValueError: two variables with slots have the same name, ``deadline`` is not a number

@@ -185,7 +185,7 @@ def _next_array(file: IO[bytes]) -> np.ndarray:
         raise ValueError("an array has another version")
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     nbytes = math.prod(shape) * dtype.itemsize
-    if dtype.kind not in "fiu" or nbytes > os.fstat(file.fileno()).st_size - file.tell():
+    if dtype.hasobject or nbytes > os.fstat(file.fileno()).st_size - file.tell():
         raise ValueError(f"an array of {dtype}{list(shape)} is not in the file")
     array = np.empty(shape, dtype)
     file.readinto(array.reshape(-1).view(np.uint8))  # type: ignore[attr-defined]  # of open("rb")

@@ -231,7 +231,8 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             ValueError: a slot has another shape or dtype, an option is not a number or a short
                 list, the state is nested too deeply, or an error of PyTorch.
         """
-        _check_form(state_dict, self._options)
+        powers = [name for group in self._groups for name in group.rule._slots.power_names]
+        _check_form(state_dict, [*self._options, *powers])
 
         def take_state(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             """Removes the state, because PyTorch would cast it to the parameters' dtypes."""
