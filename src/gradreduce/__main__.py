@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 
 def main() -> None:
     """Runs the command; exits with its status."""
@@ -15,7 +18,11 @@ def main() -> None:
             f"the gradreduce command needs {library}, which is not installed: "
             "pip install 'gradreduce[cli]'"
         ) from None
-    command(prog_name="gradreduce")
+    try:
+        command(prog_name="gradreduce")
+    except OSError as error:  # of standard output, on a full disk for example
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest
+        raise SystemExit(f"gradreduce: {error}") from None
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -115,3 +118,16 @@ def test_a_missing_library_of_the_command_is_named(monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)  # its import fails
     with pytest.raises(SystemExit, match=rf"needs {name}.*pip install 'gradreduce\[cli\]'"):
         entry.main()
+
+
+@pytest.mark.parametrize("arguments", [["plan", "3"], ["info"], ["--help"]])
+def test_a_full_disk_is_one_line(arguments):
+    environment = {"GRADREDUCE_BACKEND": "sim", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(
+            [sys.executable, "-m", "gradreduce", *arguments], stdout=full, stderr=subprocess.PIPE,
+            text=True, timeout=120, check=False,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == f"gradreduce: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}\n"
