@@ -153,10 +153,13 @@ def test_two_ctrl_c_at_once_leave_no_take_behind(own, num_accumulators, monkeypa
     assert len(raised) > 50
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(3000, marks=pytest.mark.exhaustive)])
-def test_two_real_ctrl_c_within_microseconds(own, count):
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [(0, 100), *[pytest.param(seed, 300, marks=pytest.mark.exhaustive) for seed in range(1, 11)]],
+)
+def test_two_real_ctrl_c_within_microseconds(own, seed, count):
     accs = [gr.ConditionalAccumulator("float32", device=own) for _ in range(2)]
-    moments, fired = random.Random(0), []
+    moments, fired = random.Random(seed), []
 
     def fire(*_):
         fired.append(True)
