@@ -20,4 +20,5 @@ def command() -> None:
 
 
 for each in (info, plan, check, bench, trace):
+    each.short_help = (each.help or "").partition("\n\n")[0]  # click would cut it
     command.add_command(each)

@@ -1,0 +1,45 @@
+"""``--help`` of each command, at any width."""
+
+from __future__ import annotations
+
+import re
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from gradreduce.cli.app import command
+
+WIDTHS = (30, 60, 80, 200)
+
+
+def words(text: str) -> str:
+    """The text without line breaks and spaces, at which lines are broken."""
+    return re.sub(r"\s", "", text)
+
+
+def shown(width: int, *arguments: str) -> str:
+    result = CliRunner().invoke(command, [*arguments, "--help"], terminal_width=width)
+    assert result.exit_code == 0, result.output
+    return words(result.output)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_list_of_commands_has_whole_sentences(width):
+    found = shown(width)
+    for name, each in command.commands.items():
+        first = each.help.partition("\n\n")[0]
+        assert first.endswith(".")
+        assert words(name + first) in found
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", command.commands)
+def test_the_help_of_a_command_has_whole_sentences(name, width):
+    found = shown(width, name)
+    each = command.commands[name]
+    assert words(each.help) in found
+    for option in each.params:
+        if isinstance(option, click.Option):
+            assert option.help.endswith("."), option.name
+            assert words(option.help) in found
