@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import zipfile
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support.thread_group import run_processes
 
 import gradreduce as gr
 from gradreduce.cli.app import command
 from gradreduce.cli.models import MODELS
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 
 def run(*arguments: str):
@@ -43,7 +46,7 @@ def test_models_have_the_parameters_of_the_published_ones(
     assert shapes[layer] == shape
 
 
-@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("num_packs", [0, 2])
 def test_the_plan_is_what_a_reduction_does(algorithm, num_packs):
     """The command's mesh has no memory; a simulated one runs the same reduction."""
@@ -62,6 +65,54 @@ def test_the_plan_is_what_a_reduction_does(algorithm, num_packs):
     assert found["collectives"] == len(journal.of("collective"))
     assert (found["num_tensors"], found["num_elements"], found["nbytes"]) == (3, 20, 80)
     assert sum(len(pack["tensors"]) for pack in found["packs"]) >= 3
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_plan_of_each_process_is_what_it_sends(algorithm):
+    """The first of two devices exchanges, reads the second's, and copies the sum to it."""
+    size = 80_000
+    found = planned(f"{size}", "--processes", "3", "--devices", "2", "--op", "sum")
+
+    def sent(group):
+        with gr.open_mesh(2, backend="sim", process_group=group) as mesh:
+            value = gr.PerReplica([np.ones(size, np.float32) for _ in mesh], mesh)
+            ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+            with mesh.journal() as journal:
+                ops.batch_reduce(gr.ReduceOp.SUM, [(value, value)])
+            (copied,) = [each.nbytes for each in journal.of("copy")]
+        return {"0": sum(group.sent.values()) + copied, "1": 4 * size}
+
+    totals = found["algorithms"][algorithm]
+    wanted = run_processes(3, sent)
+    assert totals["sent"] == wanted
+    assert totals["sent_in_all"] == sum(sum(each.values()) for each in wanted)
+    assert totals["ring_bytes"] == 2 * 5 * 4 * size // 6  # a ring of six devices
+    assert totals["exchanges"] == 6
+
+
+def test_all_algorithms_are_compared_in_one_table():
+    lines = run("1000", "--devices", "4", "--processes", "2").stdout.splitlines()
+    start = lines.index(next(line for line in lines if line.startswith("Algorithms")))
+    found = [re.split("  +", line.strip()) for line in lines[start : lines.index("", start)]]
+    assert lines[0] == "1 tensor, 1,000 elements, 4,000 bytes on each of 8 devices of 2 processes"
+    assert found == [
+        ["Algorithms, all processes together"],
+        ["nccl", "hierarchical_copy", "a ring"],
+        ["launches", "4", "4"],
+        ["copies", "6", "6"],
+        ["collective ranks", "0", "0"],
+        ["exchanges", "2", "2"],
+        ["bytes sent by device 0 of process 0-1, each", "16,000", "16,000", "7,000"],
+        ["bytes sent by device 1-3 of process 0-1, each", "4,000", "4,000", "7,000"],
+        ["bytes sent by all devices", "56,000", "56,000", "56,000"],
+    ]
+
+
+def test_an_algorithm_is_planned_if_it_is_in_the_table_of_algorithms(monkeypatch):
+    monkeypatch.setitem(ALGORITHMS, "mine", ALGORITHMS["hierarchical_copy"])
+    found = planned("5", "--devices", "2")["algorithms"]
+    assert list(found) == list(ALGORITHMS)
+    assert found["mine"] == found["hierarchical_copy"] != found["nccl"]
 
 
 def test_a_model_that_no_machine_could_hold_is_planned():
@@ -192,6 +243,7 @@ def test_a_file_that_ends_early_or_claims_too_much_is_refused(tmp_path):
         ["5", "--dtype", "float99"],
         ["5", "--num-packs", "-1"],
         ["5", "--algorithm", "ring"],
+        ["5", "--processes", "0"],
     ],
 )
 def test_wrong_arguments_are_the_parsers_error(arguments):

@@ -51,6 +51,9 @@ def agreed(mesh, ops, op, pairs, **options):
     with mesh.journal() as journal:
         ops.batch_reduce(op, pairs, **options)
     assert counts(plan) == counts(journal)
+    assert list(plan.sent) == sorted({device.physical for device in mesh})
+    if not plan.collectives and not plan.copies:  # a copy may stay on its physical device
+        assert sum(plan.sent.values()) == plan.bytes
     return plan
 
 
@@ -212,12 +215,31 @@ def test_it_is_printed_for_people():
         pairs = [*((value, value) for value in values), (values[0], "sim:2")]
         text = str(ops.plan(SUM, pairs)).splitlines()
         assert str(ops.plan(SUM, pairs[:1])).startswith("1 pack on sim [0, 0, 1, 1]: ")
-    assert text[0] == ("2 packs on sim [0, 0, 1, 1]: 4 launches, 0 copies, 0 collective ranks, "
-                       "1,040 bytes leave a device")  # fmt: skip
+    assert text[0] == (
+        "2 packs on sim [0, 0, 1, 1]: 4 launches, 0 copies, 0 collective ranks, "
+        "at most 560 bytes sent by a device, 1,040 by all (in a ring 280 by each)"
+    )
     assert text[1].split() == "0 hierarchical_copy float32 240 bytes of each of 4 replicas, " \
         "packed on 4 devices, read and written by their peers: tensors 0-4".split()  # fmt: skip
     assert text[2].split() == "1 one device float32 40 bytes of each of 4 replicas, " \
         "read by the device that adds them: tensors 5".split()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "size", "parts"),
+    [
+        ("nccl", 1000, (6, 6, 6, 6)),
+        ("hierarchical_copy", 80000, (6, 6, 6, 6)),
+        ("hierarchical_copy", 1000, (12, 4, 4, 4)),  # the first device adds a small pack alone
+    ],
+)
+def test_the_bytes_of_each_device_are_beside_those_of_a_ring(algorithm, size, parts):
+    with MeshCase((0, 1, 2, 3)).open() as mesh:
+        value = dense(mesh, (size,), "float32")
+        plan = ops_of(algorithm, mesh).plan(SUM, [(value, value)])
+    assert plan.ring_bytes == 6 * size  # 2 (n - 1) / n of 4 bytes
+    assert plan.sent == {device: part * size for device, part in enumerate(parts)}
+    assert f"{4 * plan.ring_bytes:,} by all (in a ring {6 * size:,} by each)" in str(plan)
 
 
 def test_an_empty_value_has_nothing_to_transfer():

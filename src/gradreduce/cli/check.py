@@ -11,6 +11,7 @@ import numpy as np
 import gradreduce as gr
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.backends import Backend
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 from .options import backend_option, json_option, open_chosen, optional_devices_option, table, write
 
@@ -160,8 +161,7 @@ def _step(method: str) -> Callable[[gr.Mesh], str]:
 
 CHECKS: dict[str, Callable[[gr.Mesh], str]] = {
     "sum of terms (add_n)": _sum_of_terms,
-    "all-reduce, hierarchical_copy": _all_reduce("hierarchical_copy"),
-    "all-reduce, nccl": _all_reduce("nccl"),
+    **{f"all-reduce, {name}": _all_reduce(name) for name in ALGORITHMS},
     "accumulator": _accumulator,
     "optimizer step": _optimizer,
     "AGN step": _agn,

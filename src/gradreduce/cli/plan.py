@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -13,6 +13,8 @@ from typing import IO, Any
 import click
 
 from gradreduce.arrays.distributed import PerReplica, ReduceOp
+from gradreduce.arrays.types import AllReduceAlg
+from gradreduce.backends import MOST
 from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.device import DType, as_dtype
 from gradreduce.errors import counted
@@ -67,49 +69,137 @@ def parse_tensors(value: str) -> list[Header]:
     help="The reduction.",
 )  # fmt: skip
 @click.option("--no-peer-access", is_flag=True, help="Plan for GPUs without peer access.")
+@click.option(
+    "--processes", type=click.IntRange(1, MOST), default=1, show_default=True,
+    help="The number of processes; each has the devices of --devices.",
+)  # fmt: skip
 @json_option
 def plan(
     tensors: Sequence[Sequence[Header]],
     devices: Sequence[int],
     dtype: str | None,
-    op: str,
-    no_peer_access: bool,
+    algorithm: AllReduceAlg,
+    processes: int,
     json_file: IO[str] | None,
     **settings: Any,
 ) -> None:
     """Show what an all-reduce of these TENSORS would do; nothing is allocated.
 
     TENSORS are shapes such as 64x3x7x7, .safetensors or .npz files (only their headers are read),
-    or models: resnet50, gpt2, llama-7b. In Python, print(ops.plan(...)) shows the same.
+    or models: resnet50, gpt2, llama-7b. All algorithms are compared with each other, and with a
+    ring, in which each of n devices sends 2 (n - 1) / n of the bytes. The packs are those of
+    --algorithm. In Python, print(ops.plan(...)) shows the plan of one process.
     """
     named = [header for each in tensors for header in each]
-    alg = settings.pop("algorithm")
     try:
-        dry_run_mesh = DryRunMesh(devices, "cuda", not no_peer_access)
-        mesh = dry_run_mesh.mesh
-        wanted = [_dtype_of(header, dtype) for header in named]
-        values = [
-            PerReplica(
-                [device.empty(shape, each) for device in mesh], mesh, name=name or f"{index}"
-            )
-            for index, ((name, shape, _), each) in enumerate(zip(named, wanted, strict=True))
-        ]
-        ops = AllReduceCrossDeviceOps(alg, mesh=mesh, **settings)
-        found = ops.plan(ReduceOp[op.upper()], [(value, value) for value in values])
+        typed = [(name, shape, _dtype_of((name, shape, own), dtype)) for name, shape, own in named]
+        plans = {
+            name: [
+                _plan_of(typed, devices, (rank, (len(devices),) * processes), name, **settings)
+                for rank in range(processes)
+            ]
+            for name in ALGORITHMS
+        }
     except (TypeError, ValueError) as error:
         raise click.UsageError(one_line(f"{error}")) from error
-    nbytes = sum(
-        math.prod(shape) * each.itemsize for (_, shape, _), each in zip(named, wanted, strict=True)
-    )
-    num_elements = sum(math.prod(shape) for _, shape, _ in named)
-    content = {"num_tensors": len(named), "num_elements": num_elements, "nbytes": nbytes}
+    found, *_ = plans[algorithm]
+    num_elements = sum(math.prod(shape) for _, shape, _ in typed)
+    nbytes = sum(math.prod(shape) * each.itemsize for _, shape, each in typed)
+    content: dict[str, Any] = {
+        "num_tensors": len(named),
+        "num_elements": num_elements,
+        "nbytes": nbytes,
+    }
     content |= json.loads(json.dumps(asdict(found), default=str))
+    totals: dict[str, Any] = {name: _totals(of_ranks) for name, of_ranks in plans.items()}
+    content |= {"algorithms": totals}
+    num_devices = processes * len(devices)
     summary = (
         f"{counted(len(named), 'tensor')}, {counted(num_elements, 'element')}, "
-        f"{counted(nbytes, 'byte')} on {'each of ' if len(devices) > 1 else ''}"
-        f"{counted(len(devices), 'device')}\n{str(found).splitlines()[0]}"
+        f"{counted(nbytes, 'byte')} on {'each of ' if num_devices > 1 else ''}"
+        f"{counted(num_devices, 'device')}{_of_processes(processes)}"
     )
-    write(json_file, content, summary, "", _packs(found))
+    write(json_file, content, summary, "", _comparison(totals), "", _packs(algorithm, found))
+
+
+def _plan_of(
+    tensors: Sequence[tuple[str, tuple[int, ...], DType]],
+    devices: Sequence[int],
+    processes: tuple[int, tuple[int, ...]],
+    algorithm: AllReduceAlg,
+    *,
+    op: str,
+    no_peer_access: bool,
+    **settings: Any,
+) -> ReducePlan:
+    """Plans the part of one process; ``processes``: its rank, and the devices of each process."""
+    is_alone = len(processes[1]) == 1
+    mesh = DryRunMesh(devices, "cuda", not no_peer_access, None if is_alone else processes).mesh
+    values = [
+        PerReplica([device.empty(shape, dtype) for device in mesh], mesh, name=name or f"{index}")
+        for index, (name, shape, dtype) in enumerate(tensors)
+    ]
+    ops = AllReduceCrossDeviceOps(algorithm, mesh=mesh, **settings)
+    return ops.plan(ReduceOp[op.upper()], [(value, value) for value in values])
+
+
+def _of_processes(number: int) -> str:
+    return f" of {counted(number, 'process', 'processes')}" if number > 1 else ""
+
+
+_COUNTS = {
+    "launches": "launches", "copies": "copies", "collectives": "collective ranks",
+    "exchanges": "exchanges",
+}  # fmt: skip
+
+
+def _totals(plans: Sequence[ReducePlan]) -> dict[str, Any]:
+    """Returns the counts of all processes, and the bytes of each device and in all."""
+    sent = [dict(each.sent) for each in plans]
+    return {
+        **{name: sum(getattr(each, name) for each in plans) for name in _COUNTS},
+        "sent": sent,
+        "sent_in_all": sum(sum(each.values()) for each in sent),
+        "ring_bytes": plans[0].ring_bytes,
+        "ring_bytes_in_all": sum(each.ring_bytes * len(each.sent) for each in plans),
+    }
+
+
+def _comparison(totals: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Makes a table with a column for each algorithm and for a ring, all processes together."""
+    first, *_ = of_algorithms = list(totals.values())
+    rows = [[what, *[each[name] for each in of_algorithms]] for name, what in _COUNTS.items()]
+    places: dict[tuple[int, ...], dict[int, list[int]]] = {}  # bytes -> process -> devices
+    for rank, sent in enumerate(first["sent"]):
+        for device in sent:
+            nbytes = tuple([each["sent"][rank][device] for each in of_algorithms])
+            places.setdefault(nbytes, {}).setdefault(rank, []).append(device)
+    several = len(first["sent"]) > 1
+    for nbytes, found in places.items():
+        rows.append([f"bytes sent by {_place(found, several)}", *nbytes, first["ring_bytes"]])
+    in_all = [each["sent_in_all"] for each in of_algorithms]
+    rows.append(["bytes sent by all devices", *in_all, first["ring_bytes_in_all"]])
+    cells = [[what, *[f"{each:,}" for each in row]] for what, *row in rows]
+    width = len(of_algorithms) + 2
+    return table(
+        f"Algorithms{', all processes together' if several else ''}",
+        ("", *[f">{name}" for name in totals], ">a ring"),
+        [[*row, *[""] * (width - len(row))] for row in cells],
+    )
+
+
+def _place(devices: Mapping[int, Sequence[int]], several: bool) -> str:
+    """Formats devices that send as many bytes, by process."""
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, numbers in devices.items():
+        ranks.setdefault(tuple(numbers), []).append(rank)
+    places = [
+        f"device {tensor_ranges(numbers, ())}"
+        f"{f' of process {tensor_ranges(of_numbers, ())}' if several else ''}"
+        for numbers, of_numbers in ranks.items()
+    ]
+    count = sum(map(len, devices.values()))
+    return f"{'; '.join(places)}{', each' if count > 1 else ''}"
 
 
 def _dtype_of(header: Header, dtype: str | None) -> DType:
@@ -123,7 +213,7 @@ def _dtype_of(header: Header, dtype: str | None) -> DType:
         raise click.ClickException(one_line(f"{name}: {error}")) from error
 
 
-def _packs(found: ReducePlan) -> Any:
+def _packs(algorithm: str, found: ReducePlan) -> Any:
     rows = [
         (
             number,
@@ -137,4 +227,4 @@ def _packs(found: ReducePlan) -> Any:
         for number, pack in enumerate(found.packs)
     ]
     columns = (">pack", "algorithm", "dtype", ">bytes", ">count", "tensors", "transfer")
-    return table("Packs", columns, rows)
+    return table(f"Packs of {algorithm}", columns, rows)

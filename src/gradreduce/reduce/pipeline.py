@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 from gradreduce import ops
 from gradreduce.arrays.distributed import Part, ReduceOp, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.device import (
     Buffer,
     Device,
@@ -58,7 +59,7 @@ _name_of = attrgetter("value._name")
 class Settings(NamedTuple):  # hashed in each call, five times as fast as a dataclass
     """The checked arguments of an ``AllReduceCrossDeviceOps``; see there."""
 
-    all_reduce_alg: str
+    all_reduce_alg: AllReduceAlg
     num_packs: int
     agg_small_grads_max_bytes: int
     agg_small_grads_max_group: int

@@ -6,13 +6,14 @@ dtypes, settings and mesh, and on which tensors are in one flat buffer already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradreduce.arrays.distributed import PerReplica, ReduceOp
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.device import Buffer, CommandList, DType, Journal, PackInfo, Record
+from gradreduce.device.collective import bytes_sent
 from gradreduce.device.command_list import Operation
 from gradreduce.errors import counted
 
@@ -26,6 +27,7 @@ from .pipeline import (
     reduce_requests,
     with_all_reduced,
 )
+from .traffic import Traffic, add_traffic
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Counts:
         collectives: the number of ranks in calls of the collective library, one for each device of
             a call.
         bytes: the bytes that move from one device to another by copies, collectives, exchanges, and
-            launches that access a peer's memory.
+            launches that access a peer's memory. Each rank of a collective counts with its buffer.
     """
 
     launches: int = 0
@@ -93,6 +95,10 @@ class ReducePlan(Counts):
         packs: the packs; those that are reduced one after the other are in this order.
         mesh: the physical device of each logical device.
         backend: the backend of the mesh.
+        sent: physical device -> bytes that it sends to other devices and processes; a collective
+            counts as a ring.
+        ring_bytes: the bytes that each physical device would send if a ring over all of them
+            reduced the packs. Other processes are assumed to have as many as this one.
         exchanges: the number of exchanges with other processes.
         exchange_bytes: the bytes that this process sends in exchanges; ``bytes`` includes them.
         names: the names of the tensors of the batch, by index; empty if none has a name.
@@ -101,13 +107,16 @@ class ReducePlan(Counts):
     packs: tuple[PlannedPack, ...]
     mesh: tuple[int, ...]
     backend: str
+    sent: Mapping[int, int]
+    ring_bytes: int
     exchanges: int = 0
     exchange_bytes: int = 0
     names: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        exchanges = ""
+        exchanges = of_process = ""
         if self.exchanges:
+            of_process = " of this process"
             exchanges = (
                 f"{counted(self.exchanges, 'exchange')} of {counted(self.exchange_bytes, 'byte')}, "
             )
@@ -116,7 +125,8 @@ class ReducePlan(Counts):
             f"{counted(self.launches, 'launch', 'launches')}, "
             f"{counted(self.copies, 'copy', 'copies')}, "
             f"{counted(self.collectives, 'collective rank')}, {exchanges}"
-            f"{self.bytes:,} bytes leave a device"
+            f"{self._sent_text()} bytes sent by a device, {sum(self.sent.values()):,} by all"
+            f"{of_process} (in a ring {self.ring_bytes:,} by each)"
         ]
         for index, pack in enumerate(self.packs):
             several = len(pack.devices) > 1
@@ -127,6 +137,11 @@ class ReducePlan(Counts):
                 f"{tensor_ranges(pack.tensors, self.names)}"
             )
         return "\n".join(lines)
+
+    def _sent_text(self) -> str:
+        """Formats the bytes that one device sends."""
+        most = max(self.sent.values())
+        return f"{'' if min(self.sent.values()) == most else 'at most '}{most:,}"
 
 
 @dataclass(frozen=True)
@@ -178,12 +193,19 @@ def dry_run_of(
         gradients, batch = plan_requests(settings, reduce_op, requests, indices, counts)
         packs += _packs_of(batch, gradients, indices, settings.all_reduce_alg, log)
     packs += [_pack_of_one(requests[index], index, log) for index in others]
-    exchanges = log.of("exchange")
+    exchanges, traffic = log.of("exchange"), Traffic()
+    physical = tuple([device.physical for device in mesh])
+    for each in operations:
+        add_traffic(traffic, each, physical)
+    group, sent = mesh.mesh_state.process_group, traffic.sent
+    num_ranks = len(set(physical)) * (1 if group is None else group.size)
     plan = ReducePlan(
         **vars(Counts.of(log.records)),
         packs=tuple(packs),
-        mesh=tuple([device.physical for device in mesh]),
+        mesh=physical,
         backend=mesh.backend,
+        sent={device: sent[device] for device in sorted(set(physical))},
+        ring_bytes=bytes_sent("all_reduce", sum([pack.nbytes for pack in packs]), num_ranks),
         exchanges=len(exchanges),
         exchange_bytes=sum([record.nbytes for record in exchanges]),
         names=names,

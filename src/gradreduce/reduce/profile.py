@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from gradreduce.device import Buffer, Device, Mesh, Record
-from gradreduce.device.collective import bytes_sent
-from gradreduce.device.command_list import Operation
 
 from .pipeline import PHASES
 from .plan import Counts, DryRun, ReducePlan
+from .traffic import Traffic, add_traffic
 
 # Bytes of a measured copy: more than a cache holds, and on a GPU enough that the host queues the
 # next copy before the present one ends.
@@ -56,26 +55,6 @@ def _copy_seconds(device: Device, dst: Buffer, src: Buffer) -> float:
 STAGES = (*PHASES, "copies")
 # Without uploads: the index of merged IndexedSlices is uploaded once and kept.
 _COUNTED = ("launch", "copy", "collective", "exchange", "fill")
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that a stage moves according to the plan, by device and link.
-
-    Attributes:
-        read: physical device -> bytes that any device reads in its memory.
-        written: physical device -> bytes that any device writes in its memory.
-        links: (from, to) of physical devices -> bytes; a collective counts as a ring.
-    """
-
-    read: Counter[int] = field(default_factory=Counter)
-    written: Counter[int] = field(default_factory=Counter)
-    links: Counter[tuple[int, int]] = field(default_factory=Counter)
-
-    @property
-    def memory(self) -> Counter[int]:
-        """Returns the bytes read and written in the memory of each physical device."""
-        return self.read + self.written
 
 
 @dataclass(frozen=True)
@@ -203,7 +182,7 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
         name = _stage_of(operation.records[0])
         planned[name] += operation.records
         for each in (traffic[name], total):
-            _add_traffic(each, operation, dry_run.plan.mesh)
+            add_traffic(each, operation, dry_run.plan.mesh)
     done = [record for record in journal.records if record.kind in _COUNTED]
     firsts = {device.physical: device for device in reversed(whole.devices)}
     memory = {each: 2 * copy_bandwidth(firsts[each], firsts[each]) for each in total.memory}
@@ -242,30 +221,6 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
 
 def _stage_of(record: Record) -> str:
     return "copies" if record.kind == "copy" else record.phase
-
-
-def _add_traffic(total: Traffic, operation: Operation, mesh: Sequence[int]) -> None:
-    """Adds the bytes that an operation moves; a collective uses the links of a ring.
-
-    Args:
-        total: the traffic, which is changed.
-        operation: the operation.
-        mesh: the physical device of each logical device.
-    """
-    record, rows = operation.records[0], operation.rows
-    # A copy may run on either of its two devices; the destination's memory is written.
-    home = rows[0][0].device.physical if record.kind == "copy" else mesh[record.device]
-    for row in rows:
-        for index, buffer in enumerate(row):
-            there, is_written = buffer.device.physical, index < operation.num_written
-            (total.written if is_written else total.read)[there] += buffer.nbytes
-            if there != home and record.kind != "collective":
-                total.links[(home, there) if is_written else (there, home)] += buffer.nbytes
-    if record.kind == "collective":
-        ring = [row[0].device.physical for row in rows]
-        sent = bytes_sent(record.name, record.nbytes, len(ring))
-        for link in zip(ring, [*ring[1:], ring[0]], strict=True) if sent else ():
-            total.links[link] += sent
 
 
 def _differences(planned: Iterable[Record], done: Iterable[Record]) -> Iterator[str]:
