@@ -28,6 +28,8 @@ from typing import Any
 import page
 from measure.setting import has_gpu
 
+from gradreduce.system_info import processor
+
 BENCH = Path(__file__).resolve().parent
 NAMES = tuple(sorted(path.stem.removeprefix("bench_") for path in BENCH.glob("bench_*.py")))
 LIBRARIES = ("numpy", "torch", "jax", "tensorflow", "cupy-cuda12x", "cupy-cuda13x", "mpi4py", "ray")
@@ -49,13 +51,6 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
     }
-
-
-def processor() -> str:
-    """Returns the name of the processor."""
-    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def rounded(value: Any) -> Any:

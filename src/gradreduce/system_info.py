@@ -9,6 +9,7 @@ import platform
 import sys
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,6 +112,16 @@ def find_system_info() -> SystemInfo:
     return SystemInfo(
         versions, gpus, tuple([file for file, _ in files]), missing, (several,) if several else ()
     )
+
+
+def processor() -> str:
+    """Returns the name of the processor, such as ``"AMD EPYC 7763"``, or its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def show_versions() -> None:

@@ -208,7 +208,7 @@ def _open_sim(
     if build is not None:
         find_compiler(build)
     placement = _placement(devices)
-    workers = Workers(_integer("GRADREDUCE_SIM_THREADS", _num_cores()))
+    workers = Workers(_integer("GRADREDUCE_SIM_THREADS", num_cores()))
     scheduler = Scheduler() if schedule_seed is None else RandomScheduler(_seed(schedule_seed))
     options = SimOptions(build, strict, workers, scheduler)
     mesh_state = _mesh_state("sim", peer_access)
@@ -388,7 +388,7 @@ def _integer(variable: str, default: int, *, minimum: int = 1, maximum: int = MO
     return int(text)
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Returns the cores this process may use (all of the machine's on macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import re
+import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,11 +19,18 @@ from rich.table import Table
 
 import gradreduce as gr
 from gradreduce.arrays.types import AllReduceAlg
-from gradreduce.backends import Backend
+from gradreduce.backends import Backend, num_cores
+from gradreduce.backends.sim.device import SimDevice
+from gradreduce.errors import counted
+from gradreduce.reduce.algorithms import ALGORITHMS
+from gradreduce.system_info import processor
 
+from .against import Earlier
 from .options import (
     backend_option,
     json_option,
+    of_all_processes,
+    of_one_process,
     open_chosen,
     optional_devices_option,
     plot_option,
@@ -28,7 +38,7 @@ from .options import (
     table,
     write,
 )
-from .pictures import plot_bandwidths
+from .pictures import plot_times
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _LR = 2**-6  # large enough to change a bfloat16 of 2
@@ -66,11 +76,13 @@ class Row:
         count: the number of elements of one array.
         type: the dtype of the array.
         redop: the reduction; empty for an optimizer.
-        time: the microseconds of a call.
+        time: the microseconds of a call: the median of the rounds.
+        time_min: those of the fastest round.
+        time_max: those of the slowest round.
         algbw: in GB/s: for an all-reduce ``size`` / ``time``, else bytes read and written /
             ``time``.
         busbw: in GB/s: for an all-reduce of n replicas ``algbw`` * 2 * (n - 1) / n, else ``algbw``.
-        wrong: the number of wrong elements in the result.
+        wrong: the number of wrong elements in the results of all processes.
     """
 
     benchmark: str
@@ -79,6 +91,8 @@ class Row:
     type: str
     redop: str
     time: float
+    time_min: float
+    time_max: float
     algbw: float
     busbw: float
     wrong: int
@@ -103,7 +117,7 @@ def parse_bytes(value: str) -> int:
 @backend_option
 @click.option(
     "--algorithm",
-    type=click.Choice(["nccl", "hierarchical_copy"]),
+    type=click.Choice(list(ALGORITHMS)),
     default="nccl",
     show_default=True,
     help="Of the all-reduce.",
@@ -150,7 +164,20 @@ def parse_bytes(value: str) -> int:
     type=click.IntRange(1),
     default=20,
     show_default=True,
-    help="Number of calls for each size.",
+    help="Number of calls of a round.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Number of rounds for each size.",
+)
+@click.option(
+    "--against",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Compare with the times in this file, which an earlier --json has written.",
 )
 @json_option
 @plot_option
@@ -158,6 +185,7 @@ def bench(
     benchmarks: Sequence[str],
     devices: Sequence[int] | None,
     backend: Backend | None,
+    against: Path | None,
     json_file: IO[str] | None,
     plot: Path | None,
     **options: Any,
@@ -165,27 +193,70 @@ def bench(
     """Time all-reduce, add_n, accumulators and optimizers, in the columns of nccl-tests.
 
     BENCHMARKS are all-reduce, add_n, accumulator and optimizers; default: all. Times are measured
-    on the host, from the first call until all devices have finished. On simulated devices they are
-    the times of NumPy on this machine's CPU.
+    on the host, from the first call of a round until all devices have finished; the table shows
+    their median, minimum and maximum over the rounds. On simulated devices they are the times of
+    NumPy on this machine's CPU. Under torchrun, mpiexec or srun the all-reduce runs over all
+    processes, and process 0 prints.
     """
+    earlier = None if against is None else Earlier.read(against)
     sizes = _sizes(options.pop("min_bytes"), options.pop("max_bytes"), options.pop("factor"))
     cases = [(name, size) for name in benchmarks or tuple(_CASES) for size in sizes]
-    with open_chosen(devices, backend) as mesh:
-        settings = Settings(mesh, **options)
+    with open_chosen(devices, backend) as mesh, of_one_process(mesh) as alone:
+        settings = Settings(mesh, alone, **options)
         rows = _measured(settings, cases)
+        wrong = of_all_processes(mesh, "wrong", [row.wrong for row in rows])
         place = f"{mesh.backend} {[device.physical for device in mesh]}"
+        content = {"devices": place, "processes": mesh.num_processes, **options}
+        content["machine"] = _machine(mesh)
+        rank = mesh.process_index
+    if rank > 0:
+        return
+    rows = [
+        replace(row, wrong=sum(of_process[index] for of_process in wrong))
+        for index, row in enumerate(rows)
+    ]
     title = f"{settings.algorithm} on {place}"
-    content = {
-        "gradreduce": gr.__version__,
-        "devices": place,
-        **options,
-        "rows": [asdict(row) for row in rows],
-    }
+    if content["processes"] > 1:
+        title += f" of each of {content['processes']} processes"
+    content["rows"] = [asdict(row) for row in rows]
+    tables = [*_tables(title, rows), _machine_line(content["machine"])]
+    if place.startswith("sim"):
+        tables.append("Simulated devices: times of NumPy on this machine's CPU.")
+    if earlier is not None:
+        content["against"] = list(earlier.compared(content["rows"]))
+        tables += ["", f"Compared with {against}", _comparison(content["against"])]
+        tables += earlier.differences(content)
     if plot is not None:
-        plot_bandwidths(plot, title, rows)
-    is_sim = place.startswith("sim")
-    note = "Simulated devices: times of NumPy on this machine's CPU." if is_sim else ""
-    write(json_file, content, *_tables(title, rows), note)
+        plot_times(plot, title, rows)
+    write(json_file, content, *tables)
+
+
+def _machine(mesh: gr.Mesh) -> dict[str, Any]:
+    """Returns what times depend on: processor, cores, threads or GPUs, and versions."""
+    versions = {
+        "gradreduce": gr.__version__, "Python": platform.python_version(), "NumPy": np.__version__
+    }  # fmt: skip
+    found: dict[str, Any] = {"processor": processor(), "cores": num_cores(), "versions": versions}
+    device = mesh[0]
+    if isinstance(device, SimDevice):
+        found["threads"] = device.options.workers.num_threads
+    else:
+        from gradreduce.backends.cuda.gpus import cuda_versions, list_gpus  # imports CuPy
+
+        gpus = list_gpus()
+        found["gpus"] = [gpus[each].name for each in sorted({each.physical for each in mesh})]
+        versions["CuPy"] = getattr(sys.modules["cupy"], "__version__", "unknown")
+        versions |= {f"CUDA {name}": version for name, version in cuda_versions().items()}
+    return found
+
+
+def _machine_line(machine: Mapping[str, Any]) -> str:
+    parts = [machine["processor"], counted(machine["cores"], "core")]
+    if "threads" in machine:
+        parts.append(f"{counted(machine['threads'], 'thread')} in each process")
+    parts += machine.get("gpus", [])
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return f"{', '.join(parts)}; {versions}."
 
 
 def _sizes(least: int, most: int, factor: int) -> list[int]:
@@ -199,23 +270,30 @@ def _sizes(least: int, most: int, factor: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of all rows; see the options of ``bench``."""
+    """The settings of all rows; see the options of ``bench``.
+
+    ``mesh`` spans all processes, ``alone`` has the same devices of this process.
+    """
 
     mesh: gr.Mesh
+    alone: gr.Mesh
     algorithm: AllReduceAlg
     op: str
     dtype: str
     iterations: int
+    rounds: int
 
 
 def _measured(settings: Settings, cases: Sequence[tuple[str, int]]) -> list[Row]:
+    """Measures all cases; the rows of a benchmark come together."""
     rows = []
-    with Progress(console=progress_console(), transient=True) as progress:
+    with Progress(console=progress_console(settings.mesh), transient=True) as progress:
         for name, size in progress.track(cases, description="bench"):
             count = max(size // _itemsize(settings.dtype), 1)
             for label, redop, timed in _CASES[name](settings, count):
                 rows.append(_row(settings, label, redop, count, timed))
-    return rows
+    names = list(dict.fromkeys(row.benchmark for row in rows))
+    return sorted(rows, key=lambda row: names.index(row.benchmark))
 
 
 def _itemsize(dtype: str) -> int:
@@ -223,9 +301,10 @@ def _itemsize(dtype: str) -> int:
 
 
 def _row(settings: Settings, label: str, redop: str, count: int, timed: Timed) -> Row:
-    seconds = _seconds(settings, timed.call)
-    algbw = timed.moved / seconds / 1e9
-    num_replicas = len(settings.mesh)
+    rounds = [seconds * 1e6 for seconds in _seconds(settings, timed.call)]
+    median = statistics.median(rounds)
+    algbw = timed.moved / median / 1e3
+    num_replicas = settings.mesh.num_replicas
     ring = 2 * (num_replicas - 1) / num_replicas if label == "all-reduce" else 1
     return Row(
         label,
@@ -233,22 +312,30 @@ def _row(settings: Settings, label: str, redop: str, count: int, timed: Timed) -
         count,
         settings.dtype,
         redop,
-        seconds * 1e6,
+        median,
+        min(rounds),
+        max(rounds),
         algbw,
         algbw * ring,
         timed.num_wrong(),
     )
 
 
-def _seconds(settings: Settings, call: Callable[[], Any]) -> float:
-    """Returns the mean time of a call; the first call, which compiles, is not measured."""
+def _seconds(settings: Settings, call: Callable[[], Any]) -> Iterator[float]:
+    """Yields the mean time of a call in each round; the first call, which compiles, is in none."""
     call()
-    settings.mesh.synchronize()
-    start = time.perf_counter()
-    for _ in range(settings.iterations):
-        call()
-    settings.mesh.synchronize()
-    return (time.perf_counter() - start) / settings.iterations
+    for _ in range(settings.rounds):
+        _synchronize(settings)
+        start = time.perf_counter()
+        for _ in range(settings.iterations):
+            call()
+        _synchronize(settings)
+        yield (time.perf_counter() - start) / settings.iterations
+
+
+def _synchronize(settings: Settings) -> None:
+    for mesh in dict.fromkeys([settings.mesh, settings.alone]):
+        mesh.synchronize()
 
 
 def _filled(settings: Settings, device: gr.Device, count: int, value: float) -> gr.Buffer:
@@ -262,7 +349,11 @@ def _num_wrong(found: Any, wanted: float) -> int:
 
 def _all_reduce(settings: Settings, count: int) -> Iterator[tuple[str, str, Timed]]:
     mesh = settings.mesh
-    values = [_filled(settings, device, count, index % 2) for index, device in enumerate(mesh)]
+    counts = of_all_processes(mesh, f"devices {count}", len(mesh))
+    first, total = sum(counts[: mesh.process_index]), sum(counts) // 2
+    values = [
+        _filled(settings, device, count, (first + index) % 2) for index, device in enumerate(mesh)
+    ]
     value = gr.PerReplica(values, mesh)
     ops = gr.AllReduceCrossDeviceOps(settings.algorithm, mesh=mesh)
     op = gr.ReduceOp[settings.op.upper()]
@@ -272,16 +363,15 @@ def _all_reduce(settings: Settings, count: int) -> Iterator[tuple[str, str, Time
 
     def num_wrong() -> int:
         found = [buffer.numpy() for buffer in call()[0].values]
-        wanted = found[0].dtype.type(len(mesh) // 2)
-        if settings.op == "mean":
-            wanted = found[0].dtype.type(len(mesh) // 2 / len(mesh))
+        divisor = mesh.num_replicas if settings.op == "mean" else 1
+        wanted = found[0].dtype.type(total / divisor)
         return sum(_num_wrong(each, wanted) for each in found)
 
     yield "all-reduce", settings.op, Timed(call, values[0].nbytes, num_wrong)
 
 
 def _add_n(settings: Settings, count: int) -> Iterator[tuple[str, str, Timed]]:
-    terms = [_filled(settings, settings.mesh[0], count, index) for index in range(_NUM_TERMS)]
+    terms = [_filled(settings, settings.alone[0], count, index) for index in range(_NUM_TERMS)]
 
     def num_wrong() -> int:
         return _num_wrong(gr.add_n(terms).numpy(), sum(range(_NUM_TERMS)))
@@ -291,8 +381,8 @@ def _add_n(settings: Settings, count: int) -> Iterator[tuple[str, str, Timed]]:
 
 
 def _accumulator(settings: Settings, count: int) -> Iterator[tuple[str, str, Timed]]:
-    gradient = _filled(settings, settings.mesh[0], count, 3)
-    accumulator = gr.ConditionalAccumulator(settings.dtype, (count,), device=settings.mesh[0])
+    gradient = _filled(settings, settings.alone[0], count, 3)
+    accumulator = gr.ConditionalAccumulator(settings.dtype, (count,), device=settings.alone[0])
 
     def call() -> Any:
         for _ in range(2):
@@ -313,8 +403,8 @@ def _optimizers(settings: Settings, count: int) -> Iterator[tuple[str, str, Time
 
 def _optimizer(settings: Settings, optimizer: gr.Optimizer, count: int, num_arrays: int) -> Timed:
     """Times updates of one variable by ones, which lower all elements by the same amount."""
-    gradient = _filled(settings, settings.mesh[0], count, 1)
-    variable = gr.Variable(np.full(count, 2, gradient.dtype), device=settings.mesh[:1])
+    gradient = _filled(settings, settings.alone[0], count, 1)
+    variable = gr.Variable(np.full(count, 2, gradient.dtype), device=settings.alone[:1])
 
     def call() -> Any:
         optimizer.apply_gradients([(gradient, variable)])
@@ -336,29 +426,21 @@ _CASES: dict[str, Callable[[Settings, int], Iterator[tuple[str, str, Timed]]]] =
 
 def _tables(title: str, rows: Sequence[Row]) -> Iterator[Table | str]:
     columns = (
-        ">size (B)",
-        ">count",
-        "type",
-        "redop",
-        ">time (us)",
-        ">algbw (GB/s)",
-        ">busbw (GB/s)",
-        ">#wrong",
-    )
+        ">size (B)", ">count", "type", "redop", ">time (us)", ">min (us)", ">max (us)",
+        ">algbw (GB/s)", ">busbw (GB/s)", ">#wrong",
+    )  # fmt: skip
     for name in dict.fromkeys(row.benchmark for row in rows):
-        cells = [
-            (
-                row.size,
-                row.count,
-                row.type,
-                row.redop,
-                f"{row.time:.2f}",
-                f"{row.algbw:.2f}",
-                f"{row.busbw:.2f}",
-                row.wrong,
-            )
-            for row in rows
-            if row.benchmark == name
-        ]
+        cells = [_cells(list(asdict(row).values())[1:]) for row in rows if row.benchmark == name]
         yield table(f"{name}: {title}" if name == "all-reduce" else name, columns, cells)
         yield ""
+
+
+def _comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
+    columns = (
+        "benchmark", ">size (B)", "type", "redop", ">before (us)", ">time (us)", ">ratio", "verdict"
+    )  # fmt: skip
+    return table("", columns, [_cells(row.values()) for row in rows])
+
+
+def _cells(values: Iterable[Any]) -> list[str]:
+    return [f"{each:.2f}" if isinstance(each, float) else str(each) for each in values]

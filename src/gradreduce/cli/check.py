@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import click
 import numpy as np
@@ -11,10 +11,21 @@ import numpy as np
 import gradreduce as gr
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.backends import Backend
+from gradreduce.errors import counted, listed
 from gradreduce.reduce.algorithms import ALGORITHMS
 
-from .options import backend_option, json_option, open_chosen, optional_devices_option, table, write
+from .options import (
+    backend_option,
+    json_option,
+    of_all_processes,
+    of_one_process,
+    open_chosen,
+    optional_devices_option,
+    table,
+    write,
+)
 
+_SECONDS = 60.0  # the longest wait for another process
 _SIZE = 1003  # elements; not a multiple of any vector or block size
 
 
@@ -32,12 +43,20 @@ def check(
     """Run one operation of each kind on these devices, and say what works.
 
     Opens the devices, sums, reduces, accumulates and updates, and compares every value with the
-    expected one by equality. Exit status 1 if something does not work.
+    expected one by equality. Exit status 1 if something does not work. Under torchrun, mpiexec or
+    srun the reductions run over all processes, and process 0 prints what works in all of them.
     """
-    with open_chosen(devices, backend) as mesh:
-        rows = [(what, *_outcome(mesh, run)) for what, run in CHECKS.items()]
+    with open_chosen(devices, backend, _SECONDS) as mesh, of_one_process(mesh) as alone:
+        found = {
+            what: _outcome(mesh if each.spans else alone, each.run) for what, each in CHECKS.items()
+        }
+        outcomes = of_all_processes(mesh, "check", found)
         kind = "simulated devices" if mesh.backend == "sim" else "GPUs"
         place = f"{kind} {[device.physical for device in mesh]}"
+        rank, others = mesh.process_index, mesh.num_processes - 1
+    if others:
+        place += f" and in {counted(others, 'other process', 'other processes')}"
+    rows = [(what, *_worst([of_process[what] for of_process in outcomes])) for what in CHECKS]
     failed = [what for what, outcome, _ in rows if outcome == "FAILED"]
     verdict = f"Everything works on {place}."
     if failed:
@@ -47,8 +66,20 @@ def check(
         "works": not failed,
         "checks": [dict(zip(("what", "outcome", "details"), row, strict=True)) for row in rows],
     }
-    write(json_file, content, table("Checks", ("what", "outcome", "details"), rows), "", verdict)
+    if rank == 0:
+        head = ("what", "outcome", "details")
+        write(json_file, content, table("Checks", head, rows), "", verdict)
     ctx.exit(1 if failed else 0)
+
+
+def _worst(outcomes: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Returns the outcome of a check in all processes: that of those that fail, if some do."""
+    failed = [
+        details if len(outcomes) == 1 else f"process {rank}: {details}"
+        for rank, (outcome, details) in enumerate(outcomes)
+        if outcome == "FAILED"
+    ]
+    return ("FAILED", listed(failed)) if failed else outcomes[0]
 
 
 def _outcome(mesh: gr.Mesh, run: Callable[[gr.Mesh], str]) -> tuple[str, str]:
@@ -90,14 +121,21 @@ def _sum_of_terms(mesh: gr.Mesh) -> str:
     return ""
 
 
+def _replicas(mesh: gr.Mesh, name: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns the terms of this process's replicas, and the sum of those of all processes."""
+    counts = of_all_processes(mesh, name, len(mesh))
+    terms, first = _terms(sum(counts)), sum(counts[: mesh.process_index])
+    return terms[first : first + len(mesh)], _total(terms)
+
+
 def _all_reduce(algorithm: AllReduceAlg) -> Callable[[gr.Mesh], str]:
     def run(mesh: gr.Mesh) -> str:
-        terms = _terms(len(mesh))
+        terms, total = _replicas(mesh, algorithm)
         ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs=2, mesh=mesh)
         grads = [[term, term[:7]] for term in terms]
         for results in ops.all_reduce(grads, gr.ReduceOp.SUM, output_type="numpy"):
-            _expect(results[0], _total(terms))
-            _expect(results[1], _total(terms)[:7])
+            _expect(results[0], total)
+            _expect(results[1], total[:7])
         return ""
 
     return run
@@ -145,7 +183,7 @@ def _step(method: str) -> Callable[[gr.Mesh], str]:
     def run(mesh: gr.Mesh) -> str:
         if method == "capture" and mesh.backend != "cuda":
             return "CUDA graphs need a GPU"
-        terms = _terms(len(mesh))
+        terms, wanted = _replicas(mesh, method)
         values = [device.upload(term) for device, term in zip(mesh, terms, strict=True)]
         value = gr.PerReplica(values, mesh)
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
@@ -153,18 +191,30 @@ def _step(method: str) -> Callable[[gr.Mesh], str]:
         for _ in range(2):
             (total,) = step()
             for buffer in total.values:
-                _expect(buffer.numpy(), _total(terms))
+                _expect(buffer.numpy(), wanted)
         return ""
 
     return run
 
 
-CHECKS: dict[str, Callable[[gr.Mesh], str]] = {
-    "sum of terms (add_n)": _sum_of_terms,
-    **{f"all-reduce, {name}": _all_reduce(name) for name in ALGORITHMS},
-    "accumulator": _accumulator,
-    "optimizer step": _optimizer,
-    "AGN step": _agn,
-    "prepared step": _step("prepare"),
-    "captured step (CUDA graph)": _step("capture"),
+class Check(NamedTuple):
+    """A check.
+
+    Attributes:
+        run: runs it; raises if something is wrong, and returns why it cannot run here.
+        spans: whether it runs over the devices of all processes; else in each process alone.
+    """
+
+    run: Callable[[gr.Mesh], str]
+    spans: bool = False
+
+
+CHECKS = {
+    "sum of terms (add_n)": Check(_sum_of_terms),
+    **{f"all-reduce, {name}": Check(_all_reduce(name), spans=True) for name in ALGORITHMS},
+    "accumulator": Check(_accumulator),
+    "optimizer step": Check(_optimizer, spans=True),
+    "AGN step": Check(_agn),
+    "prepared step": Check(_step("prepare"), spans=True),
+    "captured step (CUDA graph)": Check(_step("capture")),
 }

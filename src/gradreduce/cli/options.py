@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -76,22 +76,58 @@ plot_option = click.option(
 )
 
 
-def open_chosen(devices: Sequence[int] | None, backend: Backend | None) -> Mesh:
-    """Opens the mesh of ``--devices`` and ``--backend``.
+def open_chosen(
+    devices: Sequence[int] | None, backend: Backend | None, timeout: float | None = None
+) -> Mesh:
+    """Opens the mesh of ``--devices`` and ``--backend``, over all processes of a launcher.
+
+    Args:
+        devices: the physical device of each logical device of this process; or None.
+        backend: see ``open_mesh``.
+        timeout: seconds that a call waits for other processes; None: no limit.
 
     Raises:
         click.ClickException: the mesh cannot be opened here; exit status 1.
     """
     try:
-        return open_mesh(devices, backend=backend, processes="none")
+        return open_mesh(devices, backend=backend, processes="auto", timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise click.ClickException(str(error)) from error
 
 
-def progress_console() -> Console:
-    """Returns the console of standard error; it prints nothing on a pipe."""
+@contextmanager
+def of_one_process(mesh: Mesh) -> Iterator[Mesh]:
+    """Context manager: a mesh of the same devices that other processes do not share."""
+    if mesh.num_processes == 1:
+        yield mesh
+        return
+    backend: Backend = "sim" if mesh.backend == "sim" else "cuda"
+    physical = [device.physical for device in mesh]
+    with open_mesh(physical, backend=backend, processes="none") as found:
+        yield found
+
+
+def of_all_processes(mesh: Mesh, name: str, value: Any) -> list[Any]:
+    """Returns a JSON value of each process of a mesh, by rank; every process calls it.
+
+    Raises:
+        click.ClickException: a process has not called it in time.
+    """
+    group = mesh.mesh_state.process_group
+    if group is None:
+        return [value]
+    group.post(f"gradreduce {name}", json.dumps(value))
+    found = [group.read(rank, f"gradreduce {name}", group.timeout) for rank in range(group.size)]
+    missing = [rank for rank, text in enumerate(found) if text is None]
+    if missing:
+        raise click.ClickException(group.describe_missing(missing, "gradreduce", group.timeout))
+    return [json.loads(text) for text in found if text is not None]
+
+
+def progress_console(mesh: Mesh) -> Console:
+    """Returns the console of standard error; it prints on a terminal, in process 0 of a mesh."""
     found = Console(stderr=True)
-    found.quiet = not found.is_terminal
+    found.quiet = not found.is_terminal or mesh.process_index > 0
     return found
 
 

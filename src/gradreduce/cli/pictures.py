@@ -27,8 +27,16 @@ class Measured(Protocol):
         """The size in bytes."""
 
     @property
-    def busbw(self) -> float:
-        """The bandwidth in GB/s."""
+    def time(self) -> float:
+        """The microseconds of a call."""
+
+    @property
+    def time_min(self) -> float:
+        """Those of the fastest round."""
+
+    @property
+    def time_max(self) -> float:
+        """Those of the slowest round."""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -59,17 +67,23 @@ def save(figure: Figure, path: Path) -> None:
         raise click.ClickException(f"the picture cannot be written: {error}") from error
 
 
-def plot_bandwidths(path: Path, title: str, rows: Sequence[Measured]) -> None:
-    """Writes a picture of bandwidth over size, a line for each benchmark."""
+def plot_times(path: Path, title: str, rows: Sequence[Measured]) -> None:
+    """Writes a picture of time over size on logarithmic axes, a line for each benchmark.
+
+    The area around a line extends from the fastest round to the slowest.
+    """
     figure = new_figure(7, 4.5)
     axes: Any = figure.add_subplot()
     for name in dict.fromkeys(row.benchmark for row in rows):
-        lines = [(row.size, row.busbw) for row in rows if row.benchmark == name]
-        axes.plot(*zip(*lines, strict=True), marker="o", label=name)
+        found = [row for row in rows if row.benchmark == name]
+        sizes = [row.size for row in found]
+        axes.plot(sizes, [row.time for row in found], marker="o", label=name)
+        least, most = [row.time_min for row in found], [row.time_max for row in found]
+        axes.fill_between(sizes, least, most, alpha=0.2)
     axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
     axes.set_xlabel("bytes of an array")
-    axes.set_ylabel("busbw (GB/s)")
-    axes.set_ylim(bottom=0)
+    axes.set_ylabel("time (us): median, and fastest to slowest round")
     axes.set_title(title)
     axes.legend()
     save(figure, path)
