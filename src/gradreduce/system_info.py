@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradreduce.backends import INSTALL_CUDA
+from gradreduce.backends import INSTALL_CUDA, num_cores
 from gradreduce.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -84,11 +85,7 @@ def find_system_info() -> SystemInfo:
     )  # these take a tenth of the time of NumPy
     from gradreduce.backends.sim.host_compile import find_compiler
 
-    versions: dict[str, str | None] = {
-        "gradreduce": sys.modules["gradreduce"].__version__,  # which imports this module
-        "Python": platform.python_version(),
-        "NumPy": np.__version__,
-    }
+    versions = _own_versions()
     missing: dict[str, str] = {}
     for name, (module, how) in _IMPORTED.items():
         versions[name], problem = _imported(module)
@@ -112,6 +109,29 @@ def find_system_info() -> SystemInfo:
     return SystemInfo(
         versions, gpus, tuple([file for file, _ in files]), missing, (several,) if several else ()
     )
+
+
+def _own_versions() -> dict[str, str | None]:
+    return {
+        "gradreduce": sys.modules["gradreduce"].__version__,  # which imports this module
+        "Python": platform.python_version(),
+        "NumPy": np.__version__,
+    }
+
+
+def find_machine(gpus: Sequence[int]) -> dict[str, Any]:
+    """Returns what times depend on: processor, number of cores, versions, and names of GPUs.
+
+    Args:
+        gpus: the numbers of the used GPUs; empty: none is named.
+    """
+    versions = _own_versions()
+    found = {"processor": processor(), "cores": num_cores(), "versions": versions}
+    if gpus:
+        versions["CuPy"], _ = _imported("cupy")
+        visible = _gpus(versions, {})
+        found["gpus"] = [visible[number].name for number in sorted(set(gpus))]
+    return found
 
 
 def processor() -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,11 +17,11 @@ from rich.table import Table
 
 import gradreduce as gr
 from gradreduce.arrays.types import AllReduceAlg
-from gradreduce.backends import Backend, num_cores
+from gradreduce.backends import Backend
 from gradreduce.backends.sim.device import SimDevice
 from gradreduce.errors import counted
 from gradreduce.reduce.algorithms import ALGORITHMS
-from gradreduce.system_info import processor
+from gradreduce.system_info import find_machine
 
 from .against import Earlier
 from .options import (
@@ -233,20 +231,10 @@ def bench(
 
 def _machine(mesh: gr.Mesh) -> dict[str, Any]:
     """Returns what times depend on: processor, cores, threads or GPUs, and versions."""
-    versions = {
-        "gradreduce": gr.__version__, "Python": platform.python_version(), "NumPy": np.__version__
-    }  # fmt: skip
-    found: dict[str, Any] = {"processor": processor(), "cores": num_cores(), "versions": versions}
     device = mesh[0]
+    found = find_machine(gpus=[] if isinstance(device, SimDevice) else [x.physical for x in mesh])
     if isinstance(device, SimDevice):
         found["threads"] = device.options.workers.num_threads
-    else:
-        from gradreduce.backends.cuda.gpus import cuda_versions, list_gpus  # imports CuPy
-
-        gpus = list_gpus()
-        found["gpus"] = [gpus[each].name for each in sorted({each.physical for each in mesh})]
-        versions["CuPy"] = getattr(sys.modules["cupy"], "__version__", "unknown")
-        versions |= {f"CUDA {name}": version for name, version in cuda_versions().items()}
     return found
 
 
