@@ -25,7 +25,7 @@ from typing import Any
 
 from measure.case import OURS, Case
 from measure.clock import Call, Took
-from measure.floors import Floor, counted
+from measure.floors import Decision, Floor, counted
 from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
 
@@ -52,7 +52,8 @@ RATIO = "comm_hook over plain DDP, median of pairs"
 
 # On an AMD EPYC virtual machine with 2 cores that others kept busy, 2026-11.
 FLOORS = (
-    Floor(f"{TINY_ALONE}: {ADDED}", TINY_ALONE, counted(ADDED), "<=", 2, "1.5 to 2.4", ("torch",)),
+    Floor(f"{TINY_ALONE}: {ADDED}", TINY_ALONE, counted(ADDED), "<=", 2.4, "1.5 to 2.4",
+          ("torch",)),
     Floor(f"{TINY_ALONE}: {ADDED_SHARE}", TINY_ALONE, counted(ADDED_SHARE), "<=", 0.5,
           "0.34 to 0.38", ("torch",)),
     Floor(f"{TINY}: {ADDED}", TINY, counted(ADDED), "<=", 0.3, "0.18 to 0.33", ("torch",)),
@@ -63,6 +64,13 @@ FLOORS = (
           "0.6 to 1.4 on 2 cores", ("torch", CORES)),
     Floor(RATIO, HOOK, counted(RATIO), "<=", 1.15, "1.07 to 1.19", ("torch",)),
 )  # fmt: skip
+DECISIONS = {
+    f"{TINY_ALONE}: {ADDED}": Decision(
+        2,
+        "milliseconds change with the machine and its load, the ratio to a loop of PyTorch does "
+        "not (0.34 to 0.39); runs measured 1.5 to 2.4 ms",
+    ),
+}
 
 Steps = Mapping[str, Callable[[], Call]]  # prepares a step, which is returned
 

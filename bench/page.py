@@ -1,7 +1,8 @@
-"""Writes docs/benchmarks.md and its pictures from the figures in bench/results.
+"""Writes docs/benchmarks.md, its pictures and benchmarks_tables.md from bench/results.
 
 Figures of CPUs are in ``bench/results/cpu``, of GPUs in ``bench/results/gpu``; see ``record.py``.
-``--check`` writes nothing, and exits with 1 if the page is not that of the figures.
+The floors are those of the benchmarks' source. ``--check`` writes nothing, and exits with 1 if a
+page is not that of the figures, or if the figures miss a floor.
 
     python bench/page.py [--check]
 """
@@ -13,12 +14,19 @@ import ast
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from measure.case import Case
+from measure.clock import Took
+from measure.floors import Decision, Figure, counted, over_the_copy, over_the_peer
 
 BENCH = Path(__file__).resolve().parent
 RESULTS = BENCH / "results"
 PAGE = BENCH.parent / "docs" / "benchmarks.md"
+TABLES = "benchmarks_tables.md"
 PICTURE = "benchmarks_{}.svg"
 OURS = "gradreduce "
 NOT_MEASURED = "not measured"
@@ -26,20 +34,132 @@ SWEEPS = {"tensors": "tensors", "replicas": "replicas", "bytes": "bytes of all r
 
 HEAD = """# Benchmarks
 
+{machines} A time of *1.1 of* something is 1.1 times as long.
+"""
+CHANGED = """## Changed floors
+
+A *floor* is a promise about one figure, which the benchmark checks. {verdict}
+[The tables](benchmarks_tables.md) have all floors. The bounds of these were changed, for the reason
+beside them. A new bound leaves about a tenth of room to what was measured.
+"""
+ALL_HOLD = "All hold that could be checked."
+AGAIN = """## Measure again
+
 Written by `python bench/page.py` from the figures in `bench/results`; do not edit. To measure
 again, on a machine that does nothing else:
 
     python -m pip install -e ".[torch,jax,mpi,ray,examples]"
     python bench/record.py
 
-What each benchmark measures, and how, is in [bench/README.md](../bench/README.md). Times are in
-milliseconds. *Copy* is a plain copy that reads and writes as many bytes as the operation must; *of
-the copy* is its time divided by ours, so that 1 is the speed of memory. Peers ran in the same
-process, in turns with ours. A *floor* is a promise; *reached* is what was measured as a fraction of
-it: it holds from 1 on.
+What each benchmark measures, and how, is in [bench/README.md](../bench/README.md).
+"""
+TABLES_HEAD = """# Tables of the benchmarks
+
+Written by `python bench/page.py` from the figures in `bench/results`; do not edit.
+[Benchmarks](benchmarks.md) has the summary.
+
+Times are in milliseconds. *Copy* is a plain copy that reads and writes as many bytes as the
+operation must; *of the copy* is its time divided by ours, so that 1 is the speed of memory. Peers
+ran in the same process, in turns with ours. A *floor* is a promise; *reached* is what was measured
+as a fraction of it: it holds from 1 on.
 """
 
 Report = Mapping[str, Any]
+
+
+def microseconds(implementation: str) -> Figure:
+    """Our time in microseconds."""
+
+    def figure(case: Case) -> float | None:
+        seconds = case.seconds(OURS + implementation)
+        return None if seconds is None else 1e6 * seconds
+
+    return figure
+
+
+# A line about each benchmark, with a figure of a case for each {}.
+SUMMARY: dict[str, tuple[str, tuple[tuple[str, Figure], ...]]] = {
+    "accumulator": (
+        "**Accumulators**: an apply of 64 MiB takes {} of the time of NumPy's `+=`; a dropped "
+        "gradient takes {} us.",
+        (
+            ("apply", over_the_peer("numpy +=", "numpy")),
+            ("one element", counted("numpy, drop, us")),
+        ),
+    ),
+    "agn": (
+        "**AGN**: a local step of SGD over 16 M parameters takes {} (compiled kernels) of the time "
+        "of PyTorch's fused SGD and an addition.",
+        (("sgd", over_the_peer("torch fused and add", "compiled")),),
+    ),
+    "all_reduce": (
+        "**All-reduce**: the mean of ResNet-50's gradients on 4 devices takes {} (NumPy) and {} "
+        "(compiled kernels) of the time of a copy of the bytes.",
+        (
+            ("ResNet-50, MEAN", over_the_copy("numpy, num_packs=0")),
+            ("ResNet-50, MEAN", over_the_copy("compiled, num_packs=0")),
+        ),
+    ),
+    "interop": (
+        "**Arrays**: a small array becomes a Buffer, and a Buffer an array, in {} us for NumPy and "
+        "{} us for PyTorch.",
+        (("numpy", microseconds("in and out")), ("torch", microseconds("in and out"))),
+    ),
+    "ops": (
+        "**Sums**: `add_n` of 8 arrays of 32 MiB takes {} (NumPy) and {} (compiled kernels) of the "
+        "time of NumPy's additions.",
+        (
+            ("add_n 8 float32", over_the_peer("numpy chain", "numpy")),
+            ("add_n 8 float32", over_the_peer("numpy chain", "compiled")),
+        ),
+    ),
+    "optim": (
+        "**Optimizers**: a step over 16 M parameters by compiled kernels takes {} (Adam) and {} "
+        "(SGD) of the time of PyTorch's fused optimizers.",
+        (
+            ("adam", over_the_peer("torch fused", "compiled")),
+            ("sgd", over_the_peer("torch fused", "compiled")),
+        ),
+    ),
+    "processes": (
+        "**Processes**: an all-reduce of ResNet-50's gradients over two processes takes {} of the "
+        "time of gloo's own, and {} of that of MPI's.",
+        (
+            ("ResNet-50, 2 processes, torchrun", over_the_peer("raw all-reduce", "flat, prepared")),
+            ("ResNet-50, 2 processes, mpi", over_the_peer("raw all-reduce", "flat, prepared")),
+        ),
+    ),
+    "ray": (
+        "**Ray**: an AGN worker exchanges 64 MB in {} (NumPy) and {} (compiled kernels) of the "
+        "time of an actor that adds an array.",
+        (
+            ("AGN, 64 MB", counted("exchange over the actor")),
+            ("AGN, 64 MB, compiled kernels", counted("exchange over the actor")),
+        ),
+    ),
+    "scaling": (
+        "**Scaling**: replicas of 1 GiB together are reduced in {} of the time of a copy; a "
+        "prepared step over 100,000 tensors takes the host {} us.",
+        (
+            ("bytes, 1,073,741,824 in all", over_the_copy("compiled, prepared")),
+            ("host, 100,000 tensors", counted("prepared step, us")),
+        ),
+    ),
+    "torch": (
+        "**PyTorch**: a backward of DDP with our hook takes {} of the time of a plain one; "
+        "`DataParallel` adds {} of the time that a loop of PyTorch adds.",
+        (
+            (
+                "hook of DDP, ResNet-50",
+                counted("comm_hook over plain DDP, median of pairs"),
+            ),
+            (
+                "tiny gradients, 8 replicas",
+                counted("DataParallel adds, over a loop of torch"),
+            ),
+        ),
+    ),
+}
 
 
 def reports(kind: str) -> dict[str, Report]:
@@ -53,13 +173,83 @@ def names() -> list[str]:
     return sorted(path.stem.removeprefix("bench_") for path in BENCH.glob("bench_*.py"))
 
 
-def text() -> str:
-    """Returns the page."""
+def summary_page() -> str:
+    """Returns the page with the summary."""
+    found = reports("cpu")
+    lines = [summary(name, report) for name, report in found.items() if name in SUMMARY]
+    parts = [HEAD.format(machines=machines(found)), "\n".join(lines), ""]
+    if "scaling" in found:
+        parts += [
+            f"![time by {words}]({PICTURE.format(sweep)})\n" for sweep, words in SWEEPS.items()
+        ]
+    left = f"These are missed: {'; '.join(missed())}." if missed() else ALL_HOLD
+    return "\n".join([*parts, CHANGED.format(verdict=left), *decisions(found), AGAIN])
+
+
+def machines(found: Mapping[str, Report]) -> str:
+    """Returns a sentence about machines and dates, which is true for all reports."""
+    places = {
+        f"{each['machine']['processor']}, {each['machine']['cores']} cores, {each['date']}"
+        for each in found.values()
+    }
+    kind = "Measured on CPUs, as fractions of the time of a peer or of a plain copy"
+    gpu = "figures of GPUs are in the tables" if reports("gpu") else "no GPU was available"
+    return f"{kind} ({'; '.join(sorted(places))}); {gpu}."
+
+
+def summary(name: str, report: Report) -> str:
+    """Returns the line about one benchmark."""
+    words, figures = SUMMARY[name]
+    found = cases_of(report)
+    values = [of_case(found[case]) if case in found else None for case, of_case in figures]
+    return f"- {words.format(*[NOT_MEASURED if x is None else figure(x) for x in values])}"
+
+
+def decisions(found: Mapping[str, Report]) -> Iterator[str]:
+    """Yields the table of the floors whose bounds were changed."""
+    rows = []
+    for name, report in found.items():
+        changed: Mapping[str, Decision] = getattr(bench_of(name), "DECISIONS", {})
+        for floor in checked_floors(name, report, on_gpu=False):
+            if (decision := changed.get(floor["floor"])) is not None:
+                sign, measured = floor["sign"], floor["figure"]
+                shown = NOT_MEASURED if measured is None else figure(measured)
+                bounds = f"{sign} {decision.was:g}", f"{sign} {floor['bound']:g}"
+                rows.append([f"{name}: {floor['floor']}", *bounds, shown, decision.why])
+    yield from table(("floor", "before", "now", "measured", "why"), rows)
+
+
+def tables_page() -> str:
+    """Returns the page with the tables."""
     cpu, gpu = reports("cpu"), reports("gpu")
-    parts = [HEAD]
-    for name in names():
-        parts.append("\n".join(section(name, cpu.get(name), gpu.get(name))))
-    return "\n".join(parts)
+    sections = ["\n".join(section(name, cpu.get(name), gpu.get(name))) for name in names()]
+    return "\n".join([TABLES_HEAD, *sections])
+
+
+def bench_of(name: str) -> ModuleType:
+    """Returns the module of a benchmark, which defines its floors."""
+    return import_module(f"bench_{name}")
+
+
+def cases_of(report: Report) -> dict[str, Case]:
+    """Returns the cases of a report, by name."""
+    return {
+        each["name"]: Case(
+            each["name"],
+            took={
+                name: Took(took["seconds"], took["seconds"]) for name, took in each["took"].items()
+            },
+            figures=each["figures"],
+        )
+        for each in report["cases"]
+    }
+
+
+def checked_floors(name: str, report: Report, *, on_gpu: bool) -> list[dict[str, Any]]:
+    """Checks the floors of a benchmark with the figures of a report."""
+    bench = bench_of(name)
+    found = getattr(bench, "GPU_FLOORS" if on_gpu else "CPU_FLOORS", None) or bench.FLOORS
+    return [floor.check(cases_of(report), report["absent"]) for floor in found]
 
 
 def section(name: str, cpu: Report | None, gpu: Report | None) -> Iterator[str]:
@@ -69,15 +259,14 @@ def section(name: str, cpu: Report | None, gpu: Report | None) -> Iterator[str]:
     yield f"## {script}\n"
     yield doc.splitlines()[0] + "\n"
     if cpu is None:
-        yield f"CPU: {NOT_MEASURED}. GPU: {NOT_MEASURED}.\n"
+        yield f"CPU: {NOT_MEASURED}.\n"
         return
     yield about(cpu) + "\n"
     yield from cases(cpu, gpu)
     yield from counts(cpu, gpu)
-    yield from floors(cpu)
-    yield from [f"GPU: {about(gpu)}\n", *floors(gpu)] if gpu is not None else []
-    if name == "scaling":
-        yield from (f"![{words}]({PICTURE.format(sweep)})\n" for sweep, words in SWEEPS.items())
+    yield from floors(checked_floors(name, cpu, on_gpu=False))
+    if gpu is not None:
+        yield from [f"GPU: {about(gpu)}\n", *floors(checked_floors(name, gpu, on_gpu=True))]
     left_out = [f"{what} ({why})" for what, why in cpu["absent"].items()]
     if left_out:
         yield f"Left out: {'; '.join(left_out)}.\n"
@@ -119,10 +308,11 @@ def cases(report: Report, gpu: Report | None) -> Iterator[str]:
             "" if copy is None else milliseconds(copy),
             listed(seconds, copy, ours=True),
             listed(seconds, None, ours=False),
-            gpu_times(on_gpu.get(case["name"])),
+            *([gpu_times(on_gpu.get(case["name"]))] if on_gpu else []),
         ])  # fmt: skip
     if rows:
-        yield from table(("case", "copy", "ours (of the copy)", "peers", "GPU"), rows)
+        head = ("case", "copy", "ours (of the copy)", "peers", *(["GPU"] if on_gpu else []))
+        yield from table(head, rows)
 
 
 def listed(seconds: Mapping[str, float], copy: float | None, *, ours: bool) -> str:
@@ -153,7 +343,7 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def counted(report: Report | None) -> dict[str, float]:
+def figures_of(report: Report | None) -> dict[str, float]:
     """Returns what was counted besides times, by case and name."""
     return {
         f"{case['name']}: {name}": value
@@ -164,20 +354,21 @@ def counted(report: Report | None) -> dict[str, float]:
 
 def counts(report: Report, gpu: Report | None) -> Iterator[str]:
     """Yields the table of what was counted."""
-    on_gpu = counted(gpu)
-    rows = [
-        [name, figure(value), figure(on_gpu[name]) if name in on_gpu else NOT_MEASURED]
-        for name, value in counted(report).items()
-    ]
+    on_gpu = figures_of(gpu)
+    rows = [[name, figure(value)] for name, value in figures_of(report).items()]
+    if gpu is not None:
+        rows = [
+            [*row, figure(on_gpu[row[0]]) if row[0] in on_gpu else NOT_MEASURED] for row in rows
+        ]
     if rows:
-        yield from table(("figure", "CPU", "GPU"), rows)
+        yield from table(("figure", "CPU", *(["GPU"] if gpu is not None else [])), rows)
 
 
-def floors(report: Report) -> Iterator[str]:
+def floors(checked: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields the table of the floors, with the fraction that was reached."""
     rows = []
-    for each in report["floors"]:
-        holds = {True: "holds", False: "**violated**", None: "not checked"}[each["holds"]]
+    for each in checked:
+        holds = {True: "holds", False: "**missed**", None: "not checked"}[each["holds"]]
         without = "".join(f" (without {why})" for why in each["without"])
         bound = f"{each['sign']} {each['bound']:g}"
         found = each["figure"]
@@ -220,9 +411,21 @@ def plots(report: Report) -> Iterator[tuple[str, Any]]:
         yield sweep, picture
 
 
+def missed() -> list[str]:
+    """Returns the floors that are not met."""
+    return [
+        f"{name}: {floor['floor']}"
+        for kind in ("cpu", "gpu")
+        for name, report in reports(kind).items()
+        for floor in checked_floors(name, report, on_gpu=kind == "gpu")
+        if floor["holds"] is False
+    ]
+
+
 def write() -> None:
-    """Writes the page and its pictures."""
-    PAGE.write_text(text(), "utf-8")
+    """Writes the pages and their pictures."""
+    PAGE.write_text(summary_page(), "utf-8")
+    PAGE.with_name(TABLES).write_text(tables_page(), "utf-8")
     scaling = reports("cpu").get("scaling")
     for sweep, picture in plots(scaling) if scaling is not None else ():
         picture.savefig(PAGE.with_name(PICTURE.format(sweep)), metadata={"Date": None})
@@ -234,8 +437,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not options.check:
         write()
-    elif PAGE.read_text("utf-8") != text():
-        sys.exit(f"{PAGE} is not that of {RESULTS}: run python bench/page.py")
+        return
+    for path, wanted in ((PAGE, summary_page()), (PAGE.with_name(TABLES), tables_page())):
+        if path.read_text("utf-8") != wanted:
+            sys.exit(f"{path} is not that of {RESULTS}: run python bench/page.py")
+    if found := missed():
+        sys.exit(f"missed floors: {'; '.join(found)}: meet them, or change them by a Decision")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Runs the benchmarks one after the other, keeps their figures, and writes docs/benchmarks.md.
+"""Runs the benchmarks one after the other, keeps their figures, and writes the pages of docs/.
 
 Figures go to ``bench/results/cpu/NAME.json``, or ``bench/results/gpu/NAME.json`` where CuPy finds a
 GPU, with machine, versions, command, date and load average. A benchmark that fails, does not end in
-time or lacks its library is named, and its earlier file stays. Figures that violate a floor are
-written too, and the page shows it. Run this on a machine without other work; otherwise ``--busy``
-marks the figures.
+time or lacks its library is named, and its earlier file stays. Figures that miss a floor are
+written too; then ``page.py --check`` fails. Run this on a machine without other work; otherwise
+``--busy`` marks the figures.
 
     python bench/record.py [NAME...] [--minutes 10] [--busy]
 """
@@ -63,7 +63,7 @@ def rounded(value: Any) -> Any:
 
 
 def kept(report: dict[str, Any], name: str, date: str, *, busy: bool) -> str:
-    """Returns the text of a file of results: a line for each case and floor."""
+    """Returns the text of a file of results: a line for each case."""
     head = {
         "benchmark": name,
         "command": f"python bench/bench_{name}.py",
@@ -71,6 +71,7 @@ def kept(report: dict[str, Any], name: str, date: str, *, busy: bool) -> str:
         "busy": busy,
         "machine": machine(),
     }
+    report.pop("floors", None)  # page.py checks them again
     for case in report.get("cases", []):
         case.pop("rates", None)  # follow from the times
         took = case["took"]

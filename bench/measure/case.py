@@ -36,15 +36,6 @@ class Case:
         took = self.took.get(candidate)
         return None if took is None else took.seconds
 
-    @property
-    def peers(self) -> Mapping[str, float]:
-        """Returns the seconds of each candidate of a peer."""
-        return {
-            name: took.seconds
-            for name, took in self.took.items()
-            if name != "copy" and not name.startswith(OURS)
-        }
-
     def show(self) -> None:
         """Prints the table, fastest first."""
         moved = f", {self.nbytes / 1e6:.1f} MB to move" if self.nbytes else ""

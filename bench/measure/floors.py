@@ -5,23 +5,35 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .case import OURS, Case
 
 __all__ = [
+    "Decision",
     "Floor",
     "counted",
     "kept",
     "of_the_copy",
     "over_the_copy",
     "over_the_peer",
-    "times_the_fastest_peer",
     "times_the_peer",
 ]
 
 Figure = Callable[[Case], float | None]
 SIGNS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
+
+
+class Decision(NamedTuple):
+    """Why the bound of a floor was changed; docs/benchmarks.md lists all.
+
+    Attributes:
+        was: the bound before.
+        why: the reason.
+    """
+
+    was: float
+    why: str
 
 
 @dataclass(frozen=True)
@@ -79,16 +91,6 @@ def kept(
 
 
 # -- figures ---------------------------------------------------------------------------------------
-
-
-def times_the_fastest_peer(implementation: str) -> Figure:
-    """Our speed divided by that of the fastest peer present."""
-
-    def figure(case: Case) -> float | None:
-        ours, peers = case.seconds(OURS + implementation), case.peers
-        return min(peers.values()) / ours if ours and peers else None
-
-    return figure
 
 
 def times_the_peer(peer: str, implementation: str) -> Figure:

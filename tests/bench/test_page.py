@@ -1,4 +1,4 @@
-"""The page of benchmarks is that of the committed figures, and reports can be compared."""
+"""The pages of benchmarks are those of the committed figures, and reports can be compared."""
 
 from __future__ import annotations
 
@@ -26,38 +26,94 @@ def report(**milliseconds: float) -> dict:
     """A report with one case, whose copy takes a millisecond."""
     took = {name.replace("_", " "): {"seconds": ms / 1e3} for name, ms in milliseconds.items()}
     case = {"name": "sum", "size": "8 floats", "nbytes": 64, "took": took, "figures": {"us": 7.25}}
-    floor = {
-        "floor": "over the copy", "case": "sum", "figure": 2.0, "sign": "<=", "bound": 1.5,
-        "measured": "", "holds": False, "without": [],
-    }  # fmt: skip
-    return {"load_average": 0.25, "absent": {"torch": "gone"}, "cases": [case], "floors": [floor]}
+    return {"load_average": 0.25, "absent": {"torch": "gone"}, "cases": [case]}
 
 
-def test_the_page_is_that_of_the_figures(tools):
+def test_the_pages_are_those_of_the_figures_and_every_floor_is_met(tools):
     tools.page.main(["--check"])
-    text = tools.page.PAGE.read_text(encoding="utf-8")
+    text = tools.page.PAGE.with_name(tools.page.TABLES).read_text(encoding="utf-8")
     assert [name for name in tools.page.names() if f"## bench_{name}.py\n" not in text] == []
     for sweep in tools.page.SWEEPS:
         picture = tools.page.PAGE.with_name(tools.page.PICTURE.format(sweep))
         assert "<svg" in picture.read_text(encoding="utf-8")
 
 
-def test_a_changed_figure_is_another_page(tools, tmp_path, monkeypatch):
+def test_the_page_starts_with_ten_lines_and_the_pictures(tools):
+    """A line about each benchmark, in which no figure is missing."""
+    lines = tools.page.PAGE.read_text(encoding="utf-8").splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("- "))
+    assert start < 5
+    summary = lines[start : lines.index("", start)]
+    assert len(summary) == len(tools.page.names()) == 10
+    assert all(line.startswith("- **") for line in summary)
+    assert tools.page.NOT_MEASURED not in "".join(summary)
+    pictures = [line for line in lines[start + 10 :] if line]
+    assert all(line.startswith("![") for line in pictures[: len(tools.page.SWEEPS)])
+
+
+def test_every_decision_is_about_a_floor_that_has_another_bound_now(tools):
+    found = tools.page.reports("cpu")
+    for name, each in found.items():
+        floors = tools.page.checked_floors(name, each, on_gpu=False)
+        bounds = {floor["floor"]: floor["bound"] for floor in floors}
+        for changed, decision in getattr(tools.page.bench_of(name), "DECISIONS", {}).items():
+            assert bounds[changed] != decision.was
+            assert decision.why
+            assert f"| {name}: {changed} | " in tools.page.summary_page()
+
+
+@pytest.fixture
+def one_report(tools, tmp_path, monkeypatch):
+    """Writes a report of bench_ops into an own folder, and the pages."""
     monkeypatch.setattr(tools.page, "RESULTS", tmp_path)
     monkeypatch.setattr(tools.page, "PAGE", tmp_path / "page.md")
-    (tmp_path / "cpu").mkdir()
-    kept = tools.record.kept(report(copy=1, gradreduce_numpy=2, torch=4), "ops", "d", busy=True)
-    (tmp_path / "cpu" / "ops.json").write_text(kept, encoding="utf-8")
-    tools.page.write()
+
+    def written(content: dict, kind: str = "cpu") -> str:
+        (tmp_path / kind).mkdir(exist_ok=True)
+        text = tools.record.kept(content, "ops", "d", busy=True)
+        (tmp_path / kind / "ops.json").write_text(text, encoding="utf-8")
+        tools.page.write()
+        return (tmp_path / tools.page.TABLES).read_text(encoding="utf-8")
+
+    return written
+
+
+def test_a_changed_figure_is_another_page(tools, tmp_path, one_report):
+    lines = one_report(report(copy=1, gradreduce_numpy=2, torch=4)).splitlines()
     tools.page.main(["--check"])
-    lines = (tmp_path / "page.md").read_text(encoding="utf-8").splitlines()
-    assert "| sum: 8 floats | 1 | numpy 2 (0.5) | torch 4 | not measured |" in lines
-    assert "| sum: us | 7.25 | not measured |" in lines
-    assert "| over the copy | <= 1.5 | 2 | 0.75 | **violated** |" in lines
+    assert "| sum: 8 floats | 1 | numpy 2 (0.5) | torch 4 |" in lines
+    assert "| sum: us | 7.25 |" in lines
     assert "Left out: torch (gone)." in lines
-    (tmp_path / "cpu" / "ops.json").write_text(kept.replace("7.25", "8.5"), encoding="utf-8")
+    path = tmp_path / "cpu" / "ops.json"
+    path.write_text(path.read_text().replace("7.25", "8.5"), encoding="utf-8")
     with pytest.raises(SystemExit, match="is not that of"):
         tools.page.main(["--check"])
+
+
+def test_figures_of_gpus_are_a_column_if_there_are_some(one_report):
+    on_cpu = report(copy=1, gradreduce_numpy=2)
+    assert "GPU" not in one_report(on_cpu).partition("bench_ops.py\n")[2]
+    lines = one_report(report(copy=1, gradreduce_cuda=4), "gpu").splitlines()
+    assert "| sum: 8 floats | 1 | numpy 2 (0.5) |  | cuda 4 (0.25) |" in lines
+    assert "| sum: us | 7.25 | 7.25 |" in lines
+
+
+@pytest.mark.parametrize(("mebibytes", "holds"), [(4.0, True), (4.5, False)])
+def test_a_missed_floor_fails_the_check(tools, one_report, mebibytes, holds):
+    """The floor is that of the source: no report has a bound."""
+    found = report(copy=1)
+    found["cases"][0] |= {"name": "memory", "figures": {"numpy MiB": mebibytes}}
+    text = one_report(found)
+    cells = f"| numpy: MiB besides the output | <= 4 | {mebibytes:.3g} | {4 / mebibytes:.2g} | "
+    assert f"{cells}{'holds' if holds else '**missed**'} |" in text
+    if holds:
+        tools.page.main(["--check"])
+        return
+    with pytest.raises(SystemExit) as stopped:
+        tools.page.main(["--check"])
+    assert str(stopped.value) == (
+        "missed floors: ops: numpy: MiB besides the output: meet them, or change them by a Decision"
+    )
 
 
 def compared(tools, tmp_path, capsys, old: dict, new: dict) -> tuple[object, list[str]]:
