@@ -77,14 +77,14 @@ plot_option = click.option(
 
 
 def open_chosen(
-    devices: Sequence[int] | None, backend: Backend | None, timeout: float | None = None
+    devices: Sequence[int] | None, backend: Backend | None, timeout: float = 1800.0
 ) -> Mesh:
     """Opens the mesh of ``--devices`` and ``--backend``, over all processes of a launcher.
 
     Args:
         devices: the physical device of each logical device of this process; or None.
         backend: see ``open_mesh``.
-        timeout: seconds that a call waits for other processes; None: no limit.
+        timeout: seconds that a call waits for other processes.
 
     Raises:
         click.ClickException: the mesh cannot be opened here; exit status 1.
