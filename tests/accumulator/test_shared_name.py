@@ -64,6 +64,19 @@ def test_another_definition_is_refused(accumulator, options, field):
     assert again.accumulator_ref is first.accumulator_ref
 
 
+def test_another_sparse_mean_is_refused(device):
+    def make(**options):
+        return gr.SparseConditionalAccumulator(
+            "float32", shared_name="rows", device=device, **options
+        )
+
+    first = make()
+    text = r"^shared_name='rows' has sparse_mean per_row, not per_gradient$"
+    with pytest.raises(ValueError, match=text):
+        make(sparse_mean="per_gradient")
+    assert make(sparse_mean="per_row").accumulator_ref is first.accumulator_ref
+
+
 @pytest.mark.parametrize("make", [gr.ConditionalAccumulator, gr.SparseConditionalAccumulator])
 def test_a_second_handle_needs_no_device(device, make):
     for place in (device, device.mesh, device.mesh[1:]):

@@ -59,7 +59,7 @@ def check_continues(acc, fresh, gradients, step=0):
 def test_the_keys_and_their_types(sparse, device):
     """Rows are in the order of their indices, in whatever order they were added."""
     acc = sparse("float16", (None, 2), reduction_type="SUM")
-    empty = EMPTY | {"format": FORMAT}
+    empty = EMPTY | {"format": FORMAT, "sparse_mean": "per_row"}
     assert acc.state_dict() == empty
     acc.set_global_step(3)
     large, tiny = np.full((1, 2), 60000, "float16"), np.full((1, 2), 2.0**-24, "float16")
@@ -277,5 +277,60 @@ def test_dense_and_sparse_states_are_not_interchangeable(sparse, accumulator):
     check_refused(other, states[0], ValueError, text)
     # Also if only the name of the format differs.
     check_refused(acc, states[1] | {"format": FORMAT}, TypeError, f"{SUM} is a ndarray; expected a")
+    same_format = states[0] | {"format": EMPTY["format"]}
+    text = "state has wrong keys: 'sparse_mean' unknown"
+    check_refused(other, same_format, KeyError, text)
+    del same_format["sparse_mean"]
     text = "state['sum_shape'] is [-1, 1], which does not fit"
-    check_refused(other, states[0] | {"format": EMPTY["format"]}, ValueError, text)
+    check_refused(other, same_format, ValueError, text)
+
+
+# -- sparse_mean ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sparse_mean", ["per_row", "per_gradient"])
+def test_the_restored_mean_has_the_same_divisor(sparse, sparse_mean):
+    acc, fresh = (sparse(sparse_mean=sparse_mean) for _ in range(2))
+    acc.apply_grad([1, 4], [[2.0], [6.0]])
+    acc.apply_grad([4], [[6.0]])
+    state = acc.state_dict()
+    assert state["sparse_mean"] == sparse_mean
+    fresh.load_state_dict(state)
+    assert frozen(fresh) == frozen(acc)
+    for each in (acc, fresh):
+        each.apply_grad([4], [[6.0]])  # after the load: the third gradient
+        each.apply_grad([], np.empty((0, 1), "float32"))
+    by = {"per_row": [1, 3], "per_gradient": [4, 4]}[sparse_mean]
+    wanted = [[2.0 / by[0]], [18.0 / by[1]]]
+    assert [each.take_grad(4)[1].tolist() for each in (acc, fresh)] == [wanted, wanted]
+
+
+def test_a_state_of_the_other_mean_is_refused(sparse):
+    kinds = "per_row", "per_gradient"
+    made = {kind: sparse(sparse_mean=kind) for kind in kinds}
+    for acc in made.values():
+        acc.apply_grad([1, 4], [[2.0], [6.0]])
+        acc.apply_grad([4], [[6.0]])
+    for kind, other in (kinds, kinds[::-1]):
+        text = f"state['sparse_mean'] is {other!r}; expected {kind!r}"
+        check_refused(made[kind], made[other].state_dict(), ValueError, text)
+        for wrong, shown in (("x", "'x'"), (None, "None"), (["per_row"], "['per_row']")):
+            text = f"state['sparse_mean'] is {shown}; expected {kind!r}"
+            state = made[kind].state_dict() | {"sparse_mean": wrong}
+            check_refused(made[kind], state, ValueError, text)
+
+
+def test_a_state_without_the_entry_is_per_row(sparse):
+    """The entry is younger than the format."""
+    acc, fresh, other = sparse(), sparse(), sparse(sparse_mean="per_gradient")
+    acc.apply_grad([1, 4], [[2.0], [6.0]])
+    acc.apply_grad([4], [[6.0]])
+    state = acc.state_dict()
+    del state["sparse_mean"]
+    kept = list(state)
+    fresh.load_state_dict(state)
+    assert frozen(fresh) == frozen(acc)
+    assert fresh.take_grad(2)[1].tolist() == [[2.0], [6.0]]
+    text = "state['sparse_mean'] is 'per_row'; expected 'per_gradient'"
+    check_refused(other, state, ValueError, text)
+    assert list(state) == kept, "the caller's dict was changed"

@@ -14,7 +14,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 from support.exhaustive import examples
 
 import gradreduce as gr
@@ -64,8 +70,9 @@ def gradients(draw):
 class Model:
     """A sparse accumulator in plain Python."""
 
-    def __init__(self, dtype, reduction_type, shape):
+    def __init__(self, dtype, reduction_type, shape, **options):
         self.dtype, self.reduction_type, self.shape = dtype, reduction_type, shape
+        self.options = options
         self.step = self.count = self.num_dropped = 0
         self.closed = False
         self.clear()
@@ -113,7 +120,9 @@ class Model:
         """Indices, values and shape, as lists."""
         indices = sorted(self.sums)
         total = np.array([self.sums[index] for index in indices], "float32")
-        if self.reduction_type == "MEAN":
+        if self.options.get("sparse_mean") == "per_gradient":
+            total /= np.float32(self.count)
+        elif self.reduction_type == "MEAN":
             total /= np.array([self.touches[index] for index in indices], "float32")
         width = self.sum_shape[1]
         rows = [[value] * width for value in total.astype(self.dtype).tolist()]
@@ -154,18 +163,24 @@ class Accumulators(RuleBasedStateMachine):
 
     over_mesh = True
 
-    def __init__(self):
-        super().__init__()
+    @initialize(sparse_mean=st.sampled_from(["per_row", "per_gradient"]))
+    def make(self, sparse_mean):
         self.mesh = gr.open_mesh(PLACEMENT, backend="sim", strict=True)
         home = self.mesh if self.over_mesh else self.mesh.devices[1]
         self.models = [
-            Model("float32", "MEAN", None),
+            Model("float32", "MEAN", None, sparse_mean=sparse_mean),
             Model("float16", "SUM", (8, 2)),
             DenseModel("float32", "SUM", None),
         ]
         classes = [gr.SparseConditionalAccumulator] * 2 + [gr.ConditionalAccumulator]
         self.accumulators = [
-            make(model.dtype, model.shape, reduction_type=model.reduction_type, device=home)
+            make(
+                model.dtype,
+                model.shape,
+                reduction_type=model.reduction_type,
+                device=home,
+                **model.options,
+            )
             for make, model in zip(classes, self.models, strict=True)
         ]
         self.saved = [None] * 3

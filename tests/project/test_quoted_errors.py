@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ def accumulators() -> list[Callable[[], object]]:
     late.apply_grad(ONES, local_step=0)
     free.apply_grad(ONES)
     closed.close()
+    sparse = partial(gr.SparseConditionalAccumulator, "float32", device=mesh[0])
+    per_row = sparse().state_dict()
     return [
         lambda: late.take_grad(1, timeout=1e-3),
         lambda: fixed.apply_grad(ONES.astype(np.float64)),
@@ -107,6 +110,8 @@ def accumulators() -> list[Callable[[], object]]:
         lambda: free.apply_grad(ONES[:2]),
         lambda: (shared, gr.ConditionalAccumulator("float32", [2], "w", device=mesh[0])),
         lambda: closed.apply_grad(ONES),
+        lambda: sparse(sparse_mean="per_gradient").load_state_dict(per_row),
+        lambda: sparse(reduction_type="SUM", sparse_mean="per_gradient"),
     ]
 
 

@@ -150,7 +150,7 @@ class ConditionalAccumulatorBase(NotCopied):
 
             - ``"format"``: the kind of accumulator and the version of these keys.
             - ``"dtype"``, ``"reduction_type"``, ``"shape"``: the constructor's arguments, the shape
-              as a list.
+              as a list. A sparse accumulator also has ``"sparse_mean"``.
             - ``"global_step"``, ``"num_accumulated"``, ``"num_dropped"``: integers.
             - ``"sum_shape"``: the shape of the gradients in the sum, as a list. None if the sum is
               empty.
@@ -192,7 +192,8 @@ class ConditionalAccumulatorBase(NotCopied):
         have the same number of devices. The step is set without a warning, even if it is smaller
         than before. The next take returns the same bits as the accumulator that was saved.
         Waiting takes keep their place in the queue. Those that now have enough gradients complete
-        before this method returns. Example: see ``state_dict``.
+        before this method returns. A state of an older version, without ``"sparse_mean"``, is
+        loaded as ``"per_row"``. Example: see ``state_dict``.
 
         Args:
             state: from ``state_dict``. It is copied. Other types that checkpoint formats return are
@@ -205,8 +206,8 @@ class ConditionalAccumulatorBase(NotCopied):
                 name the key.
             TypeError: a value has a wrong type.
             ValueError: the state belongs to an accumulator with another class, ``dtype``,
-                ``reduction_type``, ``shape`` or number of devices; its numbers contradict each
-                other; or its ``"kind"`` belongs to a library that is not imported.
+                ``reduction_type``, ``sparse_mean``, ``shape`` or number of devices; its numbers
+                contradict each other; or its ``"kind"`` belongs to a library that is not imported.
             CancelledError: the accumulator was closed.
             BackendUnavailableError: its mesh was closed, or a device failed.
             CollectiveError: its mesh had failed, or failed during the call.

@@ -41,6 +41,7 @@ def saved_state(state: AccumulatorState, download: Callable[[Any], Any]) -> dict
             "format": state.storage.format,
             "dtype": str(state.dtype),
             "reduction_type": state.reduction_type,
+            **_sparse_mean(state),
             "shape": _listed(state.shape),
             "global_step": state.step,
             "num_accumulated": state.count,
@@ -78,6 +79,8 @@ def ready_state(
     num_sums, own = replicas or (len(state.devices), dict)
     key = "num_accumulated"
     is_empty = isinstance(saved, Mapping) and plain(f"{where}[{key!r}]", saved.get(key)) == 0
+    if isinstance(saved, Mapping) and state.sparse_mean:
+        saved = {"sparse_mean": "per_row", **saved}  # states of older versions have no such entry
     found = checked(where, saved, _schema(state, is_empty, num_sums))
     found = own(found)
     count, shape = found["num_accumulated"], found["sum_shape"]
@@ -123,6 +126,7 @@ def _schema(state: AccumulatorState, is_empty: bool, num_sums: int) -> dict[str,
         "format": equal(state.storage.format),
         "dtype": equal(str(state.dtype)),
         "reduction_type": equal(state.reduction_type),
+        **{key: equal(value) for key, value in _sparse_mean(state).items()},
         "shape": equal(_listed(state.shape)),
         "global_step": integer(-(2**63)),
         "num_accumulated": integer(0),
@@ -131,6 +135,11 @@ def _schema(state: AccumulatorState, is_empty: bool, num_sums: int) -> dict[str,
         "kind": equal(None) if is_empty else partial(_kind, state.mesh_state.backend),
         "partial_sums": list_of(equal(None) if is_empty else anything, num_sums),
     }
+
+
+def _sparse_mean(state: AccumulatorState) -> dict[str, str]:
+    """Returns the entry that only states of sparse accumulators have."""
+    return {} if state.sparse_mean is None else {"sparse_mean": state.sparse_mean}
 
 
 def _sum_shape(state: AccumulatorState, where: str, saved: Any) -> tuple[int, ...]:

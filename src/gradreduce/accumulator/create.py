@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from gradreduce.arrays.types import SparseMean
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.device import Device, Mesh, ModuleLock, as_dtype
@@ -23,7 +24,7 @@ _shared: weakref.WeakValueDictionary[str, AccumulatorState] = weakref.WeakValueD
 _lock = ModuleLock()
 
 
-def create_state(
+def create_state(  # noqa: PLR0913  # options of one call
     dtype: Any,
     shape: Sequence[int | None] | None,
     shared_name: str | None,
@@ -31,6 +32,7 @@ def create_state(
     device: DeviceLike | Mesh | None,
     cross_device_ops: CrossDeviceOps | None,
     storage: Storage,
+    sparse_mean: SparseMean | None = None,
 ) -> AccumulatorState:
     """Returns the state of a new accumulator, or the one registered as ``shared_name``.
 
@@ -50,7 +52,9 @@ def create_state(
     if shared_name:
         instead = "use the accumulators of gradreduce.ray, which several processes share by name"
         check_one_process(devices[0], f"shared_name={brief(shared_name)}", instead)
-    state = AccumulatorState(found, wanted, reduction_type, devices, over_mesh, reducer, storage)
+    state = AccumulatorState(
+        found, wanted, reduction_type, devices, over_mesh, reducer, storage, sparse_mean
+    )
     storage.prepare(state, found)
     storage.prepare_take(state)
     state.mesh_state.add_listener(state, cancel_waiting, discard_sums)
@@ -96,6 +100,7 @@ def _registered(
             ("dtype", found.dtype, state.dtype),
             ("shape", found.shape, state.shape),
             ("reduction_type", found.reduction_type, state.reduction_type),
+            ("sparse_mean", found.sparse_mean, state.sparse_mean),
         )
         if had != wanted
     ]

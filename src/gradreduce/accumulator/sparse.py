@@ -12,7 +12,7 @@ from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import is_array, kind_of, numbers
 from gradreduce.arrays.distributed import Mirrored, PerReplica, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
-from gradreduce.arrays.types import OutputType, ReductionType
+from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import DeviceLike
 from gradreduce.device import Mesh
@@ -22,7 +22,7 @@ from .base import ConditionalAccumulatorBase
 from .create import create_state
 from .multi import apply_grads, take_grads
 from .sparse_storage import SPARSE
-from .validate import DEFAULT_STEP
+from .validate import DEFAULT_STEP, check_sparse_mean
 
 
 class SparseConditionalAccumulator(ConditionalAccumulatorBase):
@@ -46,8 +46,11 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             until it is closed or the last of them is deleted. Accumulators that several processes
             share are in ``gr.ray``.
         name: name of the accumulator, for error messages.
-        reduction_type: ``"SUM"``; or ``"MEAN"``, which divides each row by the number of gradients
-            that touched its index, not by the number of all gradients.
+        reduction_type: ``"SUM"``; or ``"MEAN"``, which divides each row as ``sparse_mean`` says.
+        sparse_mean: ``"per_row"``: MEAN divides each row by the number of gradients that touched
+            its index. ``"per_gradient"``: it divides by the number of all gradients in the sum, as
+            a ``ConditionalAccumulator`` does; each replica of a ``PerReplica`` counts, and so does
+            a gradient without rows. Not with ``"SUM"``.
         device: see ``ConditionalAccumulator``. On a mesh, each device keeps a partial sum, and a
             take merges their rows on the first device, in mesh order.
         cross_device_ops: an ``AllReduceCrossDeviceOps``. Only its mesh is used, to look up names of
@@ -57,8 +60,9 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         TypeError: ``dtype`` is not supported, ``device`` is neither a device nor a mesh, or
             ``cross_device_ops`` is not a ``CrossDeviceOps``, or, on a mesh, not an
             ``AllReduceCrossDeviceOps``; or ``shape`` is not a list of integers and None.
-        ValueError: ``reduction_type`` is unknown, an extent is negative, the mesh does not have
-            the device, or ``shared_name`` exists with other arguments.
+        ValueError: ``reduction_type`` or ``sparse_mean`` is unknown, ``sparse_mean`` is
+            ``"per_gradient"`` with ``"SUM"``, an extent is negative, the mesh does not have the
+            device, or ``shared_name`` exists with other arguments.
         RuntimeError: the mesh has several processes, and ``device`` is the mesh or ``shared_name``
             is not empty.
 
@@ -79,9 +83,20 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
                [2., 2.]], dtype=float32)
         >>> shape
         (1000, 2)
+
+        With ``"per_gradient"`` both rows are divided by two:
+
+        >>> mean = gr.SparseConditionalAccumulator(
+        ...     "float32", device=mesh.devices[0], sparse_mean="per_gradient"
+        ... )
+        >>> mean.apply_grad([7, 2], [[1.0], [2.0]]), mean.apply_grad([7], [[3.0]])
+        (True, True)
+        >>> mean.take_grad(2)[1]
+        array([[1.],
+               [2.]], dtype=float32)
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # options of one call
         self,
         dtype: Any,
         shape: Sequence[int | None] | None = None,
@@ -89,11 +104,13 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         name: str | None = "sparse_conditional_accumulator",
         reduction_type: ReductionType = "MEAN",
         *,
+        sparse_mean: SparseMean = "per_row",
         device: DeviceLike | Mesh | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
+        check_sparse_mean(sparse_mean, reduction_type)
         state = create_state(
-            dtype, shape, shared_name, reduction_type, device, cross_device_ops, SPARSE
+            dtype, shape, shared_name, reduction_type, device, cross_device_ops, SPARSE, sparse_mean
         )
         super().__init__(state, "sparse_conditional_accumulator" if name is None else name)
 
@@ -234,8 +251,9 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         """Blocks until the sum has ``num_required`` gradients; returns their mean or sum.
 
         All gradients in the sum are included. MEAN divides each row by the number of gradients that
-        touched its index. Takes complete in the order of the calls. After the take the sum is empty
-        and ``global_step`` is one higher.
+        touched its index, or with ``sparse_mean="per_gradient"`` by the number of all gradients.
+        Takes complete in the order of the calls. After the take the sum is empty and
+        ``global_step`` is one higher.
 
         Args:
             num_required: an integer of at least 1, or a Variable that holds one.

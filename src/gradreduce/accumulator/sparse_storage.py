@@ -3,9 +3,9 @@
 A sum holds a row for each index that any gradient touched, in order of arrival
 (``ops/row_index.py``). One launch adds to existing rows and appends new ones. When the memory is
 full, the rows are copied into twice as much. At a take, one launch sorts the rows of a sum by index
-and divides each by the number of gradients that touched its index. Over a mesh, the rows of all
-devices are first copied to the first device, in mesh order, and the result is copied once to each
-GPU.
+and divides each by the number of gradients that touched its index, or by that of all gradients.
+Over a mesh, the rows of all devices are first copied to the first device, in mesh order, and the
+result is copied once to each GPU.
 """
 
 from __future__ import annotations
@@ -238,7 +238,11 @@ def _merged(state: AccumulatorState) -> tuple[Part, ...]:
     """Merges the rows of all devices on the first, and copies the result to all."""
     totals, home = [total for total in state.totals if total is not None], state.devices[0]
     slots = [total.slots for total in totals]
-    plan, divisor = merged_row_index(slots, mean=state.reduction_type == "MEAN")
+    per_gradient = state.sparse_mean == "per_gradient"
+    per_row = state.reduction_type == "MEAN" and not per_gradient
+    plan, divisor = merged_row_index(slots, mean=per_row)
+    if per_gradient:
+        divisor = float(state.count)
     rows = totals[0].rows
     if len(totals) > 1 or rows.device is not home:
         rows = concatenated_rows(home, [total.rows for total in totals])

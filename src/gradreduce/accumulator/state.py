@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import Part
+from gradreduce.arrays.types import SparseMean
 from gradreduce.device import (
     Buffer,
     DeferInterrupts,
@@ -88,6 +89,8 @@ class AccumulatorState:
         over_mesh: whether results are ``Mirrored`` on all devices.
         cross_device_ops: reduces the partial sums of a mesh at a take.
         storage: adds to the partial sums and takes them.
+        sparse_mean: what MEAN divides the rows of sparse gradients by: ``"per_row"``, the number of
+            gradients that touched the row; ``"per_gradient"``, ``count``. None for dense gradients.
         number: counts states in order of creation; locks are acquired in this order.
         name: the name of the first accumulator with this state, for error messages.
         tensor: the name of the variable whose gradients are summed, for the operation log; empty if
@@ -114,6 +117,7 @@ class AccumulatorState:
     over_mesh: bool
     cross_device_ops: CrossDeviceOps
     storage: Storage
+    sparse_mean: SparseMean | None = None
 
     def __post_init__(self) -> None:
         self.number = next(_numbers)

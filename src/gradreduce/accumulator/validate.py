@@ -162,6 +162,17 @@ def _as_integer(name: str, number: int | Variable) -> int:
         raise TypeError(f"{name}={brief(number)} must be an integer or a Variable") from None
 
 
+def check_sparse_mean(sparse_mean: str, reduction_type: str) -> None:
+    """Raises ``ValueError`` if ``sparse_mean`` is unknown, or has no effect on a SUM."""
+    if sparse_mean not in ("per_row", "per_gradient"):
+        raise ValueError(f'sparse_mean {brief(sparse_mean)} not in: "per_row", "per_gradient"')
+    if sparse_mean != "per_row" and reduction_type == "SUM":
+        raise ValueError(
+            f"sparse_mean={brief(sparse_mean)} is only for reduction_type='MEAN'; a SUM is not "
+            "divided"
+        )
+
+
 def as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
     """Validates a shape with None for unknown extents."""
     try:

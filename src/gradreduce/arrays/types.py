@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, TypeVar
 OutputType = Literal["numpy", "cupy", "torch", "jax", "buffer"]
 AllReduceAlg = Literal["nccl", "hierarchical_copy"]
 ReductionType = Literal["MEAN", "SUM"]
+SparseMean = Literal["per_row", "per_gradient"]
 
 
 class Array(Protocol):

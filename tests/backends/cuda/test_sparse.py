@@ -48,12 +48,16 @@ def over_a_mesh(mesh: Mesh, dtype: str) -> list[np.ndarray]:
 
 
 def on_one_device(mesh: Mesh, dtype: str) -> list[np.ndarray]:
-    """Two accumulators that share launches and add to existing and new rows."""
-    accs = [gr.SparseConditionalAccumulator(dtype, reduction_type=kind, device=device)
-            for kind, device in (("MEAN", mesh.devices[-1]), ("SUM", mesh.devices[0]))]  # fmt: skip
+    """Three accumulators that share launches and add to existing and new rows."""
+    first, last = mesh.devices[0], mesh.devices[-1]
+    accs = [
+        gr.SparseConditionalAccumulator(dtype, device=last),
+        gr.SparseConditionalAccumulator(dtype, reduction_type="SUM", device=first),
+        gr.SparseConditionalAccumulator(dtype, sparse_mean="per_gradient", device=first),
+    ]
     for turn in range(4):
         given = [gradient(mesh.devices[(turn + place) % len(mesh)], 2 + turn + place, dtype)
-                 for place in range(2)]  # fmt: skip
+                 for place in range(3)]  # fmt: skip
         gr.apply_grads(accs, given)
     return [array for acc in accs for array in taken(acc)]
 
