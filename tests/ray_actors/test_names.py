@@ -38,6 +38,23 @@ def test_a_spec_that_is_no_tuple_of_the_arguments_is_an_error(spec):
         gr.ray.AccumulatorSet({"a": spec}, "name")
 
 
+@pytest.mark.parametrize("specs", [[("float32", [2])], [("float32", [2, 1], True)]])
+def test_sparse_mean_is_checked_also_without_sparse_accumulators(specs):
+    for options, text in {
+        ("MEAN", "rows"): 'sparse_mean \'rows\' not in: "per_row", "per_gradient"',
+        ("SUM", "per_gradient"): (
+            "sparse_mean='per_gradient' is only for reduction_type='MEAN'; a SUM is not divided"
+        ),
+    }.items():
+        reduction_type, sparse_mean = options
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            gr.ray.AccumulatorSet(specs, "name", reduction_type, sparse_mean=sparse_mean)
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            gr.ray.SparseConditionalAccumulator(
+                "float32", None, "name", reduction_type, sparse_mean=sparse_mean
+            )
+
+
 def test_a_worker_that_is_no_string_is_an_error():
     with pytest.raises(TypeError, match=r"^worker=7 must be a string or None$"):
         gr.ray.ConditionalAccumulator("float32", [3], "name", worker=7)

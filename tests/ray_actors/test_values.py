@@ -103,6 +103,83 @@ def test_a_set_is_its_accumulators_called_together(unique_name, reduction_type, 
             assert counts(other) == counts(own[0])
 
 
+def rows_of(*indices: int) -> list[Any]:
+    """A gradient of a sparse, a dense and another sparse accumulator: all values are 6."""
+    shape, dense = (len(indices), 1), np.full(1, 6.0, np.float32)
+    sparse = [gr.IndexedSlices(np.full(shape, 6.0, dtype), indices) for dtype in ("f4", "f8")]
+    return [sparse[0], dense, sparse[1]]
+
+
+@pytest.mark.parametrize("num_shards", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_mean_per_gradient_counts_those_of_all_processes(unique_name, num_shards, tmp_path):
+    """Also after the actors were restarted from snapshots."""
+    import ray
+
+    specs = [("float32", [9, 1], True), ("float32", [1]), ("float64", [9, 1], True)]
+    own: list[Any] = [
+        gr.SparseConditionalAccumulator("float32", [9, 1], sparse_mean="per_gradient"),
+        gr.ConditionalAccumulator("float32", [1]),
+        gr.SparseConditionalAccumulator("float64", [9, 1], sparse_mean="per_gradient"),
+    ]
+    options: dict[str, Any] = {
+        "num_shards": num_shards, "snapshots": tmp_path, "durability": "push", "timeout": 60
+    }  # fmt: skip
+    with gr.ray.AccumulatorSet(specs, unique_name, sparse_mean="per_gradient", **options) as shared:
+        text = (
+            f"the actor {unique_name!r} has sparse_mean 'per_gradient', not 'per_row'; use another "
+            "name, or the class and the arguments that made the actor"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            gr.ray.AccumulatorSet(specs, unique_name, **options)
+        assert shared.apply_grads(rows_of(1, 4))
+        work = ray.remote(num_cpus=0)(lambda given: given.apply_grads(rows_of(4)))
+        assert ray.get([work.remote(shared) for _ in range(2)], timeout=60) == [True, True]
+        in_actor(unique_name, lambda lead: lead._load(lead._snapshots.newest()) and None)
+        for grads in (rows_of(1, 4), rows_of(4), rows_of(4)):
+            gr.apply_grads(own, grads)
+        state, states = shared.state_dict(), [each.state_dict() for each in own]
+        kinds = [each.get("sparse_mean") for each in states]
+        assert kinds == ["per_gradient", None, "per_gradient"]
+        for mine, saved, other in zip(own, state["accumulators"], states, strict=True):
+            assert saved.keys() == other.keys()
+            mine.load_state_dict(saved)
+        wrong = {**states[0], "sparse_mean": "per_row"}
+        text = "state of accumulator '0'['sparse_mean'] is 'per_row'; expected 'per_gradient'"
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            shared.load_state_dict({**state, "accumulators": [wrong, *states[1:]]})
+        assert shared.num_accumulated() == 3
+        taken = shared.take_grads(3, timeout=60)
+        check_same(taken, gr.take_grads(own, 3))
+        assert [np.asarray(getattr(each, "values", each)).ravel().tolist() for each in taken] == [
+            [2.0, 6.0], [6.0], [2.0, 6.0]
+        ]  # fmt: skip
+
+
+def test_a_sparse_accumulator_has_the_mean_of_one_in_this_process(unique_name):
+    own = gr.SparseConditionalAccumulator("float32", sparse_mean="per_gradient")
+    with gr.ray.SparseConditionalAccumulator(
+        "float32", None, unique_name, sparse_mean="per_gradient"
+    ) as shared:
+        copied = pickle.loads(pickle.dumps(shared))
+        for each in (own, shared):
+            each.apply_grad([1, 4], [[2.0], [6.0]])
+        own.apply_grad([4], [[6.0]])
+        copied.apply_grad([4], [[6.0]])
+        state = shared.state_dict()
+        old = {key: value for key, value in state.items() if key != "sparse_mean"}
+        text = f"state of accumulator {unique_name!r}['sparse_mean'] is 'per_row'; expected "
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}'per_gradient'$"):
+            shared.load_state_dict(old)  # of an older version
+        shared.load_state_dict(own.state_dict())
+        own.load_state_dict(state)
+        for each in (own, shared):
+            indices, values, _ = each.take_grad(2, timeout=60)
+            assert (indices.tolist(), values.tolist()) == ([1, 4], [[1.0], [6.0]])
+    with gr.ray.SparseConditionalAccumulator("float32", None, f"{unique_name}-old") as shared:
+        shared.load_state_dict(old)
+        assert shared.take_grad(2, timeout=60)[1].tolist() == [[2.0], [6.0]]
+
+
 def test_other_float_dtypes_are_cast_when_asked(unique_name):
     specs = {"dense": ("float32", [2]), "rows": ("float32", [3, 1], True)}
     grads = [np.array([1.0, 2.0]), gr.IndexedSlices(np.array([[3.0]]), [1])]

@@ -91,12 +91,14 @@ def of_ray(
     """Needs Ray; never called."""
     assert_type(dense.take_grad(1), Any)  # of the library of the gradients
     assert_type(sparse.take_grad(1), tuple[NDArray[Any], Any, tuple[int, ...] | None])
+    gr.ray.AccumulatorSet([], "name", sparse_mean="row")  # type: ignore[arg-type]
 
 
 def refused() -> None:
     """Words that no call takes; never called."""
     gr.AllReduceCrossDeviceOps("ring")  # type: ignore[arg-type]
     gr.ConditionalAccumulator("float32", reduction_type="mean")  # type: ignore[arg-type]
+    gr.SparseConditionalAccumulator("float32", sparse_mean="row")  # type: ignore[arg-type]
     gr.open_mesh(2, backend="gpu")  # type: ignore[arg-type]
     gr.open_mesh(2, kernels="cuda")  # type: ignore[arg-type]
     gr.AdamOptimizer(0.1, eps_mode="keras")  # type: ignore[arg-type]

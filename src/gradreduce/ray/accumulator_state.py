@@ -17,7 +17,7 @@ from gradreduce.accumulator.take_queue import missing
 from gradreduce.arrays.convert import converted
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import IndexedSlices
-from gradreduce.arrays.types import ReductionType
+from gradreduce.arrays.types import ReductionType, SparseMean
 from gradreduce.checkpoint import plain
 from gradreduce.device import Device, accumulate_dtype, as_dtype
 from gradreduce.errors import BackendUnavailableError
@@ -52,21 +52,29 @@ class SetSpec(NamedTuple):
         names: name of each accumulator.
         specs: spec of each accumulator.
         reduction_type: ``"MEAN"`` or ``"SUM"``, for all accumulators.
+        sparse_mean: the option of all sparse accumulators.
         shards: number of the shard of each accumulator.
     """
 
     names: tuple[str, ...]
     specs: tuple[AccumulatorSpec, ...]
     reduction_type: ReductionType
+    sparse_mean: SparseMean
     shards: tuple[int, ...]
 
     def accumulator(self, index: int, device: Device) -> ConditionalAccumulatorBase:
         """Returns a new accumulator in this process, with the arguments of the set."""
         dtype, shape, is_sparse = self.specs[index]
-        kind = SparseConditionalAccumulator if is_sparse else ConditionalAccumulator
-        return kind(
-            dtype, shape, name=self.names[index], reduction_type=self.reduction_type, device=device
-        )
+        options: dict[str, Any] = {
+            "name": self.names[index],
+            "reduction_type": self.reduction_type,
+            "device": device,
+        }
+        if is_sparse:
+            return SparseConditionalAccumulator(
+                dtype, shape, sparse_mean=self.sparse_mean, **options
+            )
+        return ConditionalAccumulator(dtype, shape, **options)
 
     def description(self) -> dict[str, Any]:
         """Returns the fields by name; see ``ShardState.describe``."""

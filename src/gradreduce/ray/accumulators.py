@@ -18,7 +18,7 @@ from gradreduce.accumulator.validate import DEFAULT_STEP
 from gradreduce.arrays.convert import is_array, kind_of, numbers
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.indexed_slices import as_slices as slices_of
-from gradreduce.arrays.types import OutputType, ReductionType
+from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import Kernels
 from gradreduce.checkpoint import anything, checked, equal, list_of
@@ -49,6 +49,8 @@ class AccumulatorSet(SharedAccumulator):
         shared_name: name of the actor: 1 to 128 ASCII letters, digits, ``_``, ``-`` and single
             ``.``. All sets of this name in the cluster share one state.
         reduction_type: ``"MEAN"`` or ``"SUM"``.
+        sparse_mean: the option of all sparse accumulators; see
+            ``gr.SparseConditionalAccumulator``.
         num_shards: number of actors; the accumulators are distributed over them by bytes.
         num_gpus: 1: each actor reserves a GPU and keeps its sums there. 0: the sums are in host
             memory.
@@ -88,6 +90,7 @@ class AccumulatorSet(SharedAccumulator):
         shared_name: str,
         reduction_type: ReductionType = "MEAN",
         *,
+        sparse_mean: SparseMean = "per_row",
         num_shards: int = 1,
         num_gpus: int = 0,
         kernels: Kernels = "numpy",
@@ -105,11 +108,12 @@ class AccumulatorSet(SharedAccumulator):
         if not by_name:
             raise ValueError("specs is empty: pass a spec for each accumulator")
         found = [_as_spec(name, each) for name, each in by_name.items()]
-        super().__init__(list(by_name), found, shared_name, reduction_type, options)
+        super().__init__(list(by_name), found, shared_name, reduction_type, sparse_mean, options)
 
     def __reduce__(self) -> Any:
         *arguments, options = self._made_by
-        return partial(type(self), **options.for_others()), tuple(arguments)
+        others = {"sparse_mean": self._spec.sparse_mean, **options.for_others()}
+        return partial(type(self), **others), tuple(arguments)
 
     def apply_grads(
         self,
@@ -257,6 +261,7 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
     """
 
     _is_sparse = False
+    _sparse_mean: SparseMean = "per_row"
 
     def __init__(  # noqa: PLR0913  # options of one call
         self,
@@ -275,7 +280,9 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
         options = SharedOptions(1, num_gpus, kernels, snapshots, durability, worker, timeout)
         self._made_by = (dtype, shape, shared_name, reduction_type, options)
         spec = AccumulatorSpec(dtype, shape, self._is_sparse)
-        super().__init__([shared_name], [spec], shared_name, reduction_type, options)
+        super().__init__(
+            [shared_name], [spec], shared_name, reduction_type, self._sparse_mean, options
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         *arguments, options = self._made_by
@@ -338,7 +345,8 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
     """A ``gr.SparseConditionalAccumulator`` in an actor that all processes of a cluster share.
 
     A gradient consists of rows of a larger array, and of their indices. Arguments and errors are
-    those of ``ConditionalAccumulator``; ``shape`` is that of the larger array, ``(rows, ...)``.
+    those of ``ConditionalAccumulator``, and ``sparse_mean`` is that of
+    ``gr.SparseConditionalAccumulator``; ``shape`` is that of the larger array, ``(rows, ...)``.
     Source: ``tf.SparseConditionalAccumulator``.
 
     Example: see ``docs/ray.md``. In short::
@@ -349,6 +357,39 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
     """
 
     _is_sparse = True
+
+    def __init__(  # noqa: PLR0913  # options of one call
+        self,
+        dtype: Any,
+        shape: Sequence[int | None] | None = None,
+        shared_name: str = "",
+        reduction_type: ReductionType = "MEAN",
+        *,
+        sparse_mean: SparseMean = "per_row",
+        num_gpus: int = 0,
+        kernels: Kernels = "numpy",
+        snapshots: str | os.PathLike[str] | None = None,
+        durability: str | int = 100,
+        worker: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self._sparse_mean = sparse_mean
+        super().__init__(
+            dtype,
+            shape,
+            shared_name,
+            reduction_type,
+            num_gpus=num_gpus,
+            kernels=kernels,
+            snapshots=snapshots,
+            durability=durability,
+            worker=worker,
+            timeout=timeout,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made, arguments = super().__reduce_ex__(protocol)
+        return partial(made, sparse_mean=self._sparse_mean), arguments
 
     def apply_grad(  # type: ignore[override]  # TensorFlow's signature
         self,

@@ -12,14 +12,14 @@ from typing import Any, Self
 
 from gradreduce.accumulator.checkpoint import ready_state
 from gradreduce.accumulator.multi import as_result, warn_of_default
-from gradreduce.accumulator.validate import DEFAULT_STEP, as_required, as_step
+from gradreduce.accumulator.validate import DEFAULT_STEP, as_required, as_step, check_sparse_mean
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import as_result_kind, kind_of, numbers, to_buffer
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.indexed_slices import as_slices as slices_of
-from gradreduce.arrays.types import OutputType, ReductionType
+from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.checkpoint import downloader, mapped, on_host
@@ -42,6 +42,7 @@ class SharedAccumulator:
         specs: spec of each accumulator.
         shared_name: name of the actor.
         reduction_type: ``"MEAN"`` or ``"SUM"``, for all accumulators.
+        sparse_mean: the option of all sparse accumulators.
         options: the other arguments of ``AccumulatorSet``.
 
     Example: see ``docs/ray.md``.
@@ -55,10 +56,12 @@ class SharedAccumulator:
         specs: Sequence[AccumulatorSpec],
         shared_name: str,
         reduction_type: ReductionType,
+        sparse_mean: SparseMean,
         options: SharedOptions,
     ) -> None:
         settings = options.settings(shared_name)
-        spec = SetSpec(tuple(names), tuple(specs), reduction_type, ())
+        check_sparse_mean(sparse_mean, reduction_type)  # also for a set without sparse ones
+        spec = SetSpec(tuple(names), tuple(specs), reduction_type, sparse_mean, ())
         self._device = default_mesh().devices[0]
         # Accumulators in this process, which only check arguments before they are sent.
         own = [spec.accumulator(index, self._device) for index in range(len(specs))]
