@@ -319,6 +319,36 @@ def test_cross_device_ops_choose_dtype_packs_and_algorithm(mesh, sharded):
     assert same(values_of(total)[3], np.sum(values_of(sharded("rows")), axis=0))
 
 
+def test_a_wire_dtype_rounds_each_term_and_the_sum(jax, mesh):
+    given = on_each(jax, lambda replica: {"w": np.full((4, 5), 1 + replica * 2**-9, np.float32)})
+    found = gr.jax.all_reduce(given, SUM, mesh=mesh)
+    assert {float(tree["w"][3, 4]) for tree in found} == {4 + 6 * 2**-9}
+    found = gr.jax.all_reduce(given, SUM, mesh=mesh, wire_dtype="bfloat16")  # 8 bits
+    assert {float(tree["w"][3, 4]) for tree in found} == {4.0}
+
+
+@pytest.mark.parametrize("op", gr.ReduceOp)
+def test_equal_copies_of_a_replicated_array_count_once(jax, mesh, sharding, sharded, op):
+    tree = {
+        "equal": jax.device_put(np.float32([1, 2, 3]), sharding(())),
+        "rows": sharded("rows"),
+        "numbers": jax.device_put(np.int32(5), sharding((), (2, 2))),
+    }
+    found = gr.jax.all_reduce(tree, op, mesh=mesh, replicated="once")
+    assert values_of(found["equal"]).tolist() == [[1, 2, 3]] * N
+    assert values_of(found["numbers"]).tolist() == [5] * N
+    each = gr.jax.all_reduce(tree, op, mesh=mesh)
+    assert same(np.asarray(found["rows"]), np.asarray(each["rows"]))
+    times = N if op is SUM else 1
+    assert values_of(each["equal"]).tolist() == [[times, 2 * times, 3 * times]] * N
+    for name, array in tree.items():
+        assert found[name].sharding == array.sharding
+    trees = on_each(jax, lambda replica: np.float32(replica))
+    assert [
+        float(total) for total in gr.jax.all_reduce(trees, SUM, mesh=mesh, replicated="once")
+    ] == [6] * N
+
+
 def test_without_a_mesh_the_default_one_is_used(mesh, sharded, monkeypatch):
     monkeypatch.setattr("gradreduce.backends._default", [mesh])
     assert same(
@@ -430,6 +460,11 @@ def test_wrong_arguments_are_named(jax, mesh, sharded, monkeypatch):
             r"mesh=<Mesh .*> is not the mesh of cross_device_ops, <Mesh .*: pass one of the two": {
                 "mesh": mesh, "cross_device_ops": gr.AllReduceCrossDeviceOps(mesh=other),
             },
+            r"wire_dtype='float16' cannot be combined with cross_device_ops: pass it to that object"
+            "$": {"wire_dtype": "float16", "cross_device_ops": gr.AllReduceCrossDeviceOps()},
+            r"wire_dtype='int8' is not 'float16', 'bfloat16' or 'float32'$": {"wire_dtype": "int8"},
+            r"replicated=True is not one of \('each', 'once'\)$": {"replicated": True},
+            r"replicated='all' is not one of \('each', 'once'\)$": {"replicated": "all"},
         }  # fmt: skip
         for told, options in cases.items():
             with pytest.raises(ValueError, match=f"^{told}"):

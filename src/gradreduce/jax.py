@@ -7,23 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
+import numpy as np
 
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import check_traced
 from gradreduce.arrays.distributed import Mirrored, PerReplica, ReduceOp
 from gradreduce.arrays.types import OutputType
 from gradreduce.backends import default_mesh
-from gradreduce.device import Mesh
+from gradreduce.device import DType, Mesh
 from gradreduce.errors import DeviceMismatchError, about, brief, listed
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.arguments import check_op, checked_mesh
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.nests import key_of
 from gradreduce.reduce.presets import shared_ops
 
 __all__ = ["all_reduce"]
+
+Replicated = Literal["each", "once"]
 
 
 def all_reduce(
@@ -32,6 +36,8 @@ def all_reduce(
     *,
     mesh: Mesh | None = None,
     cross_device_ops: CrossDeviceOps | None = None,
+    wire_dtype: str | DType | None = None,
+    replicated: Replicated = "each",
     deadline: float | None = None,
 ) -> Any:
     """Reduces the gradients of several devices outside ``jax.jit``, like ``jax.lax.pmean``.
@@ -71,6 +77,13 @@ def all_reduce(
             ``gr.default_mesh()``.
         cross_device_ops: for example ``gr.AllReduceCrossDeviceOps(wire_dtype="bfloat16")``.
             Default: an all-reduce by NCCL, in one pack.
+        wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which floats are
+            transferred; see ``gr.AllReduceCrossDeviceOps``. Instead of ``cross_device_ops``.
+        replicated: what the copies are of an array that JAX regards as replicated over all its
+            devices. ``"each"``: each copy is the gradient of one replica, as for other shards.
+            ``"once"``: the copies are equal, as in the results of ``jax.jit`` for sharded batches,
+            and are one gradient, so that SUM adds it once. This makes no difference for MEAN, or
+            for a list of pytrees.
         deadline: seconds from now; if the devices are not done by then, the mesh fails.
 
     Returns:
@@ -84,19 +97,16 @@ def all_reduce(
             name the path of the array in ``grads``.
         ValueError: pytrees have different structures; arrays differ in shape or dtype; an array was
             deleted or donated, has another number of shards than the mesh has devices, or is
-            replicated over some of its devices; or ``mesh`` is not that of ``cross_device_ops``.
+            replicated over some of its devices; ``mesh`` is not that of ``cross_device_ops``;
+            ``wire_dtype`` or ``replicated`` is unknown; or ``wire_dtype`` is passed together with
+            ``cross_device_ops``.
         DeviceMismatchError: (a ``ValueError``) arrays are on other devices than the mesh.
         BackendUnavailableError, CollectiveError: see ``CrossDeviceOps.batch_reduce``.
     """
     check_op("op", op)
-    ops = shared_ops() if cross_device_ops is None else cross_device_ops
-    if not isinstance(ops, CrossDeviceOps):
-        raise ValueError(f"cross_device_ops={brief(ops)} must be a CrossDeviceOps")
-    mesh = checked_mesh(mesh) or ops.mesh or default_mesh()
-    if ops.mesh not in (None, mesh):
-        raise ValueError(
-            f"mesh={mesh} is not the mesh of cross_device_ops, {ops.mesh}: pass one of the two"
-        )
+    if not isinstance(replicated, str) or replicated not in get_args(Replicated):
+        raise ValueError(f"replicated={brief(replicated)} is not one of {get_args(Replicated)}")
+    ops, mesh = _checked_ops(cross_device_ops, wire_dtype, mesh)
     mesh.mesh_state.check_process()
     leaves, treedef = jax.tree_util.tree_flatten(grads)
     if not leaves:
@@ -111,6 +121,8 @@ def all_reduce(
     else:
         form, columns = _Shards, _for_each(lambda leaf: _shards(leaf, mesh), paths, leaves)
         places = [list(range(len(mesh)))]
+        if op is ReduceOp.SUM and replicated == "once":
+            columns = [_once(*each, mesh) for each in zip(leaves, columns, strict=True)]
     with StreamScope():
         values = [
             form.of_grads(column, path, str(path), mesh)
@@ -122,6 +134,28 @@ def all_reduce(
         sources = [(value, place) for place in places for value in reduced]
         results = [_like(*each) for each in zip(leaves, sources, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, results)
+
+
+def _checked_ops(
+    ops: CrossDeviceOps | None, wire_dtype: str | DType | None, mesh: Mesh | None
+) -> tuple[CrossDeviceOps, Mesh]:
+    """Returns what reduces, and the mesh; see the arguments of ``all_reduce``."""
+    if ops is not None and wire_dtype is not None:
+        raise ValueError(
+            f"wire_dtype={brief(wire_dtype)} cannot be combined with cross_device_ops: pass it to "
+            "that object"
+        )
+    if wire_dtype is not None:
+        ops = AllReduceCrossDeviceOps(wire_dtype=wire_dtype)
+    ops = shared_ops() if ops is None else ops
+    if not isinstance(ops, CrossDeviceOps):
+        raise ValueError(f"cross_device_ops={brief(ops)} must be a CrossDeviceOps")
+    mesh = checked_mesh(mesh) or ops.mesh or default_mesh()
+    if ops.mesh not in (None, mesh):
+        raise ValueError(
+            f"mesh={mesh} is not the mesh of cross_device_ops, {ops.mesh}: pass one of the two"
+        )
+    return ops, mesh
 
 
 class _Shards(PerReplica):
@@ -204,6 +238,20 @@ def _shards(leaf: Any, mesh: Mesh) -> list[Any]:
             f"({leaf.sharding}): use jax.lax.pmean over that axis in jax.shard_map"
         )
     return parts
+
+
+def _once(leaf: Any, parts: list[Any], mesh: Mesh) -> list[Any]:
+    """Replaces all copies of a replicated array but the first by zeros; they are added."""
+    if not leaf.is_fully_replicated:
+        return parts
+    # An array of all processes has its first copy in process 0.
+    has_first = leaf.is_fully_addressable or mesh.process_index == 0
+    return [
+        part
+        if has_first and not index
+        else jax.device_put(np.zeros(part.shape, part.dtype), next(iter(part.sharding.device_set)))
+        for index, part in enumerate(parts)
+    ]
 
 
 def _rows(grads: Any, mesh: Mesh) -> list[list[Any]]:

@@ -422,7 +422,7 @@ def jax_arrays(launcher: str) -> None:
 
 
 def _global_array(jax: Any, launcher: str) -> None:
-    """Averages an array with a row on each device of all processes."""
+    """Averages an array with a row on each device of all processes; sums one with equal copies."""
     own, everywhere = len(jax.local_devices()), jax.devices()
     named = jax.sharding.Mesh(everywhere, ("i",))
     rows = jax.sharding.NamedSharding(named, jax.sharding.PartitionSpec("i"))
@@ -431,6 +431,13 @@ def _global_array(jax: Any, launcher: str) -> None:
     assert not array.is_fully_addressable
     with gr.open_mesh(own, backend="sim", processes=launcher, timeout=HEALTHY) as mesh:
         (found,) = gr.jax.all_reduce([array], mesh=mesh)
+        everywhere_equal = jax.sharding.NamedSharding(named, jax.sharding.PartitionSpec())
+        copies = jax.make_array_from_callback((3,), everywhere_equal, whole[1].__getitem__)
+        local = jax.device_put(jax.numpy.float32(2), jax.local_devices()[0])
+        local = jax.device_put(local, _on_all_of_this_process(jax))
+        once = gr.jax.all_reduce([copies, local], SUM, mesh=mesh, replicated="once")
+    totals = [np.asarray(each.addressable_shards[-1].data).tolist() for each in once]
+    assert totals == [[1] * 3, 2 * len(everywhere) / own]
     assert (found.shape, found.sharding) == (array.shape, array.sharding)
     assert len(found.addressable_shards) == own
     for shard in found.addressable_shards:
@@ -442,6 +449,12 @@ def _global_array(jax: Any, launcher: str) -> None:
             assert str(error).startswith(f"grads[0]: the array has {len(everywhere)} shards")
         else:
             raise AssertionError("a mean over a part of the shards")
+
+
+def _on_all_of_this_process(jax: Any) -> Any:
+    """Returns a sharding with a copy on each device of this process."""
+    own = jax.sharding.Mesh(jax.local_devices(), ("i",))
+    return jax.sharding.NamedSharding(own, jax.sharding.PartitionSpec())
 
 
 # The devices of a process on GPUs, by the name in ``sys.argv``, and whether NCCL can connect them.
