@@ -6,8 +6,9 @@ import logging
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 __all__ = [
     "BackendUnavailableError",
@@ -165,6 +166,32 @@ class NotCopied:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         name = type(self).__name__
         raise TypeError(f"{name} objects cannot be pickled or copied; {self._copy_hint}")
+
+
+_Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
+
+
+def refuses(
+    hints: Mapping[str, str],
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Decorates a constructor: keywords of other libraries raise ``TypeError`` with a hint.
+
+    Args:
+        hints: what to do instead, by the name of the keyword, which the constructor does not have.
+    """
+
+    def decorated(init: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        name = init.__qualname__.partition(".")[0]
+
+        @wraps(init)
+        def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            for wrong in [each for each in kwargs if each in hints]:
+                raise TypeError(f"{name} has no argument {wrong!r}: {hints[wrong]}")
+            return init(*args, **kwargs)
+
+        return checked
+
+    return decorated
 
 
 def about(what: str, error: TypeError | ValueError) -> TypeError | ValueError:

@@ -240,18 +240,18 @@ def _shards(leaf: Any, mesh: Mesh) -> list[Any]:
     return parts
 
 
-def _once(leaf: Any, parts: list[Any], mesh: Mesh) -> list[Any]:
+def _once(leaf: Any, parts: Sequence[Any], mesh: Mesh) -> tuple[Any, ...]:
     """Replaces all copies of a replicated array but the first by zeros; they are added."""
     if not leaf.is_fully_replicated:
-        return parts
+        return tuple(parts)
     # An array of all processes has its first copy in process 0.
     has_first = leaf.is_fully_addressable or mesh.process_index == 0
-    return [
-        part
-        if has_first and not index
-        else jax.device_put(np.zeros(part.shape, part.dtype), next(iter(part.sharding.device_set)))
-        for index, part in enumerate(parts)
+    kept = tuple(parts[:1] if has_first else ())
+    zeros = [
+        jax.device_put(np.zeros(part.shape, part.dtype), next(iter(part.sharding.device_set)))
+        for part in parts[len(kept) :]
     ]
+    return (*kept, *zeros)
 
 
 def _rows(grads: Any, mesh: Mesh) -> list[list[Any]]:

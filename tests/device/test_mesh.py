@@ -33,7 +33,7 @@ from gradreduce.device import (
     join_streams,
 )
 from gradreduce.device.pending_calls import names_of
-from gradreduce.errors import BackendUnavailableError
+from gradreduce.errors import BackendUnavailableError, brief
 
 VARIABLES = (
     "GRADREDUCE_BACKEND",
@@ -99,14 +99,29 @@ def test_other_devices_are_refused(devices):
         opened(devices)
 
 
+@pytest.mark.parametrize(
+    ("devices", "hint"),
+    [("cuda", "backend='cuda'"), ("gpu:1", "[1], backend='cuda'"), ("CPU", "backend='sim'"),
+     ("cuda:all", "backend='cuda'"), ("sim:0", "[0], backend='sim'")],
+)  # fmt: skip
+def test_a_name_instead_of_devices_is_refused_with_what_to_pass(devices, hint):
+    with pytest.raises(ValueError) as caught:
+        open_mesh(devices)
+    assert str(caught.value) == f"devices={devices!r} is a name: pass {hint}"
+
+
 def test_an_integer_of_numpy_is_a_number_of_devices():
     with opened(np.int64(2)) as mesh, opened([np.int8(0), 1]) as placed:
         assert (len(mesh), len(placed)) == (2, 2)
 
 
-@pytest.mark.parametrize("backend", ["gpu", "", "SIM", 3])
-def test_other_backends_are_refused(backend):
-    text = f"backend={backend!r} is not one of ('cuda', 'sim')"
+@pytest.mark.parametrize(
+    ("backend", "hint"),
+    [("gpu", ": 'cuda' computes on GPUs"), ("cpu", ": 'sim' computes on the CPU"), ("", ""),
+     ("SIM", ""), (3, ""), (np.zeros(1), "")],
+)  # fmt: skip
+def test_other_backends_are_refused(backend, hint):
+    text = f"backend={brief(backend)} is not one of ('cuda', 'sim'){hint}"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         open_mesh(1, backend=backend)
 
@@ -178,7 +193,7 @@ def test_a_wrong_variable_is_named(monkeypatch, name, allowed, wrong):
 
 def test_a_wrong_backend_variable_is_named(monkeypatch):
     monkeypatch.setenv("GRADREDUCE_BACKEND", "gpu")
-    text = "GRADREDUCE_BACKEND='gpu' is not one of ('cuda', 'sim')"
+    text = "GRADREDUCE_BACKEND='gpu' is not one of ('cuda', 'sim'): 'cuda' computes on GPUs"
     for call in (open_mesh, default_mesh):
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
             call()

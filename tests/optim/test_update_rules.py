@@ -429,6 +429,32 @@ def test_an_unknown_attribute_is_not_set(make, name, text):
     optimizer.cross_device_ops = gr.NcclAllReduce()
 
 
+@pytest.mark.parametrize(
+    ("kind", "wrong", "hint"),
+    [
+        (gr.AdamOptimizer, {"lr": 0.1}, "pass learning_rate="),
+        (gr.AdamWOptimizer, {"betas": (0.9, 0.9)}, "pass beta1= and beta2="),
+        (gr.LionOptimizer, {"lr": 0.1, "betas": (0.9, 0.9)}, "pass learning_rate="),
+        (gr.AdamOptimizer, {"eps": 0.1}, "pass epsilon="),
+        (gr.AdamOptimizer, {"weight_decay": 0.1},
+         "use gr.AdamWOptimizer, which decays the variables themselves"),
+        (gr.GradientDescentOptimizer, {"momentum": 0.9, "lr": 1.0}, "use gr.MomentumOptimizer"),
+        (gr.GradientDescentOptimizer, {"nesterov": True},
+         "use gr.MomentumOptimizer, and pass use_nesterov="),
+        (gr.MomentumOptimizer, {"nesterov": True}, "pass use_nesterov="),
+        (gr.AdagradOptimizer, {"lr": 0.1}, "pass learning_rate="),
+        (gr.RMSPropOptimizer, {"alpha": 0.1}, "pass decay="),
+        (gr.AdamOptimizer, {"params": []}, "pass it to gr.torch.Optimizer(optimizer, params)"),
+    ],
+)  # fmt: skip
+def test_an_argument_of_pytorch_is_refused_with_ours(kind, wrong, hint):
+    with pytest.raises(TypeError) as caught:
+        kind(**wrong)
+    assert str(caught.value) == f"{kind.__name__} has no argument {next(iter(wrong))!r}: {hint}"
+    with pytest.raises(TypeError, match="unexpected keyword argument 'amsgrad'"):
+        kind(amsgrad=True)
+
+
 def test_a_subclass_has_any_attributes():
     class Own(gr.AdamOptimizer):
         def __init__(self):

@@ -132,12 +132,13 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
     check_processes(processes, process_group, communicator)
     seconds = as_deadline(timeout, "timeout")
     with telling_processes(processes, process_group, communicator, seconds):
+        _check_no_name(devices)
         if devices is not None and devices_per_process is not None:
             raise ValueError("pass devices or devices_per_process, not both")
         if backend is None:
             backend = _backend_from_environment()
         if not _is_one_of(backend, _BACKENDS):
-            raise ValueError(f"backend={brief(backend)} is not one of {_BACKENDS}")
+            raise _no_backend("backend=", backend)
         if not _is_one_of(kernels, _BUILDS):
             raise ValueError(f"kernels={brief(kernels)} is not one of {tuple(_BUILDS)}")
         if backend == "cuda":
@@ -160,6 +161,24 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
 def _is_one_of(name: Any, names: Container[str]) -> bool:
     """Whether ``name`` is one of these strings; False for an array."""
     return isinstance(name, str) and name in names
+
+
+def _no_backend(label: str, name: Any) -> ValueError:
+    """Returns the error for the name of a backend that there is not."""
+    hint = {"'cpu'": ": 'sim' computes on the CPU", "'gpu'": ": 'cuda' computes on GPUs"}
+    text = brief(name)
+    return ValueError(f"{label}{text} is not one of {_BACKENDS}{hint.get(text.lower(), '')}")
+
+
+def _check_no_name(devices: Any) -> None:
+    """Raises ``ValueError`` for the name of a backend or device, such as PyTorch's ``"cuda:1"``."""
+    if not isinstance(devices, str):
+        return
+    name, _, number = devices.lower().partition(":")
+    backend = {"cuda": "cuda", "gpu": "cuda", "sim": "sim", "cpu": "sim"}.get(name)
+    if backend is not None:
+        first = f"[{number}], " if number.isdecimal() else ""
+        raise ValueError(f"devices={brief(devices)} is a name: pass {first}backend={backend!r}")
 
 
 def _seed(seed: int) -> int:
@@ -321,7 +340,7 @@ def _backend_from_environment() -> Backend:
         for backend in _BACKENDS:
             if backend == named:
                 return backend
-        raise ValueError(f"GRADREDUCE_BACKEND={brief(named)} is not one of {_BACKENDS}")
+        raise _no_backend("GRADREDUCE_BACKEND=", named)
     try:
         _cuda_backend()
     except BackendUnavailableError as error:

@@ -10,7 +10,7 @@ from gradreduce.device import as_flag
 from gradreduce.errors import brief
 from gradreduce.ops import update_rules
 
-from .hyperparameters import Number
+from .hyperparameters import Number, refuses_pytorch
 from .optimizer import Optimizer, Scalars
 
 
@@ -82,6 +82,7 @@ class AdamOptimizer(_DecayingOptimizer):
     _decays = ("beta1", "beta2")
     _power_names = ("beta1_power", "beta2_power")
 
+    @refuses_pytorch(weight_decay="use gr.AdamWOptimizer, which decays the variables themselves")
     def __init__(  # noqa: PLR0913  # the signature of TensorFlow
         self,
         learning_rate: Number = 0.001,
@@ -160,6 +161,7 @@ class AdamWOptimizer(AdamOptimizer):
 
     _rule = update_rules.adamw
 
+    @refuses_pytorch()
     def __init__(  # noqa: PLR0913  # the arguments of PyTorch
         self,
         learning_rate: Number = 0.001,
@@ -215,6 +217,7 @@ class LionOptimizer(_DecayingOptimizer):
     _rule = update_rules.lion
     _decays = ("beta1", "beta2")
 
+    @refuses_pytorch()
     def __init__(
         self,
         learning_rate: Number = 1e-4,
@@ -264,6 +267,7 @@ class AdagradOptimizer(Optimizer):
     _rule = update_rules.adagrad
     _settings = ("initial_accumulator_value",)
 
+    @refuses_pytorch()
     def __init__(
         self,
         learning_rate: Number,
@@ -331,6 +335,7 @@ class RMSPropOptimizer(Optimizer):
     _settings = ("eps_mode",)
     _constants = ("centered",)
 
+    @refuses_pytorch()
     def __init__(  # noqa: PLR0913  # the signature of TensorFlow
         self,
         learning_rate: Number,

@@ -4,16 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from inspect import signature
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from zlib import crc32
 
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import integer
-from gradreduce.errors import brief
+from gradreduce.errors import brief, refuses
 
 _COMPARED_EACH = 100  # updates
 
 Number = float | Variable | Callable[[], float]
+_Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
+# Arguments of PyTorch's optimizers, and ours for the same.
+_OF_PYTORCH = {
+    "lr": ("learning_rate",),
+    "betas": ("beta1", "beta2"),
+    "eps": ("epsilon",),
+    "nesterov": ("use_nesterov",),
+    "alpha": ("decay",),
+}
+
+
+def refuses_pytorch(
+    **hints: str,
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Decorates the constructor of an optimizer: PyTorch's names of arguments raise a hint.
+
+    Args:
+        hints: what to do instead, for arguments that the constructor has under no other name.
+    """
+
+    def decorated(init: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        names = signature(init).parameters
+        found = {"params": "pass it to gr.torch.Optimizer(optimizer, params)", **hints}
+        for name, ours in _OF_PYTORCH.items():
+            if set(ours).issubset(names):
+                found[name] = f"pass {' and '.join(f'{each}=' for each in ours)}"
+        return refuses(found)(init)
+
+    return decorated
 
 
 def as_number(name: str, value: Number, *, is_decay: bool = False) -> Number:
@@ -114,7 +144,8 @@ def no_attribute(owner: str, name: str, known: Sequence[str], holder: str = "") 
         known: the names that can be set.
         holder: the object that has these attributes, if it is not the optimizer itself.
     """
-    *others, last = get_close_matches({"lr": "learning_rate"}.get(name, name), known) or known
+    same = [each for each in _OF_PYTORCH.get(name, ()) if each in known]
+    *others, last = same or get_close_matches(name, known) or known
     meant = f"{', '.join(others)} or {last}" if others else last
     where = f" of {holder}" if holder else ""
     return AttributeError(f"{owner} has no attribute {name!r}: set {meant}{where}")

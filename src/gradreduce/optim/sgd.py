@@ -7,7 +7,7 @@ from typing import Any
 from gradreduce.device import as_flag
 from gradreduce.ops import UpdateRule, update_rules
 
-from .hyperparameters import Number
+from .hyperparameters import Number, refuses_pytorch
 from .optimizer import Optimizer
 
 
@@ -38,6 +38,10 @@ class GradientDescentOptimizer(Optimizer):
 
     _rule = update_rules.sgd
 
+    @refuses_pytorch(
+        momentum="use gr.MomentumOptimizer",
+        nesterov="use gr.MomentumOptimizer, and pass use_nesterov=",
+    )
     def __init__(
         self,
         learning_rate: Number,
@@ -86,6 +90,7 @@ class MomentumOptimizer(Optimizer):
 
     _settings = ("use_nesterov",)
 
+    @refuses_pytorch()
     def __init__(
         self,
         learning_rate: Number,
