@@ -169,6 +169,13 @@ def test_a_strided_tensor_is_copied_and_unchanged(device):
     assert tensor.stride() == (1, 4)
 
 
+def test_booleans_are_broadcast(mesh, library):
+    mask = np.array([[True, False, True], [False, False, True]])
+    (found,) = gr.AllReduceCrossDeviceOps(mesh=mesh).broadcast(library.array(mask), mesh[1]).values
+    assert kind_of(found) == library.name
+    assert same(np.asarray(found), mask)
+
+
 @pytest.mark.torch
 def test_a_meta_tensor_is_on_no_device(device):
     torch = Library("torch").module

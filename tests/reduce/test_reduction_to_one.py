@@ -209,6 +209,30 @@ def test_many_tensors_are_broadcast_where_a_caller_wants_them(mesh, destination)
     assert ops.broadcast([], target) == []
 
 
+def test_numbers_booleans_and_variables_are_broadcast(mesh):
+    ops = gr.NcclAllReduce(mesh=mesh)
+    mask = np.array([[True, False, True]]).T[::2]
+    mirrored = gr.Variable(np.float32([1, 2]), "w", device=mesh)
+    alone = gr.Variable(3, trainable=False, dtype="int64", device=mesh[2])
+    given = [2, 1.5, 2j, True, np.bool_(False), mask, mirrored, alone]
+    wanted = [np.asarray(each) for each in [*given[:6], np.float32([1, 2]), np.int64(3)]]
+    for found in (ops.broadcast(given, mesh), [ops.broadcast(each, mesh) for each in given]):
+        for result, array in zip(found, wanted, strict=True):
+            assert result.devices == mesh.devices
+            assert all(same(one, array) for one in result.values)
+            assert all(type(one) is np.ndarray for one in result.values)
+    mirrored.assign([5.0, 6.0])  # the results are copies
+    assert found[6].primary.tolist() == [1, 2]
+    out = [[np.ones((2, 1), bool) for _ in mesh], [np.zeros(2, np.float32) for _ in mesh]]
+    ops.broadcast([mask, mirrored], mesh, out=out)
+    assert all(same(one, mask) for one in out[0])
+    assert [one.tolist() for one in out[1]] == [[5, 6]] * len(mesh)
+    (buffer,) = ops.broadcast(mask, "sim:1", output_type="buffer").values
+    assert same(buffer.numpy(), mask.view("uint8"))
+    with gr.replica(1):
+        assert ops.broadcast(mirrored, "sim:3").primary.tolist() == [5, 6]
+
+
 def test_what_cannot_be_broadcast_is_named(mesh):
     ops, ones = gr.NcclAllReduce(mesh=mesh), np.ones(3, np.float32)
     rows = gr.IndexedSlices(np.ones((1, 2), np.float32), [0])
@@ -217,6 +241,8 @@ def test_what_cannot_be_broadcast_is_named(mesh):
         ({"tensor": [ones, value]}, r"tensor\[1\] is a PerReplica of 4 replicas, .* value\[0\]"),
         ({"tensor": [ones, [1.0]]}, r"tensor\[1\] is list; pass a PerReplica, an array"),
         ({"tensor": [ones, ones], "out": [[ones] * 4]}, "one entry for each of 2 values, not li"),
+        ({"tensor": True, "out": [ones] * 4}, "out 0: replica 0: out is float32"),
+        ({"tensor": True, "out": [True] * 3}, "out 0: it must be .* of 4 arrays, not list of 3"),
         ({"tensor": ones, "out": [ones] * 3}, "out 0: it must be .* of 4 arrays, not list of 3"),
         ({"tensor": rows, "out": [ones] * 4}, "out 0 is not supported: its value contains Ind"),
         ({"tensor": ones, "out": [np.ones(2, "f4")] * 4}, "out 0: replica 0: out is float32"),

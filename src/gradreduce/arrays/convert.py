@@ -119,6 +119,19 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "dtype")
 
 
+def is_bool(value: Any) -> bool:
+    """Whether ``value`` is a boolean, or an array of booleans of any library."""
+    dtype = getattr(value, "dtype", None)
+    return isinstance(value, bool) or (dtype is not None and str(dtype) in ("bool", "torch.bool"))
+
+
+def bool_view(value: Any, *, as_bytes: bool) -> Any:
+    """Returns a view of an array of booleans as uint8, or of such an array as booleans."""
+    value = np.asarray(value) if isinstance(value, bool) else value
+    name = "uint8" if as_bytes else "bool"
+    return value.view(getattr(sys.modules["torch"], name) if kind_of(value) == "torch" else name)
+
+
 def is_masked(cls: type) -> bool:
     """Whether objects of a class are masked arrays, a part of NumPy that this does not import."""
     masked = getattr(sys.modules.get("numpy.ma.core"), "MaskedArray", None)

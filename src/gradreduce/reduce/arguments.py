@@ -7,7 +7,15 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
-from gradreduce.arrays.convert import Form, axis_order, in_order, is_array, kind_of, to_buffer
+from gradreduce.arrays.convert import (
+    Form,
+    axis_order,
+    in_order,
+    is_array,
+    kind_of,
+    numbers,
+    to_buffer,
+)
 from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import (
     DistributedValues,
@@ -414,7 +422,7 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
     """Returns the tensor that ``broadcast`` copies as a value with one replica on its device.
 
     Args:
-        tensor: the argument of the caller.
+        tensor: the argument of the caller; booleans are uint8.
         what: the name of the tensor in errors.
         mesh: see ``CrossDeviceOps``.
 
@@ -422,8 +430,10 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
         ValueError: it is not an array, or has several replicas, which may differ.
         TypeError: its dtype cannot be added.
     """
+    if isinstance(tensor, Variable):
+        return PerReplica.of([tensor._current()], "native")
     if not isinstance(tensor, DistributedValues):
-        return _alone(tensor, what, mesh)
+        return _alone(_as_array(tensor, what), what, mesh)
     count = len(tensor.devices)
     if count > 1 and not isinstance(tensor, Mirrored):
         raise ValueError(
@@ -431,6 +441,16 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
             "of them, value[0]"
         )
     return tensor._first_replica()
+
+
+def _as_array(value: Any, what: str) -> Any:
+    """Returns a number as an array, and other values unchanged."""
+    if not isinstance(value, int | float | complex) or is_array(value):
+        return value
+    try:
+        return numbers(value, None)
+    except TypeError as error:
+        raise about(what, error) from None
 
 
 def _alone(value: Any, what: str, mesh: Mesh | None) -> PerReplica:

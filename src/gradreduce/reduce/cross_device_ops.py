@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
-from gradreduce.arrays.convert import as_result_kind
+from gradreduce.arrays.convert import as_result_kind, bool_view, is_bool
 from gradreduce.arrays.convert_gpu import Kind, wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of
 from gradreduce.arrays.outputs import Out, release_outputs
@@ -322,12 +322,14 @@ class CrossDeviceOps(ABC):
         With several processes, copies the tensor of one process to the destinations of all.
 
         Args:
-            tensor: an array of any library, a Buffer, IndexedSlices, a ``Mirrored``, or a
-                ``PerReplica`` of one device; or a list or tuple of these. Not written.
+            tensor: an array of any library, a number or bool, a Variable, a Buffer, IndexedSlices,
+                a ``Mirrored``, or a ``PerReplica`` of one device; or a list or tuple of these. Not
+                written. Arrays of bools are copied too; their Buffers have uint8.
             destinations: the destination, see ``batch_reduce``; the same for all tensors.
             process: the rank of the process whose tensor is copied. The other processes pass a
                 tensor of the same shape and dtype.
-            output_type: the kind of the result arrays. Default: the kind of ``tensor``.
+            output_type: the kind of the result arrays. Default: the kind of ``tensor``; for a
+                number NumPy, for a Variable what its ``read`` returns.
             out: memory for the copies: an entry as in ``batch_reduce``, or for a list of tensors a
                 list of entries. An array may be ``tensor`` itself. Not for IndexedSlices.
             deadline: see ``batch_reduce``.
@@ -352,9 +354,12 @@ class CrossDeviceOps(ABC):
             (array([0, 1]), array([0, 1]), array([0, 1]))
         """
         many = isinstance(tensor, list | tuple)
-        if not many:
-            out = None if out is None else [out]
-        requests = self._to_copy(tensor if many else [tensor], destinations, out, many=many)
+        tensors = tensor if many else [tensor]
+        out = out if many or out is None else [out]
+        bools = [index for index, each in enumerate(tensors) if is_bool(each)]
+        if bools:  # which are not added, so no kernel knows them
+            tensors, out = _as_bytes(tensors, bools), _as_bytes(out, bools)
+        requests = self._to_copy(tensors, destinations, out, many=many)
         call = checked_call(requests, ReduceOp.SUM, output_type, out)
         wait_for_inputs([buffer_of(request.value.parts[0]) for request in requests])
         rank = as_count("process=", process)
@@ -365,6 +370,11 @@ class CrossDeviceOps(ABC):
                 with buffer_of(part).device.mesh_state.pack_scope(label_of(call.requests, [index])):
                     copied.append(copied_to(part, request.devices, request.out))
         made = call.finish(copied)
+        for index in bools:
+            if made[index].kind != "buffer":
+                made[index]._keep_arrays(
+                    [bool_view(each, as_bytes=False) for each in made[index].values]
+                )
         return made if many else made[0]
 
     def _to_copy(
@@ -527,6 +537,25 @@ class ReductionToOneDevice(CrossDeviceOps):
         label = f"{request.value._name_of(index)}: reduce_to_device="
         home = as_device(self.reduce_to_device, label, request.value.mesh)
         return destination_devices(home, index, request.value.mesh)[0]
+
+
+def _as_bytes(entries: Any, bools: Sequence[int]) -> Any:
+    """Returns arguments of ``broadcast`` with the booleans among them as uint8.
+
+    Args:
+        entries: the tensors, or the lists of arrays of ``out``, not checked; or None.
+        bools: the indices of the tensors that are booleans.
+    """
+    if not isinstance(entries, list | tuple):
+        return entries
+    made = list(entries)
+    for index in [each for each in bools if each < len(made)]:
+        entry = made[index]
+        if isinstance(entry, list | tuple):
+            made[index] = _as_bytes(entry, range(len(entry)))
+        elif is_bool(entry):
+            made[index] = bool_view(entry, as_bytes=True)
+    return made
 
 
 def _from_process(rank: int, requests: Sequence[Request]) -> list[Part]:
