@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -131,6 +132,30 @@ def test_a_python_rule_and_parameters_without_variables_use_the_default_mesh():
     optimizer.step()
     for one, parameter in zip(before, module.parameters(), strict=True):
         assert (one - 0.5 * parameter.grad.sign()).equal(parameter.detach())
+
+
+def test_without_a_mesh_it_uses_the_open_one_or_that_of_the_data_parallel(monkeypatch):
+    import torch
+
+    monkeypatch.setattr("gradreduce.backends._opened", WeakSet())
+    monkeypatch.setattr("gradreduce.backends.default_mesh", lambda: pytest.fail("another mesh"))
+
+    def launches(module, parameters, mesh):
+        optimizer = gr.torch.Optimizer(gr.AdamOptimizer(0.1), parameters)
+        module(torch.ones(5, 3)).sum().backward()
+        with mesh.journal() as journal:
+            optimizer.step()
+        return journal.launches
+
+    gr.open_mesh(1, backend="sim").close()
+    with gr.open_mesh(1, backend="sim") as mesh:
+        module = net()
+        assert launches(module, module.parameters(), mesh) == 1
+        with gr.open_mesh(1, backend="sim"):
+            module = net()
+            module[0].weight.requires_grad_(False)
+            dp = gr.torch.DataParallel(module, mesh)
+            assert launches(dp, dp.parameters(), mesh) == 1
 
 
 def test_parameters_of_other_memory_formats_are_updated_in_place():

@@ -26,6 +26,7 @@ from functools import cache, partial
 from itertools import islice
 from types import ModuleType
 from typing import Any, Literal, get_args
+from weakref import WeakSet
 
 from gradreduce.backends.processes.launchers import (
     check_processes,
@@ -292,6 +293,7 @@ def _cuda_backend() -> tuple[ModuleType, ModuleType, ModuleType]:
     return cuda, nccl, streams
 
 
+_opened: WeakSet[Mesh] = WeakSet()  # and not freed, but they may be closed
 _default: list[Mesh] = []
 _default_lock = ModuleLock()
 
@@ -317,20 +319,34 @@ def default_mesh() -> Mesh:
         return _default[0]
 
 
+def only_mesh() -> Mesh:
+    """Returns the open mesh of this process; if none or several are open, the default mesh."""
+    with _default_lock.lock:
+        found = [mesh for mesh in _opened if _is_open(mesh)]
+    return found[0] if len(found) == 1 else default_mesh()
+
+
+def _is_open(mesh: Mesh) -> bool:
+    """Whether a mesh can be used: it was not closed, and is not of a parent process."""
+    try:
+        mesh.mesh_state.check_open()
+    except BackendUnavailableError:
+        return False
+    return True
+
+
 def _offer_as_default(mesh: Mesh) -> None:
     """With several processes, makes the first mesh the default mesh."""
     with _default_lock.lock:
+        _opened.add(mesh)
         if detect(os.environ) is not None and _open_default() is None:
             _default.append(mesh)
 
 
 def _open_default() -> Mesh | None:
     """Returns the default mesh if it is open; the caller holds the lock."""
-    if _default:
-        try:
-            _default[0].mesh_state.check_open()
-        except BackendUnavailableError:
-            _default.clear()
+    if _default and not _is_open(_default[0]):
+        _default.clear()
     return _default[0] if _default else None
 
 

@@ -13,13 +13,14 @@ import torch
 from gradreduce import optim
 from gradreduce.arrays.convert import Form, axis_order, in_order, inverse
 from gradreduce.arrays.variable import Variable
-from gradreduce.backends import default_mesh
+from gradreduce.backends import only_mesh
 from gradreduce.checkpoint import anything, array, checked, mapped, plain
-from gradreduce.device import Device
+from gradreduce.device import Mesh
 from gradreduce.errors import NotCopied, brief, listed
 from gradreduce.optim.checkpoint import power, ready_slots
 from gradreduce.optim.hyperparameters import text_of
 
+from .reducer import reducer_of
 from .variables import ParameterVariable, check_separate
 
 _BETAS = ("beta1", "beta2")  # together "betas"; schedulers look for this and for "lr"
@@ -55,6 +56,7 @@ class _Group:
         self.number = number
         self.rule = rule
         self.rows: dict[Any, _Row] = {}
+        self._mesh: Mesh | None = None  # of parameters that were passed without Variables
 
     def add(self, parameter: Any, variable: ParameterVariable) -> _Row:
         """Adds a parameter, and the Variable on its memory."""
@@ -69,7 +71,10 @@ class _Group:
             names = options.get("param_names")
             name = names[index] if names else f"param_groups[{self.number}].params[{index}]"
             order = axis_order(parameter)  # such as channels_last
-            variable = ParameterVariable(name, [parameter], [_device_of(parameter)], [[]], order)
+            mesh = self._mesh = self._mesh or _mesh_of(options["params"])
+            gpu = parameter.device.index
+            device = next((each for each in mesh if each.physical == gpu), mesh[0])
+            variable = ParameterVariable(name, [parameter], [device], [[]], order)
             row = self.add(parameter, variable)
         return row
 
@@ -102,8 +107,9 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
     Args:
         optimizer: has the rule, and numbers as default options, not callables. It is not changed.
         params: parameters, pairs of name and parameter, or parameter groups, as in
-            ``torch.optim.SGD``. They must be in memory of ``gr.default_mesh()``. Or Variables of
-            ``gr.torch.variables``, whose mesh is used.
+            ``torch.optim.SGD``. They must be in memory of the mesh of their DataParallel, else of
+            the open mesh. (If no mesh is open, or several are: of ``gr.default_mesh()``.) Or
+            Variables of ``gr.torch.variables``, whose mesh is used.
 
     Raises:
         TypeError: ``optimizer`` is not a ``gr.Optimizer``, is an ``AGNOptimizer``, or has a
@@ -316,10 +322,10 @@ def _parameters_of(item: Any) -> Sequence[Any]:
     return item._parameters if isinstance(item, ParameterVariable) else (item,)
 
 
-def _device_of(parameter: Any) -> Device:
-    """Returns the device of the default mesh that has a parameter, or the first."""
-    mesh = default_mesh()
-    return next((each for each in mesh if each.physical == parameter.device.index), mesh[0])
+def _mesh_of(parameters: Iterable[Any]) -> Mesh:
+    """Returns the mesh of the DataParallel that has one of the parameters, else the open mesh."""
+    found = [each.mesh for each in map(reducer_of, parameters) if each is not None and each.owner()]
+    return found[0] if found else only_mesh()
 
 
 def _options(optimizer: optim.Optimizer) -> dict[str, Any]:

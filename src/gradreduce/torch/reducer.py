@@ -49,6 +49,7 @@ class Reducer:
         bucket_bytes: the largest size of a bucket. A larger parameter has a bucket of its own.
 
     Attributes:
+        mesh: the mesh of the devices.
         owner: the DataParallel that made the reducer, which sets this. When it has been freed,
             another reducer may use the parameters.
         num_steps: how often the gradients have been averaged.
@@ -69,7 +70,7 @@ class Reducer:
     ) -> None:
         self._names = names
         self._frozen = [(name, ref(parameter)) for name, parameter in frozen]
-        self._mesh = mesh
+        self.mesh = mesh
         self._cross_device_ops = cross_device_ops
         self._bucket_bytes = bucket_bytes
         self._worker = worker_of(mesh)
@@ -221,7 +222,7 @@ class Reducer:
         if not is_last:
             replica.finish()
             return
-        group = self._mesh.mesh_state.process_group
+        group = self.mesh.mesh_state.process_group
         with self._dropping_if_failed():
             if group is not None:
                 group.rounds.note_computed(self._number, self._round)
@@ -255,18 +256,18 @@ class Reducer:
 
     def _clean_up(self) -> None:
         """Drops an interrupted round; raises if the mesh cannot be used."""
-        mesh_state = self._mesh.mesh_state
+        mesh_state = self.mesh.mesh_state
         mesh_state.check_process()
         self._drop_if_interrupted()
-        mesh_state.check_usable(self._mesh[0])
+        mesh_state.check_usable(self.mesh[0])
 
     def _drop_if_interrupted(self) -> None:
         errors = [replica.error for replica in self._replicas if replica.gone]
         if not errors and not self._is_interrupted:
             return
         why = f"was interrupted{''.join(errors[:1])}"
-        group = self._mesh.mesh_state.process_group
-        if group is not None and self._mesh.mesh_state.reason is None:
+        group = self.mesh.mesh_state.process_group
+        if group is not None and self.mesh.mesh_state.reason is None:
             with self._dropping_if_failed():
                 self._settle(group, why)
         for replica in self._replicas:
@@ -342,7 +343,7 @@ class Reducer:
 
         def average() -> None:
             with naming(f"sparse gradients ({listed(names)})"):
-                average_sparse(names, parameters, self._mesh, self._cross_device_ops)
+                average_sparse(names, parameters, self.mesh, self._cross_device_ops)
 
         task = self._worker.submit(average, streams)
         task.wait()
@@ -375,7 +376,7 @@ class Reducer:
 
     def _drop_round(self, why: str) -> None:
         """Drops a round. A mesh over several processes fails, because their rounds differ."""
-        mesh_state = self._mesh.mesh_state
+        mesh_state = self.mesh.mesh_state
         group = mesh_state.process_group
         if group is not None and mesh_state.reason is None:
             fail(mesh_state, f"a backward of process {group.rank} of {group.size} {why}")
@@ -408,8 +409,8 @@ class Reducer:
         last = reversed(range(len(self._names)))
         order = list(dict.fromkeys([*self._replicas[0].ready, *last]))
         order = [index for index in order if index not in self.sparse]
-        if self._mesh.num_processes > 1:  # all use the order of process 0
-            first = self._cross_device_ops.broadcast(torch.tensor(order), self._mesh[0])
+        if self.mesh.num_processes > 1:  # all use the order of process 0
+            first = self._cross_device_ops.broadcast(torch.tensor(order), self.mesh[0])
             order = first.primary.tolist()
         sizes = [Size(each.dtype, each.nbytes) for each in rows[0]]
         plan = plan_buckets(sizes, order, self._bucket_bytes)
@@ -418,7 +419,7 @@ class Reducer:
             for part in of_replica:
                 part.find_unset(row)  # before the gradients become views
         flags = []
-        if self._mesh.num_processes > 1:
+        if self.mesh.num_processes > 1:
             flags = [make_flags(*pair) for pair in zip(rows, parts, strict=True)]
         made: dict[int, Bucket] = {}
         nbytes = [sum([sizes[index].nbytes for index in indices]) for indices in plan]
@@ -467,7 +468,7 @@ class Reducer:
         shapes = {key: tuple(each.shape) for key, each in zip(names, parameters[0], strict=True)}
         dtype = str(parameters[0][0].dtype).removeprefix("torch.")
         with naming(name):
-            flat = self._mesh.flat_buffer(shapes, dtype)
+            flat = self.mesh.flat_buffer(shapes, dtype)
             flat.attach(parameters)
             step = flat.prepare_all_reduce(ReduceOp.MEAN, cross_device_ops=self._cross_device_ops)
         return Bucket(name, step)
