@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 __all__ = [
     "BackendUnavailableError",
@@ -168,28 +168,26 @@ class NotCopied:
         raise TypeError(f"{name} objects cannot be pickled or copied; {self._copy_hint}")
 
 
-_Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
+InitT = TypeVar("InitT", bound=Callable[..., None])
 
 
-def refuses(
-    hints: Mapping[str, str],
-) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+def refuses(hints: Mapping[str, str]) -> Callable[[InitT], InitT]:
     """Decorates a constructor: keywords of other libraries raise ``TypeError`` with a hint.
 
     Args:
         hints: what to do instead, by the name of the keyword, which the constructor does not have.
     """
 
-    def decorated(init: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    def decorated(init: InitT) -> InitT:
         name = init.__qualname__.partition(".")[0]
 
         @wraps(init)
-        def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        def checked(*args: Any, **kwargs: Any) -> None:
             for wrong in [each for each in kwargs if each in hints]:
                 raise TypeError(f"{name} has no argument {wrong!r}: {hints[wrong]}")
-            return init(*args, **kwargs)
+            init(*args, **kwargs)
 
-        return checked
+        return checked  # type: ignore[return-value]  # has the same arguments
 
     return decorated
 

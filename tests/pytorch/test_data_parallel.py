@@ -905,6 +905,73 @@ def test_wrong_arguments_are_refused():
         assert list(gr.torch.DataParallel(given, mesh).replicas) == list(given)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("find_unused_parameters", "leave it out, unused parameters are found in every step"),
+        ("static_graph", "leave it out, no graph needs to be static"),
+        ("gradient_as_bucket_view", "leave it out, gradients are always views of buckets"),
+        ("device_ids", "leave it out, the mesh has the devices (gr.open_mesh)"),
+        ("output_device", "leave it out, each replica returns outputs on its own device"),
+        ("bucket_cap_mb", "pass bucket_mb="),
+        ("process_group", "pass it to gr.open_mesh(process_group=...), and pass that mesh"),
+    ],
+)
+def test_an_argument_of_ddp_is_refused_with_what_to_do(name, hint):
+    with pytest.raises(TypeError) as caught:  # also without a mesh, as DDP is called
+        gr.torch.DataParallel(layers(), **{name: 1})
+    assert str(caught.value) == f"DataParallel has no argument {name!r}: {hint}"
+
+
+def test_modules_without_values_are_refused_in_one_sentence():
+    import torch
+
+    lazy = "of a lazy module has no shape yet: run a forward of the module before this"
+    meta = "is on the meta device and has no values: call module.to_empty(device=...), and "
+    meta += "initialize or load the module, before this"
+    nets = {
+        f"the parameter '1.weight' {lazy}": torch.nn.Sequential(layers(1), torch.nn.LazyLinear(3)),
+        f"the buffer '1.running_mean' {lazy}": torch.nn.Sequential(
+            layers(1), torch.nn.LazyBatchNorm1d(affine=False)
+        ),
+        f"the parameter '0.weight' {meta}": layers(1).to("meta"),
+    }
+    with open_mesh(1) as mesh, mesh.journal() as journal:
+        for text, net in nets.items():
+            calls = [lambda net: gr.torch.DataParallel(net, mesh)]
+            if "parameter" in text:
+                calls.append(lambda net: gr.torch.variables(net, mesh))
+                calls.append(
+                    lambda net: gr.torch.Optimizer(gr.AdamOptimizer(), net.named_parameters())
+                )
+            for call in calls:
+                with pytest.raises(ValueError) as caught:
+                    call(net)
+                assert str(caught.value) == text
+            assert all(not each._post_accumulate_grad_hooks for each in net.parameters())
+    assert journal.records == []
+    with open_mesh(1) as mesh:
+        net = torch.nn.Sequential(torch.nn.LazyLinear(3))
+        net(torch.ones(2, 4))
+        assert gr.torch.DataParallel(net, mesh).module[0].weight.shape == (3, 4)
+
+
+def test_no_sync_looks_at_backward_and_not_at_the_forward():
+    with open_mesh(2) as mesh:
+        dp = gr.torch.DataParallel(layers(1), mesh)
+        with dp.no_sync():
+            losses = [net(batch(index)).sum() for index, net in enumerate(dp.replicas)]
+        for loss in losses:
+            loss.backward()
+        assert [net[0].weight.grad[0, 0].item() for net in dp.replicas] == [3.0, 3.0]  # (2 + 4) / 2
+        dp.zero_grad()
+        losses = [net(batch(index)).sum() for index, net in enumerate(dp.replicas)]
+        with dp.no_sync():
+            for loss in losses:
+                loss.backward()
+        assert [net[0].weight.grad[0, 0].item() for net in dp.replicas] == [2.0, 4.0]
+
+
 def test_two_modules_share_the_thread_of_their_mesh():
     """A backward through both reduces their buckets in one order."""
 

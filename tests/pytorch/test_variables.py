@@ -196,7 +196,12 @@ def errors():
             r"not contiguous, with strides \(1, 3\)",
         ),
         "channels_last": (images, 1, ValueError, "call module.to.memory_format=torch.contig"),
-        "meta": (linear(2, 2, device="meta"), 1, ValueError, "'weight': .* on meta"),
+        "meta": (
+            linear(2, 2, device="meta"),
+            1,
+            ValueError,
+            "'weight' is on the meta device",
+        ),
         "overlap": (overlapping, 1, ValueError, "'0.weight' and '1.bias' share memory"),
         "none": (torch.nn.ReLU(), 1, ValueError, "has no parameter"),
         "no module": (torch.ones(2), 1, TypeError, "is not a torch.nn.Module"),

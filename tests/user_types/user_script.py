@@ -83,6 +83,11 @@ def of_pytorch() -> None:
     """Needs PyTorch's own types; never called."""
     gr.torch.Optimizer(gr.MomentumOptimizer(0.1, 0.9), [tensor])
     gr.torch.Optimizer(tensor, [tensor])  # type: ignore[arg-type]
+    linear = torch.nn.Linear(8, 1)
+    assert_type(gr.torch.DataParallel(linear, mesh).module, torch.nn.Linear)
+    assert_type(gr.torch.DataParallel([linear, linear], mesh).module.in_features, int)
+    gr.torch.DataParallel(linear, mesh, device_ids=[0])  # type: ignore[call-arg]
+    gr.AdamOptimizer(lr=0.1)  # type: ignore[call-arg]
 
 
 def of_ray(

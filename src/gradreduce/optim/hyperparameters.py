@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import integer
-from gradreduce.errors import brief, refuses
+from gradreduce.errors import InitT, brief, refuses
 
 _COMPARED_EACH = 100  # updates
 
 Number = float | Variable | Callable[[], float]
-_Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
 # Arguments of PyTorch's optimizers, and ours for the same.
 _OF_PYTORCH = {
     "lr": ("learning_rate",),
@@ -26,16 +25,14 @@ _OF_PYTORCH = {
 }
 
 
-def refuses_pytorch(
-    **hints: str,
-) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+def refuses_pytorch(**hints: str) -> Callable[[InitT], InitT]:
     """Decorates the constructor of an optimizer: PyTorch's names of arguments raise a hint.
 
     Args:
         hints: what to do instead, for arguments that the constructor has under no other name.
     """
 
-    def decorated(init: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    def decorated(init: InitT) -> InitT:
         names = signature(init).parameters
         found = {"params": "pass it to gr.torch.Optimizer(optimizer, params)", **hints}
         for name, ours in _OF_PYTORCH.items():

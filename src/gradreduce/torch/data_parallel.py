@@ -7,25 +7,41 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from numbers import Real
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 
 from gradreduce.device import Mesh, as_flag
 from gradreduce.device.exchange import comparing
-from gradreduce.errors import NotCopied, brief
+from gradreduce.errors import NotCopied, brief, refuses
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.arguments import as_count
 
 from .before_forward import BeforeForward
-from .engine import check_values
+from .engine import check_value, check_values
 from .module_state import broadcast_state, load_state
 from .reducer import Reducer, reducer_of
 from .sparse_gradients import sparse_indices
 
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+# Arguments of PyTorch's DistributedDataParallel, and what to do instead.
+_OF_DDP = {
+    "find_unused_parameters": "leave it out, unused parameters are found in every step",
+    "static_graph": "leave it out, no graph needs to be static",
+    "gradient_as_bucket_view": "leave it out, gradients are always views of buckets",
+    "init_sync": "leave it out, the parameters of process 0 are always copied to all",
+    "device_ids": "leave it out, the mesh has the devices (gr.open_mesh)",
+    "output_device": "leave it out, each replica returns outputs on its own device",
+    "dim": "leave it out, each replica is called with its own batch",
+    "bucket_cap_mb": "pass bucket_mb=",
+    "process_group": "pass it to gr.open_mesh(process_group=...), and pass that mesh",
+    "device_mesh": "pass a mesh of gr.open_mesh",
+    "mixed_precision": "use torch.autocast, and ops=gr.AllReduceCrossDeviceOps(wire_dtype=...)",
+}
 
-class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch need not be installed
+
+class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignore[misc]  # PyTorch need not be installed
     """Replicas of a module whose gradients are averaged while ``backward`` runs.
 
     With one device in this process, call the DataParallel like the module. With several devices,
@@ -88,9 +104,11 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
 
     Raises:
         TypeError: ``module_or_replicas`` is not a module or a list of modules, ``mesh`` is not a
-            Mesh, or ``broadcast_buffers`` is not a bool.
+            Mesh, ``broadcast_buffers`` is not a bool, or an argument is one of
+            ``DistributedDataParallel``; the error says what to do instead.
         ValueError: the number of replicas is not the number of devices, replicas differ, no
-            parameter requires gradients, a parameter is in another DataParallel, or ``bucket_mb``,
+            parameter requires gradients, a parameter is in another DataParallel, a lazy module has
+            not been called yet, a parameter is on the meta device, or ``bucket_mb``,
             ``ops`` or ``check_replicas`` is invalid; or another process has other parameters, has
             frozen others, or passes other options.
         RuntimeError: FakeTensorMode is active, or a parameter is a FakeTensor.
@@ -98,9 +116,10 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
 
     _copy_hint = "copy its module"
 
+    @refuses(_OF_DDP)
     def __init__(
         self,
-        module_or_replicas: Any,
+        module_or_replicas: ModuleT | Sequence[ModuleT],
         mesh: Mesh,
         *,
         bucket_mb: float = 25,
@@ -153,9 +172,10 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
         _owners.update(dict.fromkeys(self.replicas.modules(), ref(self)))
 
     @property
-    def module(self) -> Any:
+    def module(self) -> ModuleT:
         """The first replica."""
-        return self.replicas[0]
+        first: ModuleT = self.replicas[0]
+        return first
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the replica of this process.
@@ -177,8 +197,10 @@ class DataParallel(NotCopied, torch.nn.Module):  # type: ignore[misc]  # PyTorch
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which ``backward`` accumulates gradients without averaging.
 
-        The first ``backward`` after the context averages the accumulated gradients. It does not
-        matter where the loss was computed.
+        The first ``backward`` after the context averages the accumulated gradients. It matters
+        where ``backward`` is called, not where the loss was computed. DDP's ``no_sync`` looks at
+        the forward instead: a loss that was computed inside it is not averaged, even if its
+        ``backward`` is called after it. Code that has both inside works alike.
 
         Raises:
             RuntimeError: some replicas have had their ``backward`` of this step, and others have
@@ -261,6 +283,10 @@ def _replicas_of(module_or_replicas: Any, mesh: Mesh) -> list[Any]:
     """Returns a module for each device of the mesh."""
     replicas = as_modules(module_or_replicas)
     check_values(chain.from_iterable([each.parameters() for each in replicas]))
+    for replica in replicas:
+        for kind in ("parameter", "buffer"):
+            for name, each in getattr(replica, f"named_{kind}s")():
+                check_value(f"the {kind} {brief(name)}", each)
     if replicas[:1] == [module_or_replicas]:
         replicas += [copy.deepcopy(module_or_replicas) for _ in mesh.devices[1:]]
         for device, replica in zip(mesh, replicas, strict=True):
@@ -311,7 +337,7 @@ def _frozen_or_not(named: Sequence[tuple[str, Any]]) -> dict[str, bool]:
 
 
 # The DataParallel of each module that is part of one.
-_owners: WeakKeyDictionary[Any, ref[DataParallel]] = WeakKeyDictionary()
+_owners: WeakKeyDictionary[Any, ref[DataParallel[Any]]] = WeakKeyDictionary()
 
 
 def _reject_others(module: Any, name: str, added: Any) -> None:
@@ -339,7 +365,7 @@ def _reject_others(module: Any, name: str, added: Any) -> None:
         _owners.update(dict.fromkeys(added.modules(), owner))
 
 
-def _add_hooks(data_parallel: DataParallel, before: BeforeForward) -> None:
+def _add_hooks(data_parallel: DataParallel[Any], before: BeforeForward) -> None:
     """Adds hooks that prepare the forward of a replica; a module with them can be pickled."""
     hook = _with_buffers if before.broadcasts else _without_buffers
     before.handles += [each.register_forward_pre_hook(hook) for each in data_parallel.replicas]

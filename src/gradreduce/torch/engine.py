@@ -38,6 +38,19 @@ def check_values(parameters: Iterable[Any]) -> None:
         )
 
 
+def check_value(what: str, tensor: Any) -> None:
+    """Raises ``ValueError`` for a tensor of a lazy module, or on the meta device."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ValueError(
+            f"{what} of a lazy module has no shape yet: run a forward of the module before this"
+        )
+    if tensor.is_meta:
+        raise ValueError(
+            f"{what} is on the meta device and has no values: call module.to_empty(device=...), "
+            "and initialize or load the module, before this"
+        )
+
+
 def context_of_backward() -> Context | None:
     """Returns an object that PyTorch frees while an error leaves ``backward``, if there is one.
 

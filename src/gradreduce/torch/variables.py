@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from gradreduce.arrays.convert import Form, in_order, to_buffer
@@ -13,6 +13,7 @@ from gradreduce.device import Buffer, Device, Mesh
 from gradreduce.errors import about, brief
 
 from .data_parallel import as_modules, check_alike
+from .engine import check_value
 
 
 class _Copy(NamedTuple):
@@ -132,7 +133,8 @@ def variables(module_or_replicas: Any, mesh: Mesh) -> list[ParameterVariable]:
             Mesh, or the memory of a parameter does not hold its values (a DTensor).
         ValueError: the number of replicas is not the number of devices, replicas differ, a
             parameter is not contiguous or not on the device of its replica, two parameters share
-            memory, the mesh has a ``schedule_seed``, or there is no parameter.
+            memory, a lazy module has not been called yet, a parameter is on the meta device, the
+            mesh has a ``schedule_seed``, or there is no parameter.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={brief(mesh)} is not a Mesh: see gr.open_mesh")
@@ -143,6 +145,8 @@ def variables(module_or_replicas: Any, mesh: Mesh) -> list[ParameterVariable]:
             "as the replicas of a DataParallel"
         )
     named = [list(replica.named_parameters()) for replica in replicas]
+    for name, parameter in chain.from_iterable(named):
+        check_value(_what(name), parameter)
     check_alike(named)
     if not named[0]:
         raise ValueError("the module has no parameter")
@@ -182,9 +186,15 @@ def _layout(parameter: Any) -> tuple[Any, ...]:
     return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
+def _what(name: str) -> str:
+    """Returns the beginning of an error about a parameter."""
+    return f"the parameter {brief(name)}"
+
+
 def _shared(name: str, parameter: Any, device: Device, order: Form) -> Buffer:
     """Returns a Buffer of ``device`` that shares the memory of a parameter."""
-    what = f"the parameter {brief(name)}"
+    what = _what(name)
+    check_value(what, parameter)
     seen = parameter.detach() if order is None else in_order(parameter.detach(), order)
     try:
         buffer = to_buffer(seen, device)

@@ -1,5 +1,7 @@
 """As much of PyTorch's types as user_script.py needs, so that the lints need no PyTorch."""
 
+from . import nn as nn
+
 class Size(tuple[int, ...]): ...
 class dtype: ...
 
