@@ -70,6 +70,7 @@ def runner(way, monkeypatch) -> Runner:
     return lambda case: run(case, mesh, as_buffers=as_buffers)
 
 
+@pytest.mark.filterwarnings("ignore:agg_small_grads")  # TensorFlow says nothing
 @parametrized(HOLDING)
 def test_a_case_holds(case, runner):
     runner(as_here(case))

@@ -113,6 +113,7 @@ def test_means_of_integers_are_floats_in_one_batch_with_floats(mesh, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.filterwarnings("ignore:agg_small_grads")  # in the last of the settings
 @pytest.mark.parametrize("packing", SETTINGS, ids=str)
 def test_a_mixed_batch_on_random_data_has_the_same_bits_however_packed(mesh, packing, algorithm):
     values, arrays = random_batch(mesh)

@@ -47,6 +47,28 @@ def test_a_number_that_is_not_a_non_negative_integer(name, number):
         gr.AllReduceCrossDeviceOps(**{name: number})
 
 
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((1, 64), "agg_small_grads_max_bytes=64 has no effect with num_packs=1"),
+        ((3, 0, 2), "agg_small_grads_max_group=2 has no effect with num_packs=3"),
+        ((2, 64, 2), "agg_small_grads_max_bytes=64 and agg_small_grads_max_group=2 have no effect "
+         "with num_packs=2"),
+    ],
+)  # fmt: skip
+def test_what_packs_overrule_is_warned_of_where_it_is_passed(numbers, text):
+    with pytest.warns(UserWarning) as warned:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", *numbers)
+        with gr.open_mesh(2, backend="sim") as mesh:  # a reduction does not warn again
+            value = gr.PerReplica([np.ones(2)] * 2, mesh)
+            assert ops.reduce(SUM, value, value).primary.tolist() == [2, 2]
+    (warning,) = warned
+    assert str(warning.message) == f"{text}: pass num_packs=0 to reduce small gradients in groups"
+    assert warning.filename == __file__
+    for silent in ((), (0, 64, 2), (0, 0, 2), (2, 0, 10)):
+        gr.AllReduceCrossDeviceOps("hierarchical_copy", *silent)  # a warning would be an error
+
+
 @pytest.mark.parametrize("preset", [gr.NcclAllReduce, gr.HierarchicalCopyAllReduce])
 def test_presets_check_their_number_too(preset, value):
     with pytest.raises(ValueError, match="num_packs=-2"):

@@ -5,6 +5,7 @@ Source: tf.contrib.distribute.AllReduceCrossDeviceOps (all_reduce_cross_device_o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -69,7 +70,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             is reduced in this many packs. Between GPUs a pack of 8 MiB or more (smaller packs are
             joined) is packed while the previous one is transferred.
         agg_small_grads_max_bytes: if this and the next argument are above 0 and ``num_packs`` is 0,
-            tensors of at most this many bytes are reduced in groups.
+            tensors of at most this many bytes are reduced in groups. With packs this and the next
+            argument have no effect, and ``UserWarning`` says so.
         agg_small_grads_max_group: the largest number of tensors in a group.
         mesh: the mesh of the arrays of ``all_reduce``. Default: ``gr.default_mesh()``.
         reduction_groups: for ``"hierarchical_copy"``: lists of replica numbers. Replica i is on the
@@ -147,6 +149,25 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             None if reduction_groups is None else as_reduction_groups(reduction_groups),
             _as_wire(wire_dtype),
         )
+        self._warn_of_no_effect()
+
+    def _warn_of_no_effect(self) -> None:
+        """Warns the caller of the constructor of arguments that ``num_packs`` overrules."""
+        passed = [
+            f"agg_small_grads_max_{name}={value}"
+            for name, value, default in (
+                ("bytes", self.agg_small_grads_max_bytes, 0),
+                ("group", self.agg_small_grads_max_group, 10),
+            )
+            if value != default
+        ]
+        if passed and self.num_packs:
+            verb = "has" if len(passed) == 1 else "have"
+            warnings.warn(
+                f"{' and '.join(passed)} {verb} no effect with num_packs={self.num_packs}: pass "
+                "num_packs=0 to reduce small gradients in groups",
+                stacklevel=3,
+            )
 
     def _repr_fields(self) -> list[str]:
         fields = self.settings._asdict()
