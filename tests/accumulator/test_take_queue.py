@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
+import re
 import threading
 import weakref
 
@@ -31,6 +33,72 @@ def test_a_take_waits_for_enough_gradients_and_the_last_apply_completes_it(
     assert take.is_done
     assert counters(acc) == (0, 1, 0)
     assert take.result().tolist() == [3.0]
+
+
+class Feeder(logging.Handler):
+    """Keeps messages; a message about a wait ends it by a gradient for each accumulator."""
+
+    def __init__(self, *accumulators):
+        super().__init__()
+        self.accumulators, self.texts = accumulators, []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+        for each in self.accumulators:
+            each.apply_grad([2.0], local_step=each.global_step)
+
+
+@pytest.fixture
+def feed(monkeypatch):
+    """Makes takes log at once; returns a function that answers with gradients."""
+    assert take_queue.LOG_SECONDS == 60
+    monkeypatch.setattr(take_queue, "LOG_SECONDS", 0.0)
+    logger, added = logging.getLogger(take_queue.__name__), []
+
+    def feed(*accumulators):
+        added.append(Feeder(*accumulators))
+        logger.addHandler(added[-1])
+        return added[-1].texts
+
+    yield feed
+    for each in added:
+        logger.removeHandler(each)
+
+
+@pytest.mark.parametrize("timeout", [None, 600.0])
+def test_a_take_that_waits_for_a_minute_says_for_what(accumulator, call_threads, feed, timeout):
+    acc = accumulator(name="grads")
+    acc.set_global_step(3)
+    acc.apply_grad([9.0], local_step=2)  # stale
+    texts = feed(acc)
+    assert acc.take_grad(1, timeout=timeout).tolist() == [2.0]
+    begin, end = "a take of 'grads' has waited for 0 s: step", "1 missing, 1 dropped as stale"
+    assert texts == [f"{begin} 3: 0 of 1 gradients, {end}"]
+    for _ in range(2):
+        acc.apply_grad([4.0], local_step=4)
+    assert call_threads.start(acc.apply_grad, [8.0], 4).result()
+    assert acc.take_grad(4, timeout=timeout).tolist() == [4.5]
+    (thread,) = re.findall(r"\(2\), (.+) \(1\)", texts[1])
+    assert texts[1:] == [
+        f"{begin} 4: 3 of 4 gradients, {end}, from the threads "
+        f"{threading.current_thread().name} (2), {thread} (1)"
+    ]
+    acc.apply_grad([4.0], local_step=5)
+    acc.take_grad(1, timeout=timeout)  # does not wait
+    with pytest.raises(DeadlineExceededError):
+        acc.take_grad(1, timeout=0)
+    assert len(texts) == 2
+
+
+def test_a_take_of_several_accumulators_says_which_it_waits_for(accumulator, feed):
+    full, empty = accumulator(name="full"), accumulator(name="empty")
+    full.apply_grad([1.0])
+    texts = feed(empty)
+    assert [each.tolist() for each in gr.take_grads([full, empty], 1)] == [[1.0], [2.0]]
+    assert texts == [
+        "a take of 'full', 'empty' has waited for 0 s: accumulators[1] at step 0: 0 of 1 "
+        "gradients, 1 missing, 0 dropped as stale"
+    ]
 
 
 def test_a_waiting_take_of_two_drops_the_third_gradient_of_the_step(accumulator, call_threads):

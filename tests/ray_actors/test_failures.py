@@ -144,6 +144,41 @@ def test_close_does_nothing_if_all_actors_have_ended(unique_name):
         shared.close()
 
 
+def test_a_take_that_waits_for_a_minute_says_which_workers_came(unique_name, monkeypatch):
+    from gradreduce.ray.client import log_warning, take_queue
+
+    told, texts = threading.Event(), []
+
+    def log(logger: str, message: str, *args: object) -> None:
+        log_warning(logger, message, *args)
+        texts.append(message % args)
+        told.set()
+
+    assert take_queue.LOG_SECONDS == 60
+    monkeypatch.setattr(take_queue, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr("gradreduce.ray.client.log_warning", log)
+    workers = [
+        gr.ray.ConditionalAccumulator("float64", [1], unique_name, worker=name)
+        for name in ("early", "late")
+    ]
+    early, late = workers
+    for each in workers:
+        each._client._poll_seconds = 0.01
+        each.apply_grad([1.0], 0)
+    early.take_grad(2, timeout=LIMIT_S)
+    assert texts == []
+    early.apply_grad([1.0], 1)
+    with in_thread(lambda: early.take_grad(2, timeout=LIMIT_S)) as taken:
+        assert told.wait(LIMIT_S)
+        late.apply_grad([3.0], 1)
+    early.close()
+    assert [each.tolist() for each in taken] == [[2.0]]
+    assert texts == [
+        f"a take of {unique_name!r} has waited for 0 s: step 1: 1 of 2 gradients, 1 missing, 0 "
+        "dropped as stale, from the workers [early]; others: [late (step 0)]"
+    ]
+
+
 def test_ctrl_c_leaves_no_waiting_take(unique_name):
     with gr.ray.ConditionalAccumulator("float64", [3], unique_name) as shared:
         queued = lambda: in_actor(unique_name, lambda lead: len(lead._queue))  # noqa: E731

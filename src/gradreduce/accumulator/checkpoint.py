@@ -98,6 +98,7 @@ def ready_state(
     attributes = {
         "step": found["global_step"],
         "count": count,
+        "sources": {},
         "num_dropped": found["num_dropped"],
         "sum_shape": shape,
         "kind": found["kind"] or "native",

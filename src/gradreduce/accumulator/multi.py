@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from threading import current_thread
 from typing import Any, TypeVar
 
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
@@ -180,9 +181,12 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
         totals = {pending.state: list(pending.state.totals) for pending in pending_gradients}
         for each in additions.sums:
             totals[each.state][each.device_index] = each.total
+        thread = current_thread().name
         for state, parts, kind in pending_gradients:
+            sources = {**state.sources, thread: state.sources.get(thread, 0) + len(parts)}
             first = {} if state.count else {"kind": kind, "sum_shape": parts[0].shape}
-            state.update(totals=totals[state], count=state.count + len(parts), **first)
+            count = state.count + len(parts)
+            state.update(totals=totals[state], count=count, sources=sources, **first)
 
 
 def warn_of_default(states: Sequence[AccumulatorState]) -> None:

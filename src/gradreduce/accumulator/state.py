@@ -98,6 +98,7 @@ class AccumulatorState:
         mesh_state: the ``MeshState`` of the devices.
         lock: guards the attributes below; raises in a forked child.
         count: the number of gradients in the sum.
+        sources: how many of them each thread has added, by the name of the thread.
         step: the current step; gradients of an earlier step are stale.
         num_dropped: the number of stale gradients so far.
         has_warned: whether a drop of a gradient without ``local_step`` was logged.
@@ -125,6 +126,7 @@ class AccumulatorState:
         self.mesh_state = self.devices[0].mesh_state
         self._lock = threading.RLock()
         self.count = 0
+        self.sources: dict[str, int] = {}
         self.step = 0
         self.num_dropped = 0
         self.has_warned = False
@@ -179,7 +181,8 @@ class AccumulatorState:
 
     def reset(self, step: int) -> None:
         """Clears the sum and sets the step; the lock must be held."""
-        self.update(count=0, step=step, sum_shape=None, totals=[None] * len(self.devices))
+        totals = [None] * len(self.devices)
+        self.update(count=0, sources={}, step=step, sum_shape=None, totals=totals)
 
     def update(self, **attributes: Any) -> None:
         """Sets the attributes; the lock must be held."""

@@ -8,9 +8,11 @@ from operator import attrgetter
 
 from gradreduce.arrays.distributed import Part
 from gradreduce.device import DeferInterrupts, deadline_scope
-from gradreduce.errors import CancelledError, DeadlineExceededError, log_warning
+from gradreduce.errors import CancelledError, DeadlineExceededError, listed, log_warning
 
 from .state import AccumulatorState, PendingTake, Storage, Taken, locked
+
+LOG_SECONDS = 60.0  # after so long a take that waits logs what it waits for
 
 
 def take_locked(states: Sequence[AccumulatorState]) -> list[Taken]:
@@ -63,6 +65,8 @@ def join(pending_take: PendingTake) -> None:
 def await_take(pending_take: PendingTake, timeout: float | None) -> None:
     """Blocks until the take completes or is cancelled, or the timeout expires.
 
+    Logs a warning after ``LOG_SECONDS``, once.
+
     Args:
         pending_take: from ``join``.
         timeout: seconds, from ``as_timeout``; None without limit.
@@ -70,7 +74,11 @@ def await_take(pending_take: PendingTake, timeout: float | None) -> None:
     Raises:
         DeadlineExceededError: the timeout expired; the take has left all queues.
     """
-    if not pending_take.done.wait(timeout):
+    first = LOG_SECONDS if timeout is None else min(timeout, LOG_SECONDS)
+    if not pending_take.done.wait(first) and first != timeout:
+        _log_wait(pending_take)
+        pending_take.done.wait(None if timeout is None else timeout - first)
+    if not pending_take.done.is_set():
         withdraw(pending_take, timeout)
     error, pending_take.error = pending_take.error, None
     if error is not None:
@@ -180,6 +188,28 @@ def _complete(pending_take: PendingTake) -> None:
     pending_take.leave()
 
 
+def _log_wait(pending_take: PendingTake) -> None:
+    """Logs what a take waits for, and which threads have added gradients."""
+    states = pending_take.states
+    with locked(states):
+        if pending_take.done.is_set():
+            return
+        waits_for = _waits_for(pending_take, _sources_of)
+    log_warning(  # no lock is held, because a log handler may use accumulators
+        __name__,
+        "a take of %s has waited for %g s: %s",
+        listed(repr(state.name) for state in states),
+        LOG_SECONDS,
+        waits_for,
+    )
+
+
+def _sources_of(state: AccumulatorState) -> str:
+    """Returns which threads have added the gradients, as part of a message."""
+    came = listed(f"{thread} ({count})" for thread, count in state.sources.items())
+    return f", from the threads {came}" if came else ""
+
+
 def missing(state: AccumulatorState, num_required: int) -> str:
     """Returns how many gradients a take has and needs, as part of a message."""
     return (
@@ -189,7 +219,19 @@ def missing(state: AccumulatorState, num_required: int) -> str:
 
 
 def _missing(pending_take: PendingTake, timeout: float | None) -> str:
-    """Returns the message of a timeout, with at most five accumulators that lack gradients."""
+    """Returns the message of a timeout."""
+    return f"not enough gradients within {timeout} s; {_waits_for(pending_take)}"
+
+
+def _waits_for(
+    pending_take: PendingTake, details: Callable[[AccumulatorState], str] = lambda state: ""
+) -> str:
+    """Returns at most five accumulators that lack gradients, as part of a message.
+
+    Args:
+        pending_take: the take; all locks are held.
+        details: returns what else to say of an accumulator.
+    """
     several, required = len(pending_take.states) > 1, pending_take.num_required
     parts = []
     for index, state in enumerate(pending_take.states):
@@ -199,7 +241,8 @@ def _missing(pending_take: PendingTake, timeout: float | None) -> str:
         parts.append(
             (f"accumulators[{index}] at " if several else "")
             + missing(state, required)
+            + details(state)
             + ("" if is_first else ", behind another take")
         )
     rest = f"; and {len(parts) - 5} more" if len(parts) > 5 else ""
-    return f"not enough gradients within {timeout} s; {'; '.join(parts[:5])}{rest}"
+    return f"{'; '.join(parts[:5])}{rest}"

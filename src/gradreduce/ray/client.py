@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_args
 
 import ray
 
+from gradreduce.accumulator import take_queue
 from gradreduce.accumulator.validate import as_timeout
 from gradreduce.backends import Kernels
 from gradreduce.device import DeferInterrupts
@@ -22,6 +23,8 @@ from gradreduce.errors import (
     CancelledError,
     DeadlineExceededError,
     brief,
+    listed,
+    log_warning,
 )
 from gradreduce.optim.hyperparameters import as_count
 
@@ -153,11 +156,14 @@ class Client:
     def take(self, num_required: int, timeout: float | None) -> Any:
         """Blocks until there are enough gradients, and takes them.
 
+        Logs a warning after a minute, once, that says what is missing and which workers came.
+
         Raises:
             DeadlineExceededError: nothing was taken within ``timeout`` seconds.
         """
         key, limit = self.next_key(), as_timeout(timeout)
-        end = None if limit is None else time.monotonic() + limit
+        start, is_logged = time.monotonic(), False
+        end = None if limit is None else start + limit
         try:
             while True:
                 left = math.inf if end is None else max(0.0, end - time.monotonic())
@@ -168,6 +174,9 @@ class Client:
                     return found
                 if end is not None and time.monotonic() >= end:
                     break
+                if not is_logged and time.monotonic() - start >= take_queue.LOG_SECONDS:
+                    is_logged = True
+                    self._log_wait(found)
         except BaseException:  # also Ctrl-C: nobody waits for the answer
             with DeferInterrupts():  # else a second Ctrl-C could leave the take in the queue
                 self._lead.withdraw.remote(key)
@@ -178,6 +187,21 @@ class Client:
             self._lead.delivered.remote(key)
             return taken
         raise DeadlineExceededError(f"not enough gradients within {limit} s; {found}")
+
+    def _log_wait(self, waits_for: str) -> None:
+        """Logs what a take waits for, and which workers have sent a gradient of this step."""
+        workers, step = self.workers(), self.ask("counts")[0]
+        came = listed(each.name for each in workers if each.step >= step)
+        others = listed(f"{each.name} (step {each.step})" for each in workers if each.step < step)
+        log_warning(
+            __name__,
+            "a take of %r has waited for %g s: %s, from the workers [%s]; others: [%s]",
+            self.name,
+            take_queue.LOG_SECONDS,
+            waits_for,
+            came,
+            others,
+        )
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the coordinator's state that needs no other shard."""
