@@ -197,7 +197,9 @@ def held(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
 
     gc.collect()
     before = bytes_of(mesh)
-    dp: Any = gr.torch.DataParallel(Given(shapes_of(quick=quick)), mesh, bucket_mb=0.1 if quick else 25)
+    dp: Any = gr.torch.DataParallel(
+        Given(shapes_of(quick=quick)), mesh, bucket_mb=0.1 if quick else 25
+    )
     for _ in range(2):
         backward_of([dp])()()
     gc.collect()

@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any, Literal, get_args
 
 import jax
-import numpy as np
 
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import check_traced
@@ -137,17 +136,17 @@ def all_reduce(
 
 
 def _checked_ops(
-    ops: CrossDeviceOps | None, wire_dtype: str | DType | None, mesh: Mesh | None
+    cross_device_ops: CrossDeviceOps | None, wire_dtype: str | DType | None, mesh: Mesh | None
 ) -> tuple[CrossDeviceOps, Mesh]:
     """Returns what reduces, and the mesh; see the arguments of ``all_reduce``."""
-    if ops is not None and wire_dtype is not None:
+    if cross_device_ops is not None and wire_dtype is not None:
         raise ValueError(
             f"wire_dtype={brief(wire_dtype)} cannot be combined with cross_device_ops: pass it to "
             "that object"
         )
+    ops = shared_ops() if cross_device_ops is None else cross_device_ops
     if wire_dtype is not None:
         ops = AllReduceCrossDeviceOps(wire_dtype=wire_dtype)
-    ops = shared_ops() if ops is None else ops
     if not isinstance(ops, CrossDeviceOps):
         raise ValueError(f"cross_device_ops={brief(ops)} must be a CrossDeviceOps")
     mesh = checked_mesh(mesh) or ops.mesh or default_mesh()
@@ -248,7 +247,7 @@ def _once(leaf: Any, parts: Sequence[Any], mesh: Mesh) -> tuple[Any, ...]:
     has_first = leaf.is_fully_addressable or mesh.process_index == 0
     kept = tuple(parts[:1] if has_first else ())
     zeros = [
-        jax.device_put(np.zeros(part.shape, part.dtype), next(iter(part.sharding.device_set)))
+        jax.numpy.zeros(part.shape, part.dtype, device=next(iter(part.sharding.device_set)))
         for part in parts[len(kept) :]
     ]
     return (*kept, *zeros)
