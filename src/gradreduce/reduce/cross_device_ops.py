@@ -328,8 +328,8 @@ class CrossDeviceOps(ABC):
             destinations: the destination, see ``batch_reduce``; the same for all tensors.
             process: the rank of the process whose tensor is copied. The other processes pass a
                 tensor of the same shape and dtype.
-            output_type: the kind of the result arrays. Default: the kind of ``tensor``; for a
-                number NumPy, for a Variable what its ``read`` returns.
+            output_type: the kind of the result arrays. Default: the kind of ``tensor``. A number
+                counts as a NumPy array, a Variable as what its ``read`` returns.
             out: memory for the copies: an entry as in ``batch_reduce``, or for a list of tensors a
                 list of entries. An array may be ``tensor`` itself. Not for IndexedSlices.
             deadline: see ``batch_reduce``.
