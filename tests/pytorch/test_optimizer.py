@@ -148,6 +148,8 @@ def test_without_a_mesh_it_uses_the_open_one_or_that_of_the_data_parallel(monkey
         return journal.launches
 
     gr.open_mesh(1, backend="sim").close()
+    failed = gr.open_mesh(1, backend="sim")
+    failed.mesh_state.fail("a test")
     with gr.open_mesh(1, backend="sim") as mesh:
         module = net()
         assert launches(module, module.parameters(), mesh) == 1
@@ -156,6 +158,7 @@ def test_without_a_mesh_it_uses_the_open_one_or_that_of_the_data_parallel(monkey
             module[0].weight.requires_grad_(False)
             dp = gr.torch.DataParallel(module, mesh)
             assert launches(dp, dp.parameters(), mesh) == 1
+    failed.close()
 
 
 def test_parameters_of_other_memory_formats_are_updated_in_place():

@@ -320,9 +320,12 @@ def default_mesh() -> Mesh:
 
 
 def only_mesh() -> Mesh:
-    """Returns the open mesh of this process; if none or several are open, the default mesh."""
+    """Returns the open mesh of this process; if none or several are open, the default mesh.
+
+    A mesh that has failed does not count, because the program may have dropped it.
+    """
     with _default_lock.lock:
-        found = [mesh for mesh in _opened if _is_open(mesh)]
+        found = [mesh for mesh in _opened if _is_open(mesh) and mesh.mesh_state.reason is None]
     return found[0] if len(found) == 1 else default_mesh()
 
 
