@@ -478,7 +478,7 @@ def test_a_state_of_someone_else_is_checked_before_pytorch_copies_it(mesh):
     for name, value, text in (
         ("lr", torch.empty(1 << 20, 0), "['lr'] has the shape (1048576, 0); expected a number or"),
         ("more", deep, ".more.0.0.0"),
-        ("beta1_power", torch.empty(1, 0), "beta1_power has the shape (1, 0); expected a number"),
+        ("beta1_power", torch.empty(1, 0), "['beta1_power'] has the shape (1, 0); expected a number"),
     ):
         damages.append(({**state, "param_groups": [{**group, name: value}]}, ValueError, text))
     kept = copy.deepcopy(state)
@@ -529,17 +529,3 @@ def test_what_it_cannot_use_is_refused(mesh):
     optimizer.param_groups.pop()
     with pytest.raises(RuntimeError, match="param_groups has 0 groups, but the optim"):
         optimizer.step()
-
-
-def test_a_saved_power_is_checked_before_pytorch_copies_it():
-    import torch
-
-    with gr.open_mesh(1, backend="sim") as mesh:
-        net = gr.torch.DataParallel(torch.nn.Linear(2, 1), mesh)
-        optimizer = gr.torch.Optimizer(gr.AdamOptimizer(0.1), net.parameters())
-        net(torch.ones(2)).backward()
-        optimizer.step()
-        state = optimizer.state_dict()
-        state["param_groups"][0]["beta1_power"] = np.broadcast_to(np.float32(0), (2**20, 2**20))
-        with pytest.raises(ValueError, match=r"\['beta1_power'\] has the shape"):
-            optimizer.load_state_dict(state)
