@@ -183,6 +183,8 @@ def test_quoted_errors_of_modules_are_raised(monkeypatch: pytest.MonkeyPatch) ->
     group = {"params": [torch.nn.Parameter(torch.zeros(2))], "weight_decay": 0.5}
     third = gr.torch.DataParallel(torch.nn.Linear(8, 1), mesh)
     third.module.load_state_dict(torch.nn.Linear(8, 1).state_dict())
+    getter = gr.AGNCustomGetter(mesh[0], center=gr.AGNCenter(mesh))
+    gr.torch.functional(net, getter)
 
     def backward(*replicas: Any, x: Any = x) -> None:
         for replica in replicas:
@@ -210,6 +212,7 @@ def test_quoted_errors_of_modules_are_raised(monkeypatch: pytest.MonkeyPatch) ->
             lambda: sparse(torch.tensor([1]), rows.module.weight, sparse=True).sum().backward(),
             lambda: gr.torch.Optimizer(gr.MomentumOptimizer(0.1, 0.9), [group]),
             lambda: gr.AllReduceCrossDeviceOps(mesh=mesh).all_reduce(torch.nn.ModuleList(partly)),
+            lambda: gr.torch.functional(net, getter),
         ],
     )
 

@@ -9,9 +9,10 @@ from gradreduce.opaque import hide_from_compiler
 from gradreduce.torch.data_parallel import DataParallel
 from gradreduce.torch.ddp_hook import comm_hook
 from gradreduce.torch.fsdp import ReduceScatter
+from gradreduce.torch.functional import functional
 from gradreduce.torch.optimizer import Optimizer
 from gradreduce.torch.variables import variables
 
-__all__ = ["DataParallel", "Optimizer", "ReduceScatter", "comm_hook", "variables"]
+__all__ = ["DataParallel", "Optimizer", "ReduceScatter", "comm_hook", "functional", "variables"]
 
 hide_from_compiler()

@@ -150,7 +150,7 @@ def variables(module_or_replicas: Any, mesh: Mesh) -> list[ParameterVariable]:
     check_alike(named)
     if not named[0]:
         raise ValueError("the module has no parameter")
-    places = [_places(replica) for replica in replicas]
+    places = [places_of(replica) for replica in replicas]
     made = []
     for row in zip(*named, strict=True):
         parameters = [parameter for _, parameter in row]
@@ -172,7 +172,7 @@ def check_separate(variables: Sequence[ParameterVariable]) -> None:
             )
 
 
-def _places(module: Any) -> dict[int, list[tuple[Any, str]]]:
+def places_of(module: Any) -> dict[int, list[tuple[Any, str]]]:
     """Returns the modules that have each parameter, and its names there, by id."""
     found: dict[int, list[tuple[Any, str]]] = {}
     for owner in module.modules():
