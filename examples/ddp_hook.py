@@ -23,7 +23,7 @@ import torch.distributed as dist
 from command_line import Parser, file, in_range, one_of
 from digits import NUM_HIDDEN, Digits, load
 from matplotlib.figure import Figure
-from report import History, conclude, draw_accuracies, draw_losses, print_table
+from report import History, add_legends, conclude, draw_accuracies, draw_losses, print_table
 from rich.progress import track
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,9 +96,9 @@ def save_picture(histories: dict[str, History], path: Path) -> None:
     for width, (name, history) in zip((7, 4, 1), histories.items(), strict=True):
         draw_losses(left, history.losses[name], name)
         draw_accuracies(middle, history.accuracies, name)
-        for line in (left.lines[-1], middle.lines[-2]):  # the last one is the goal
+        for line in (left.lines[-1], middle.lines[-1]):
             line.set_linewidth(width)  # they lie on each other
-    middle.legend(fontsize="small")
+    add_legends(left, middle)
     right.bar(list(histories), [each.per_step["bytes"] / 1000 for each in histories.values()])
     right.set(title="Sent by a process", ylabel="kB per step")
     figure.savefig(path, dpi=120)

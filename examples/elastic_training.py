@@ -18,14 +18,16 @@ from typing import Any
 import digits
 import numpy as np
 from command_line import Parser, file, in_range, one_of
+from report import History, save_picture
+from rich.progress import track
 
 import gradreduce as gr
 
 SAVE_EVERY = 20  # updates
 
 
-def train(mesh: gr.Mesh, first: int, options: argparse.Namespace) -> float:
-    """Trains to the last step, from the checkpoint if there is one; returns the test accuracy.
+def train(mesh: gr.Mesh, first: int, options: argparse.Namespace) -> History:
+    """Trains to the last step, from the checkpoint if there is one; returns what came after it.
 
     Args:
         mesh: has this process's replicas.
@@ -43,23 +45,48 @@ def train(mesh: gr.Mesh, first: int, options: argparse.Namespace) -> float:
     if mesh.process_index == 0:
         layout = f"{mesh.num_replicas} replicas in {mesh.num_processes} process(es)"
         print(f"{layout}, from step {step.global_step}", flush=True)
-    while (number := step.global_step) < options.steps:
+
+    def evaluate() -> None:
+        weights = digits.read_weights(variables, 0)
+        history.accuracies.append((step.global_step, digits.accuracy(weights, data)))
+
+    losses: list[float] = []
+    labelled = {"replicas of process 0": losses}
+    history = History(labelled, [], {}, 0, {}, first_step=step.global_step + 1)
+    evaluate()
+    numbers = range(step.global_step, options.steps)
+    for number in track(numbers, "training", disable=mesh.process_index > 0):
         # The images depend on the step and the replica only: not on what ran before in this process
         rng = np.random.default_rng([options.seed, number])
-        shape = mesh.num_replicas, digits.MICRO_BATCH_SIZE
-        picks = rng.integers(len(data.train_images), size=shape)[first:]
-        terms = []
-        for replica in range(len(mesh)):
-            batch = data.train_images[picks[replica]], data.train_labels[picks[replica]]
-            with gr.replica(replica):
-                _, gradients = digits.loss_and_gradients(optimizer, variables, *batch)
-            terms.append([[gradient] for gradient in gradients])
+        of_replicas, terms = gradients(mesh, first, optimizer, variables, data, rng)
         step(terms)
+        losses.append(float(np.mean(of_replicas)))
         if step.global_step % SAVE_EVERY == 0 or step.global_step == options.steps:
             state = step.state_dict()  # in every process
             if mesh.process_index == 0:
                 save(options.checkpoint, state)
-    return digits.accuracy(digits.read_weights(variables, 0), data)
+            evaluate()
+    return history
+
+
+def gradients(
+    mesh: gr.Mesh,
+    first: int,
+    optimizer: gr.Optimizer,
+    variables: Sequence[gr.Variable],
+    data: digits.Digits,
+    rng: np.random.Generator,
+) -> tuple[list[float], list[Any]]:
+    """Returns the loss of each replica of this process, and its terms for ``SyncStep``."""
+    losses, terms = [], []
+    picks = rng.integers(len(data.train_images), size=(mesh.num_replicas, digits.MICRO_BATCH_SIZE))
+    for replica, pick in enumerate(picks[first : first + len(mesh)]):
+        batch = data.train_images[pick], data.train_labels[pick]
+        with gr.replica(replica):
+            loss, of_variables = digits.loss_and_gradients(optimizer, variables, *batch)
+        losses.append(float(loss))
+        terms.append([[gradient] for gradient in of_variables])
+    return losses, terms
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -104,13 +131,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flag("--replicas", 4, in_range(int, 1, 1024), "1 to 1024", "replicas of all processes together")
     flag("--backend", "sim", *one_of("sim", "cuda"), "GPUs or simulated devices")
     flag("--steps", 500, in_range(int, 1, 10_000), "1 to 10000", "number of training steps")
+    flag("--output", "elastic_training.png", file(".png"), "a .png file in a folder that exists",
+         "file for the figure of what came after the last start")  # fmt: skip
     flag("--seed", 0, in_range(int, 0, 2**32 - 1), "0 to 4294967295", "random seed")
     options = parser.parse_args(arguments)
     mesh, first = open_share(options)
     with mesh:
-        accuracy = train(mesh, first, options)
+        history = train(mesh, first, options)
         if mesh.process_index == 0:
-            print(f"test accuracy {accuracy:.4f}, weights in {options.checkpoint}", flush=True)
+            weights = f"weights in {options.checkpoint}"
+            print(f"test accuracy {history.accuracy:.4f}, {weights}", flush=True)
+            save_picture(history, options.output)
     return 0
 
 

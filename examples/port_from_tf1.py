@@ -21,7 +21,7 @@ import numpy as np
 from command_line import Parser, file, in_range, on_devices
 from digits import Digits, accuracy, initial_weights, load, mean_loss, read_weights
 from matplotlib.figure import Figure
-from report import conclude, draw_accuracies, draw_losses, print_table, where
+from report import add_legends, conclude, draw_accuracies, draw_losses, print_table, where
 from rich.progress import Progress
 
 import gradreduce as gr
@@ -216,7 +216,7 @@ def save_picture(trainings: dict[str, Training], path: Path) -> None:
     for name, training in trainings.items():
         draw_losses(left, training.losses, name)
         draw_accuracies(right, training.accuracies, name)
-    right.legend(fontsize="small")
+    add_legends(left, right)
     figure.savefig(path, dpi=120)
 
 

@@ -25,7 +25,7 @@ class History:
     """The results of a training run.
 
     Attributes:
-        losses: mean loss of each step, per worker or for all together.
+        losses: mean loss of each step, per worker or of all replicas.
         accuracies: pairs of a step and the test accuracy after it.
         weights: the final weights by name.
         seconds: duration of the training loop.
@@ -79,21 +79,24 @@ def print_table(title: str, rows: dict[str, str]) -> None:
     rich.print(table)
 
 
-def draw_losses(
-    panel: Axes, losses: Sequence[float], label: str | None = None, first_step: int = 1
-) -> None:
+def draw_losses(panel: Axes, losses: Sequence[float], label: str, first_step: int = 1) -> None:
     """Draws the loss of each step."""
-    panel.plot(range(first_step, first_step + len(losses)), losses, label=label)
+    steps = range(first_step, first_step + len(losses))
+    panel.plot(steps, losses, label=label, linewidth=1, alpha=0.8)
     panel.set(title="Training loss", xlabel="step", ylabel="cross-entropy", yscale="log")
 
 
-def draw_accuracies(
-    panel: Axes, accuracies: Sequence[tuple[int, float]], label: str | None = None
-) -> None:
-    """Draws the test accuracy over the steps, and the goal."""
+def draw_accuracies(panel: Axes, accuracies: Sequence[tuple[int, float]], label: str) -> None:
+    """Draws the test accuracy over the steps."""
     panel.plot(*zip(*accuracies, strict=True), marker=".", label=label)
-    panel.axhline(GOAL, color="gray", linestyle="--", linewidth=1)
     panel.set(title="Test accuracy", xlabel="step", ylabel="accuracy")
+
+
+def add_legends(losses: Axes, accuracies: Axes) -> None:
+    """Draws the goal, and the legends of the panels of losses and accuracies."""
+    accuracies.axhline(GOAL, color="gray", linestyle="--", linewidth=1, label=f"goal, {GOAL}")
+    for panel in (losses, accuracies):
+        panel.legend(fontsize="small")
 
 
 def save_picture(history: History, path: Path) -> None:
@@ -102,9 +105,8 @@ def save_picture(history: History, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     for name, losses in history.losses.items():
         draw_losses(left, losses, name, history.first_step)
-    if len(history.losses) > 1:
-        left.legend(fontsize="small")
-    draw_accuracies(right, history.accuracies)
+    draw_accuracies(right, history.accuracies, "center" if history.num_pushes else "all replicas")
+    add_legends(left, right)
     figure.savefig(path, dpi=120)
 
 
@@ -135,7 +137,7 @@ def train_and_report(
         rows = {
             "devices": where(mesh),
             "test accuracy": f"{history.accuracy:.4f}",
-            "steps/s": f"{len(history.losses['all']) / history.seconds:.1f}",
+            "steps/s": f"{len(history.losses['all replicas']) / history.seconds:.1f}",
             **{f"{name} per step": f"{count:.10g}" for name, count in history.per_step.items()},
             "digest of the weights": history.digest,
         }

@@ -46,7 +46,7 @@ import rich
 from command_line import Parser, file, in_range, on_devices, one_of, placement
 from digits import Digits, accuracy, initial_weights, load, loss_and_gradients, read_weights
 from matplotlib.figure import Figure
-from report import conclude, draw_accuracies, draw_losses, print_table, where
+from report import add_legends, conclude, draw_accuracies, draw_losses, print_table, where
 from rich.progress import Progress
 from rich.table import Table
 
@@ -340,8 +340,9 @@ def save_picture(history: History, path: Path) -> None:
     """Saves a figure of loss, test accuracy, and each worker's gradients."""
     figure = Figure(figsize=(11, 3.5), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    draw_losses(left, history.losses)
-    draw_accuracies(middle, history.accuracies)
+    draw_losses(left, history.losses, "mean of an update")
+    draw_accuracies(middle, history.accuracies, "chief")
+    add_legends(left, middle)
     names = [str(number) for number in range(len(history.gradients))]
     bottom = np.zeros(len(names))
     outcomes = {
@@ -364,7 +365,7 @@ def save_picture(history: History, path: Path) -> None:
 def make_parser() -> Parser:
     """Returns the parser of the flags."""
     parser = Parser(__doc__)
-    add_flags(parser, "number of threads, each with its own device")
+    add_flags(parser, "number of threads, each with its own device", "sync_replicas.png")
     flag = parser.flag
     flag("--backend", "auto", *one_of("auto", "sim", "cuda"), "GPUs or simulated devices")
     flag("--placement", None, placement, "a number from 0 to 63 for each worker, as 0,0,1,1,2",
@@ -373,8 +374,14 @@ def make_parser() -> Parser:
     return parser
 
 
-def add_flags(parser: Parser, workers: str) -> None:
-    """Adds the flags of workers in threads and in processes; ``workers`` describes the first."""
+def add_flags(parser: Parser, workers: str, output: str) -> None:
+    """Adds the flags of workers in threads and in processes.
+
+    Args:
+        parser: gets the flags.
+        workers: describes the number of workers.
+        output: the name of the figure's file.
+    """
     flag = parser.flag
     flag("--workers", 5, in_range(int, 1, 64), "1 to 64", workers)
     flag("--replicas-to-aggregate", None, in_range(int, 1, 64), "1 to 64",
@@ -394,7 +401,7 @@ def add_flags(parser: Parser, workers: str) -> None:
         "0 to 4294967295",
         "random seed of weights and batches",
     )
-    flag("--output", "sync_replicas.png", file(".png"), "a .png file in a folder that exists",
+    flag("--output", output, file(".png"), "a .png file in a folder that exists",
          "file for the figure")  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def take_grads(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; returns 0 if the goal is reached, else 1."""
     parser = Parser(__doc__)
-    add_flags(parser, "number of processes")
+    add_flags(parser, "number of processes", "sync_replicas_ray.png")
     options = read_options(parser, arguments)
     if options.replicas_to_aggregate > options.workers:
         parser.error(f"argument --replicas-to-aggregate: got {options.replicas_to_aggregate} for "

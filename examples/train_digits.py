@@ -91,7 +91,7 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
     seconds = time.perf_counter() - start
     mean_losses = cross_device_ops.all_reduce([[of_replica] for of_replica in np.transpose(losses)])
     return History(
-        {"all": [float(loss) for loss in mean_losses[0][0]]},
+        {"all replicas": [float(loss) for loss in mean_losses[0][0]]},
         accuracies,
         {variable.name: variable.numpy() for variable in variables},
         seconds,
@@ -200,7 +200,7 @@ def make_parser() -> Parser:
         "0 to 4294967295",
         "random seed; the same seed gives the same weights",
     )
-    flag("--output", "digits.png", file(".png"), "a .png file in a folder that exists",
+    flag("--output", "train_digits.png", file(".png"), "a .png file in a folder that exists",
          "file for the figure")  # fmt: skip
     flag("--save-weights", None, file(".npz"), "a .npz file in a folder that exists",
          "file for the final weights")  # fmt: skip

@@ -85,7 +85,9 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
                 accuracies.append((number, accuracy(flat(replicas[0]), digits)))
     seconds = time.perf_counter() - start
     values = dict(zip(weights, flat(replicas[0]), strict=True))
-    return History({"all": losses}, accuracies, values, seconds, per_step(journal, options.steps))
+    return History(
+        {"all replicas": losses}, accuracies, values, seconds, per_step(journal, options.steps)
+    )
 
 
 def jax_indices(mesh: gr.Mesh) -> Sequence[int]:
@@ -123,7 +125,7 @@ def make_parser() -> Parser:
     flag("--steps", 500, in_range(int, 1, 10_000), "1 to 10000", "number of training steps")
     flag("--learning-rate", 0.1, in_range(float, 1e-6, 10), "1e-6 to 10", "learning rate")
     flag("--seed", 0, in_range(int, 0, 2**32 - 1), "0 to 4294967295", "random seed")
-    flag("--output", "digits.png", file(".png"), "a .png file in a folder that exists",
+    flag("--output", "train_jax.png", file(".png"), "a .png file in a folder that exists",
          "file for the figure")  # fmt: skip
     parser.set_defaults(placement=None, kernels="numpy")
     return parser

@@ -539,7 +539,7 @@ def test_the_example_learns_and_says_whether_it_has_reached_the_goal(example, ca
     status, rows = example("--devices", "2", "--steps", "80")
     assert float(rows["test accuracy"]) > 0.85
     assert status == (float(rows["test accuracy"]) < 0.95)
-    assert Path("digits.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("train_jax.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         example("--devices", "5")
     assert "--devices: got 5, but JAX has 4; allowed: 1 to 64" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_four_threads_reach_the_goal(early):
     assert rows["pushes"] == "400"
     assert float(rows["test accuracy"]) >= 0.95
     assert "digest of the weights" not in rows  # it is another one each time
-    picture = (early.folder / "digits.png").read_bytes()
+    picture = (early.folder / "train_digits.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     assert len(picture) > 5000
 

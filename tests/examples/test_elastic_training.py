@@ -14,7 +14,9 @@ pytestmark = pytest.mark.repo
 
 def trained(path: Path, steps: int, replicas: int = 3) -> dict[str, Any]:
     flags = ["--checkpoint", str(path), "--steps", str(steps), "--replicas", str(replicas)]
-    assert elastic_training.main(flags) == 0
+    picture = path.with_suffix(".png")
+    assert elastic_training.main([*flags, "--output", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     return elastic_training.load(path)
 
 

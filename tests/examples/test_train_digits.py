@@ -150,7 +150,7 @@ def test_the_plain_command_reaches_the_goal(early):
     rows = table(early.stdout)
     assert float(rows["test accuracy"]) >= 0.95
     assert float(rows["steps/s"]) > 0
-    picture = (early.folder / "digits.png").read_bytes()
+    picture = (early.folder / "train_digits.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     assert len(picture) > 5000
     assert b"IEND" in picture[-12:]
@@ -159,7 +159,7 @@ def test_the_plain_command_reaches_the_goal(early):
 def test_a_run_that_misses_the_goal_says_so_and_exits_with_1(script, capsys):
     assert script.main(["--backend", "sim", "--steps", "1"]) == 1
     assert "below 0.95" in capsys.readouterr().out
-    assert Path("digits.png").is_file()
+    assert Path("train_digits.png").is_file()
 
 
 @pytest.mark.parametrize("aggregation", ["add_n", "tree", "accumulate_n"])

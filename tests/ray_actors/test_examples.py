@@ -120,7 +120,7 @@ def test_workers_of_agn_in_processes(ended):
     assert "8 pushes, " in text
     assert float(rows["launches per step"]) > 1
     assert "The test accuracy 0." in text
-    assert is_picture(folder / "digits.png")
+    assert is_picture(folder / "train_digits.png")
     assert wait_until_true(lambda: not actors_of("digits"))  # the cluster is still there
 
 
@@ -133,7 +133,7 @@ def test_backup_workers_in_processes(ended):
     rows = {row[0]: row[1] for row in cells(text)}
     assert rows["global step"] == "20"
     assert rows["dropped"] == f"{counts[1][1]}, {counts[1][2]} of them delayed"
-    assert is_picture(folder / "sync_replicas.png")
+    assert is_picture(folder / "sync_replicas_ray.png")
     assert wait_until_true(lambda: not actors_of("sync-replicas"))
 
 
@@ -179,4 +179,4 @@ def test_four_workers_of_agn_reach_the_goal(tmp_path, monkeypatch):
     rows = {row[0]: row[1] for row in cells(text)}
     assert rows["pushes"] == "200"
     assert float(rows["test accuracy"]) >= 0.95
-    assert is_picture(tmp_path / "digits.png")
+    assert is_picture(tmp_path / "train_digits.png")

@@ -284,7 +284,8 @@ def elastic(launcher: str) -> None:
         return call(self, terms)
 
     gr.SyncStep.__call__ = step
-    elastic_training.main(["--checkpoint", str(folder / "c.ckpt"), "--steps", "70"])
+    files = ["--checkpoint", str(folder / "c.ckpt"), "--output", str(folder / "c.png")]
+    elastic_training.main([*files, "--steps", "70"])
 
 
 def trained(mesh: Any, wrap: Callable[[Any], Any]) -> tuple[list[Any], int]:

@@ -71,8 +71,9 @@ def test_training_continues_when_an_agent_joins_and_when_it_is_killed(tmp_path):
     begun = re.findall(r"4 replicas in (\d) process\(es\), from step (\d+)", text)
     assert sorted(begun, key=lambda each: int(each[1])) == [("1", "0"), ("2", "20"), ("1", "40")]
     undisturbed = run(
-        "none", 1, str(EXAMPLE), "--checkpoint", str(tmp_path / "whole.ckpt"), "--steps", "70"
-    )
+        "none", 1, str(EXAMPLE), "--checkpoint", str(tmp_path / "whole.ckpt"), "--steps", "70",
+        "--output", str(tmp_path / "whole.png"),
+    )  # fmt: skip
     assert undisturbed.returncode == 0, undisturbed.text
     wanted, found = (dict(np.load(tmp_path / name)) for name in ("whole.ckpt", "c.ckpt"))
     np.testing.assert_equal(found, wanted)
