@@ -216,16 +216,21 @@ def test_errors_create_nothing(mesh):
     center = gr.AGNCenter(mesh[0])
     getter = gr.AGNCustomGetter(mesh[1], center=center)
     net = torch.nn.Linear(2, 1)
-    no_values = (
-        "the parameter 'weight' has no values: call a lazy module once, and initialize a module of "
-        "the device meta after module.to_empty(device=...)"
+    lazy, meta = torch.nn.LazyLinear(1), torch.nn.Linear(2, 1, device="meta")
+    lazy_text = (
+        "the parameter 'weight' of a lazy module has no shape yet: run a forward of the module "
+        "before this"
+    )
+    meta_text = (
+        "the parameter 'weight' is on the meta device and has no values: call "
+        "module.to_empty(device=...), and initialize or load the module, before this"
     )
     for module, made_for, error, text in [
         ([net], getter, TypeError, f"module=[{net}] must be a torch.nn.Module, not of TorchScript"),
         (net, mesh, TypeError, "getter=<Mesh sim [0, 1, 2]> is not an AGNCustomGetter"),
         (torch.nn.ReLU(), getter, ValueError, "the module has no parameter"),
-        (torch.nn.LazyLinear(1), getter, ValueError, no_values),
-        (torch.nn.Linear(2, 1, device="meta"), getter, ValueError, no_values),
+        (lazy, getter, ValueError, lazy_text),
+        (meta, getter, ValueError, meta_text),
     ]:
         with pytest.raises(error) as caught:
             gr.torch.functional(module, made_for)

@@ -14,6 +14,7 @@ from gradreduce.device import Device
 from gradreduce.errors import NotCopied, about, brief, listed
 from gradreduce.optim.agn import AGNCustomGetter
 
+from .engine import check_value
 from .variables import places_of
 
 
@@ -146,11 +147,7 @@ def functional(module: Any, getter: AGNCustomGetter) -> FunctionalModule:
     if not named:
         raise ValueError("the module has no parameter")
     for name, parameter in named.items():
-        if parameter.is_meta or torch.nn.parameter.is_lazy(parameter):
-            raise ValueError(
-                f"the parameter {brief(name)} has no values: call a lazy module once, and "
-                "initialize a module of the device meta after module.to_empty(device=...)"
-            )
+        check_value(f"the parameter {brief(name)}", parameter)
         if name in getter._made:
             raise ValueError(
                 f"the getter has a variable {brief(name)} already: make a getter for each worker, "
