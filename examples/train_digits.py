@@ -233,7 +233,8 @@ def train_agn_of(parser: Parser, options: argparse.Namespace) -> Callable[..., H
     try:
         import agn_ray
     except ModuleNotFoundError as error:
-        parser.error(f"argument --engine: {error}: pip install 'gradreduce[ray]'")
+        hint = "pip install 'gradreduce[ray]' (in a clone: pip install '.[ray]')"
+        parser.error(f"argument --engine: {error}: {hint}")
     return agn_ray.train_agn
 
 

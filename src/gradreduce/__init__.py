@@ -36,6 +36,7 @@ from gradreduce.errors import (
     InvalidArgumentError,
     InvalidVariableError,
     MixedDtypesError,
+    install_hint,
 )
 from gradreduce.opaque import hide_from_compiler
 from gradreduce.optim import (
@@ -144,5 +145,5 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        text = f"gr.{name} needs {name}, which is not installed: pip install 'gradreduce[{name}]'"
+        text = f"gr.{name} needs {name}, which is not installed: {install_hint(name)}"
         raise ModuleNotFoundError(text, name=name) from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from gradreduce.errors import install_hint
+
 
 def main() -> None:
     """Runs the command; exits with its status."""
@@ -15,8 +17,7 @@ def main() -> None:
         if library not in ("click", "rich"):
             raise
         raise SystemExit(
-            f"the gradreduce command needs {library}, which is not installed: "
-            "pip install 'gradreduce[cli]'"
+            f"the gradreduce command needs {library}, which is not installed: {install_hint('cli')}"
         ) from None
     try:
         command(prog_name="gradreduce")

@@ -201,6 +201,11 @@ def about(what: str, error: TypeError | ValueError) -> TypeError | ValueError:
     return type(error)(f"{what}: {error}") if ours else error
 
 
+def install_hint(extra: str) -> str:
+    """Returns the commands that install an extra, from a package index and in a clone."""
+    return f"pip install 'gradreduce[{extra}]' (in a clone: pip install '.[{extra}]')"
+
+
 def listed(items: Iterable[Any], most: int = 5) -> str:
     """Lists at most ``most`` items for a message: ``"a, b and 7 more"``."""
     texts = [str(item) for item in items]

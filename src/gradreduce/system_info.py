@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradreduce.backends import INSTALL_CUDA, num_cores
-from gradreduce.errors import BackendUnavailableError
+from gradreduce.errors import BackendUnavailableError, install_hint
 
 if TYPE_CHECKING:
     from gradreduce.backends.cuda.gpus import Gpu
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 # Libraries that are imported, because they may load a libnccl; and how to install them.
 _IMPORTED = {
     "CuPy": ("cupy", INSTALL_CUDA),
-    "PyTorch": ("torch", "pip install 'gradreduce[torch]'"),
-    "JAX": ("jax", "pip install 'gradreduce[jax]'"),
+    "PyTorch": ("torch", install_hint("torch")),
+    "JAX": ("jax", install_hint("jax")),
 }
 # Libraries that are not imported, because they load no libnccl.
 _INSTALLED = {
-    "Ray": ("ray", "pip install 'gradreduce[ray]'"),
-    "mpi4py": ("mpi4py", "pip install 'gradreduce[mpi]'"),
-    "Matplotlib": ("matplotlib", "pip install 'gradreduce[cli]'"),
+    "Ray": ("ray", install_hint("ray")),
+    "mpi4py": ("mpi4py", install_hint("mpi")),
+    "Matplotlib": ("matplotlib", install_hint("cli")),
 }
 
 

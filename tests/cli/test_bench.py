@@ -178,7 +178,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run("add_n", "--max-bytes", "1K", "--plot", str(tmp_path / "bench.png"))
     assert result.exit_code == 1
-    assert "pip install 'gradreduce[cli]'" in result.output
+    assert "pip install 'gradreduce[cli]' (in a clone: pip install '.[cli]')" in result.output
 
 
 @pytest.mark.parametrize(

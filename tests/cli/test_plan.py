@@ -201,7 +201,7 @@ def test_a_folder_is_one_line(tmp_path):
 def test_a_header_that_is_nested_deeply_is_one_line(tmp_path):
     path = tmp_path / "wrong.safetensors"
     path.write_bytes(struct.pack("<Q", 20_000) + b"[" * 20_000)
-    check_one_line(run(str(path)), "maximum recursion depth exceeded")
+    check_one_line(run(str(path)), "is not a valid .safetensors file")  # Python 3.14 reads it
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,10 @@ def test_other_processes_are_refused(processes):
         opened(2, processes=processes)
 
 
-INSTALL = re.escape("pip install 'gradreduce[cuda12]'")
+INSTALL = re.escape(
+    "pip install 'gradreduce[cuda13]' (in a clone: pip install '.[cuda13]'); "
+    "for CUDA 12, without PyTorch, write cuda12"
+)
 
 
 @pytest.fixture(params=["not installed", "broken", "no GPU"])
@@ -292,7 +295,7 @@ def test_without_a_backend_it_warns_once_and_simulates(caplog, monkeypatch):
     for part in (
         "simulated devices (NumPy)",
         "CuPy is",
-        "pip install 'gradreduce[cuda12]'",
+        "pip install 'gradreduce[cuda13]' (in a clone: pip install '.[cuda13]')",
         "GRADREDUCE_BACKEND=sim silences this",
         "GRADREDUCE_BACKEND=cuda makes it an error",
     ):

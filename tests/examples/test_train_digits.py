@@ -306,7 +306,8 @@ def test_without_ray_the_engine_is_a_bad_flag(script, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         script.main(["--mode", "agn", "--engine", "ray"])
     assert stopped.value.code == 2
-    assert "pip install 'gradreduce[ray]'; allowed: threads, ray\n" in capsys.readouterr().err
+    hint = "pip install 'gradreduce[ray]' (in a clone: pip install '.[ray]')"
+    assert f"{hint}; allowed: threads, ray\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["flag", "environment"])

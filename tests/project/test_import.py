@@ -77,7 +77,8 @@ for name in ("torch", "jax", "ray"):
 
 def test_a_missing_library_is_named_with_its_extra():
     assert run_python(MISSING).splitlines() == [
-        f"gr.{name} needs {name}, which is not installed: pip install 'gradreduce[{name}]'"
+        f"gr.{name} needs {name}, which is not installed: pip install 'gradreduce[{name}]' "
+        f"(in a clone: pip install '.[{name}]')"
         for name in ("torch", "jax", "ray")
     ]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from gradreduce.device.op_log import replace_file
+from gradreduce.errors import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +50,7 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure  # slow to import
     except ModuleNotFoundError as error:
         raise click.ClickException(
-            f"a picture needs {error.name}, which is not installed: pip install 'gradreduce[cli]'"
+            f"a picture needs {error.name}, which is not installed: {install_hint('cli')}"
         ) from error
     return Figure(figsize=(width, height), layout="constrained")
 

@@ -20,7 +20,7 @@ from gradreduce.device import Mesh
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.process_group import ProcessGroup
 from gradreduce.device.waiting import run_in_thread
-from gradreduce.errors import BackendUnavailableError, CollectiveError, brief
+from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, install_hint
 
 from .gpu_exchange import choose_gpu_move, connect_gpus, describe_gpus
 
@@ -249,7 +249,7 @@ def _imported(module: str, extra: str) -> Any:
         return import_module(f".{module}", __package__)
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI
         raise BackendUnavailableError(
-            f"{module} cannot be imported ({error}); pip install 'gradreduce[{extra}]'"
+            f"{module} cannot be imported ({error}); {install_hint(extra)}"
         ) from error
 
 
