@@ -57,8 +57,28 @@ def test_the_two_commands_are_there():
     assert 'python -m pip install ".[test]" && python -m pytest' in text
 
 
+def test_the_block_for_gpus_is_there():
+    text = README.read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    assert blocks[1].splitlines() == [
+        "python -m venv .venv && . .venv/bin/activate",
+        'python -m pip install ".[cuda13,examples,cli,test]"',
+        "gradreduce check --backend cuda",
+        "python examples/train_digits.py --backend cuda",
+        "python -m pytest --require-gpu",
+    ]
+
+
+def test_only_the_last_section_has_links_to_files():
+    """They lead nowhere on a package index, which shows the README without the repository."""
+    text, title, links = README.read_text(encoding="utf-8").partition("## Guides and other pages")
+    assert title and "\n## " not in links
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert re.findall(r"\]\((?!https://).*?\)|^\[.*\]:", prose, re.MULTILINE) == []
+
+
 def test_the_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 220
 
 
 @pytest.mark.whole_product

@@ -80,6 +80,7 @@ class SkipLedger:
             "jax": self._lacks_library,
             "ray": self._lacks_library,
             "safetensors": self._lacks_library,
+            "uv": self._lacks_library,
             "mpi": self._lacks_mpi,
         }
 
