@@ -21,6 +21,8 @@ WITHOUT_PYTORCH = types.SimpleNamespace(Tensor=np.ndarray, ones=np.ones)
 
 def fits(value: Any, said: Any) -> bool:
     """Whether a value has a type; for lists, tuples and dicts also their items."""
+    # From NumPy 2.5 on, NDArray is an alias of its own kind.
+    said = getattr(get_origin(said), "__value__", said)
     kind, inner = get_origin(said) or said, get_args(said)
     if said is Any:
         return True
