@@ -9,6 +9,7 @@ import pytest
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype, as_dtype
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SHAPES = [(64, 32), (32,), (32, 10), ()]
 NUM_MICRO = 3
@@ -73,7 +74,7 @@ IMPLEMENTATIONS = ("numpy", pytest.param("compiled", marks=pytest.mark.host))
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 @pytest.mark.parametrize("peer_access", [True, False])
-@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_values_equal_a_plain_model(placement, algorithm, peer_access, kernels):
     with open_sim(placement, peer_access=peer_access, kernels=kernels) as mesh:

@@ -7,6 +7,7 @@ import pytest
 
 import gradreduce as gr
 from gradreduce.accumulator import take_now
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 
 class InjectedError(RuntimeError):
@@ -251,7 +252,7 @@ def test_a_joint_take_that_an_apply_to_one_completes(
 # -- over a mesh ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_over_a_mesh(mesh, inject_error, method, algorithm):
     ops = gr.AllReduceCrossDeviceOps(algorithm)
     acc = gr.ConditionalAccumulator("float16", device=mesh, cross_device_ops=ops)

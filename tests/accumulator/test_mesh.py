@@ -11,8 +11,7 @@ from support.exact_data import FLOATS, exact_data, random_data, same
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype
 from gradreduce.errors import InvalidArgumentError
-
-ALGORITHMS = ["nccl", "hierarchical_copy"]
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 
 @pytest.fixture(params=ALGORITHMS)

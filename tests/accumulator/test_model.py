@@ -21,6 +21,7 @@ from support.exhaustive import examples
 import gradreduce as gr
 from gradreduce.accumulator import multi, take_now, take_queue
 from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 NUM_DEVICES = 3
 OFFSETS = st.sampled_from([0, 0, 0, 1, 2, -1, -2])
@@ -140,7 +141,7 @@ class World:
 class Accumulators(RuleBasedStateMachine):
     """Small integers: every gradient is exact in float16, their sum only in float32."""
 
-    @initialize(algorithm=st.sampled_from(["hierarchical_copy", "nccl"]), peers=st.booleans())
+    @initialize(algorithm=st.sampled_from(list(ALGORITHMS)), peers=st.booleans())
     def open_mesh(self, algorithm, peers):
         self.mesh = gr.open_mesh([0, 0, 1], backend="sim", strict=True, peer_access=peers)
         ops = gr.AllReduceCrossDeviceOps(algorithm)

@@ -12,6 +12,7 @@ from support.exact_data import exact_data, same
 import gradreduce as gr
 from gradreduce.backends.sim.pool import SimPool
 from gradreduce.errors import InvalidArgumentError
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 
 def counters(*accumulators):
@@ -271,7 +272,7 @@ def test_a_take_that_waits_at_the_last_step_ends_with_the_error(mesh):
     assert counters(acc) == [(1, 2**63 - 1, 0)]
 
 
-@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_joint_take_without_memory_leaves_every_sum_unchanged(algorithm, monkeypatch):
     """The first batches may have been launched when a later one gets no memory."""
     size = 40

@@ -9,8 +9,8 @@ import pytest
 from support.exact_data import exact_data, random_data, same
 
 import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
 
-ALGORITHMS = ["nccl", "hierarchical_copy"]
 SIZE = 19
 
 

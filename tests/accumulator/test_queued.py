@@ -14,10 +14,10 @@ from support.exhaustive import seeds
 
 import gradreduce as gr
 from gradreduce.accumulator import take_now
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 PLACEMENTS = ([0, 0], [0, 1], [0, 0, 1, 1], [0, 1, 1, 2, 0])
 CASES = list(itertools.product(PLACEMENTS, (True, False)))
-ALGORITHMS = ("hierarchical_copy", "nccl")
 SIZE = 37
 SEEDS = seeds(50, 200)
 

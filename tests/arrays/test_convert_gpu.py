@@ -13,6 +13,7 @@ import gradreduce as gr
 from gradreduce.arrays.convert import from_buffer, to_buffer
 from gradreduce.device import as_dtype
 from gradreduce.errors import DeviceMismatchError
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "int8", "int64")
@@ -145,7 +146,7 @@ def test_an_all_reduce_of_tensors(mesh):
 
     arrays = [[exact_data((50, 3), "float32", seed=10 * d + t) for t in range(5)] for d in range(4)]
     tensors = [[tensor_of(array) for array in row] for row in arrays]
-    for algorithm in ("nccl", "hierarchical_copy"):
+    for algorithm in ALGORITHMS:
         ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
         results = ops.all_reduce(tensors, gr.ReduceOp.SUM)
         for row in results:

@@ -13,6 +13,7 @@ from support.exact_data import same
 import gradreduce as gr
 from gradreduce.device import ensure_accessible
 from gradreduce.errors import BackendUnavailableError
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 from .contract import BACKENDS_APART
 
@@ -86,7 +87,7 @@ def test_an_all_reduce_over_a_failed_device_launches_nothing(mesh):
     rows = [[uploaded(device, place)] for place, device in enumerate(mesh.devices)]
     mesh.devices[3].mark_failed(REASON)
     with mesh.journal() as journal:
-        for algorithm in ("hierarchical_copy", "nccl"):
+        for algorithm in ALGORITHMS:
             ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
             with raises_failed(mesh.devices[3].name):
                 ops.all_reduce(rows)

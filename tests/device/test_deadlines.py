@@ -16,6 +16,7 @@ from support.hanging_devices import TEST_TIMEOUT, clock, resume, stall, wait_for
 import gradreduce as gr
 from gradreduce.device import Mesh, pending_calls
 from gradreduce.errors import BackendUnavailableError, CancelledError, CollectiveError
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 __all__ = ["clock"]
 SIZES = (40, 70, 3)
@@ -68,7 +69,7 @@ def test_the_documentation_quotes_the_message():
 
 @pytest.mark.parametrize("seed", [0, 1, 5])
 @pytest.mark.parametrize("peers", [True, False])
-@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_stuck_device_is_named_with_its_pack_and_tensors(clock, algorithm, peers, seed):
     """The call does not block; waits for its result raise; after a reset it works again."""
     with opened(seed=seed, peer_access=peers) as mesh:
@@ -94,7 +95,7 @@ def test_a_stuck_device_is_named_with_its_pack_and_tensors(clock, algorithm, pee
         assert is_right(reduce_all(mesh, ops, deadline=TEST_TIMEOUT))
 
 
-@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_pack_at_which_a_device_hangs_is_named(clock, monkeypatch, algorithm):
     """A device that hangs at any point is named as late; over the cases it hangs in every pack."""
     monkeypatch.setattr("gradreduce.reduce.pipeline.STAGE_BYTES", 1)

@@ -10,6 +10,7 @@ import pytest
 from support.trace_format import check_trace
 
 import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def reduce(mesh, algorithm="hierarchical_copy"):
     return gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh).all_reduce(grads)
 
 
-@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_trace_has_the_records_of_the_journal(mesh, tmp_path, algorithm):
     path = tmp_path / "trace.json"
     with mesh.trace(path) as traced, mesh.journal() as journal:

@@ -10,6 +10,7 @@ from support.exact_data import random_data, same
 import gradreduce as gr
 from gradreduce.backends.sim import device as sim
 from gradreduce.ops import KERNELS, divide
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SHAPES = [(33, 7), (5,), (), (300,)]
 PLACEMENT = [0, 0, 1]
@@ -32,7 +33,7 @@ def steps(mesh: gr.Mesh) -> list[np.ndarray]:
         variables = [
             gr.Variable(random_data(shape, "float32", seed=50), device=mesh) for shape in SHAPES
         ]
-        ops = gr.AllReduceCrossDeviceOps(["hierarchical_copy", "nccl"][place % 2], 1, mesh=mesh)
+        ops = gr.AllReduceCrossDeviceOps(list(ALGORITHMS)[place % 2], 1, mesh=mesh)
         step = gr.SyncStep(variables, optimizer(), ops, aggregation_method=place % 3)
         for turn in range(2):
             assert step(terms_of(10 * turn))

@@ -11,6 +11,7 @@ from support.meshes import num_grown
 import gradreduce as gr
 from gradreduce.backends.sim import device as sim
 from gradreduce.reduce import pipeline
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM = gr.ReduceOp.SUM
 SHAPES = [(60,), (5, 3), (), (200,)] * 3  # on eight devices too many for an inline table
@@ -75,7 +76,7 @@ def ready(mesh, algorithm, setting, form, monkeypatch):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_steady_state_allocates_nothing(algorithm, setting, form, monkeypatch):
     # NCCL over several GPUs is not captured.
     placement = [0, 0] if (form, algorithm) == (captured, "nccl") else [0, 0, 1]

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 pytestmark = pytest.mark.repo
 
@@ -225,7 +226,7 @@ def test_saved_weights_are_those_of_the_digest(script, capsys):
     assert sorted(path.name for path in Path().iterdir()) == ["a.png", "w.npz"]
 
 
-@pytest.mark.parametrize("all_reduce", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("all_reduce", ALGORITHMS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_table_counts_what_the_journal_counts(
     script, capsys, monkeypatch, all_reduce, placement

@@ -24,6 +24,7 @@ from gradreduce.device import (
     join_streams,
     launch_table,
 )
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 from .plugin import fresh
 
@@ -269,7 +270,7 @@ class Program:
             [device.upload(holds) for holds in row]
             for device, row in zip(self.mesh.devices, rows, strict=True)
         ]
-        algorithm = self.random.choice(("nccl", "hierarchical_copy"))
+        algorithm = self.random.choice(list(ALGORITHMS))
         cross = gr.AllReduceCrossDeviceOps(
             algorithm, num_packs=self.random.choice((0, 1, 2)), mesh=self.mesh
         )

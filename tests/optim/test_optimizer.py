@@ -8,6 +8,7 @@ from optim.model import ones
 from support.exact_data import exact_data, same
 
 import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 # -- gradients ------------------------------------------------------------------------------------
 
@@ -24,7 +25,7 @@ def test_plain_mirrored_and_per_replica_gradients_do_the_same(mesh):
         assert all((buffer.numpy() == -wanted).all() for buffer in variable.buffers)
 
 
-@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_per_replica_gradients_are_reduced_by_the_ops_that_are_set(mesh, algorithm):
     class Counted(gr.AllReduceCrossDeviceOps):
         def batch_reduce(self, reduce_op, value_destination_pairs):

@@ -12,12 +12,12 @@ from support.meshes import MeshCase, hierarchical_sum, launches_of, owned, refus
 
 import gradreduce as gr
 from gradreduce.device import Buffer
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 mesh = meshes.mesh
 numpy_mesh = meshes.numpy_mesh
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-ALGORITHMS = ("hierarchical_copy", "nccl")
 Layer = namedtuple("Layer", ["weight", "bias"])
 
 

@@ -18,11 +18,12 @@ from support.meshes import MeshCase
 
 import gradreduce as gr
 from gradreduce.device import mean_dtype
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 LAWS = settings(deadline=None, max_examples=examples(80))
 
-ALGORITHMS = st.sampled_from(["hierarchical_copy", "nccl"])
+NAMES = st.sampled_from(list(ALGORITHMS))
 OPS = st.sampled_from([SUM, MEAN])
 SHAPES = st.one_of(
     st.just(()), st.tuples(st.integers(0, 40)), st.just((70, 300)),
@@ -100,7 +101,7 @@ def _quotient(array, divisor):
 
 
 @LAWS
-@given(cases(), BATCHES, PACKINGS, OPS, ALGORITHMS)
+@given(cases(), BATCHES, PACKINGS, OPS, NAMES)
 def test_a_batch_is_its_values_one_by_one(case, batch, packing, op, algorithm):
     with case.open() as mesh:
         columns = batch.arrays(len(mesh))
@@ -110,7 +111,7 @@ def test_a_batch_is_its_values_one_by_one(case, batch, packing, op, algorithm):
 
 
 @LAWS
-@given(cases(), BATCHES, PACKINGS, PACKINGS, OPS, ALGORITHMS)
+@given(cases(), BATCHES, PACKINGS, PACKINGS, OPS, NAMES)
 def test_any_packing_is_no_packing(case, batch, packing, other, op, algorithm):
     with case.open() as mesh:
         columns = batch.arrays(len(mesh))
@@ -121,7 +122,7 @@ def test_any_packing_is_no_packing(case, batch, packing, other, op, algorithm):
 
 
 @LAWS
-@given(cases(), BATCHES, PACKINGS, st.randoms(use_true_random=False), OPS, ALGORITHMS)
+@given(cases(), BATCHES, PACKINGS, st.randoms(use_true_random=False), OPS, NAMES)
 def test_permuting_the_batch_permutes_the_results(case, batch, packing, random, op, algorithm):
     order = list(range(len(batch.tensors)))
     random.shuffle(order)

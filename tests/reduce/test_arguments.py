@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import get_args
 
 import numpy as np
 import pytest
 from support.meshes import MeshCase, owned, per_replica, refused, unchanged
 
 import gradreduce as gr
+from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError, about
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-ALGORITHMS = ("hierarchical_copy", "nccl")
 
 
 @pytest.fixture
@@ -76,6 +78,10 @@ def test_presets_check_their_number_too(preset, value):
     assert preset().num_packs == 1
     assert preset(0).num_packs == 0
     assert preset(3).reduce(SUM, value, value).values[1][0] == 3
+
+
+def test_the_type_of_the_argument_names_all_algorithms():
+    assert get_args(AllReduceAlg) == tuple(ALGORITHMS)
 
 
 def test_presets_choose_the_algorithm():

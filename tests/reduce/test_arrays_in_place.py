@@ -11,9 +11,9 @@ from support.exact_data import exact_data, same
 from support.meshes import MeshCase, unchanged
 
 import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM = gr.ReduceOp.SUM
-ALGORITHMS = ["hierarchical_copy", "nccl"]
 PLACEMENTS = [(0, 0, 0), (0, 1, 2), (0, 0, 1, 1)]
 KERNELS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
 

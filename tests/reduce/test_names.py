@@ -10,9 +10,9 @@ from support.thread_group import run_processes
 import gradreduce as gr
 from gradreduce.device import PackInfo
 from gradreduce.errors import InvalidArgumentError
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-ALGORITHMS = ("hierarchical_copy", "nccl")
 NAMES = ("layers.0.weight", "layers.0.bias", "head.weight")
 
 

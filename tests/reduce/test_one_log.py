@@ -8,6 +8,7 @@ from support.meshes import MeshCase, owned, per_replica
 
 import gradreduce as gr
 from gradreduce.reduce import all_reduce_ops
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPES = [((3, 2), "float32"), ((5,), "float32"), ((7,), "int32"), ((4,), "float32")]
@@ -55,7 +56,7 @@ def entries_since(mesh, count):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_view_has_the_same_operations_and_labels(monkeypatch, mesh, pairs, algorithm):
     ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
     ops.batch_reduce(MEAN, pairs)

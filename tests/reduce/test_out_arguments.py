@@ -12,6 +12,7 @@ import gradreduce as gr
 from gradreduce.device import Buffer, Device
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 from gradreduce.reduce import pipeline
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPES = [(33, 5), (3,), (), (0, 2), (40,)]
@@ -142,7 +143,7 @@ def test_out_is_written_for_other_destinations_too():
 
 
 @pytest.mark.parametrize("peers", [True, False])
-@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_in_place_has_the_same_bits_in_every_legal_order(algorithm, peers, monkeypatch):
     """Also in stages: a later stage is packed before an earlier one is unpacked."""
     monkeypatch.setattr(pipeline, "STAGE_BYTES", 100)

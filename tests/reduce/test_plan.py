@@ -10,6 +10,7 @@ from support import meshes
 from support.meshes import MeshCase, owned, per_replica, refused
 
 import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
@@ -57,7 +58,7 @@ def agreed(mesh, ops, op, pairs, **options):
     return plan
 
 
-@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("place", [owned, None], ids=["pool", "host"])
 def test_the_journal_agrees(numpy_mesh, settings, algorithm, place):
@@ -81,7 +82,7 @@ def test_the_journal_agrees_on_whatever_a_batch_may_hold(numpy_mesh, coalesce):
     both = gr.PerReplica([table.parts[0], *value.buffers[1:]])
     pairs = [(value, value), (table, table), (value, last), (counted, value), (table, "sim:0"),
              (counted, [last]), (value, numpy_mesh), (both, last), (both, both)]  # fmt: skip
-    for algorithm in ("nccl", "hierarchical_copy"):
+    for algorithm in ALGORITHMS:
         for op in (SUM, MEAN):
             ops = ops_of(algorithm, numpy_mesh)
             plan = agreed(numpy_mesh, ops, op, pairs, coalesce=coalesce)
@@ -185,7 +186,7 @@ def test_reduction_groups_are_planned_too():
         agreed(mesh, ops, MEAN, [(value, value)])
 
 
-@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_planning_does_nothing_and_equal_calls_have_equal_plans(algorithm):
     with MeshCase((0, 1, 1)).open() as mesh:
         ops = ops_of(algorithm, mesh)

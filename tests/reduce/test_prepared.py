@@ -17,6 +17,7 @@ from support.reduction_calls import dense, table
 import gradreduce as gr
 from gradreduce.device import as_dtype
 from gradreduce.errors import BackendUnavailableError
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPES = [((40, 7), "float32"), ((), "float16"), ((0, 2), "float32"), ((9,), "int16"),
@@ -202,7 +203,7 @@ def test_threads_take_turns():
             assert all(map(same, arrays_of(step.results), arrays_of(ops.batch_reduce(op, pairs))))
 
 
-@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("seeds", seeds(16, 48))
 def test_every_legal_order_has_the_same_bits(algorithm, seeds):
     def replayed(seed, placement, peers):
@@ -247,7 +248,7 @@ def unread(seed, placement, algorithm):
         return [near.numpy().tobytes() for near in kept]
 
 
-@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_replay_is_ordered_after_the_previous_one(algorithm):
     for placement in ([0, 1, 2], [0, 0, 1, 1]):
         expected = unread(None, placement, algorithm)

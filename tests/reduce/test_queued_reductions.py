@@ -16,6 +16,7 @@ from support.reduction_calls import data, dense, everything
 
 import gradreduce as gr
 from gradreduce.reduce.algorithm import Job
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 ISLANDS = frozenset({(0, 1), (1, 0), (2, 3), (3, 2)})
 CASES = [
@@ -32,7 +33,7 @@ def bits(seed, algorithm, placement, peer_access):
 
 
 @pytest.mark.parametrize("seeds", seeds(2 * len(CASES), 84))
-@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_reduction_has_the_same_bits_in_every_legal_order(algorithm, seeds):
     expected = {place: bits(None, algorithm, *case) for place, case in enumerate(CASES)}
     for seed in seeds:

@@ -9,7 +9,7 @@ from support.exact_data import random_data, same
 from support.meshes import (
     PLACEMENTS,
     MeshCase,
-    collective_sum,
+    expected_of,
     hierarchical_sum,
     num_grown,
     owned,
@@ -18,9 +18,8 @@ from support.meshes import (
 
 import gradreduce as gr
 from gradreduce.device import Device, as_dtype
+from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
-
-ALGORITHMS = ("hierarchical_copy", "nccl")
 
 
 def check(results, expected):
@@ -40,10 +39,8 @@ def filled_flat(mesh, shapes, dtype="float32"):
     return flat, views, [[view.numpy() for view in replicas] for replicas in views]
 
 
-def expected_of(algorithm, arrays, mesh, divisor):
-    if algorithm == "nccl":
-        return [collective_sum(of_one, placement_of(mesh), divisor) for of_one in arrays]
-    return [hierarchical_sum(of_one, divisor) for of_one in arrays]
+def expected_sums(algorithm, arrays, mesh):
+    return [expected_of(algorithm, of_one, placement_of(mesh), 3) for of_one in arrays]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -53,7 +50,7 @@ def test_consumed_gradients_become_the_results(mesh, num_packs, algorithm):
     flat, views, arrays = filled_flat(mesh, [(40,), (3, 5), (), (0,)])
     with ExitStack() as guard:
         results = ops.reduce_buffers(views, divisor=3, consume=guard)
-    check(results, expected_of(algorithm, arrays, mesh, 3))
+    check(results, expected_sums(algorithm, arrays, mesh))
     # With stages an error may come after some packs are reduced: gradients stay unchanged.
     if algorithm == "hierarchical_copy" and not HierarchicalCopy(mesh.devices).in_place:
         assert all(
@@ -77,7 +74,7 @@ def test_without_consume_nothing_is_overwritten(mesh, num_packs, algorithm):
     flat, views, arrays = filled_flat(mesh, [(40,), (3, 5), ()])
     before = [buffer.numpy() for buffer in flat.buffers]
     results = ops.reduce_buffers(views, divisor=3)
-    check(results, expected_of(algorithm, arrays, mesh, 3))
+    check(results, expected_sums(algorithm, arrays, mesh))
     assert all(same(b.numpy(), a) for b, a in zip(flat.buffers, before, strict=True))
 
 

@@ -10,9 +10,9 @@ from support.thread_group import run_processes
 
 import gradreduce as gr
 from gradreduce.errors import CollectiveError
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-ALGORITHMS = ["hierarchical_copy", "nccl"]
 
 
 @pytest.fixture(

@@ -11,8 +11,7 @@ from support.exact_data import FLOATS, exact_data, random_data, same
 from support.exhaustive import examples
 from support.meshes import (
     MeshCase,
-    collective_sum,
-    hierarchical_sum,
+    expected_of,
     launches_of,
     per_replica,
     placement_of,
@@ -20,6 +19,7 @@ from support.meshes import (
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype, as_dtype
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 WIRES = ("float16", "bfloat16", "float32")
@@ -44,22 +44,18 @@ def cast(array, dtype, divisor=1):
         return array.astype(dtype)
 
 
-def expected_of(algorithm, arrays, mesh, op, wire):
+def expected_on(wire, algorithm, arrays, mesh, op):
     n, wire = len(arrays), as_dtype(wire)
     divisor = n if op is MEAN else 1
     early = divisor if wire.itemsize == 2 else 1
     terms = [cast(array, wire, early) for array in arrays]
     late = 1 if early != 1 else divisor
-    if algorithm == "nccl":
-        total = collective_sum(terms, placement_of(mesh), late)
-    else:
-        total = hierarchical_sum(terms, late)
-    return cast(total, arrays[0].dtype)
+    return cast(expected_of(algorithm, terms, placement_of(mesh), late), arrays[0].dtype)
 
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_terms_are_cast_summed_and_cast_back(mesh, algorithm, dtype, wire):
     make = exact_data if algorithm == "nccl" else random_data
     for op, num_packs in ((SUM, 0), (MEAN, 1), (MEAN, 3), (SUM, 2)):
@@ -71,7 +67,7 @@ def test_terms_are_cast_summed_and_cast_back(mesh, algorithm, dtype, wire):
         before = [[np.array(array) for array in value.values] for value in values]
         reduced = ops.batch_reduce(op, [(value, value) for value in values])
         for value, arrays, result in zip(values, before, reduced, strict=True):
-            expected = expected_of(algorithm, arrays, mesh, op, wire)
+            expected = expected_on(wire, algorithm, arrays, mesh, op)
             for found, array, kept in zip(result.values, value.values, arrays, strict=True):
                 assert found.dtype == dtype
                 assert same(found, expected), (op, num_packs)

@@ -203,6 +203,20 @@ def collective_sum(
         return _finished(_numbers(total).astype(_accumulate_dtype(first)), divisor, first)
 
 
+# Algorithm -> the function that computes its expected result.
+_SUMS = {
+    "nccl": collective_sum,
+    "hierarchical_copy": lambda replicas, _, divisor: hierarchical_sum(replicas, divisor),
+}
+
+
+def expected_of(
+    algorithm: str, replicas: Sequence[np.ndarray], placement: Sequence[int], divisor: float = 1
+) -> np.ndarray:
+    """The expected result of an algorithm for replicas on these physical devices."""
+    return _SUMS[algorithm](replicas, placement, divisor)
+
+
 def _left_to_right(terms: Sequence[np.ndarray]) -> np.ndarray:
     total = _numbers(terms[0]).astype(_accumulate_dtype(terms[0]))
     for term in terms[1:]:

@@ -6,6 +6,7 @@ import pytest
 from support.arrays_in_place import check_reduced_in_place
 
 import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 
 def array_on(device, host):
@@ -21,7 +22,7 @@ def overwrite(array) -> None:
 
 
 @pytest.mark.multi_gpu(2)
-@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("placement", [[0, 1], [0, 0, 1, 1]], ids=str)
 def test_memory_of_cuda_malloc_is_not_packed(placement, algorithm, gpus):
     gpus(len(placement))

@@ -23,6 +23,7 @@ from gradreduce.backends.cuda import nccl as cuda_nccl
 from gradreduce.device import Device, Mesh
 from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.errors import BackendUnavailableError, CollectiveError
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 pytestmark = pytest.mark.fake_cupy
 __all__ = ["clock"]
@@ -72,7 +73,7 @@ def communicators(mesh: Mesh) -> list:
     return mesh.collective._cliques.communicators()
 
 
-@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algorithm):
     """No thread waits in the driver, where a wait for a hanging stream never ends."""
     assert is_right(reduced(mesh, algorithm, deadline=TEST_TIMEOUT))

@@ -17,6 +17,7 @@ import gradreduce as gr
 from gradreduce.arrays.convert import from_buffer, kind_of, to_buffer
 from gradreduce.backends import open_mesh
 from gradreduce.device import Mesh, as_dtype
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 FAKE = getattr(sys.modules.get("cupy"), "FAKE", False)
 pytestmark = [] if FAKE else [pytest.mark.jax]
@@ -108,7 +109,7 @@ def test_an_all_reduce_over_logical_devices(mesh, put):
         [put(values, device) for values in row]
         for row, device in zip(rows, mesh.devices, strict=True)
     ]
-    for algorithm in ("nccl", "hierarchical_copy"):
+    for algorithm in ALGORITHMS:
         ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
         for row, device in zip(ops.all_reduce(grads, gr.ReduceOp.SUM), mesh.devices, strict=True):
             for place, array in enumerate(row):

@@ -8,6 +8,7 @@ from support.exact_data import same, unflushed_data
 from support.reduction_calls import dense
 
 import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPES = [((40, 7), "float32"), ((9,), "int16"), ((20_000,), "float32"), ((33,), "bfloat16")]
@@ -67,7 +68,7 @@ def test_over_nccl_too(placement, gpus):
 
 
 @pytest.mark.fake_cupy
-@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("seed", range(4))
 def test_without_peer_access_too(algorithm, seed, gpus):
     gpus(seed, peers=False)

@@ -7,6 +7,7 @@ from support.exact_data import same
 from support.reduction_calls import everything
 
 import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 PLACEMENTS = [
     pytest.param([0], marks=pytest.mark.gpu, id="0"),
@@ -41,7 +42,7 @@ def test_over_nccl_too(placement, gpus):
 
 
 @pytest.mark.fake_cupy
-@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_without_peer_access_too(algorithm, gpus):
     gpus(5, peers=False)
     check([0, 1, 1, 2, 0], algorithm)

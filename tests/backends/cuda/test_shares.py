@@ -6,6 +6,7 @@ from support.exact_data import same, unflushed_data
 from support.thread_group import run_processes
 
 import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.fake_cupy]
 PLACEMENTS = [[0, 0], [0, 1, 1], [0, 1, 2, 3]]
@@ -15,7 +16,7 @@ def like(buffer):
     return buffer.device.empty(buffer.shape, buffer.dtype)
 
 
-@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("peers", [True, False])
 def test_shares_have_the_bits_of_the_simulation(placement, algorithm, peers, gpus):

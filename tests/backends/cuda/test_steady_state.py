@@ -6,13 +6,14 @@ import pytest
 from end_to_end.test_steady_state import FORMS, SETTINGS, captured, into, plain, ready
 
 import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 pytestmark = pytest.mark.fake_cupy
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("placement", [[0] * 8, [0, 0, 1, 1]], ids=str)
 def test_a_steady_state_allocates_nothing(placement, algorithm, setting, form, gpus, monkeypatch):
     """If the GPUs have finished at the next call; a GPU that is behind needs more memory."""

@@ -18,6 +18,7 @@ import numpy as np
 from support.process_cases import LAYOUTS, check, counts_of
 
 import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM = gr.ReduceOp.SUM
 HEALTHY = 60.0  # seconds, also on a machine that is busy
@@ -104,7 +105,7 @@ def optimized(launcher: str) -> None:
             optimizer.minimize(lambda: np.sum(v * (rank + 1.0)))
             assert (v.numpy() == -turn * (size + 1) / 2).all(), v.numpy()
     for counts in ((2,) * size, [1 + rank % 2 for rank in range(size)]):
-        for alg in ("nccl", "hierarchical_copy"):
+        for alg in ALGORITHMS:
             with gr.open_mesh(
                 counts[rank], backend="sim", processes=launcher, timeout=HEALTHY
             ) as mesh:
