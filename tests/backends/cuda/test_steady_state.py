@@ -33,6 +33,7 @@ def test_a_steady_state_allocates_nothing(placement, algorithm, setting, form, g
         assert (more.get("synchronize", 0), journal.syncs, journal.uploads) == (0, 0, 0)
         assert more.get("memcpy", 0) + more.get("memcpyPeer", 0) == journal.copies
         assert not more["malloc"] or form in (plain, into)
-        if len(mesh.by_physical) == 1:
+        # Another algorithm may use the queues of several devices of a GPU.
+        if len(mesh.by_physical) == 1 and algorithm in ("nccl", "hierarchical_copy"):
             assert not more.get("record") and not more.get("wait")
         assert all((each.numpy() == len(mesh)).all() for one in held for each in one.buffers)
