@@ -236,9 +236,10 @@ def public_names() -> Iterator[str]:
 
 def check_reference(app: Sphinx, env: BuildEnvironment) -> None:
     """Warns of public names that the reference does not have, or has twice."""
+    # First, because it imports the modules: the second build of a site has read no page with them.
+    names = [f"gradreduce.{name}" for name in public_names()]
     logger, entries = logging.getLogger(__name__), entries_by_origin(env)
     documented = env.domains.python_domain.objects
-    names = [f"gradreduce.{name}" for name in public_names()]
     missing = [name for name in names if name not in documented and origin_of(name) not in entries]
     if missing:
         logger.warning("docs/api/*.md has no %s", ", ".join(missing))
