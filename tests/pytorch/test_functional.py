@@ -114,7 +114,13 @@ def test_gradients_and_buffers_are_those_of_the_module(mesh, name):
     assert [each.trainable for each in model.variables] == [
         each.requires_grad for each in wanted.values()
     ]
-    value, pairs = optimizer.compute_gradients(lambda: loss_of(model, x), return_loss=True)
+
+    def loss_and_state():
+        loss = loss_of(model, x)
+        model.state_dict({each.name: np.zeros(each.shape, each.dtype) for each in model.variables})
+        return loss  # backward does not see the zeros
+
+    value, pairs = optimizer.compute_gradients(loss_and_state, return_loss=True)
     for key, tensor in net.state_dict().items():
         assert tensor.equal(before[key])  # its buffers too
     assert all(each.grad is None for each in net.parameters())
@@ -221,12 +227,17 @@ def test_errors_create_nothing(mesh):
         "the parameter 'weight' of a lazy module has no shape yet: run a forward of the module "
         "before this"
     )
+    rows = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.LazyBatchNorm1d(affine=False))
+    rows_text = lazy_text.replace("parameter 'weight'", "buffer '1.running_mean'")
+    wrapped = gr.torch.DataParallel(torch.nn.Linear(2, 1), mesh[:1])
     meta_text = (
         "the parameter 'weight' is on the meta device and has no values: call "
         "module.to_empty(device=...), and initialize or load the module, before this"
     )
     for module, made_for, error, text in [
-        ([net], getter, TypeError, f"module=[{net}] must be a torch.nn.Module, not of TorchScript"),
+        ([net], getter, TypeError, f"module=[{net}] must be a torch.nn.Module"),
+        (wrapped, getter, TypeError, "a DataParallel has replicas of its own: pass its .module"),
+        (rows, getter, ValueError, rows_text),
         (net, mesh, TypeError, "getter=<Mesh sim [0, 1, 2]> is not an AGNCustomGetter"),
         (torch.nn.ReLU(), getter, ValueError, "the module has no parameter"),
         (lazy, getter, ValueError, lazy_text),

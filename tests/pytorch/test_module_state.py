@@ -149,6 +149,20 @@ def test_a_load_that_fails_changes_no_replica_of_any_process():
         assert texts[4].startswith("load_state_dict(assign=True) would replace the parameters")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_checksums_of_permuted_and_negated_matrices_differ(dtype):
+    import torch
+
+    from gradreduce.torch.module_state import _checksum
+
+    for rows in (torch.eye(64).tolist(), [[1, 2], [2, 1]], [[1, -1], [-1, 1]]):
+        matrix = torch.tensor(rows, dtype=getattr(torch, dtype))
+        others = matrix.clone(), matrix.roll(1, 0), -matrix
+        sums = [int(_checksum(torch.nn.ParameterList([each]))) for each in (matrix, *others)]
+        assert sums[0] == sums[1]
+        assert sums[0] not in sums[2:]
+
+
 def exchange_rows(weight):
     weight.copy_(weight.flip(0).clone())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import meshes
@@ -20,6 +21,7 @@ import gradreduce as gr
 from gradreduce.device import mean_dtype
 from gradreduce.reduce.algorithms import ALGORITHMS
 
+pytestmark = pytest.mark.filterwarnings("ignore:agg_small_grads")  # with packs
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 LAWS = settings(deadline=None, max_examples=examples(80))
 

@@ -164,7 +164,7 @@ def _as_integer(name: str, number: int | Variable) -> int:
 
 def check_sparse_mean(sparse_mean: str, reduction_type: str) -> None:
     """Raises ``ValueError`` if ``sparse_mean`` is unknown, or has no effect on a SUM."""
-    if sparse_mean not in ("per_row", "per_gradient"):
+    if not isinstance(sparse_mean, str) or sparse_mean not in ("per_row", "per_gradient"):
         raise ValueError(f'sparse_mean {brief(sparse_mean)} not in: "per_row", "per_gradient"')
     if sparse_mean != "per_row" and reduction_type == "SUM":
         raise ValueError(

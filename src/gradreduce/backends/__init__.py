@@ -293,7 +293,7 @@ def _cuda_backend() -> tuple[ModuleType, ModuleType, ModuleType]:
     return cuda, nccl, streams
 
 
-_opened: WeakSet[Mesh] = WeakSet()  # and not freed, but they may be closed
+_opened: WeakSet[Mesh] = WeakSet()  # by the program, and not freed, but they may be closed
 _default: list[Mesh] = []
 _default_lock = ModuleLock()
 
@@ -316,11 +316,12 @@ def default_mesh() -> Mesh:
     with _default_lock.lock:
         if _open_default() is None:
             _default.append(open_mesh())
+            _opened.discard(_default[0])  # the program has not asked for this one
         return _default[0]
 
 
 def only_mesh() -> Mesh:
-    """Returns the open mesh of this process; if none or several are open, the default mesh.
+    """Returns the mesh that the program has open; if it has none or several, the default mesh.
 
     A mesh that has failed does not count, because the program may have dropped it.
     """

@@ -147,11 +147,11 @@ class Client:
         first = messages[0] if messages else None
         others = [ray.put(message) for message in messages[1:]]
         sent = Call(key, command, arguments, first, others, origin)
-        return self._answered(self._lead.call, sent, timeout=timeout)
+        return self._in_order(self._lead.call, sent, timeout=timeout)
 
     def read(self, method: str, *arguments: Any) -> Any:
         """Calls a method that only reads on all shards; returns the value or message of each."""
-        return self._answered(self._lead.read_all, method, arguments)
+        return self._in_order(self._lead.read_all, method, arguments)
 
     def take(self, num_required: int, timeout: float | None) -> Any:
         """Blocks until there are enough gradients, and takes them.
@@ -249,7 +249,6 @@ class Client:
         Returns:
             The answer, with its arrays.
         """
-        self._wait_for_unanswered(timeout)
         limit = self._limit(timeout)
         end = None if limit is None else time.monotonic() + limit
         while True:
@@ -262,19 +261,24 @@ class Client:
             except (RetryError, ray.exceptions.ObjectLostError):
                 continue
 
-    def _wait_for_unanswered(self, timeout: float | None) -> None:
-        """Waits for the last call of this thread, if that reached its deadline without an answer.
+    def _in_order(self, method: Any, *arguments: Any, timeout: float | None = None) -> Any:
+        """Like ``_answered``, but first waits for a call that reached its deadline unanswered.
 
-        So each thread has at most one call in progress, and its calls run in their order. Ray
-        itself may run the calls of an asynchronous actor in any order.
+        For calls on all shards: each thread has at most one in progress, so they run in its order.
+        Ray itself may run the calls of an asynchronous actor in any order.
 
         Raises:
-            DeadlineExceededError: the last call still has no answer.
+            DeadlineExceededError: within ``timeout`` the earlier call or this one got no answer.
         """
         reference, limit = self._caller.unanswered, self._limit(timeout)
-        if reference is not None and not ray.wait([reference], timeout=limit)[0]:
+        if reference is None:
+            return self._answered(method, *arguments, timeout=limit)
+        begin = time.monotonic()
+        if not ray.wait([reference], timeout=limit)[0]:
             raise self._timeout_error(limit)
         self._caller.unanswered = None
+        left = None if limit is None else max(0.0, limit - (time.monotonic() - begin))
+        return self._answered(method, *arguments, timeout=left)
 
     def _limit(self, timeout: float | None) -> float | None:
         limits = [each for each in (timeout, self._timeout) if each is not None]
@@ -291,7 +295,7 @@ class Client:
             cause = error.cause
             raise cause from None
         except ray.exceptions.GetTimeoutError:
-            self._caller.unanswered = reference
+            self._caller.unanswered = self._caller.unanswered or reference
             raise self._timeout_error(limit) from None
         except ray.exceptions.RayActorError as error:
             if "INTENDED_USER_EXIT" in str(error):

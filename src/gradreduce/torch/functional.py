@@ -14,6 +14,7 @@ from gradreduce.device import Device
 from gradreduce.errors import NotCopied, about, brief, listed
 from gradreduce.optim.agn import AGNCustomGetter
 
+from .data_parallel import DataParallel
 from .engine import check_value
 from .variables import places_of
 
@@ -22,9 +23,8 @@ class FunctionalModule(NotCopied):
     """See ``functional``, which makes it.
 
     Args:
-        module: the user's module.
+        modules: a copy of the user's module for each device of the worker.
         variables: one for each parameter, in the order of ``named_parameters()``.
-        devices: the worker's devices.
 
     Attributes:
         variables: see above.
@@ -32,11 +32,9 @@ class FunctionalModule(NotCopied):
 
     _copy_hint = "call gr.torch.functional for each worker"
 
-    def __init__(
-        self, module: Any, variables: Sequence[Variable], devices: Sequence[Device]
-    ) -> None:
+    def __init__(self, modules: Sequence[Any], variables: Sequence[Variable]) -> None:
         self.variables = list(variables)
-        self._modules = [_without_values(module, device) for device in devices]
+        self._modules = list(modules)
         # A parameter is swapped by hand and stays, unlike in torch.func.functional_call, so that
         # activation checkpoints find it during backward.
         self._places = [
@@ -54,7 +52,8 @@ class FunctionalModule(NotCopied):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module's ``forward`` with the values of the Variables."""
-        return self._module_with([each.read("torch") for each in self.variables])(*args, **kwargs)
+        module, _ = self._replaced([each.read("torch") for each in self.variables])
+        return module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> FunctionalModule:
         """Sets training mode, as the method of a module does; returns itself."""
@@ -80,17 +79,22 @@ class FunctionalModule(NotCopied):
             else each
             for each in self.variables
         ]
-        module = self._module_with([each.read("torch") for each in found])
-        state: dict[str, Any] = copy.deepcopy(module.state_dict())
+        module, kept = self._replaced([each.read("torch") for each in found])
+        try:
+            state: dict[str, Any] = copy.deepcopy(module.state_dict())
+        finally:  # a backward may still read them
+            self._replaced(kept)
         return state
 
-    def _module_with(self, tensors: Sequence[Any]) -> Any:
-        """Returns the module of the current replica, after its parameters are replaced."""
+    def _replaced(self, tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Replaces the parameters of the current replica; returns its module, and those before."""
         index = (current_replica() or 0) if len(self._modules) > 1 else 0
+        before = []
         for tensor, places in zip(tensors, self._places[index], strict=True):
+            before.append(places[0][0]._parameters[places[0][1]])
             for owner, leaf in places:
                 owner._parameters[leaf] = tensor
-        return self._modules[index]
+        return self._modules[index], before
 
 
 def functional(module: Any, getter: AGNCustomGetter) -> FunctionalModule:
@@ -113,7 +117,8 @@ def functional(module: Any, getter: AGNCustomGetter) -> FunctionalModule:
     calls ``functional`` with its own getter. The copy has no parameters of its own. Buffers, such
     as the statistics of ``BatchNorm``, belong to the worker, separately for each of its replicas:
     they are neither pushed nor averaged. Workers in threads share PyTorch's random generator, which
-    ``Dropout`` uses. Activation checkpoints must have ``use_reentrant=False``. A module of
+    ``Dropout`` uses. What ``forward`` writes into a parameter, as ``Embedding(max_norm=)`` does, is
+    not in the Variable. Activation checkpoints must have ``use_reentrant=False``. A module of
     ``torch.compile`` is allowed; the names are then those of its ``named_parameters()``.
 
     Args:
@@ -133,14 +138,31 @@ def functional(module: Any, getter: AGNCustomGetter) -> FunctionalModule:
           worker's replica.
 
     Raises:
-        TypeError: ``module`` is not a module, or a TorchScript module; or ``getter`` is not an
-            AGNCustomGetter.
-        ValueError: there is no parameter, a parameter has no values (it is lazy or on the device
-            ``meta``), is trained and complex, or has another shape or dtype at the center; or the
-            getter has a variable of its name. After an error make a new getter.
+        TypeError: ``module`` is not a module, or is a DataParallel or of TorchScript; or ``getter``
+            is not an AGNCustomGetter.
+        ValueError: there is no parameter; a parameter or buffer has no values (it is lazy or on the
+            device ``meta``); a parameter is trained and complex, or has another shape or dtype at
+            the center; or the getter has a variable of its name. After an error make a new getter.
     """
-    if not isinstance(module, torch.nn.Module) or isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"module={brief(module)} must be a torch.nn.Module, not of TorchScript")
+    named = _checked(module, getter)
+    modules = [_without_values(module, device) for device in getter.devices]
+    variables = [_variable(name, parameter, getter) for name, parameter in named.items()]
+    return FunctionalModule(modules, variables)
+
+
+def _check_module(module: Any) -> None:
+    """Raises ``TypeError`` unless it is a module that can be copied."""
+    if isinstance(module, DataParallel):
+        raise TypeError("a DataParallel has replicas of its own: pass its .module")
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module={brief(module)} must be a torch.nn.Module")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("a TorchScript module cannot be copied: pass the module it was made from")
+
+
+def _checked(module: Any, getter: Any) -> dict[str, Any]:
+    """Validates the arguments of ``functional``; returns the parameters by name."""
+    _check_module(module)
     if not isinstance(getter, AGNCustomGetter):
         raise TypeError(f"getter={brief(getter)} is not an AGNCustomGetter")
     named = dict(module.named_parameters())
@@ -153,8 +175,9 @@ def functional(module: Any, getter: AGNCustomGetter) -> FunctionalModule:
                 f"the getter has a variable {brief(name)} already: make a getter for each worker, "
                 "and one torch.nn.ModuleDict of several modules"
             )
-    variables = [_variable(name, parameter, getter) for name, parameter in named.items()]
-    return FunctionalModule(module, variables, getter.devices)
+    for name, buffer in module.named_buffers():
+        check_value(f"the buffer {brief(name)}", buffer)
+    return named
 
 
 def _variable(name: str, parameter: Any, getter: AGNCustomGetter) -> Variable:

@@ -122,8 +122,12 @@ def _checksum(module: Any) -> Any:
         values = parameter.detach()
         values = torch.view_as_real(values) if values.is_complex() else values
         for bits in values.view(_INTEGERS[values.itemsize]).reshape(-1).split(_BLOCK):
-            # Odd factors, all different: elements in another order have another sum.
-            factors = torch.arange(position, position + len(bits), device=bits.device) * 2 + 1
-            total = total.to(bits.device) + (bits * factors).sum()
+            positions = torch.arange(position, position + len(bits), device=bits.device)
+            # The multipliers of SplitMix64. What is added depends on an element and its place, and
+            # on no linear combination of them, which a permutation or a negation could keep.
+            mixed = bits.to(torch.int64) ^ (positions * -7046029254386353131)
+            mixed = mixed * -4658895280553007687
+            mixed = (mixed ^ (mixed >> 32)) * -7723592293110705685
+            total = total.to(bits.device) + mixed.sum()
             position += len(bits)
     return total

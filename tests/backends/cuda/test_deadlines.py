@@ -106,7 +106,7 @@ def test_a_host_wait_ends_by_its_own_deadline_and_its_memory_stays(here, mesh, w
     stall_queue(here, device)
     device.zeros((4,), "float32")
     # On a busy machine other GPUs may not have finished either.
-    with pytest.raises(CollectiveError, match="passed: cuda:0.* not finished"):
+    with pytest.raises(CollectiveError, match=r"passed: cuda:0.* not finished"):
         if wait == "download":
             buffer.numpy(deadline=0.01)
         else:
