@@ -25,7 +25,7 @@ ELSEWHERE = (
     "CollectiveError", "BackendUnavailableError: backend=", "opened by process 4711",
     "TakeGrad operation was cancelled", "CaptureError",
 )  # fmt: skip
-OF_ACTORS = ("'bias'", "Ray")  # in errors of actors, on a page with other errors
+OF_ACTORS = ("actor 'bias'", " of 'bias'", ": 'bias'", "Ray")  # in errors of actors, on a page with other errors
 
 
 def quotes(page: str) -> list[str]:
