@@ -25,7 +25,8 @@ ELSEWHERE = (
     "CollectiveError", "BackendUnavailableError: backend=", "opened by process 4711",
     "TakeGrad operation was cancelled", "CaptureError",
 )  # fmt: skip
-OF_ACTORS = ("actor 'bias'", " of 'bias'", ": 'bias'", "Ray")  # in errors of actors, on a page with other errors
+# In errors of actors, on a page with other errors.
+OF_ACTORS = ("actor 'bias'", " of 'bias'", ": 'bias'", "Ray")
 
 
 def quotes(page: str) -> list[str]:
