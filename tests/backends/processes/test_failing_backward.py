@@ -12,11 +12,15 @@ PROGRAM = Path(__file__).with_name("failing_backward.py")
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    ("times", "runs"), [(1, 3), pytest.param(25, 2, marks=pytest.mark.exhaustive)]
+    ("share", "times", "runs"),
+    [(0, 1, 3), *[pytest.param(each, 5, 2, marks=pytest.mark.exhaustive) for each in range(1, 6)]],
 )
 @pytest.mark.parametrize("kind", ["DataParallel", "comm_hook"])
 def test_an_error_in_backward_ends_the_process_by_its_traceback(
-    kind: str, times: int, runs: int
+    kind: str,
+    share: int,  # of 50 runs, which take longer than a test may
+    times: int,
+    runs: int,
 ) -> None:
     for _ in range(times):
         done = run("none", 1, str(PROGRAM), kind, str(runs))
