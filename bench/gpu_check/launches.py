@@ -1,74 +1,121 @@
-"""Launches one kernel three times at a size that fills a GPU, for a profiler.
+"""Launches kernels at a size that fills a GPU, each three times, for a profiler.
 
-python -m gpu_check.launches add_n|pack|all_sum|local_sgd [--json FILE] [--quick]
+python -m gpu_check.launches [--json FILE] [--quick]
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from measure.report import keep
+import numpy as np
+from measure.report import keep, options_of
 from measure.resnet50 import resnet50
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Mesh
-
-from .run_ncu import WARM_UPS
+from gradreduce.device import Buffer, Mesh
 
 SIZE, QUICK_SIZE = 2**24, 2**8  # float32 elements: 64 MiB
 NUM_TERMS, SPLIT = 8, 4
-NUM_LAUNCHES = WARM_UPS + 1
+NUM_LAUNCHES = 3  # of each kernel
+WIDTH = 64  # of a row of an embedding
 Launch = Callable[[], object]
+
+
+def operands(mesh: Mesh, count: int, size: int, dtype: str = "float32") -> list[Buffer]:
+    """Returns arrays of random numbers: memory and adders may be quicker with zeros."""
+    pattern = np.random.default_rng(0).standard_normal(min(size, 2**16)).astype(dtype)
+    return [mesh.devices[0].upload(np.resize(pattern, size)) for _ in range(count)]
 
 
 def add_n(mesh: Mesh, size: int) -> Launch:
     """Adds eight terms."""
-    out, *terms = (mesh.devices[0].zeros((size,), "float32") for _ in range(1 + NUM_TERMS))
+    out, *terms = operands(mesh, 1 + NUM_TERMS, size)
     return lambda: ops.add_n([out], [terms])
+
+
+def accumulate_n(mesh: Mesh, size: int) -> Launch:
+    """Adds one term to a sum."""
+    total, term = operands(mesh, 2, size)
+    return lambda: ops.accumulate_n([total], [[term]])
 
 
 def pack(mesh: Mesh, size: int) -> Launch:
     """Packs the gradients of ResNet-50 into a flat buffer."""
     shapes = [(min(size, math.prod(shape)),) for shape in resnet50()]
-    tensors = [mesh.devices[0].zeros(shape, "float32") for shape in shapes]
+    tensors = [operands(mesh, 1, *shape)[0] for shape in shapes]
     (parts,) = mesh.flat_buffer(shapes, "float32").views
     return lambda: ops.pack(parts, tensors)
 
 
 def all_sum(mesh: Mesh, size: int) -> Launch:
     """Adds eight inputs into eight outputs, in two groups."""
-    outs, inputs = (
-        [mesh.devices[0].zeros((size,), "float32") for _ in range(NUM_TERMS)] for _ in range(2)
-    )
+    outs, inputs = (operands(mesh, NUM_TERMS, size) for _ in range(2))
     return lambda: ops.all_sum([outs], [inputs], SPLIT)
+
+
+def square_sum(mesh: Mesh, size: int) -> Launch:
+    """Adds the squares of an array, the first pass of a norm."""
+    inputs = operands(mesh, 1, size)
+    return lambda: ops.block_sums(inputs, mesh.devices[0])
+
+
+def segment_sum(mesh: Mesh, size: int) -> Launch:
+    """Adds rows of the same index, on average ten for each."""
+    rows = size // WIDTH
+    segments = ops.plan_segments(np.random.default_rng(1).integers(0, max(1, rows // 10), rows))
+    (values,) = operands(mesh, 1, size)
+    out = mesh.devices[0].empty((segments.num_segments, WIDTH), "float32")
+    return ops.segment_sum_command([out], [values.view(0, (rows, WIDTH))], [segments])
+
+
+def take_rows(mesh: Mesh, size: int) -> Launch:
+    """Takes half of the rows of an array, in a random order."""
+    rows = size // WIDTH
+    numbers = np.random.default_rng(1).permutation(rows)[: rows // 2]
+    (values,) = operands(mesh, 1, size)
+    out = mesh.devices[0].empty((len(numbers), WIDTH), "float32")
+    return ops.take_rows_command([out], [values.view(0, (rows, WIDTH))], [numbers])
 
 
 def local_sgd(mesh: Mesh, size: int) -> Launch:
     """Runs AGN's local step of one variable."""
-    row = [mesh.devices[0].zeros((size,), "float32") for _ in range(3)]
+    row = operands(mesh, 3, size)
     kernel = ops.RULE_KERNELS[ops.RULES["sgd"], "local"]
     return lambda: ops.update_rows(kernel, [row], (0, 0.1), mesh.devices[0])
 
 
-LAUNCHES = {each.__name__: each for each in (add_n, pack, all_sum, local_sgd)}
+# kernel -> makes its launch
+LAUNCHES = {
+    "add_n": add_n,
+    "accumulate_n": accumulate_n,
+    "pack": pack,
+    "all_sum": all_sum,
+    "square_sum": square_sum,
+    "segment_sum": segment_sum,
+    "take_rows": take_rows,
+    "local_sgd": local_sgd,
+}
+
+
+def functions() -> dict[str, str]:
+    """Returns the name of each kernel's function in its ``.cu`` file, which a profiler shows."""
+    kernels = {kernel.name: kernel for kernel in ops.KERNELS}
+    expressions = {name: kernels[name].expression(kernels[name].templates[0]) for name in LAUNCHES}
+    return {name: text.partition("<")[0] for name, text in expressions.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Launches the kernel and reports the number of launches."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kernel", choices=LAUNCHES)
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--quick", action="store_true", help="a tiny size: only shows that it runs")
-    options = parser.parse_args(arguments)
+    """Launches the kernels in turn and reports the number of launches."""
+    options = options_of(__doc__, arguments)
+    size = QUICK_SIZE if options.quick else SIZE
     with gr.open_mesh(1, backend="cuda") as mesh:
-        launch = LAUNCHES[options.kernel](mesh, QUICK_SIZE if options.quick else SIZE)
+        launches = [prepare(mesh, size) for prepare in LAUNCHES.values()]
         with mesh.journal() as journal:
-            for _ in range(NUM_LAUNCHES):
-                launch()
+            for launch in launches:
+                for _ in range(NUM_LAUNCHES):
+                    launch()
         mesh.synchronize()
     keep({"launches": journal.launches}, options.json)
 

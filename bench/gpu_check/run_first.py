@@ -47,11 +47,12 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
         program("put, add and numpy; warnings are errors", "smoke", 90, **STRICT),
     ),
     "2-kernels": (
-        file(OPS, 90, "float32"),
-        file(OPS, 180),
-        file(f"{DEVICE}.py", 70),
-        file(f"{DEVICE}_launch.py", 70),
-        file(f"{DEVICE}_lifetime.py", 70),
+        program("every kernel compiled", "compile_kernels", 100),
+        file(OPS, 60, "float32"),
+        file(OPS, 140),
+        file(f"{DEVICE}.py", 60),
+        file(f"{DEVICE}_launch.py", 60),
+        file(f"{DEVICE}_lifetime.py", 60),
     ),
     "3-arrays": (
         file("tests/arrays/test_convert_gpu.py", 90),
@@ -66,9 +67,7 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
         of_torch("a failed assertion of PyTorch", "torch_assert", 120),
     ),
     "5-host-time": (program("host time of single calls", "host_costs", 120),),
-    "6-counters": tuple(
-        counters(kernel, 100) for kernel in ("add_n", "pack", "all_sum", "local_sgd")
-    ),
+    "6-counters": (counters(150),),
     "7-benchmarks": (
         program("copy rate", "copy_rate", 40),
         script("bench_ops.py", 220),

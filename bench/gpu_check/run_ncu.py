@@ -1,11 +1,12 @@
-"""Counters of NVIDIA's profiler ``ncu`` for one launch, for section ``first``."""
+"""Counters of NVIDIA's profiler ``ncu`` for a launch of each kernel, for section ``first``."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
-from functools import partial
+import re
+from collections.abc import Mapping, Sequence
 
+from .launches import functions
 from .run_bench import program
 from .section import Check, Checks, Section, find_tool, skipped
 from .setting import Setting
@@ -28,46 +29,49 @@ REFUSED = {
     "Failed to prepare kernel for profiling": "ncu cannot profile on this machine",
     "Profiling is not supported on device": "ncu does not support this device",
 }
-WARM_UPS = 2  # launches of the program that are not counted
 
 
-def counters(kernel: str, seconds: float) -> Section:
-    """Profiles the last launch of ``gpu_check.launches``."""
+def counters(seconds: float) -> Section:
+    """Profiles every launch of ``gpu_check.launches``; the last one of each kernel counts."""
 
     def run(setting: Setting) -> Checks:
-        name = f"{TOOL} {kernel}"
         if setting.fake:
-            yield from program(f"{name}, launched", "launches", seconds, kernel)(setting)
+            yield from program(f"{TOOL}, launched", "launches", seconds)(setting)
             return
         tool = find_tool(TOOL)
         if tool is None:
-            yield skipped(name, f"{TOOL} is not installed")
+            yield skipped(TOOL, f"{TOOL} is not installed")
             return
+        names = "|".join(sorted(set(functions().values())))
         options = (
             "--csv", "--clock-control", "none", "--metrics", ",".join(METRICS.values()),
-            "--kernel-name", f"regex:^{kernel}", "--launch-skip", str(WARM_UPS),
-            "--launch-count", "1",
+            "--kernel-name-base", "function", "--kernel-name", f"regex:^({names})$",
         )  # fmt: skip
-        words = setting.python("-m", "gpu_check.launches", kernel)
+        words = setting.python("-m", "gpu_check.launches")
         plain = {"LC_ALL": "C"}  # a decimal point
-        read = partial(metrics_of, kernel)
-        yield Check(name, (tool, *options, *words), seconds, plain, read, skips=REFUSED)
+        yield Check(TOOL, (tool, *options, *words), seconds, plain, metrics_of, skips=REFUSED)
 
     return run
 
 
-def metrics_of(kernel: str, output: str) -> Mapping[str, float | str]:
-    """Parses ncu's table in the output of a program; returns figures by our names.
+def metrics_of(output: str) -> Mapping[str, Mapping[str, float | str]]:
+    """Parses ncu's table in the output of a program; returns figures of each kernel by our names.
 
     Raises:
-        ValueError: a metric is missing, or of another kernel.
+        ValueError: a metric of a kernel is missing.
     """
     lines = [line for line in output.splitlines() if line.startswith('"')]
-    rows = [row for row in csv.DictReader(lines) if kernel in (row["Kernel Name"] or "")]
-    found = {row["Metric Name"]: row for row in rows}
+    rows = list(csv.DictReader(lines))
+    return {name: _metrics_of(function, rows) for name, function in functions().items()}
+
+
+def _metrics_of(function: str, rows: Sequence[Mapping[str, str]]) -> Mapping[str, float | str]:
+    """Returns the figures of the last launch of a function."""
+    mine = [row for row in rows if re.search(rf"\b{function}\b", row["Kernel Name"] or "")]
+    found = {row["Metric Name"]: row for row in mine}
     missing = [name for name in METRICS.values() if name not in found]
     if missing:
-        raise ValueError(f"ncu printed no {', '.join(missing)} of {kernel}")
+        raise ValueError(f"ncu printed no {', '.join(missing)} of {function}")
     figures = {
         name: float(found[metric]["Metric Value"].replace(",", ""))
         for name, metric in METRICS.items()

@@ -22,6 +22,7 @@ def tools(monkeypatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import gpu_check.__main__ as command
     import gpu_check.child
+    import gpu_check.launches
     import gpu_check.record
     import gpu_check.run_bench
     import gpu_check.run_first
@@ -314,26 +315,35 @@ NCU = (
 
 
 def test_counters_are_read_from_ncus_table(tools):
+    """Of each kernel the last launch counts; names are those of the functions."""
     metrics = tools.run_ncu.METRICS
-    rows = [f'"0","7","void add_n<float>","1","Command line","{name}","%","1,{place}00.5"'
-            for place, name in enumerate(metrics.values())]  # fmt: skip
-    found = tools.run_ncu.metrics_of("add_n", NCU + "\n".join(rows))
-    assert found["dram_percent"] == 1000.5
-    assert set(found) == {*metrics, "duration_unit"}
-    with pytest.raises(ValueError, match="printed no launch__registers_per_thread"):
-        tools.run_ncu.metrics_of("add_n", NCU + "\n".join(rows[:2] + rows[3:]))
-    with pytest.raises(ValueError, match="of pack"):
-        tools.run_ncu.metrics_of("pack", NCU + "\n".join(rows))
+    rows = [
+        f'"{launch}","7","void {function}<float>(Table)","1","Command line","{name}","%",'
+        f'"1,{launch}{place}0.5"'
+        for function in tools.launches.functions().values()
+        for launch in (0, 1)
+        for place, name in enumerate(metrics.values())
+    ]
+    found = tools.run_ncu.metrics_of(NCU + "\n".join(rows))
+    assert found.keys() == tools.launches.LAUNCHES.keys()
+    for figures in found.values():
+        assert figures["dram_percent"] == 1100.5
+        assert set(figures) == {*metrics, "duration_unit"}
+    with pytest.raises(ValueError, match=r"printed no .* of local_update"):
+        tools.run_ncu.metrics_of(NCU + "\n".join(rows[: -2 * len(metrics)]))
 
 
-def test_ncu_looks_at_one_warm_launch_of_the_kernel(tools, complete_setting):
-    (check,) = run_checks(
-        tools, tools.run_ncu.counters("pack", 60), complete_setting, passing(tools)
-    )
+def test_ncu_finds_the_functions_of_the_launched_kernels(tools, complete_setting):
+    """A name that is in no .cu file would profile nothing."""
+    (check,) = run_checks(tools, tools.run_ncu.counters(60), complete_setting, passing(tools))
     words = check.command
-    assert words[words.index("--kernel-name") + 1] == "regex:^pack"
-    assert words[words.index("--launch-skip") + 1] == "2"
-    assert words[-2:] == ("gpu_check.launches", "pack")
+    pattern = re.compile(words[words.index("--kernel-name") + 1].removeprefix("regex:"))
+    text = "".join(path.read_text("utf-8") for path in (ROOT / "kernels").glob("*.cu"))
+    declared = set(re.findall(r"(\w+)\(\s*TABLE_ARGUMENT", text))
+    functions = tools.launches.functions()
+    assert set(functions.values()) <= declared
+    assert {name for name in declared if pattern.search(name)} == set(functions.values())
+    assert words[-1] == "gpu_check.launches"
     assert "ERR_NVGPUCTRPERM" in check.skips
 
 

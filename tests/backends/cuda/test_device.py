@@ -307,6 +307,27 @@ def test_a_compile_error_points_into_the_source_file(mesh, monkeypatch):
         mesh.devices[0].prepare(kernel, kernel.templates[0])
 
 
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            RuntimeError("Failed to find CUDA headers"),
+            r"headers\); pip install 'gradreduce\[cuda13\]'",
+        ),
+        (PermissionError(13, "Permission denied", "/cache"), r"'/cache'\): set CUPY_CACHE_DIR to"),
+    ],
+)
+def test_a_missing_compiler_or_cache_is_named(mesh, monkeypatch, error, text):
+    def refuse(*args, **options):
+        raise error
+
+    monkeypatch.setattr(cupy, "RawModule", refuse)
+    kernel = replace(ADD_N)
+    with pytest.raises(BackendUnavailableError, match=text):
+        mesh.devices[0].prepare(kernel, ("float32", "float32", 2))
+    assert mesh.devices[0].put(np.ones(3)).numpy().sum() == 3  # the device has not failed
+
+
 def test_what_is_prepared_is_compiled_on_each_gpu_once(mesh, monkeypatch):
     compiled = recorded_calls(monkeypatch, compile, "_compile")
     occupancy = "occupancyMaxActiveBlocksPerMultiprocessor"

@@ -12,6 +12,7 @@ import cupy
 
 from gradreduce.device import Kernel, ModuleLock, Template
 from gradreduce.device.kernel import OPTIONS, kernel_text
+from gradreduce.errors import BackendUnavailableError, install_hint
 
 
 class LoadedKernel(NamedTuple):
@@ -40,6 +41,7 @@ def load_kernel(kernel: Kernel, template: Template, ordinal: int, threads: int) 
         threads: the number of threads of a full block.
 
     Raises:
+        BackendUnavailableError: NVRTC or its headers are missing, or CuPy cannot write its cache.
         RuntimeError: NVRTC cannot compile the text; its messages name lines of the ``.cu`` file.
     """
     key = (kernel, template, ordinal)
@@ -66,3 +68,14 @@ def _compile(kernel: Kernel, template: Template) -> Any:
         return module.get_function(expression).kernel
     except cupy.cuda.compiler.CompileException as error:
         raise RuntimeError(f"NVRTC cannot compile {expression}:\n{error}") from error
+    except RuntimeError as error:
+        if hasattr(error, "status"):  # of the driver
+            raise
+        raise BackendUnavailableError(  # CuPy finds no libnvrtc, or no headers of CUDA
+            f"CuPy cannot compile a kernel ({error}); {install_hint('cuda13')}"
+        ) from error
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"CuPy cannot write its cache of compiled kernels ({error}): set CUPY_CACHE_DIR to a "
+            "folder that this process can write"
+        ) from error

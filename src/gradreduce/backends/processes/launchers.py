@@ -140,12 +140,10 @@ def _reason_of(error: BaseException) -> str:
 
 def _meet(mesh: Mesh, group: ProcessGroup) -> None:
     """Compares the settings of this process with those of the others, and connects GPUs."""
-    from importlib.metadata import version  # slow to import
-
     here = {
         "devices": len(mesh.devices),
         "backend": mesh.backend,
-        "version": version("gradreduce"),
+        "version": sys.modules["gradreduce"].__version__,  # which imports this module
         **describe_gpus(mesh, group),
     }
     group.post("open", json.dumps(here))
