@@ -193,7 +193,8 @@ def machines(found: Mapping[str, Report]) -> str:
         for each in found.values()
     }
     kind = "Measured on CPUs, as fractions of the time of a peer or of a plain copy"
-    gpu = "figures of GPUs are in the tables" if reports("gpu") else "no GPU was available"
+    gpus = sorted({each["machine"]["gpu"] for each in reports("gpu").values()})
+    gpu = f"figures of {' and '.join(gpus)} are in the tables" if gpus else "no GPU was available"
     return f"{kind} ({'; '.join(sorted(places))}); {gpu}."
 
 
@@ -260,26 +261,26 @@ def section(name: str, cpu: Report | None, gpu: Report | None) -> Iterator[str]:
     yield doc.splitlines()[0] + "\n"
     if cpu is None:
         yield f"CPU: {NOT_MEASURED}.\n"
-        return
-    yield about(cpu) + "\n"
-    yield from cases(cpu, gpu)
-    yield from counts(cpu, gpu)
-    yield from floors(checked_floors(name, cpu, on_gpu=False))
-    if gpu is not None:
-        yield from [f"GPU: {about(gpu)}\n", *floors(checked_floors(name, gpu, on_gpu=True))]
-    left_out = [f"{what} ({why})" for what, why in cpu["absent"].items()]
-    if left_out:
-        yield f"Left out: {'; '.join(left_out)}.\n"
+    for report in (cpu, gpu):
+        if report is not None:
+            yield about(report) + "\n"
+            yield from cases(report)
+            yield from counts(report)
+            yield from floors(checked_floors(name, report, on_gpu=report is gpu))
+            left_out = [f"{what} ({why})" for what, why in report["absent"].items()]
+            if left_out:
+                yield f"Left out: {'; '.join(left_out)}.\n"
 
 
 def about(report: Report) -> str:
     """Returns machine, versions, command and date of a report."""
     machine = report["machine"]
+    gpu = f"**{machine['gpu']}**; " if "gpu" in machine else ""
     versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items())
     busy = "**the machine was busy with other work**" if report["busy"] else "nothing else ran"
     load = f"; load average {report['load_average']:.1f}" if "load_average" in report else ""
     return (
-        f"`{report['command']}`, {report['date']}; {machine['processor']}, {machine['cores']} "
+        f"{gpu}`{report['command']}`, {report['date']}; {machine['processor']}, {machine['cores']} "
         f"cores, {machine['memory_gib']} GiB; Python {machine['python']}, {versions}; {busy}{load}."
     )
 
@@ -293,9 +294,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield ""
 
 
-def cases(report: Report, gpu: Report | None) -> Iterator[str]:
+def cases(report: Report) -> Iterator[str]:
     """Yields the table of the times: ours and the peers' of each case."""
-    on_gpu = {} if gpu is None else {case["name"]: case for case in gpu["cases"]}
     rows = []
     for case in report["cases"]:
         seconds = {name: took["seconds"] for name, took in case["took"].items()}
@@ -308,11 +308,9 @@ def cases(report: Report, gpu: Report | None) -> Iterator[str]:
             "" if copy is None else milliseconds(copy),
             listed(seconds, copy, ours=True),
             listed(seconds, None, ours=False),
-            *([gpu_times(on_gpu.get(case["name"]))] if on_gpu else []),
         ])  # fmt: skip
     if rows:
-        head = ("case", "copy", "ours (of the copy)", "peers", *(["GPU"] if on_gpu else []))
-        yield from table(head, rows)
+        yield from table(("case", "copy", "ours (of the copy)", "peers"), rows)
 
 
 def listed(seconds: Mapping[str, float], copy: float | None, *, ours: bool) -> str:
@@ -325,14 +323,6 @@ def listed(seconds: Mapping[str, float], copy: float | None, *, ours: bool) -> s
     return "<br>".join(words)
 
 
-def gpu_times(case: Mapping[str, Any] | None) -> str:
-    """Returns our times on a GPU."""
-    if case is None:
-        return NOT_MEASURED
-    seconds = {name: took["seconds"] for name, took in case["took"].items()}
-    return listed(seconds, seconds.get("copy"), ours=True)
-
-
 def milliseconds(seconds: float) -> str:
     """Returns a time with three digits."""
     return figure(seconds * 1e3)
@@ -343,25 +333,16 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def figures_of(report: Report | None) -> dict[str, float]:
-    """Returns what was counted besides times, by case and name."""
-    return {
-        f"{case['name']}: {name}": value
-        for case in (report or {"cases": []})["cases"]
+def counts(report: Report) -> Iterator[str]:
+    """Yields the table of what was counted besides times."""
+    rows = [
+        [f"{case['name']}: {name}", figure(value)]
+        for case in report["cases"]
         for name, value in case["figures"].items()
-    }
-
-
-def counts(report: Report, gpu: Report | None) -> Iterator[str]:
-    """Yields the table of what was counted."""
-    on_gpu = figures_of(gpu)
-    rows = [[name, figure(value)] for name, value in figures_of(report).items()]
-    if gpu is not None:
-        rows = [
-            [*row, figure(on_gpu[row[0]]) if row[0] in on_gpu else NOT_MEASURED] for row in rows
-        ]
+    ]
     if rows:
-        yield from table(("figure", "CPU", *(["GPU"] if gpu is not None else [])), rows)
+        head = ("figure", "GPU" if "gpu" in report["machine"] else "CPU")
+        yield from table(head, rows)
 
 
 def floors(checked: Sequence[Mapping[str, Any]]) -> Iterator[str]:

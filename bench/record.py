@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import page
-from measure.setting import has_gpu
+from measure.setting import gpu_name, has_gpu
 
 from gradreduce.system_info import processor
 
@@ -37,7 +37,7 @@ DIGITS = 4  # that are kept of a figure
 
 
 def machine() -> dict[str, Any]:
-    """Returns processor, memory and versions, on which the figures depend."""
+    """Returns processor, GPU, memory and versions, on which the figures depend."""
     versions = {}
     for library in LIBRARIES:
         try:
@@ -45,6 +45,7 @@ def machine() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
+        **({"gpu": gpu_name()} if has_gpu() else {}),
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),

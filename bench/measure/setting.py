@@ -8,7 +8,7 @@ import gradreduce as gr
 from gradreduce.backends import Kernels
 from gradreduce.device import Mesh
 
-__all__ = ["IMPLEMENTATIONS", "has_gpu", "one_device"]
+__all__ = ["IMPLEMENTATIONS", "gpu_name", "has_gpu", "one_device"]
 
 IMPLEMENTATIONS: tuple[Kernels, ...] = ("numpy", "compiled")
 
@@ -20,6 +20,13 @@ def has_gpu() -> bool:
     import cupy
 
     return bool(cupy.cuda.is_available())
+
+
+def gpu_name() -> str:
+    """Returns the name of the first GPU."""
+    import cupy
+
+    return str(cupy.cuda.runtime.getDeviceProperties(0)["name"].decode())
 
 
 def one_device() -> dict[str, Mesh]:

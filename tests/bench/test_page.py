@@ -90,12 +90,16 @@ def test_a_changed_figure_is_another_page(tools, tmp_path, one_report):
         tools.page.main(["--check"])
 
 
-def test_figures_of_gpus_are_a_column_if_there_are_some(one_report):
+def test_figures_of_gpus_have_tables_of_their_own(tools, one_report, monkeypatch):
     on_cpu = report(copy=1, gradreduce_numpy=2)
     assert "GPU" not in one_report(on_cpu).partition("bench_ops.py\n")[2]
+    monkeypatch.setattr(tools.record, "has_gpu", lambda: True)
+    monkeypatch.setattr(tools.record, "gpu_name", lambda: "NVIDIA H100")
     lines = one_report(report(copy=1, gradreduce_cuda=4), "gpu").splitlines()
-    assert "| sum: 8 floats | 1 | numpy 2 (0.5) |  | cuda 4 (0.25) |" in lines
-    assert "| sum: us | 7.25 | 7.25 |" in lines
+    assert "| sum: 8 floats | 1 | numpy 2 (0.5) |  |" in lines
+    assert "| sum: 8 floats | 1 | cuda 4 (0.25) |  |" in lines
+    assert [lines.count(f"| figure | {kind} |") for kind in ("CPU", "GPU")] == [1, 1]
+    assert sum(line.startswith("**NVIDIA H100**; `python bench/bench_ops.py`") for line in lines)
 
 
 @pytest.mark.parametrize(("mebibytes", "holds"), [(4.0, True), (4.5, False)])
