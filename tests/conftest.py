@@ -33,7 +33,7 @@ def pytest_configure() -> None:
     """Lets tests interrupt this process and its children; sets up the allocator, and JAX.
 
     If a shell starts the process with ``&``, SIGINT is ignored in it, and Python does not change
-    that. JAX reads the environment variables when it is imported.
+    that. JAX reads its environment variables when it is imported.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Of large arrays, each has its own mapping, which is returned to the system when it is freed.
@@ -41,8 +41,9 @@ def pytest_configure() -> None:
     tune = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
     if tune is not None:
         tune(M_MMAP_THRESHOLD, 1 << 18)
-    # On a machine with GPUs, JAX's plain tests use the CPU, and JAX allocates only what it uses.
-    # JAX's CPU has four devices.
+    # On a machine with GPUs the plain tests use simulated devices, and JAX's the CPU; JAX allocates
+    # only what it uses. JAX's CPU has four devices.
+    os.environ.setdefault("GRADREDUCE_BACKEND", "sim")
     os.environ.setdefault("JAX_DEFAULT_DEVICE", "cpu")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")

@@ -61,7 +61,7 @@ class Results(list):
 def jax() -> Any:
     import jax
 
-    assert len(jax.local_devices()) == N
+    assert len(jax.local_devices(backend="cpu")) == N
     return jax
 
 
@@ -76,7 +76,7 @@ def sharding(jax):
     """Makes a sharding of the four devices by a partition spec, over a JAX mesh of this shape."""
 
     def make(spec, shape=(N,)):
-        devices = np.array(jax.local_devices()).reshape(shape)
+        devices = np.array(jax.local_devices(backend="cpu")).reshape(shape)
         named = jax.sharding.Mesh(devices, ("i", "j")[: len(shape)])
         return jax.sharding.NamedSharding(named, jax.sharding.PartitionSpec(*spec))
 
@@ -92,7 +92,7 @@ def sharded(jax, sharding):
         made = sharding(spec, devices)
         shards = [
             jax.device_put(exact_data(made.shard_shape(shape), as_dtype(dtype), seed=r), device)
-            for r, device in enumerate(jax.local_devices())
+            for r, device in enumerate(jax.local_devices(backend="cpu"))
         ]
         return jax.make_array_from_single_device_arrays(shape, made, shards)
 
@@ -101,7 +101,9 @@ def sharded(jax, sharding):
 
 def on_each(jax, make):
     """A list with ``make(replica)``, a tree of NumPy arrays, on each of JAX's devices."""
-    return [jax.device_put(make(r), device) for r, device in enumerate(jax.local_devices())]
+    return [
+        jax.device_put(make(r), device) for r, device in enumerate(jax.local_devices(backend="cpu"))
+    ]
 
 
 def values_of(array):
@@ -211,7 +213,7 @@ def test_the_structure_stays(jax, mesh):
 
 def test_one_device_takes_a_tree_or_a_list_with_one(jax):
     with gr.open_mesh(1, backend="sim") as mesh:
-        tree = {"w": jax.device_put(np.ones(3, np.float32), jax.local_devices()[2])}
+        tree = {"w": jax.device_put(np.ones(3, np.float32), jax.local_devices(backend="cpu")[2])}
         for given in (tree, [tree], (tree, tree)):
             found = gr.jax.all_reduce(given, mesh=mesh)
             assert jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(given)
@@ -222,7 +224,7 @@ def test_one_device_takes_a_tree_or_a_list_with_one(jax):
 def test_arrays_that_are_not_committed_are_moved_to_the_others(jax, mesh):
     params = on_each(jax, lambda r: {"w": np.float32(r), "b": np.float32(r)})
     grads = [jax.grad(lambda each: each["w"] ** 2)(each) for each in params]
-    assert grads[2]["b"].devices() == {jax.local_devices()[0]}  # not used: zeros
+    assert grads[2]["b"].devices() == {jax.local_devices(backend="cpu")[0]}  # not used: zeros
     grads = [{**each, "b": each["b"] + r} for r, each in enumerate(grads)]
     for mean, each in zip(gr.jax.all_reduce(grads, mesh=mesh), params, strict=True):
         assert (float(mean["w"]), float(mean["b"])) == (3, 1.5)
@@ -230,7 +232,9 @@ def test_arrays_that_are_not_committed_are_moved_to_the_others(jax, mesh):
 
 
 def test_devices_of_one_physical_device_may_share_a_device_of_jax(jax):
-    trees = [jax.device_put(np.float32(r), jax.local_devices()[r // 2]) for r in range(N)]
+    trees = [
+        jax.device_put(np.float32(r), jax.local_devices(backend="cpu")[r // 2]) for r in range(N)
+    ]
     with gr.open_mesh([5, 5, 0, 0], backend="sim") as mesh:
         for found, given in zip(gr.jax.all_reduce(trees, mesh=mesh), trees, strict=True):
             assert (float(found), found.devices()) == (1.5, given.devices())
@@ -360,7 +364,7 @@ def test_without_a_mesh_the_default_one_is_used(mesh, sharded, monkeypatch):
 def test_results_on_gpus_are_put_together(jax, sharded):
     like = sharded("columns")
     parts = list(jax.device_put([np.full((3, 2), r, np.float32) for r in range(N)],
-                                jax.local_devices()))  # fmt: skip
+                                jax.local_devices(backend="cpu")))  # fmt: skip
     made = gr.jax._like(like, (Results(parts), range(N)))
     assert (made.shape, made.sharding) == (like.shape, like.sharding)
     assert same(
@@ -414,11 +418,11 @@ def test_a_leaf_that_cannot_be_reduced_is_named(jax, mesh, sharded, sharding):
 def test_trees_that_do_not_fit_are_named(jax, mesh):
     def changed(change, replica=2):
         trees = on_each(jax, lambda r: {"w": [np.ones(3, np.float32)], "b": np.float32(r)})
-        device = jax.local_devices()[replica]
+        device = jax.local_devices(backend="cpu")[replica]
         trees[replica] = change(trees[replica], lambda x: jax.device_put(x, device))
         return trees
 
-    other = jax.local_devices()[0]
+    other = jax.local_devices(backend="cpu")[0]
     cases = {
         r"grads\[2\] has another structure than grads\[0\]: it lacks 'b' and it has also "
         r"'c'$": lambda tree, put: {"w": tree["w"], "c": tree["b"]},
