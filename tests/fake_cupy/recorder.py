@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradreduce.backends.sim import host_compile
+from gradreduce.backends.kernel_cache import cache_folder
 
 from .memory import REGION
 
@@ -136,7 +136,7 @@ def _with_launcher(text: str, expression: str) -> str:
 def _built(source: str, name: str, flags: tuple[str, ...], behind: tuple[str, ...] = ()) -> Path:
     """The product's own cache of builds, with other flags."""
     key = hashlib.sha256("\0".join((source, *flags)).encode()).hexdigest()[:24]
-    path = host_compile._cache_folder() / f"{name}-{key}.so"
+    path = cache_folder() / f"{name}-{key}.so"
     if not path.is_file():
         made = path.with_suffix(f".{os.getpid()}.part")  # another process may build the same
         command = ["g++", *flags, "-x", "c++", "-o", str(made), "-", *behind]

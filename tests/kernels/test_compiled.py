@@ -24,6 +24,7 @@ from support.implementations import (
     random_terms,
 )
 
+from gradreduce.backends import kernel_cache
 from gradreduce.backends.sim import host_compile
 from gradreduce.device import op_log
 from gradreduce.device.kernel import kernel_text
@@ -47,7 +48,7 @@ def cache(tmp_path, monkeypatch):
     """The folder of builds; scratch folders go beside it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    host_compile._warn_once.cache_clear()
+    kernel_cache._warn_once.cache_clear()
     folder = tmp_path / "gradreduce"
     folder.mkdir(mode=0o700)
     return folder
@@ -152,7 +153,7 @@ def replaced(path, content):
 def as_another(path):
     """The same bytes as the build of another kernel."""
     content = path.read_bytes()[:-32]
-    replaced(path, content + host_compile._checksum(b"another key", content))
+    replaced(path, content + kernel_cache._checksum(b"another key", content))
 
 
 SPOILED = {
@@ -184,7 +185,7 @@ NOT_OURS = {
     "a group can write it": lambda folder, patch: folder.chmod(0o770),
     "others can write it": lambda folder, patch: folder.chmod(0o707),
     "another owner": lambda folder, patch: patch.setattr(
-        host_compile.os, "geteuid", lambda: folder.stat().st_uid + 1
+        kernel_cache.os, "geteuid", lambda: folder.stat().st_uid + 1
     ),
 }
 
@@ -210,16 +211,16 @@ def test_a_folder_that_is_exchanged_after_it_was_checked_is_not_loaded_from(
     """Whoever can write to the parent folder can do that."""
     host_compile.host_kernel(small(), BUILD)
     (entry,) = cache.iterdir()
-    check = host_compile._is_valid
+    read = host_compile.read_entry
 
     def exchanged(path, key):
-        valid = check(path, key)
+        content = read(path, key)
         cache.rename(cache.with_name("away"))
         cache.mkdir()
         entry.write_bytes(b"loaded by mistake: this raises")
-        return valid
+        return content
 
-    monkeypatch.setattr(host_compile, "_is_valid", exchanged)
+    monkeypatch.setattr(host_compile, "read_entry", exchanged)
     host_compile.host_kernel(small(), BUILD)
     assert len(builds) == 1
 

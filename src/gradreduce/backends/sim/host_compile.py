@@ -8,29 +8,32 @@ Three builds of the same text:
   GPU.
 * ``sanitized``: ``exact`` with AddressSanitizer and UBSan; the process must preload libasan.
 
-Builds are kept in ``$XDG_CACHE_HOME/gradreduce`` (``~/.cache/gradreduce``) for other processes.
+``kernel_cache`` keeps the builds for other processes.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 import shutil
-import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import cache
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from gradreduce.backends.kernel_cache import (
+    file_name,
+    opened_cache,
+    read_entry,
+    warn_not_cached,
+    write_entry,
+)
 from gradreduce.device import Kernel, ModuleLock, Template
 from gradreduce.device.kernel import kernel_text
 from gradreduce.device.launch_table import TABLE
-from gradreduce.device.op_log import replace_file
-from gradreduce.errors import BackendUnavailableError, log_warning
+from gradreduce.errors import BackendUnavailableError
 
 _COMMON = ("-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas")
 # -ffp-contract=off: otherwise g++ rounds w -= rate*g once, and 1 to 9 % of float32 results differ
@@ -152,20 +155,21 @@ def _load(text: str, name: str, build: str) -> ctypes.CDLL:
     """
     compiler = find_compiler(build)
     key = "\0".join([text, *BUILDS[build], _target(compiler)]).encode()
-    entry = f"{name}-{build}-{hashlib.sha256(key).hexdigest()[:24]}.so"
-    with suppress(OSError), _opened_cache(build) as folder:
-        if _is_valid(folder / entry, key):
+    entry = file_name(f"{name}-{build}", key, ".so")
+    # The sanitizer opens the file by its path when it reports an error.
+    opened = partial(opened_cache, plain_path=build == "sanitized")
+    with suppress(OSError), opened() as folder:
+        if read_entry(folder / entry, key) is not None:
             return ctypes.CDLL(str(folder / entry))
     scratch = Path(tempfile.mkdtemp(prefix="gradreduce-"))
     try:
         made = _compile(compiler, text, scratch / entry, build)
         try:
-            with _opened_cache(build) as folder:
-                content = made.read_bytes()
-                replace_file(folder / entry, content + _checksum(key, content), mode=0o600)
+            with opened() as folder:
+                write_entry(folder / entry, key, made.read_bytes())
                 return ctypes.CDLL(str(folder / entry))
         except OSError as error:
-            _warn_once(_failure_text(error))
+            warn_not_cached(error)
             return ctypes.CDLL(str(made))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -214,81 +218,3 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         raise BackendUnavailableError(
             f"{command[0]} cannot be run: {error}; repair it, or use kernels='numpy'"
         ) from error
-
-
-def _cache_folder() -> Path:
-    """Returns ``gradreduce`` in ``$XDG_CACHE_HOME`` or ``~/.cache``; makes it if missing.
-
-    Raises:
-        OSError: there is no home, or the folder cannot be made.
-    """
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))  # ignored if relative
-    try:
-        folder = (named if named.is_absolute() else Path.home() / ".cache") / "gradreduce"
-    except RuntimeError as error:
-        raise FileNotFoundError(str(error)) from error
-    if not folder.is_absolute():
-        raise FileNotFoundError("HOME is not the path of a folder")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
-
-
-@contextmanager
-def _opened_cache(build: str) -> Iterator[Path]:
-    """Opens the cache folder by a path that stays valid when folders are renamed.
-
-    For the sanitized build, the plain path: the sanitizer opens the file when it reports an error.
-
-    Raises:
-        OSError: there is no folder, or another user can write it and may have put files there.
-    """
-    folder = _cache_folder()
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        found = os.fstat(descriptor)
-        if not _is_ours(found):
-            raise PermissionError(
-                f"{folder} is owned by user {found.st_uid} and has mode "
-                f"{found.st_mode & 0o7777:o}: it must be owned by user {os.geteuid()} and "
-                "writable by nobody else"
-            )
-        opened = Path(f"/proc/self/fd/{descriptor}")
-        yield opened if build != "sanitized" and opened.exists() else folder
-    finally:
-        os.close(descriptor)
-
-
-def _is_ours(found: os.stat_result) -> bool:
-    """Whether only this user can write a file or folder."""
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _is_valid(path: Path, key: bytes) -> bool:
-    """Whether a file is complete and was built by this user for this key."""
-    # Non-blocking: opening a FIFO would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        if not _is_ours(os.fstat(descriptor)):
-            return False
-        content = file.read()
-    size = len(content) - hashlib.sha256().digest_size
-    return content[size:] == _checksum(key, content[:size])
-
-
-def _checksum(key: bytes, content: bytes) -> bytes:
-    """Returns the checksum of key and library, stored at a file's end."""
-    return hashlib.sha256(hashlib.sha256(key).digest() + content).digest()
-
-
-def _failure_text(error: OSError) -> str:
-    """Returns the error and its path, without the random name of a temporary file."""
-    path = "" if error.filename is None else str(error.filename)
-    where = f": {path}" if path and not path.endswith(".part") else ""
-    return (error.strerror or str(error)) + where
-
-
-@cache
-def _warn_once(why: str) -> None:
-    log_warning(
-        __name__, "compiled kernels are not cached, and every process builds its own: %s", why
-    )
