@@ -47,6 +47,8 @@ class Device:
         "WarpSize": 32,
     })  # fmt: skip
 
+    compute_capability = "90"
+
     def __init__(self, device: int = 0) -> None:
         self.id = device
 
@@ -152,7 +154,7 @@ class Array:
 class Kernel:
     """A kernel; also the module that it comes from."""
 
-    __call__ = launch = _nothing
+    __call__ = launch = load = _nothing
     ptr = 0
 
     def __init__(self, **options: Any) -> None:
@@ -161,6 +163,13 @@ class Kernel:
     def get_function(self, name: str) -> Kernel:
         """Returns the kernel."""
         return self
+
+
+def compile_using_nvrtc(
+    source: str, options: Any, *, name_expressions: Any, **others: Any
+) -> tuple[bytes, dict[str, str]]:
+    """Returns no code, and the names of the functions."""
+    return b"", {name: name for name in name_expressions}
 
 
 class CNumpyArray:
@@ -177,6 +186,7 @@ def install() -> None:
         "cupy.cuda.runtime",
         CUDARuntimeError=CUDARuntimeError,
         getDeviceCount=lambda: 1,
+        is_hip=False,
         **dict.fromkeys(("eventQuery", "getDevice", "streamIsCapturing", "streamQuery"), _zero),
         **dict.fromkeys(
             ("eventRecord", "memcpyAsync", "memsetAsync", "setDevice", "streamWaitEvent"), _nothing
@@ -201,18 +211,25 @@ def install() -> None:
         Stream=Stream,
         UnownedMemory=UnownedMemory,
         alloc_pinned_memory=PinnedMemory,
-        compiler=_module("cupy.cuda.compiler", CompileException=RuntimeError),
+        compiler=_module(
+            "cupy.cuda.compiler",
+            CompileException=RuntimeError,
+            compile_using_nvrtc=compile_using_nvrtc,
+        ),
         driver=_module(
             "cupy.cuda.driver", occupancyMaxActiveBlocksPerMultiprocessor=lambda *arguments: 8
         ),
-        function=_module("cupy.cuda.function", CNumpyArray=CNumpyArray),
+        function=_module("cupy.cuda.function", CNumpyArray=CNumpyArray, Module=Kernel),
         get_current_stream=lambda device_id=-1: current,
+        # No real version, because the cache on disk keeps what this one compiles.
+        nvrtc=_module("cupy.cuda.nvrtc", getVersion=lambda: (0, 1)),
         nvtx=_module("cupy.cuda.nvtx", RangePop=_nothing, RangePush=_nothing),
         runtime=runtime,
     )
     Array.__module__ = "cupy"  # by which our code recognizes its arrays
     Array.get = _nothing  # type: ignore[attr-defined]  # and by this
-    _module("cupy", RawModule=Kernel, cuda=cuda, ndarray=Array)
+    # RawModule: for older checkouts
+    _module("cupy", RawModule=Kernel, __version__="14.2.0", cuda=cuda, ndarray=Array)
 
 
 def _module(name: str, **content: Any) -> types.ModuleType:

@@ -206,6 +206,9 @@ def install_hint(extra: str) -> str:
     return f"pip install 'gradreduce[{extra}]' (in a clone: pip install '.[{extra}]')"
 
 
+INSTALL_CUDA = f"{install_hint('cuda13')}; for CUDA 12, without PyTorch, write cuda12"
+
+
 def listed(items: Iterable[Any], most: int = 5) -> str:
     """Lists at most ``most`` items for a message: ``"a, b and 7 more"``."""
     texts = [str(item) for item in items]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradreduce.backends import INSTALL_CUDA, num_cores
-from gradreduce.errors import BackendUnavailableError, install_hint
+from gradreduce.backends import num_cores
+from gradreduce.errors import INSTALL_CUDA, BackendUnavailableError, install_hint
 
 if TYPE_CHECKING:
     from gradreduce.backends.cuda.gpus import Gpu

@@ -6,7 +6,7 @@ with this folder's parent on ``PYTHONPATH``. The modules:
 * ``memory``: device and pinned memory; who owns which bytes, and who used them last.
 * ``machine``: the streams' queues, run in a seeded random valid order; happens-before clocks.
 * ``recorder``: the bytes that a launch reads and writes, from the CUDA sources built by g++.
-* ``kernels``: ``RawModule`` and ``Function``, with checks of the arguments.
+* ``kernels``: ``compile_using_nvrtc``, ``Module`` and ``Function``, with checks of the arguments.
 * ``surface``: ``Device``, ``Stream``, ``Event``; ``arrays``: pools, pinned memory, copies and a
   minimal ``ndarray``; ``computing``: NumPy's functions on it.
 * ``graphs``: stream captures, ours and callers', in CUDA's three modes; CUDA graphs.
@@ -38,8 +38,8 @@ What it detects:
 What it does not show:
 
 * speed and overlap
-* what only NVRTC and a GPU do: NVRTC's dialect, ``-ftz``, inline PTX, races between the threads of
-  one launch
+* what only NVRTC and a GPU do: NVRTC's dialect, its options, inline PTX, races between the threads
+  of one launch
 * implicit synchronization by the legacy default stream (a blocking stream raises an error)
 * other calls that a capture forbids
 * NCCL's order of additions, how it comes to hang, and what an abort does to memory

@@ -1,4 +1,4 @@
-"""``RawModule``, ``RawKernel`` and ``Function``: runs the CUDA sources on the fake GPUs.
+"""``compile_using_nvrtc``, ``Module`` and ``Function``: runs the CUDA sources on the fake GPUs.
 
 Takes the arguments that CuPy 14.2 takes and, unlike CUDA, checks them against the kernel.
 """
@@ -6,6 +6,8 @@ Takes the arguments that CuPy 14.2 takes and, unlike CUDA, checks them against t
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import threading
 import weakref
 from collections.abc import Sequence
@@ -23,9 +25,10 @@ __all__ = [
     "CompileException",
     "Declared",
     "Function",
-    "RawKernel",
-    "RawModule",
+    "Module",
+    "compile_using_nvrtc",
     "declared",
+    "nvrtc_version",
 ]
 
 MAX_THREADS = 1024
@@ -41,6 +44,10 @@ _functions: weakref.WeakValueDictionary[int, Function] = weakref.WeakValueDictio
 
 class CompileException(Exception):
     """NVRTC refused a text."""
+
+
+class DynamicLibNotFoundError(RuntimeError):
+    """Of cuda.pathfinder, by which CuPy finds libnvrtc."""
 
 
 @dataclass(frozen=True)
@@ -77,59 +84,67 @@ class CNumpyArray:
         self._address, _ = v.__array_interface__["data"]
 
 
-class RawModule:
-    """CUDA text and its requested instantiations."""
+def compile_using_nvrtc(  # noqa: PLR0913  # CuPy's
+    source,
+    options=(),
+    arch=None,
+    filename="kern.cu",
+    name_expressions=None,
+    log_stream=None,
+    cache_in_memory=False,
+    jitify=None,
+    method=None,
+):
+    """Returns what ``Module.load`` takes, and the mangled names.
 
-    def __init__(  # noqa: PLR0913  # CuPy's
-        self,
-        code=None,
-        *,
-        path=None,
-        options=(),
-        backend="nvrtc",
-        translate_cucomplex=False,
-        enable_cooperative_groups=False,
-        name_expressions=None,
-        jitify=None,
-    ):
-        if not isinstance(code, str):
-            raise TypeError(f"code must be a str, got {type(code).__name__}")
-        if not isinstance(options, tuple):
-            raise TypeError(f"Expected tuple, got {type(options).__name__}")
-        if backend != "nvrtc" or path is not None:
-            raise NotImplementedError("only NVRTC, from a text")
-        for option in NEEDED_OPTIONS:
-            if option not in options:
-                current().fail(f"options: {option} is missing in {options}")
-        self.code = code
-        self.name_expressions = tuple(name_expressions or ())
-
-    def get_function(self, name):
-        if name not in self.name_expressions:
-            raise CompileException(f"{name} is not among {self.name_expressions}")
-        with current().entered() as machine:
-            if _device() not in range(machine.num_gpus):
-                machine.fail(f"no GPU {_device()}")
+    The code is the source itself, with the expressions by their mangled names.
+    """
+    nvrtc_version()
+    if (arch, log_stream, jitify, method) != (None,) * 4 or not cache_in_memory:
+        raise NotImplementedError("a cubin for the current GPU, without a file")
+    for option in NEEDED_OPTIONS:
+        if option not in options:
+            current().fail(f"options: {option} is missing in {options}")
+    names = {name: "_Z" + re.sub(r"\W", "_", name) for name in name_expressions}
+    for name in names:
         try:
-            return RawKernel(entry(self.code, name), self.code, name)
+            entry(source, name)
         except Refused as error:
             raise CompileException(str(error)) from error
+    entries = {mangled: name for name, mangled in names.items()}
+    return json.dumps([source, entries]).encode(), names
 
 
-class RawKernel:
-    """A kernel that is loaded on a GPU at its first use there."""
+def nvrtc_version():
+    """``nvrtc.getVersion``: of no real NVRTC, because caches on disk may be shared with one."""
+    if not current().nvrtc:
+        raise DynamicLibNotFoundError(
+            'Failure finding "libnvrtc.so.13 or libnvrtc.so.12": No such file: libnvrtc.so.13\n'
+        )
+    return 0, 0
 
-    def __init__(self, made: Entry, text: str, name: str) -> None:
-        self._made = (made, text, name)
 
-    @property
-    def kernel(self):
+class Module:
+    """Code, loaded on the GPU that is current at ``load``."""
+
+    def load(self, cubin):
+        if not isinstance(cubin, bytes):
+            raise TypeError("Argument 'cubin' has incorrect type (expected bytes)")
         with current().entered() as machine, _of_the_driver():
-            machine.check_alive(_device())
-        return Function(*self._made, gpu=_device())
+            self._gpu = _device()
+            if self._gpu not in range(machine.num_gpus):
+                machine.fail(f"no GPU {self._gpu}")
+            machine.check_alive(self._gpu)
+        try:
+            self._text, self._entries = json.loads(cubin)
+        except ValueError:
+            current().fail("what is loaded was not compiled")
 
-    def __call__(self, grid, block, args, **kwargs):
-        self.kernel(grid, block, args, **kwargs)
+    def get_function(self, name):
+        if name not in self._entries:
+            current().fail(f"{name} is not among {self._entries}")
+        expression = self._entries[name]
+        return Function(entry(self._text, expression), self._text, expression, gpu=self._gpu)
 
 
 class Function:

@@ -97,6 +97,7 @@ class Machine:
         peers: the pairs that could access each other's memory; default all.
         most_peers: of one GPU.
         capacity: bytes of each GPU.
+        nvrtc: whether NVRTC is installed.
     """
 
     def __init__(
@@ -106,11 +107,13 @@ class Machine:
         peers: bool = True,
         most_peers: int = NUM_GPUS,
         capacity: int = GPU_BYTES,
+        nvrtc: bool = True,
     ) -> None:
         self.seed = seed
         self.num_gpus = num_gpus
         self.can_peer = peers
         self.most_peers = most_peers
+        self.nvrtc = nvrtc
         self.peers: set[tuple[int, int]] = set()
         self.corrupt: set[tuple[int, int]] = set()  # peers whose copies change the data
         self.faults: list[str] = []

@@ -73,6 +73,7 @@ def _runtime() -> types.ModuleType:
         streamWaitEvent=surface.streamWaitEvent,
         driverGetVersion=lambda: 13010,
         runtimeGetVersion=lambda: 12090,
+        is_hip=False,
         getDeviceCount=getDeviceCount,
         getDeviceProperties=surface.getDeviceProperties,
         deviceCanAccessPeer=deviceCanAccessPeer,
@@ -110,8 +111,13 @@ def inject() -> None:
         get_version=nccl.get_version,
         **nccl.CONSTANTS,
     )
-    compiler = _module("cupy.cuda.compiler", CompileException=kernels.CompileException)
-    function = _module("cupy.cuda.function", CNumpyArray=kernels.CNumpyArray)
+    compiler = _module(
+        "cupy.cuda.compiler",
+        CompileException=kernels.CompileException,
+        compile_using_nvrtc=kernels.compile_using_nvrtc,
+    )
+    function = _module("cupy.cuda.function", CNumpyArray=kernels.CNumpyArray, Module=kernels.Module)
+    nvrtc = _module("cupy.cuda.nvrtc", getVersion=kernels.nvrtc_version)
     driver = _module(
         "cupy.cuda.driver",
         CUDADriverError=surface.CUDADriverError,
@@ -120,6 +126,7 @@ def inject() -> None:
     nvtx = _module("cupy.cuda.nvtx", RangePush=surface.RangePush, RangePop=surface.RangePop)
     cuda = _module(
         "cupy.cuda",
+        nvrtc=nvrtc,
         nvtx=nvtx,
         runtime=runtime,
         driver=driver,
@@ -142,15 +149,14 @@ def inject() -> None:
     cupy = _module(
         "cupy",
         FAKE=True,
+        __version__="14.2.0",
         cuda=cuda,
         ndarray=arrays.ndarray,
         asarray=arrays.asarray,
         from_dlpack=arrays.from_dlpack,
         ascontiguousarray=arrays.ascontiguousarray,
-        RawModule=kernels.RawModule,
-        RawKernel=kernels.RawKernel,
     )
-    for made in (cupy, cuda, nvtx, runtime, driver, compiler, function, nccl_module):
+    for made in (cupy, cuda, nvrtc, nvtx, runtime, driver, compiler, function, nccl_module):
         sys.modules[made.__name__] = made
     sys.modules["cupyx"] = None  # type: ignore[assignment]  # importing it fails
 

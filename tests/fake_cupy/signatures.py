@@ -21,15 +21,13 @@ __all__ = ["PROBES", "RECORD", "differences", "offered", "parameters", "probed",
 _FILE = Path(__file__).with_name("signatures.json")
 # The modules and classes of the fake, and the names in them.
 OFFERED = {
-    "cupy": "ndarray asarray ascontiguousarray from_dlpack RawModule RawKernel",
-    "cupy.RawModule": "get_function",
-    "cupy.RawKernel": "kernel __call__",
+    "cupy": "ndarray asarray ascontiguousarray from_dlpack",
     "cupy.ndarray": "device get copy transpose view __dlpack__ __dlpack_device__",
     "cupy.cuda": (
         "Device Stream ExternalStream Event Function Graph MemoryPool MemoryPointer UnownedMemory "
         "alloc_pinned_memory get_current_stream get_elapsed_time is_available"
     ),
-    "cupy.cuda.Device": "id attributes use synchronize",
+    "cupy.cuda.Device": "id attributes compute_capability use synchronize",
     "cupy.cuda.Function": "ptr",
     "cupy.cuda.Graph": "launch upload",
     "cupy.cuda.Stream": (
@@ -40,12 +38,14 @@ OFFERED = {
     "cupy.cuda.Event": "__init__ record done synchronize",
     "cupy.cuda.MemoryPool": "malloc free_all_blocks used_bytes total_bytes",
     "cupy.cuda.MemoryPointer": "device",
-    "cupy.cuda.compiler": "CompileException",
+    "cupy.cuda.compiler": "CompileException compile_using_nvrtc",
     "cupy.cuda.driver": "CUDADriverError occupancyMaxActiveBlocksPerMultiprocessor",
-    "cupy.cuda.function": "CNumpyArray",
+    "cupy.cuda.function": "CNumpyArray Module",
+    "cupy.cuda.function.Module": "load get_function",
+    "cupy.cuda.nvrtc": "getVersion",
     "cupy.cuda.runtime": (
         "CUDARuntimeError getDevice setDevice getDeviceCount getDeviceProperties "
-        "driverGetVersion runtimeGetVersion deviceCanAccessPeer "
+        "driverGetVersion runtimeGetVersion is_hip deviceCanAccessPeer "
         "deviceEnablePeerAccess deviceDisablePeerAccess deviceGetPCIBusId "
         "memcpyAsync memcpyPeerAsync memsetAsync "
         "memcpyHostToDevice memcpyDeviceToHost memcpyDeviceToDevice memcpyDefault "
@@ -67,13 +67,11 @@ OFFERED = {
 }
 # Parameters that are not compared: the fake has fewer, or CuPy's signature is not right.
 NOT_COMPARED = {
-    "cupy.RawKernel": "the fake's are made by RawModule only",
-    "cupy.cuda.Function": "the fake's are made by RawKernel only",
+    "cupy.cuda.Function": "the fake's are made by Module only",
     "cupy.cuda.Graph": "no caller makes one",
     "cupy.cuda.Stream": "the docstring is prose; __init__ is compared",
     "cupy.cuda.ExternalStream": "the docstring is prose; __init__ is compared",
     "cupy.cuda.Event": "the docstring is prose; __init__ is compared",
-    "cupy.RawKernel.__call__": "CuPy takes **kwargs there, and its Function what the fake takes",
     "cupy.ndarray.get": "CuPy's own arguments are not used",
     "cupy.ndarray.copy": "CuPy's own argument is not used",
     "cupy.asarray": "a Python function of CuPy's, used in tests only",
@@ -216,9 +214,9 @@ PROBES = {
     "cuda.MemoryPool().malloc(np.int64(8))": "",
     "cuda.alloc_pinned_memory(8)": "",
     "cuda.get_current_stream(0)": "",
-    "cupy.RawModule(code='x', options=['-std=c++17', '-fmad=false'])": "TypeError",
-    "cupy.RawModule(code=b'x', options=('-std=c++17', '-fmad=false'))": "TypeError",
-    "cupy.RawModule(code='x', options=('-std=c++17', '-fmad=false'), name_expressions=('x',))": "",
+    "cuda.compiler.compile_using_nvrtc("
+    "'', ('-std=c++17', '-fmad=false'), name_expressions=(), cache_in_memory=True)": "",
+    "cuda.function.Module().load(bytearray(8))": "TypeError",
     "cupy.ndarray((2,), ml_dtypes.bfloat16, "
     "cuda.MemoryPointer(cuda.UnownedMemory(4096, 0, None, 0), 0))": "",
     "nccl.NcclCommunicator.initAll((0,))": "ValueError",

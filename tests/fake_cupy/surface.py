@@ -152,6 +152,10 @@ class Device:
                     machine.finish(queue.last)
 
     @property
+    def compute_capability(self):
+        return "90"
+
+    @property
     def attributes(self):
         return {
             "MultiProcessorCount": 4,

@@ -23,6 +23,7 @@ from support.implementations import (
     operands,
     random_terms,
 )
+from support.spoiled_entries import SPOILED
 
 from gradreduce.backends import kernel_cache
 from gradreduce.backends.sim import host_compile
@@ -141,30 +142,6 @@ def test_a_build_that_does_not_load_is_an_error(cache, monkeypatch):
     with pytest.raises(BackendUnavailableError, match="cannot be loaded"):
         host_compile.host_kernel(another, BUILD)
     assert list(cache.parent.iterdir()) == [cache]
-
-
-def replaced(path, content):
-    """Replaces the file, because changing a loaded one would crash the process."""
-    path.unlink()
-    path.write_bytes(content)
-    path.chmod(0o600)
-
-
-def as_another(path):
-    """The same bytes as the build of another kernel."""
-    content = path.read_bytes()[:-32]
-    replaced(path, content + kernel_cache._checksum(b"another key", content))
-
-
-SPOILED = {
-    "cut off": lambda path: replaced(path, path.read_bytes()[:1000]),
-    "empty": lambda path: replaced(path, b""),
-    "of another kernel": as_another,
-    "written by others": lambda path: path.chmod(0o622),
-    "written by a group": lambda path: path.chmod(0o660),
-    "a link": lambda path: path.symlink_to(path.rename(path.with_name("there"))),
-    "a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
-}
 
 
 @pytest.mark.parametrize("what", SPOILED)

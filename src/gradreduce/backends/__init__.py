@@ -38,7 +38,7 @@ from gradreduce.backends.processes.launchers import (
 from gradreduce.device import Mesh, ModuleLock, as_deadline, as_flag, as_index
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import flight_path
-from gradreduce.errors import BackendUnavailableError, brief, install_hint, log_warning
+from gradreduce.errors import INSTALL_CUDA, BackendUnavailableError, brief, log_warning
 
 __all__ = ["default_mesh", "open_mesh"]
 
@@ -52,7 +52,6 @@ _BACKENDS: tuple[Backend, ...] = get_args(Backend)
 # kernels= -> build of the .cu text (None: the NumPy reference)
 _BUILDS = {"numpy": None, "compiled": "fast", "exact": "exact", "sanitized": "sanitized"}
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-INSTALL_CUDA = f"{install_hint('cuda13')}; for CUDA 12, without PyTorch, write cuda12"
 
 
 def open_mesh(  # noqa: PLR0913  # options, each independent of the others

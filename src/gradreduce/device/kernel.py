@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 Arrays = Sequence[np.ndarray]
 Template = tuple[str | int, ...]
 
-# Options for NVRTC. -fmad=false: the references round after every operation. CuPy always adds
-# -ftz=true, so subnormals are flushed to zero on a GPU and kept by NumPy.
+# Options for NVRTC. -fmad=false: the references round after every operation.
 OPTIONS = ("-std=c++17", "-fmad=false")
 
 
@@ -109,8 +108,8 @@ def kernels_folder() -> Path:
 def kernel_text(stem: str) -> str:
     """Returns ``kernels/<stem>.cu`` with its included headers inlined.
 
-    CuPy's compile cache is keyed by the source text, and would miss a change in an included header.
-    ``#line`` lets compiler errors name lines of the shipped files.
+    Then the keys of the compile caches contain the headers, and NVRTC searches for none. ``#line``
+    lets compiler errors name lines of the shipped files.
     """
     folder = kernels_folder()
     parts: list[str] = []

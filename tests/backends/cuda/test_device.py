@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import cupy
 import numpy as np
@@ -22,7 +21,6 @@ from gradreduce.backends.cuda import compile, streams
 from gradreduce.backends.cuda import streams as cuda_gpu
 from gradreduce.device import Mesh
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
-from gradreduce.ops.add_n import ADD_N
 
 pytestmark = pytest.mark.fake_cupy
 SEEDS = (0, 1, 2, 3)
@@ -296,54 +294,6 @@ def test_without_peer_access_no_launch_reads_another_gpu(new_machine):
         near, far = mesh.devices
         with pytest.raises(DeviceMismatchError, match="no peer access"):
             add(near, uploaded(near, 1), uploaded(far, 2))
-
-
-def test_a_compile_error_points_into_the_source_file(mesh, monkeypatch):
-    monkeypatch.setattr(compile, "kernel_text", lambda stem: '#line 7 "kernels/add_n.cu"\nno C++\n')
-    kernel = replace(ADD_N, templates=(("float32", "float32", 1),))
-    with pytest.raises(
-        RuntimeError, match=r"(?s)NVRTC cannot compile add_n<float, float, 1>.*add_n.cu:7"
-    ):
-        mesh.devices[0].prepare(kernel, kernel.templates[0])
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (
-            RuntimeError("Failed to find CUDA headers"),
-            r"headers\); pip install 'gradreduce\[cuda13\]'",
-        ),
-        (PermissionError(13, "Permission denied", "/cache"), r"'/cache'\): set CUPY_CACHE_DIR to"),
-    ],
-)
-def test_a_missing_compiler_or_cache_is_named(mesh, monkeypatch, error, text):
-    def refuse(*args, **options):
-        raise error
-
-    monkeypatch.setattr(cupy, "RawModule", refuse)
-    kernel = replace(ADD_N)
-    with pytest.raises(BackendUnavailableError, match=text):
-        mesh.devices[0].prepare(kernel, ("float32", "float32", 2))
-    assert mesh.devices[0].put(np.ones(3)).numpy().sum() == 3  # the device has not failed
-
-
-def test_what_is_prepared_is_compiled_on_each_gpu_once(mesh, monkeypatch):
-    compiled = recorded_calls(monkeypatch, compile, "_compile")
-    occupancy = "occupancyMaxActiveBlocksPerMultiprocessor"
-    asked = recorded_calls(monkeypatch, cupy.cuda.driver, occupancy)
-    kernel = replace(ADD_N)
-    for device in (*mesh.devices, *mesh.devices):
-        device.prepare(kernel, ("float32", "float32", 2))
-    assert compiled == [(kernel, ("float32", "float32", 2))] * 2
-    assert [(threads, shared) for _, threads, shared in asked] == [(256, 0)] * 2
-
-
-def recorded_calls(monkeypatch, module, name):
-    """The arguments of every later call of a function."""
-    calls, function = [], getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args: calls.append(args) or function(*args))
-    return calls
 
 
 @pytest.mark.parametrize(("blocks", "chunks"), [(8, 32), (2, 8)])

@@ -1,18 +1,26 @@
 """Compiles the shipped ``.cu`` files with NVRTC for each GPU.
 
-Each instantiation is compiled at its first use, in 0.05 to 0.1 s. CuPy keeps the result on disk,
-keyed by the text (with headers inlined) and the options.
+Each instantiation is compiled at its first use. ``kernel_cache`` keeps the code for other
+processes. CuPy's ``RawModule`` would add ``-ftz=true``, with which subnormals are zeros.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import cupy
 
+from gradreduce.backends.kernel_cache import (
+    file_name,
+    opened_cache,
+    read_entry,
+    warn_not_cached,
+    write_entry,
+)
 from gradreduce.device import Kernel, ModuleLock, Template
 from gradreduce.device.kernel import OPTIONS, kernel_text
-from gradreduce.errors import BackendUnavailableError, install_hint
+from gradreduce.errors import INSTALL_CUDA, BackendUnavailableError
 
 
 class LoadedKernel(NamedTuple):
@@ -41,7 +49,7 @@ def load_kernel(kernel: Kernel, template: Template, ordinal: int, threads: int) 
         threads: the number of threads of a full block.
 
     Raises:
-        BackendUnavailableError: NVRTC or its headers are missing, or CuPy cannot write its cache.
+        BackendUnavailableError: NVRTC is missing.
         RuntimeError: NVRTC cannot compile the text; its messages name lines of the ``.cu`` file.
     """
     key = (kernel, template, ordinal)
@@ -50,7 +58,7 @@ def load_kernel(kernel: Kernel, template: Template, ordinal: int, threads: int) 
         with _lock.lock:
             found = _functions.get(key)
             if found is None:
-                function = _compile(kernel, template)
+                function = _load(kernel, template, ordinal)
                 blocks = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
                     function.ptr, threads, 0
                 )
@@ -58,24 +66,42 @@ def load_kernel(kernel: Kernel, template: Template, ordinal: int, threads: int) 
     return found
 
 
-def _compile(kernel: Kernel, template: Template) -> Any:
+def _load(kernel: Kernel, template: Template, ordinal: int) -> Any:
     expression = kernel.expression(template)
-    text = kernel_text(kernel.source)
     try:
-        module = cupy.RawModule(code=text, options=OPTIONS, name_expressions=(expression,))
-        # .kernel is the loaded function of the current GPU, which RawKernel would look up in each
-        # call.
-        return module.get_function(expression).kernel
+        name, _, code = _code(kernel, expression, ordinal).partition(b"\0")
+        module = cupy.cuda.function.Module()
+        module.load(code)
+        return module.get_function(name.decode())
     except cupy.cuda.compiler.CompileException as error:
         raise RuntimeError(f"NVRTC cannot compile {expression}:\n{error}") from error
     except RuntimeError as error:
         if hasattr(error, "status"):  # of the driver
             raise
-        raise BackendUnavailableError(  # CuPy finds no libnvrtc, or no headers of CUDA
-            f"CuPy cannot compile a kernel ({error}); {install_hint('cuda13')}"
+        raise BackendUnavailableError(  # CuPy finds no libnvrtc
+            f"CuPy cannot compile a kernel ({str(error).strip()}); {INSTALL_CUDA}"
         ) from error
+
+
+def _code(kernel: Kernel, expression: str, ordinal: int) -> bytes:
+    """Returns the name of the function, a zero byte and its code; from the cache if possible."""
+    text = kernel_text(kernel.source)
+    capability = cupy.cuda.Device(ordinal).compute_capability
+    # CuPy adds options of its own, such as the architecture.
+    compiler = f"NVRTC {cupy.cuda.nvrtc.getVersion()}, CuPy {cupy.__version__}"
+    key = "\0".join([text, *OPTIONS, expression, capability, compiler]).encode()
+    entry = file_name(f"{kernel.name}-sm_{capability}", key, ".cubin")
+    with suppress(OSError), opened_cache() as folder:
+        found = read_entry(folder / entry, key)
+        if found is not None:
+            return found
+    code, names = cupy.cuda.compiler.compile_using_nvrtc(
+        text, OPTIONS, name_expressions=(expression,), cache_in_memory=True
+    )
+    made = bytes(names[expression].encode() + b"\0" + code)
+    try:
+        with opened_cache() as folder:
+            write_entry(folder / entry, key, made)
     except OSError as error:
-        raise BackendUnavailableError(
-            f"CuPy cannot write its cache of compiled kernels ({error}): set CUPY_CACHE_DIR to a "
-            "folder that this process can write"
-        ) from error
+        warn_not_cached(error)
+    return made
