@@ -277,18 +277,21 @@ def _cuda_backend() -> tuple[ModuleType, ModuleType, ModuleType]:
     """Imports the CUDA backend: its modules ``device``, ``nccl`` and ``streams``.
 
     Raises:
-        BackendUnavailableError: CuPy is missing or sees no GPU; the error says what to install.
+        BackendUnavailableError: CuPy is missing, too old or built for AMD GPUs, or sees no GPU; the
+            error says what to install.
     """
     if importlib.util.find_spec("cupy") is None:
         raise BackendUnavailableError(f"CuPy is not installed; {INSTALL_CUDA}")
     try:
+        from .cuda import streams
+
+        streams.visible_gpus()  # before imports that another CuPy may not have
         from .cuda import device as cuda
-        from .cuda import nccl, streams
+        from .cuda import nccl
     except ImportError as error:
         raise BackendUnavailableError(
             f"CuPy cannot be imported ({error}); {INSTALL_CUDA}"
         ) from error
-    streams.visible_gpus()
     return cuda, nccl, streams
 
 

@@ -1,4 +1,4 @@
-"""Compiling for GPUs: the cache on disk, and what is missing."""
+"""Compiling for GPUs: the cache on disk, what is missing, and the versions of CuPy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fake_cupy import surface
 from support.exact_data import same
 from support.spoiled_entries import SPOILED
 
+import gradreduce as gr
 from gradreduce.backends import kernel_cache, open_mesh
 from gradreduce.backends.cuda import compile
 from gradreduce.device import Mesh
@@ -152,3 +153,26 @@ def test_an_error_of_the_driver_is_not_one_of_the_installation(mesh, monkeypatch
     monkeypatch.setattr(cupy.cuda.function.Module, "load", refuse)
     with pytest.raises(surface.CUDADriverError):
         prepare(mesh)
+
+
+@pytest.mark.parametrize("version", ["14.1.1", "13.6.0", "9.12.0rc1"])
+def test_an_old_cupy_is_refused_by_name(version, monkeypatch):
+    monkeypatch.setattr(cupy, "__version__", version)
+    refused = rf"CuPy {version} is too old: .* 14\.2 or later; pip install 'gradreduce\[cuda13\]'"
+    with pytest.raises(BackendUnavailableError, match=refused):
+        gr.open_mesh(1, backend="cuda")
+
+
+@pytest.mark.parametrize("version", ["14.2.0", "14.10.0rc1", "15.0.0"])
+def test_a_newer_cupy_is_not_refused(version, monkeypatch):
+    monkeypatch.setattr(cupy, "__version__", version)
+    gr.open_mesh(1, backend="cuda").close()
+
+
+def test_a_cupy_for_amd_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(cupy.cuda.runtime, "is_hip", True)
+    refused = (
+        r"CuPy 14\.2\.0 is built for AMD GPUs \(HIP\): uninstall it, then pip install 'gradred"
+    )
+    with pytest.raises(BackendUnavailableError, match=refused):
+        gr.open_mesh(1, backend="cuda")

@@ -18,7 +18,7 @@ import numpy as np
 from cupy.cuda import nvtx, runtime
 
 from gradreduce.device import Device, Stream, handle_of
-from gradreduce.errors import BackendUnavailableError, CaptureError, log_warning
+from gradreduce.errors import INSTALL_CUDA, BackendUnavailableError, CaptureError, log_warning
 
 # CUDA errors. Without an NVSwitch a GPU has at most eight peers.
 _ALREADY_ENABLED, _TOO_MANY_PEERS = 704, 711
@@ -36,12 +36,17 @@ class NvtxRanges:
         nvtx.RangePop()
 
 
+OLDEST_CUPY = (14, 2)  # older ones take no bfloat16
+
+
 def visible_gpus() -> int:
     """Returns the number of GPUs that CuPy sees.
 
     Raises:
-        BackendUnavailableError: there is no driver or no GPU.
+        BackendUnavailableError: CuPy is too old, or built for AMD GPUs; there is no driver or no
+            GPU.
     """
+    _check_cupy()
     try:
         found = int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
@@ -49,6 +54,19 @@ def visible_gpus() -> int:
     if not found:
         raise BackendUnavailableError("CuPy sees no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES")
     return found
+
+
+def _check_cupy() -> None:
+    version = str(cupy.__version__)
+    if runtime.is_hip:
+        raise BackendUnavailableError(
+            f"CuPy {version} is built for AMD GPUs (HIP): uninstall it, then {INSTALL_CUDA}"
+        )
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_CUPY:
+        oldest = ".".join(map(str, OLDEST_CUPY))
+        raise BackendUnavailableError(
+            f"CuPy {version} is too old: gradreduce needs {oldest} or later; {INSTALL_CUDA}"
+        )
 
 
 def enable_peer_access(physicals: Sequence[int]) -> set[tuple[int, int]]:
