@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import struct
 from collections.abc import Sequence
@@ -15,8 +14,8 @@ from support.skip_rules import find_compiler
 from gradreduce.device.kernel import OPTIONS
 
 WHEELS = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
-# The options that CuPy 14.2 adds to ours, without include folders: our text has no includes.
-CUPY_OPTIONS = ("-ftz=true", "-arch=sm_{arch}", "--device-as-default-execution-space")
+# The options that CuPy 14.2 adds to ours.
+CUPY_OPTIONS = ("-arch=sm_{arch}", "--device-as-default-execution-space")
 
 
 @dataclass(frozen=True)
@@ -54,31 +53,29 @@ class Program:
 
 
 def options(arch: int) -> tuple[str, ...]:
-    """The options that CuPy passes for a GPU of this architecture, without include folders."""
+    """The options that CuPy passes for a GPU of this architecture."""
     return (*OPTIONS, *(option.format(arch=arch) for option in CUPY_OPTIONS))
 
 
 def options_of_cupy(arch: int) -> tuple[str, ...]:
-    """The options that the real CuPy passes, in the form of ``options``; needs no GPU.
+    """The options with which the real CuPy compiles for the CUDA backend; needs no GPU.
 
     CuPy asks the driver for the current GPU in functions that it memoizes for each one: here they
     are called as they are. In place of NVRTC stands a class that keeps the options.
     """
-    import cupy
-    from cupy._core import raw
     from cupy.cuda import compiler
+
+    from gradreduce.backends.cuda import compile
 
     class Asked(Exception):
         pass
 
     class Program:
-        def __init__(self, *_, name_expressions=None, **__):
-            self.name_expressions = name_expressions
+        def __init__(self, *_, **__):
+            pass
 
         def compile(self, options, log_stream=None):
-            if self.name_expressions:  # otherwise CuPy only asks for the compiler's version
-                raise Asked(*options)
-            return b"", {}
+            raise Asked(*options)
 
     plain = compiler._get_arch_for_options_for_nvrtc.__wrapped__
     changed = {
@@ -86,17 +83,14 @@ def options_of_cupy(arch: int) -> tuple[str, ...]:
         (compiler, "_get_arch"): lambda: str(arch),
         (compiler, "_get_arch_for_options_for_nvrtc"): plain,
         (compiler, "_get_nvrtc_version"): lambda: (13, 0),
-        (raw, "_get_raw_module"): raw._get_raw_module.__wrapped__,
-        (os, "environ"): os.environ | {"CUPY_CACHE_IN_MEMORY": "1"},
     }
     before = {(place, name): getattr(place, name) for place, name in changed}
     try:
         for (place, name), value in changed.items():
             setattr(place, name, value)
-        module = cupy.RawModule(code="", options=OPTIONS, name_expressions=("add_n<float>",))
-        module.get_function("add_n<float>")
+        compile.compiled("", "add_n<float>")
     except Asked as asked:
-        return tuple(option for option in asked.args if not option.startswith("-I"))
+        return asked.args
     finally:
         for (place, name), value in before.items():
             setattr(place, name, value)

@@ -11,7 +11,6 @@ from support.exact_data import (
     finite_data,
     random_data,
     same,
-    unflushed_data,
 )
 from support.implementations import accumulate_dtype_of
 
@@ -108,20 +107,3 @@ def test_more_terms_than_a_half_can_hold_are_refused():
 def test_integers_wrap():
     total = exact_data((2, 1000), "int32").astype("int64").sum(0)
     assert (np.abs(total) > 2**31).any()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64"])
-def test_what_a_gpu_would_flush_is_left_out(dtype):
-    """Values far from subnormal do not change."""
-
-    def parts(make):
-        values = make((20_000,), dtype)
-        return values.view("float32") if dtype == "complex64" else values
-
-    kept, whole = parts(unflushed_data), parts(random_data)
-    sizes = np.abs(whole.astype(np.float64))
-    tiny = (sizes > 0) & (sizes < 2.0**-90)
-    assert tiny.any()
-    assert (np.abs(kept[tiny].astype(np.float64)) == 1).all()
-    assert (np.signbit(kept[tiny]) == np.signbit(whole[tiny])).all()
-    assert same(kept[~tiny], whole[~tiny])

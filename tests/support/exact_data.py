@@ -100,22 +100,6 @@ def finite_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
     return (rng.standard_normal(shape) * np.exp2(rng.integers(-6, 7, shape))).astype(dtype)
 
 
-def unflushed_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
-    """``random_data`` for GPUs: no sum, product or quotient of these values is subnormal.
-
-    CuPy compiles with ``-ftz=true``: subnormal float32 numbers that are read or computed become
-    zero. Values near the subnormal range are replaced by one, with the same sign. This is also done
-    for bfloat16, which has the exponents of float32. Other dtypes are not changed.
-    """
-    values = random_data(shape, dtype, seed=seed)
-    parts = values.view(values.real.dtype) if values.dtype.kind == "c" else values
-    if parts.dtype in (np.dtype(np.float32), as_dtype("bfloat16")):
-        with np.errstate(invalid="ignore"):
-            tiny = (parts != 0) & (np.abs(parts.astype(np.float64)) < 2.0**-90)
-        parts[tiny] = np.copysign(1, parts[tiny].astype(np.float32)).astype(parts.dtype)
-    return values
-
-
 def same(left: np.ndarray, right: np.ndarray) -> bool:
     """Whether dtypes, shapes and all bits are equal. All NaNs are equal.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from support.exact_data import unflushed_data
+from support.exact_data import random_data
 
 import gradreduce as gr
 from gradreduce.device import Mesh
@@ -61,7 +61,7 @@ def table(device, seed: int) -> gr.IndexedSlices:
 
 
 def data(shape, dtype, seed: int) -> np.ndarray:
-    return unflushed_data(shape, dtype, seed=seed)
+    return random_data(shape, dtype, seed=seed)
 
 
 def arrays_of(result: gr.Mirrored) -> Iterator[np.ndarray]:

@@ -100,8 +100,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     that cannot hold all values of the wire. Here t are the terms (x, or x / n for MEAN on a 16-bit
     wire); u is the wire's unit roundoff (2**-11 for float16, 2**-8 for bfloat16, 2**-24 for
     float32); e is half its smallest positive number (2**-25 for float16, 2**-134 for bfloat16,
-    2**-150 for float32). GPUs flush float32 subnormals to zero: there e is 2**-126 for bfloat16 and
-    float32. NCCL rounds up to n - 1 more sums: ``(n + 1) * u`` replaces ``2.01 * u``.
+    2**-150 for float32). NCCL rounds up to n - 1 more sums: ``(n + 1) * u`` replaces ``2.01 * u``.
 
     Raises:
         ValueError: the algorithm or ``wire_dtype`` is unknown, a number is negative or not an

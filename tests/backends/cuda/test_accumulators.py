@@ -23,16 +23,16 @@ class InjectedError(RuntimeError):
 @pytest.fixture
 def refuse(monkeypatch):
     """Drops compiled kernels, and raises for kernels of these names from now on."""
-    compiled = compile._compile
+    compiled = compile._load
 
     def inject_error(*names):
-        def refusing(kernel, template):
+        def refusing(kernel, *rest):
             if kernel.name in names:
                 raise InjectedError(kernel.name)
-            return compiled(kernel, template)
+            return compiled(kernel, *rest)
 
         monkeypatch.setattr(compile, "_functions", {})
-        monkeypatch.setattr(compile, "_compile", refusing)
+        monkeypatch.setattr(compile, "_load", refusing)
 
     yield inject_error
     monkeypatch.undo()

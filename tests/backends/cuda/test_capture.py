@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from backends.cuda.test_prepared import MANY, PLACEMENTS, SHAPES
 from support.captures import captured
-from support.exact_data import same, unflushed_data
+from support.exact_data import random_data, same
 from support.reduction_calls import dense
 
 import gradreduce as gr
@@ -29,7 +29,7 @@ def replayed(mesh, shapes, num_packs=2):
     for turn in range(3):
         for place, value in enumerate(values):
             for buffer in value.buffers:
-                numbers = unflushed_data(buffer.shape, buffer.dtype, seed=turn * 50 + place)
+                numbers = random_data(buffer.shape, buffer.dtype, seed=turn * 50 + place)
                 buffer.device.upload(numbers, out=buffer)
         step()
         with mesh.journal() as journal:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from support.exact_data import DTYPES, same, unflushed_data
+from support.exact_data import DTYPES, random_data, same
 
 import gradreduce as gr
 from gradreduce.device import Mesh
@@ -49,7 +49,7 @@ def opened(placement) -> Iterator[tuple[Mesh, Mesh]]:
 
 
 def tensor(shape, dtype, seed: int) -> np.ndarray:
-    return unflushed_data(shape or (1,), dtype, seed=seed).reshape(shape)
+    return random_data(shape or (1,), dtype, seed=seed).reshape(shape)
 
 
 def gradients(mesh: Mesh, dtype, seed: int) -> list[list[np.ndarray]]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from support.exact_data import COMPLEX, DTYPES, FLOATS, INTEGERS, same, unflushed_data
+from support.exact_data import COMPLEX, DTYPES, FLOATS, INTEGERS, random_data, same
 from support.implementations import accumulate_dtype_of
 from support.update_formulas import FORMULAS
 from support.update_operands import rule_of
@@ -106,7 +106,7 @@ def after(
         column, kind = [], dtype if operand else launch.out(dtype)
         kind = accumulate_dtype_of(dtype) if operand in launch.wide else kind
         for size in sizes:
-            values = unflushed_data((size + 2 * AROUND,), kind, seed=100 * operand + size)
+            values = random_data((size + 2 * AROUND,), kind, seed=100 * operand + size)
             memory.append(device.upload(values))
             column.append(memory[-1].view((start * operand) % AROUND, (size,)))
         columns.append(column)
@@ -143,7 +143,7 @@ def test_a_large_launch_is_that_of_the_reference(device, reference, name):
 )
 def test_a_pack_casts_as_the_reference_does(device, reference, to, of):
     def packed(place: Device) -> np.ndarray:
-        term = place.upload(unflushed_data((SIZES[-1],), of))
+        term = place.upload(random_data((SIZES[-1],), of))
         out = place.zeros((SIZES[-1] + AROUND,), as_dtype(to))
         ops.pack([out], [term], divisor=2)
         return out.numpy()

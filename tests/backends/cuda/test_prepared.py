@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_cupy import surface
-from support.exact_data import same, unflushed_data
+from support.exact_data import random_data, same
 from support.reduction_calls import dense
 
 import gradreduce as gr
@@ -32,7 +32,7 @@ def replayed(mesh, algorithm, shapes):
     for turn in range(3):
         for place, value in enumerate(values):
             for buffer in value.buffers:
-                numbers = unflushed_data(buffer.shape, buffer.dtype, seed=turn * 50 + place)
+                numbers = random_data(buffer.shape, buffer.dtype, seed=turn * 50 + place)
                 buffer.device.upload(numbers, out=buffer)
         step()
         step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.exact_data import DTYPES, random_data, same, unflushed_data
+from support.exact_data import DTYPES, random_data, same
 from support.implementations import segment_sum
 
 import gradreduce as gr
@@ -27,7 +27,7 @@ def test_a_segment_sum_is_that_of_the_simulation(dtype, gpus):
         for device in (mesh.devices[0], sim.devices[0]):
             made, values = [], []
             for seed, width in enumerate((1, 7, 16, 33)):
-                terms = unflushed_data((300, width), dtype, seed=seed)
+                terms = random_data((300, width), dtype, seed=seed)
                 values.append(device.upload(terms))
             for divisor in divisors:
                 outs = [device.zeros((40, *rows.shape[1:]), dtype) for rows in values]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.exact_data import same, unflushed_data
+from support.exact_data import random_data, same
 from support.thread_group import run_processes
 
 import gradreduce as gr
@@ -25,7 +25,7 @@ def test_shares_have_the_bits_of_the_simulation(placement, algorithm, peers, gpu
     shapes = [(n * 3, 5), (n * 701,), (n, 3)]
     grads = [
         [
-            unflushed_data(shape, dtype, seed=10 * replica + turn)
+            random_data(shape, dtype, seed=10 * replica + turn)
             for turn, (shape, dtype) in enumerate(
                 zip(shapes, ("float32", "float32", "int16"), strict=True)
             )

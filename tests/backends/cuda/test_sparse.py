@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.accumulator_states import frozen
-from support.exact_data import same, unflushed_data
+from support.exact_data import random_data, same
 
 import gradreduce as gr
 from gradreduce.device import Mesh
@@ -17,7 +17,7 @@ def rows(seed: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Unordered indices, some repeated; every fourth gradient is empty."""
     luck = np.random.default_rng(seed)
     indices = luck.integers(0, 20, seed % 4 * 5)
-    return indices, unflushed_data((len(indices), *ROW), dtype, seed=seed)
+    return indices, random_data((len(indices), *ROW), dtype, seed=seed)
 
 
 def gradient(device, seed: int, dtype: str) -> gr.IndexedSlices:
@@ -191,12 +191,12 @@ def test_a_kernel_that_does_not_compile_leaves_all_as_it_was(kernel, what, gpus,
     from gradreduce.backends.cuda import compile
 
     gpus(0)
-    compiled = compile._compile
+    compiled = compile._load
 
-    def refusing(kernel_of, template):
+    def refusing(kernel_of, *rest):
         if kernel_of.name == kernel:
             raise RuntimeError(f"planted: {kernel}")
-        return compiled(kernel_of, template)
+        return compiled(kernel_of, *rest)
 
     with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
         acc = gr.SparseConditionalAccumulator("float16", device=mesh)
@@ -207,7 +207,7 @@ def test_a_kernel_that_does_not_compile_leaves_all_as_it_was(kernel, what, gpus,
         before = frozen(acc)
         with monkeypatch.context() as patch:
             patch.setattr(compile, "_functions", {})
-            patch.setattr(compile, "_compile", refusing)
+            patch.setattr(compile, "_load", refusing)
             with pytest.raises(RuntimeError, match="planted"):
                 acc.take_grad(3) if what == "take" else acc.apply_indexed_slices_grad(more)
         assert frozen(acc) == before

@@ -84,7 +84,7 @@ def _load(kernel: Kernel, template: Template, ordinal: int) -> Any:
 
 
 def _code(kernel: Kernel, expression: str, ordinal: int) -> bytes:
-    """Returns the name of the function, a zero byte and its code; from the cache if possible."""
+    """Returns what ``compiled`` returns; from the cache if possible."""
     text = kernel_text(kernel.source)
     capability = cupy.cuda.Device(ordinal).compute_capability
     # CuPy adds options of its own, such as the architecture.
@@ -95,13 +95,18 @@ def _code(kernel: Kernel, expression: str, ordinal: int) -> bytes:
         found = read_entry(folder / entry, key)
         if found is not None:
             return found
-    code, names = cupy.cuda.compiler.compile_using_nvrtc(
-        text, OPTIONS, name_expressions=(expression,), cache_in_memory=True
-    )
-    made = bytes(names[expression].encode() + b"\0" + code)
+    made = compiled(text, expression)
     try:
         with opened_cache() as folder:
             write_entry(folder / entry, key, made)
     except OSError as error:
         warn_not_cached(error)
     return made
+
+
+def compiled(text: str, expression: str) -> bytes:
+    """Returns the name of the function, a zero byte and its code, for the current GPU."""
+    code, names = cupy.cuda.compiler.compile_using_nvrtc(
+        text, OPTIONS, name_expressions=(expression,), cache_in_memory=True
+    )
+    return bytes(names[expression].encode() + b"\0" + code)
