@@ -4,7 +4,7 @@
 // aliasing an input may be the total exactly (then its value before the launch is added)
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows, inputs or elements
-// reference src/gradreduce/ops/accumulate_n.py, bit-equal except subnormals (-ftz=true)
+// reference src/gradreduce/ops/accumulate_n.py, bit-equal except NaN payloads
 // source   own; tf.accumulate_n (aggregation_method.md) for the operation
 #include "common.cuh"
 

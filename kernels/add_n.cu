@@ -5,7 +5,7 @@
 // aliasing out may be any input exactly: every thread reads all inputs at i before it writes i
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows, inputs or elements
-// reference src/gradreduce/ops/add_n.py, bit-equal except subnormals (CuPy builds with -ftz=true)
+// reference src/gradreduce/ops/add_n.py, bit-equal except NaN payloads
 // source   own; tf.add_n (aggregation_method.md) for the operation, not for its order
 #include "common.cuh"
 

@@ -6,7 +6,7 @@
 // aliasing any out may be any in exactly: every thread reads all inputs at i before it writes i
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows, outputs, inputs or elements
-// reference src/gradreduce/ops/all_sum.py, bit-equal except subnormals (CuPy builds with -ftz=true)
+// reference src/gradreduce/ops/all_sum.py, bit-equal except NaN payloads
 // source   own; the groups are those of hierarchical copy (all_reduce_cross_device_ops.md)
 #include "common.cuh"
 

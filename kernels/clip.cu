@@ -4,7 +4,7 @@
 // aliasing out may be in exactly
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none; a norm that is infinite or NaN makes every element NaN
-// reference src/gradreduce/ops/clip.py, bit-equal except subnormals (-ftz=true)
+// reference src/gradreduce/ops/clip.py, bit-equal except NaN payloads
 // source   own; tf.clip_by_global_norm for the formula
 #include "common.cuh"
 

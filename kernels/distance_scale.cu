@@ -4,7 +4,7 @@
 // aliasing out may be the sum exactly; all others are different arrays
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows or elements; gamma is above 0
-// reference src/gradreduce/ops/distance_scale.py, bit-equal except subnormals (CuPy builds with -ftz=true)
+// reference src/gradreduce/ops/distance_scale.py, bit-equal except NaN payloads
 // source   own; the rule is that of J. Hermans' thesis, which follows arXiv 1710.02368
 #include "common.cuh"
 

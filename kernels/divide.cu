@@ -4,7 +4,7 @@
 // aliasing out and in may be exactly the same (only with 64 bits: the others differ in size)
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none; the divisor is rounded to Out once; it may be 0, infinite or NaN
-// reference src/gradreduce/ops/divide.py, bit-equal except subnormals (CuPy builds with -ftz=true)
+// reference src/gradreduce/ops/divide.py, bit-equal except NaN payloads
 // source   tf.math.truediv: the types; own
 #include "common.cuh"
 

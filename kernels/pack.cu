@@ -5,7 +5,7 @@
 // aliasing out and in may be the same exactly
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none; unpacking is the same kernel with out and in exchanged
-// reference src/gradreduce/ops/pack.py, bit-equal except subnormals (CuPy builds with -ftz=true)
+// reference src/gradreduce/ops/pack.py, bit-equal except NaN payloads
 // source   own
 #include "common.cuh"
 

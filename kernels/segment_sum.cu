@@ -6,7 +6,7 @@
 // aliasing none: out does not overlap later operands, and into repeats no row
 // launch   1-D, any grid and block; blocks stride over chunks of (segment, column); 64-bit indices
 // limits   none; without has_into into[s] is s, without has_divisors divisors[s] is divisor
-// reference src/gradreduce/ops/segment_sum.py, bit-equal except subnormals (-ftz=true)
+// reference src/gradreduce/ops/segment_sum.py, bit-equal except NaN payloads
 // source   own; tf.IndexedSlices and the unsorted segment sum that makes one dense
 #include "common.cuh"
 

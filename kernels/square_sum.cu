@@ -4,7 +4,7 @@
 // aliasing none: out does not overlap in
 // launch   1-D, any grid and block; blocks stride over chunks of out's elements; 64-bit indices
 // limits   none; L is lanes, T is terms; elements after the end of in count as zero
-// reference src/gradreduce/ops/square_sum.py, bit-equal except subnormal float32 (-ftz=true)
+// reference src/gradreduce/ops/square_sum.py, bit-equal except NaN payloads
 // source   own; tf.global_norm for the operation
 #include "common.cuh"
 

@@ -7,7 +7,7 @@
 // aliasing copy may be the variable, and the copy's master the variable's; no others overlap
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows or elements; num_written: operands before the last; first: 1 or 0; period: 1 or more
-// reference src/gradreduce/ops/update.py, bit-equal except subnormals (CuPy builds with -ftz=true)
+// reference src/gradreduce/ops/update.py, bit-equal except NaN payloads
 // source   TensorFlow's AGNOptimizer (agn_optimizer.md): local and global update
 #include "rules.cuh"
 
