@@ -170,7 +170,7 @@ LATE = {
     "gradreduce.__main__": {"main"},
     "gradreduce.backends": {"_cuda_backend", "_open_sim"},
     "gradreduce.backends.cuda.nccl": {"_nccl"},
-    "gradreduce.backends.processes.launchers": {"_imported", "_meet"},
+    "gradreduce.backends.processes.launchers": {"_imported"},
     "gradreduce.cli.pictures": {"new_figure"},
     "gradreduce.device.process_group": {"digest_of"},
     "gradreduce.system_info": {"_gpus", "_imported", "_installed", "find_system_info"},
