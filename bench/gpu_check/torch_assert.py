@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from measure.report import keep, options_of
@@ -21,10 +22,12 @@ SIZE = 1000
 
 
 def fail_assertion() -> None:
-    """Launches a PyTorch kernel with a failing assertion."""
+    """Launches a PyTorch kernel with a failing assertion, and waits until it has failed."""
     torch = importlib.import_module("torch")
     index = torch.tensor([SIZE], device="cuda")
     torch.ones(1, device="cuda")[index]
+    with suppress(RuntimeError):
+        torch.cuda.synchronize()
 
 
 def said_after(fail: Callable[[], None]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -63,12 +64,22 @@ def test_every_floor_of_the_hosts_time_has_a_measured_value(gpus, monkeypatch):
     assert figures[0] * 8 * 2 == pytest.approx(case.figures["num_packs=1, host us"])
 
 
-def test_every_call_after_a_failed_assertion_says_that_the_gpu_has_failed(gpus):
-    """On a real GPU the program makes PyTorch fail an assertion, CUDA error 710."""
-    from gpu_check.torch_assert import said_after
+def test_every_call_after_a_failed_assertion_says_that_the_gpu_has_failed(gpus, monkeypatch):
+    """The program makes a kernel of PyTorch fail an assertion, CUDA error 710, and waits for it."""
+    from gpu_check.torch_assert import fail_assertion, said_after
 
     machine = gpus(1)
-    said = said_after(lambda: kill(machine, 0, 710))
+
+    def synchronize():
+        kill(machine, 0, 710)  # not before: the kernel runs on a stream of PyTorch
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    torch = SimpleNamespace(
+        tensor=lambda *words, **options: 0, ones=lambda *words, **options: [1],
+        cuda=SimpleNamespace(synchronize=synchronize),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    said = said_after(fail_assertion)
     assert len(said) == 5
     assert all("failed" in text for text in said)
     machine.freed.clear()
