@@ -199,6 +199,7 @@ def fake_cupy(folder: Path, body: str, *, nccl: bool = False) -> dict[str, str]:
     )
     (package / "cuda" / "nccl.py").write_text(
         f"import warnings\n\navailable = {nccl}\nwarnings.warn('NCCL could not be loaded')\n"
+        "def get_version():\n    return 22809\n"
     )
     return {**os.environ, "PYTHONPATH": str(package.parent)}
 
@@ -229,12 +230,14 @@ def test_nccl_must_run_or_fail_with_require_gpu(tmp_path, nccl):
     (suite / "pytest.ini").write_text(MARKERS + "filterwarnings = error\n")
     (suite / "test_it.py").write_text(
         "import pytest\n@pytest.mark.gpu\n@pytest.mark.nccl\ndef test_a(): pass\n"
+        "@pytest.mark.nccl(23000)\ndef test_b(): pass\n"
     )
     plain = run_pytest(suite, env, "-p", "support.skip_rules", "-ra")
     strict = run_pytest(suite, env, "-p", "support.skip_rules", "-ra", "--require-gpu")
     assert plain.returncode == pytest.ExitCode.OK
     if nccl:
-        assert strict.returncode == pytest.ExitCode.OK
+        assert strict.returncode == pytest.ExitCode.OK, strict.stdout
+        assert "nccl: NCCL 22809, 23000 needed" in strict.stdout  # too old for one test: a skip
         return
     assert "nccl: CuPy finds no libnccl" in plain.stdout
     assert strict.returncode == pytest.ExitCode.TESTS_FAILED
