@@ -6,7 +6,7 @@
 # Sections: first, tests, nccl, example, bench, sanitize; all of them by default. first has eight
 # steps, each of less than ten minutes: first:1 to first:8. Each section, and each step, leaves one
 # JSON file in $OUT, or in bench/results. Nothing needs to be installed but what a GPU machine has:
-# CuPy, NumPy, ml_dtypes, pytest and hypothesis. PYTHON names the interpreter (python3).
+# CuPy, NumPy, ml_dtypes, pytest, hypothesis, click and rich. PYTHON names the interpreter (python3).
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
