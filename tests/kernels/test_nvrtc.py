@@ -30,7 +30,7 @@ pytestmark = pytest.mark.nvrtc
 # other: arch -> the first, and how many further the next one is. A plain run compiles so many of
 # each kernel's that every kind of element is among them, for sm_90 by NVRTC 12, and one kernel for
 # every GPU; test_sass.py compiles what the table has by both.
-SAMPLES = {70: (0, 4), 80: (1, 4), 90: (0, 1), 100: (0, 2), 120: (3, 4)}
+SAMPLES = {70: (0, 4), 75: (2, 4), 80: (1, 4), 90: (0, 1), 100: (0, 2), 120: (3, 4)}
 FOR_ALL = "momentum"
 PARAMETERS = ("version", "kernel", "arch", "templates")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
