@@ -23,6 +23,7 @@ from measure.case import OURS, Case
 from measure.clock import After, Call, Clock, HostClock, clock_of, host_seconds
 from measure.floors import Decision, Floor, counted, of_the_copy, over_the_peer, times_the_peer
 from measure.peers import find_peers
+from measure.random_values import integers
 from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
 from measure.setting import IMPLEMENTATIONS, one_device
@@ -109,12 +110,6 @@ GPU_FLOORS = (
 )  # fmt: skip
 
 
-def host(size: int) -> np.ndarray:
-    """Returns arrays of small integers, whose sums and means are exact."""
-    pattern = np.random.default_rng(0).integers(-64, 64, min(size, 2**16)).astype(np.float32)
-    return np.resize(pattern, size)
-
-
 def check(name: str, found: Any, wanted: np.ndarray) -> None:
     """Raises if a result is wrong."""
     if not np.array_equal(found.numpy() if hasattr(found, "numpy") else found, wanted):
@@ -173,18 +168,18 @@ class Bench:
 
     def apply(self, size: int) -> None:
         """Adds a gradient to an existing sum: two reads, one write."""
-        gradient = host(size)
+        gradient = integers(size)
         ours: dict[str, Call] = {}
         for implementation, device in self.implementations():
             accumulator = gr.ConditionalAccumulator("float32", (size,), device=device)
             mine = self.operand(device, gradient)
             accumulator.apply_grad(mine, LATE)
             ours[implementation] = partial(accumulator.apply_grad, mine, LATE)
-        self.large(APPLY, size, 3, ours, self.peer_calls("accumulate", [host(size), gradient]))
+        self.large(APPLY, size, 3, ours, self.peer_calls("accumulate", [integers(size), gradient]))
 
     def first_apply(self, size: int) -> None:
         """Adds the first gradient after a take, which copies it to new memory."""
-        gradient, out = host(size), np.empty(size, np.float32)
+        gradient, out = integers(size), np.empty(size, np.float32)
         ours: dict[str, Call] = {}
         for implementation, device in self.implementations():
             accumulator = gr.ConditionalAccumulator(
@@ -201,7 +196,7 @@ class Bench:
 
     def take(self, size: int) -> None:
         """Takes the mean of two gradients in place; GPU times include the applies."""
-        gradient = host(size)
+        gradient = integers(size)
         ours: dict[str, Call] = {}
         for implementation, device in self.implementations():
             accumulator = gr.ConditionalAccumulator("float32", (size,), device=device)
@@ -224,7 +219,7 @@ class Bench:
 
     def small(self) -> None:
         """Measures the host time of a call with tiny arrays."""
-        gradient = host(1)
+        gradient = integers(1)
         calls: dict[str, Call] = {}
         if not self.on_gpu:
             theirs, absent = find_accumulator_peer(gradient)
@@ -251,7 +246,7 @@ class Bench:
     def many(self) -> None:
         """Adds all gradients of a model in one call."""
         number = QUICK_MANY if self.quick else len(resnet50())
-        gradients = [host(MANY_SIZE) for _ in range(number)]
+        gradients = [integers(MANY_SIZE) for _ in range(number)]
         calls: dict[str, Call] = {}
         figures: dict[str, float] = {}
         for implementation, device in self.implementations():
@@ -282,7 +277,7 @@ class Bench:
     def sparse(self, rows: int) -> None:
         """Adds rows to existing rows, and takes their means in index order."""
         num_indices = rows * INDICES // ROWS
-        values = host(rows * WIDTH).reshape(rows, WIDTH)
+        values = integers(rows * WIDTH).reshape(rows, WIDTH)
         indices = np.random.default_rng(1).integers(0, num_indices, rows)
         applies: dict[str, Call] = {}
         takes: dict[str, Call] = {}

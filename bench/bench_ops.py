@@ -32,12 +32,13 @@ from measure.floors import (
     times_the_peer,
 )
 from measure.peers import SPLIT, find_peers
+from measure.random_values import fill, normals
 from measure.report import finish, options_of
 from measure.resnet50 import resnet50
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, Mesh, as_dtype, flat_layout
+from gradreduce.device import Buffer, Device, Mesh, flat_layout
 
 NUM_TERMS = 8
 MANY, MANY_SIZE = 10_000, 256  # tensors of 1 KB
@@ -94,8 +95,7 @@ GPU_FLOORS = (
 
 def hosts(count: int, size: int, dtype: str = "float32") -> list[np.ndarray]:
     """Returns arrays of random numbers in separate memory."""
-    pattern = np.random.default_rng(0).standard_normal(min(size, 2**16)).astype(as_dtype(dtype))
-    return [np.resize(pattern, size) for _ in range(count)]
+    return [normals(size, dtype) for _ in range(count)]
 
 
 def launch_segment_sum(*operands: Any) -> None:
@@ -218,7 +218,7 @@ class Bench:
     def _flat(self, device: Device, arrays: Sequence[np.ndarray]) -> tuple[list[Buffer], ...]:
         """Returns the views of a flat buffer, and the tensors for them."""
         layout = flat_layout([array.size for array in arrays], 4)
-        flat = device.zeros((layout.size,), "float32")
+        flat = fill(device.empty((layout.size,), "float32"))
         places = zip(layout.offsets, layout.spans, strict=True)
         parts = [flat.view(offset, (span,)) for offset, span in places]
         return parts, [device.put(array) for array in arrays]

@@ -21,6 +21,7 @@ from measure.all_reduce_peers import NUMPY, numpy_sum_and_copies
 from measure.case import OURS, Case
 from measure.clock import Call, Clock, HostClock, clock_of
 from measure.floors import Floor, counted, over_the_copy
+from measure.random_values import fill, integers
 from measure.reduced import Reduced
 from measure.report import finish, options_of, report_of
 from measure.setting import has_gpu
@@ -135,10 +136,12 @@ class Bench:
 def pairs_of(
     mesh: gr.Mesh, num_tensors: int, size: int
 ) -> list[tuple[gr.PerReplica, gr.PerReplica]]:
-    """Returns values in flat buffers; the first tensor holds the number of its replica."""
-    views = mesh.flat_buffer([(size,)] * num_tensors, "float32").views
+    """Returns values in flat buffers; the first tensor has small integers."""
+    flat = mesh.flat_buffer([(size,)] * num_tensors, "float32")
+    views = flat.views
     for replica, device in enumerate(mesh):
-        device.upload(np.full(size, replica, np.float32), out=views[replica][0])
+        fill(flat.buffers[replica])
+        device.upload(integers(size) + np.float32(replica), out=views[replica][0])
     values = [gr.PerReplica(list(column), mesh) for column in zip(*views, strict=True)]
     return [(value, value) for value in values]
 
@@ -150,7 +153,7 @@ def prepared(mesh: gr.Mesh, num_tensors: int, size: int) -> Call:
     step = ops.prepare(gr.ReduceOp.MEAN, pairs, out=[value for value, _ in pairs])
     step()
     for buffer in pairs[0][0].buffers:
-        if not (buffer.numpy() == (len(mesh) - 1) / 2).all():
+        if not np.array_equal(buffer.numpy(), integers(size) + np.float32((len(mesh) - 1) / 2)):
             raise AssertionError("the result is not the mean")
     return step
 

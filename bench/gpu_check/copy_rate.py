@@ -14,7 +14,10 @@ from collections.abc import Sequence
 
 import cupy
 from cupy.cuda import runtime
+from measure.random_values import fill
 from measure.report import keep, options_of
+
+import gradreduce as gr
 
 NBYTES, QUICK_NBYTES = 2**30, 2**16  # far more than any cache holds
 COPIES = 40  # of one round, some 0.02 s on a GPU of 4 TB/s
@@ -23,20 +26,20 @@ ROUNDS = 5
 
 def rates(nbytes: int) -> list[float]:
     """Returns the GB/s of each round, counting reads and writes."""
-    pool = cupy.cuda.MemoryPool()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        source, target = pool.malloc(nbytes), pool.malloc(nbytes)
-    runtime.memsetAsync(source.ptr, 1, nbytes, stream.ptr)
     made = []
-    for _ in range(1 + ROUNDS):
-        stream.synchronize()
-        start = time.perf_counter()
-        for _ in range(COPIES):
-            kind = runtime.memcpyDeviceToDevice
-            runtime.memcpyAsync(target.ptr, source.ptr, nbytes, kind, stream.ptr)
-        stream.synchronize()
-        made.append(2 * COPIES * nbytes / (time.perf_counter() - start) / 1e9)
+    with gr.open_mesh(1, backend="cuda") as mesh:
+        (device,) = mesh.devices
+        shape = (nbytes // 4,)
+        source, target = (fill(device.empty(shape, "float32"), seed) for seed in range(2))
+        mesh.synchronize()
+        stream = cupy.cuda.Stream(non_blocking=True)
+        for _ in range(1 + ROUNDS):
+            start = time.perf_counter()
+            for _ in range(COPIES):
+                kind = runtime.memcpyDeviceToDevice
+                runtime.memcpyAsync(target.address, source.address, nbytes, kind, stream.ptr)
+            stream.synchronize()
+            made.append(2 * COPIES * nbytes / (time.perf_counter() - start) / 1e9)
     return made[1:]  # the first was the warm-up
 
 

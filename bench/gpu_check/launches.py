@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from measure.random_values import fill
 from measure.report import keep, options_of
 from measure.resnet50 import resnet50
 
@@ -24,9 +25,8 @@ Launch = Callable[[], object]
 
 
 def operands(mesh: Mesh, count: int, size: int, dtype: str = "float32") -> list[Buffer]:
-    """Returns arrays of random numbers: memory and adders may be quicker with zeros."""
-    pattern = np.random.default_rng(0).standard_normal(min(size, 2**16)).astype(dtype)
-    return [mesh.devices[0].upload(np.resize(pattern, size)) for _ in range(count)]
+    """Returns arrays of random numbers."""
+    return [fill(mesh.devices[0].empty((size,), dtype)) for _ in range(count)]
 
 
 def add_n(mesh: Mesh, size: int) -> Launch:

@@ -7,6 +7,7 @@ The modules:
 * ``case``: the measurements of one operation, as a table and as JSON.
 * ``floors``: the limits that a benchmark must keep.
 * ``report``: the end of a benchmark: the JSON file and the exit status.
+* ``random_values``: the operands of benchmarks.
 * ``resnet50``: the shapes of ResNet-50's gradients.
 * ``reduced``: the measurements of an all-reduce, with bandwidths as nccl-tests define them.
 * ``all_reduce_peers``: all-reduce by other libraries; ``all_reduce_gpu``: ours, on GPUs.

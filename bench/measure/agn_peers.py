@@ -11,6 +11,7 @@ import numpy as np
 
 from .clock import Call
 from .optim_peers import BLOCK_SIZE, find_optim_peers, on_our_stream
+from .random_values import GRADIENTS, VALUES, normals
 
 __all__ = ["BLOCKS", "WAYS", "find_agn_peers", "local_sgd_in_blocks"]
 
@@ -29,14 +30,14 @@ def find_agn_peers(
         sizes: of the parameters, float32.
         place: ``"cpu"`` or ``"cuda"``.
     """
-    values = [np.ones(size, np.float32) for size in sizes]
-    gradients = [np.full(size, 0.5, np.float32) for size in sizes]
+    values = [normals(size, seed=VALUES) for size in sizes]
+    gradients = [normals(size, seed=GRADIENTS) for size in sizes]
     steps, absent = find_optim_peers(rule, values, gradients, place=place)
     calls: dict[str, Call] = {}
     for way, name in WAYS.items() if steps else ():
         torch = importlib.import_module("torch")
         sums = [torch.zeros(size, device=place) for size in sizes]
-        given = [torch.full((size,), 0.5, device=place) for size in sizes]
+        given = [torch.from_numpy(each.copy()).to(place) for each in gradients]
         add = partial(on_our_stream, torch, place, partial(torch._foreach_add_, sums, given))
         calls[name] = partial(_both, steps[f"torch {way}"], add)
     return calls, absent
@@ -53,8 +54,8 @@ def local_sgd_in_blocks(sizes: Sequence[int]) -> Call:
     rate = np.float32(0.1)
     blocks: list[Any] = []
     for size in sizes:
-        arrays = [np.ones(size, np.float32), np.zeros(size, np.float32)]
-        arrays.append(np.full(size, 0.5, np.float32))
+        arrays = [normals(size, seed=VALUES), np.zeros(size, np.float32)]
+        arrays.append(normals(size, seed=GRADIENTS))
         for start in range(0, size, BLOCK_SIZE):
             blocks.append([array[start : start + BLOCK_SIZE] for array in arrays])
     return partial(_stepped, blocks, scratch, rate)

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from gpu_check.run_nccl import FIRST_TO_SHARE, SHARED_GPU
 from gpu_check.setting import python
 
@@ -33,6 +32,7 @@ from .case import OURS, Case
 from .clock import Call, Clock, Took, clock_of, host_seconds
 from .floors import Floor, counted, of_the_copy, times_the_peer
 from .peers import find_peers
+from .random_values import fill, normals
 from .reduced import Reduced
 from .resnet50 import resnet50
 
@@ -117,7 +117,7 @@ class GpuBench:
                     f"{OURS}cuda, prepared": cross_device_ops.prepare(gr.ReduceOp.MEAN, pairs),
                 }
                 if nbytes == LARGE[0]:  # inputs and outs of their own: not too large
-                    operands = [np.zeros(nbytes // 4, np.float32)] * NUM_LOGICAL
+                    operands = [normals(nbytes // 4)] * NUM_LOGICAL
                     for peer in peers:
                         calls |= peer.calls("all_sum", operands, operands)
                 self._reduced(clock, on_one(nbytes), calls, (nbytes, 1))
@@ -128,9 +128,11 @@ class GpuBench:
         shapes = resnet50()
         if self.quick:
             shapes = [(min(math.prod(shape), QUICK_SIZE),) for shape in shapes[:QUICK_TENSORS]]
-        own = [[device.zeros(shape, "float32") for device in mesh] for shape in shapes]
-        flat = [list(column) for column in zip(*mesh.flat_buffer(shapes, "float32").views,
-                                                strict=True)]  # fmt: skip
+        own = [[fill(device.empty(shape, "float32")) for device in mesh] for shape in shapes]
+        buffers = mesh.flat_buffer(shapes, "float32")
+        for buffer in buffers.buffers:
+            fill(buffer)
+        flat = [list(column) for column in zip(*buffers.views, strict=True)]
         calls: dict[str, Call] = {}
         for name, num_packs, tensors in zip(PLAIN, (0, 1, 1), (own, own, flat), strict=True):
             cross_device_ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=mesh)
@@ -212,7 +214,8 @@ class GpuBench:
         if "out" in inspect.signature(reduce).parameters:
             out = [pairs[0][0]]
             calls[OURS + IN_PLACE] = partial(reduce, gr.ReduceOp.SUM, pairs, out=out)
-        took = back_to_back(mesh, calls, QUICK_CALLS if self.quick else CALLS)
+        number = QUICK_CALLS if self.quick else CALLS
+        took = back_to_back(mesh, calls, number, partial(_refilled, pairs[0][0]))
         words = f"{nbytes / 1e6:.3f} MB of float32"
         self.keep(Reduced(on_several(nbytes), words, 0, took, {}, nbytes, len(mesh), RAW))
 
@@ -246,11 +249,22 @@ class RawNccl:
         self._nccl.groupEnd()
 
 
-def back_to_back(mesh: Mesh, calls: Mapping[str, Call], number: int) -> dict[str, Took]:
-    """Returns the median times until the GPU is done, and until the call returns."""
+def _refilled(value: gr.PerReplica) -> None:
+    for buffer in value.buffers:
+        fill(buffer)
+
+
+def back_to_back(
+    mesh: Mesh, calls: Mapping[str, Call], number: int, before: Call
+) -> dict[str, Took]:
+    """Returns the median times until the GPU is done, and until the call returns.
+
+    ``before`` is called before each loop: sums in place would become infinite.
+    """
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for _ in range(ROUNDS if number > QUICK_CALLS else 1):
         for name, call in calls.items():
+            before()
             call()
             mesh.synchronize()
             start = time.perf_counter()
@@ -269,7 +283,8 @@ def _one_tensor(
     mesh: Mesh, nbytes: int, algorithm: AllReduceAlg, op: gr.ReduceOp
 ) -> tuple[gr.AllReduceCrossDeviceOps, list[tuple[Any, Any]]]:
     """Returns a ``CrossDeviceOps`` after a first call, and its inputs."""
-    value = gr.PerReplica([device.zeros((nbytes // 4,), "float32") for device in mesh], mesh)
+    shape = (nbytes // 4,)
+    value = gr.PerReplica([fill(device.empty(shape, "float32")) for device in mesh], mesh)
     cross_device_ops = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh)
     pairs = [(value, value)]
     cross_device_ops.batch_reduce(op, pairs)

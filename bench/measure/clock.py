@@ -19,7 +19,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gradreduce.device import Buffer, Mesh
+from gradreduce.device import Mesh
+
+from .random_values import fill, normals
 
 __all__ = ["After", "Call", "Clock", "Took", "clock_of", "host_seconds"]
 
@@ -169,8 +171,8 @@ class HostCopy:
     def __init__(self, nbytes: int, threads: int | None = None) -> None:
         if threads is None:
             threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        source, target = (np.zeros(max(1, nbytes // 2), np.uint8) for _ in range(2))
-        source += 1  # memory that was never written is all one page
+        # Both are written: memory that never was is all one page.
+        source, target = (normals(max(1, nbytes // 8), seed=seed) for seed in range(2))
         parts = zip(np.array_split(target, threads), np.array_split(source, threads), strict=True)
         self._parts = list(parts)
         self._pool = ThreadPoolExecutor(threads)
@@ -215,8 +217,8 @@ class GpuClock:
 
     def _copy_of(self, nbytes: int) -> Call:
         """Returns a copy within the device; half of ``nbytes`` is read."""
-        source: Buffer = self._device.zeros((max(1, nbytes // 2),), "uint8")
-        target: Buffer = self._device.zeros((max(1, nbytes // 2),), "uint8")
+        shape = (max(1, nbytes // 8),)
+        source, target = (fill(self._device.empty(shape, "float32"), seed) for seed in range(2))
         return partial(self._device.copy, target, source)
 
     def _plan(self, call: Call) -> tuple[int, int]:

@@ -96,4 +96,5 @@ def test_a_copy_by_one_thread_is_by_one(tools):
     copy()
     target, source = copy._parts[0]
     assert target.nbytes == source.nbytes == 32
-    assert (target == 1).all()
+    assert (target == source).all()
+    assert len(set(source)) == source.size

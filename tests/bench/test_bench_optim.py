@@ -79,7 +79,7 @@ def test_the_variables_are_as_large_as_is_said(tools):
     assert len(set(sizes)) > 40
 
 
-def test_a_step_that_does_not_change_all_elements_alike_is_refused(tools):
+def test_a_step_that_does_not_change_all_elements_is_refused(tools):
     class Frozen(tools.bench.gr.Optimizer):
         def _apply(self, variable, slots, gradient):
             variable[:-1] -= gradient[:-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from backends.cuda.test_failed_devices import kill
 from support.background_runs import ROOT
@@ -43,6 +44,23 @@ def test_a_timed_call_recycles_its_results(gpus):
         for device in mesh:
             device.drain()
             assert not device._deferred_free._deferred
+
+
+def test_operands_of_a_benchmark_are_random(gpus):
+    """Zeros may be quicker to add and to move."""
+    from measure import all_reduce_gpu, random_values
+    from measure.clock import GpuClock
+
+    gpus(1)
+    with gr.open_mesh([0, 0], backend="cuda") as mesh:
+        size = 2 * random_values.PATTERN_SIZE + 3
+        copy = GpuClock(mesh.devices[0], quick=True)._copy_of(8 * size)
+        _, pairs = all_reduce_gpu._one_tensor(mesh, 4 * size, "hierarchical_copy", gr.ReduceOp.MEAN)
+        for buffer in (*copy.args, *pairs[0][0].buffers):
+            found = buffer.numpy()
+            assert found.size == size
+            assert len(np.unique(found)) > random_values.PATTERN_SIZE / 2
+        assert np.array_equal(found, random_values.normals(size))
 
 
 def test_every_floor_of_the_hosts_time_has_a_measured_value(gpus, monkeypatch):
