@@ -11,8 +11,9 @@ The modules:
 * ``run_first``: the steps of the first section, as a list of checks; ``run_tests``, ``run_nccl``,
   ``run_example``, ``run_bench``, ``run_sanitize``: the other sections, whose checks it shares;
   ``run_ncu``: the counters of a profiler.
-* ``versions``, ``smoke``, ``torch_assert``, ``torch_training``, ``host_costs``, ``launches``,
-  ``ranks``, ``copy_rate``: programs that the sections start; ``unpooled``: a plugin of pytest.
+* ``versions``, ``smoke``, ``compile_kernels``, ``torch_assert``, ``torch_training``,
+  ``host_costs``, ``busy_gpu``, ``launches``, ``ranks``, ``copy_rate``: programs that the sections
+  start; ``unpooled``: a plugin of pytest.
 
 This process never imports CuPy. If a GPU hangs, it blocks only a child, which has a deadline.
 """

@@ -66,7 +66,10 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
         file(f"{CUDA}out_of_memory.py", 150),
         of_torch("a failed assertion of PyTorch", "torch_assert", 120),
     ),
-    "5-host-time": (program("host time of single calls", "host_costs", 120),),
+    "5-host-time": (
+        program("host time of single calls", "host_costs", 100),
+        program("queries and dropped steps, on a busy GPU", "busy_gpu", 60),
+    ),
     "6-counters": (counters(150),),
     "7-benchmarks": (
         program("copy rate", "copy_rate", 40),

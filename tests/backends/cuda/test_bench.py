@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,6 +64,51 @@ def test_operands_of_a_benchmark_are_random(gpus):
             assert found.size == size
             assert len(np.unique(found)) > random_values.PATTERN_SIZE / 2
         assert np.array_equal(found, random_values.normals(size))
+
+
+@pytest.fixture
+def busy(gpus):
+    from gpu_check import busy_gpu
+
+    gpus(0)  # it runs nothing before a wait
+    with gr.open_mesh([0, 0], backend="cuda") as mesh:
+        yield SimpleNamespace(
+            module=busy_gpu, mesh=mesh, slow=busy_gpu.SlowWork(mesh.devices[0], quick=True)
+        )
+
+
+def test_a_standstill_of_the_interpreter_fails_the_program(gpus, monkeypatch, tmp_path):
+    from gpu_check import busy_gpu
+
+    gpus(1)
+    report = tmp_path / "report.json"
+    arguments = ["--quick", "--json", str(report)]
+    monkeypatch.setattr(busy_gpu, "DEADLINE", 60.0)
+    busy_gpu.main(arguments)
+    figures = json.loads(report.read_text("utf-8"))
+    assert figures["compared results of dropped steps"] == 2 * 2 * busy_gpu.QUICK_STEPS
+    longest = "a full launch queue: standstill, ms"
+    assert figures[longest] < 60e3
+    monkeypatch.setattr(busy_gpu, "DEADLINE", -1.0)
+    with pytest.raises(AssertionError, match="no watchdog could notice"):
+        busy_gpu.main(arguments)
+
+
+def test_queries_are_made_while_another_thread_is_blocked(busy, monkeypatch):
+    made, runtime = threading.Event(), busy.module.runtime
+    monkeypatch.setattr(runtime, "setDevice", lambda gpu: made.set())
+    blocked = partial(made.wait, 60)
+    found = busy.module.watched(busy.mesh.devices[0], busy.slow.submit(1), blocked)
+    assert found["blocked"] is True
+    assert {"eventQuery", "streamQuery", "setDevice", "standstill", "busy"} <= found.keys()
+
+
+def test_a_dropped_step_with_a_wrong_result_is_noticed(busy, monkeypatch):
+    make = busy.module.called_and_dropped
+    assert busy.module.dropped(busy.mesh, busy.slow, 2) == 8
+    monkeypatch.setattr(busy.module, "called_and_dropped", lambda *given: make(*given[:2], 5))
+    with pytest.raises(AssertionError, match="step 0: "):
+        busy.module.dropped(busy.mesh, busy.slow, 2)
 
 
 def test_every_floor_of_the_hosts_time_has_a_measured_value(gpus, monkeypatch):

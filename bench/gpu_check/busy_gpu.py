@@ -1,0 +1,197 @@
+"""Tests what the host can do while a GPU is busy: watch for deadlines, drop captured steps.
+
+    python -m gpu_check.busy_gpu [--json FILE] [--quick]
+
+CuPy's ``eventQuery``, ``streamQuery`` and ``setDevice`` keep the interpreter's lock. If the driver
+lets one wait for another thread, which launches into a full queue or frees memory, no thread of
+Python runs, and no watchdog notices a deadline. Here a thread does either while another makes these
+queries, and a third does nothing but look at the clock. The longest times are recorded. The program
+fails if the interpreter stood still for longer than ``DEADLINE``.
+
+Then it calls captured steps and drops them at once, before the GPU has begun with them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+from measure.random_values import fill, integers
+from measure.report import keep, options_of
+
+import gradreduce as gr
+from gradreduce import ops
+from gradreduce.device import Mesh
+
+DEADLINE = 1.0  # seconds
+SLOW_SECONDS = 1.5  # of the work in front, more than the deadline
+NBYTES, QUICK_NBYTES = 2**28, 2**10  # of a copy to the host: some milliseconds
+MOST_COPIES = 400  # a queue holds about a thousand calls
+LAUNCHES, QUICK_LAUNCHES = 5000, 5
+PAUSE = 1e-3  # between two queries, as in the watchdog
+STEPS, QUICK_STEPS, SIZES = 20, 2, (1000, 300_000)
+
+
+class SlowWork:
+    """Copies to the host that keep the compute queue of a device busy."""
+
+    def __init__(self, device: Any, *, quick: bool) -> None:
+        self._device = device
+        self._nbytes = QUICK_NBYTES if quick else NBYTES
+        self._source = fill(device.empty((self._nbytes // 4,), "float32"))
+        self._target = cupy.cuda.alloc_pinned_memory(self._nbytes)
+        for _ in range(2):  # the first also writes pages for the first time
+            device.synchronize()
+            start = time.perf_counter()
+            self.submit(1)
+            device.synchronize()
+        seconds = time.perf_counter() - start
+        self.copies = 1 if quick else min(MOST_COPIES, math.ceil(SLOW_SECONDS / seconds))
+
+    def submit(self, copies: int) -> Any:
+        """Queues copies; returns an event behind them."""
+        stream, kind = self._device._stream("compute"), runtime.memcpyDeviceToHost
+        ends = self._target.ptr, self._source.address
+        with self._device.gpu:
+            for _ in range(copies):
+                runtime.memcpyAsync(*ends, self._nbytes, kind, stream.ptr)
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record(stream)
+        self._device._submitted("compute")
+        return event
+
+
+def longest_of(call: Callable[[], object], number: int) -> float:
+    """Returns the seconds of the longest of several calls."""
+    longest = 0.0
+    for _ in range(number):
+        start = time.perf_counter()
+        call()
+        longest = max(longest, time.perf_counter() - start)
+    return longest
+
+
+def longest_pause(ended: threading.Event) -> float:
+    """Returns the longest time between two looks at the clock, until an event is set."""
+    longest, last = 0.0, time.perf_counter()
+    while not ended.is_set():
+        time.sleep(PAUSE)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last - PAUSE), now
+    return longest
+
+
+def watched(device: Any, event: Any, call: Callable[[], float]) -> dict[str, float]:
+    """Runs a call in a thread; returns the longest times meanwhile and until an event has passed.
+
+    Args:
+        device: the busy device.
+        event: behind the slow work.
+        call: returns the seconds that it was blocked.
+    """
+    queries: Mapping[str, Callable[[], object]] = {
+        "eventQuery": partial(runtime.eventQuery, event.ptr),
+        "streamQuery": partial(runtime.streamQuery, device._stream("compute").ptr),
+        "setDevice": partial(runtime.setDevice, device.physical),
+    }
+    longest, ended = dict.fromkeys(queries, 0.0), threading.Event()
+    start = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:
+        pause = pool.submit(longest_pause, ended)
+        blocked = pool.submit(call)
+        try:
+            while not blocked.done() or runtime.eventQuery(event.ptr):
+                for name, query in queries.items():
+                    longest[name] = max(longest[name], longest_of(query, 1))
+                time.sleep(PAUSE)
+        finally:
+            ended.set()
+    busy = time.perf_counter() - start
+    return {"busy": busy, "blocked": blocked.result(), "standstill": pause.result(), **longest}
+
+
+def standstills(mesh: Mesh, slow: SlowWork, *, quick: bool) -> dict[str, float]:
+    """Returns the longest milliseconds of each query, for each thing that another thread does."""
+    device = mesh.devices[0]
+    out, *terms = (fill(device.empty((SIZES[0],), "float32"), seed) for seed in range(3))
+    launch = partial(ops.add_n, [out], [terms], device=device)
+    launch()  # compiled
+    scenes: Mapping[str, Callable[[], float]] = {
+        "nothing else": lambda: 0.0,
+        "a full launch queue": partial(longest_of, launch, QUICK_LAUNCHES if quick else LAUNCHES),
+        "cudaFree": partial(longest_of, device.trim, 1),
+    }
+    found: dict[str, float] = {}
+    for scene, call in scenes.items():
+        device.empty((QUICK_NBYTES if quick else NBYTES,), "uint8")  # memory that trim frees
+        mesh.synchronize()
+        seconds = watched(device, slow.submit(slow.copies), call)
+        found |= {f"{scene}: {name}, ms": taken * 1e3 for name, taken in seconds.items()}
+    if not np.array_equal(out.numpy(), np.add(*(term.numpy() for term in terms))):
+        raise AssertionError("add_n behind slow work: the sum is wrong")
+    return found
+
+
+def dropped(mesh: Mesh, slow: SlowWork, number: int) -> int:
+    """Calls and drops captured steps; returns how many results were compared."""
+    cross_device_ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh)
+    compared = 0
+    for turn in range(number):
+        slow.submit(max(1, slow.copies // number))
+        results = called_and_dropped(mesh, cross_device_ops, turn)
+        gc.collect()
+        for device in mesh:  # takes and writes whatever memory was freed too early
+            for size in SIZES:
+                fill(device.empty((size,), "float32"))
+        for size, result in zip(SIZES, results, strict=True):
+            wanted = integers(size) + np.float32(turn + (len(mesh) - 1) / 2)
+            for buffer in result.buffers:
+                if not np.array_equal(buffer.numpy(), wanted):
+                    raise AssertionError(f"step {turn}: {buffer.numpy()[:8]} is not {wanted[:8]}")
+                compared += 1
+    return compared
+
+
+def called_and_dropped(
+    mesh: Mesh, cross_device_ops: gr.AllReduceCrossDeviceOps, turn: int
+) -> Sequence[Any]:
+    """Returns the results of a captured step, which nothing holds any more."""
+    values = [
+        gr.PerReplica(
+            [device.upload(integers(size) + np.float32(turn + device.index)) for device in mesh],
+            mesh,
+        )
+        for size in SIZES
+    ]
+    step = cross_device_ops.capture(gr.ReduceOp.MEAN, [(value, value) for value in values])
+    results: Sequence[Any] = step()
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs both tests, and saves what was measured."""
+    options = options_of(__doc__, arguments)
+    with gr.open_mesh([0, 0], backend="cuda") as mesh:
+        slow = SlowWork(mesh.devices[0], quick=options.quick)
+        figures = standstills(mesh, slow, quick=options.quick)
+        steps = QUICK_STEPS if options.quick else STEPS
+        compared = dropped(mesh, slow, steps)
+    print(json.dumps(figures, indent=1))
+    keep({**figures, "compared results of dropped steps": compared}, options.json)
+    for name, taken in figures.items():
+        if "standstill" in name and taken > DEADLINE * 1e3:
+            raise AssertionError(f"{name}: {taken:.0f}: no watchdog could notice a deadline")
+
+
+if __name__ == "__main__":
+    main()
