@@ -13,7 +13,7 @@ The modules:
   ``run_ncu``: the counters of a profiler.
 * ``versions``, ``smoke``, ``compile_kernels``, ``torch_assert``, ``torch_training``,
   ``host_costs``, ``busy_gpu``, ``launches``, ``ranks``, ``copy_rate``: programs that the sections
-  start; ``unpooled``: a plugin of pytest.
+  start; ``unpooled``: a plugin of pytest; ``chart``: draws what was measured.
 
 This process never imports CuPy. If a GPU hangs, it blocks only a child, which has a deadline.
 """
