@@ -33,7 +33,8 @@ What it detects:
   synchronize the GPU) make the capture invalid
 * lack of memory: the pools of a GPU share its memory (``Machine(capacity=…)``); they split, merge
   and run out of memory as CuPy's do, and ``cudaFree`` waits for the GPU
-* hangs: a queue can be stuck (``Machine.stuck``); a host wait for it inside the driver is a fault
+* hangs: a queue can be stuck (``Machine.stuck``); a host wait for it inside the driver is a fault,
+  also one for a queue that is full (``Machine.queue_size``)
 
 What it does not show:
 

@@ -129,6 +129,7 @@ class Machine:
         self.at_sync: list[Callable[[], str | None]] = []  # each returns a fault, or None
         self.at_end: list[Callable[[], str | None]] = []  # the same, at the end
         self.stuck: set[Queue] = set()  # queues that do not run
+        self.queue_size: int | None = None  # calls that fill a queue; None: it is never full
         self.destroyed: set[int] = set()  # handles of destroyed streams
         self._random = random.Random(seed)
         self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.6, 0.8)))
@@ -179,6 +180,9 @@ class Machine:
         graphs.check_legacy(self, queue)
         if queue.capture is not None:
             return queue.capture.add(queue, what, work)
+        while self.is_full(queue):  # the host waits in the driver
+            if queue in self.stuck or not self._run_one():
+                self.fail(f"would hang: {what} waits until {queue} is not full")
         for other in queue.blocking:
             if other.last is not None:
                 self.wait(queue, other.last)
@@ -197,6 +201,10 @@ class Machine:
         while self._random.random() < self._early and self._run_one():
             pass
         return call
+
+    def is_full(self, queue: Queue) -> bool:
+        """Whether the next call must wait until another one has run."""
+        return self.queue_size is not None and len(queue.waiting) >= self.queue_size
 
     def wait(self, queue: Queue, call: Call) -> Call | None:
         """Later work of the queue runs after ``call``; returns the wait, if one is needed."""

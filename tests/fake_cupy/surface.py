@@ -297,6 +297,8 @@ def streamQuery(stream):
     check_addresses(stream)
     with current().entered() as machine:
         queue = queue_of(machine, stream)
+        if machine.is_full(queue):  # an H100 answered when it was not full any more
+            machine.fail(f"streamQuery stops the interpreter: {queue} is full")
         if queue.last is None:
             return _refusal(machine, None, queue)
         return _status(machine, queue.last, queue)

@@ -98,6 +98,32 @@ def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algori
     assert here.counts.get("init", 0) == 2 * (algorithm == "nccl")
 
 
+def test_a_reset_does_not_wait_for_a_full_queue(here, mesh, clock):
+    """It would keep the interpreter's lock meanwhile, so that no thread of Python would run."""
+    device = mesh.devices[3]
+    mesh.synchronize()
+    stall_queue(here, device)
+    results = reduced(mesh, deadline=5)
+    clock.advance(6)
+    with pytest.raises(CollectiveError, match="cuda:3 has not joined"):
+        results[0][0].numpy()
+    wait_for_failure(mesh)
+    here.queue_size = len(here.queues[device._stream("compute").ptr].waiting)
+    with pytest.raises(CollectiveError, match=r"queues have not finished: .*cuda:3"):
+        mesh.reset(timeout=0.02)
+    free(here)
+    here.queue_size = None
+    mesh.reset(timeout=TEST_TIMEOUT)
+    assert is_right(reduced(mesh, deadline=TEST_TIMEOUT))
+
+
+def test_work_waits_while_a_queue_is_full(here, mesh):
+    here.queue_size = 2
+    device = mesh.devices[0]
+    buffers = [device.upload(np.full(9, 1.0 + turn, np.float32)) for turn in range(9)]
+    assert [buffer.numpy()[0] for buffer in buffers] == [1.0 + turn for turn in range(9)]
+
+
 @pytest.mark.parametrize("wait", ["download", "synchronize"])
 def test_a_host_wait_ends_by_its_own_deadline_and_its_memory_stays(here, mesh, wait):
     device = mesh.devices[0]

@@ -136,7 +136,7 @@ class CudaDevice(Device):
             if self.mesh_state.reason is None and (self._staging or self._deferred_free.held):
                 self.mesh_state.check_usable(self)
                 self._synchronize(WaitPolicy(self))
-            elif self.mesh_state.reason is not None and self._is_idle():
+            elif self.mesh_state.reason is not None and self._is_idle(in_finalizer=True):
                 self._release_retained()
 
     def _retain(self) -> None:
@@ -433,9 +433,16 @@ class CudaDevice(Device):
             events = [self.gpu.event(stream) for stream in streams]
         return wait_policy.until(lambda: all(self._reached(event) for event in events))
 
-    def _is_idle(self) -> bool:
-        with self.gpu:
-            found = [runtime.streamQuery(stream.ptr) for stream in self._streams.values()]
+    def _is_idle(self, *, in_finalizer: bool = False) -> bool:
+        """Whether all queues are empty; in a finalizer events may be destroyed already."""
+        try:
+            with self.gpu:
+                if in_finalizer:
+                    found = [runtime.streamQuery(stream.ptr) for stream in self._streams.values()]
+                else:
+                    found = [state.query() for state in self._stream_states.values()]
+        except BackendUnavailableError:  # the GPU has failed
+            return False
         return all([self._is_over(status) for status in found])
 
     def _abandon(self, seconds: float) -> bool:

@@ -229,6 +229,17 @@ class StreamState:
             self._marked = (end, event)
         return event
 
+    def query(self) -> int:
+        """Returns CUDA's status of all work of the stream: 0 if it is done.
+
+        ``streamQuery`` keeps the interpreter's lock and, if another thread launches into a full
+        queue, waits for it. Recording an event waits too, so an earlier one is queried first.
+        """
+        with self._gpu:
+            _, event = self._marked
+            status = 0 if event is None else int(runtime.eventQuery(event.ptr))
+            return status or int(runtime.eventQuery(self.mark().ptr))
+
     def wait(self, other: StreamState | None, event: Any) -> None:
         """Makes later work wait for an event of ``other``; None: of a caller's stream."""
         if other is self or (other is not None and self._behind.get(other) is event):
