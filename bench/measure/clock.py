@@ -27,7 +27,7 @@ __all__ = ["After", "Call", "Clock", "Took", "clock_of", "host_seconds"]
 
 Call = Callable[[], Any]
 
-HOST_ROUNDS, GPU_ROUNDS, QUICK_ROUNDS = 25, 9, 2
+HOST_ROUNDS, GPU_ROUNDS, QUICK_ROUNDS = 25, 5, 2
 WARM_UPS = 2
 # Pause before each call, until no thread of the last one spins: PyTorch's threads spin for 9 ms (on
 # a busy machine 15 ms) and keep their core. After 5 ms Adam's ratio was 1.4 instead of 0.95.
