@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 import types
-from collections import defaultdict
+from collections import defaultdict, deque
 from importlib.machinery import ModuleSpec
-from itertools import count
+from itertools import count, repeat
 from typing import Any, Self
 
 import numpy as np
@@ -187,10 +187,11 @@ def install() -> None:
         CUDARuntimeError=CUDARuntimeError,
         getDeviceCount=lambda: 1,
         is_hip=False,
-        **dict.fromkeys(("eventQuery", "getDevice", "streamIsCapturing", "streamQuery"), _zero),
-        **dict.fromkeys(
-            ("eventRecord", "memcpyAsync", "memsetAsync", "setDevice", "streamWaitEvent"), _nothing
-        ),
+        # As quick as CuPy's, which are in C: they are called for each launch.
+        getDevice=repeat(0).__next__,
+        setDevice=deque[int](maxlen=0).append,
+        **dict.fromkeys(("eventQuery", "streamIsCapturing", "streamQuery"), _zero),
+        **dict.fromkeys(("eventRecord", "memcpyAsync", "memsetAsync", "streamWaitEvent"), _nothing),
         **dict.fromkeys(
             (
                 "memcpyDefault",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import weakref
 from functools import cache
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from .machine import READ, WRITE, Call, current
 from .memory import PINNED, REGION
 from .surface import (
     LEGACY,
+    CUDARuntimeError,
     Device,
     check_addresses,
     get_current_stream,
@@ -59,19 +61,20 @@ class _Memory:
 
     def __init__(self, pool, size: int) -> None:
         self._machine = machine = current()
-        self._pool = pool
+        self._pool = pool.ref
         # By stream, like CuPy's arenas.
         self._home = queue_of(machine, None)
         self.device_id = getDevice()
         if self._home.gpu != self.device_id:
             machine.fail(f"wrong device: memory of GPU {self.device_id} in the order of another")
-        self._chunk = machine.allocate(id(pool), self.device_id, size, self._home)
+        self._chunk = machine.allocate(pool.key, self.device_id, size, self._home)
         self.ptr = self._chunk.start
         self.size = size
 
     def __del__(self) -> None:
         if hasattr(self, "_chunk"):
-            self._machine.free_later(self._chunk, self._home)
+            is_alive = self._pool() is not None
+            self._machine.free_later(self._chunk, self._home, is_alive=is_alive)
 
 
 class UnownedMemory:
@@ -102,9 +105,17 @@ class MemoryPointer:
 
 
 class MemoryPool:
-    """A pool with one free list per stream: memory is reused in the order of its stream."""
+    """A pool with one free list per stream: memory is reused in the order of its stream.
+
+    Like CuPy 14.2's: free memory of a pool that has ended is lost (its arenas and chunks own each
+    other), and memory that is freed later goes to CUDA, unless it is a part of a larger one.
+    """
+
+    _keys = itertools.count()
 
     def __init__(self, allocator=None):
+        self.key = next(self._keys)
+        self.ref = weakref.ref(self)  # the collector clears one that only garbage refers to
         self._sizes = weakref.WeakSet()
 
     def malloc(self, size):
@@ -116,22 +127,22 @@ class MemoryPool:
                 except MemoryError:
                     if attempt:
                         gc.collect()
-                    machine.free_all(id(self), getDevice())
+                    machine.free_all(self.key, getDevice())
                 else:
                     self._sizes.add(memory)
                     return MemoryPointer(memory, 0)
             raise OutOfMemoryError(size, self.total_bytes())
 
     def free_all_blocks(self, stream=None):
-        with current().entered() as machine:
+        with current().entered(frees=False) as machine:
             machine.count("free_all_blocks")
-            machine.free_all(id(self), getDevice())
+            machine.free_all(self.key, getDevice())
 
     def used_bytes(self):
         return sum(memory.size for memory in self._sizes)
 
     def total_bytes(self):
-        return current().heap.used(getDevice(), id(self))
+        return current().heap.used(getDevice(), self.key)
 
 
 _default_pool = MemoryPool()
@@ -149,8 +160,16 @@ def _pinned_class(size: int) -> type:
 
 
 def alloc_pinned_memory(size):
+    """From CuPy's pool: sizes are powers of two; free memory goes back only if there is no more."""
     with current().entered() as machine:
-        chunk = machine.allocate("pinned", PINNED, size, None)
+        for attempt in range(2):
+            try:
+                chunk = machine.allocate("pinned", PINNED, size, None)
+                break
+            except MemoryError:
+                if attempt:
+                    raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory", 2) from None
+                machine.heap.release(machine.heap.whole("pinned", PINNED))
         pinned = _pinned_class(size).from_buffer(REGION.map, chunk.start - REGION.start)
         pinned.ptr, pinned._machine, pinned._chunk = chunk.start, machine, chunk
         return pinned
@@ -388,8 +407,9 @@ def from_dlpack(array, *, device=None, copy=None):
 
 def memory_info():
     """``runtime.memGetInfo``."""
-    heap = current().heap
-    return heap.capacity - heap.used(getDevice()), heap.capacity
+    with current().entered() as machine:
+        heap = machine.heap
+        return heap.capacity - heap.used(getDevice()), heap.capacity
 
 
 def pointer_attributes(ptr):
@@ -412,6 +432,14 @@ class DriverLibrary:
         assert attribute == self.IS_LEGACY_CUDA_IPC_CAPABLE
         slot = current().heap.find(address.value)
         answer._obj.value = int(slot is not None and slot.is_mapped)
+        return 0
+
+    def cuDevicePrimaryCtxGetState(self, device, flags, active) -> int:
+        active._obj.value = int(device in current().contexts)
+        return 0
+
+    def cuDeviceGetUuid(self, uuid, device) -> int:
+        uuid._obj[0], uuid._obj[15] = 0xAB, device
         return 0
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -25,6 +26,8 @@ from .memory import GPU_BYTES, NUM_GPUS, PINNED, REGION, Chunk, Generation, Heap
 __all__ = ["Access", "Call", "Fault", "Machine", "Queue", "current", "install"]
 
 HOST = "host"
+_PARTS = {f"{__package__}.{name}" for name in ("arrays", "graphs", "kernels", "machine", "nccl",
+                                               "plugin", "surface")}  # fmt: skip
 READ, WRITE = 1, 2
 # (first address, one past the last, READ | WRITE)
 Access = tuple[int, int, int]
@@ -98,7 +101,17 @@ class Machine:
         most_peers: of one GPU.
         capacity: bytes of each GPU.
         nvrtc: whether NVRTC is installed.
+        pinned: bytes of host memory that can be pinned.
+
+    Attributes:
+        contexts: the GPUs that have a context. CUDA makes one by ``setDevice``, and on the current
+            GPU by each call that needs one.
+        knows_meshes: whether ``of_meshes`` has the GPUs of the meshes that were opened. Our code
+            may make contexts on these.
     """
+
+    current_gpu: Callable[[], int]  # see surface.py
+    knows_meshes = False
 
     def __init__(
         self,
@@ -108,6 +121,7 @@ class Machine:
         most_peers: int = NUM_GPUS,
         capacity: int = GPU_BYTES,
         nvrtc: bool = True,
+        pinned: int = GPU_BYTES,
     ) -> None:
         self.seed = seed
         self.num_gpus = num_gpus
@@ -115,11 +129,13 @@ class Machine:
         self.most_peers = most_peers
         self.nvrtc = nvrtc
         self.peers: set[tuple[int, int]] = set()
+        self.contexts: set[int] = set()
+        self.of_meshes: set[int] = set()
         self.corrupt: set[tuple[int, int]] = set()  # peers whose copies change the data
         self.faults: list[str] = []
         self.lock = threading.RLock()
         self.queues: dict[int, Queue] = {}
-        self.heap = Heap(capacity)
+        self.heap = Heap(capacity, pinned)
         self.host: Clock = {HOST: 0}
         self.counts: dict[str, int] = {}
         self.retired = False
@@ -135,7 +151,7 @@ class Machine:
         self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.6, 0.8)))
         self.number = 0
         self._pending = 0
-        self._pending_free: deque[tuple[Chunk, Queue | None]] = deque()
+        self._pending_free: deque[tuple[Chunk, Queue | None, bool]] = deque()
         for gpu in range(num_gpus):
             self.add_queue(gpu, f"null:{gpu}")
 
@@ -147,15 +163,31 @@ class Machine:
         raise Fault(text)
 
     @contextmanager
-    def entered(self):
+    def entered(self, *, needs_context: bool = True, frees: bool = True):
         """Wraps every call from outside: one thread at a time, and no call after a fault."""
         with self.lock:
             if self.retired:
                 raise Fault("a call on a fake GPU of a test that has ended")
             if self.faults:
                 raise Fault(self.faults[0])
-            self._free_pending()
+            if needs_context:
+                self.make_context(self.current_gpu())
+            if frees:
+                self._free_pending()
             yield self
+
+    def make_context(self, gpu: int) -> None:
+        """Makes a context, if there is none; a fault if our code does it outside of its meshes."""
+        if gpu in self.contexts:
+            return
+        self.contexts.add(gpu)
+        frame = sys._getframe(1)
+        while frame.f_globals.get("__name__") in {*_PARTS, "contextlib"}:
+            frame = frame.f_back
+        caller = frame.f_globals.get("__name__", "")
+        ours = self.knows_meshes and caller.startswith("gradreduce.")
+        if ours and gpu not in self.of_meshes:
+            self.fail(f"{caller}:{frame.f_lineno} makes a context on GPU {gpu}, outside the mesh")
 
     # -- queues -----------------------------------------------------------------------------------
 
@@ -344,32 +376,49 @@ class Machine:
             self._fill_with_nan(chunk, home, "fresh memory")
         return chunk
 
-    def free_later(self, chunk: Chunk, home: Queue | None) -> None:
-        """Called while an object is freed, so without a lock; the next outside call frees it."""
-        self._pending_free.append((chunk, home))
+    def free_later(self, chunk: Chunk, home: Queue | None, *, is_alive: bool = True) -> None:
+        """Called while an object is freed, so without a lock; the next outside call frees it.
 
-    def _free_pending(self) -> None:
+        Args:
+            chunk: the memory.
+            home: the queue in whose order it is freed.
+            is_alive: whether its pool still exists.
+        """
+        self._pending_free.append((chunk, home, is_alive))
+
+    def _free_pending(self, unwritten: object = None) -> list[tuple[Chunk, Queue | None]]:
+        """Frees what ``free_later`` got; returns chunks of a pool that were not filled with NaN."""
+        later = []
         while self._pending_free:
-            chunk, home = self._pending_free.popleft()
+            chunk, home, is_alive = self._pending_free.popleft()
             self.number += 1
             chunk.owner.freed_at = self.number
-            if home is None or home.gpu not in self.freed:
+            if chunk.slot.pool == unwritten:
+                later.append((Chunk(chunk.slot, chunk.start, chunk.size), home))
+            elif home is None or home.gpu not in self.freed:
                 self._fill_with_nan(chunk, home, "the memory's end")
-            self.heap.give(chunk, home)
+            if is_alive:
+                self.heap.give(chunk, home)
+            elif chunk.before is chunk.behind is None:
+                self.heap.release([chunk])
+        return later
 
     def free_all(self, pool: object, gpu: int) -> None:
         """``cudaFree`` of a pool's free slots; CUDA first waits for the whole GPU."""
         graphs.check_safe(self, "cudaFree")
         if gpu in {queue.gpu for queue in self.stuck}:
             self.fail("would hang: cudaFree waits for a queue that is stuck")
-        self._free_pending()
+        later = self._free_pending(unwritten=pool)  # nothing reuses it before
         chunks = self.heap.whole(pool, gpu)
-        if not chunks or gpu in self.freed:
+        if gpu in self.freed:
             return
-        for queue in list(self.queues.values()):
-            if queue.gpu == gpu:
-                self.finish(queue.last)
+        for queue in list(self.queues.values()) if chunks else ():
+            if queue.gpu == gpu and queue.capture is None:
+                self.finish(self.submit(queue, "cudaFree"))  # also for its waits
         self.heap.release(chunks)
+        for chunk, home in later:
+            if all(chunk.slot is not each.slot for each in chunks):
+                self._fill_with_nan(chunk, home, "the memory's end")
 
     def _fill_with_nan(self, chunk: Chunk, home: Queue | None, why: str) -> None:
         """Fills every float with NaN, as one write of the whole chunk."""

@@ -156,8 +156,13 @@ class Chunk:
             self.behind.before = self
 
 
-def rounded(nbytes: int) -> int:
-    """Rounds like CuPy's pools, but always up: at least one unused byte follows each owner."""
+def rounded(nbytes: int, place: int = 0) -> int:
+    """Rounds like CuPy's pools, but always up: at least one unused byte follows each owner.
+
+    Pinned memory is rounded to powers of two, but for the granule.
+    """
+    if place == PINNED:
+        return max(GRANULE, 1 << (nbytes - 1).bit_length()) + GRANULE
     return (nbytes // GRANULE + 1) * GRANULE
 
 
@@ -166,16 +171,18 @@ class Heap:
 
     Args:
         capacity: bytes of each GPU.
+        pinned: bytes of host memory that can be pinned.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, pinned: int = GPU_BYTES) -> None:
         self.capacity = capacity
+        self.pinned = pinned
         self._slots: dict[int, list[Slot]] = {place: [] for place in range(NUM_GPUS + 1)}
         self._free: dict[tuple[object, int, object], list[Chunk]] = {}
 
     def take(self, pool: object, place: int, nbytes: int, order: object) -> Chunk | None:
         """Takes the smallest free chunk that is large enough, and splits it unless it is pinned."""
-        size = rounded(nbytes)
+        size = rounded(nbytes, place)
         free = self._free.get((pool, place, order), [])
         fitting = [one for one in free if one.size == size or (one.size > size and place != PINNED)]
         if not fitting:
@@ -193,8 +200,8 @@ class Heap:
         Raises:
             MemoryError: the GPU has no more.
         """
-        size = rounded(nbytes)
-        if self.used(place) + size > (self.capacity if place != PINNED else GPU_BYTES):
+        size = rounded(nbytes, place)
+        if self.used(place) + size > (self.capacity if place != PINNED else self.pinned):
             raise MemoryError
         slots = self._slots[place]
         start = REGION.start + place * GPU_BYTES + GAP

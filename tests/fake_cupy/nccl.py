@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from .machine import READ, WRITE, Call, Machine, Queue, current
-from .surface import check_addresses, getDevice, queue_of
+from .surface import check_addresses, getDevice, queue_of, setDevice
 
 __all__ = [
     "CONSTANTS",
@@ -202,6 +202,7 @@ def groupEnd():
     _local.depth -= 1
     if _local.depth:
         return
+    setDevice(getDevice())  # NCCL's threads and its abort set others
     failed, inits, asked, aborted = _local.failed, _local.inits, _local.asked, _local.aborted
     parts = _local.parts
     _local.__init__()
@@ -274,7 +275,7 @@ class NcclCommunicator:
         return self._gpu
 
     def check_async_error(self):
-        with self._machine.entered():
+        with self._machine.entered(needs_context=False):
             self._check_usable("check_async_error")
             if self.async_result:
                 raise NcclError(self.async_result)
@@ -282,6 +283,7 @@ class NcclCommunicator:
     def abort(self):
         """Drops collectives that have not run, and ends the waits for them."""
         self._end("abort")
+        setDevice(getDevice())
         if not _local.depth:
             _release_waiting([self])
         elif library.version >= 22200:

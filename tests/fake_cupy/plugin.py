@@ -180,10 +180,27 @@ def declare_launches() -> None:
     CudaDevice._launch = held
 
 
+def declare_meshes() -> None:
+    """Tells the machine on which GPUs meshes are opened."""
+    from gradreduce.backends.cuda import streams
+
+    enable = streams.enable_peer_access
+
+    def opened(physicals):
+        machine.current().of_meshes.update(physicals)
+        return enable(physicals)
+
+    streams.enable_peer_access = opened
+    Machine.knows_meshes = True
+
+
 def fresh(seed: int = SEED, **options) -> Machine:
     """Replaces the machine by a new one; faults of the old one are not raised."""
     gc.collect()
     surface.forget()
+    streams = sys.modules.get("gradreduce.backends.cuda.streams")
+    if streams is not None:
+        streams._OURS.clear()
     nccl.forget()
     return install(Machine(seed, **options))
 
@@ -192,10 +209,11 @@ inject()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from gradreduce.backends.cuda.streams import enable_peer_access
+    from gradreduce.backends.cuda import streams
 
     declare_launches()
-    enable_peer_access(range(machine.NUM_GPUS))  # checks each pair once per process
+    declare_meshes()
+    streams.enable_peer_access(range(machine.NUM_GPUS))  # checks each pair once per process
     fresh()
 
 

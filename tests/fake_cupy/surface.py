@@ -90,10 +90,17 @@ def getDevice():
     return _local.gpu
 
 
+Machine.current_gpu = staticmethod(getDevice)
+
+
 def setDevice(device):
     if not 0 <= device < current().num_gpus:
         raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+    machine = current()
+    machine.make_context(device)
     _local.gpu = device
+    if device in machine.freed:
+        raise CUDARuntimeError(machine.freed[device].status)
 
 
 RANGES: list[str] = []  # "+text" of each range that was begun, "-" of each that was ended

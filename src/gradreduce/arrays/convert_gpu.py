@@ -193,8 +193,7 @@ def on_gpu_of(device: Device | None) -> AbstractContextManager[Any]:
     """Context manager: CuPy uses the GPU of ``device``; no effect on simulated devices."""
     if device is None or device.mesh_state.backend != "cuda":
         return _NOWHERE
-    gpu: AbstractContextManager[Any] = sys.modules["cupy"].cuda.Device(device.physical)
-    return gpu
+    return device._activate()
 
 
 def from_gpu(buffer: Buffer, kind: Kind) -> Any:

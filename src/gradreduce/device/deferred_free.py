@@ -59,14 +59,19 @@ class DeferredFree:
         try:
             for _ in range(len(self.freed)):  # a block that must wait is appended again
                 self._free_or_defer(self.freed.popleft(), home)
-            for _ in range(len(self._deferred)):
-                freed, events = self._deferred.popleft()
-                if all(event.done for event in events):
-                    self.free(freed, home)
-                else:
-                    self._deferred.append((freed, events))
+            if self._deferred:
+                with home._activate():
+                    self._free_passed(home)
         except IndexError:  # another thread has drained it
             pass
+
+    def _free_passed(self, home: Device) -> None:
+        for _ in range(len(self._deferred)):
+            freed, events = self._deferred.popleft()
+            if all(event.done for event in events):
+                self.free(freed, home)
+            else:
+                self._deferred.append((freed, events))
 
     def join(self, home: Device, wait: Callable[[Any], None]) -> None:
         """Returns all deferred memory to the pool; the home queue waits for its marks.

@@ -349,7 +349,7 @@ class OpLog:
         def mark() -> None:
             for device in devices:
                 for queue in QUEUES:
-                    try:
+                    try:  # a backend makes its device current: this thread has none yet
                         made.append(Mark(device, queue, device._mark(queue)))
                     except Exception:  # noqa: S112  # a failed device cannot be queried
                         continue

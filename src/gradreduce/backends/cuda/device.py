@@ -408,7 +408,8 @@ class CudaDevice(Device):
 
     def _reached(self, event: Any) -> bool:
         """See ``Backend._reached``; marks a GPU as failed after a fatal error."""
-        return self._is_over(runtime.eventQuery(event.ptr))
+        with self.gpu:  # CUDA makes a context on the current GPU, whatever the event's
+            return self._is_over(runtime.eventQuery(event.ptr))
 
     def _is_over(self, status: int) -> bool:
         """Whether a query's status means done; a fatal error marks the GPU as failed."""

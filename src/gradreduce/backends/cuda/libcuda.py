@@ -1,4 +1,4 @@
-"""Asks the CUDA driver how memory was allocated, which CuPy does not offer."""
+"""Asks the CUDA driver what CuPy does not offer: about memory, contexts and GPUs."""
 
 from __future__ import annotations
 
@@ -29,3 +29,12 @@ def is_of_cuda_malloc(address: int) -> bool:
         ctypes.byref(answer), _IS_LEGACY_CUDA_IPC_CAPABLE, ctypes.c_uint64(address)
     )
     return status == 0 and bool(answer.value)
+
+
+def has_context(gpu: int) -> bool:
+    """Whether this process has a context on a GPU (its primary context); True if unknown."""
+    library, flags, is_active = _library(), ctypes.c_uint(0), ctypes.c_int(0)
+    if library is None:
+        return True
+    status = library.cuDevicePrimaryCtxGetState(gpu, ctypes.byref(flags), ctypes.byref(is_active))
+    return status != 0 or bool(is_active.value)

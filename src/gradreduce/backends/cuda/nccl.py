@@ -13,8 +13,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-import cupy
-
 from gradreduce.device import Buffer, Collective, DeferInterrupts, Device, Done, element_of
 from gradreduce.device.collective import CollectiveCall
 from gradreduce.device.mesh_state import MeshState
@@ -24,6 +22,7 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError, listed
 
 from .device import CudaDevice
 from .libnccl import error_details, warn_of_several
+from .streams import CurrentGpu
 
 # element -> NCCL's number for it; NCCL has no 16-bit integers, which are gathered and then added
 _TYPES = {
@@ -86,6 +85,7 @@ class _Cliques:
         lock: held while one of them is used, so that all GPUs get the groups of all threads in the
             same order.
         made: maps GPUs, in the order of their ranks, to their communicators in this process.
+        gpu: a GPU of this process that they use.
         aborted: whether they must not be used any more.
         asked: whether the watchdog is asking one of them for errors; it must not be freed
             meanwhile.
@@ -95,6 +95,7 @@ class _Cliques:
         self.asked = False
         self.lock = threading.Lock()
         self.made: dict[tuple[int, ...], list[Any]] = {}
+        self.gpu = 0
         self.aborted = False
 
     def communicators(self) -> list[Any]:
@@ -252,7 +253,8 @@ class NcclCollective(Collective):
         cliques, self._cliques = self._cliques, _Cliques()
         cliques.aborted = True
         if cliques.made:
-            self._pending.add(run_in_thread(partial(self._abort_cliques, cliques)))
+            work = partial(self._abort_cliques, cliques)
+            self._pending.add(run_in_thread(partial(_on_gpu, cliques.gpu, work)))
 
     def ended(self, seconds: float) -> bool:
         """Whether every abort and initialisation is done; waits for at most ``seconds``.
@@ -286,8 +288,8 @@ class NcclCollective(Collective):
             self._submit(partial(self._group, calls), [each.call for each in calls])
 
     def _group(self, calls: Sequence[_Ready]) -> None:
-        cliques = self._cliques
-        with cliques.lock:
+        cliques, leader = self._cliques, cast("CudaDevice", calls[0].call.inputs[0].device)
+        with leader.gpu, cliques.lock:  # NCCL returns to the current GPU, see `_on_gpu`
             used = [
                 self._clique(cliques, [buffer.device for buffer in each.call.inputs])
                 for each in calls
@@ -357,8 +359,10 @@ class NcclCollective(Collective):
         """
         end = time.monotonic() + seconds
         failed: list[Exception] = []
+        cliques.gpu = device.physical
         with DeferInterrupts():  # Ctrl-C here would leave a thread that nobody waits for
-            done = run_in_thread(partial(self._initialise, cliques, key, ranks, failed))
+            work = partial(self._initialise, cliques, key, ranks, failed)
+            done = run_in_thread(partial(_on_gpu, device.physical, work))
             self._pending.add(done)
         while not done.wait(_LOOK_SECONDS):
             self._mesh_state.check_usable(device)
@@ -388,7 +392,7 @@ class NcclCollective(Collective):
             identity = ranks.identity or self._run(name, self._nccl.get_unique_id)
             with self._grouped(name):
                 for rank, gpu in ranks.gpus.items():
-                    with cupy.cuda.Device(gpu):
+                    with CurrentGpu(gpu):
                         arguments = ranks.size, identity, rank
                         made.append(self._run(name, self._nccl.NcclCommunicator, *arguments))
         except Exception as error:
@@ -443,6 +447,12 @@ class NcclCollective(Collective):
                 f"NCCL does not support sum of {buffer.dtype}; use 'hierarchical_copy'"
             )
         return buffer.size * element.lanes, getattr(self._nccl, name)
+
+
+def _on_gpu(gpu: int, work: Callable[[], object]) -> None:
+    """Runs a thread's work on a GPU: NCCL sets others, and then returns to the current one."""
+    with CurrentGpu(gpu):
+        work()
 
 
 def _nccl() -> Any:

@@ -8,9 +8,9 @@ and no queue waits for the same event twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import permutations
+from threading import get_ident
 from typing import Any
 
 import cupy
@@ -19,6 +19,8 @@ from cupy.cuda import nvtx, runtime
 
 from gradreduce.device import Device, Stream, handle_of
 from gradreduce.errors import INSTALL_CUDA, BackendUnavailableError, CaptureError, log_warning
+
+from .libcuda import has_context
 
 # CUDA errors. Without an NVSwitch a GPU has at most eight peers.
 _ALREADY_ENABLED, _TOO_MANY_PEERS = 704, 711
@@ -78,7 +80,7 @@ def enable_peer_access(physicals: Sequence[int]) -> set[tuple[int, int]]:
 def _is_peer(here: int, there: int) -> bool:
     if not runtime.deviceCanAccessPeer(here, there):
         return False
-    with cupy.cuda.Device(here):
+    with CurrentGpu(here):
         try:
             runtime.deviceEnablePeerAccess(there)
         except runtime.CUDARuntimeError as error:
@@ -104,10 +106,10 @@ def _is_intact(here: int, there: int) -> bool:
     """Whether a page copied to a peer and back is unchanged."""
     pool, page = cupy.cuda.MemoryPool(), np.arange(1024, dtype=np.uint32)
     back, nbytes = np.zeros_like(page), page.nbytes
-    with cupy.cuda.Device(there):
+    with CurrentGpu(there):
         far, ready = pool.malloc(nbytes), cupy.cuda.Event(disable_timing=True)
         ready.record()
-    with cupy.cuda.Device(here):
+    with CurrentGpu(here):
         local, stream = pool.malloc(nbytes), cupy.cuda.get_current_stream()
         stream.wait_event(ready)
         queue, kinds = stream.ptr, (runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost)
@@ -140,16 +142,73 @@ _CAPTURE = frozenset(range(900, 909))
 _CAPTURE_IMPLICIT = 906
 
 
-class Gpu:
-    """Context manager: makes a GPU current; marks it as failed on a fatal error.
+# GPUs that have contexts, because we use them. Asking the driver takes a microsecond.
+_OURS: set[int] = set()
 
-    Every CUDA call of this package is made inside of one.
+
+class CurrentGpu:
+    """Context manager: makes a GPU current, and makes no context on any other.
+
+    ``cudaSetDevice`` makes a context of some 500 MB, and so does ``cupy.cuda.Device`` at the end of
+    its block, on the GPU that was current before: on GPU 0 in every process that never used it.
+    Therefore this block returns to the earlier GPU only if that has a context already. Else the
+    thread stays on this one.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        # For each thread that came from another GPU: what was current before each of its blocks.
+        self._before: dict[int, list[int]] = {}
+        _OURS.add(number)
+
+    def __enter__(self) -> None:
+        current = runtime.getDevice()
+        if current != self._number or self._before:
+            self._before.setdefault(get_ident(), []).append(current)
+        try:
+            # Also if it is current: a launch is a call of the driver, which needs a context that is
+            # bound to the thread.
+            runtime.setDevice(self._number)
+        except runtime.CUDARuntimeError as error:
+            if error.status not in FATAL:  # of a failed GPU: the calls in the block say so
+                raise
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._before:
+            self._return(error)
+        if error is not None:
+            self._translate(error)
+
+    def _return(self, error: BaseException | None) -> None:
+        thread = get_ident()
+        stack = self._before.get(thread)
+        if stack is None:  # another thread came from another GPU
+            return
+        before = stack.pop()
+        if not stack:
+            del self._before[thread]
+        if before != self._number and (before in _OURS or has_context(before)):
+            try:
+                runtime.setDevice(before)
+            except runtime.CUDARuntimeError:  # on a failed GPU
+                if error is None:
+                    raise
+
+    def _translate(self, error: BaseException) -> None:
+        """Raises a better error for one that ended the block, if there is one."""
+
+
+class Gpu(CurrentGpu):
+    """Makes a device's GPU current; marks it as failed on a fatal error.
+
+    Every CUDA call of this package is made inside of one, or of a ``CurrentGpu``.
 
     Attributes:
         device: CuPy's device.
     """
 
     def __init__(self, owner: Device) -> None:
+        super().__init__(owner.physical)
         self._owner = owner
         self.device = cupy.cuda.Device(owner.physical)
 
@@ -170,15 +229,7 @@ class Gpu:
                     raise
                 return True
 
-    def __enter__(self) -> None:
-        self.device.__enter__()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.device.__exit__()
-            return
-        with suppress(runtime.CUDARuntimeError):  # fails on a failed device
-            self.device.__exit__()
+    def _translate(self, error: BaseException) -> None:
         if getattr(error, "status", 0) in FATAL:
             self._owner.mark_failed(str(error))
             text = f"device {self._owner.name} failed: {error}"

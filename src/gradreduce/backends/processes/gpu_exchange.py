@@ -132,7 +132,8 @@ def connect_gpus(mesh: Mesh, group: ProcessGroup, end: float) -> None:
 
     def work() -> None:
         try:
-            exchange_all(device, [device.zeros((1,), "uint8")], [[(1,)]] * group.size)
+            with device._activate():
+                exchange_all(device, [device.zeros((1,), "uint8")], [[(1,)]] * group.size)
         except BaseException as error:
             failed.append(error)
 
