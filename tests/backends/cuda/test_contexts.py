@@ -14,6 +14,7 @@ from support.hanging_devices import TEST_TIMEOUT, wait_for_failure
 from support.thread_group import run_processes
 
 import gradreduce as gr
+from gradreduce.backends.cuda import libcuda
 from gradreduce.device import deadline_scope
 
 pytestmark = pytest.mark.fake_cupy
@@ -95,3 +96,15 @@ def noted(monkeypatch, owner, name: str, calls: list[str]) -> None:
         return call(*arguments, **options)
 
     monkeypatch.setattr(owner, name, note)
+
+
+def test_gpus_are_named_by_their_uuid(new_machine, monkeypatch):
+    """Two hosts may have the same name, and containers of one host have different names."""
+    new_machine(num_gpus=2)
+    with gr.open_mesh(2, backend="cuda") as mesh:
+        assert [device._hardware_name() for device in mesh] == [
+            "GPU-ab000000-0000-0000-0000-000000000000",
+            "GPU-ab000000-0000-0000-0000-000000000001",
+        ]
+        monkeypatch.setattr(libcuda, "_library", lambda: None)
+        assert mesh.devices[1]._hardware_name().endswith(" 0000:01:00.0")

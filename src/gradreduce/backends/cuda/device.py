@@ -47,7 +47,7 @@ from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 from .compile import load_kernel
 from .geometry import Geometry
 from .graph import captured_graph, recording
-from .libcuda import is_of_cuda_malloc
+from .libcuda import is_of_cuda_malloc, uuid_of
 from .streams import FATAL, Gpu, StreamState
 
 # Seconds between two polls of a queue that must be empty before a mesh can be reset.
@@ -169,7 +169,8 @@ class CudaDevice(Device):
                 self._submitted(queue)
 
     def _hardware_name(self) -> str:
-        return f"{os.uname().nodename} {runtime.deviceGetPCIBusId(self.physical)}"
+        found = uuid_of(self.physical)
+        return found or f"{os.uname().nodename} {runtime.deviceGetPCIBusId(self.physical)}"
 
     def _activate(self) -> Gpu:
         return self.gpu

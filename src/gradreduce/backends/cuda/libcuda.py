@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import uuid
 from functools import cache
 
 _IS_LEGACY_CUDA_IPC_CAPABLE = 10  # a CUpointer_attribute: cudaIpcGetMemHandle accepts the memory
@@ -38,3 +39,16 @@ def has_context(gpu: int) -> bool:
         return True
     status = library.cuDevicePrimaryCtxGetState(gpu, ctypes.byref(flags), ctypes.byref(is_active))
     return status != 0 or bool(is_active.value)
+
+
+def uuid_of(gpu: int) -> str | None:
+    """Returns a GPU's UUID as nvidia-smi writes it; None if unknown.
+
+    MIG slices have that of their GPU. ``cuDeviceGetUuid_v2`` would tell them apart, but NCCL does
+    not: it refuses two ranks on one GPU also if they use different slices (NVIDIA/nccl#1716).
+    CuPy's ``getDeviceProperties`` ends the UUID at its first byte of 0.
+    """
+    found, ask = (ctypes.c_ubyte * 16)(), getattr(_library(), "cuDeviceGetUuid", None)
+    if ask is None or ask(ctypes.byref(found), gpu) != 0:
+        return None
+    return f"GPU-{uuid.UUID(bytes=bytes(found))}"
