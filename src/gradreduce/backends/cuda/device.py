@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import cupy
@@ -42,12 +40,14 @@ from gradreduce.device.launch_table import Tables
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
 from gradreduce.device.pending_calls import WaitPolicy
+from gradreduce.device.waiting import run_in_thread
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 from .compile import load_kernel
 from .geometry import Geometry
 from .graph import captured_graph, recording
 from .libcuda import is_of_cuda_malloc, uuid_of
+from .staging import CHUNK, SMALL, Staging, chunks_of, pinned_memory
 from .streams import FATAL, Gpu, StreamState
 
 # Seconds between two polls of a queue that must be empty before a mesh can be reset.
@@ -82,7 +82,8 @@ class CudaDevice(Device):
         mesh_state: the state of its mesh.
         index: see ``Device``.
         physical: see ``Device``.
-        stream_states: the stream states of the mesh, by GPU; the first device of a GPU adds them.
+        shared: what the devices on each GPU share: the states of its streams, and the pinned memory
+            of its copies. The first device of a GPU adds them.
 
     Attributes:
         gpu: a context manager that makes the device's GPU current.
@@ -95,18 +96,14 @@ class CudaDevice(Device):
         mesh_state: MeshState,
         index: int,
         physical: int,
-        stream_states: dict[int, dict[Queue, StreamState]],
+        shared: dict[int, tuple[dict[Queue, StreamState], Staging]],
     ) -> None:
         super().__init__(mesh_state, index, physical)
         self.gpu = Gpu(self)
-        if physical not in stream_states:
-            stream_states[physical] = {queue: StreamState(self.gpu) for queue in QUEUES}
-        self._stream_states = stream_states[physical]
+        if physical not in shared:
+            shared[physical] = {queue: StreamState(self.gpu) for queue in QUEUES}, Staging()
+        self._stream_states, self._staging = shared[physical]
         self._streams = {queue: state.stream for queue, state in self._stream_states.items()}
-        # Pinned memory, and an event after the copy that uses it. CuPy reuses dropped pinned memory
-        # at once, so Ctrl-C must not come between a copy and its entry here.
-        self._staging: deque[tuple[Any, Any]] = deque()
-        self._staging_lock = threading.Lock()
         with self.gpu:
             self._pool = cupy.cuda.MemoryPool()
         _STREAMS[id(self)] = self._streams
@@ -301,33 +298,53 @@ class CudaDevice(Device):
         self._submitted("compute")
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
-        """Uploads through pinned memory, which is kept until the copy has finished."""
+        """Uploads through pinned memory; large arrays in chunks that may wait for earlier ones."""
         if not dst.nbytes:
             return
-        stream = self._stream(queue)
-        with DeferInterrupts(), self.gpu:
-            pinned = cupy.cuda.alloc_pinned_memory(dst.nbytes)
-            staged = np.frombuffer(pinned, np.uint8, dst.nbytes)
-            staged.view(dst.dtype).reshape(dst.shape)[...] = array
-            runtime.memcpyAsync(
-                dst.address, pinned.ptr, dst.nbytes, runtime.memcpyHostToDevice, stream.ptr
-            )
-            self._staging.append((pinned, self.gpu.event(stream)))
+        for offset, chunk in chunks_of(array, dst.dtype):
+            nbytes = chunk.nbytes
+            if nbytes >= SMALL:
+                self._limit_pinned()
+            stream = self._stream(queue)
+            with DeferInterrupts(), self.gpu:
+                pinned = pinned_memory(nbytes, self.name)
+                staged = np.frombuffer(pinned, np.uint8, nbytes)
+                staged.view(dst.dtype).reshape(chunk.shape)[...] = chunk
+                runtime.memcpyAsync(
+                    dst.address + offset, pinned.ptr, nbytes,
+                    runtime.memcpyHostToDevice, stream.ptr,
+                )  # fmt: skip
+                self._staging.add(pinned, nbytes, self.gpu.event(stream))
+                self._staging.drop()
+            self._submitted(queue)
+
+    def _limit_pinned(self) -> None:
+        """Waits while too much pinned memory is in use.
+
+        Raises:
+            BackendUnavailableError: the device has failed meanwhile.
+            CollectiveError: the mesh has failed meanwhile.
+        """
+        while (event := self._staging.oldest()) is not None:
+            if not self._endless.polls:
+                with self.gpu:
+                    event.synchronize()
+            elif not self._endless.until(partial(self._reached, event)):
+                raise self.mesh_state.abort_wait("an upload", self, self._endless)
             self._drop_staging()
-        self._submitted(queue)
 
     def _drop_staging(self) -> None:
-        """Releases pinned memory whose copies are done; other threads may add entries."""
-        with self._staging_lock:
-            while self._staging and self._staging[0][1].done:
-                self._staging.popleft()
+        with self.gpu:
+            self._staging.drop()
 
     def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
         nbytes, polls = buffer.nbytes, wait_policy.polls
         stream = self._stream("compute")
+        if polls and nbytes > CHUNK:
+            return self._download_beside(buffer, wait_policy)
         with DeferInterrupts(), self.gpu:
             if polls:  # a copy to pageable memory waits in the driver
-                pinned = cupy.cuda.alloc_pinned_memory(max(1, nbytes))
+                pinned = pinned_memory(max(1, nbytes), self.name)
                 host = np.frombuffer(pinned, np.uint8, nbytes)
             else:
                 host = np.empty(nbytes, np.uint8)
@@ -337,13 +354,42 @@ class CudaDevice(Device):
                     runtime.memcpyDeviceToHost, stream.ptr,
                 )  # fmt: skip
             if polls:  # the copy may still write it after the wait has ended early
-                self._staging.append((pinned, self.gpu.event(stream)))
+                self._staging.add(pinned, nbytes, self.gpu.event(stream))
         self._submitted("compute")
         if not self._host_waits(wait_policy, [stream]):
             return None
         self._drop_staging()
         host = host.view(buffer.dtype).reshape(buffer.shape)
         return host.copy() if polls else host
+
+    def _download_beside(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
+        """Downloads without pinned memory: in a thread, because the driver's wait has no timeout.
+
+        In one copy, so that no later work of the queue comes in between.
+        """
+        host, stream = np.empty(buffer.nbytes, np.uint8), self._streams["compute"]
+        failed: list[BaseException] = []
+
+        def copy() -> None:
+            try:
+                with self.gpu:
+                    runtime.memcpyAsync(
+                        host.ctypes.data, buffer.address, buffer.nbytes,
+                        runtime.memcpyDeviceToHost, stream.ptr,
+                    )  # fmt: skip
+                    self.gpu.event(stream).synchronize()
+            except BaseException as error:
+                failed.append(error)
+            finally:
+                self._submitted("compute")
+
+        if not self._host_waits(wait_policy, [stream]):  # then the copy waits for little
+            return None
+        if not wait_policy.until(run_in_thread(copy).is_set):
+            return None
+        if failed:
+            raise failed[0]
+        return host.view(buffer.dtype).reshape(buffer.shape)
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
         stream = self._stream(queue).ptr

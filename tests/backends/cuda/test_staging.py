@@ -1,0 +1,109 @@
+"""Uploads and downloads through pinned memory, of which CuPy's pool gives nothing back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from device.contract import data
+from fake_cupy.machine import Machine
+from fake_cupy.memory import PINNED, rounded
+from support.hanging_devices import TEST_TIMEOUT
+
+import gradreduce as gr
+from gradreduce.backends.cuda import device as cuda
+from gradreduce.backends.cuda import staging
+from gradreduce.device import Mesh
+from gradreduce.errors import CollectiveError
+
+pytestmark = pytest.mark.fake_cupy
+CHUNK = 4096
+MOST = 4 * rounded(CHUNK, PINNED)
+
+
+@pytest.fixture(params=range(4))
+def here(request, new_machine, monkeypatch) -> Machine:
+    for module, name, nbytes in (
+        (staging, "CHUNK", CHUNK),
+        (cuda, "CHUNK", CHUNK),
+        (cuda, "SMALL", 1024),
+        (staging, "IN_FLIGHT", 3 * CHUNK),
+    ):
+        monkeypatch.setattr(module, name, nbytes)
+    return new_machine(request.param, num_gpus=1, pinned=2 * MOST)
+
+
+def stall(here: Machine, mesh: Mesh) -> None:
+    here.stuck.add(here.queues[mesh.devices[0]._stream("compute").ptr])
+
+
+def free(here: Machine) -> None:
+    with here.lock:
+        here.stuck.clear()
+
+
+@pytest.fixture
+def mesh(here) -> Iterator[Mesh]:
+    with gr.open_mesh([0, 0], backend="cuda") as made:
+        yield made
+
+
+@pytest.mark.parametrize("of", ["contiguous", "strided"])
+def test_a_large_array_uses_little_pinned_memory(here, mesh, of):
+    """Also several, of two devices of one GPU; each may be changed as soon as upload returns."""
+    made = []
+    for seed in range(5):
+        values = data((103, 131), seed=seed)
+        array = values.copy()
+        if of == "strided":
+            array = np.repeat(values, 2, axis=1)[:, ::2]
+        device = mesh.devices[seed % 2]
+        made.append((values, device.upload(array)))
+        array[...] = 0
+    assert here.heap.used(PINNED) <= MOST
+    for values, buffer in made:
+        assert (buffer.numpy(deadline=TEST_TIMEOUT) == values).all()
+        assert (buffer.numpy() == values).all()  # polls after the first deadline
+    assert here.heap.used(PINNED) <= MOST
+
+
+def test_only_large_uploads_wait(here, mesh):
+    device = mesh.devices[0]
+    device.synchronize(deadline=TEST_TIMEOUT)  # later waits poll
+    stall(here, mesh)
+    device.upload(data((5 * CHUNK // 8,)))
+    small = [device.upload(data((100,), seed=seed)) for seed in range(9)]
+    late = gr.device.deadline_scope("a call", 0.05, mesh.devices)
+    with pytest.raises(CollectiveError, match=r"the deadline .*passed"), late:
+        device.upload(data((2 * CHUNK,)))
+    free(here)
+    mesh.reset(timeout=TEST_TIMEOUT)
+    for seed, buffer in enumerate(small):
+        assert (buffer.numpy() == data((100,), seed=seed)).all()
+
+
+def test_a_download_that_passes_no_deadline_uses_no_pinned_memory(here, mesh):
+    device = mesh.devices[0]
+    buffer = device.upload(data((5 * CHUNK,)))
+    device.synchronize()
+    stall(here, mesh)
+    device.zeros((4,), "float32")
+    with pytest.raises(CollectiveError, match="passed"):
+        buffer.numpy(deadline=0.05)
+    free(here)
+    mesh.reset(timeout=TEST_TIMEOUT)
+    assert not len(device._staging)
+    assert (buffer.numpy() == data((5 * CHUNK,))).all()
+
+
+def test_a_lack_of_pinned_memory_is_a_lack_of_host_memory(new_machine):
+    new_machine(2, num_gpus=1, pinned=10_000)
+    with gr.open_mesh(1, backend="cuda") as mesh:
+        device = mesh.devices[0]
+        says = "cuda:0: the host cannot pin 40,000 bytes of its memory for a copy: free host memory"
+        with pytest.raises(MemoryError, match=says):
+            device.upload(data((10_000,)))
+        for seed in range(3):  # CuPy's pool frees other sizes first
+            array = data((100 * 4**seed,), seed=seed)
+            assert (device.upload(array).numpy() == array).all()
