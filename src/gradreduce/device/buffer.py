@@ -43,7 +43,8 @@ class Block:
 
     Attributes:
         device: the logical device that the memory is on.
-        raw: the backend's handle, which keeps the memory alive. None after the memory is returned.
+        raw: the backend's handle, which keeps the memory alive. None if only ``remains`` keeps it,
+            and after the memory is returned.
         address: the address of the first byte.
         nbytes: the size in bytes.
         owned: True for memory of our pool, False for a caller's array.

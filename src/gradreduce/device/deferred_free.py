@@ -73,6 +73,24 @@ class DeferredFree:
             else:
                 self._deferred.append((freed, events))
 
+    def leave(self, last_owner: Callable[[Any], Any]) -> None:
+        """Makes blocks the only owners of their memory; the queues must have passed.
+
+        Args:
+            last_owner: takes memory of the pool, and returns an object that keeps it.
+        """
+        for freed in list(self.held):
+            block = freed()
+            if block is not None:
+                if freed.owned:
+                    block.raw = last_owner(freed.raw)
+                freed.raw = None
+
+    def forget(self) -> None:
+        """Returns all memory to its owners; the queues must have passed, the blocks be garbage."""
+        for freed in self.held:
+            freed.raw = None
+
     def join(self, home: Device, wait: Callable[[Any], None]) -> None:
         """Returns all deferred memory to the pool; the home queue waits for its marks.
 

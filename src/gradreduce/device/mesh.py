@@ -263,8 +263,9 @@ class Mesh(NotCopied):
     def close(self, *, deadline: float | None = None) -> None:
         """Closes the mesh and all its parts; may be called twice.
 
-        With several processes the host waits until the other processes close their mesh too, at
-        most for the ``timeout`` of ``open_mesh``. A failed mesh does not wait.
+        GPU memory that was cached goes back to the driver at once, and that of living Buffers when
+        they end. With several processes the host waits until the other processes close their mesh
+        too, at most for the ``timeout`` of ``open_mesh``. A failed mesh does not wait.
 
         Args:
             deadline: seconds from now, if that is shorter than the ``timeout`` of ``open_mesh``.

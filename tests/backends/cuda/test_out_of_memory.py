@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 from device.contract import data
+from support.hanging_devices import wait_for_failure
 
 import gradreduce as gr
-from gradreduce.device import Mesh
+from gradreduce.device import Buffer, Device, Mesh
 
 MIB = 1 << 20
 
 
-def usable_bytes() -> int:
-    """Bytes that the tests may use: the free memory minus 1 GiB, or an eighth of little memory."""
+def free_bytes() -> int:
     import cupy
 
-    free, _ = cupy.cuda.runtime.memGetInfo()
+    return cupy.cuda.runtime.memGetInfo()[0]
+
+
+def usable_bytes() -> int:
+    """Bytes that the tests may use: the free memory minus 1 GiB, or an eighth of little memory."""
+    gc.collect()  # memory of other tests
+    free = free_bytes()
     return free - min(free // 8, 1024 * MIB)
 
 
@@ -24,7 +32,7 @@ def check_usable(mesh: Mesh) -> None:
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     grads = [[device.upload(np.full(9, 1.0 + device.index, np.float32))] for device in mesh]
     rows = ops.all_reduce(grads, op=gr.ReduceOp.SUM, output_type="buffer")
-    assert [row[0].numpy()[8] for row in rows] == [36] * len(mesh)
+    assert [row[0].numpy()[8] for row in rows] == [len(mesh) * (len(mesh) + 1) / 2] * len(mesh)
 
 
 @pytest.mark.gpu
@@ -62,3 +70,40 @@ def test_a_gpu_that_is_full_says_so_and_the_mesh_stays_usable(gpus):
         kept.clear()
         mesh.devices[1].empty((8 * size,), "uint8")
         check_usable(mesh)
+
+
+def quarter(device: Device, size: int) -> Buffer:
+    """Returns a part of an allocation; the rest is free."""
+    device.zeros((size,), "uint8")
+    return device.empty((size // 4,), "uint8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("end", ["closed", "failed", "dropped"])
+def test_the_memory_of_an_ended_mesh_is_free_for_others(gpus, end):
+    """At once, without the garbage collector, unless the mesh is dropped without ``close``."""
+    gpus(2, num_gpus=1, capacity=8 * MIB)
+    with gr.open_mesh(1, backend="cuda"):  # makes the context
+        size = usable_bytes() // 4
+    before = free_bytes()
+    gc.disable()
+    try:
+        mesh = gr.open_mesh([0, 0], backend="cuda")
+        kept = mesh.devices[0].empty((size,), "uint8")
+        part = quarter(mesh.devices[1], 2 * size)
+        check_usable(mesh)
+        if end == "failed":
+            mesh.mesh_state.fail("for a test")
+            wait_for_failure(mesh)
+        if end != "dropped":
+            mesh.close()
+            assert before - free_bytes() >= 3 * size
+            del kept
+            assert before - free_bytes() < 2.5 * size
+            del part
+        else:
+            del kept, part, mesh
+            gc.collect()
+        assert before - free_bytes() < size // 4
+    finally:
+        gc.enable()

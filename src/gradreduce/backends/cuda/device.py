@@ -55,8 +55,9 @@ _LOOK_SECONDS = 1e-3
 # Memory that queues of failed meshes may still use. It is added when the mesh fails, because during
 # a garbage collection it would be too late, and freed only after its queues have finished.
 _RETAINED: dict[int, Any] = {}
-# Keeps the streams of each device alive until its ``__del__``.
-_STREAMS: dict[int, Any] = {}
+# Keeps the streams and the pool of each device alive until its ``__del__``. The garbage collector
+# clears weak references first, such as those of memory to its pool.
+_KEPT: dict[int, Any] = {}
 
 
 @lru_cache(maxsize=1024)
@@ -73,6 +74,21 @@ def _scalar_arguments(
     kinds: dict[str, Any] = {"int64": np.int64, "float64": np.float64}
     declared = zip(kernel.scalars, scalars, strict=True)
     return tuple(Argument(np.array(value, kinds[kind])) for (_, kind), value in declared)
+
+
+class _Late:
+    """Memory that outlives its mesh: when it ends, it goes back to the driver at once."""
+
+    __slots__ = ("_home", "_memory")
+
+    def __init__(self, home: CudaDevice, memory: Any) -> None:
+        self._home = home
+        self._memory = memory
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._memory = None  # into the pool
+            self._home.free_pool()
 
 
 class CudaDevice(Device):
@@ -106,7 +122,7 @@ class CudaDevice(Device):
         self._streams = {queue: state.stream for queue, state in self._stream_states.items()}
         with self.gpu:
             self._pool = cupy.cuda.MemoryPool()
-        _STREAMS[id(self)] = self._streams
+        _KEPT[id(self)] = self._streams, self._pool
         mesh_state.on_failure.append(self._retain)
         self._geometry = Geometry.of(self.gpu.device.attributes)
         self._tables = Tables(self._place, Argument)
@@ -127,14 +143,20 @@ class CudaDevice(Device):
         """Protects memory that queued work still uses, for a mesh that was not closed."""
         if sys.is_finalizing():
             return
-        _kept = _STREAMS.pop(id(self), None)  # keeps the streams alive until this returns
+        _kept = _KEPT.pop(id(self), None)  # keeps them alive until this returns
         with suppress(BackendUnavailableError):  # closed, failed, or opened before a fork
             self.mesh_state.check_open()
-            if self.mesh_state.reason is None and (self._staging or self._deferred_free.held):
+            if self.mesh_state.reason is None:
                 self.mesh_state.check_usable(self)
-                self._synchronize(WaitPolicy(self))
-            elif self.mesh_state.reason is not None and self._is_idle(in_finalizer=True):
+                if self._staging or self._deferred_free.held:
+                    self._synchronize(WaitPolicy(self))
+            elif self._is_idle(in_finalizer=True):
                 self._release_retained()
+            else:
+                return
+            # CuPy 14.2 never frees what is in a pool that ends.
+            self._deferred_free.forget()
+            self.free_pool()
 
     def _retain(self) -> None:
         _RETAINED[id(self._pool)] = (self._pool, self._streams, self._staging, self._deferred_free)
@@ -267,7 +289,8 @@ class CudaDevice(Device):
             raise MemoryError(self._shortage(nbytes)) from error
         self._submitted("compute")  # memory comes in stream order: others wait for it
         block = Block(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
-        return self._deferred_free.track(block)
+        self._deferred_free.track(block).raw = None  # kept by what remains of the block
+        return block
 
     def _shortage(self, nbytes: int) -> str:
         colocated = [each for each in self.mesh.devices if each.physical == self.physical]
@@ -287,10 +310,21 @@ class CudaDevice(Device):
         if id(self._pool) in _RETAINED:
             return
         self.drain()
+        if self.mesh_state.is_closed:  # nothing drains later
+            self._deferred_free.leave(partial(_Late, self))
+            self.drain()
         with self.gpu:
             self._deferred_free.join(self, self._streams["compute"].wait_event)
             self._submitted("compute")
             self._pool.free_all_blocks()
+
+    def free_pool(self) -> None:
+        """Gives the pool's memory back to the driver, also in a finalizer."""
+        failed = self.mesh_state.is_inherited or self.physical in self.mesh_state.failed
+        with suppress(BackendUnavailableError, runtime.CUDARuntimeError):
+            if not failed:
+                with self.gpu:
+                    self._pool.free_all_blocks()
 
     def _fill_zero(self, buffer: Buffer) -> None:
         with self.gpu:
