@@ -17,17 +17,16 @@ from gradreduce.backends import open_mesh
 from gradreduce.device import FlightEntry, PackInfo, op_log
 from gradreduce.errors import CollectiveError
 
-from .contract import BACKENDS, FLOAT, SIZE, add, data, uploaded
+from .contract import FLOAT, SIZE, add, data, uploaded
 
 __all__ = ["clock", "late_waits"]
 
 pytestmark = pytest.mark.usefixtures("late_waits")
 
 
-@pytest.fixture(params=BACKENDS)
-def mesh(request):
-    with request.param([0, 0, 1]) as opened:
-        yield opened
+@pytest.fixture
+def mesh(one_gpu_mesh):
+    return one_gpu_mesh
 
 
 def summaries(entries: list[FlightEntry]) -> list[tuple]:

@@ -29,15 +29,14 @@ from gradreduce.device import Mesh, deadline_scope, pending_calls
 from gradreduce.device.watchdog import _check_calls
 from gradreduce.errors import BackendUnavailableError, CancelledError, CollectiveError
 
-from .contract import BACKENDS, FLOAT, SIZE, data, uploaded
+from .contract import FLOAT, SIZE, data, uploaded
 
 __all__ = ["clock", "late_waits"]
 
 
-@pytest.fixture(params=BACKENDS)
-def mesh(request):
-    with request.param([0, 0, 1]) as opened:
-        yield opened
+@pytest.fixture
+def mesh(one_gpu_mesh):
+    return one_gpu_mesh
 
 
 def queued(placement=(0, 1)):
