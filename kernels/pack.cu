@@ -38,6 +38,7 @@ template <typename Out, typename In> struct Pack : Elementwise {
     }
 };
 
-template <typename Out, typename In> __global__ void pack(TABLE_ARGUMENT table, double divisor) {
+template <typename Out, typename In>
+__global__ void __launch_bounds__(256, sizeof(Out) == 8 ? 3 : 4) pack(TABLE_ARGUMENT table, double divisor) {
     elementwise<Pack<Out, In>, lanes_of<Out, In>::value>(table, divisor);
 }

@@ -9,7 +9,7 @@
 #include "common.cuh"
 
 template <typename In> struct SquareSum : Elementwise {
-    static constexpr bool GROUPED = true;
+    static constexpr bool GROUPED = true, SPACED = false;
     double* out;
     const In* in;
     i64 stride, block, size;
@@ -30,20 +30,31 @@ template <typename In> struct SquareSum : Elementwise {
         total.lane[l] = with(total.lane[l], load<double, 1>(in, k + l).lane[0]);
     }
 
+    template <int LANES> DEVICE void add(Lanes<double, LANES>& total, const Raw<In, LANES>& raw) const {
+        const Lanes<double, LANES> term = widened<double>(raw);
+        UNROLL
+        for (int l = 0; l < LANES; ++l) total.lane[l] = with(total.lane[l], term.lane[l]);
+    }
+
+    template <int LANES> DEVICE bool whole() const { return stride % LANES == 0; }
+
     template <int LANES> DEVICE void at(i64 i) const {
-        if (LANES > 1 && stride % LANES) {  // every other stride would be misaligned
-            for (i64 l = i; l < i + LANES; ++l) at<1>(l);
-            return;
-        }
+        // Loads in flight. H100, of a copy, 16 M float32: 0.59 with one, 0.90 with 4, 0.94 with 16.
+        constexpr int batch = FAST ? 1 : 16;
         Lanes<double, LANES> total = {};
-        const i64 start = i / stride * block;
+        const i64 number = i / stride, start = number * block;
         const i64 end = size - start < block ? size : start + block;
-        i64 k = start + i % stride;
-        for (; k + LANES <= end; k += stride) {
-            const Lanes<double, LANES> term = load<double, LANES>(in, k);
+        i64 k = start + (i - number * stride);
+        NO_UNROLL
+        for (; k + (batch - 1) * stride + LANES <= end; k += batch * stride) {
+            Raw<In, LANES> raw[batch];
             UNROLL
-            for (int l = 0; l < LANES; ++l) total.lane[l] = with(total.lane[l], term.lane[l]);
+            for (int t = 0; t < batch; ++t) raw[t] = load_raw<LANES>(in, k + t * stride);
+            UNROLL
+            for (int t = 0; t < batch; ++t) add(total, raw[t]);
         }
+        NO_UNROLL
+        for (; k + LANES <= end; k += stride) add(total, load_raw<LANES>(in, k));
         for (int l = 0; l < LANES && k + l < end; ++l) last(total, l, k);
         if (rooted) {
             UNROLL
@@ -53,7 +64,8 @@ template <typename In> struct SquareSum : Elementwise {
     }
 };
 
+// Uses registers for all loads of a batch: without a bound NVRTC uses 64 on sm_100, and waits for each load.
 template <typename In>
-__global__ void square_sum(TABLE_ARGUMENT table, i64 lanes, i64 terms, i64 squared, i64 rooted) {
+__global__ void __launch_bounds__(256, 2) square_sum(TABLE_ARGUMENT table, i64 lanes, i64 terms, i64 squared, i64 rooted) {
     elementwise<SquareSum<In>, lanes_of<double, In>::value>(table, lanes, terms, squared, rooted);
 }

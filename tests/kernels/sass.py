@@ -7,8 +7,9 @@
 * blocks of 256 threads that fit on a multiprocessor, as far as registers and threads go;
 * loads before the first use: the 16-byte loads of its main loop in batches, ``6+2``. A batch ends
   where an instruction needs one of its vectors, and so waits for memory;
+* the same of the loads of single elements, of another loop: through rows that are not aligned;
 * the 16-byte loads and stores in the text of the kernel, which are those of its vector loops;
-* its other loads and stores, which read the table's words and go through the tail.
+* its other loads and stores, which read the table's words, rows that are not aligned and the tail.
 
 ``PYTHONPATH=src:tests python -m kernels.sass`` compares it with what the installed NVRTCs make,
 and ``--write`` writes it anew, for the versions that are installed. It needs the extra ``nvrtc``.
@@ -39,7 +40,7 @@ from .nvrtc import WHEELS, Entry, compiled
 
 TABLE = Path(__file__).with_suffix(".txt")
 ARCHITECTURES = (80, 90, 100)
-COLUMNS = ("registers", "spills", "blocks", "batches", "16-byte", "others")
+COLUMNS = ("registers", "spills", "blocks", "batches", "unaligned", "16-byte", "others")
 DTYPES = ("float32", "bfloat16")
 ADD_N = (0, 2, 4, 8)  # numbers of inputs in the table
 
@@ -63,11 +64,12 @@ def blocks_per_processor(registers: int) -> int:
     return min(blocks, THREADS_PER_PROCESSOR // THREADS_PER_BLOCK)
 
 
-def load_batches(instructions: Iterable[tuple[str, str]]) -> tuple[int, ...]:
-    """The number of 16-byte loads that are issued before the first use of one of them.
+def load_batches(instructions: Iterable[tuple[str, str]], *, wide: bool = True) -> tuple[int, ...]:
+    """The number of loads that are issued before the first use of one of them.
 
     Args:
         instructions: operations and operands of a loop, in the order of their addresses.
+        wide: counts loads of 16 bytes; False: all others.
     """
     batches: list[int] = []
     pending: set[int] = set()
@@ -75,11 +77,13 @@ def load_batches(instructions: Iterable[tuple[str, str]]) -> tuple[int, ...]:
         registers = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
         if not pending.isdisjoint(registers):
             pending.clear()
-        if operation.startswith("LD") and operation.endswith(".128"):
-            if not pending:
-                batches.append(0)
-            batches[-1] += 1
-            pending.update(register + k for register in registers[:1] for k in range(4))
+        if MEMORY.fullmatch(operation) and operation.startswith("LD"):
+            size = 4 if operation.endswith(".128") else 2 if operation.endswith(".64") else 1
+            if (size == 4) == wide:
+                if not pending:
+                    batches.append(0)
+                batches[-1] += 1
+                pending.update(register + k for register in registers[:1] for k in range(size))
     return tuple(batches)
 
 
@@ -91,11 +95,14 @@ class Listing:
         accesses: how often each load and store occurs, ``LDG.E.128``; none of constants.
         loops: the same of each loop alone, without the loops in it.
         batches: 16-byte loads before the first use, of the loop that has most of them.
+        unaligned: other loads before the first use, of the loop without 16-byte accesses that has
+            most of them.
     """
 
     accesses: Counter[str]
     loops: tuple[Counter[str], ...]
     batches: tuple[int, ...]
+    unaligned: tuple[int, ...]
 
     @classmethod
     def of(cls, instructions: Sequence[tuple[int, str, str]]) -> Listing:
@@ -116,8 +123,17 @@ class Listing:
             if MEMORY.fullmatch(operation):
                 counted.setdefault(loop, Counter())[operation] += 1
         within = tuple(each for loop, each in counted.items() if loop is not None)
-        of_loops = [load_batches(text) for loop, text in texts.items() if loop is not None]
-        return cls(sum(counted.values(), Counter()), within, max(of_loops, key=sum, default=()))
+        over_chunks = loops[-1:]
+        of_loops = [text for loop, text in texts.items() if loop is not None]
+        narrow = [
+            text for loop, text in texts.items() if loop is not None and loop not in over_chunks
+            and not any(name.endswith(".128") for name, _ in text)
+        ]  # fmt: skip
+        batches = [
+            max((load_batches(text, wide=wide) for text in some), key=sum, default=())
+            for some, wide in ((of_loops, True), (narrow, False))
+        ]
+        return cls(sum(counted.values(), Counter()), within, *batches)
 
     def number(self, kind: str, *, wide: bool) -> int:
         """The number of loads (``LD``) or stores (``ST``) with 16 bytes, or with another size."""
@@ -155,9 +171,13 @@ def figures(entry: Entry, listing: Listing) -> tuple[str, ...]:
         for wide in (True, False)
     )
     blocks = blocks_per_processor(entry.registers)
-    shown = [str(batch) for batch in listing.batches]
-    batches = "+".join(shown if len(shown) <= 4 else [*shown[:2], "..."]) or "-"
-    return (str(entry.registers), str(entry.spills), str(blocks), batches, *accesses)
+    batches = map(_shown, (listing.batches, listing.unaligned))
+    return (str(entry.registers), str(entry.spills), str(blocks), *batches, *accesses)
+
+
+def _shown(batches: Sequence[int]) -> str:
+    shown = [str(batch) for batch in batches]
+    return "+".join(shown if len(shown) <= 4 else [*shown[:2], "..."]) or "-"
 
 
 def templates(kernel: Kernel) -> tuple[Template, ...]:
@@ -214,7 +234,7 @@ def written(made: dict[Key, tuple[str, ...]], versions: Iterable[str]) -> str:
     columns = "".join(f"{column:<10}" for column in COLUMNS)
     width = 2 + max(len(name) for _, _, name in made)
     lines = [
-        f"{'# NVRTC':{width + 9}}" + "".join(f"{version:60}" for version in versions).rstrip(),
+        f"{'# NVRTC':{width + 9}}" + "".join(f"{version:70}" for version in versions).rstrip(),
         f"{'# entry':{width}}{'GPU':9}" + (columns * 2).rstrip(),
     ]
     for arch, name in dict.fromkeys((arch, name) for _, arch, name in made):

@@ -66,9 +66,9 @@ def segments(width):
     return [out, values, plan.order, places, 1.0 + np.arange(plan.num_segments), plan.bounds]
 
 
-def rows_taken():
+def rows_taken(width):
     places = np.random.default_rng(0).integers(0, 20, 50)
-    return [random_data((size,), "uint32") for size in (400, 160)] + [places]
+    return [random_data((count * width,), "uint32") for count in (50, 20)] + [places]
 
 
 def clipped(norm):
@@ -102,7 +102,7 @@ CASES = {
         (5, 3, 0.1, 0.2),
     ),
     "distance_scale": (DISTANCE_SCALE, (HALF,), [positive(SINGLE, SINGLE, HALF, HALF)], (0.3,)),
-    "take_rows": (TAKE_ROWS, ("uint32",), [rows_taken()], ()),
+    "take_rows": (TAKE_ROWS, ("uint32",), [rows_taken(7), rows_taken(8)], ()),
     "square_sum": (SQUARE_SUM, (SINGLE,), [SUMS], (32, 20, 1, 1)),
     "clip": (CLIP, (SINGLE,), [clipped(np.inf), clipped(2.0)], (0.3,)),
 }  # fmt: skip
