@@ -32,13 +32,13 @@ def test_a_block_is_no_larger_than_the_gpu_takes():
 
 @pytest.mark.parametrize("itemsize", SIZES)
 @pytest.mark.parametrize("attributes", KINDS)
-@given(num_items=st.integers(1, 2**45), blocks=st.integers(1, 8))
+@given(num_items=st.integers(1, 2**45), blocks=st.integers(1, 8), long_items=st.booleans())
 def test_a_chunk_is_whole_vectors_for_each_thread_and_chunks_are_bounded(
-    attributes, itemsize, num_items, blocks
+    attributes, itemsize, num_items, blocks, long_items
 ):
     geometry = Geometry.of(attributes)
-    chunk = geometry.chunk_size(num_items, itemsize, blocks)
-    assert chunk * itemsize % (VECTOR * geometry.threads) == 0
+    chunk = geometry.chunk_size(num_items, itemsize, blocks, long_items=long_items)
+    assert chunk * itemsize % (VECTOR * (32 if long_items else geometry.threads)) == 0
     assert num_items // chunk <= WAVES * blocks * attributes["MultiProcessorCount"]
 
 
@@ -52,6 +52,17 @@ def test_the_vectors_of_a_thread(itemsize):
     assert found == expected
     # A quarter of the chunks occupies a quarter of the blocks.
     assert geometry.chunk_size(1056 * unit, itemsize, 2) == 4 * unit
+
+
+@pytest.mark.parametrize(("attributes", "warps"), [(H200, 1), (ADA, 3), (TURING, 1)])
+def test_little_work_of_long_items_is_spread_over_blocks_of_few_warps(attributes, warps):
+    """Otherwise the second pass of a norm of 16 M elements would be 16 blocks of a large GPU."""
+    geometry = Geometry.of(attributes)
+    assert geometry.chunk_size(8, 8, 1, long_items=True) == 2 * 32 * warps
+    assert geometry.chunk_size(8, 8, 1) == 2 * geometry.threads
+    enough = 64 * 2 * geometry.threads * attributes["MultiProcessorCount"]
+    for long_items in (False, True):
+        assert geometry.chunk_size(enough, 8, 1, long_items=long_items) == 8 * geometry.threads
 
 
 @pytest.mark.parametrize(

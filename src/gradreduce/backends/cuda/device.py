@@ -466,7 +466,10 @@ class CudaDevice(Device):
             else:
                 items = [kernel.num_items(row) for row in rows]
             total, itemsize = sum(items), min([each.dtype.itemsize for each in rows[0]])
-            table = self._tables.find(rows, items, geometry.chunk_size(total, itemsize, blocks))
+            chunk_size = geometry.chunk_size(
+                total, itemsize, blocks, long_items=kernel.items is not None
+            )
+            table = self._tables.find(rows, items, chunk_size)
             if table.held is not None and queue != "compute":  # the queue of the upload
                 self._touch([table.held.block], queue)
                 self.wait(self.mark("compute"), queue=queue)

@@ -42,18 +42,23 @@ class Geometry:
         threads = min(share, MOST_THREADS, attributes["MaxThreadsPerBlock"]) // warp * warp
         return cls(warp, threads, attributes["MultiProcessorCount"])
 
-    def chunk_size(self, num_items: int, itemsize: int, blocks: int) -> int:
+    def chunk_size(
+        self, num_items: int, itemsize: int, blocks: int, *, long_items: bool = False
+    ) -> int:
         """Returns the number of items in a chunk: whole vectors for every thread.
 
         Args:
             num_items: the number of items in all rows.
             itemsize: the bytes of an item in the narrowest operand.
             blocks: how many full blocks of the kernel fit on a multiprocessor at once.
+            long_items: whether an item is more than an element, such as 64 terms of a sum. Then a
+                little work is spread over blocks of few warps.
         """
         resident = blocks * self.num_processors
-        unit = self.threads * (VECTOR // itemsize)
-        chunk = VECTORS * unit
-        while chunk > unit and num_items // chunk < resident:  # spread small work over all blocks
+        chunk = VECTORS * self.threads * (VECTOR // itemsize)
+        unit = (self.warp if long_items else self.threads) * (VECTOR // itemsize)
+        # Spread small work over all blocks.
+        while chunk % (2 * unit) == 0 and num_items // chunk < resident:
             chunk //= 2
         while num_items // chunk > WAVES * resident:
             chunk *= 2
