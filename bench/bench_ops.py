@@ -50,6 +50,7 @@ ADD_32, ADD_16 = f"add_n {NUM_TERMS} float32", f"add_n {NUM_TERMS} bfloat16"
 ADD_INTO = "add_n 2 into"
 ACCUMULATE, ALL_SUM, SEGMENTS = "accumulate_n", "all_sum", "segment_sum"
 PACK, UNPACK, SCALE = "pack ResNet-50", "unpack ResNet-50", "scale ResNet-50"
+PACK_OFF, ADD_OFF = "pack, unaligned", "add_n 2, unaligned"
 PACK_MANY, ADD_MANY = "pack many", f"add_n {NUM_TERMS} many"
 SMALL, MEMORY = "small", "memory"
 
@@ -96,11 +97,6 @@ GPU_FLOORS = (
 def hosts(count: int, size: int, dtype: str = "float32") -> list[np.ndarray]:
     """Returns arrays of random numbers in separate memory."""
     return [normals(size, dtype) for _ in range(count)]
-
-
-def launch_segment_sum(*operands: Any) -> None:
-    """Plans a sum of rows of the same index, and launches it."""
-    ops.segment_sum_command(*operands)()
 
 
 class Bench:
@@ -159,6 +155,26 @@ class Bench:
             ours[implementation] = partial(ops.add_n, [device.upload(outs[0])], [mine])
         nbytes = 3 * outs[0].nbytes
         self.case(ADD_INTO, f"2 x {size} float32", nbytes, ours, "add_into", outs, terms)
+
+    def unaligned(self, size: int, dtype: str) -> None:
+        """Packs and adds arrays that begin an element after a vector; the output begins at one.
+
+        Views of a flat buffer are such arrays, such as those in the buckets of PyTorch's DDP.
+        """
+        arrays = hosts(2, size, dtype)
+        packs: dict[str, Call] = {}
+        adds: dict[str, Call] = {}
+        for implementation, device in self.devices():
+            off = []
+            for array in arrays:
+                whole = device.upload(np.append(array[:1], array))
+                off.append(whole.view(1, array.shape))
+            out = device.empty(arrays[0].shape, arrays[0].dtype)
+            packs[implementation] = partial(ops.pack, [out], off[:1])
+            adds[implementation] = partial(ops.add_n, [out], [off])
+        nbytes, words = arrays[0].nbytes, f"{size} {dtype}, off by {arrays[0].itemsize} bytes"
+        self.case(f"{PACK_OFF} {dtype}", words, 2 * nbytes, packs, "unaligned", arrays)
+        self.case(f"{ADD_OFF} {dtype}", f"2 x {words}", 3 * nbytes, adds, "unaligned", arrays)
 
     def accumulate_n(self, size: int) -> None:
         """Adds one term to a sum in place."""
@@ -236,7 +252,7 @@ class Bench:
         self.case(ADD_MANY, words, nbytes, ours, "many", *columns)
 
     def segment_sum(self, rows: int) -> None:
-        """Adds rows of the same index of a sparse gradient, with planning and without."""
+        """Adds rows of the same index of a sparse gradient: the launch, and the whole call."""
         num_indices = rows * INDICES // ROWS
         values = hosts(1, rows * WIDTH)[0].reshape(rows, WIDTH)
         indices = np.random.default_rng(1).integers(0, num_indices, rows)
@@ -247,7 +263,7 @@ class Bench:
             placed = device.put(values)
             shape = (segments.num_segments, WIDTH)
             operands = [device.empty(shape, "float32")], [placed], [segments]
-            ours[implementation] = partial(launch_segment_sum, *operands)
+            ours[implementation] = ops.segment_sum_command(*operands)
             slices = gr.IndexedSlices(placed, indices, out.shape)
             ours[f"{implementation} with its plan"] = slices.coalesce
         nbytes = values.nbytes + out.nbytes + indices.nbytes
@@ -301,8 +317,10 @@ def all_cases(bench: Bench) -> list[Callable[[], None]]:
     cases = [partial(bench.add_n, ADD_32, large, "float32")]
     if bench.on_gpu:
         cases.append(partial(bench.add_n, ADD_16, 2 * large, "bfloat16"))
+        cases.append(partial(bench.unaligned, 2 * large, "bfloat16"))
     cases += [
         partial(bench.add_into, large),
+        partial(bench.unaligned, large, "float32"),
         partial(bench.accumulate_n, large),
         partial(bench.all_sum, half),
         partial(bench.pack, PACK, sizes),
