@@ -77,7 +77,7 @@ def random_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
     values = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 7, shape))
     luck = rng.random(shape)
     values = np.where(luck < 2 / 8, rng.choice([1, -1], shape) * _large(dtype), values)
-    values = np.where(luck < 1 / 8, rng.choice(_specials(dtype), shape), values)
+    values = np.where(luck < 1 / 8, rng.choice(specials(dtype), shape), values)
     values = np.where(luck < 1 / 100, rng.choice([np.nan, np.inf, -np.inf], shape), values)
     with np.errstate(all="ignore"):
         values = values.astype(dtype)
@@ -141,7 +141,7 @@ def _large(dtype: np.dtype) -> float:
     return 2.0**57 if dtype == np.float64 else 2.0**28
 
 
-def _specials(dtype: np.dtype) -> np.ndarray:
+def specials(dtype: np.dtype) -> np.ndarray:
     """Finite values that test rounding, signs and small exponents, as float64."""
     info, precision = ml_dtypes.finfo(dtype), _precision(dtype)
     least, normal = float(info.smallest_subnormal), float(info.smallest_normal)

@@ -1,0 +1,348 @@
+"""Small launches of every kernel: tails, empty rows, rows off a 16-byte boundary, shared memory.
+
+Values have subnormal numbers, infinities, NaNs and ties. Each instantiation is launched with one
+row and with two, of which the first one is huge and only its end exists; with many rows in the
+parameters; and with many rows in memory and their map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from kernels.test_writes import dtypes_of, launch_of
+from support.exact_data import finite_data, random_data, same, specials
+from support.implementations import start_patterns
+from support.update_formulas import FORMULAS
+from support.update_operands import all_scalars, layout, rule_of
+
+from gradreduce.device import Kernel, Template, as_dtype
+from gradreduce.device.launch_table import INLINE_WORDS, row_map, row_words, struct
+from gradreduce.ops import RuleKernel, plan_segments
+
+from .machine import Machine, Memory
+from .text import Entry
+
+CHUNK = 112  # items: seven vectors of bytes
+# The items of the rows of a launch.
+ROWS = (224, 112, 0, 1, 16, 15, 80, 33, 112, 111, 224, 113, 229, 0, 100, 80, 97, 112, 48, 337, 36)
+ROWS += (0,)
+
+
+class Operand(NamedTuple):
+    """An operand; those with the same ``memory`` share it.
+
+    Attributes:
+        memory: its bytes.
+        dtype: its dtype.
+        start: the bytes by which its address misses a 16-byte boundary.
+        before: its elements that do not exist, before those in ``memory``.
+        more: is added to its integers, but not for the reference.
+    """
+
+    memory: np.ndarray
+    dtype: np.dtype
+    start: int = 0
+    before: int = 0
+    more: int = 0
+
+    @property
+    def content(self) -> np.ndarray:
+        """The bytes in the memory of the launch."""
+        return (
+            (self.memory.view(self.dtype) + self.more).view(np.uint8) if self.more else self.memory
+        )
+
+    @property
+    def size(self) -> int:
+        return self.before + self.memory.size // self.dtype.itemsize
+
+
+Row = list[Operand]
+
+
+class Geometry(NamedTuple):
+    """How a launch is made.
+
+    Attributes:
+        inline: whether the rows are in the parameters, or in memory with their map.
+        threads: of a block.
+        skipped: items of the first row that do not exist, a multiple of ``CHUNK``.
+        blocks: the number of blocks, of which only those that have a chunk are run. 0: two chunks
+            for each block, or one if the rows are in memory.
+    """
+
+    inline: bool
+    threads: int
+    skipped: int = 0
+    blocks: int = 0
+
+
+HUGE = Geometry(True, 4, (CHUNK << 32) + (CHUNK << 22), 2**17 + 1)  # sizes of 2**39
+INLINE, MAPPED = Geometry(True, 2, CHUNK << 14), Geometry(False, 32)
+
+
+class Launch:
+    """A launch of a kernel with a table of rows.
+
+    Args:
+        kernel: the kernel.
+        rows: its operands. A row without items is one that the kernel must skip.
+        scalars: the arguments after the table.
+        geometry: how it is launched.
+    """
+
+    def __init__(self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[float],
+                 geometry: Geometry) -> None:  # fmt: skip
+        self.kernel, self.rows, self.scalars, self.geometry = kernel, rows, scalars, geometry
+        self.executed, self.num_steps = set[int](), 0  # of the last run; see Machine
+
+    @cached_property
+    def expected(self) -> list[np.ndarray]:
+        """The operands of all rows after the launch, by the NumPy reference."""
+        copies = {id(each.memory): each.memory.copy() for row in self.rows for each in row}
+        table = [[copies[id(each.memory)].view(each.dtype) for each in row] for row in self.rows]
+        with np.errstate(all="ignore"):
+            self.kernel.reference([row for row in table if row[0].size], *self.scalars)
+        return [operand for row in table for operand in row]
+
+    def problem(self, entry: Entry, most: int = 100_000) -> str:
+        """Runs an entry; returns how its results differ from the reference, or nothing.
+
+        Raises:
+            PtxError: the entry does what no kernel may do, or runs more than ``most`` blocks.
+        """
+        memory, places = self._placed()
+        machine = self._machine(entry, memory, places)
+        machine.run(most)
+        self.executed, self.num_steps = machine.executed, machine.num_steps
+        operands = [each for row in self.rows for each in row]
+        for number, (each, expected) in enumerate(zip(operands, self.expected, strict=True)):
+            found = memory.content(places[id(each.memory)]).view(each.dtype)
+            with np.errstate(invalid="ignore"):
+                if not same(found - found.dtype.type(each.more) if each.more else found, expected):
+                    row, operand = divmod(number, len(self.rows[0]))
+                    return f"operand {operand} of row {row} differs from the reference"
+        return ""
+
+    def _placed(self) -> tuple[Memory, dict[int, int]]:
+        """A memory with all operands, and the address of each."""
+        num_written = self.kernel.num_written(self.scalars)
+        written = {id(each.memory) for row in self.rows for each in row[:num_written]}
+        memory, places = Memory(), dict[int, int]()
+        for row in self.rows:
+            for each in row:
+                key = id(each.memory)
+                if key not in places:
+                    writes = key in written
+                    places[key] = memory.add(each.content, writes=writes, start=each.start)
+        return memory, places
+
+    def _machine(self, entry: Entry, memory: Memory, places: dict[int, int]) -> Machine:
+        inline, threads, skipped, blocks = self.geometry
+        addresses = [
+            [places[id(each.memory)] - each.before * each.dtype.itemsize for each in row]
+            for row in self.rows
+        ]
+        items = [self.kernel.num_items(row) if row[0].size else 0 for row in self.rows]
+        # Elementwise kernels have no use for the sizes of their last operands.
+        unused = self.kernel.items is None and self.kernel.name != "pack"
+        sizes = [-1 if unused else row[-1].size for row in self.rows]
+        words, num_chunks = row_words(*map(np.array, (items, sizes, addresses)), CHUNK)
+        address = 0
+        if not inline:
+            mapped = np.append(words, row_map(words, num_chunks))
+            address = memory.add(mapped.view(np.uint8))
+        table = struct(words, num_chunks, address=address, chunk_size=CHUNK)
+        num_chunks -= skipped // CHUNK
+        grid = blocks or (num_chunks // 2 if inline else num_chunks + 1)
+        first_block = blocks and blocks - num_chunks
+        table["first_chunk"] = skipped // CHUNK - first_block
+        num_unused = INLINE_WORDS - words.size * inline
+        kinds = {"int64": np.int64, "float64": np.float64}
+        scalars = [
+            np.array([value], kinds[kind]).view(np.uint8)
+            for (_, kind), value in zip(self.kernel.scalars, self.scalars, strict=True)
+        ]
+        parameters = [table.view(np.uint8)[: table.nbytes - 8 * num_unused], *scalars]
+        return Machine(entry, memory, parameters, grid, threads, first_block)
+
+
+def values(size: int, dtype: str | np.dtype, number: int) -> np.ndarray:
+    """Every third row is finite; the others are ``random_data`` with more special values."""
+    dtype, rng = as_dtype(dtype), np.random.default_rng(number)
+    if dtype.kind in "iu" or number % 3 == 0:
+        return finite_data((size,), dtype, seed=number)
+    made = random_data((size,), dtype, seed=number)
+    chosen = rng.choice([*specials(dtype), 1, 3, np.inf, -np.inf, np.inf, np.nan], size)
+    with np.errstate(all="ignore"):
+        made = np.where(rng.random(size) < 0.4, chosen.astype(dtype), made)
+    bits = made.view(f"u{dtype.itemsize}")
+    if dtype.itemsize == 4:  # halfway between two numbers of bfloat16, and beside it
+        ties = (bits & 0xFFFF0000) + rng.integers(0x7FFF, 0x8002, size).astype(np.uint32)
+        bits[...] = np.where(rng.random(size) < 0.2, ties, bits)
+    bits[7::41] = np.array(np.inf, dtype).view(bits.dtype) + 1  # a NaN with the least payload
+    return made
+
+
+def operand(made: np.ndarray, start: int = 0, before: int = 0, more: int = 0) -> Operand:
+    """An operand that starts so many elements after a 16-byte boundary."""
+    content = np.ascontiguousarray(made).view(np.uint8)
+    return Operand(content, made.dtype, start * made.itemsize, before, more)
+
+
+# ---- elementwise kernels ------------------------------------------------------------------------
+
+
+def shared(kernel: Kernel, template: Template, scalars: Sequence[float]) -> dict[int, int]:
+    """Operands that may be another one exactly: the written one -> the other."""
+    if isinstance(kernel, RuleKernel):
+        kinds = [kind for kind, _ in layout(kernel, template)]
+        copies = [place for place, kind in enumerate(kinds) if kind == "copy"]
+        return {place: number for number, place in enumerate(copies)}
+    if kernel.name == "all_sum":
+        num_outs, num_inputs = map(int, scalars[:2])
+        return {place: num_outs + place for place in range(min(num_outs, num_inputs))}
+    return {0: 1}
+
+
+def elementwise(kernel: Kernel, template: Template, scalars: Sequence[float], number: int,
+                size: int, before: int) -> Row:  # fmt: skip
+    """A row; its number decides where its operands start, and whether two share memory."""
+    num_operands, num_written = launch_of(kernel, template)[0], kernel.num_written(scalars)
+    if kernel.name in ("add_n", "accumulate_n", "all_sum"):
+        num_operands = num_written + int(scalars[kernel.name == "all_sum"])
+    dtypes = dtypes_of(kernel, template, num_operands, num_written)
+    sizes, befores = [size] * num_operands, [before] * num_operands
+    if kernel.name == "pack":
+        sizes[1] = max(0, size - (0, 5, 40, 100)[number % 4])
+    made = [values(sizes[k], dtype, number + 300 * k) for k, dtype in enumerate(dtypes)]
+    if kernel.name == "clip":
+        made[2], befores[2] = np.array([(2.0, np.inf, 0.1, np.nan, 1e-3)[number % 5]]), 0
+    if isinstance(kernel, RuleKernel):
+        _prepare_state(made, [kind for kind, _ in layout(kernel, template)], number)
+    starts = start_patterns(num_operands)[number % 4 if number % 2 else 0]
+    row = list(map(operand, made, starts, befores))
+    for place, other in shared(kernel, template, scalars).items() if number % 5 == 2 else ():
+        if row[place].memory.size == row[other].memory.size:
+            row[place] = row[other]._replace(dtype=row[place].dtype)
+    return row
+
+
+def _prepare_state(made: list[np.ndarray], kinds: list[str], number: int) -> None:
+    """Every third master rounds to its variable; the roots of many slots are numbers."""
+    with np.errstate(all="ignore"):
+        for kind, array in zip(kinds, made, strict=True):
+            if kind == "slot" and number % 2:
+                array[...] = np.abs(array)
+        if kinds[1] == "master":
+            made[0][::3] = made[1].astype(made[0].dtype)[::3]
+
+
+# ---- other kernels ------------------------------------------------------------------------------
+
+
+def segments(template: Template, scalars: Sequence[float], number: int, before: int) -> Row:
+    """A third of the sums is added to rows of the output.
+
+    A huge row has many rows before those of the sums, and its numbers of rows are large.
+    """
+    width, start = (16, 7, 1, 112)[number % 4], number // 4 % 3
+    plan = plan_segments(np.random.default_rng(number).integers(0, 9, 14 + number))
+    places = np.where(np.arange(plan.num_segments) % 3, plan.indices, ~plan.indices)
+    has_into, has_divisors, _ = scalars
+    num_rows, skipped = 9 if has_into else plan.num_segments, before // width
+    row = [operand(values(num_rows * width, str(template[0]), number), start,
+                   0 if has_into else before),
+           operand(values(plan.order.size * width, str(template[1]), number + 300), start, before),
+           operand(plan.order, 0, skipped, skipped)]  # fmt: skip
+    if has_into:
+        row.append(operand(places, 0, skipped))
+    if has_divisors:
+        row.append(operand(1.0 + np.arange(plan.num_segments) % 4, 0, skipped))
+    return [*row, operand(plan.bounds, 0, skipped, skipped)]
+
+
+def taken(template: Template, _: Sequence[float], number: int, before: int) -> Row:
+    """A huge row is the end of one wide row of the values, the sixth one."""
+    width, start, num_taken = (16, 7, 1, 112)[number % 4], number // 4 % 3, 3 + number
+    rows, skipped = np.random.default_rng(number).integers(0, 6, num_taken), 0
+    if before:
+        rows, num_taken, width = np.zeros(1, np.int64), 1, 16 * width + 5
+        skipped = 5 * (before + width) + before
+    return [
+        operand(values(num_taken * width, str(template[0]), number), start, before),
+        operand(
+            values((1 if before else 6) * width, str(template[0]), number + 300), start, skipped
+        ),
+        operand(rows, more=5 if before else 0),
+    ]
+
+
+def squares(template: Template, scalars: Sequence[float], number: int, before: int) -> Row:
+    lanes, terms, start = int(scalars[0]), int(scalars[1]), number // 5 % 3
+    block = lanes * terms
+    size = (3 * block - 1, 1, lanes, block, 2 * block + lanes + 3)[number % 5]
+    num_blocks = -(-size // block)
+    return [
+        operand(values(lanes * num_blocks, "float64", number), start, before),
+        operand(values(size, str(template[0]), number + 300), start, before * terms),
+    ]
+
+
+# Makes a row of a kernel that is not elementwise.
+OTHERS: dict[str, Callable[[Template, Sequence[float], int, int], Row]] = {
+    "segment_sum": segments, "take_rows": taken, "square_sum": squares,
+}  # fmt: skip
+
+# ---- all of them --------------------------------------------------------------------------------
+
+
+def scalars_of(kernel: Kernel, template: Template) -> list[tuple[float, ...]]:
+    """The scalars of four launches."""
+    name, made = kernel.name, launch_of(kernel, template)[1]
+    divides = all("float" in part for part in template if isinstance(part, str))
+    if isinstance(kernel, RuleKernel):
+        numbers = FORMULAS[rule_of(kernel)][2]
+        return [all_scalars(kernel, template, numbers, first=k % 2, period=3 - k % 3)
+                for k in range(4)]  # fmt: skip
+    if name == "all_sum":
+        by, most = (3.0, 7.0) if divides else (1.0, 1.0), template[2] or 9
+        return [made, (2, most, 0, by[0]), (1, most, min(1, most - 1), by[1]), made]
+    several: dict[str, list[tuple[float, ...]]] = {
+        "pack": [(3.0,), (1.0,), (10.0,), (1.0,)] if divides else [(1.0,)] * 4,
+        "segment_sum": [(0, 0, 3.0), (1, 0, 1.0), (1, 1, 1.0), (0, 0, 1.0)] if divides
+        else [(0, 0, 1.0), (1, 0, 1.0), (1, 0, 1.0), (0, 0, 1.0)],
+        "add_n": [made] * 4 if template[-1] else [(2,), (9,), (4,), (1,)],
+        "accumulate_n": [(2,), (9,), (4,), (1,)],
+        "divide": [(3.0,), (0.1,), (7.0,), (3.0,)],
+        "clip": [(0.3,), (4.0,), (0.07,), (0.3,)],
+        "square_sum": [(16, 5, 1, 1), (7, 3, 1, 0), (8, 4, 0, 1), (7, 3, 1, 0)],
+        "distance_scale": [(0.1,), (3.0,), (0.7,), (0.1,)],
+    }  # fmt: skip
+    return several.get(name, [made] * 4)
+
+
+def launches(kernel: Kernel, template: Template) -> list[Launch]:
+    """The launches of an instantiation, the quickest one first."""
+    two, many, mapped, one = scalars_of(kernel, template)
+    return [
+        _launch(kernel, template, one, HUGE, (17,), first=1),
+        _launch(kernel, template, two, HUGE, (224, 117)),
+        _launch(kernel, template, many, INLINE, ROWS, first=2),
+        _launch(kernel, template, mapped, MAPPED, ROWS, first=4),
+    ]
+
+
+def _launch(kernel: Kernel, template: Template, scalars: tuple[float, ...], geometry: Geometry,
+            sizes: Sequence[int], first: int = 0) -> Launch:  # fmt: skip
+    rows = []
+    for number, size in enumerate(sizes[:12] if kernel.name in OTHERS else sizes, first):
+        before = geometry.skipped if number == first else 0
+        if kernel.name in OTHERS:
+            rows.append(OTHERS[kernel.name](template, scalars, number, before))
+        else:
+            rows.append(elementwise(kernel, template, scalars, number, size, before))
+    return Launch(kernel, rows, scalars, geometry)

@@ -1,0 +1,160 @@
+"""What NVRTC makes of every kernel is executed: the PTX gives the bits of the NumPy reference.
+
+``ptx/`` has the interpreter, the launches and the planted mutants. A launch fails if it reaches an
+unknown instruction, reads a register or local memory that was not written, accesses memory outside
+of its operands, off its alignment or of another thread, or does not end.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+from kernels.nvrtc import WHEELS, compiled
+from kernels.ptx.launches import launches
+from kernels.ptx.machine import PtxError
+from kernels.ptx.mutants import Mutant, mutants
+from kernels.ptx.text import parsed
+from kernels.sass import ARCHITECTURES
+from support.exhaustive import covering
+from support.skip_rules import find_compiler
+
+from gradreduce.device.kernel import kernel_text
+from gradreduce.ops import KERNELS, RuleKernel
+
+pytestmark = pytest.mark.nvrtc
+
+BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+HALF, BRAIN, SINGLE, DOUBLE = "float16", "bfloat16", "float32", "float64"
+# Every kernel's loops, conversions and roundings are in one of these.
+MUTATED = (
+    ("add_n", (BRAIN, BRAIN, 3)), ("add_n", (SINGLE, SINGLE, 1)),
+    ("accumulate_n", (SINGLE, SINGLE)), ("all_sum", (HALF, HALF, 4)),
+    ("all_sum", (SINGLE, SINGLE, 0)), ("pack", (BRAIN, SINGLE)), ("pack", (DOUBLE, DOUBLE)),
+    ("divide", (SINGLE, "int8")), ("divide", (DOUBLE, "uint64")),
+    ("segment_sum", (SINGLE, SINGLE)), ("take_rows", ("uint16",)), ("square_sum", (DOUBLE,)),
+    ("clip", (DOUBLE,)), ("distance_scale", (SINGLE,)), ("adam", (BRAIN, SINGLE)),
+    ("local_momentum", (SINGLE, SINGLE)), ("global_momentum", (BRAIN, SINGLE)),
+    ("nesterov", (DOUBLE, DOUBLE)), ("rmsprop_centered", (SINGLE, SINGLE)),
+    ("adagrad", (SINGLE, SINGLE)),
+)  # fmt: skip
+SEED = 1
+FEW, ALL = 4, 10  # mutants of each: in a plain run, and in the tier
+CAUGHT = 0.95
+
+
+def few(kernel):
+    """Templates in which every dtype occurs; of update.cu, which has 27 kernels, one for each."""
+    if isinstance(kernel, RuleKernel):
+        return (kernel.templates[KERNELS.index(kernel) % len(kernel.templates)],)
+    values = [tuple(enumerate(template)) for template in kernel.templates]
+    return tuple(kernel.templates[n] for n in sorted(covering(values, 0, fewest=1)))
+
+
+def programs(version, name, archs, templates):
+    """The different entries that NVRTC makes for these architectures: template, entry."""
+    kernel = BY_NAME[name]
+    names = {template: kernel.expression(template) for template in templates}
+    made = [compiled(kernel_text(kernel.source), list(names.values()), arch, version)
+            for arch in archs]  # fmt: skip
+    found = {}
+    for template, expression in names.items():
+        for program in made:
+            entry = program.entries[expression]
+            found[template, entry.parameters, entry.body] = template, entry
+    return list(found.values())
+
+
+def problems(version, name, archs, templates):
+    """What the launches of a kernel do that its reference does not."""
+    found = []
+    for template, program in programs(version, name, archs, templates):
+        entry = parsed(program.parameters, program.body)
+        for number, launch in enumerate(launches(BY_NAME[name], template)):
+            try:
+                problem = launch.problem(entry)
+            except PtxError as error:
+                problem = str(error)
+            if problem:
+                found.append(f"{template}, launch {number}: {problem}")
+    return found
+
+
+def survivors(name, template, number):
+    """The number of mutants of an instantiation, and those that no launch shows."""
+    ((_, program),) = programs(12, name, [90], [template])
+    entry = parsed(program.parameters, program.body)
+    tried = launches(BY_NAME[name], template)
+    assert [launch.problem(entry) for launch in tried] == [""] * len(tried)
+    limits = [4 * launch.num_steps for launch in tried]
+    executed = set.union(*(launch.executed for launch in tried))
+    rounds = SINGLE in template[-1:] or template[0] in (SINGLE, DOUBLE)
+    made = mutants(program.body, entry, executed, rounds=rounds, seed=SEED, number=number)
+
+    def survives(mutant: Mutant) -> bool:
+        changed = parsed(program.parameters, mutant.body)
+        try:
+            return not any(map(lambda one, most: one.problem(changed, most), tried, limits))
+        except PtxError as error:
+            assert "unknown" not in str(error), mutant
+            return False
+
+    return len(made), [f"{name}: {one.change}" for one in made if survives(one)]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as made:
+        yield made
+        made.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def found(request, pool) -> dict[tuple, Future]:
+    """(version, name, archs, templates) -> ``problems``; those of all tests are made ahead."""
+    wanted = {}
+    for item in request.session.items:
+        if item.module is request.module and "found" in item.fixturenames:
+            params = item.callspec.params
+            if find_compiler(WHEELS[params["version"]]):
+                wanted[tuple(params[name] for name in PARAMETERS)] = None
+    return {case: pool.submit(problems, *case) for case in wanted}
+
+
+SLOW = (pytest.mark.exhaustive, pytest.mark.slow)
+PARAMETERS = ("version", "name", "archs", "templates")
+CASES = [
+    pytest.param(12, kernel.name, (ARCHITECTURES[number % len(ARCHITECTURES)],), few(kernel),
+                 id=f"{kernel.name}-few")
+    for number, kernel in enumerate(KERNELS)
+]  # fmt: skip
+CASES += [
+    pytest.param(version, kernel.name, ARCHITECTURES, kernel.templates,
+                 id=f"{kernel.name}-{version}",
+                 marks=(*SLOW, pytest.mark.nvrtc(WHEELS[version])))
+    for version in WHEELS for kernel in KERNELS
+]  # fmt: skip
+
+
+@pytest.mark.whole_product
+@pytest.mark.parametrize(PARAMETERS, CASES)
+def test_the_ptx_gives_the_bits_of_the_reference(found, version, name, archs, templates):
+    assert found[version, name, archs, templates].result() == []
+
+
+@pytest.mark.parametrize(
+    "number",
+    [FEW, pytest.param(ALL, marks=SLOW)],
+    ids=lambda number: f"{number * len(MUTATED)}",
+)
+def test_mutants_are_caught(pool, number):
+    counts = [pool.submit(survivors, *case, number) for case in MUTATED]
+    num_made, alive = 0, []
+    for count in counts:
+        made, survived = count.result()
+        num_made += made
+        alive += survived
+    assert num_made == number * len(MUTATED)
+    assert len(alive) <= (1 - CAUGHT) * num_made, "\n".join(alive)
