@@ -215,16 +215,16 @@ def elementwise(kernel: Kernel, template: Template, scalars: Sequence[float], nu
     if kernel.name in ("add_n", "accumulate_n", "all_sum"):
         num_operands = num_written + int(scalars[kernel.name == "all_sum"])
     dtypes = dtypes_of(kernel, template, num_operands, num_written)
-    sizes, befores = [size] * num_operands, [before] * num_operands
+    sizes, skipped = [size] * num_operands, [before] * num_operands
     if kernel.name == "pack":
         sizes[1] = max(0, size - (0, 5, 40, 100)[number % 4])
     made = [values(sizes[k], dtype, number + 300 * k) for k, dtype in enumerate(dtypes)]
     if kernel.name == "clip":
-        made[2], befores[2] = np.array([(2.0, np.inf, 0.1, np.nan, 1e-3)[number % 5]]), 0
+        made[2], skipped[2] = np.array([(2.0, np.inf, 0.1, np.nan, 1e-3)[number % 5]]), 0
     if isinstance(kernel, RuleKernel):
         _prepare_state(made, [kind for kind, _ in layout(kernel, template)], number)
     starts = start_patterns(num_operands)[number % 4 if number % 2 else 0]
-    row = list(map(operand, made, starts, befores))
+    row = list(map(operand, made, starts, skipped))
     for place, other in shared(kernel, template, scalars).items() if number % 5 == 2 else ():
         if row[place].memory.size == row[other].memory.size:
             row[place] = row[other]._replace(dtype=row[place].dtype)
