@@ -29,6 +29,22 @@ template <typename T> static T MIN(T a, T b, bool nan) {
     return a == b ? (std::signbit(a) ? a : b) : a < b ? a : b;
 }
 template <typename T> static T MAX(T a, T b, bool nan) { return -MIN<T>(-a, -b, nan); }
+template <typename T> static T BFE(T a, uint32_t b, uint32_t c, int msb) {
+    const int place = b & 255, size = c & 255;
+    const int last = place + size - 1 < msb ? place + size - 1 : msb;
+    const bool sign = T(-1) < T(0) && size && (a >> last & 1);
+    T found = 0;
+    for (int k = 0; k <= msb; ++k)
+        found |= T(k < size && place + k <= msb ? a >> (place + k) & 1 : sign) << k;
+    return found;
+}
+template <typename T> static T BFI(T a, T b, uint32_t c, uint32_t d, int msb) {
+    for (int k = 0; k < int(d & 255) && int(c & 255) + k <= msb; ++k) {
+        const T bit = T(1) << ((c & 255) + k);
+        b = a >> k & 1 ? b | bit : b & ~bit;
+    }
+    return b;
+}
 static uint32_t PRMT(uint32_t a, uint32_t b, uint32_t c) {
     uint64_t both = uint64_t(b) << 32 | a; uint32_t found = 0;
     for (int k = 0; k < 32; k += 8, c >>= 4) {
@@ -53,7 +69,8 @@ def of_integers() -> dict[str, str]:
             f"div.{t}": f"{w}(a) / b", f"rem.{t}": f"{w}(a) % b", f"min.{t}": "a < b ? a : b",
             f"max.{t}": "a > b ? a : b", f"shr.{t}": f"{w}(a) >> (b < {bits} ? b : {bits})",
             f"selp.{t}": "c ? a : b", f"neg.{t}": f"-{w}(a)", f"abs.{t}": f"a < 0 ? -{w}(a) : a",
-            f"mul.wide.{t}": f"{w}(a) * b", f"mad.wide.{t}": f"{w}(a) * b + c",
+            f"bfe.{t}": f"BFE(a, b, c, {bits - 1})", f"mul.wide.{t}": f"{w}(a) * b",
+            f"mad.wide.{t}": f"{w}(a) * b + c",
         }  # fmt: skip
         for name, sign in (("add", "+"), ("sub", "-")):
             total = f"wu(uint{bits}_t(a)) {sign} uint{bits}_t(b)"
@@ -69,7 +86,7 @@ def of_integers() -> dict[str, str]:
         found |= {
             f"and.{t}": "a & b", f"or.{t}": "a | b", f"xor.{t}": "a ^ b", f"not.{t}": "~a",
             f"shl.{t}": f"wu(a) << {count}", f"shr.{t}": f"wu(a) >> {count}",
-            f"setp.ne.and.{t}": "a != b && c",
+            f"setp.ne.and.{t}": "a != b && c", f"bfi.{t}": f"BFI(a, b, c, d, {bits - 1})",
         }  # fmt: skip
     return found
 
@@ -135,7 +152,7 @@ def numbers(kind: str, seed: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> ctypes.CDLL:
-    """A function for each of ``EXPRESSIONS``: run_k(a, b, c, results)."""
+    """A function for each of ``EXPRESSIONS``: run_k(a, b, c, d, results)."""
     folder = tmp_path_factory.mktemp("arithmetic")
     parts = [HEADER]
     for number, (name, text) in enumerate(EXPRESSIONS.items()):
@@ -143,15 +160,16 @@ def library(tmp_path_factory) -> ctypes.CDLL:
         mode = next((MODES[part] for part in name.split(".") if part in MODES), MODES["rn"])
         types = [C_TYPES["pred" if kind == CARRY else kind] for kind in sources]
         reads = "".join(f"{kind} {place} = (({kind}*){place}s)[k]; "
-                        for kind, place in zip(types, "abc", strict=False))  # fmt: skip
+                        for kind, place in zip(types, "abcd", strict=False))  # fmt: skip
         to = C_TYPES[results[0]]
         carry = f"((bool*)f)[k] = wu({text}) >> {TYPES[sources[0]].itemsize * 8} & 1;" * len(
             results[1:]
         )
         parts.append(
-            f'extern "C" void run_{number}(void* as, void* bs, void* cs, void* d, void* f, long n) '
+            f'extern "C" void run_{number}(void* as, void* bs, void* cs, void* ds, '
+            "void* e, void* f, long n) "
             f"{{ fesetround({mode}); for (long k = 0; k < n; ++k) "
-            f"{{ {reads} (({to}*)d)[k] = ({to})({text}); {carry} }} fesetround(FE_TONEAREST); }}\n"
+            f"{{ {reads} (({to}*)e)[k] = ({to})({text}); {carry} }} fesetround(FE_TONEAREST); }}\n"
         )
     (folder / "text.cpp").write_text("".join(parts))
     flags = "-O1 -std=c++17 -shared -fPIC -ffp-contract=off -frounding-math -fwrapv -w".split()
@@ -172,8 +190,10 @@ def test_each_instruction_computes_what_the_host_computes(library):
             given[1][given[1] == 0] = 1
         if name.startswith("sh"):
             given[1] %= 80
+        if name.startswith("bf"):  # a place and a number of bits
+            given[-2:] = given[-2] % 80, given[-1] % 80
         wanted = [np.zeros(2500, TYPES["pred" if kind == CARRY else kind]) for kind in results]
-        pointers = [ctypes.c_void_p(each.ctypes.data) for each in given] + [None] * (3 - len(given))
+        pointers = [ctypes.c_void_p(each.ctypes.data) for each in given] + [None] * (4 - len(given))
         pointers += [ctypes.c_void_p(each.ctypes.data) for each in (wanted * 2)[:2]]
         getattr(library, f"run_{number}")(*pointers, ctypes.c_long(2500))
         with np.errstate(all="ignore"):

@@ -170,6 +170,24 @@ def permuted(a: Array, b: Array, selector: Array) -> Array:
     return found
 
 
+def extracted(a: Array, place: Array, size: Array) -> Array:
+    """So many bits from a place on; above them copies of the last one if ``a`` is signed."""
+    width = np.uint32(8 * a.itemsize)
+    place, size = place & np.uint32(0xFF), size & np.uint32(0xFF)
+    end = np.minimum(place + size, width)
+    top = shifted_left(a, width - end)  # with the last bit at the end of the word
+    found = shifted_right(top, np.minimum(width - end + place, width))
+    return np.where(size == 0, a.dtype.type(0), found)
+
+
+def inserted(a: Array, b: Array, place: Array, size: Array) -> Array:
+    """``b`` with the lowest bits of ``a`` from a place on."""
+    width, ones = 8 * a.itemsize, np.full(1, -1, f"i{a.itemsize}").view(a.dtype)
+    size = np.minimum(size & 0xFF, width)
+    mask = shifted_left(~shifted_left(ones, size), place & 0xFF)
+    return (shifted_left(a, place & 0xFF) & mask) | (b & ~mask)
+
+
 # ---- conversions --------------------------------------------------------------------------------
 
 
@@ -266,6 +284,7 @@ def _integers(kind: str) -> None:
         add(f"mad.wide.{kind}", [wide, kind, kind, wide],
             lambda a, b, c: a.astype(to) * b.astype(to) + c)  # fmt: skip
     if bits > 16:
+        add(f"bfe.{kind}", [kind, kind, "u32", "u32"], extracted)
         for name, carried in (("add", with_carry), ("sub", with_borrow)):
             add(f"{name}.cc.{kind}", [kind, CARRY, kind, kind], carried, results=2)
             add(f"{name}c.cc.{kind}", [kind, CARRY, kind, kind, CARRY], carried, results=2)
@@ -280,6 +299,8 @@ def _bits(kind: str) -> None:
         add(f"{name}.{kind}", [kind] * 3, function)
     add(f"not.{kind}", [kind] * 2, np.invert)
     if kind != "pred":
+        if kind != "b16":
+            add(f"bfi.{kind}", [kind, kind, kind, "u32", "u32"], inserted)
         add(f"shl.{kind}", [kind, kind, "u32"], shifted_left)
         for sign in "bus":
             shifted = f"{sign}{kind[1:]}"

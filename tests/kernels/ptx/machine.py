@@ -404,14 +404,14 @@ def _names(text: str, count: int | None = None) -> list[str]:
 
 
 def _constant(text: str, dtype: np.dtype) -> object:
-    """The value of a number: ``7``, ``0x7f``, ``0f3F800000`` or ``0d3FF0000000000000``."""
+    """The value of a number: ``7``, ``0x7fU``, ``0f3F800000`` or ``0d3FF0000000000000``."""
     if found := re.fullmatch(r"0([fd])([0-9A-Fa-f]+)", text):
         if (found[1], dtype) not in (("f", np.float32), ("d", np.float64)):
             raise ValueError(text)
         return np.array(int(found[2], 16), f"u{dtype.itemsize}").view(dtype)
     if dtype.kind == "f":
         raise ValueError(text)
-    value = int(text, 0)
+    value = int(text.removesuffix("U"), 0)
     if dtype.kind == "b":
         return bool(value)
     return np.array(value % 2 ** (8 * dtype.itemsize), f"u{dtype.itemsize}").view(dtype)
