@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from measure.all_reduce_gpu import GPU_FLOORS, GpuBench
+from measure.all_reduce_gpu import GPU_DECISIONS, GPU_FLOORS, GpuBench
 from measure.all_reduce_peers import (
     HIERARCHICAL,
     ONE_DEVICE,
@@ -105,6 +105,7 @@ WRAPPING = (
     "reduction moves have driven these Python objects out of the caches"
 )
 DECISIONS = {
+    **GPU_DECISIONS,
     f"numpy, {NO_PACKS}, over the line": Decision(1.5, PLAIN_CALL),
     **{
         f"{each}, {NO_PACKS}{OWN_ARRAYS}, over the line": Decision(was, WRAPPING)

@@ -183,7 +183,7 @@ def summary_page() -> str:
             f"![time by {words}]({PICTURE.format(sweep)})\n" for sweep, words in SWEEPS.items()
         ]
     left = f"These are missed: {'; '.join(missed())}." if missed() else ALL_HOLD
-    return "\n".join([*parts, CHANGED.format(verdict=left), *decisions(found), AGAIN])
+    return "\n".join([*parts, CHANGED.format(verdict=left), *decisions(), AGAIN])
 
 
 def machines(found: Mapping[str, Report]) -> str:
@@ -206,17 +206,16 @@ def summary(name: str, report: Report) -> str:
     return f"- {words.format(*[NOT_MEASURED if x is None else figure(x) for x in values])}"
 
 
-def decisions(found: Mapping[str, Report]) -> Iterator[str]:
+def decisions() -> Iterator[str]:
     """Yields the table of the floors whose bounds were changed."""
     rows = []
-    for name, report in found.items():
+    for name, floor in every_floor():
         changed: Mapping[str, Decision] = getattr(bench_of(name), "DECISIONS", {})
-        for floor in checked_floors(name, report, on_gpu=False):
-            if (decision := changed.get(floor["floor"])) is not None:
-                sign, measured = floor["sign"], floor["figure"]
-                shown = NOT_MEASURED if measured is None else figure(measured)
-                bounds = f"{sign} {decision.was:g}", f"{sign} {floor['bound']:g}"
-                rows.append([f"{name}: {floor['floor']}", *bounds, shown, decision.why])
+        if (decision := changed.get(floor["floor"])) is not None:
+            sign, measured = floor["sign"], floor["figure"]
+            shown = NOT_MEASURED if measured is None else figure(measured)
+            bounds = f"{sign} {decision.was:g}", f"{sign} {floor['bound']:g}"
+            rows.append([f"{name}: {floor['floor']}", *bounds, shown, decision.why])
     yield from table(("floor", "before", "now", "measured", "why"), rows)
 
 
@@ -394,13 +393,15 @@ def plots(report: Report) -> Iterator[tuple[str, Any]]:
 
 def missed() -> list[str]:
     """Returns the floors that are not met."""
-    return [
-        f"{name}: {floor['floor']}"
-        for kind in ("cpu", "gpu")
-        for name, report in reports(kind).items()
-        for floor in checked_floors(name, report, on_gpu=kind == "gpu")
-        if floor["holds"] is False
-    ]
+    return [f"{name}: {floor['floor']}" for name, floor in every_floor() if floor["holds"] is False]
+
+
+def every_floor() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields each floor for which there are figures, with its benchmark's name."""
+    for kind in ("cpu", "gpu"):
+        for name, report in reports(kind).items():
+            for floor in checked_floors(name, report, on_gpu=kind == "gpu"):
+                yield name, floor
 
 
 def write() -> None:

@@ -21,6 +21,7 @@ SIZE, QUICK_SIZE = 2**24, 2**8  # float32 elements: 64 MiB
 NUM_TERMS, SPLIT = 8, 4
 NUM_LAUNCHES = 3  # of each kernel
 WIDTH = 64  # of a row of an embedding
+LANES = 32  # partial sums of a block of squares
 Launch = Callable[[], object]
 
 
@@ -56,9 +57,11 @@ def all_sum(mesh: Mesh, size: int) -> Launch:
 
 
 def square_sum(mesh: Mesh, size: int) -> Launch:
-    """Adds the squares of an array, the first pass of a norm."""
-    inputs = operands(mesh, 1, size)
-    return lambda: ops.block_sums(inputs, mesh.devices[0])
+    """Adds the squares of an array in blocks: the first pass of a norm."""
+    (array,) = operands(mesh, 1, size)
+    out = mesh.devices[0].empty((LANES * -(-size // ops.BLOCK),), "float64")
+    terms = ops.BLOCK // LANES
+    return lambda: ops.square_sum([out], [array], lanes=LANES, terms=terms)
 
 
 def segment_sum(mesh: Mesh, size: int) -> Launch:
