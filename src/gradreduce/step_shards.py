@@ -35,7 +35,7 @@ from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_red
 from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.packing import plan_packing
-from gradreduce.reduce.pipeline import BatchPlan, Call, compile_for, plan_shares, reduce_batch
+from gradreduce.reduce.pipeline import BatchPlan, Call, compile_reduction, plan_shares, reduce_batch
 from gradreduce.reduce.process_values import described, first_replica
 from gradreduce.step_scaling import GradientScaling
 
@@ -166,9 +166,9 @@ class OptimizerShards(CrossDeviceOps):
         self._taken = _Taken()
         gathering = cross_device_ops.settings._replace(wire_dtype=None)
         for dtype in {variable.dtype: None for variable in variables}:
-            compile_for(gathering, self._devices, dtype, dtype)
+            compile_reduction(gathering, self._devices, dtype, dtype, call="all-gather")
         if scaling.acts:
-            compile_for(gathering, self._devices, _SUM, _SUM)
+            compile_reduction(gathering, self._devices, _SUM, _SUM, call="all-gather")
 
     def _check_unused(self) -> None:
         """Raises if the optimizer has slots that this step would not use."""
@@ -189,9 +189,11 @@ class OptimizerShards(CrossDeviceOps):
         """See ``CrossDeviceOps.reduce_batch``; not used by the step."""
         return self._ops.reduce_batch(reduce_op, requests, coalesce=coalesce)
 
-    def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
-        """See ``CrossDeviceOps.compile_for``."""
-        compile_for(self._ops.settings, self._devices, dtype, out_dtype)
+    def compile_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+        """See ``CrossDeviceOps.compile_sums``."""
+        compile_reduction(
+            self._ops.settings, self._devices, dtype, out_dtype, call="reduce-scatter"
+        )
 
     def reduce_buffers(
         self,

@@ -17,10 +17,6 @@ class AddOnFirst(Algorithm):
 
     in_place = False  # it allocates after its first copy
 
-    def compile(self, wire, total):
-        for device in self.devices:
-            ops.prepare_all_sum(device, total, wire)
-
     def start(self, jobs):
         return lambda indices, queue: self._steps([jobs[index] for index in indices])
 

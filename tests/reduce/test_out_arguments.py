@@ -338,6 +338,8 @@ def test_what_does_not_compile_fails_before_anything_is_written(launched, monkey
             prepare(device, kernel, template)
 
         monkeypatch.setattr(Device, "prepare", fails)
+        for device in opened.devices:
+            device.compiles = True
         for destinations in ([floats, ints], [floats, opened.devices[1]], [opened.devices[0]] * 2):
             fitting = [
                 row if destination in (floats, ints) else row[:1]

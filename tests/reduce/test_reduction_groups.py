@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 from support.all_reduce_jobs import reduce_jobs
+from support.compiled_first import watched_compiles
 from support.exact_data import COMPLEX, FLOATS, exact_data, random_data, same
 from support.meshes import (
     MeshCase,
@@ -22,7 +23,7 @@ from support.meshes import (
 )
 
 import gradreduce as gr
-from gradreduce.device import Device, as_dtype
+from gradreduce.device import as_dtype
 from gradreduce.reduce.reduction_groups import as_reduction_groups, reduction_groups_of
 
 hierarchical_copy = partial(reduce_jobs, "hierarchical_copy")
@@ -197,39 +198,24 @@ def test_without_peers_the_reduction_groups_are_added_separately(make_jobs, case
     assert [f"{record.name}@{record.device}" for record in journal.of("launch")] == launches
 
 
-def test_all_that_is_launched_was_prepared(numpy_mesh, monkeypatch):
-    prepared, launched = set(), set()
-    prepare, launch = Device.prepare, Device.launch
-
-    def noted_prepare(device, kernel, template):
-        prepared.add((device, kernel.name, template))
-        prepare(device, kernel, template)
-
-    def noted_launch(device, kernel, template, *rest, **options):
-        launched.add((device, kernel.name, template))
-        launch(device, kernel, template, *rest, **options)
-
-    monkeypatch.setattr(Device, "prepare", noted_prepare)
-    monkeypatch.setattr(Device, "launch", noted_launch)
-    for groups in [None, *splits_of(len(numpy_mesh))]:
-        for dtype in ("float32", "bfloat16"):
-            prepared.clear()
-            launched.clear()
-            numpy_mesh.mesh_state.prepared.clear()
-            numpy_mesh.mesh_state.plans.clear()
-            ops = gr.HierarchicalCopyAllReduce(2, reduction_groups=groups)
-            value = per_replica(numpy_mesh, lambda _, to=dtype: np.ones(9000, as_dtype(to)))
-            ops.reduce(MEAN, value, value)
-            assert launched
-            assert launched <= prepared
+def test_all_that_is_launched_was_compiled_first(numpy_mesh):
+    with watched_compiles(numpy_mesh) as watch:
+        for groups in [None, *splits_of(len(numpy_mesh))]:
+            for dtype in ("float32", "bfloat16"):
+                ops = gr.HierarchicalCopyAllReduce(2, reduction_groups=groups)
+                value = per_replica(numpy_mesh, lambda _, to=dtype: np.ones(9000, as_dtype(to)))
+                watch.start()
+                ops.reduce(MEAN, value, value)
+                assert watch.late == []
 
 
 @pytest.mark.parametrize("groups", [([0], [1, 2]), ([2, 0], [1])], ids=str)
 def test_what_was_prepared_for_other_reduction_groups_is_not_taken_for_these(groups):
-    with MeshCase((0, 1, 2), peer_access=False).open() as mesh:
+    half = as_dtype("float16")
+    with MeshCase((0, 1, 2), peer_access=False).open() as mesh, watched_compiles(mesh):
         for reduction_groups in (None, groups, ([], [0, 1, 2])):
             ops = gr.HierarchicalCopyAllReduce(reduction_groups=reduction_groups)
-            ops.compile_for(mesh.devices, as_dtype("float16"), as_dtype("float16"))
+            ops.compile_sums(mesh.devices, half, half)
         assert len(mesh.mesh_state.prepared) == 3
 
 

@@ -61,7 +61,7 @@ class DenseStorage(Storage):
         for device in state.devices:
             ops.prepare_all_sum(device, state.dtype, acc_dtype)
         if state.over_mesh:
-            state.cross_device_ops.compile_for(state.devices, acc_dtype, state.dtype)
+            state.cross_device_ops.compile_sums(state.devices, acc_dtype, state.dtype)
 
     def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> Any:
         """See ``Storage``. IndexedSlices without a shape get the accumulator's, if known."""

@@ -7,6 +7,7 @@ processes take no part: the dry run assumes that they send what this one sends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence, Set
 from functools import cache
 from itertools import count, cycle
@@ -37,6 +38,7 @@ from gradreduce.device.process_group import Description, Message, Move, Parcel, 
 from gradreduce.errors import DeviceMismatchError
 
 _ADDRESS_BITS = 44  # the distance of blocks, which have up to 16 TiB
+Launched = dict[tuple[int, Kernel, Template], int]
 
 
 class DryRunMesh:
@@ -47,9 +49,12 @@ class DryRunMesh:
         backend: the name of the backend.
         peer_access: the pairs of physical devices that have it.
         processes: for several processes: the rank of this one, and the number of devices of each.
+        compiles: see ``Device``; True for ``compile_ahead``.
 
     Attributes:
         mesh: the mesh of dry-run devices.
+        launched: the kernels that were launched or prepared, by physical device; each with the
+            index of the first device there.
     """
 
     def __init__(
@@ -58,27 +63,37 @@ class DryRunMesh:
         backend: str,
         peer_access: bool | Set[tuple[int, int]],
         processes: tuple[int, tuple[int, ...]] | None = None,
+        *,
+        compiles: bool = False,
     ) -> None:
         mesh_state = MeshState(backend, peer_access=peer_access)
         if processes is not None:
             mesh_state.process_group = DryRunGroup(*processes)
         starts = count(1)
+        self.launched: Launched = {}
         self._devices = [
-            DryRunDevice(mesh_state, index, physical, starts)
+            DryRunDevice(mesh_state, index, physical, starts, self.launched)
             for index, physical in enumerate(placement)
         ]
+        for device in self._devices:
+            device.compiles = compiles
         collective = cache(lambda: DryRunCollective(mesh_state))
         self.mesh = Mesh(self._devices, mesh_state, collective, lambda: None)
         self._blocks: dict[int, Block] = {}
 
     @classmethod
-    def like(cls, mesh: Mesh) -> Self:
+    def like(cls, mesh: Mesh, *, compiles: bool = False) -> Self:
         """Makes a dry-run copy of the whole of ``mesh``."""
         whole = mesh.devices[0].mesh
         group = whole.mesh_state.process_group
         processes = None if group is None else (group.rank, group.counts)
         physical = [device.physical for device in whole.devices]
-        return cls(physical, whole.backend, whole.mesh_state.peer_access, processes)
+        peers = whole.mesh_state.peer_access
+        return cls(physical, whole.backend, peers, processes, compiles=compiles)
+
+    def devices_like(self, originals: Sequence[Device]) -> tuple[DryRunDevice, ...]:
+        """Returns the dry-run copies of devices."""
+        return tuple([self._devices[device.index] for device in originals])
 
     def buffer(self, original: Buffer) -> Buffer:
         """Makes a Buffer like ``original``; shares a block if the originals do.
@@ -104,10 +119,16 @@ class DryRunDevice(Device):
     """A device that checks and records calls, without memory and queues."""
 
     def __init__(
-        self, mesh_state: MeshState, index: int, physical: int, starts: Iterator[int]
+        self,
+        mesh_state: MeshState,
+        index: int,
+        physical: int,
+        starts: Iterator[int],
+        launched: Launched,
     ) -> None:
         super().__init__(mesh_state, index, physical)
         self._starts = starts
+        self._launched = launched
 
     def block(self, nbytes: int, *, start: int = 0, peer_mapped: bool = True) -> Block:
         """Makes a block that no other block of its mesh overlaps."""
@@ -115,6 +136,11 @@ class DryRunDevice(Device):
         block = Block(self, None, address, nbytes, owned=True, writable=True)
         block.peer_mapped = peer_mapped
         return block
+
+    def foreign(self, shape: tuple[int, ...], dtype: np.dtype) -> Buffer:
+        """Makes a Buffer of its own memory, which is not mapped for peers, as a caller's may be."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return Buffer(self.block(nbytes, peer_mapped=False), 0, shape, dtype)
 
     def put(self, array: Any, address: int | None = None) -> Buffer:
         """Raises: there is no memory."""
@@ -143,7 +169,8 @@ class DryRunDevice(Device):
     def _trim(self) -> None:
         """Does nothing, like the methods below that would write or wait."""
 
-    def _prepare(self, kernel: Kernel, template: Template) -> None: ...
+    def _prepare(self, kernel: Kernel, template: Template) -> None:
+        self._launched.setdefault((self.physical, kernel, template), self.index)
 
     def _fill_zero(self, buffer: Buffer) -> None: ...
 
@@ -160,6 +187,7 @@ class DryRunDevice(Device):
         scalars: Sequence[int | float],
         queue: Queue,
     ) -> Command:
+        self._prepare(kernel, template)
         return lambda: None
 
     def _exchange(

@@ -53,6 +53,7 @@ class Device(NotCopied, Backend):
         freed: memory of freed blocks, until ``drain`` takes it back.
         external_buffers: the external buffers of the mesh.
         defers: whether a call may return before the work that it has submitted is done.
+        compiles: whether a first launch compiles its kernel.
 
     Example:
         >>> mesh = gr.open_mesh(2, backend="sim")
@@ -67,6 +68,7 @@ class Device(NotCopied, Backend):
 
     mesh: Mesh
     defers: bool = False
+    compiles: bool = True
 
     def __init__(self, mesh_state: MeshState, index: int, physical: int) -> None:
         self.mesh_state = mesh_state

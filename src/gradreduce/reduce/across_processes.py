@@ -136,18 +136,6 @@ class AcrossProcesses(Algorithm):
         self._temporaries: list[ref[Block]] = []
         self._num_used = 0  # how many of these the present reduction uses
 
-    def compile(self, wire: DType, total: DType) -> None:
-        """See ``Algorithm.compile``."""
-        acc_dtype = accumulate_dtype(wire)
-        flat = [term for terms in self._terms for term in terms]
-        num_terms = {1, len(flat), len(self._terms), *map(len, self._terms)}
-        num_terms |= {len(term.replicas) for term in flat}
-        for out, term in dict.fromkeys([(total, wire), (acc_dtype, wire), (total, acc_dtype)]):
-            ops.prepare_all_sum(self._leader, out, term, num_terms)
-        for count in num_terms:
-            for term in dict.fromkeys([wire, acc_dtype]):
-                ops.prepare_add_n(self._leader, acc_dtype, term, count)
-
     def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
         """See ``Algorithm.start``."""
 

@@ -17,7 +17,6 @@ from gradreduce import ops
 from gradreduce.device import (
     Buffer,
     Device,
-    DType,
     Queue,
     accumulate_dtype,
     by_physical,
@@ -93,12 +92,8 @@ class Algorithm(ABC):
     ) -> None:
         self.devices = tuple(devices)
 
-    @abstractmethod
-    def compile(self, wire: DType, total: DType) -> None:
-        """Compiles all kernels for inputs of ``wire`` and outs of ``total``; may connect devices.
-
-        The caller holds no lock and has launched nothing yet.
-        """
+    def connect(self) -> None:  # noqa: B027  # optional
+        """Connects the devices, if that takes time; called before the first launch."""
 
     @abstractmethod
     def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:

@@ -45,7 +45,7 @@ from .nests import Nests
 from .pipeline import (
     Settings,
     algorithm_of,
-    compile_for,
+    compile_reduction,
     copy_to_out,
     plan_batch,
     reduce_batch,
@@ -673,9 +673,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         )
         return reduce_batch(plan, gradients, consume=consume)
 
-    def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
-        """Compiles all kernels of ``reduce_buffers``; see ``CrossDeviceOps.compile_for``."""
-        compile_for(self.settings, devices, dtype, out_dtype)
+    def compile_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+        """Compiles all kernels of ``reduce_buffers``; see ``CrossDeviceOps.compile_sums``."""
+        compile_reduction(self.settings, devices, dtype, out_dtype)
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool

@@ -19,7 +19,9 @@ from gradreduce.arrays.convert_gpu import Kind, wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of
 from gradreduce.arrays.outputs import Out, release_outputs
 from gradreduce.arrays.types import OutputType
+from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.device_names import DeviceLike, as_device, is_device_like
+from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.device import (
     Buffer,
     Device,
@@ -31,7 +33,6 @@ from gradreduce.device import (
 )
 from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import brief
-from gradreduce.ops import prepare_all_sum
 
 from .arguments import (
     Request,
@@ -44,8 +45,8 @@ from .arguments import (
     single_value,
     with_outs,
 )
-from .one_device import Accumulate, copied_to, quotients
-from .pipeline import copy_to_out, label_of, names_of, reduce_to_one
+from .one_device import Accumulate, added_on, copied_to, quotients
+from .pipeline import compile_alone, copy_to_out, label_of, names_of, reduce_to_one
 from .process_values import broadcast_from
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -365,6 +366,12 @@ class CrossDeviceOps(ABC):
         rank = as_count("process=", process)
         with call.running("broadcast", deadline):
             copied = []
+            for request in call.requests:
+                compile_alone(
+                    request,
+                    "broadcast",
+                    lambda dry, _: copied_to(dry.value.parts[0], dry.devices, dry.out),
+                )
             for index, part in enumerate(_from_process(rank, call.requests)):
                 request = call.requests[index]
                 with buffer_of(part).device.mesh_state.pack_scope(label_of(call.requests, [index])):
@@ -448,7 +455,7 @@ class CrossDeviceOps(ABC):
         made = iter(quotients(sums, divisor, wanted))
         return [tuple([next(made) for _ in parts]) for parts in reduced]
 
-    def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+    def compile_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
         """Compiles the kernels of ``reduce_buffers`` that are known in advance.
 
         Args:
@@ -456,9 +463,15 @@ class CrossDeviceOps(ABC):
             dtype: the dtype of the gradients.
             out_dtype: the dtype of the results.
         """
-        for device in devices:
-            prepare_all_sum(device, dtype, dtype, {1, len(devices)})
-            prepare_all_sum(device, out_dtype, dtype, {1, len(devices)})
+
+        def work(dry_run: DryRunMesh) -> None:
+            here = dry_run.devices_like(devices)
+            row = [device.empty((1,), dtype) for device in here]
+            for home in here:
+                sums = map(buffer_of, copied_to(added_on(home, row), here, keep=True))
+                quotients([*sums], 1, [out_dtype] * len(here))
+
+        compile_ahead(devices, ("sums on one device", dtype, out_dtype), work)
 
 
 class ReductionToOneDevice(CrossDeviceOps):
@@ -518,6 +531,9 @@ class ReductionToOneDevice(CrossDeviceOps):
         for request in requests:
             check_one_process(request.devices[0], "ReductionToOneDevice")
         homes = [self._home(request, index) for index, request in enumerate(requests)]
+        if self.accumulation_fn is None:
+            for request, home in zip(requests, homes, strict=True):
+                self._compile(reduce_op, request, home, coalesce)
         results = []
         for index, (request, home) in enumerate(zip(requests, homes, strict=True)):
             with home.mesh_state.pack_scope(label_of(requests, [index])):
@@ -530,6 +546,14 @@ class ReductionToOneDevice(CrossDeviceOps):
                     raise
             results.append(each)
         return results
+
+    @staticmethod
+    def _compile(reduce_op: ReduceOp, request: Request, home: Device, coalesce: bool) -> None:
+        def reduce(dry: Request, dry_run: DryRunMesh) -> tuple[Part, ...]:
+            (dry_home,) = dry_run.devices_like([home])
+            return reduce_to_one(reduce_op, dry, dry_home, coalesce=coalesce)
+
+        compile_alone(request, ("on one device", reduce_op, home.index, coalesce), reduce)
 
     def _home(self, request: Request, index: int) -> Device:
         if self.reduce_to_device is None:

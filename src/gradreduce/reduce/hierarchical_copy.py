@@ -18,9 +18,7 @@ from gradreduce import ops
 from gradreduce.device import (
     ALIGNMENT,
     Device,
-    DType,
     Queue,
-    accumulate_dtype,
     by_physical,
     ensure_accessible,
     fork_streams,
@@ -119,16 +117,6 @@ class HierarchicalCopy(Algorithm):
         self.reads_peers = self.in_place and len(gpus) > 1
         self._order = [replica for group in self._groups for replica in group]
         self._split = len(self._groups[0]) if len(self._groups) == 2 else 0
-
-    def compile(self, wire: DType, total: DType) -> None:
-        """See ``Algorithm.compile``."""
-        acc_dtype = accumulate_dtype(wire)
-        num_terms = {len(self._groups), len(self._order)}
-        for device in self.devices:
-            for out, term in dict.fromkeys([(total, wire), (wire, wire), (total, acc_dtype)]):
-                ops.prepare_all_sum(device, out, term, num_terms)
-            for count in {len(group) for group in self._groups}:
-                ops.prepare_add_n(device, acc_dtype, wire, count)
 
     def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
         """See ``Algorithm.start``."""

@@ -75,15 +75,10 @@ class Nccl(Algorithm):
         """The collective library of the mesh; None for one physical device."""
         return self.devices[0].mesh.collective if len(self._sharing) > 1 else None
 
-    def compile(self, wire: DType, total: DType) -> None:
-        """See ``Algorithm.compile``; the first time, connecting may take seconds."""
-        collective = self._collective
-        if collective is not None:
+    def connect(self) -> None:
+        """See ``Algorithm.connect``; the first time it may take seconds."""
+        if (collective := self._collective) is not None:
             collective.connect([self.devices[first] for first, *_ in self._sharing])
-        num_terms = {1, *map(len, self._sharing)}
-        for device in self.devices:
-            for out, term in dict.fromkeys([(total, wire), (wire, wire)]):
-                ops.prepare_all_sum(device, out, term, num_terms)
 
     def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
         """See ``Algorithm.start``."""

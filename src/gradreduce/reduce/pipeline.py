@@ -10,22 +10,16 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, cast
 
-from gradreduce import ops
-from gradreduce.arrays.distributed import Part, ReduceOp, buffer_of
+from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import AllReduceAlg
-from gradreduce.device import (
-    Buffer,
-    Device,
-    DType,
-    PackInfo,
-    Queue,
-    by_physical,
-    mean_dtype,
-)
+from gradreduce.backends.compile_ahead import compile_ahead
+from gradreduce.backends.dry_run import DryRunDevice, DryRunMesh
+from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physical
 from gradreduce.device.exchange import agreed
 from gradreduce.device.process_group import Description
 
@@ -34,6 +28,7 @@ from .aggregation import with_dense
 from .algorithm import Algorithm, Job, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
+from .hierarchical_copy import SLICE_BYTES
 from .one_device import Accumulate, added_on, copied_to, quotients
 from .pack_buffers import Move, Pack, lay_out, move, moves_in, moves_out, unpack
 from .packing import (
@@ -42,8 +37,6 @@ from .packing import (
     Share,
     plan_packing,
     plan_stages,
-    sum_dtype_of,
-    wire_of,
 )
 from .process_values import described, first_replica, num_replicas_of, slices_of_all
 from .reduction_groups import Processes, ReductionGroups
@@ -160,8 +153,6 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
         settings, devices, [share] * num_shares, what,
         call=call, divisor=divisor, counts=counts, names=names,
     )  # fmt: skip
-    for dtype in dict.fromkeys(dtypes) if counts else ():
-        _compile_mean(devices, dtype)
     remember(plans, key, made)
     return made
 
@@ -192,9 +183,9 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
     """
     if call == "all-gather":  # copies each tensor in its own dtype
         settings = settings._replace(wire_dtype=None)
-    for pair in dict.fromkeys([(dtype, out) for share in shares for _, dtype, out in share]):
-        compile_for(settings, devices, *pair)
     algorithm = algorithm_of(settings, devices)
+    for pair in dict.fromkeys([(dtype, out) for share in shares for _, dtype, out in share]):
+        compile_reduction(settings, devices, *pair, call=call, counts=counts)
     flat: list[FlatPlan] = []
     first, num_before = first_replica(devices[0]), 0
     for owner, share in enumerate(shares):
@@ -231,13 +222,17 @@ def reduce_requests(
     Results go into a request's ``out`` where possible; ``copy_to_out`` copies the others.
     """
     found, others = batches_of(requests, reduce_op)
+    batches = [plan_requests(settings, reduce_op, requests, *each) for each in found]
+    for index in others:
+        compile_alone(
+            requests[index],
+            (settings, reduce_op, coalesce),
+            lambda dry, _: reduce_requests(settings, reduce_op, [dry], coalesce=coalesce)[0],
+        )
     if others and (alike := with_all_reduced(requests)) is not requests:
         found_alike = reduce_requests(settings, reduce_op, alike, coalesce=coalesce)
         return _copied_to_devices(requests, found_alike)
-    batches = [plan_requests(settings, reduce_op, requests, *each) for each in found]
     results: dict[int, tuple[Part, ...]] = {}
-    for index in others:
-        _compile_alone(requests[index], reduce_op)
     for (indices, counts), (gradients, plan) in zip(found, batches, strict=True):
         out = None  # all kernels are compiled
         if not counts and requests[indices[0]].out is not None:
@@ -325,24 +320,38 @@ def label_of(requests: Sequence[Request], indices: Sequence[int]) -> PackInfo:
     return PackInfo(tuple(indices), names=names_of(requests, indices))
 
 
-def _compile_mean(devices: Sequence[Device], dtype: DType) -> None:
-    """Compiles the kernels that divide integers and copy their means into ``out``."""
-    mean = mean_dtype(dtype)
-    for device in devices:
-        ops.prepare_divide(device, dtype)
-        ops.prepare_pack(device, mean, mean)
+def compile_alone(
+    request: Request,
+    key: Hashable,
+    reduce: Callable[[Request, DryRunMesh], tuple[Part, ...]],
+) -> None:
+    """Compiles the kernels that reduce one value that is not all-reduced.
+
+    Args:
+        request: the request of the value.
+        key: what the kernels depend on besides the request.
+        reduce: reduces a dry-run copy of the request.
+    """
+    devices = (*request.devices, *request.value.devices)
+    parts = tuple([(type(part), part.dtype) for part in request.value.parts])
+
+    def work(dry_run: DryRunMesh) -> None:
+        dry = dry_run_request(dry_run, request)
+        copy_to_out([dry], [reduce(dry, dry_run)])
+
+    compile_ahead(devices, ("alone", key, len(parts), parts, request.out is not None), work)
 
 
-def _compile_alone(request: Request, reduce_op: ReduceOp) -> None:
-    """Compiles the kernels that add a dense value on one device."""
-    if request.value.is_sparse:
-        return
-    dtype, devices = request.value.buffers[0].dtype, request.value.devices
-    for device in (*devices, *request.devices):
-        ops.prepare_pack(device, dtype, dtype)
-        ops.prepare_all_sum(device, dtype, dtype, {1, len(devices)})
-    if reduce_op is ReduceOp.MEAN and dtype.kind in "iu":
-        _compile_mean((*devices, *request.devices), dtype)
+def dry_run_request(dry_run: DryRunMesh, request: Request) -> Request:
+    """Makes a copy of a request on dry-run devices."""
+    parts = [
+        dry_run.buffer(part)
+        if isinstance(part, Buffer)
+        else IndexedSlices.of(dry_run.buffer(part.values), part.indices, part.dense_shape)
+        for part in request.value.parts
+    ]
+    out = None if request.out is None else tuple(map(dry_run.buffer, request.out))
+    return Request(PerReplica.of(parts), dry_run.devices_like(request.devices), out)
 
 
 def copy_to_out(
@@ -531,33 +540,69 @@ def _pack_info(
     )
 
 
-def compile_for(
-    settings: Settings, devices: Sequence[Device], dtype: DType, out_dtype: DType
+def compile_reduction(
+    settings: Settings,
+    devices: Sequence[Device],
+    dtype: DType,
+    out_dtype: DType,
+    *,
+    call: Call = "all-reduce",
+    counts: bool = False,
 ) -> None:
-    """Compiles all kernels of ``reduce_batch``, and connects the devices for NCCL.
+    """Compiles all kernels of ``reduce_batch`` for a dtype, and connects the devices for NCCL.
 
     Args:
         settings: the settings of the reduction.
         devices: the devices of the replicas.
         dtype: the dtype of the gradients.
         out_dtype: the dtype of the results.
+        call: the collective.
+        counts: whether these are integers whose means are floats.
 
     Raises:
         ValueError, BackendUnavailableError, CollectiveError: see ``plan_batch``.
     """
-    prepared = devices[0].mesh_state.prepared
-    indices = tuple([device.index for device in devices])
-    key = ("reduce", settings, indices, dtype, out_dtype)
-    if key in prepared:
-        return
-    algorithm = algorithm_of(settings, devices)
-    wire = wire_of(dtype, settings.wire_dtype)
-    total = sum_dtype_of(wire, out_dtype)
-    algorithm.compile(wire, total)
-    for device in devices:
-        for out, term in dict.fromkeys([(wire, dtype), (out_dtype, total), (out_dtype, out_dtype)]):
-            ops.prepare_pack(device, out, term)
-    prepared.add(key)
+    algorithm_of(settings, devices).connect()
+    key = ("reduce", call, settings, dtype, out_dtype, counts)
+    of_all = settings, (dtype, out_dtype), call, counts
+    compile_ahead(devices, key, lambda dry_run: _reduce_all(dry_run.devices_like(devices), *of_all))
+
+
+def _reduce_all(
+    devices: tuple[DryRunDevice, ...],
+    settings: Settings,
+    dtypes: tuple[DType, DType],
+    call: Call,
+    counts: bool,
+) -> None:
+    """Reduces tensors that are alone and together, few and many bytes, in memory of any kind."""
+    mesh_state = devices[0].mesh_state
+    num_shares = 1
+    if call != "all-reduce":
+        group = mesh_state.process_group
+        num_shares = len(devices) if group is None else sum(group.counts)
+    for size, num_tensors, divisor in product((1, SLICE_BYTES), (1, 2), (1, 2)):
+        shares = [[(size, *dtypes)] * num_tensors] * num_shares
+        plan = plan_shares(
+            settings, devices, shares, None, call=call, divisor=divisor, counts=counts
+        )
+        shape = (size,)
+        rows: dict[int, list[Buffer]] = {}
+        outs: dict[int, list[Buffer]] = {}
+        for flat in plan.flat:
+            for tensor in flat.tensors:
+                senders, receivers = devices[flat.share.senders], devices[flat.share.receivers]
+                rows[tensor] = [device.foreign(shape, dtypes[0]) for device in senders]
+                outs[tensor] = [device.foreign(shape, dtypes[1]) for device in receivers]
+        gradients, out = [[each[tensor] for tensor in sorted(each)] for each in (rows, outs)]
+        if not counts:
+            reduce_batch(plan, gradients, out=out)
+        if call != "all-gather":
+            sums = [part for row in reduce_batch(plan, gradients) for part in row]
+            # ``copy_to_out`` does this.
+            move(
+                [(part.device, 1, [part.device.empty(shape, part.dtype)], [part]) for part in sums]
+            )
 
 
 def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:

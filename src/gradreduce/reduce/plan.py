@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gradreduce.arrays.distributed import PerReplica, ReduceOp
+from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.device import Buffer, CommandList, DType, Journal, PackInfo, Record
@@ -22,6 +22,7 @@ from .pack_buffers import lay_out
 from .pipeline import (
     BatchPlan,
     Settings,
+    dry_run_request,
     names_of,
     plan_requests,
     reduce_requests,
@@ -180,7 +181,7 @@ def dry_run_of(
     check_one_mesh(requests, "a plan")
     dry_run_mesh = DryRunMesh.like(requests[0].value.mesh)
     mesh, names = dry_run_mesh.mesh, names_of(requests, range(len(requests)))
-    requests = [_dry_run_request(dry_run_mesh, request) for request in requests]
+    requests = [dry_run_request(dry_run_mesh, request) for request in requests]
     commands = CommandList()
     with mesh.mesh_state.recording_commands(commands):
         reduce_requests(settings, reduce_op, requests, coalesce=coalesce)
@@ -211,18 +212,6 @@ def dry_run_of(
         names=names,
     )
     return DryRun(plan, operations, log.records)
-
-
-def _dry_run_request(dry_run_mesh: DryRunMesh, request: Request) -> Request:
-    """Makes a copy of a request on dry-run devices."""
-    parts = [
-        dry_run_mesh.buffer(part)
-        if isinstance(part, Buffer)
-        else IndexedSlices.of(dry_run_mesh.buffer(part.values), part.indices, part.dense_shape)
-        for part in request.value.parts
-    ]
-    devices = tuple([dry_run_mesh.mesh.devices[device.index] for device in request.devices])
-    return Request(PerReplica.of(parts), devices)
 
 
 def _packs_of(

@@ -75,6 +75,7 @@ class SimDevice(Device):
         self.options = options
         self.scheduler = options.scheduler
         self.defers = options.scheduler.defers
+        self.compiles = options.build is not None
         if options.scheduler.wake not in mesh_state.on_wake:
             mesh_state.on_wake.append(options.scheduler.wake)
         self._pool = SimPool()

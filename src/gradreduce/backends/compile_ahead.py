@@ -1,0 +1,75 @@
+"""Compiles the kernels of a call before its first launch, in parallel.
+
+A dry run of the code that launches finds the kernels, so nobody has to list them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Sequence
+
+from gradreduce.device import Device, Kernel, Template
+from gradreduce.device.waiting import run_in_thread
+
+from .dry_run import DryRunMesh
+
+
+def compile_ahead(
+    devices: Sequence[Device], key: Hashable, work: Callable[[DryRunMesh], object]
+) -> None:
+    """Compiles the kernels that ``work`` launches, once for each ``key``.
+
+    The caller holds no lock and has launched nothing yet. The log of the mesh records nothing. Does
+    nothing for devices that compile nothing. Calls inside ``work`` compile for the whole.
+
+    Args:
+        devices: the devices of the work, of one mesh.
+        key: the kind of work, and all that its kernels depend on besides the devices.
+        work: launches on a dry-run copy of the whole mesh, and changes nothing else.
+
+    Raises:
+        BackendUnavailableError: the mesh is closed, a device has failed, or the compiler is
+            missing.
+        CollectiveError: the mesh has failed.
+    """
+    mesh, mesh_state = devices[0].mesh, devices[0].mesh_state
+    for device in devices:
+        mesh_state.check_usable(device)
+    if not devices[0].compiles:
+        return
+    key = (key, tuple([device.index for device in devices]))
+    if key in mesh_state.prepared:
+        return
+    dry_run = DryRunMesh.like(mesh, compiles=True)
+    known = dry_run.mesh.mesh_state.prepared
+    known |= {*mesh_state.prepared, key}
+    work(dry_run)
+    _compile(
+        [
+            (mesh.devices[index], kernel, template)
+            for (_, kernel, template), index in dry_run.launched.items()
+        ]
+    )
+    mesh_state.prepared |= known
+
+
+def _compile(kernels: Sequence[tuple[Device, Kernel, Template]]) -> None:
+    """Compiles kernels in several threads; raises the first error."""
+    left, errors = iter(kernels), list[BaseException]()
+
+    def compile_some() -> None:
+        for device, kernel, template in left:  # a thread takes the next one in one step
+            if errors:
+                return
+            try:
+                device.prepare(kernel, template)
+            except BaseException as error:
+                errors.append(error)
+
+    num_threads = min(len(kernels), os.cpu_count() or 1)
+    others = [run_in_thread(compile_some) for _ in range(num_threads - 1)]
+    compile_some()
+    for other in others:
+        other.wait()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,180 @@
+"""Watches which kernels public calls compile: none after a launch, and none a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.device import Device, Mesh
+
+Kernels = list[tuple[int, str, tuple]]  # physical device, name, template
+# Makes public calls on a mesh; yields after each.
+Calls = Callable[[Mesh], Iterator[None]]
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+
+
+class CompileWatch:
+    """The kernels that the devices of a mesh have compiled since the last ``start``.
+
+    Attributes:
+        compiled: all of them.
+        late: those that were compiled after the first launch.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[int, str, tuple]] = set()
+        self.start()
+
+    def start(self) -> None:
+        self.compiled: Kernels = []
+        self.late: Kernels = []
+        self._has_launched = False
+
+    def uses(self, device: Device, kernel, template, *, launches: bool) -> None:
+        used = device.physical, kernel.name, template
+        if used not in self._known:
+            self._known.add(used)
+            self.compiled.append(used)
+            if self._has_launched:
+                self.late.append(used)
+        self._has_launched |= launches
+
+
+@contextmanager
+def watched_compiles(mesh: Mesh) -> Iterator[CompileWatch]:
+    """Watches a mesh that has compiled nothing; a plain simulation acts as if it compiled."""
+    watch = CompileWatch()
+
+    def watched(device, method, launches):
+        def noted(kernel, template, *rest):
+            watch.uses(device, kernel, template, launches=launches)
+            return method(kernel, template, *rest)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for device in mesh.devices:
+            patch.setattr(device, "compiles", True)
+            patch.setattr(device, "_prepare", watched(device, device._prepare, False))
+            patch.setattr(device, "_resolved", watched(device, device._resolved, True))
+        yield watch
+
+
+def check_compiled_first(mesh: Mesh, calls: Calls) -> None:
+    """Checks that no call compiles after its first launch, and that a second one does not at all.
+
+    Nor does the mesh log what finds out what must be compiled.
+    """
+    rounds = []
+    with watched_compiles(mesh) as watch:
+        for turn in range(2):
+            with mesh.journal() as journal:
+                for _ in calls(mesh):
+                    assert watch.late == []
+                    assert turn == 0 or watch.compiled == []
+                    watch.start()
+            rounds.append(journal.launches)
+    assert rounds[0] == rounds[1] > 0
+
+
+def rows_of(mesh: Mesh, dtype: str, shape=(6,), num: int = 2) -> list[list[np.ndarray]]:
+    """``[device][tensor]``, full of ones."""
+    return [[np.ones(shape, dtype) for _ in range(num)] for _ in mesh.devices]
+
+
+def dense(mesh: Mesh, dtype: str = "float32") -> gr.PerReplica:
+    return gr.PerReplica([device.upload(np.ones((4, 3), dtype)) for device in mesh.devices], mesh)
+
+
+def slices(mesh: Mesh, dtype: str = "float32") -> gr.PerReplica:
+    return gr.PerReplica(
+        [
+            gr.IndexedSlices(device.upload(np.ones((2, 3), dtype)), [1, device.index % 3], (4, 3))
+            for device in mesh.devices
+        ],
+        mesh,
+    )
+
+
+def mixed(mesh: Mesh) -> gr.PerReplica:
+    return gr.PerReplica([dense(mesh).parts[0], *slices(mesh).parts[1:]], mesh)
+
+
+def all_reduce(mesh: Mesh, **options) -> Iterator[None]:
+    ops = gr.AllReduceCrossDeviceOps(mesh=mesh, **options)
+    for dtype in ("float16", "float32", "int8", "int16"):
+        for op in (SUM, MEAN):
+            ops.all_reduce(rows_of(mesh, dtype), op)
+            yield
+    for dtype, out_dtype, op in [("float64", "float64", SUM), ("uint8", "float32", MEAN)]:
+        out = [[device.empty((6,), out_dtype) for _ in range(2)] for device in mesh.devices]
+        ops.all_reduce(rows_of(mesh, dtype), op, out=out)
+        yield
+    ops.all_reduce(rows_of(mesh, "float32", (100_000,)))
+    yield
+
+
+def with_destinations(mesh: Mesh, ops: gr.CrossDeviceOps) -> Iterator[None]:
+    first, last = mesh.devices[0], mesh.devices[-1]
+    for op in (SUM, MEAN):
+        ops.batch_reduce(op, [(dense(mesh), first), (dense(mesh, "int32"), last)])
+        yield
+        ops.batch_reduce(op, [(slices(mesh), mesh), (slices(mesh, "float16"), first)])
+        yield
+        ops.batch_reduce(op, [(mixed(mesh), mesh), (dense(mesh, "float64"), mesh)])
+        yield
+    ops.batch_reduce(SUM, [(slices(mesh), mesh), (dense(mesh), last)], coalesce=True)
+    yield
+    for value in (dense(mesh), dense(mesh, "float16")):
+        ops.broadcast(value.values[0], mesh)
+        yield
+
+
+def shares(mesh: Mesh, **options) -> Iterator[None]:
+    ops = gr.AllReduceCrossDeviceOps(mesh=mesh, **options)
+    for dtype in ("float16", "float32", "int16"):
+        made = ops.reduce_scatter(rows_of(mesh, dtype, (3 * mesh.num_replicas, 2)), MEAN)
+        yield
+        ops.all_gather(made)
+        yield
+
+
+def steps(mesh: Mesh) -> Iterator[None]:
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    captures = [ops.capture] * (mesh.mesh_state.peer_access is not False)
+    for make in (ops.prepare, *captures):
+        step = make(MEAN, [(dense(mesh), mesh), (dense(mesh, "int16"), mesh)])
+        yield
+        step()
+        yield
+    flat = mesh.flat_buffer([(5,), (7,)], "float16")
+    step = flat.prepare_all_reduce(MEAN)
+    yield
+    step()
+    yield
+
+
+CALLS: dict[str, Calls] = {
+    "nccl": lambda mesh: all_reduce(mesh, all_reduce_alg="nccl", num_packs=2),
+    "copies": lambda mesh: all_reduce(mesh, all_reduce_alg="hierarchical_copy", num_packs=0),
+    "half wire": lambda mesh: all_reduce(
+        mesh, all_reduce_alg="hierarchical_copy", wire_dtype="float16"
+    ),
+    "groups": lambda mesh: all_reduce(
+        mesh,
+        all_reduce_alg="hierarchical_copy",
+        reduction_groups=[[each] for each in range(mesh.num_replicas)],
+    ),
+    "groups of processes": lambda mesh: all_reduce(
+        mesh, all_reduce_alg="hierarchical_copy", reduction_groups="processes"
+    ),
+    "shares by nccl": lambda mesh: shares(mesh, all_reduce_alg="nccl"),
+    "shares by copies": lambda mesh: shares(mesh, all_reduce_alg="hierarchical_copy"),
+    "destinations": lambda mesh: with_destinations(mesh, gr.AllReduceCrossDeviceOps(mesh=mesh)),
+    "one device": lambda mesh: with_destinations(mesh, gr.ReductionToOneDevice(mesh=mesh)),
+    "steps": steps,
+}
