@@ -17,12 +17,10 @@ class MaximumStorage(Storage):
     """Keeps the maximum of each element, in an array on the host."""
 
     format = "maximum 1"
+    is_sparse = False
 
-    def prepare(self, state, dtype):
-        pass
-
-    def prepare_take(self, state):
-        pass
+    def compile(self, state, dtype):
+        """Has no kernels, and reads gradients on the host."""
 
     def checked(self, state, grad, cast):
         return np.asarray(grad, state.dtype)

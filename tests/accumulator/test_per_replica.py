@@ -162,7 +162,10 @@ def test_kernels_are_compiled_before_any_lock_is_acquired(device, monkeypatch, n
         raise RuntimeError("no compiler")
 
     with monkeypatch.context() as patch:
+        patch.setattr("os.cpu_count", lambda: 1)
+        patch.setattr(device, "compiles", True)
         patch.setattr(device, "prepare", prepare)
+        device.mesh_state.prepared.clear()
         with pytest.raises(RuntimeError, match="no compiler"):
             acc.apply_grad(grad, cast=True)
     assert counters(acc) == (0, 0, 0)

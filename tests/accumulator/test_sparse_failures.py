@@ -13,7 +13,7 @@ from support.accumulator_states import frozen
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError
 
-METHODS = ("_prepare", "_allocate", "_upload", "_copy", "_launch")
+METHODS = ("_allocate", "_upload", "_copy", "_launch")
 
 
 class InjectedError(RuntimeError):
@@ -160,7 +160,7 @@ CASES = [
     Case(first, f"allocate {PLAN}launch"),
     Case(later, f"{PLAN}launch"),
     Case(grows, f"allocate launch {PLAN}launch"),
-    Case(casts, f"prepare prepare {PLAN}launch"),
+    Case(casts, f"{PLAN}launch"),
     Case(several_first, f"allocate {PLAN}allocate launch launch"),
     Case(several_first, f"allocate {PLAN}{FAR}allocate launch launch", peers=False),
     Case(several_later, f"{PLAN}launch LAUNCH"),

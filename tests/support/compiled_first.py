@@ -158,6 +158,38 @@ def steps(mesh: Mesh) -> Iterator[None]:
     yield
 
 
+def dense_accumulators(mesh: Mesh, dtype: str, **options) -> Iterator[None]:
+    acc = gr.ConditionalAccumulator(dtype, **options)
+    yield
+    for given in (dense(mesh, dtype), dense(mesh, "float64"), dense(mesh, dtype)):
+        acc.apply_grad(given, cast=True)
+        yield
+    for given in (dense(mesh, dtype).parts[-1], slices(mesh, dtype).parts[-1]):
+        acc.apply_grad(given)
+        yield
+    acc.take_grad(2)
+    yield
+    two = [gr.ConditionalAccumulator(each, **options) for each in (dtype, "float32")]
+    yield
+    for _ in range(2):
+        gr.apply_grads(two, [dense(mesh, dtype), dense(mesh)])
+        yield
+    gr.take_grads(two, 1)
+    yield
+
+
+def sparse_accumulators(mesh: Mesh, dtype: str, **options) -> Iterator[None]:
+    acc = gr.SparseConditionalAccumulator(dtype, **options)
+    yield
+    for given in (slices(mesh, dtype), slices(mesh, "float64"), slices(mesh, dtype)):
+        acc.apply_indexed_slices_grad(given, cast=True)
+        yield
+    acc.apply_grad([3, 2, 0], np.ones((3, 3), dtype))
+    yield
+    acc.take_grad(2)
+    yield
+
+
 CALLS: dict[str, Calls] = {
     "nccl": lambda mesh: all_reduce(mesh, all_reduce_alg="nccl", num_packs=2),
     "copies": lambda mesh: all_reduce(mesh, all_reduce_alg="hierarchical_copy", num_packs=0),
@@ -177,4 +209,15 @@ CALLS: dict[str, Calls] = {
     "destinations": lambda mesh: with_destinations(mesh, gr.AllReduceCrossDeviceOps(mesh=mesh)),
     "one device": lambda mesh: with_destinations(mesh, gr.ReductionToOneDevice(mesh=mesh)),
     "steps": steps,
+    "dense accumulators of a mesh": lambda mesh: dense_accumulators(mesh, "float16", device=mesh),
+    "dense accumulators of a device": lambda mesh: dense_accumulators(
+        mesh, "float32", device=mesh.devices[-1]
+    ),
+    "dense accumulators by one device": lambda mesh: dense_accumulators(
+        mesh, "float16", device=mesh, cross_device_ops=gr.ReductionToOneDevice(mesh=mesh)
+    ),
+    "sparse accumulators of a mesh": lambda mesh: sparse_accumulators(mesh, "float16", device=mesh),
+    "sparse accumulators of a device": lambda mesh: sparse_accumulators(
+        mesh, "bfloat16", device=mesh.devices[-1], sparse_mean="per_gradient"
+    ),
 }

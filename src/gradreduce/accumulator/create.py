@@ -9,9 +9,10 @@ from typing import Any
 from gradreduce.arrays.types import SparseMean
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
-from gradreduce.device import Device, Mesh, ModuleLock, as_dtype
+from gradreduce.device import Device, Mesh, ModuleLock, accumulate_dtype, as_dtype
 from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import brief, listed
+from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.presets import shared_ops
 
@@ -55,8 +56,14 @@ def create_state(  # noqa: PLR0913  # options of one call
     state = AccumulatorState(
         found, wanted, reduction_type, devices, over_mesh, reducer, storage, sparse_mean
     )
-    storage.prepare(state, found)
-    storage.prepare_take(state)
+    if over_mesh and storage.is_sparse and not is_all_reduce(reducer):
+        raise TypeError(
+            f"cross_device_ops={brief(reducer)} must be an AllReduceCrossDeviceOps: a "
+            "SparseConditionalAccumulator merges rows on its first device"
+        )
+    storage.compile(state, found)
+    if over_mesh and not storage.is_sparse:
+        reducer.compile_sums(devices, accumulate_dtype(found), found)
     state.mesh_state.add_listener(state, cancel_waiting, discard_sums)
     return _registered(shared_name, state, cross_device_ops) if shared_name else state
 

@@ -47,21 +47,7 @@ class DenseStorage(Storage):
 
     format = "gradreduce dense accumulator 1"
     overwrites = True
-
-    def prepare(self, state: AccumulatorState, dtype: DType) -> None:
-        """See ``Storage``."""
-        acc_dtype = accumulate_dtype(state.dtype)
-        for device in state.devices:
-            ops.prepare_add_n(device, acc_dtype, dtype, 1)
-            ops.prepare_accumulate_n(device, acc_dtype, dtype)
-
-    def prepare_take(self, state: AccumulatorState) -> None:
-        """See ``Storage``."""
-        acc_dtype = accumulate_dtype(state.dtype)
-        for device in state.devices:
-            ops.prepare_all_sum(device, state.dtype, acc_dtype)
-        if state.over_mesh:
-            state.cross_device_ops.compile_sums(state.devices, acc_dtype, state.dtype)
+    is_sparse = False
 
     def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> Any:
         """See ``Storage``. IndexedSlices without a shape get the accumulator's, if known."""

@@ -28,10 +28,9 @@ from gradreduce.device import (
     compatible,
     to_accessible,
 )
-from gradreduce.errors import InvalidArgumentError, brief
+from gradreduce.errors import InvalidArgumentError
 from gradreduce.ops import RowIndex, merged_row_index, plan_segments
 from gradreduce.reduce.aggregation import concatenated_rows
-from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.one_device import by_gpu, copied_to
 
 from .state import AccumulatorState, Addend, Addition, Storage
@@ -61,29 +60,7 @@ class SparseStorage(Storage):
     """Stores a row for each index that a gradient touched, in the accumulate dtype."""
 
     format = "gradreduce sparse accumulator 1"
-
-    def prepare(self, state: AccumulatorState, dtype: DType) -> None:
-        """See ``Storage``."""
-        acc_dtype = accumulate_dtype(state.dtype)
-        for device in state.devices:
-            ops.prepare_segment_sum(device, acc_dtype, dtype)
-            ops.prepare_pack(device, acc_dtype, acc_dtype)
-
-    def prepare_take(self, state: AccumulatorState) -> None:
-        """See ``Storage``.
-
-        Raises:
-            TypeError: over a mesh, ``cross_device_ops`` is not an all-reduce of this package.
-        """
-        if state.over_mesh and not is_all_reduce(state.cross_device_ops):
-            raise TypeError(
-                f"cross_device_ops={brief(state.cross_device_ops)} must be an "
-                "AllReduceCrossDeviceOps: a SparseConditionalAccumulator merges rows on its first "
-                "device"
-            )
-        for device in state.devices:
-            ops.prepare_all_sum(device, state.dtype, state.dtype)
-            ops.prepare_segment_sum(device, state.dtype, accumulate_dtype(state.dtype))
+    is_sparse = True
 
     def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> IndexedSlices:
         """See ``Storage``. Gradients may have more dimensions than the accumulator's shape."""

@@ -8,13 +8,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import Part
+from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import SparseMean
+from gradreduce.backends.compile_ahead import compile_ahead
+from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.device import (
     Buffer,
     DeferInterrupts,
@@ -269,18 +272,21 @@ class Storage(ABC):
         format: identifies the kind of accumulator and the version of its checkpoints.
         overwrites: whether ``take`` may overwrite sums. Storages that do are called last, so that
             an error of the others leaves all sums intact.
+        is_sparse: whether gradients are IndexedSlices. Then a take merges the sums of a mesh;
+            otherwise ``cross_device_ops`` reduces them.
     """
 
     format: str
+    is_sparse: bool
     overwrites = False
 
-    @abstractmethod
-    def prepare(self, state: AccumulatorState, dtype: DType) -> None:
-        """Compiles the kernels that add gradients of this dtype."""
+    def compile(self, state: AccumulatorState, dtype: DType) -> None:
+        """Compiles the kernels that add gradients of this dtype, and those of a take.
 
-    @abstractmethod
-    def prepare_take(self, state: AccumulatorState) -> None:
-        """Compiles the kernels of a take."""
+        Not those of ``cross_device_ops``. Override it if gradients are read on the host.
+        """
+        key = (self, state.dtype, dtype, state.reduction_type, state.sparse_mean, state.over_mesh)
+        compile_ahead(state.devices, key, partial(_add_and_take, state, dtype))
 
     @abstractmethod
     def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> Any:
@@ -350,6 +356,29 @@ class Storage(ABC):
             shape: the shape of the sum.
             count: the number of gradients in the sum.
         """
+
+
+def _add_and_take(state: AccumulatorState, dtype: DType, dry_run: DryRunMesh) -> None:
+    """Adds gradients to copies of an accumulator, and takes them."""
+    storage, devices = state.storage, dry_run.devices_like(state.devices)
+    groups = [devices] if storage.is_sparse else [(device,) for device in devices]
+    for here in groups:
+        dry = replace(state, shape=None, devices=here, over_mesh=storage.is_sparse)
+        for indices in ([0, 1], [0, 2, 3, 4], [0]):  # new rows, more rows, rows in place
+            rows = [device.empty((len(indices), 2), dtype) for device in here for _ in range(2)]
+            gradients = [
+                IndexedSlices(each, indices, (5, 2)) if storage.is_sparse else each.view(0, (2,))
+                for each in rows
+            ]
+            parts = tuple([storage.converted(dry, each) for each in gradients])
+            made = additions_of([PendingGradient(dry, parts, "native")])
+            for launch in (*made.out_of_place, *made.in_place):
+                launch()
+            for each in made.sums:
+                dry.totals[each.device_index] = each.total
+        dry.update(count=2, sum_shape=parts[0].shape)
+        with ExitStack() as guard:
+            storage.take([dry], guard)
 
 
 def additions_of(pending_gradients: Sequence[PendingGradient]) -> Additions:

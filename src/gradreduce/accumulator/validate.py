@@ -43,7 +43,7 @@ def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingG
     checked = [storage.checked(state, each, cast) for each in _replicas_of(state, grad)]
     parts = tuple([storage.converted(state, each) for each in checked])
     for dtype in {part.values.dtype for part in parts if part.values.dtype != state.dtype}:
-        storage.prepare(state, dtype)
+        storage.compile(state, dtype)
     kind = grad.kind if isinstance(grad, IndexedSlices | PerReplica) else kind_of(grad)
     return PendingGradient(state, parts, kind)
 

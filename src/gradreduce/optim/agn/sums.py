@@ -6,7 +6,11 @@ from collections.abc import Mapping
 
 from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SPARSE, SparseSum
-from gradreduce.accumulator.state import AccumulatorState, Addend, PendingGradient
+from gradreduce.accumulator.state import (
+    AccumulatorState,
+    Addend,
+    PendingGradient,
+)
 from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced, densified
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, accumulate_dtype, copied_to
@@ -49,7 +53,7 @@ def pending_rows(
     """Prepares a sparse gradient on the first device for a sum of rows."""
     state = AccumulatorState(var.dtype, var.shape, "SUM", var.devices[:1], False, _NO_OPS, SPARSE)
     state.totals = [total]
-    SPARSE.prepare(state, gradient.dtype)
+    SPARSE.compile(state, gradient.dtype)
     segments = ops.plan_segments(gradient.indices)
     return PendingGradient(state, (Addend(0, gradient.values, var.shape, segments),), "native")
 
