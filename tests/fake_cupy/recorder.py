@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import subprocess
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -138,7 +139,8 @@ def _built(source: str, name: str, flags: tuple[str, ...], behind: tuple[str, ..
     key = hashlib.sha256("\0".join((source, *flags)).encode()).hexdigest()[:24]
     path = cache_folder() / f"{name}-{key}.so"
     if not path.is_file():
-        made = path.with_suffix(f".{os.getpid()}.part")  # another process may build the same
+        # Another process or thread may build the same.
+        made = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
         command = ["g++", *flags, "-x", "c++", "-o", str(made), "-", *behind]
         done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -6,6 +6,7 @@ processes. CuPy's ``RawModule`` would add ``-ftz=true``, with which subnormals a
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -37,6 +38,9 @@ class LoadedKernel(NamedTuple):
 
 _functions: dict[tuple[Kernel, Template, int], LoadedKernel] = {}
 _lock = ModuleLock()
+# One for each kernel: NVRTC runs without the interpreter lock, so threads compile in parallel. The
+# GPUs share it: the second one finds the code in the cache.
+_locks: dict[tuple[Kernel, Template], threading.RLock] = {}
 
 
 def load_kernel(kernel: Kernel, template: Template, ordinal: int, threads: int) -> LoadedKernel:
@@ -56,6 +60,8 @@ def load_kernel(kernel: Kernel, template: Template, ordinal: int, threads: int) 
     found = _functions.get(key)
     if found is None:
         with _lock.lock:
+            own = _locks.setdefault((kernel, template), threading.RLock())
+        with own:
             found = _functions.get(key)
             if found is None:
                 function = _load(kernel, template, ordinal)
