@@ -134,7 +134,7 @@ class GradientScaling:
             for device in self._devices:
                 ops.prepare_norm_of(device, dtype)
                 ops.prepare_clip(device, dtype)
-                ops.prepare_all_sum(device, dtype, dtype)
+                ops.prepare_all_sum(device, dtype)
 
     def _check_dtypes(self, variables: Sequence[Variable], loss_scale: Any) -> None:
         for variable in variables if loss_scale is not None else ():

@@ -313,7 +313,7 @@ class Program:
         source = Value(far.upload(self.data(size)), self.data(size))
         copied = Value(near.empty((size,), FLOAT), source.holds)
         out = Value(near.empty((size,), FLOAT), source.holds)
-        ops.prepare_add_n(near, FLOAT, FLOAT, 2)
+        near.prepare(ops.ADD_N, ("float32", "float32", 2))
         queue = self.queue()
 
         def work() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from .accumulate_n import ACCUMULATE_N, accumulate_n, prepare_accumulate_n
-from .add_n import ADD_N, add_into_new, add_n, add_on_host, prepare_add_n
+from .add_n import ADD_N, add_into_new, add_n, add_on_host
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .clip import CLIP, clip, prepare_clip
 from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
-from .divide import DIVIDE, divide, prepare_divide
+from .divide import DIVIDE, divide
 from .pack import PACK, pack, pack_rows, prepare_pack
 from .ranges import Ranges
 from .row_index import RowIndex, merged_row_index

@@ -131,9 +131,3 @@ def add_on_host(terms: Sequence[Any], device: Callable[[], Device]) -> Any:
     if viewed is not None:
         row = [array.view(viewed) for array in row]
     return out if device().run_on_host(ADD_N, row, (len(terms),)) else None
-
-
-def prepare_add_n(device: Device, out: np.dtype, term: np.dtype, num_inputs: int) -> None:
-    """Compiles the kernel of ``add_n`` for these dtypes and this number of inputs."""
-    template = _template(element_of(out).name, element_of(term).name, num_inputs)
-    device.prepare(ADD_N, template)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -102,10 +102,7 @@ def all_sum(
             (device or table[0][0].device).launch(ALL_SUM, template, table, scalars, queue=queue)
 
 
-def prepare_all_sum(
-    device: Device, out: np.dtype, term: np.dtype, counts: Iterable[int] = (1,)
-) -> None:
-    """Compiles the kernels of ``all_sum`` for these dtypes and numbers of inputs."""
-    to, of = element_of(out).name, element_of(term).name
-    for template in dict.fromkeys(_template(to, of, count) for count in counts):
-        device.prepare(ALL_SUM, template)
+def prepare_all_sum(device: Device, dtype: np.dtype) -> None:
+    """Compiles the kernel of ``all_sum`` that divides one input of a dtype."""
+    name = element_of(dtype).name
+    device.prepare(ALL_SUM, _template(name, name, 1))

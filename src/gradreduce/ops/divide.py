@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, mean_dtype
+from gradreduce.device import Buffer, Device, Kernel
 from gradreduce.device.buffer import Row
 from gradreduce.device.kernel import Arrays
 
@@ -57,8 +57,3 @@ def divide(
         launches.setdefault((out.dtype.name, term.dtype.name), []).append((out, term))
     for template, rows in launches.items():
         (device or outs[0].device).launch(DIVIDE, template, rows, (float(divisor),))
-
-
-def prepare_divide(device: Device, dtype: np.dtype) -> None:
-    """Compiles the kernel of ``divide`` for inputs of an integer dtype."""
-    device.prepare(DIVIDE, (mean_dtype(dtype).name, dtype.name))

@@ -333,7 +333,9 @@ def compile_alone(
         reduce: reduces a dry-run copy of the request.
     """
     devices = (*request.devices, *request.value.devices)
-    parts = tuple([(type(part), part.dtype) for part in request.value.parts])
+    parts = tuple(
+        [(type(part), part.dtype, buffer_of(part).size > 0) for part in request.value.parts]
+    )
 
     def work(dry_run: DryRunMesh) -> None:
         dry = dry_run_request(dry_run, request)
