@@ -79,7 +79,7 @@ def test_memory_that_peers_cannot_access_is_packed_by_a_compiled_kernel():
     """The plan was made for memory that they can access."""
     with MeshCase((0, 1)).open() as mesh, watched_compiles(mesh) as watch:
         reducer = gr.HierarchicalCopyAllReduce(0, mesh=mesh)
-        rows = [[device.upload(np.ones(9, np.float32))] for device in mesh.devices]
+        rows = [[device.upload(np.ones(9, np.int8))] for device in mesh.devices]
         reducer.all_reduce(rows)
         rows[1][0].block.peer_mapped = False
         watch.start()
