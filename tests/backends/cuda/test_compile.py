@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,20 @@ def test_a_kernel_is_compiled_once_and_loaded_once_on_each_gpu(mesh, cache, comp
         device.prepare(kernel, TEMPLATE)
     assert compiled == ["add_n<float, float, 2>"]
     assert asked == [(256, 0)] * 2
+
+
+def test_different_kernels_are_compiled_at_the_same_time(mesh, cache, monkeypatch):
+    both, load = threading.Barrier(2, timeout=20), compile._load
+    monkeypatch.setattr(compile, "_load", lambda *args: (both.wait(), load(*args))[1])
+    threads = [
+        threading.Thread(target=prepare, args=(mesh[:1], ("float32", "float32", count)))
+        for count in (1, 2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not both.broken
 
 
 def test_another_process_loads_what_one_has_compiled(mesh, cache, compiled, monkeypatch):
