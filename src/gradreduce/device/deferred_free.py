@@ -74,14 +74,14 @@ class DeferredFree:
                 self._deferred.append((freed, events))
 
     def leave(self, last_owner: Callable[[Any], Any]) -> None:
-        """Makes blocks the only owners of their memory; the queues must have passed.
+        """Afterwards only living blocks keep their memory; the queues must have passed.
 
         Args:
             last_owner: takes memory of the pool, and returns an object that keeps it.
         """
         for freed in list(self.held):
             block = freed()
-            if block is not None:
+            if block is not None and freed.raw is not None:  # not done by an earlier close
                 if freed.owned:
                     block.raw = last_owner(freed.raw)
                 freed.raw = None

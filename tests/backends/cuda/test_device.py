@@ -288,6 +288,18 @@ def summed(mesh: Mesh) -> list[float]:
     return [row[0].numpy()[0] for row in rows]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_dropped_mesh_frees_no_memory_that_another_gpu_reads(new_machine, seed):
+    machine = new_machine(seed)
+    mesh = open_mesh([0, 1], backend="cuda")
+    here, there = mesh.devices
+    source, target = uploaded(here, 1), there.empty((SIZE,), FLOAT)
+    there.copy(target, source, queue="transfer")
+    del source
+    here.__del__()  # as the garbage collector calls it
+    machine.settle()  # would read freed memory
+
+
 def test_without_peer_access_no_launch_reads_another_gpu(new_machine):
     new_machine(3, peers=False)
     with open_mesh([0, 1], backend="cuda") as mesh:

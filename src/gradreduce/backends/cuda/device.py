@@ -55,8 +55,9 @@ _LOOK_SECONDS = 1e-3
 # Memory that queues of failed meshes may still use. It is added when the mesh fails, because during
 # a garbage collection it would be too late, and freed only after its queues have finished.
 _RETAINED: dict[int, Any] = {}
-# Keeps the streams and the pool of each device alive until its ``__del__``. The garbage collector
-# clears weak references first, such as those of memory to its pool.
+# Keeps the streams, the pool and the pinned memory of each device alive until its ``__del__``. The
+# garbage collector clears weak references first, such as those of memory to its pool, and calls
+# finalizers in any order.
 _KEPT: dict[int, Any] = {}
 
 
@@ -122,7 +123,7 @@ class CudaDevice(Device):
         self._streams = {queue: state.stream for queue, state in self._stream_states.items()}
         with self.gpu:
             self._pool = cupy.cuda.MemoryPool()
-        _KEPT[id(self)] = self._streams, self._pool
+        _KEPT[id(self)] = self._streams, self._pool, self._staging
         mesh_state.on_failure.append(self._retain)
         self._geometry = Geometry.of(self.gpu.device.attributes)
         self._tables = Tables(self._place, Argument)
@@ -146,11 +147,20 @@ class CudaDevice(Device):
         _kept = _KEPT.pop(id(self), None)  # keeps them alive until this returns
         with suppress(BackendUnavailableError):  # closed, failed, or opened before a fork
             self.mesh_state.check_open()
+            # Queues of the others may use this memory. A device that has ended has waited for its
+            # own, or has left its memory in `_RETAINED`; its streams may be destroyed.
+            # If `open_mesh` has failed there is no mesh.
+            mesh = cast("list[CudaDevice]", self.mesh.devices if hasattr(self, "mesh") else [self])
+            devices = [each for each in mesh if each is self or id(each) in _KEPT]
+            retained = [
+                each for each in mesh if each not in devices and id(each._pool) in _RETAINED
+            ]
             if self.mesh_state.reason is None:
                 self.mesh_state.check_usable(self)
                 if self._staging or self._deferred_free.held:
-                    self._synchronize(WaitPolicy(self))
-            elif self._is_idle(in_finalizer=True):
+                    for device in devices:
+                        device._synchronize(WaitPolicy(device))
+            elif not retained and all([each._is_idle(in_finalizer=True) for each in devices]):
                 self._release_retained()
             else:
                 return
