@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.arrays.convert import kind_of, to_buffer
+from gradreduce.arrays.convert import is_array, kind_of, shape_and_dtype, to_buffer
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
 from gradreduce.arrays.replica_context import current_device, current_replica
@@ -41,9 +41,11 @@ def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingG
     """
     grad, storage = as_slices(grad), state.storage
     checked = [storage.checked(state, each, cast) for each in _replicas_of(state, grad)]
-    parts = tuple([storage.converted(state, each) for each in checked])
-    for dtype in {part.values.dtype for part in parts if part.values.dtype != state.dtype}:
+    rows = [each.values if isinstance(each, IndexedSlices) else each for each in checked]
+    dtypes = {shape_and_dtype(each)[1] for each in rows if is_array(each)}
+    for dtype in dtypes - {state.dtype}:
         storage.compile(state, dtype)
+    parts = tuple([storage.converted(state, each) for each in checked])
     kind = grad.kind if isinstance(grad, IndexedSlices | PerReplica) else kind_of(grad)
     return PendingGradient(state, parts, kind)
 

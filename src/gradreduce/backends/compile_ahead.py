@@ -5,12 +5,12 @@ A dry run of the code that launches finds the kernels, so nobody has to list the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Sequence
 
 from gradreduce.device import Device, Kernel, Template
 from gradreduce.device.waiting import run_in_thread
 
+from . import num_cores
 from .dry_run import DryRunMesh
 
 
@@ -66,7 +66,7 @@ def _compile(kernels: Sequence[tuple[Device, Kernel, Template]]) -> None:
             except BaseException as error:
                 errors.append(error)
 
-    num_threads = min(len(kernels), os.cpu_count() or 1)
+    num_threads = min(len(kernels), num_cores())
     others = [run_in_thread(compile_some) for _ in range(num_threads - 1)]
     compile_some()
     for other in others:

@@ -577,7 +577,10 @@ def _reduce_all(
     call: Call,
     counts: bool,
 ) -> None:
-    """Reduces tensors that are alone and together, few and many bytes, in memory of any kind."""
+    """Reduces tensors that are alone and together, few and many bytes.
+
+    In memory that peers cannot access, so that all copies and all sums occur.
+    """
     mesh_state = devices[0].mesh_state
     num_shares = 1
     if call != "all-reduce":

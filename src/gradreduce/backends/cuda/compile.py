@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import cupy
+from cupy.cuda import driver, runtime
 
 from gradreduce.backends.kernel_cache import (
     file_name,
@@ -82,7 +83,7 @@ def _load(kernel: Kernel, template: Template, ordinal: int) -> Any:
     except cupy.cuda.compiler.CompileException as error:
         raise RuntimeError(f"NVRTC cannot compile {expression}:\n{error}") from error
     except RuntimeError as error:
-        if hasattr(error, "status"):  # of the driver
+        if isinstance(error, runtime.CUDARuntimeError | driver.CUDADriverError):
             raise
         raise BackendUnavailableError(  # CuPy finds no libnvrtc
             f"CuPy cannot compile a kernel ({str(error).strip()}); {INSTALL_CUDA}"
