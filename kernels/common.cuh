@@ -169,7 +169,7 @@ static constexpr bool FAST = true;  // the fast build
 static constexpr bool FAST = false;
 #endif
 
-// An odd number of lanes are elements blockDim.x apart: at any alignment a warp reads what is in one piece.
+// An odd number of lanes are elements blockDim.x apart: so that neighbouring threads access neighbouring elements.
 DEVICE constexpr bool is_spaced(int lanes) { return lanes % 2 == 1; }
 
 // LANES elements in their memory format. LANES * sizeof(T) is a multiple of 16, or LANES is odd.
@@ -324,8 +324,8 @@ struct Elementwise {
     static constexpr bool SPACED = true;     // a row that is not aligned goes through at<LANES>, LANES odd
     // For a body of one input, AHEAD vectors may be loaded first; then put(i, values) is called for each.
     static constexpr int AHEAD = 1;
-    // Where that input has item i.
-    static DEVICE i64 place(i64 i, bool wanted) { return i; }
+    // Where that input has item i, if the item is wanted.
+    static DEVICE i64 place(i64 i, bool) { return i; }
     // Whether the LANES items from a multiple of LANES on are vectors of every operand.
     template <int LANES> static DEVICE bool whole() { return true; }
 };

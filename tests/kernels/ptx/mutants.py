@@ -46,6 +46,7 @@ EQUIVALENT = {
     r"mov\.u64 .*\b0 -> .*-1": "a search that starts before the first row",
     r"and\.b64 .*-4294967296 ->": "64-bit numbers are divided, where 32 bits are enough",
     r"setp\.lt\.s64 .*\b2 -> .*\b1": "a search in one row",
+    r"%n?tid\.x;.*cvt\.u64\.u32.* -> cvt\.u64\.u16": "a number of threads is less than 65536",
 }
 ORDERED = ("sub", "div", "selp", "shl", "shr")
 COMPARISONS = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "eq": "ne", "ne": "eq", "neu": "equ"}
