@@ -45,7 +45,7 @@ MANY, SPARSE, SPARSE_TAKE = "161 accumulators", "sparse apply", "sparse take, ME
 IN_PLACE, COPYTO, SCALED = "numpy +=", "numpy copyto", "numpy /="
 ADD_AT, SORTED = "numpy add.at", "numpy sort, add.reduceat"
 
-NOT_YET = "nothing yet: no GPU was there, 2026-11"
+NOT_YET = "not yet measured on a GPU"
 # On an AMD EPYC virtual machine with 2 cores, 2026-11, load average 1.2 to 5.7: of four runs.
 MEASURED = {
     (APPLY, "numpy"): "0.77 to 1.08", (APPLY, "compiled"): "0.81 to 1.25",

@@ -45,7 +45,7 @@ PUSH = "a communication, sgd"
 # Ten workers push 100 MB each to a center on four devices.
 SPREAD, WORKERS, SPLIT_SIZE, CENTER_DEVICES = "ten workers push", 10, 25_000_000, 4
 
-NOT_YET = "nothing yet: no GPU was there, 2026-11"
+NOT_YET = "not yet measured on a GPU"
 BESIDE = "docs/benchmarks.md, 2026-11"
 # name -> an optimizer, how often a variable's bytes are read or written, and the gain over
 # PyTorch's fused optimizer and an addition that is promised for a GPU

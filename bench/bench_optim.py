@@ -40,7 +40,7 @@ TINY = "161 tiny variables"
 ROWS, WIDTH, NUM_ROWS, QUICK_ROWS = 20_000, 64, 100_000, 100
 SPARSE = "sparse adam, lazy"
 
-NOT_YET = "nothing yet: no GPU was there, 2026-11"
+NOT_YET = "not yet measured on a GPU"
 BESIDE = "docs/benchmarks.md, 2026-11"
 # name -> an optimizer, and how often a variable's bytes are read or written
 RULES: dict[str, tuple[Callable[[], gr.Optimizer], int]] = {

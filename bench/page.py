@@ -277,10 +277,12 @@ def about(report: Report) -> str:
     gpu = f"**{machine['gpu']}**; " if "gpu" in machine else ""
     versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items())
     busy = "**the machine was busy with other work**" if report["busy"] else "nothing else ran"
+    note = f"; {report['note']}" if "note" in report else ""
     load = f"; load average {report['load_average']:.1f}" if "load_average" in report else ""
     return (
         f"{gpu}`{report['command']}`, {report['date']}; {machine['processor']}, {machine['cores']} "
-        f"cores, {machine['memory_gib']} GiB; Python {machine['python']}, {versions}; {busy}{load}."
+        f"cores, {machine['memory_gib']} GiB; Python {machine['python']}, {versions}; {busy}{load}"
+        f"{note}."
     )
 
 

@@ -50,7 +50,7 @@ RANKS_SECONDS = 75.0
 RESNET, RANKS = "ResNet-50, 8 on one GPU", "2 NCCL ranks on one GPU"
 PLAIN = ("num_packs=0", "num_packs=1", "flat")  # ways of a plain call
 RAW, IN_PLACE = "raw NCCL", "cuda, in place"
-NOT_YET = "nothing yet: no GPU was there, 2026-11"
+NOT_YET = "not yet measured on a GPU"
 H100 = "H100, 2026-11"
 
 
