@@ -231,14 +231,14 @@ VERSIONS, RECORD = recorded() if TABLE.exists() else ({}, {})
 
 def written(made: dict[Key, tuple[str, ...]], versions: Iterable[str]) -> str:
     """The text of a table."""
-    columns = "".join(f"{column:<10}" for column in COLUMNS)
+    columns = "".join(f"{column:<11}" for column in COLUMNS)
     width = 2 + max(len(name) for _, _, name in made)
     lines = [
-        f"{'# NVRTC':{width + 9}}" + "".join(f"{version:70}" for version in versions).rstrip(),
+        f"{'# NVRTC':{width + 9}}" + "".join(f"{version:77}" for version in versions).rstrip(),
         f"{'# entry':{width}}{'GPU':9}" + (columns * 2).rstrip(),
     ]
     for arch, name in dict.fromkeys((arch, name) for _, arch, name in made):
-        cells = "".join(f"{cell:<10}" for version in WHEELS for cell in made[version, arch, name])
+        cells = "".join(f"{cell:<11}" for version in WHEELS for cell in made[version, arch, name])
         lines.append(f"{name:{width}}{f'sm_{arch}':9}{cells}".rstrip())
     return "\n".join(lines) + "\n"
 
