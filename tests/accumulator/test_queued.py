@@ -19,7 +19,7 @@ from gradreduce.reduce.algorithms import ALGORITHMS
 PLACEMENTS = ([0, 0], [0, 1], [0, 0, 1, 1], [0, 1, 1, 2, 0])
 CASES = list(itertools.product(PLACEMENTS, (True, False)))
 SIZE = 37
-SEEDS = seeds(50, 200)
+SEEDS = seeds(60, 200)
 
 
 class Scenario:

@@ -163,13 +163,15 @@ def test_the_fake_pool_splits_merges_and_runs_out(new_machine):
 
 
 def test_a_closed_mesh_has_no_work_left(new_machine):
-    """Otherwise memory that its queues still read would be freed with its last Buffer."""
-    new_machine(0)
-    mesh = open_mesh(1, backend="cuda")
-    buffer = uploaded(mesh.devices[0], 1)
+    """Otherwise its memory would be freed, which the queue of another GPU still reads."""
+    machine = new_machine(0)
+    mesh = open_mesh([0, 1], backend="cuda")
+    here, there = mesh.devices
+    source, target = uploaded(here, 1), there.empty((SIZE,), FLOAT)
+    there.copy(target, source, queue="transfer")
     mesh.close()
-    del mesh, buffer
-    gc.collect()
+    del source  # frees its memory at once
+    machine.settle()
 
 
 def test_devices_may_be_deleted_with_their_mesh(here):
