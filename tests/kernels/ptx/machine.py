@@ -309,12 +309,14 @@ class Machine:
         if kind[0] != "b" or part not in TYPES:
             raise ValueError(kind)
         if "{" in to:
-            read, writes = self._source(of, kind), [self._destination(each, part) for each in parts]
+            read = self._source(of, kind)
+            writes = [each != "_" and self._destination(each, part) for each in parts]
 
             def unpack(lanes: Array) -> None:
                 found = np.broadcast_to(read(lanes), lanes.shape).copy().view(TYPES[part])
                 for place, write in enumerate(writes):
-                    write(lanes, found[place :: len(writes)])
+                    if write:  # "_" drops a part
+                        write(lanes, found[place :: len(writes)])
 
             return unpack
         write, reads = self._destination(to, kind), [self._source(each, part) for each in parts]
@@ -406,7 +408,7 @@ def _names(text: str, count: int | None = None) -> list[str]:
 def _constant(text: str, dtype: np.dtype) -> object:
     """The value of a number: ``7``, ``0x7fU``, ``0f3F800000`` or ``0d3FF0000000000000``."""
     if found := re.fullmatch(r"0([fd])([0-9A-Fa-f]+)", text):
-        if (found[1], dtype) not in (("f", np.float32), ("d", np.float64)):
+        if (found[1], dtype.itemsize) not in (("f", 4), ("d", 8)) or dtype.kind not in "fu":
             raise ValueError(text)
         return np.array(int(found[2], 16), f"u{dtype.itemsize}").view(dtype)
     if dtype.kind == "f":
