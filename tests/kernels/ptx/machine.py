@@ -161,6 +161,8 @@ class Machine:
         self._states = {name: np.zeros(self.lanes.size, np.int8) for name in self._registers}
         # The lanes for which a source of the current instruction is UNWANTED.
         self._unwanted: Array | np.bool_ = np.False_
+        # Of a register that was made of parts: the states of each part.
+        self._part_states: dict[str, list[Array]] = {}
         self._blocks = [[self._decoded(each) for each in block] for block in entry.blocks]
         self._at = np.zeros(self.lanes.size, np.int64)  # the block that each lane enters next
         self.executed, self.num_steps = set[int](), 0
@@ -202,8 +204,10 @@ class Machine:
 
     # -- operands ---------------------------------------------------------------------------------
 
-    def _source(self, text: str, kind: str, *, wider: bool = False) -> Callable[[Array], Array]:
-        """A function from lanes to the values of an operand."""
+    def _source(
+        self, text: str, kind: str, *, wider: bool = False, whole: bool = True
+    ) -> Callable[[Array], Array]:
+        """A function from lanes to the values of an operand; a part may be unwritten."""
         dtype = TYPES[kind]
         if text in self._registers:
             values, states = self._registers[text], self._states[text]
@@ -211,10 +215,10 @@ class Machine:
 
             def read(lanes: Array) -> Array:
                 state = states[lanes]
-                if (least := state.min()) == UNWRITTEN:
+                if (least := state.min()) == UNWRITTEN and whole:
                     raise PtxError(f"a read of {text}, which was not written")
-                if least == UNWANTED:
-                    self._unwanted = self._unwanted | (state == UNWANTED)
+                if least != WRITTEN:
+                    self._unwanted = self._unwanted | (state != WRITTEN)
                 found = values[lanes]
                 if found.dtype.itemsize > dtype.itemsize:
                     found = found.astype(f"u{dtype.itemsize}")
@@ -241,6 +245,7 @@ class Machine:
                 found = found.astype(filled)
             values[lanes] = found.view(values.dtype)
             states[lanes] = np.where(self._unwanted, UNWANTED, WRITTEN)
+            self._part_states.pop(text, None)
 
         return write
 
@@ -308,26 +313,39 @@ class Machine:
         part = f"b{8 * TYPES[kind].itemsize // len(parts)}"
         if kind[0] != "b" or part not in TYPES:
             raise ValueError(kind)
-        if "{" in to:
-            read = self._source(of, kind)
-            writes = [each != "_" and self._destination(each, part) for each in parts]
+        return (
+            self._unpack(parts, part, of, kind) if "{" in to else self._pack(to, kind, parts, part)
+        )
 
-            def unpack(lanes: Array) -> None:
-                found = np.broadcast_to(read(lanes), lanes.shape).copy().view(TYPES[part])
-                for place, write in enumerate(writes):
-                    if write:  # "_" drops a part
-                        write(lanes, found[place :: len(writes)])
+    def _unpack(self, parts: Sequence[str], part: str, of: str, kind: str) -> Callable:
+        read = self._source(of, kind)
+        writes = [each != "_" and self._destination(each, part) for each in parts]
 
-            return unpack
-        write, reads = self._destination(to, kind), [self._source(each, part) for each in parts]
+        def execute(lanes: Array) -> None:
+            states = self._part_states.get(of)
+            found = np.broadcast_to(read(lanes), lanes.shape).copy().view(TYPES[part])
+            for place, write in enumerate(writes):
+                if states:
+                    self._unwanted = states[place][lanes] != WRITTEN
+                if write:  # "_" drops a part
+                    write(lanes, found[place :: len(writes)])
 
-        def pack(lanes: Array) -> None:
+        return execute
+
+    def _pack(self, to: str, kind: str, parts: Sequence[str], part: str) -> Callable:
+        write = self._destination(to, kind)
+        # NVRTC 13 leaves parts unwritten that nobody uses.
+        reads = [self._source(each, part, whole=False) for each in parts]
+        written = np.full(self.lanes.size, WRITTEN, np.int8)  # of a constant
+
+        def execute(lanes: Array) -> None:
             found = np.empty((lanes.size, len(reads)), TYPES[part])
             for place, read in enumerate(reads):
                 found[:, place] = read(lanes)
             write(lanes, found.view(TYPES[kind])[:, 0])
+            self._part_states[to] = [self._states.get(each, written).copy() for each in parts]
 
-        return pack
+        return execute
 
     def _access(self, address: str, modifiers: Sequence[str]) -> tuple[str, str, int, Callable]:
         """The space ("" for any), type and number of a load or store, and its address."""
