@@ -169,7 +169,8 @@ static constexpr bool FAST = true;  // the fast build
 static constexpr bool FAST = false;
 #endif
 
-// An odd number of lanes are elements blockDim.x apart: so that neighbouring threads access neighbouring elements.
+// An odd number of lanes means elements that are blockDim.x apart. Then neighbouring threads access neighbouring
+// elements, whatever the alignment.
 DEVICE constexpr bool is_spaced(int lanes) { return lanes % 2 == 1; }
 
 // LANES elements in their memory format. LANES * sizeof(T) is a multiple of 16, or LANES is odd.
@@ -330,8 +331,9 @@ struct Elementwise {
     template <int LANES> static DEVICE bool whole() { return true; }
 };
 
-// Runs body.at<LANES>(i) for whole vectors (in a row that is not aligned: for an odd number of items) and
-// body.at<1>(i) for the remaining items, over every item of every row. An item is an element of the first operand, unless Kernel.items is set. A `Body` is made
+// Runs body.at<LANES>(i) for whole vectors and body.at<1>(i) for the remaining items, over every item of
+// every row. In a row that is not aligned it runs body.at<n>(i) for n items that are blockDim.x apart, n odd
+// (see is_spaced). An item is an element of the first operand, unless Kernel.items is set. A `Body` is made
 // once per chunk, from its row. Blocks stride over chunks, threads over the vectors of a chunk: the
 // result is the same for any grid and block.
 template <typename Body, int LANES, typename... Arguments>

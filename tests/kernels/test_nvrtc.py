@@ -6,10 +6,8 @@ is a jump back, and each access is in the innermost loop around it.
 
 from __future__ import annotations
 
-import os
 import re
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from kernels.nvrtc import WHEELS, architectures, compiled, options, options_of_cupy
@@ -77,14 +75,6 @@ def programs_of(*archs):
 
 def needed(version):
     return pytest.mark.nvrtc(WHEELS[version])
-
-
-@pytest.fixture(scope="module")
-def pool():
-    """Processes that run NVRTC, which keeps a hundred megabytes."""
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as made:
-        yield made
-        made.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,7 @@ of its operands, off its alignment or of another thread, or does not end.
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import Future
 
 import pytest
 from kernels.nvrtc import WHEELS, compiled
@@ -102,13 +100,6 @@ def survivors(name, template, number):
             return False
 
     return len(made), [f"{name}: {one.change}" for one in made if survives(one)]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as made:
-        yield made
-        made.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="module")

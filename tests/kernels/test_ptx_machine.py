@@ -22,7 +22,6 @@ HEADER = """
 #include <cmath>
 #include <cstdint>
 typedef __int128 ws; typedef unsigned __int128 wu;
-static float Z(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 template <typename T> static bool U(T a, T b) { return a != a || b != b; }
 template <typename T> static T MIN(T a, T b, bool nan) {
     if (U(a, b)) return nan ? T(NAN) : a != a ? b : a;
@@ -93,31 +92,24 @@ def of_integers() -> dict[str, str]:
 
 def of_floats() -> dict[str, str]:
     found = {}
-    for (t, ftz), mode in product((("f32", ""), ("f32", ".ftz"), ("f64", "")), MODES):
-        a, b, c = ("Z(a)", "Z(b)", "Z(c)") if ftz else "abc"
-        made = {"add": f"{a} + {b}", "sub": f"{a} - {b}", "mul": f"{a} * {b}", "div": f"{a} / {b}",
-                "rcp": f"1 / {a}", "sqrt": f"std::sqrt({a})",
-                "fma": f"std::fma({a}, {b}, {c})"}  # fmt: skip
-        for name, text in made.items():
-            found[f"{name}.{mode}{ftz}.{t}"] = f"Z({text})" if ftz else text
+    arithmetic = {"add": "a + b", "sub": "a - b", "mul": "a * b", "div": "a / b", "rcp": "1 / a",
+                  "sqrt": "std::sqrt(a)", "fma": "std::fma(a, b, c)"}  # fmt: skip
+    for t in ("f32", "f64"):
+        for (name, text), mode in product(arithmetic.items(), MODES):
+            found[f"{name}.{mode}.{t}"] = text
         for name, nan in product(("min", "max"), ("", ".NaN")):
-            found[f"{name}{ftz}{nan}.{t}"] = f"{name.upper()}({a}, {b}, {int(bool(nan))})"
-        found |= {f"neg{ftz}.{t}": f"-{a}", f"abs{ftz}.{t}": f"std::fabs({a})"}
+            found[f"{name}{nan}.{t}"] = f"{name.upper()}(a, b, {int(bool(nan))})"
+        found |= {f"neg.{t}": "-a", f"abs.{t}": "std::fabs(a)"}
         for name, sign in COMPARISONS.items():
-            found[f"setp.{name}{ftz}.{t}"] = f"!U({a}, {b}) && {a} {sign} {b}"
-            found[f"setp.{name}u{ftz}.{t}"] = f"U({a}, {b}) || {a} {sign} {b}"
-        found[f"setp.nan{ftz}.{t}"] = f"U({a}, {b})"
-        found[f"setp.num.or{ftz}.{t}"] = f"!U({a}, {b}) || c"
+            found[f"setp.{name}.{t}"] = f"!U(a, b) && a {sign} b"
+            found[f"setp.{name}u.{t}"] = f"U(a, b) || a {sign} b"
+        found[f"setp.nan.{t}"] = "U(a, b)"
+        found[f"setp.num.or.{t}"] = "!U(a, b) || c"
     return found
 
 
 def of_conversions() -> dict[str, str]:
-    found = {}
-    for name in TABLE:
-        if name.startswith("cvt"):
-            text = "Z(a)" if ".ftz" in name and name.endswith("f32") else "a"
-            found[name] = f"Z({text})" if ".ftz.f32" in name else text
-    return found
+    return {name: "a" for name in TABLE if name.startswith("cvt")}
 
 
 # Instruction -> the same in C++, of its sources a, b and c.

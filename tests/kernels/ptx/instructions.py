@@ -67,13 +67,6 @@ def rounding(mode: str) -> Iterator[None]:
         LIBM.fesetround(_MODES["rn"])
 
 
-def flushed(values: Array) -> Array:
-    """Zero of the same sign for each subnormal number of float32."""
-    if values.dtype != np.float32:
-        return values
-    return np.where(np.abs(values) < np.float32(2.0**-126), np.copysign(0, values), values)
-
-
 def canonical(values: Array) -> Array:
     """With the one NaN that arithmetic of float32 makes."""
     if values.dtype == np.float32:
@@ -83,18 +76,16 @@ def canonical(values: Array) -> Array:
     return values
 
 
-def floating(function: Callable, mode: str = "rn", ftz: str = "") -> Callable:
-    """``function`` in a rounding mode, and with subnormal numbers flushed if ``ftz``."""
+def floating(function: Callable, mode: str = "rn") -> Callable:
+    """``function`` in a rounding mode."""
 
     def run(*sources: Array) -> Array:
-        if ftz:
-            sources = tuple(map(flushed, sources))
         if mode == "rn":
             found = function(*sources)
         else:
             with rounding(mode):
                 found = function(*sources)
-        return canonical(flushed(found) if ftz else found)
+        return canonical(found)
 
     return run
 
@@ -307,40 +298,35 @@ def _bits(kind: str) -> None:
             add(f"shr.{shifted}", [shifted, shifted, "u32"], shifted_right)
 
 
-def _floats(kind: str, ftz: str) -> None:
+def _floats(kind: str) -> None:
     arithmetic = {
         "add": (2, np.add), "sub": (2, np.subtract), "mul": (2, np.multiply),
         "div": (2, np.divide), "sqrt": (1, np.sqrt), "rcp": (1, np.reciprocal), "fma": (3, fma),
     }  # fmt: skip
     for (name, (count, function)), mode in product(arithmetic.items(), _MODES):
         kinds = [kind] * (1 + count)
-        add(f"{name}.{mode}{ftz}.{kind}", kinds, floating(function, mode, ftz))
+        add(f"{name}.{mode}.{kind}", kinds, floating(function, mode))
     for name, pick in (("min", np.fmin), ("max", np.fmax)):
         for nan in ("", ".NaN"):
-            chosen = floating(least(pick, nan), ftz=ftz)
-            add(f"{name}{ftz}{nan}.{kind}", [kind] * 3, chosen)
-    add(f"neg{ftz}.{kind}", [kind] * 2, lambda a: flushed(-a) if ftz else -a)
-    add(f"abs{ftz}.{kind}", [kind] * 2, lambda a: np.abs(flushed(a) if ftz else a))
+            add(f"{name}{nan}.{kind}", [kind] * 3, floating(least(pick, nan)))
+    add(f"neg.{kind}", [kind] * 2, np.negative)
+    add(f"abs.{kind}", [kind] * 2, np.abs)
 
 
-def _comparisons(kind: str, ftz: str) -> None:
+def _comparisons(kind: str) -> None:
     """``setp``; with ``.and``, ``.or`` or ``.xor`` also of a predicate."""
     joins = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
     for name, compare in comparisons(kind).items():
-
-        def compared(a: Array, b: Array, compare: Callable = compare) -> Array:
-            return compare(flushed(a), flushed(b)) if ftz else compare(a, b)
-
-        add(f"setp.{name}{ftz}.{kind}", ["pred", kind, kind], compared)
+        add(f"setp.{name}.{kind}", ["pred", kind, kind], compare)
         for join, function in joins.items():
 
             def joined(
-                a: Array, b: Array, c: Array, compared: Callable = compared,
+                a: Array, b: Array, c: Array, compare: Callable = compare,
                 function: Callable = function,
             ) -> Array:  # fmt: skip
-                return function(compared(a, b), c)
+                return function(compare(a, b), c)
 
-            add(f"setp.{name}.{join}{ftz}.{kind}", ["pred", kind, kind, "pred"], joined)
+            add(f"setp.{name}.{join}.{kind}", ["pred", kind, kind, "pred"], joined)
 
 
 def _conversions() -> None:
@@ -349,15 +335,12 @@ def _conversions() -> None:
         add(f"cvt.{to}.{of}", [to, of], converted(to))
     for (to, of), mode in product(product(FLOATS, integers), _MODES):
         add(f"cvt.{mode}.{to}.{of}", [to, of], floating(converted(to), mode))
-    for ftz in ("", ".ftz"):
-        for to, of in (("f32", "f16"), ("f64", "f32"), ("f64", "f16")):
-            if not ftz or "f32" in (to, of):
-                add(f"cvt{ftz}.{to}.{of}", [to, of], floating(converted(to), ftz=ftz))
-        for mode in _MODES:
-            add(f"cvt.{mode}{ftz}.f32.f64", ["f32", "f64"], floating(converted("f32"), mode, ftz))
-        for mode in ("rn", "rz"):
-            add(f"cvt.{mode}{ftz}.f16.f32", ["f16", "f32"],
-                floating(converted("f16", mode), ftz=ftz))  # fmt: skip
+    for to, of in (("f32", "f16"), ("f64", "f32"), ("f64", "f16")):
+        add(f"cvt.{to}.{of}", [to, of], floating(converted(to)))
+    for mode in _MODES:
+        add(f"cvt.{mode}.f32.f64", ["f32", "f64"], floating(converted("f32"), mode))
+    for mode in ("rn", "rz"):
+        add(f"cvt.{mode}.f16.f32", ["f16", "f32"], floating(converted("f16", mode)))
 
 
 for _kind in INTEGERS:
@@ -365,11 +348,9 @@ for _kind in INTEGERS:
 for _kind in (*BITS, "pred"):
     _bits(_kind)
 for _kind in FLOATS:
-    for _ftz in ("", ".ftz")[: 2 if _kind == "f32" else 1]:
-        _floats(_kind, _ftz)
-        _comparisons(_kind, _ftz)
-for _kind in (*INTEGERS, *BITS):
-    _comparisons(_kind, "")
+    _floats(_kind)
+for _kind in (*INTEGERS, *BITS, *FLOATS):
+    _comparisons(_kind)
 for _kind in (*INTEGERS, *BITS, *FLOATS):
     add(f"selp.{_kind}", [_kind, _kind, _kind, "pred"], lambda a, b, c: np.where(c, a, b))
 for _kind in (*INTEGERS, *BITS, *FLOATS, "pred"):

@@ -140,7 +140,7 @@ def dropped(each: Instruction, before: Before) -> Texts:
 
 def fused(each: Instruction, before: Before) -> Texts:
     """A sum of a product, rounded once."""
-    found = re.fullmatch(r"(add|sub)\.rn(?:\.ftz)?\.(f\d\d)", each.name)
+    found = re.fullmatch(r"(add|sub)\.rn\.(f\d\d)", each.name)
     if not found:
         return
     to, *terms = each.operands
