@@ -60,7 +60,7 @@ def test_a_collective_runs_on_the_queue_it_is_given(mesh, queue):
     sums, rows = ([each.device.zeros((size,), FLOAT) for each in sources]
                   for size in (SIZE, NUM * SIZE))  # fmt: skip
     for device in mesh.devices[:NUM]:
-        device.wait(device.mark(), queue=queue)
+        device.queue_wait(device.queue_mark(), queue=queue)
     with mesh.journal() as journal:
         mesh.collective.all_reduce(sums, sources=sources, queue=queue)
         mesh.collective.all_gather(rows, sources, queue=queue)
@@ -69,7 +69,7 @@ def test_a_collective_runs_on_the_queue_it_is_given(mesh, queue):
     for buffer in [*sources, *sums, *rows]:
         assert ((buffer.device, queue) in buffer.block.touched) == (queue == "transfer")
     for device in mesh.devices[:NUM]:
-        device.wait(device.mark(queue))
+        device.queue_wait(device.queue_mark(queue))
     assert all(same(each.numpy(), terms[0] + terms[1] + terms[2]) for each in sums)
     assert all(same(each.numpy(), np.concatenate(terms)) for each in rows)
     assert all(same(each.numpy(), terms[1]) for each in sources)

@@ -43,13 +43,13 @@ def test_every_use_of_a_failed_device_says_which_and_why(mesh):
         lambda: device.release(buffer),
         lambda: device.copy(buffer, other),
         lambda: add(device, buffer, other),
-        lambda: device.mark(),
-        lambda: device.wait(mark),
+        lambda: device.queue_mark(),
+        lambda: device.queue_wait(mark),
         lambda: device.trim(),
         device.synchronize,
         buffer.numpy,
     ]
-    mark = mesh.devices[3].mark()
+    mark = mesh.devices[3].queue_mark()
     for use in uses:
         with raises_failed(device.name):
             use()

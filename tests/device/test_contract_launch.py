@@ -25,10 +25,10 @@ from gradreduce.ops.add_n import ADD_N
 def test_a_launch_writes_its_first_operands_and_no_other(one_gpu_mesh, dtype, queue):
     device, other = one_gpu_mesh.devices
     terms = [uploaded(device, 1, dtype=dtype), uploaded(other, 2, dtype=dtype)]
-    device.wait(other.mark(), queue=queue)
+    device.queue_wait(other.queue_mark(), queue=queue)
     out = device.empty((SIZE,), dtype)
     if queue != "compute":
-        device.wait(device.mark(), queue=queue)
+        device.queue_wait(device.queue_mark(), queue=queue)
     name, lanes = element_of(dtype).name, element_of(dtype).lanes
     rows = [
         [operand.view(0, (SIZE * lanes,), element_of(dtype).viewed) for operand in (out, *terms)]
@@ -78,7 +78,7 @@ def test_a_row_has_the_work_that_its_kernel_says(one_gpu_mesh):
 def test_a_launch_accesses_peers_or_raises(two_gpu_mesh):
     near, _, far = two_gpu_mesh.devices
     out, term = uploaded(near, 3), uploaded(far, 1)
-    near.wait(far.mark())
+    near.queue_wait(far.queue_mark())
     if two_gpu_mesh.mesh_state.peers(near.physical, far.physical):
         with two_gpu_mesh.journal() as journal:
             add(near, out, term, term)
@@ -95,7 +95,7 @@ def test_a_launch_accesses_peers_or_raises(two_gpu_mesh):
 def test_a_launch_reaches_adopted_memory_that_is_mapped_for_peers(two_gpu_mesh):
     near, _, far = two_gpu_mesh.devices
     theirs, out = adopted(far, data((SIZE,), seed=1)), uploaded(near, 3)
-    near.wait(far.mark())
+    near.queue_wait(far.queue_mark())
     if not two_gpu_mesh.mesh_state.peers(near.physical, far.physical):
         with refused(two_gpu_mesh, DeviceMismatchError, "no peer access"):
             add(near, out, theirs)
@@ -115,7 +115,7 @@ def test_a_launch_reaches_no_other_adopted_memory_elsewhere(two_gpu_mesh):
     assert same(out.numpy(), data((SIZE,), seed=3))
     assert same(theirs.numpy(), data((SIZE,)))
     term = unmapped(adopted(beside, data((SIZE,), seed=4)))
-    near.wait(beside.mark())
+    near.queue_wait(beside.queue_mark())
     add(near, out, term)
     assert same(out.numpy(), data((SIZE,), seed=4))
 
@@ -194,10 +194,10 @@ def test_a_call_that_raises_keeps_all_fences(two_gpu_mesh):
 def test_any_queue_waits_for_any_mark(two_gpu_mesh):
     for giver, consumer in product(two_gpu_mesh.devices, repeat=2):
         for given, taken in product(QUEUES, repeat=2):
-            mark = giver.mark(given)
+            mark = giver.queue_mark(given)
             assert (mark.device, mark.queue) == (giver, given)
             with two_gpu_mesh.journal() as journal:
-                assert consumer.wait(mark, queue=taken) is None
+                assert consumer.queue_wait(mark, queue=taken) is None
             assert journal.records == []
     two_gpu_mesh.synchronize()
 
@@ -208,7 +208,7 @@ def test_work_of_two_queues_is_ordered_by_a_mark(two_gpu_mesh):
     out, there = near.empty((SIZE,), FLOAT), far.empty((SIZE,), FLOAT)
     add(near, out, *values)
     far.copy(there, out, queue="transfer")
-    far.wait(far.mark("transfer"))
+    far.queue_wait(far.queue_mark("transfer"))
     add(far, there, there, there)
     add(near, out, values[0])  # waits for the copy by itself
     wanted = 2 * (data((SIZE,), seed=1) + data((SIZE,), seed=2))

@@ -44,11 +44,11 @@ def test_memory_that_another_queue_still_uses_is_not_reused(two_gpu_mesh):
     near, beside, far = two_gpu_mesh.devices
     wanted = data((SIZE,), seed=1)
     outs = [device.empty((SIZE,), FLOAT) for device in two_gpu_mesh.devices]
-    beside.wait(near.mark())
+    beside.queue_wait(near.queue_mark())
     for make in (uploaded, lambda device, seed: adopted(device, wanted)):
         near.copy(outs[0], make(near, 1), queue="transfer")
         source = make(near, 1)
-        beside.wait(near.mark())
+        beside.queue_wait(near.queue_mark())
         add(beside, outs[1], source)
         del source
         far.copy(outs[2], make(near, 1))
@@ -157,7 +157,7 @@ def test_memory_does_not_grow_with_use(two_gpu_mesh):
             out = far.empty((SIZE,), FLOAT)
             far.copy(out, source, queue="transfer")
             far.copy(out, source)
-            far.wait(far.mark("transfer"))
+            far.queue_wait(far.queue_mark("transfer"))
             add(far, out, out, out)
             add(near, held, source, queue="transfer")
             if turn % 10 == 9:
@@ -204,7 +204,7 @@ def every_call(mesh: Mesh, buffer: Buffer) -> dict:
     device, other = mesh.devices[0], mesh.devices[1]
     row, template = [[buffer, buffer]], ("float32", "float32", 1)
     nothing = [[buffer.view(0, (0,)), buffer.view(0, (0,))]]
-    mark = device.mark()
+    mark = device.queue_mark()
     values, theirs = data((SIZE,)), device.release(buffer)
     return {
         "empty": lambda: device.empty((3,), FLOAT),
@@ -224,8 +224,8 @@ def every_call(mesh: Mesh, buffer: Buffer) -> dict:
         "prepare": lambda: device.prepare(ADD_N, template),
         "fill_zero": lambda: device.fill_zero(buffer),
         "mark": device.mark,
-        "wait": lambda: device.wait(mark),
-        "wait for another": lambda: other.wait(mark, queue="transfer"),
+        "wait": lambda: device.queue_wait(mark),
+        "wait for another": lambda: other.queue_wait(mark, queue="transfer"),
         "device.synchronize": device.synchronize,
         "device.trim": device.trim,
         "mesh.synchronize": mesh.synchronize,

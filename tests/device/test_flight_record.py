@@ -42,7 +42,7 @@ def test_the_flight_record_has_all_records_of_a_journal(mesh):
     with mesh.journal() as journal:
         buffer = uploaded(first, 1)
         beside = second.upload(data((SIZE,)), queue="transfer")
-        second.wait(second.mark("transfer"))
+        second.queue_wait(second.queue_mark("transfer"))
         total = second.zeros((SIZE,), FLOAT)
         second.copy(total, buffer)
         add(second, total, total, beside)
@@ -94,7 +94,7 @@ def test_records_are_done_when_known_to_be_complete():
     with open_mesh(2, backend="sim", schedule_seed=1) as mesh:
         stuck = mesh.devices[1]
         buffers = [uploaded(device, 1) for device in mesh.devices]
-        stuck.mark()  # any mark shows what has finished before it
+        stuck.queue_mark()  # any mark shows what has finished before it
         stall(stuck)
         for device, buffer in zip(mesh.devices, buffers, strict=True):
             device.copy(buffer, device.empty((SIZE,), FLOAT))
@@ -130,7 +130,7 @@ def test_what_a_reset_drops_is_never_done():
             wait()
             stall(stuck)
             stuck.zeros((SIZE,), FLOAT)
-            mark = stuck.mark()
+            mark = stuck.queue_mark()
             with pytest.raises(CollectiveError):
                 stuck.synchronize(deadline=5)
             mesh.reset(timeout=TEST_TIMEOUT)
@@ -145,7 +145,7 @@ def test_what_a_reset_drops_is_never_done():
 def test_it_can_be_read_when_the_mesh_is_closed():
     with open_mesh(2, backend="sim") as mesh:
         uploaded(mesh.devices[1], 1)
-        mesh.devices[1].mark()
+        mesh.devices[1].queue_mark()
     assert summaries(mesh.flight_record()) == [("upload", "", 1, -1, SIZE * 4, "compute", 0)]
 
 

@@ -19,7 +19,7 @@ def test_it_waits_for_copies_that_read_and_for_each_once(two_gpu_mesh, waits):
     flat = near.empty((2 * SIZE,), FLOAT)
     parts = [flat.view(place * SIZE, (SIZE,)) for place in range(2)]
     term, away = uploaded(near, 1), far.empty((SIZE,), FLOAT)
-    beside.wait(near.mark())
+    beside.queue_wait(near.queue_mark())
     writer = LaunchBatch(beside, [[part] for part in parts])
     for read in (0, 1, None, 0):
         if read is not None:
@@ -29,7 +29,7 @@ def test_it_waits_for_copies_that_read_and_for_each_once(two_gpu_mesh, waits):
         told = [] if read is None else [(beside.index, "compute", far.index, "compute")]
         assert waits == told, "as a launch does"
         assert flat.block.readers == {}
-        near.wait(beside.mark())  # near owns the memory: later copies wait
+        near.queue_wait(beside.queue_mark())  # near owns the memory: later copies wait
     assert (beside, "compute") in flat.block.touched
     assert (beside, "compute") in term.block.touched
 

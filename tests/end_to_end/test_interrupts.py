@@ -111,7 +111,7 @@ def right_calls() -> dict[str, Callable[[], bool]]:
 
     def late() -> bool:
         with suppress(CollectiveError):
-            queued.scheduler.stall((queued, "compute"))
+            queued.scheduler.stall((queued.physical, "compute"))
             queued.zeros((3,), "float32").numpy(deadline=1e-6)
             return False
         queued.mesh.reset(timeout=DEADLINE)  # after this nothing hangs

@@ -159,11 +159,11 @@ def over_the_transfer_queue(seed):
         results = []
         for _ in range(4):
             source = here.upload(data(rng, (64,)), queue="transfer")
-            here.wait(here.mark("transfer"))
+            here.queue_wait(here.queue_mark("transfer"))
             copies = there.empty((64,), np.float32)
             here.copy(copies, source, queue="transfer")
             source.device.upload(data(rng, (64,)), out=source)  # must wait for the copy
-            there.wait(here.mark("transfer"))
+            there.queue_wait(here.queue_mark("transfer"))
             total = gr.add_n([copies, copies])
             results += [total.numpy().tobytes(), source.numpy().tobytes()]
         return results

@@ -83,7 +83,7 @@ class Program:
             users |= {(value.buffer.device, "compute") for value in values}
         for other, name in sorted(users, key=lambda user: (user[0].index, user[1])):
             if (other, name) != (device, queue):
-                device.wait(other.mark(name), queue=queue)
+                device.queue_wait(other.queue_mark(name), queue=queue)
 
     def used(self, device: Device, queue: str, *values: Value) -> None:
         for value in values:
@@ -318,7 +318,7 @@ class Program:
 
         def work() -> None:
             near.copy(copied.buffer, source.buffer, queue=queue)
-            near.wait(near.mark(queue))
+            near.queue_wait(near.queue_mark(queue))
             ops.add_n([out.buffer], [[copied.buffer, copied.buffer]], device=near)
 
         step, written = captured(devices, work), WrittenSpans([copied.buffer, out.buffer])

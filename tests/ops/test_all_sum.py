@@ -145,7 +145,7 @@ def test_replicas_beside_and_on_peers_in_one_launch(implementation, split):
         outs = [device.empty((1003,), "bfloat16") for device in mesh.devices[::-1]]
         for made in (outs, inputs):
             for device in mesh:
-                mesh.devices[1].wait(device.mark())
+                mesh.devices[1].queue_wait(device.queue_mark())
             with mesh.journal() as journal:
                 all_sum([made], [inputs], split, device=mesh.devices[1])
             assert [(record.name, record.device) for record in journal.records] == [("all_sum", 1)]

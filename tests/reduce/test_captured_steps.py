@@ -194,7 +194,7 @@ def test_a_call_is_ordered_with_earlier_and_later_work_of_its_devices():
 
             def work():
                 second.copy(target, source, queue="transfer")  # noqa: B023
-                third.wait(second.mark("transfer"))  # noqa: B023
+                third.queue_wait(second.queue_mark("transfer"))  # noqa: B023
                 third.copy(far, target)  # noqa: B023
 
             capture, kept = captured([third, first, second], work).submit, []

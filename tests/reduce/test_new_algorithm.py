@@ -7,7 +7,7 @@ from support.exact_data import exact_data, same
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import fork_streams, join_streams, to_local
+from gradreduce.device import to_local
 from gradreduce.reduce.algorithm import Algorithm
 from gradreduce.reduce.algorithms import ALGORITHMS
 
@@ -24,9 +24,7 @@ class AddOnFirst(Algorithm):
         first = self.devices[0]
         for job in jobs:
             terms = [to_local(first, each) for each in job.inputs]
-            join_streams(first, [term.device for term in terms])
             ops.all_sum([job.outs[:1]], [terms], divisor=job.divisor, device=first)
-            fork_streams(first, self.devices)
         yield
         for job in jobs:
             for out in job.outs[1:]:

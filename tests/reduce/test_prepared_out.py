@@ -100,7 +100,7 @@ def test_in_every_legal_order(way, seed):
             )  # which the next call waits for
             kept.append(near)
         for device in mesh:
-            device.wait(mesh.devices[2].mark("transfer"))
+            device.queue_wait(mesh.devices[2].queue_mark("transfer"))
         assert [near.numpy()[0, 0] for near in kept] == [3, 6, 9]
         assert all((array == 9).all() for row in arrays_of(outs) for array in row)
 

@@ -59,11 +59,11 @@ def late_waits(clock, monkeypatch) -> None:
 
 def stall(device: Device, queue: str = "compute", after: int = 0) -> None:
     """Stops this queue of a simulated device after its next ``after`` entries."""
-    device.scheduler.stall((device, queue), after)
+    device.scheduler.stall((device.physical, queue), after)
 
 
 def resume(device: Device, queue: str = "compute") -> None:
-    device.scheduler.resume((device, queue))
+    device.scheduler.resume((device.physical, queue))
 
 
 def watchdogs() -> list[threading.Thread]:

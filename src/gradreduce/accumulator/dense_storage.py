@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
@@ -26,8 +26,8 @@ from gradreduce.device import (
     DType,
     accumulate_dtype,
     compatible,
+    ensure_accessible,
     flat_layout,
-    to_accessible,
 )
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.reduce.aggregation import known_shape
@@ -94,7 +94,7 @@ class DenseStorage(Storage):
         """
         fresh = []
         for each in additions:
-            gradients = [to_accessible(each.device, part.values) for part in each.gradients]
+            gradients = [ensure_accessible(each.device, part.values) for part in each.gradients]
             each.in_place = each.total is not None
             if not each.in_place:
                 fresh.append(each)
@@ -111,16 +111,13 @@ class DenseStorage(Storage):
             for each, total in zip(fresh, _allocate_flat(sums), strict=True):
                 each.total = total
 
-    def command(
-        self, steps: Sequence[tuple[Addition, Any]]
-    ) -> tuple[list[Device], Callable[[], None]]:
+    def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""
         totals, terms = [each.total for each, _ in steps], [step for _, step in steps]
         first, step = steps[0]
         is_copy = not first.in_place and step is first.steps[0]
         kernel = ops.add_n if is_copy else ops.accumulate_n
-        involved = [buffer.device for buffer in (*totals, *chain.from_iterable(terms))]
-        return involved, partial(kernel, totals, terms, device=involved[0])
+        return partial(kernel, totals, terms, device=first.device)
 
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack

@@ -26,7 +26,7 @@ from gradreduce.device import (
     accumulate_dtype,
     as_dtype,
     compatible,
-    to_accessible,
+    ensure_accessible,
 )
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.ops import RowIndex, merged_row_index, plan_segments
@@ -107,7 +107,7 @@ class SparseStorage(Storage):
                 capacity, slots = before.values.shape[0], before.slots
             for part in each.gradients:
                 slots, into = slots.touched(part.segments.indices)
-                steps.append((to_accessible(each.device, part.values), part.segments, into))
+                steps.append((ensure_accessible(each.device, part.values), part.segments, into))
             each.steps = steps
             each.in_place = before is not None and slots.num_rows <= capacity
             if each.in_place:
@@ -126,16 +126,11 @@ class SparseStorage(Storage):
             rows = [moved[index] for index in indices]
             ops.pack([outs[index] for index in indices], rows, device=leader)
 
-    def command(
-        self, steps: Sequence[tuple[Addition, Any]]
-    ) -> tuple[list[Device], Callable[[], None]]:
+    def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""
         totals = [each.total.values for each, _ in steps]
         rows, segments, into = zip(*[step for _, step in steps], strict=True)
-        devices = [buffer.device for buffer in (*totals, *rows)]
-        return devices, ops.segment_sum_command(
-            totals, rows, segments, into=into, device=devices[0]
-        )
+        return ops.segment_sum_command(totals, rows, segments, into=into, device=totals[0].device)
 
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack

@@ -24,8 +24,6 @@ from gradreduce.device import (
     Device,
     Done,
     DType,
-    fork_streams,
-    join_streams,
 )
 from gradreduce.errors import CancelledError, InvalidArgumentError, log_warning
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
@@ -314,14 +312,8 @@ class Storage(ABC):
         """Sets ``total``, ``in_place`` and ``steps`` of each; must not write existing sums."""
 
     @abstractmethod
-    def command(
-        self, steps: Sequence[tuple[Addition, Any]]
-    ) -> tuple[list[Device], Callable[[], None]]:
-        """Prepares a launch that adds one step to each of several sums of a GPU.
-
-        Returns:
-            The devices whose memory the launch accesses, and the launch. The first device launches.
-        """
+    def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
+        """Prepares a launch that adds one step to each of several sums of a GPU."""
 
     @abstractmethod
     def take(
@@ -406,14 +398,8 @@ def additions_of(pending_gradients: Sequence[PendingGradient]) -> Additions:
                 key = (each.in_place, number, each.device.physical)
                 waves.setdefault(key, []).append((each, step))
         for key in sorted(waves):
-            launches[key[0]].append(partial(_launch, *storage.command(waves[key])))
+            launches[key[0]].append(storage.command(waves[key]))
     return Additions(list(sums.values()), launches[False], launches[True])
-
-
-def _launch(devices: Sequence[Device], add: Callable[[], None]) -> None:
-    join_streams(devices[0], devices)
-    add()
-    fork_streams(devices[0], devices)
 
 
 def locked(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]:

@@ -17,8 +17,6 @@ from gradreduce.device import (
     DType,
     as_index,
     by_physical,
-    fork_streams,
-    join_streams,
 )
 from gradreduce.errors import InvalidArgumentError, brief
 from gradreduce.ops import Divisor, Indices, Segments, plan_segments
@@ -285,10 +283,8 @@ def coalesced(
     rows = list(zip(outs, values, segments, into_rows, divisors or [1.0] * len(outs), strict=True))
     for here in by_physical([out.device for out in outs]).values():
         *terms, some_into, by = zip(*[rows[index] for index in here], strict=True)
-        sharing = [out.device for out in terms[0]]
-        join_streams(sharing[0], sharing)
-        ops.segment_sum_command(*terms, into=some_into, divisor=by, device=sharing[0])()
-        fork_streams(sharing[0], sharing)
+        device = terms[0][0].device
+        ops.segment_sum_command(*terms, into=some_into, divisor=by, device=device)()
     return list(outs)
 
 

@@ -24,7 +24,6 @@ from gradreduce.device import (
     as_dtype,
     as_flag,
     copied_to,
-    copy_over,
     overlap,
 )
 from gradreduce.errors import NotCopied, about, brief, listed
@@ -275,7 +274,7 @@ class Variable(NotCopied, Readable):
         separate = self._sources(value)
         with self._all_copies():
             for buffer, source in zip(self._buffers, separate, strict=True):
-                copy_over(buffer.device, buffer, source)
+                buffer.device.copy(buffer, source)
         return self
 
     @StreamScope()

@@ -127,6 +127,7 @@ class DryRunDevice(Device):
         launched: Launched,
     ) -> None:
         super().__init__(mesh_state, index, physical)
+        mesh_state.order.is_needed = False
         self._starts = starts
         self._launched = launched
 
@@ -186,9 +187,9 @@ class DryRunDevice(Device):
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         queue: Queue,
-    ) -> Command:
+    ) -> tuple[Command, None]:
         self._prepare(kernel, template)
-        return lambda: None
+        return lambda: None, None
 
     def _exchange(
         self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: Move

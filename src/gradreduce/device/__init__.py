@@ -18,7 +18,7 @@ from .buffer import (
     overlap,
 )
 from .collective import NOT_CAPTURED, Collective
-from .command_list import CommandList, WrittenSpans
+from .command_list import CommandList
 from .deadlines import deadline_scope
 from .device import Device
 from .dtypes import DType, accumulate_dtype, as_dtype, as_flag, as_index, element_of, mean_dtype
@@ -30,17 +30,7 @@ from .kernel import Kernel, Template
 from .launch_batch import LaunchBatch
 from .mesh import Mesh
 from .op_log import FlightEntry, Journal, Record
-from .peer_access import can_access
+from .order import RepeatedWork
+from .peer_access import by_physical, can_access, copied_to, ensure_accessible, to_local
 from .pending_calls import PackInfo, as_deadline
-from .stream_sync import (
-    by_physical,
-    copied_to,
-    copy_over,
-    ensure_accessible,
-    fork_streams,
-    join_streams,
-    join_streams_each,
-    to_accessible,
-    to_local,
-)
 from .waiting import Done, Waiters

@@ -1,13 +1,13 @@
 """The backend interface: the operations that a backend implements.
 
-``Device`` checks arguments, queues waits and records the operation; then it calls these methods.
+``Device`` checks arguments, queues waits, calls these methods and records the operation.
 ``README.md`` beside this file lists what every backend promises.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -102,10 +102,11 @@ class Backend(ABC):
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         queue: Queue,
-    ) -> Command:
+    ) -> tuple[Command, Buffer | None]:
         """Returns a command that queues a kernel over rows that all have work.
 
-        The command can be called again. It does not keep the operands' blocks alive.
+        The command can be called again. It does not keep the operands' blocks alive. The second
+        result is memory that the command reads besides its operands, and keeps alive.
         """
 
     def run_on_host(
@@ -187,21 +188,4 @@ class Backend(ABC):
 
     def _is_waiting(self, queue: Queue) -> bool:
         """Whether a queue is known to wait for another's mark; False if unknown."""
-        return False
-
-    # -- waits that a backend leaves out ----------------------------------------------------------
-
-    def _needs_order(self) -> bool:
-        """Whether its queues need waits: False if submitting an operation completes it."""
-        return True
-
-    def _others(self, devices: Iterable[Device]) -> list[Device]:
-        """Returns the devices whose compute queue is not this device's compute queue."""
-        return [each for each in devices if each is not self]
-
-    def _comes_behind(self, device: Device, queue: Queue) -> bool:
-        """Whether later work of this compute queue runs after all present work of ``queue``.
-
-        ``queue`` belongs to ``device``. False if that is unknown.
-        """
         return False

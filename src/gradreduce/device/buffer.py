@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from weakref import ref
@@ -16,6 +16,7 @@ from .dtypes import ELEMENT_OF
 
 if TYPE_CHECKING:
     from .device import Device
+    from .order import Uses
 
 
 class Attached(Protocol):
@@ -33,9 +34,7 @@ Stream = Any  # of a caller: a raw handle, or the backend's object, which keeps 
 User = Queue | Stream
 # Handles of the current GPU's default streams: the legacy one, and the one of each thread.
 LEGACY, PER_THREAD = 1, 2
-MAX_READERS = 16  # ranges of a block that are tracked separately
 ALIGNMENT = 16  # bytes: one vector access of a kernel; NCCL wants it for buffers too
-_NO_READERS: dict[Any, Mark] = {}  # shared by all blocks without readers; never written
 
 
 class Block:
@@ -53,18 +52,17 @@ class Block:
         gaps: for a flat buffer: maps the end of each tensor (in bytes from the start) to the number
             of unused bytes after it. None for other blocks.
         attached: for a flat buffer: the parameters whose gradients are in it (``attach``).
-        readers: for each range of bytes and each queue, a mark after the last copy that reads the
-            range. The next writer waits for it.
-        touched: the queues other than the device's compute queue that used the block, and callers'
-            streams that may use it. A freed block keeps its memory until they have passed. None if
-            the backend does not need it.
-        last_user: the queue that was added to ``touched`` last.
+        shared: whether a caller may read and write the memory: a caller's array, or memory that was
+            passed to a caller.
+        queue: the compute queue of the physical device.
+        uses: the last uses by all queues; None if only ``queue`` has used the block, or comes
+            behind all other uses. Changed under the lock of ``Order``.
         remains: keeps the memory after the block is freed; not set if the backend does not need it.
     """
 
     __slots__ = (
-        "__weakref__", "address", "attached", "device", "gaps", "last_user", "nbytes", "owned",
-        "peer_mapped", "raw", "readers", "remains", "touched", "writable",
+        "__weakref__", "address", "attached", "device", "gaps", "nbytes", "owned", "peer_mapped",
+        "queue", "raw", "remains", "shared", "uses", "writable",
     )  # fmt: skip
 
     remains: FreedBlock
@@ -82,45 +80,20 @@ class Block:
         self.peer_mapped = True
         self.gaps: dict[int, int] | None = None
         self.attached: Attached | None = None
-        self.readers: dict[tuple[Device, Queue, int, int], Mark] = _NO_READERS
-        self.touched: set[tuple[Device, User]] | None = None
-        self.last_user: tuple[Device, User] | None = None
+        self.shared = not owned
+        self.queue = device.compute
+        self.uses: Uses | None = None
 
     def record_stream(self, stream: Stream) -> None:
         """Records that a caller's stream may still use the block."""
-        if self.owned and self.touched is not None:
-            self.touched.add((self.device, stream))
+        if self.owned and hasattr(self, "remains"):
+            self.remains.streams.add((self.device, stream))
 
-    def record_reader(self, mark: Mark, part: Buffer) -> None:
-        """Records that a copy on the mark's queue reads ``part``."""
-        start = part.offset
-        with self.device.mesh_state.readers_lock:
-            if self.readers is _NO_READERS:
-                self.readers = {}
-            if len(self.readers) >= MAX_READERS:  # keep the last mark of each queue
-                last = {(key[0], key[1]): mark for key, mark in self.readers.items()}
-                self.readers = {(*key, 0, self.nbytes): mark for key, mark in last.items()}
-            # Removed first, so that the dictionary keeps the marks of each queue in order.
-            self.readers.pop((mark.device, mark.queue, start, start + part.nbytes), None)
-            self.readers[mark.device, mark.queue, start, start + part.nbytes] = mark
-
-    def readers_of(self, part: Buffer) -> Iterator[Mark]:
-        """Yields the marks that a writer of ``part`` must wait for; then removes each.
-
-        Marks are per range of bytes: a pack is filled while another pack of the same flat buffer is
-        still being copied.
-        """
-        start, stop = part.offset, part.offset + part.nbytes
-        for key, mark in list(self.readers.items()):
-            if key[2] < stop and start < key[3]:
-                yield mark  # Ctrl-C during the caller's wait keeps the mark
-                if self.readers.get(key) is mark:
-                    self.readers.pop(key, None)
-
-    def readers_between(self, start: int, stop: int) -> list[Mark]:
-        """Returns the marks that a writer of these bytes must wait for, without removing them."""
-        readers = list(self.readers.items())
-        return [mark for key, mark in readers if key[2] < stop and start < key[3]]
+    def set_uses(self, uses: Uses | None) -> None:
+        """Sets ``uses``, also for the time after the block was freed."""
+        self.uses = uses
+        if hasattr(self, "remains"):
+            self.remains.uses = uses
 
 
 class FreedBlock(ref[Block]):
@@ -130,16 +103,18 @@ class FreedBlock(ref[Block]):
         raw: the backend's handle, which keeps the memory alive. None for a caller's array that need
             not outlive the block.
         nbytes: the size in bytes.
-        touched: see ``Block``.
+        uses: see ``Block``.
+        streams: callers' streams that may still use it, each with a device of its GPU.
         owned: True for memory of our pool, which is reused in the order of the device's compute
             queue. False for a caller's memory: its next use is in an unknown order.
     """
 
-    __slots__ = ("nbytes", "owned", "raw", "touched")
+    __slots__ = ("nbytes", "owned", "raw", "streams", "uses")
 
     raw: Any
     nbytes: int
-    touched: set[tuple[Device, User]]
+    uses: Uses | None
+    streams: set[tuple[Device, Stream]]
     owned: bool
 
 

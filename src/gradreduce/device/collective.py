@@ -16,6 +16,7 @@ from gradreduce.errors import CollectiveError, DeviceMismatchError, listed
 from .buffer import Buffer, Queue
 from .command_list import Command
 from .op_log import Record
+from .order import Work
 
 if TYPE_CHECKING:
     from .device import Device
@@ -58,11 +59,7 @@ class CollectiveCall(NamedTuple):
 
 
 class Collective(ABC):
-    """Collectives over one buffer on each physical device, each on a queue of that device.
-
-    Like a launch, a collective waits only for copies that still read its outputs. The caller queues
-    all other waits.
-    """
+    """Collectives over one buffer on each physical device, each on a queue of that device."""
 
     def __init__(self, mesh_state: MeshState) -> None:
         self._mesh_state = mesh_state
@@ -188,18 +185,18 @@ class Collective(ABC):
             command: submits the calls, each time it is called.
             calls: at least one.
         """
-        used = [buffer for call in calls for buffer in (*call.inputs, *call.outputs)]
-        for queue in dict.fromkeys(call.queue for call in calls):
-            for buffer in used:
-                buffer.device._touch([buffer.block], queue)
         mesh_state = self._mesh_state
-        read = [(call.queue, out) for call in calls for out in call.outputs if out.block.readers]
-        for queue, buffer in read:
-            buffer.device._before_write(buffer, queue)
+        works = [
+            Work(out.device.queues[call.queue], [(out, read)], 1)
+            for call in calls
+            for out, read in zip(call.outputs, call.inputs, strict=True)
+        ]
         thread = mesh_state.thread
         thread.num_submitted += 1  # before: a call that fails may have reached some devices
         started = time.perf_counter_ns() if mesh_state.log.num_traces else 0
-        with mesh_state.recording_commands(None):  # the command queues its own waits
+        if mesh_state.order.is_needed:
+            mesh_state.order.run(command, works)
+        else:
             command()
         records = [
             Record("collective", call.name, each.device.index, -1, each.nbytes, call.queue)

@@ -8,43 +8,17 @@ allocates nothing, checks no operand and builds no table.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from .buffer import Block, Buffer, Mark, Queue, Row
+from .buffer import Block, Mark, Queue, Row
 from .op_log import OpLog, Record
+from .order import Waits
 
 if TYPE_CHECKING:
     from .device import Device
-    from .mesh_state import MeshState
 
 Command = Callable[[], None]
-
-
-class WrittenSpans:
-    """The memory that repeated work writes: one span of bytes for each block.
-
-    Args:
-        written: the buffers that the work writes, on compute queues.
-    """
-
-    def __init__(self, written: Iterable[Buffer]) -> None:
-        self._spans: dict[Block, tuple[int, int]] = {}  # first address, and one past the last
-        self._seen: object = None  # the mesh's last copy at the last call
-        for part in written:
-            start = part.address
-            low, high = self._spans.get(part.block, (start, start))
-            self._spans[part.block] = min(low, start), max(high, start + part.nbytes)
-
-    def wait_for_readers(self, mesh_state: MeshState) -> None:
-        """Makes the blocks' compute queues wait for copies that still read the spans."""
-        seen = mesh_state.last_read
-        if self._seen is seen:
-            return
-        for block, (start, stop) in self._spans.items():
-            for mark in block.readers_between(start - block.address, stop - block.address):
-                block.device.wait(mark)
-        self._seen = seen  # at the end: Ctrl-C may end the loop
 
 
 class Operation(NamedTuple):
@@ -68,16 +42,13 @@ class _MarkAgain:
 
     Attributes:
         mark: the mark of the last replay.
-        is_waited_for: whether an operation waits for the mark.
     """
 
     def __init__(self, mark: Mark) -> None:
-        self.first = mark
         self.mark = mark
-        self.is_waited_for = False
 
     def __call__(self) -> None:
-        device, queue = self.first.device, self.first.queue
+        device, queue, _ = self.mark
         self.mark = Mark(device, queue, device._mark(queue))
 
 
@@ -85,12 +56,16 @@ class CommandList:
     """The operations that a thread submitted while this was open, in order.
 
     A replay does not wait for marks that were made before the list was opened. The caller makes the
-    replay wait for earlier work, and for the previous replay.
+    replay wait for earlier work, and for the previous replay (``RepeatedWork``).
+
+    Attributes:
+        waits: the waits in the list: earlier ones do not count.
     """
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
-        self._marks: dict[int, _MarkAgain] = {}
+        self.waits = Waits()
+        self._marks: dict[int, _MarkAgain] = {}  # ``waits`` keeps the marks
 
     def add(
         self,
@@ -102,26 +77,21 @@ class CommandList:
         """Appends an ``Operation``."""
         self.operations.append(Operation(command, records, rows, num_written))
 
+    @property
+    def blocks(self) -> set[Block]:
+        """The blocks of all operands."""
+        rows = [row for each in self.operations for row in each.rows]
+        return {operand.block for row in rows for operand in row}
+
     def marked(self, mark: Mark) -> None:
         """Records a mark that has just been made."""
         self._marks[id(mark)] = again = _MarkAgain(mark)
         self.add(again)
 
     def waited(self, device: Device, mark: Mark, queue: Queue) -> None:
-        """Records a wait, unless the mark was made before this list was opened."""
-        again = self._marks.get(id(mark))
-        if again is not None:
-            again.is_waited_for = True
-            self.add(lambda: device._wait(again.mark, queue))
-
-    def close(self) -> None:
-        """Drops the marks that nothing waited for."""
-        self.operations = [
-            each
-            for each in self.operations
-            if not isinstance(each.command, _MarkAgain) or each.command.is_waited_for
-        ]
-        self._marks.clear()
+        """Records a wait for a mark of this list."""
+        again = self._marks[id(mark)]
+        self.add(lambda: device._wait(again.mark, queue))
 
     def run(self) -> None:
         """Submits all operations again, in order; logs nothing."""

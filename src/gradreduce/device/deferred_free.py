@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from gradreduce.errors import BackendUnavailableError
 
-from .buffer import LEGACY, PER_THREAD, Block, FreedBlock, Queue, Stream, User, handle_of
+from .buffer import LEGACY, PER_THREAD, Block, FreedBlock, Stream, handle_of
 
 if TYPE_CHECKING:
     from .device import Device
+    from .order import DeviceQueue
 
-_FreedUsers = tuple[FreedBlock, list[tuple["Device", User]]]
+_Streams = list[tuple["Device", Stream]]
 
 
 class DeferredFree:
@@ -38,7 +39,7 @@ class DeferredFree:
         """Tracks a block, and keeps its memory until it can be freed."""
         freed = FreedBlock(block, self.freed.append)
         freed.raw, freed.nbytes = block.raw, block.nbytes
-        freed.touched = block.touched = set()
+        freed.uses, freed.streams = None, set()
         freed.owned = block.owned
         self.held.add(freed)
         block.remains = freed
@@ -106,7 +107,7 @@ class DeferredFree:
                 else:
                     self._deferred.append((freed, marks))
 
-    def used_by(self, stream: Stream) -> list[_FreedUsers]:
+    def used_by(self, stream: Stream) -> list[tuple[FreedBlock, _Streams]]:
         """Returns the freed blocks that a caller's stream may use; for ``passed``."""
         # PER_THREAD is this thread's stream only; other threads' streams may still use the memory.
         if not self.freed or handle_of(stream) == PER_THREAD:
@@ -114,45 +115,46 @@ class DeferredFree:
         handle = handle_of(stream)
         found = []
         for freed in self.freed.copy():
-            users = [each for each in list(freed.touched) if _is(each[1], handle)]
+            users = [each for each in list(freed.streams) if handle_of(each[1]) == handle]
             if users:
                 found.append((freed, users))
         return found
 
-    def passed(self, freed_users: Iterable[_FreedUsers]) -> None:
+    def passed(self, freed_users: Iterable[tuple[FreedBlock, _Streams]]) -> None:
         """Removes a stream from the users, after the compute queue has waited for it.
 
         In a training loop the memory of the last results can then be reused at once, even if the
         host is far ahead of the device.
         """
         for freed, users in freed_users:
-            freed.touched.difference_update(users)
+            freed.streams.difference_update(users)
 
     def _free_or_defer(self, freed: FreedBlock, home: Device) -> None:
-        users = list(freed.touched)
-        if not freed.owned:
-            self._defer(freed, [*users, (home, "compute")], home)
-        # Free now if submitting completes all work, or if the home queue runs after all users.
-        elif not (home.defers or home.mesh_state.failed) or all(
-            isinstance(queue, str) and home._comes_behind(device, cast("Queue", queue))
-            for device, queue in users
-        ):
+        order = home.mesh_state.order
+        queues = {} if freed.uses is None else freed.uses.queues
+        # Free now if the home queue runs after all users.
+        if freed.owned and not freed.streams and order.is_behind(home.compute, queues):
             self.free(freed, home)
         else:
-            self._defer(freed, users, home)
+            own = () if freed.owned else (home.compute,)
+            self._defer(freed, dict.fromkeys((*queues, *own)), list(freed.streams), home)
 
-    def _defer(self, freed: FreedBlock, users: list[tuple[Device, User]], home: Device) -> None:
+    def _defer(
+        self, freed: FreedBlock, queues: Iterable[DeviceQueue], streams: _Streams, home: Device
+    ) -> None:
         """Keeps a block's memory until marks pass; for ever if none can be made."""
-        if not any(device.physical in home.mesh_state.failed for device, _ in users):
+        failed, order = home.mesh_state.failed, home.mesh_state.order
+        users = [queue.device for queue in queues] + [device for device, _ in streams]
+        if not any(device.physical in failed for device in users):
             with suppress(BackendUnavailableError):  # failed meanwhile
                 # PER_THREAD is a different stream in each thread; LEGACY waits for all of them.
-                users = [(who, LEGACY if _is(user, PER_THREAD) else user) for who, user in users]
-                if any(who._is_capturing(user) for who, user in users if not isinstance(user, str)):
+                streams = [
+                    (device, LEGACY if handle_of(stream) == PER_THREAD else stream)
+                    for device, stream in streams
+                ]
+                if any(device._is_capturing(stream) for device, stream in streams):
                     self.freed.append(freed)  # try again when the caller's capture has ended
                 else:
-                    self._deferred.append((freed, [who._mark(user) for who, user in users]))
-
-
-def _is(user: User, handle: int) -> bool:
-    """Whether a user of memory is the caller's stream with this handle."""
-    return not isinstance(user, str) and handle_of(user) == handle
+                    marks = [order.event(queue) for queue in queues]
+                    marks += [device._mark(stream) for device, stream in streams]
+                    self._deferred.append((freed, marks))

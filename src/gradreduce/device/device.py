@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,14 @@ import numpy as np
 from gradreduce.errors import CaptureError, DeviceMismatchError, NotCopied
 
 from .backend import Backend
-from .buffer import Block, Buffer, Mark, Queue, Row, Stream, handle_of
+from .buffer import Buffer, Mark, Queue, Row, Stream, handle_of
 from .command_list import Command
 from .deferred_free import DeferredFree
 from .dtypes import as_dtype
 from .kernel import Kernel, Template
 from .mesh_state import MeshState
 from .op_log import QUEUES, Record
+from .order import Work
 from .peer_access import check_accessible, check_all_accessible, check_writable
 from .pending_calls import WaitPolicy, as_deadline
 from .process_group import GpuMove, Move, Parcel, bytes_of
@@ -35,11 +36,12 @@ MANY_FREED = 16
 
 
 class Device(NotCopied, Backend):
-    """One logical device: memory, and two queues of work, ``compute`` and ``transfer``.
+    """One logical device: memory, and the two queues of its physical device.
 
-    Several logical devices may share a physical one. Most users pass devices on and do not call
-    their methods. A backend implements the methods of ``Backend``. Checks, waits between queues and
-    records are the same code for all backends.
+    Several logical devices may share a physical one, and then share its queues ``compute`` and
+    ``transfer``. Most users pass devices on and do not call
+    their methods. A backend implements the methods of ``Backend``. Checks, waits between queues
+    (``order.py``) and records are the same code for all backends.
 
     Methods that allocate memory or queue work raise ``BackendUnavailableError`` if the device has
     failed or the mesh is closed, and ``CollectiveError`` if the mesh has failed. The host waits
@@ -49,6 +51,8 @@ class Device(NotCopied, Backend):
         mesh_state: the state that the devices of a mesh share.
         index: the logical number: the position in the whole mesh.
         physical: the number of the physical device (the GPU ordinal).
+        queues: the queues of the physical device, by name.
+        compute: its compute queue.
         mesh: the whole mesh that the device was opened with.
         freed: memory of freed blocks, until ``drain`` takes it back.
         external_buffers: the external buffers of the mesh.
@@ -75,7 +79,9 @@ class Device(NotCopied, Backend):
         self.index = index
         self.physical = physical
         self._endless = WaitPolicy(self)
-        self._users = {queue: (self, queue) for queue in QUEUES}
+        self.queues = {queue: mesh_state.order.queue(self, queue) for queue in QUEUES}
+        self.compute = self.queues["compute"]
+        mesh_state.log.physical[index] = physical
         self._deferred_free = DeferredFree()
         self.freed = self._deferred_free.freed
         self.external_buffers = mesh_state.external_buffers
@@ -140,10 +146,9 @@ class Device(NotCopied, Backend):
         if not buffer.size:
             return
         check_writable(buffer)
-        self._before_write(buffer, "compute")
-        self._fill_zero(buffer)
         record = Record("fill", "", self.index, -1, buffer.nbytes)
-        self.mesh_state.log.append(record, partial(self._fill_zero, buffer), [(buffer,)], 1)
+        work = Work(self.compute, [(buffer,)], 1)
+        self._submit(partial(self._fill_zero, buffer), record, work)
 
     def adopt(self, array: Any, stream: Stream | None = None, *, writable: bool = True) -> Buffer:
         """Wraps the caller's memory in a Buffer; the compute queue waits for ``stream``.
@@ -189,14 +194,15 @@ class Device(NotCopied, Backend):
             DeviceMismatchError: the buffer is on another device.
         """
         self.mesh_state.check_usable(self)
-        waited = waited and not buffer.block.readers  # our queue waits for readers below
+        waited = waited and buffer.block.uses is None  # our queue waits for other uses below
         if stream is not None and not waited:
             self.check_stream(stream)
         if buffer.device is not self:
             raise DeviceMismatchError(
                 f"{self.name}.release: {buffer} is on another device: call release there"
             )
-        self._before_write(buffer, "compute")  # the caller may write the array
+        buffer.block.shared = True
+        self.mesh_state.order.settle((buffer.block,))  # the caller may write the array
         if not waited and (stream is not None or self.defers):
             self.block_stream(stream)
         if stream is not None and not isinstance(stream, int):  # a handle may be stale
@@ -239,6 +245,7 @@ class Device(NotCopied, Backend):
         sharing = [each for each in self.mesh.devices if each.physical == self.physical]
         freed = [(each, each._deferred_free.used_by(stream)) for each in sharing if each.freed]
         self._wait(Mark(self, stream, self._mark(stream)), "compute")
+        self.mesh_state.order.enter(self.compute)
         for each, users in freed:
             each._deferred_free.passed(users)
             if len(each.freed) > MANY_FREED:  # otherwise each step would look at all of them again
@@ -247,11 +254,15 @@ class Device(NotCopied, Backend):
     def block_stream(self, stream: Stream | None) -> None:
         """Makes a caller's stream wait for the compute queue; for None the host waits.
 
+        The compute queue first waits for what other queues do with callers' memory.
+
         Call ``check_stream`` before submitting the work that the stream waits for.
         """
+        order = self.mesh_state.order
         self.mesh_state.check_usable(self)
+        order.leave(self.compute)
         if stream is not None:
-            self._wait(Mark(self, "compute", self._mark("compute")), stream)
+            self._wait(Mark(self, "compute", order.event(self.compute)), stream)
         elif self.defers and not self._synchronize(self._endless, ("compute",)):
             raise self.mesh_state.abort_wait("a host wait for queued work", self, self._endless)
 
@@ -284,16 +295,14 @@ class Device(NotCopied, Backend):
                 "of the array"
             )
         check_writable(buffer)
-        if queue != "compute":  # the compute queue may still use recycled memory
-            self.wait(self.mark("compute"), queue=queue)
-            self._touch([buffer.block], queue)
-        self._before_write(buffer, queue)
-        self._upload(buffer, array, queue)
-        self.mesh_state.log.append(Record("upload", "", self.index, -1, buffer.nbytes, queue))
+        record = Record("upload", "", self.index, -1, buffer.nbytes, queue)
+        command = partial(self._upload, buffer, array, queue)
+        work = Work(self.queues[queue], [(buffer,)], 1)
+        self._submit(command, record, work, is_repeated=False)
         return buffer
 
     def download(self, buffer: Buffer, *, deadline: float | None = None) -> np.ndarray:
-        """Returns a host copy of ``buffer``; the host waits for the compute queue.
+        """Returns a host copy of ``buffer``; the host waits for it.
 
         Args:
             buffer: a Buffer of this device, or of another one that this device can access.
@@ -311,7 +320,9 @@ class Device(NotCopied, Backend):
         log = self.mesh_state.log
         number = log.append(Record("download", "", self.index, -1, buffer.nbytes))
         generation = self.mesh_state.generation
+        self._order(lambda: None, Work(self.compute, [(buffer,)], 0))
         host = self._download(buffer, wait_policy)
+        self.mesh_state.order.add_work(self.compute)
         # An aborted collective lets its queue continue: results of later work are wrong.
         if host is None or self.mesh_state.has_failed(generation):
             raise self.mesh_state.abort_wait(f"a download of {buffer}", self, wait_policy)
@@ -323,8 +334,7 @@ class Device(NotCopied, Backend):
     ) -> None:
         """Exchanges buffers with other processes; ``move`` sends and receives host arrays.
 
-        Default: copies through host memory, and the host waits. The buffers of ``sends`` must be
-        ready for ``queue``, and the compute queue must not run ahead of it.
+        Default: downloads, ``move`` and uploads, and the host waits.
         """
         outgoing = [(rank, bytes_of(self.download(buffer))) for rank, buffer in sends]
         incoming = [(rank, np.empty(buffer.shape, buffer.dtype)) for rank, buffer in receives]
@@ -336,10 +346,13 @@ class Device(NotCopied, Backend):
         self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: GpuMove
     ) -> None:
         """Queues an exchange of this GPU's memory; the host does not wait."""
-        for _, buffer in receives:
-            self._before_write(buffer, queue)
-        self._touch({buffer.block for _, buffer in (*sends, *receives)}, queue)
-        self._on_stream(queue, partial(move, sends, receives, self.physical))
+        command = partial(self._on_stream, queue, partial(move, sends, receives, self.physical))
+        self._order(command, self.parcels(sends, receives, queue))
+
+    def parcels(self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue) -> Work:
+        """Returns the operands of an exchange."""
+        written, read = [buffer for _, buffer in receives], [buffer for _, buffer in sends]
+        return Work(self.queues[queue], [(*written, *read)], len(written))
 
     def mark_failed(self, reason: str) -> None:
         """Marks the device as failed: later uses raise ``BackendUnavailableError``.
@@ -353,10 +366,6 @@ class Device(NotCopied, Backend):
 
     def copy(self, dst: Buffer, src: Buffer, *, queue: Queue = "compute") -> None:
         """Copies ``src`` to ``dst`` (same size and dtype) on a queue of this device.
-
-        The queue waits for earlier work of the source's device and of the destination's device. The
-        next writer of the source waits for this copy. To *read* ``dst`` on another queue or device,
-        call ``mark`` here and ``wait`` there.
 
         Raises:
             ValueError: sizes or dtypes differ, or ``dst`` is read-only.
@@ -376,17 +385,12 @@ class Device(NotCopied, Backend):
             )
         if dst.size == 0:
             return
+        for end in (src, dst) if self.mesh_state.failed else ():
+            self.mesh_state.check_usable(end.device)
         check_writable(dst)
-        for end in (src, dst):
-            if end.device is not self or queue != "compute":
-                self.wait(end.device.mark("compute"), queue=queue)
-                self._touch([end.block], queue)
-        self._before_write(dst, queue)
         record = Record("copy", "", self.index, src.device.index, dst.nbytes, queue)
-        self._submit(partial(self._copy, dst, src, queue), record, [(dst, src)], 1)
-        if src.device is not self or queue != "compute":
-            src.block.record_reader(self.mark(queue), src)
-            self.mesh_state.last_read = object()  # last: a thread that sees it sees the reader too
+        work = Work(self.queues[queue], [(dst, src)], 1)
+        self._submit(partial(self._copy, dst, src, queue), record, work)
 
     def launch(
         self,
@@ -399,10 +403,9 @@ class Device(NotCopied, Backend):
     ) -> None:
         """Launches ``kernel`` once over the rows of a table; does not wait for the device.
 
-        The queue waits only for copies that still read the outputs. A caller that changes queue or
-        device calls ``mark`` and ``wait``. Operands may be on any logical device of this physical
-        device, or on a peer if their memory is mapped for peers. Rows without work (usually of size
-        0) are left out; if no row remains, nothing is launched.
+        Operands may be on any logical device of this physical device, or on a peer if their memory
+        is mapped for peers. Rows without work (usually of size 0) are left out; if no row remains,
+        nothing is launched.
 
         Raises:
             DeviceMismatchError: the device cannot access an operand.
@@ -419,30 +422,25 @@ class Device(NotCopied, Backend):
         homes = {block.device for block in blocks}
         is_here = len(homes) == 1 and self in homes
         crossing = 0 if is_here else check_all_accessible(self, homes, rows)
-        written: list[Buffer] = []
-        if [1 for block in blocks if block.readers or not block.writable]:
-            num_written = kernel.num_written(scalars)
-            written = [operand for row in rows for operand in row[:num_written]]
-        for operand in written:
-            check_writable(operand)
-        if not is_here or queue != "compute":
-            self._touch(blocks, queue)
-        # For each operand, not for each block: readers are tracked per range of bytes.
-        for operand in written:
-            self._before_write(operand, queue)
-        self._launch(kernel, template, rows, scalars, queue, crossing)
+        num_written = kernel.num_written(scalars)
+        if [1 for block in blocks if not block.writable]:
+            for operand in [operand for row in rows for operand in row[:num_written]]:
+                check_writable(operand)
+        work = Work(self.queues[queue], rows, num_written, blocks)
+        self._launch(kernel, template, work, scalars, crossing)
 
     def launch_into_new(
         self, kernel: Kernel, template: Template, row: Row, scalars: Sequence[int | float]
     ) -> None:
         """Launches over one row: a Buffer that was just allocated, and inputs on this device.
 
-        Does what ``launch`` does on the compute queue, without the checks and waits that a new
-        output does not need. ``kernel``, ``template`` and ``scalars`` are those of ``launch``;
+        Does what ``launch`` does on the compute queue, without the checks that a new output does
+        not need. ``kernel``, ``template`` and ``scalars`` are those of ``launch``;
         ``row`` is an entry of its ``rows``.
         """
         if row[0].size:
-            self._launch(kernel, template, [row], scalars, "compute", 0)
+            work = Work(self.compute, [row], kernel.num_written(scalars))
+            self._launch(kernel, template, work, scalars, 0)
 
     def prepare(self, kernel: Kernel, template: Template) -> None:
         """Compiles a kernel, so that a later launch does not have to.
@@ -455,22 +453,32 @@ class Device(NotCopied, Backend):
         self.mesh_state.check_usable(self)
         self._prepare(kernel, template)
 
-    def mark(self, queue: Queue = "compute") -> Mark:
-        """Returns a ``Mark`` of the current end of ``queue``, for ``wait``."""
+    def queue_mark(self, queue: Queue = "compute") -> Mark:
+        """Returns a ``Mark`` of the present end of ``queue``, for ``queue_wait``.
+
+        Only ``order.py`` and backends call it.
+        """
         self.mesh_state.check_usable(self)
-        mark = Mark(self, queue, self._mark(queue))
-        self.mesh_state.log.marked(mark)
         command_list = self.mesh_state.thread.command_list
-        if command_list is not None:
+        if command_list is None:
+            mark = Mark(self, queue, self.mesh_state.order.event(self.queues[queue]))
+        else:
+            mark = Mark(self, queue, self._mark(queue))
             command_list.marked(mark)
+        self.mesh_state.log.marked(mark)
         return mark
 
-    def wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
-        """Makes later work of ``queue`` wait for ``mark``; the host does not wait."""
+    def queue_wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
+        """Makes later work of ``queue`` wait for ``mark``; the host does not wait.
+
+        Only ``order.py`` and backends call it.
+        """
         self.mesh_state.check_usable(self)
-        if mark.device is self and mark.queue == queue:
+        waiting = self.queues[queue]
+        if mark.device.queues[mark.queue] is waiting:
             return
         self._wait(mark, queue)
+        waiting.submitted += 1
         command_list = self.mesh_state.thread.command_list
         if command_list is not None:
             command_list.waited(self, mark, queue)
@@ -529,52 +537,60 @@ class Device(NotCopied, Backend):
         """
         self._deferred_free.drain(self)
 
-    # -- fences and records -----------------------------------------------------------------------
-
-    def _touch(self, blocks: Iterable[Block], queue: Queue) -> None:
-        """Records that ``queue`` uses these blocks, if it is not their home queue."""
-        user, is_home = self._users[queue], queue == "compute"
-        for block in blocks:
-            if block.last_user is user or (is_home and block.device is self):
-                continue
-            if block.touched is not None:
-                block.touched.add(user)
-                block.last_user = user
-
-    def _before_write(self, operand: Buffer, queue: Queue) -> None:
-        if operand.block.readers:
-            for mark in operand.block.readers_of(operand):
-                self.wait(mark, queue=queue)
+    # -- the way to the backend -------------------------------------------------------------------
 
     def _launch(
         self,
         kernel: Kernel,
         template: Template,
-        rows: Sequence[Row],
+        work: Work,
         scalars: Sequence[int | float],
-        queue: Queue,
         crossing: int,
     ) -> None:
-        """Queues a kernel whose waits are already queued, and logs it."""
-        record = Record("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
-        command = self._resolved(kernel, template, rows, scalars, queue)
-        self._submit(command, record, rows, kernel.num_written(scalars))
+        """Queues a kernel whose operands are checked, and logs it."""
+        queue, rows = work.queue, work.rows
+        record = Record("launch", kernel.name, self.index, -1, crossing, queue.name, len(rows))
+        command, table = self._resolved(kernel, template, rows, scalars, queue.name)
+        if table is None:
+            self._submit(command, record, work)
+        else:
+            self._submit(command, record, work, Work(queue, [(table,)], 0))
 
     def _submit(
-        self, command: Command, record: Record, rows: Sequence[Row], num_written: int
+        self,
+        command: Command,
+        record: Record,
+        *works: Work,
+        is_ordered: bool = False,
+        is_repeated: bool = True,
     ) -> None:
-        """Runs a launch or copy, counts it for ``fail_on_partial_write`` and logs it.
+        """Submits an operation, counts it for ``fail_on_partial_write`` and logs it.
 
         An interrupted operation counts, because it may have begun. On devices that defer work, an
         ``Exception`` means that it has not begun; Ctrl-C may come at any time.
+
+        Args:
+            command: queues the operation, each time it is called.
+            record: its record.
+            works: its operands, and other memory that it uses.
+            is_ordered: whether the command queues its waits itself.
+            is_repeated: whether steps that are being prepared repeat it.
         """
         log = self.mesh_state.log
         if log.num_traces:
             log.thread.started = time.perf_counter_ns()
         try:
-            command()
+            self._order(command, *(() if is_ordered else works))
             log.thread.num_submitted += 1
         except BaseException as error:
             log.thread.num_submitted += not (self.defers and isinstance(error, Exception))
             raise
-        log.append(record, command, rows, num_written)
+        rows, num_written = works[0][1:3] if works else ((), 0)
+        log.append(record, command if is_repeated else None, rows, num_written)
+
+    def _order(self, command: Command, *works: Work) -> None:
+        """Runs a command that uses memory, after the waits that it needs."""
+        if works and self.mesh_state.order.is_needed:
+            self.mesh_state.order.run(command, works)
+        else:
+            command()

@@ -29,9 +29,6 @@ def exchange(
 ) -> None:
     """Queues an exchange with the other processes; the host may wait for it.
 
-    Like a launch, it waits only for copies that still read the memory that it writes: the buffers
-    must be ready for the queue.
-
     Args:
         device: the device of all buffers.
         sends: buffers to send, in the order in which the other process receives them.
@@ -49,14 +46,16 @@ def exchange(
     queued = _exchange_by_host if group.move_on_gpu is None else _exchange_on_gpu
 
     def command() -> None:
-        with mesh_state.recording_commands(None):  # the command queues its own waits
+        with mesh_state.recording_commands(None):
             queued(device, sends, receives, queue, label, group)
 
-    written = [buffer for _, buffer in receives]
-    read = [buffer for _, buffer in sends]
-    nbytes = sum([buffer.nbytes for buffer in read])
+    nbytes = sum([buffer.nbytes for _, buffer in sends])
     record = Record("exchange", "", device.index, -1, nbytes, queue)
-    device._submit(command, record, [(*written, *read)], len(written))
+    # The command orders its parts itself, because the lock of the order must not be held while the
+    # host waits for other processes. A list that records it needs the waits of all.
+    work = device.parcels(sends, receives, queue)
+    device._order(lambda: None, work)
+    device._submit(command, record, work, is_ordered=True)
 
 
 def _exchange_by_host(

@@ -98,6 +98,7 @@ class FlatBuffer:
         views = tuple(tuple(map(flat.view, layout.offsets, inside)) for flat in buffers)
         for flat in buffers:
             flat.block.gaps = gaps
+            flat.block.shared = True
             flat.device.external_buffers.add(flat.block)
         return cls(buffers, views, names)
 

@@ -20,7 +20,6 @@ from gradreduce.errors import CaptureError, listed
 from .command_list import CommandList
 from .forks import after_fork
 from .op_log import CROSSING, Record
-from .stream_sync import fork_streams, join_streams
 
 if TYPE_CHECKING:
     from .device import Device
@@ -84,7 +83,8 @@ class Capture:
     def __init__(self, devices: Sequence[Device], command_list: CommandList) -> None:
         self._devices = tuple(dict.fromkeys(devices))
         self._leader = self._devices[0]
-        self._others = self._leader._others(self._devices)
+        computes = dict.fromkeys(device.compute for device in self._devices)
+        self._others = [each for each in computes if each is not self._leader.compute]
         self._mesh_state = self._leader.mesh_state
         for device in self._devices:
             self._mesh_state.check_usable(device)
@@ -111,13 +111,17 @@ class Capture:
 
     def submit(self) -> None:
         """Submits the captured work; the caller has checked the devices. The host does not wait."""
-        leader, mesh_state = self._leader, self._mesh_state
+        mesh_state, compute = self._mesh_state, self._leader.compute
+        order = mesh_state.order
         with mesh_state.launch_lock, mesh_state.pack_scope(self._record.label, self._devices):
-            join_streams(leader, self._others)
+            for other in self._others:
+                order.wait(compute, other, other.submitted)
             if mesh_state.log.num_traces:
                 mesh_state.thread.started = time.perf_counter_ns()
             self._run()
-            fork_streams(leader, self._others)
+            order.add_work(compute)
+            for other in self._others:
+                order.wait(other, compute, compute.submitted)
             mesh_state.log.repeat(self._record, self._records)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .buffer import Row
 from .kernel import Kernel, Template
+from .order import Work
 from .peer_access import check_accessible, check_all_accessible, check_writable
 
 if TYPE_CHECKING:
@@ -27,13 +28,14 @@ class LaunchBatch:
 
     def __init__(self, device: Device, rows: Sequence[Row]) -> None:
         self._device = device
-        self._operands = [operand for row in rows for operand in row]
-        self._away = [operand for operand in self._operands if operand.device is not device]
-        for operand in self._operands:
+        operands = [operand for row in rows for operand in row]
+        self._away = [operand for operand in operands if operand.device is not device]
+        for operand in operands:
             check_accessible(device, operand)
             check_writable(operand)
         self._is_full = all([row[0].size for row in rows])
-        self._read: Any = None  # the mesh's ``last_read`` at the last wait for readers
+        self._blocks = {operand.block for operand in operands}
+        self._seen = -1  # the order's version when only the device's queue had used the blocks
 
     def launch(
         self,
@@ -63,16 +65,12 @@ class LaunchBatch:
         crossing = 0
         if away:
             crossing = check_all_accessible(device, {each.device for each in away}, [away])
-            device._touch([each.block for each in away], "compute")
-        self._fence()
-        device._launch(kernel, template, rows, scalars, "compute", crossing)
-
-    def _fence(self) -> None:
-        """Makes the queue wait for copies that still read the outputs."""
-        # Read first, so that the next call sees a copy that is made meanwhile.
-        read = self._device.mesh_state.last_read
-        if read is not self._read:
-            for operand in self._operands:
-                if operand.block.readers:
-                    self._device._before_write(operand, "compute")
-            self._read = read
+        blocks = {row[-1].block for row in rows}
+        version = mesh_state.order.version  # read first: another thread may use a block meanwhile
+        if version != self._seen:
+            if all([each.uses is None and each.queue is device.compute for each in self._blocks]):
+                self._seen = version
+            else:
+                blocks |= self._blocks
+        work = Work(device.compute, rows, kernel.num_written(scalars), blocks)
+        device._launch(kernel, template, work, scalars, crossing)

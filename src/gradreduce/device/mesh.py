@@ -23,8 +23,8 @@ from .flat_buffer import FlatBuffer
 from .mesh_reset import reset
 from .mesh_state import MeshState
 from .op_log import FlightEntry, Journal
+from .peer_access import by_physical
 from .pending_calls import as_deadline
-from .stream_sync import by_physical
 from .trace import trace_path, traced
 
 # How long closing a failed mesh waits for the thread that reports its failure.

@@ -19,6 +19,7 @@ from .external_buffers import ExternalBuffers
 from .forks import forks
 from .interrupts import DeferInterrupts
 from .op_log import OpLog, PackScope, Ranges, write_flight
+from .order import Order
 from .pending_calls import Label, PendingCall, WaitPolicy, names_of
 from .process_group import ProcessGroup
 from .waiting import Done, run_in_thread
@@ -57,9 +58,8 @@ class MeshState:
         flight_path: the file into which the log is written when the mesh fails; empty: none.
         launch_lock: held while a collective group or a multi-device plan is submitted, so that all
             devices get the work of all threads in the same order.
-        readers_lock: held while a reader of a block is recorded.
+        order: orders the operations of all queues.
         failed: failed physical devices, each with the reason.
-        last_read: replaced by a new object after each copy that a writer must wait for.
         reason: why the mesh has failed; None if it has not.
         failure_reported: set when the mesh has failed and all waiting threads are woken.
         reset_lock: held by the thread that resets the mesh.
@@ -77,6 +77,7 @@ class MeshState:
         self.external_buffers = ExternalBuffers()
         self.log = OpLog()
         self.thread = self.log.thread
+        self.order = Order(self.thread)
         self.prepared: set[Hashable] = set()
         self.plans: dict[Hashable, Any] = {}
         self._listeners: WeakKeyDictionary[Any, _Listener] = WeakKeyDictionary()
@@ -86,9 +87,7 @@ class MeshState:
         self.library_error: Callable[[], str | None] = lambda: None
         self.library_finished: Callable[[float], bool] = lambda seconds: True
         self.launch_lock = threading.RLock()
-        self.readers_lock = threading.RLock()
         self.failed: dict[int, str] = {}
-        self.last_read = object()
         self.reason: str | None = None
         self.failure_reported = Done()
         self.generation = 0

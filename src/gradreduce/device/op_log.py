@@ -183,7 +183,7 @@ class Ranges(Protocol):
         """Ends the range that was begun last."""
 
 
-_QueueOf = tuple[int, str]  # logical index of a device, and one of its queues
+_QueueOf = tuple[int, str]  # a physical device, and one of its queues
 
 
 class OpLog:
@@ -194,6 +194,7 @@ class OpLog:
         thread: the state of the calling thread.
         num_traces: the number of open traces.
         ranges: the profiler's ranges, one for each label; None: no profiler.
+        physical: the physical device of each logical index.
     """
 
     ranges: Ranges | None = None
@@ -202,6 +203,7 @@ class OpLog:
         self.num_traces = 0
         self.ring: deque[tuple[int, Record]] = deque(maxlen=LENGTH)
         self.thread = ThreadState()
+        self.physical: dict[int, int] = {}
         self._numbers = count(1)  # drawn after an operation was submitted
         self._journals: tuple[Journal, ...] = ()
         self._lock = threading.RLock()  # to open and close journals
@@ -279,7 +281,7 @@ class OpLog:
     def mark_finished(self, number: int, device: Device, *queues: Queue) -> None:
         """Records that these queues have finished all operations up to ``number``."""
         for queue in queues:
-            key = device.index, queue
+            key = device.physical, queue
             self._over[key] = max(number, self._over.get(key, 0))
 
     def marked(self, mark: Mark) -> None:
@@ -303,7 +305,7 @@ class OpLog:
             FlightEntry(
                 sequence=number,
                 tensors="" if record.label is None else str(record.label),
-                done=number <= reached.get((record.device, record.queue), 0)
+                done=number <= reached.get((self.physical[record.device], record.queue), 0)
                 and number not in self._dropped,
                 **{name: getattr(record, name) for name in _OF_RECORD},
             )
@@ -315,10 +317,12 @@ class OpLog:
 
         Leaves out devices whose queues are known to wait for another device, unless all do.
         """
-        passed = {(mark.device, mark.queue) for mark in self._query_marks(devices) if mark.passed}
-        queues = [(device, queue) for device in devices for queue in QUEUES]
-        late = [each for each in queues if each not in passed]
-        stuck = [(device, queue) for device, queue in late if not device._is_waiting(queue)]
+        passed = {
+            mark.device.queues[mark.queue] for mark in self._query_marks(devices) if mark.passed
+        }
+        queues = [(device, name) for device in devices for name in QUEUES]
+        late = [each for each in queues if each[0].queues[each[1]] not in passed]
+        stuck = [(device, name) for device, name in late if not device._is_waiting(name)]
         return list(dict.fromkeys(device for device, _ in stuck or late))
 
     def drop(self) -> None:
@@ -332,7 +336,7 @@ class OpLog:
         """Returns the number of the last operation that each queue is known to have done."""
         reached = dict(self._over)
         for last, mark in self._marks.copy():
-            key = mark.device.index, mark.queue
+            key = mark.device.physical, mark.queue
             if last > reached.get(key, 0) and mark.passed:
                 reached[key] = last
         return reached
@@ -344,15 +348,16 @@ class OpLog:
             The marks that could be made.
         """
         made: list[Mark] = []
+        queues = {queue for device in devices for queue in device.queues.values()}
         last = self.ring[-1][0] if self.ring else 0
 
         def mark() -> None:
+            for queue in queues:
+                try:  # a backend makes its device current: this thread has none yet
+                    made.append(Mark(queue.device, queue.name, queue.device._mark(queue.name)))
+                except Exception:  # noqa: S112  # a failed device cannot be queried
+                    continue
             for device in devices:
-                for queue in QUEUES:
-                    try:  # a backend makes its device current: this thread has none yet
-                        made.append(Mark(device, queue, device._mark(queue)))
-                    except Exception:  # noqa: S112  # a failed device cannot be queried
-                        continue
                 device._progress()
 
         end = time.monotonic() + _LOOK_SECONDS

@@ -1,14 +1,14 @@
-"""Checks which memory a device may access."""
+"""Checks which memory a device may access, and copies what it may not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from gradreduce.errors import DeviceMismatchError
 
-from .buffer import Buffer, Row
+from .buffer import Buffer, Queue, Row
 
 if TYPE_CHECKING:
     from .device import Device
@@ -67,3 +67,37 @@ def check_writable(operand: Buffer) -> None:
     """Raises ``ValueError`` for a caller's read-only array."""
     if not operand.block.writable:
         raise ValueError(f"{operand} is read-only: pass a copy")
+
+
+def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
+    """Maps each physical device to the indices of its logical devices, in order."""
+    if len(devices) == 1:
+        return {devices[0].physical: (0,)}
+    indices: dict[int, list[int]] = {}
+    for index, device in enumerate(devices):
+        indices.setdefault(device.physical, []).append(index)
+    return {physical: tuple(found) for physical, found in indices.items()}
+
+
+def ensure_accessible(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
+    """Returns ``buffer`` itself if launches of ``device`` can access it, else a copy.
+
+    Raises:
+        BackendUnavailableError: the buffer's device has failed.
+    """
+    if can_access(device, buffer):
+        check_accessible(device, buffer)  # its device may have failed
+        return buffer
+    return copied_to(device, buffer, queue)
+
+
+def to_local(device: Device, buffer: Buffer) -> Buffer:
+    """Like ``ensure_accessible``, but also copies a peer's memory."""
+    return buffer if buffer.device.physical == device.physical else copied_to(device, buffer)
+
+
+def copied_to(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
+    """Returns a copy on ``device``."""
+    copied = device.empty(buffer.shape, buffer.dtype)
+    device.copy(copied, buffer, queue=queue)
+    return copied

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradreduce.errors import brief, listed
 
 from .buffer import Mark
-from .op_log import QUEUES
 
 if TYPE_CHECKING:
     from .device import Device
+    from .order import DeviceQueue
 
 # Seconds that the host sleeps between two polls of a device: short at first, because most work ends
 # soon.
@@ -89,6 +89,18 @@ def names_of(devices: Iterable[Device]) -> str:
     return listed(dict.fromkeys(device.name for device in devices))
 
 
+def marks_of(devices: Iterable[Device]) -> list[Mark]:
+    """Marks the present ends of both queues of these devices; co-located ones share an event."""
+    events: dict[DeviceQueue, Any] = {}
+    marks = []
+    for device in devices:
+        for name, queue in device.queues.items():
+            if queue not in events:
+                events[queue] = device._mark(name)
+            marks.append(Mark(device, name, events[queue]))
+    return marks
+
+
 class _Stage(NamedTuple):
     """A point of a call that every device has to pass.
 
@@ -131,11 +143,9 @@ class PendingCall:
         self, pack_info: Label | None, *, leaves: bool, devices: Iterable[Device] = ()
     ) -> None:
         """Marks the end of both queues of these devices (default: all devices of the call)."""
-        marks = []
-        for device in dict.fromkeys(devices) or self.devices:
-            for queue in QUEUES:
-                marks.append(Mark(device, queue, device._mark(queue)))
-                device.mesh_state.log.marked(marks[-1])
+        marks = marks_of(dict.fromkeys(devices) or self.devices)
+        for mark in marks:
+            mark.device.mesh_state.log.marked(mark)
         self._stages.append(_Stage(pack_info, leaves, marks))
 
     @property

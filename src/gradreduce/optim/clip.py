@@ -18,9 +18,7 @@ from gradreduce.device import (
     Device,
     accumulate_dtype,
     as_dtype,
-    fork_streams,
-    join_streams,
-    to_accessible,
+    ensure_accessible,
 )
 from gradreduce.errors import about, brief
 
@@ -173,7 +171,7 @@ def _clipped(
         if buffer.dtype.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
             raise ValueError(f"t_list[{index}] is {buffer.dtype}; it must be of a float dtype")
     wait_for_inputs(buffers)
-    accessible = [to_accessible(home, buffer) for buffer in buffers]
+    accessible = [ensure_accessible(home, buffer) for buffer in buffers]
     double, acc_dtype = as_dtype("float64"), accumulate_dtype(buffers[0].dtype)
     for dtype in {buffer.dtype for buffer in accessible}:
         ops.prepare_norm_of(home, dtype)
@@ -181,15 +179,12 @@ def _clipped(
     ops.prepare_pack(home, acc_dtype, double)
     outs = [home.empty(buffer.shape, buffer.dtype) for buffer in accessible]
     found = home.empty((1,), acc_dtype)
-    devices = [home, *(buffer.device for buffer in accessible)]
     if norm is not None:
         total = to_buffer([norm], home, dtype=double)
-    join_streams(home, devices)
-    if norm is None:
+    else:
         total = ops.norm_of(ops.block_sums(accessible, home))
     ops.clip(outs, accessible, total, limit=limit, device=home)
     ops.pack([found], [total], device=home)
-    fork_streams(home, devices)
     clipped = [
         IndexedSlices.of(out, part.indices.copy(), part.dense_shape)
         if isinstance(part, IndexedSlices)

@@ -7,7 +7,7 @@ copied back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -24,8 +24,6 @@ from gradreduce.device import (
     LaunchBatch,
     PackInfo,
     by_physical,
-    fork_streams,
-    join_streams,
 )
 from gradreduce.ops import Update
 
@@ -151,7 +149,6 @@ class Job:
         written: for each copy of a variable, the buffers that its update writes, the variable
             first.
         gradients: the gradient of each copy, on the same physical device.
-        others: devices of other operands.
 
     Attributes:
         leader: the device of the first copy, whose compute queue launches.
@@ -159,22 +156,12 @@ class Job:
         is_dense: whether all gradients are dense, so that ``updates`` has the order of ``written``.
     """
 
-    def __init__(
-        self,
-        written: Sequence[Sequence[Buffer]],
-        gradients: Sequence[Part],
-        others: Iterable[Device] = (),
-    ) -> None:
+    def __init__(self, written: Sequence[Sequence[Buffer]], gradients: Sequence[Part]) -> None:
         self.leader = written[0][0].device
         pairs = list(zip(written, gradients, strict=True))
         self.updates: list[Update] = [
             [*operands, part] for operands, part in pairs if type(part) is Buffer
         ]
-        leader = self.leader
-        self._devices = dict.fromkeys([leader, *others])
-        for index in (0, -1):
-            devices = [row[index].device for row in self.updates if row[index].device is not leader]
-            self._devices |= dict.fromkeys(devices)
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []
         self.is_dense = len(self.updates) == len(pairs)
@@ -189,7 +176,6 @@ class Job:
         merges: list[tuple[Buffer, Buffer, ops.Segments]] = []
         takes: list[tuple[Buffer, Buffer, ops.Segments]] = []
         for written, part in pairs:
-            self._devices |= dict.fromkeys([written[0].device, part.values.device])
             if not part.values.size:
                 continue
             segments = ops.plan_segments(part.indices)
@@ -214,17 +200,15 @@ class Job:
         self._after = [ops.segment_sum_command(wholes, rows, singles, into=indices, device=leader)]
 
     def begin(self) -> None:
-        """Waits for the streams of the other devices, and gathers rows for sparse gradients."""
-        join_streams(self.leader, self._devices)
+        """Gathers rows for sparse gradients."""
         for launch in self._before:
             launch()
 
     def end(self, rule: Rule) -> None:
-        """Launches the rule, scatters rows back, and makes the other streams wait."""
+        """Launches the rule, and scatters rows back."""
         rule(self.updates, self.leader)
         for launch in self._after:
             launch()
-        fork_streams(self.leader, self._devices)
 
     def run(self, rule: Rule) -> None:
         """Updates the copies by a rule: ``begin``, then ``end``."""

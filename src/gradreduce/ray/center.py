@@ -26,7 +26,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.backends import Kernels, default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.checkpoint import downloader, mapped, on_host
-from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh, copy_over
+from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh
 from gradreduce.errors import DeadlineExceededError, listed
 from gradreduce.optim.agn.center import AGNCenter as LocalCenter
 from gradreduce.optim.agn.center_interface import Center
@@ -345,7 +345,7 @@ class RemoteCenter(Center):
         ops.pack(outs, values)
         for (first, *others), _ in pairs:
             for other in others:
-                copy_over(other.device, other, first)
+                other.device.copy(other, first)
         return int(clock)
 
 

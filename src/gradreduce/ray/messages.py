@@ -25,9 +25,7 @@ from gradreduce.device import (
     LaunchBatch,
     as_dtype,
     can_access,
-    copy_over,
     flat_layout,
-    join_streams,
 )
 from gradreduce.device.buffer import FlatLayout, by_template, same_dtypes
 
@@ -166,7 +164,6 @@ class Layout:
         away = [term for term in terms if not can_access(device, term)]
         copies = {id(term): device.empty(term.shape, term.dtype) for term in away}
         accessible = [copies.get(id(term), term) for term in terms]
-        others = dict.fromkeys([term.device for term in accessible])
         launches = [
             partial(LaunchBatch(device, [row[:1] for row in rows]).launch, ops.PACK, (to, of), rows)
             for (to, of, _), rows in by_template(
@@ -176,8 +173,7 @@ class Layout:
 
         def pack() -> Message:
             for term in away:
-                copy_over(device, copies[id(term)], term)
-            join_streams(device, others)
+                device.copy(copies[id(term)], term)
             for launch in launches:
                 launch((1.0,))
             return self.message_of(packs, buffers)
@@ -218,7 +214,7 @@ class Layout:
         """Moves the small variables to new flat Buffers, and returns these Buffers."""
         packs = [device.zeros((each.layout.size,), each.dtype) for each in self._packed]
         for index, part in self.small(packs).items():
-            copy_over(device, part, variables[index].buffers[0])
+            device.copy(part, variables[index].buffers[0])
             variables[index]._buffers = (part,)
         return packs
 

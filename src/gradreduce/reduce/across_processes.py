@@ -25,8 +25,6 @@ from gradreduce.device import (
     Queue,
     accumulate_dtype,
     ensure_accessible,
-    fork_streams,
-    join_streams,
 )
 from gradreduce.device.exchange import exchange
 from gradreduce.device.process_group import Parcel
@@ -152,7 +150,6 @@ class AcrossProcesses(Algorithm):
             ProcessSlice(index, (self._rank_of(job),), 0, job.inputs[0].size)
             for index, job in enumerate(jobs)
         ]
-        join_streams(leader, self.devices)
         terms = self._exchange_terms(jobs, slices, "compute")
         copies = []
         for (index, *_), groups in terms:
@@ -162,7 +159,6 @@ class AcrossProcesses(Algorithm):
                 made = leader.empty(out.shape, out.dtype)
                 copies.append((out, made))
             self._add(made, groups, jobs[index].divisor)
-        fork_streams(leader, self.devices)
         for out, made in copies:
             out.device.copy(out, made)
 
@@ -177,9 +173,7 @@ class AcrossProcesses(Algorithm):
                 sends += [(other, source) for other in self._group.others]
             else:
                 receives.append((self._rank_of(job), job.outs[0]))
-        join_streams(leader, self.devices)
         exchange(leader, sends, receives, "compute")
-        fork_streams(leader, self.devices)
         copy_to_all([((*job.inputs, job.outs[0])[0], job.outs) for job in jobs], self.devices)
 
     def _rank_of(self, job: Job) -> int:
@@ -188,19 +182,15 @@ class AcrossProcesses(Algorithm):
         return self._group.rank_of(job.owner)
 
     def _steps(self, jobs: Sequence[Job], queue: Queue) -> Steps:
-        leader = self._leader
         self._num_used = 0
         slices = plan_process_slices(extents(jobs), self._group.size)
-        join_streams(leader, self.devices)
         terms = self._exchange_terms(jobs, slices, queue)
         yield
-        fork_streams(leader, [leader], queue)
         for (index, _, start, stop), groups in terms:
             self._add(_part(jobs[index].outs[0], start, stop), groups, jobs[index].divisor)
         if len(slices[0].ranks) == 1:
             self._exchange_sums(jobs, slices, queue)
             yield
-            fork_streams(leader, [leader], queue)
         for job in jobs:
             for device, out in zip(self.devices[1:], job.outs[1:], strict=True):
                 device.copy(out, job.outs[0])
@@ -227,7 +217,6 @@ class AcrossProcesses(Algorithm):
                 for terms, buffers in zip(self._terms, groups, strict=True):
                     pairs = zip(terms, buffers, strict=True)
                     receives += [(term.rank, buffer) for term, buffer in pairs if term.rank != rank]
-        join_streams(self._leader, [self._leader], queue)
         exchange(self._leader, sends, receives, queue)
         return found
 
@@ -243,7 +232,6 @@ class AcrossProcesses(Algorithm):
                 sends += [(other, part) for other in self._group.others]
             else:
                 receives.append((adder, part))
-        join_streams(self._leader, [self._leader], queue)
         exchange(self._leader, sends, receives, queue)
 
     def _own_terms(self, job: Job) -> dict[Term, Buffer]:

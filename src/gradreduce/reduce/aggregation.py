@@ -29,10 +29,7 @@ from gradreduce.device import (
     as_index,
     can_access,
     compatible,
-    copy_over,
     flat_layout,
-    fork_streams,
-    join_streams,
 )
 from gradreduce.errors import brief, listed
 
@@ -144,7 +141,7 @@ def concatenated_rows(home: Device, parts: Sequence[Buffer]) -> Buffer:
         start += part.size
     for moves in remote.values():
         if len(moves) == 1:
-            copy_over(home, *moves[0])
+            home.copy(*moves[0])
         else:
             local += _copied_packed(home, moves)
     if local:
@@ -159,16 +156,13 @@ def _copied_packed(home: Device, moves: Sequence[_Move]) -> list[_Move]:
     layout = flat_layout([part.size for part in parts], dtype.itemsize)
     there, here = (device.empty((layout.size,), dtype) for device in (source, home))
     _pack(source, list(zip(there.parts(layout.offsets, layout.sizes), parts, strict=True)))
-    copy_over(home, here, there)
+    home.copy(here, there)
     return list(zip(outs, here.parts(layout.offsets, layout.sizes), strict=True))
 
 
 def _pack(device: Device, moves: Sequence[_Move]) -> None:
     """Copies all moves in one launch by ``device``, which can access all of them."""
-    others = [part.device for _, part in moves]
-    join_streams(device, others)
     ops.pack([into for into, _ in moves], [part for _, part in moves], device=device)
-    fork_streams(device, others)
 
 
 _END = object()  # marks the end of an iterator

@@ -18,8 +18,6 @@ from gradreduce.device import (
     DType,
     accumulate_dtype,
     ensure_accessible,
-    fork_streams,
-    join_streams,
 )
 from gradreduce.errors import MixedDtypesError
 
@@ -187,9 +185,7 @@ class MultiDeviceSum:
         partial_sums = [part.total(accumulate_dtype(dtype)) for part in self._parts.values()]
         read = [ensure_accessible(home, partial_sum) for partial_sum in partial_sums]
         total = home.empty(*self._like)
-        join_streams(home, [buffer.device for buffer in read])
         ops.all_sum([[total]], [read], device=home)
-        fork_streams(home, list(self._parts))
         return total
 
 
@@ -202,8 +198,7 @@ def aggregate_buffers(
 
     Args:
         gradients: the terms of each gradient: at least one, all of one shape and dtype.
-        device: the device that launches. It can access all terms; its queue waits for the queues of
-            the terms' devices, and they wait for it.
+        device: the device that launches. It can access all terms.
         tree: add pairs instead of left to right.
 
     Returns:
@@ -218,9 +213,6 @@ def aggregate_buffers(
         elif len(terms) > 1:
             direct.append(index)
             made[index] = _empty_like(made[index], made[index].dtype)
-    homes = [terms[0].device for terms in gradients]
-    # After the allocations: the home queue may still use the memory of a new block.
-    join_streams(device, homes)
     ops.add_n(
         [made[index] for index in direct], [gradients[index] for index in direct], device=device
     )
@@ -231,9 +223,7 @@ def aggregate_buffers(
         if total.dtype != gradients[index][0].dtype:
             made[index] = _empty_like(total, gradients[index][0].dtype)
             rounded.append((made[index], total))
-    join_streams(device, [out.device for out, _ in rounded])
     ops.pack([out for out, _ in rounded], [total for _, total in rounded], device=device)
-    fork_streams(device, homes)
     return made
 
 
@@ -249,7 +239,6 @@ def _sum_tree(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buf
         pairs = [pair for level in levels for pair in zip(level[::2], level[1::2], strict=False)]
         if first:
             sums = [_empty_like(left, accumulate_dtype(left.dtype)) for left, _ in pairs]
-            join_streams(device, [total.device for total in sums])
             ops.add_n(sums, pairs, device=device)
         else:
             sums = [left for left, _ in pairs]

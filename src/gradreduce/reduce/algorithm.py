@@ -21,9 +21,6 @@ from gradreduce.device import (
     accumulate_dtype,
     by_physical,
     ensure_accessible,
-    fork_streams,
-    join_streams,
-    join_streams_each,
 )
 
 from .reduction_groups import ReductionGroups
@@ -148,7 +145,6 @@ def add_on_owners(
             for job in here
         ]
         terms.append(found)
-    join_streams_each(leaders, devices, "compute")
     for leader, here, found in zip(leaders, by_gpu.values(), terms, strict=True):
         rows = [[row[at] for each in groups for at in each] for row in found]
         if len(groups) > 2:
@@ -166,8 +162,6 @@ def add_on_owners(
                 divisor=divisor,
                 device=leader,
             )
-    for leader in leaders:
-        fork_streams(leader, devices)
 
 
 def group_sum(device: Device, terms: Sequence[Buffer]) -> Buffer:
@@ -176,9 +170,7 @@ def group_sum(device: Device, terms: Sequence[Buffer]) -> Buffer:
     if len(terms) == 1 and terms[0].dtype == acc_dtype:
         return terms[0]
     total = device.empty(terms[0].shape, acc_dtype)
-    join_streams(device, [buffer.device for buffer in terms])
     ops.add_n([total], [terms], device=device)
-    # No fork_streams: every device waits for the result, which waits for this sum.
     return total
 
 
@@ -208,7 +200,4 @@ def copy_on_gpus(
             and source.address != outs[index].address
         ]
         if moves:
-            sharing = [devices[index] for index in here]
-            join_streams(sharing[0], sharing)
-            ops.pack_rows(moves, device=sharing[0])
-            fork_streams(sharing[0], sharing)
+            ops.pack_rows(moves, device=devices[here[0]])

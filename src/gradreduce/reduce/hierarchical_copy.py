@@ -21,9 +21,6 @@ from gradreduce.device import (
     Queue,
     by_physical,
     ensure_accessible,
-    fork_streams,
-    join_streams,
-    join_streams_each,
 )
 
 from .algorithm import Algorithm, Job, Steps, add_on_owners, group_sum
@@ -144,8 +141,6 @@ class HierarchicalCopy(Algorithm):
         by_main: dict[tuple[int, float], list[Job]] = {}
         for main, job in work:
             by_main.setdefault((main, job.divisor), []).append(job)
-        working = [devices[main] for main in dict.fromkeys([main for main, _ in by_main])]
-        join_streams_each(working, devices, queue)
         for (main, divisor), parts in by_main.items():
             ops.all_sum(
                 [job.outs for job in parts],
@@ -156,8 +151,6 @@ class HierarchicalCopy(Algorithm):
                 queue=queue,
             )
         yield
-        for leader in working:
-            fork_streams(leader, devices, queue)
 
 
 def _staged(
@@ -172,20 +165,12 @@ def _staged(
     one.
     """
     slices = [_steps_of_slice(*each, devices, groups, queue) for each in work]
-    leaders = [devices[main] for main, _ in work]
-    for behind_copies in (devices, leaders, devices):
+    for _ in range(3):
         for each in slices:
             next(each)
         yield
-        _wait_for_copies(behind_copies, queue)
     for each in slices:
         next(each, None)
-
-
-def _wait_for_copies(devices: Sequence[Device], queue: Queue) -> None:
-    """Makes the compute queues wait for the copies on ``queue``."""
-    for device in dict.fromkeys(devices) if queue != "compute" else ():
-        device.wait(device.mark(queue))
 
 
 def _steps_of_slice(
@@ -218,12 +203,9 @@ def _steps_of_slice(
     if len({partial.dtype for partial in partials}) > 1:  # a launch reads one dtype
         partials = [group_sum(leader, [partial]) for partial in partials]
     here = on_gpus.pop(leader.physical)
-    sharing = [*[devices[index] for index in here], *[partial.device for partial in partials]]
-    join_streams(leader, sharing)
     ops.all_sum(
         [[job.outs[index] for index in here]], [partials], divisor=job.divisor, device=leader
     )
-    fork_streams(leader, sharing)
     partials.clear()
     for first, *_ in on_gpus.values():
         devices[first].copy(job.outs[first], job.outs[main], queue=queue)

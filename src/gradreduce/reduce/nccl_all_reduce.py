@@ -23,8 +23,6 @@ from gradreduce.device import (
     DType,
     Queue,
     by_physical,
-    fork_streams,
-    join_streams,
 )
 
 from .algorithm import Algorithm, Job, Steps, copy_on_gpus
@@ -136,7 +134,7 @@ class Nccl(Algorithm):
                 for root, job, total in zip(roots, jobs, totals, strict=True)
                 if root == rank
             ]
-            _write(finished, [self.devices[index] for index in indices])
+            _write(finished, self.devices[indices[0]])
 
     def all_gather(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.all_gather``; one broadcast for each job, all in one group call."""
@@ -176,17 +174,12 @@ def _over_gpus(
     queue: Queue,
 ) -> Steps:
     """Reduces jobs over several physical devices; ``sharing`` are the replicas of each."""
-    leaders = [jobs[0].inputs[indices[0]].device for indices in sharing]
     for indices, gpu_parts in zip(sharing, parts, strict=True):
         _fold(jobs, [part.folded for part in gpu_parts], indices)
-    for leader in leaders:
-        join_streams(leader, [leader], queue)
     with collective.group():  # each group costs a launch on every GPU and messages
         for of_job in zip(*parts, strict=True):
             _cross(collective, of_job, queue)
     yield
-    for leader in leaders:
-        fork_streams(leader, [leader], queue)
     for indices, gpu_parts in zip(sharing, parts, strict=True):
         _finish([(job, part.terms) for job, part in zip(jobs, gpu_parts, strict=True)], indices)
 
@@ -217,13 +210,10 @@ def _fold(jobs: Sequence[Job], folded: Sequence[Buffer], indices: Sequence[int])
     """Adds the replicas on one physical device into ``folded``, if there are several."""
     if len(indices) == 1:
         return
-    sharing = [jobs[0].inputs[index].device for index in indices]
-    leader = sharing[0]
-    join_streams(leader, sharing)
     ops.all_sum(
         [[each] for each in folded],
         [[job.inputs[index] for index in indices] for job in jobs],
-        device=leader,
+        device=jobs[0].inputs[indices[0]].device,
     )
 
 
@@ -243,18 +233,16 @@ def _finish(finished: Sequence[tuple[Job, Sequence[Buffer]]], indices: Sequence[
     rows = [
         (job.divisor, [job.outs[index] for index in indices], inputs) for job, inputs in finished
     ]
-    _write(rows, [finished[0][0].outs[index].device for index in indices])
+    _write(rows, finished[0][0].outs[indices[0]].device)
 
 
 def _write(
-    rows: Sequence[tuple[float, Sequence[Buffer], Sequence[Buffer]]], devices: Sequence[Device]
+    rows: Sequence[tuple[float, Sequence[Buffer], Sequence[Buffer]]], device: Device
 ) -> None:
     """Adds inputs, divides, and writes outs.
 
     A row is a divisor with the outs and inputs on one GPU.
     """
-    leader = devices[0]
-    join_streams(leader, devices)
     by_divisor: dict[float, list[tuple[Sequence[Buffer], Sequence[Buffer]]]] = {}
     for divisor, outs, inputs in rows:
         alone = len(outs) == len(inputs) == 1
@@ -264,6 +252,5 @@ def _write(
     for divisor, of_divisor in by_divisor.items():
         ops.all_sum(
             [outs for outs, _ in of_divisor], [inputs for _, inputs in of_divisor],
-            divisor=divisor, device=leader,
+            divisor=divisor, device=device,
         )  # fmt: skip
-    fork_streams(leader, devices)

@@ -19,11 +19,8 @@ from gradreduce.device import (
     Device,
     DType,
     by_physical,
-    copy_over,
-    fork_streams,
-    join_streams,
+    ensure_accessible,
     mean_dtype,
-    to_accessible,
     to_local,
 )
 from gradreduce.ops import plan_segments
@@ -64,12 +61,12 @@ def added_on(
         return _rows_on(device, sparse, divisor, coalesce=coalesce, counts=counts)
     dense = with_dense(parts)
     if accumulate is None:
-        buffers = [to_accessible(device, buffer) for buffer in dense]
+        buffers = [ensure_accessible(device, buffer) for buffer in dense]
     else:  # the caller's function may launch anything
         local = [to_local(device, buffer) for buffer in dense]
         buffers = [_accumulated(device, local, accumulate, kind)]
     total = device.empty(buffers[0].shape, buffers[0].dtype)
-    _write([total], buffers, 1 if counts else divisor, device)
+    ops.all_sum([[total]], [buffers], divisor=1 if counts else divisor, device=device)
     return quotients([total], divisor)[0] if counts else total
 
 
@@ -99,16 +96,10 @@ def quotients(
 
 
 def by_gpu(buffers: Sequence[Buffer]) -> Iterator[tuple[tuple[int, ...], Device]]:
-    """Yields for each GPU the indices of its buffers, and the device that launches.
-
-    Queues the waits before and after the launch.
-    """
+    """Yields for each GPU the indices of its buffers, and the device that launches."""
     devices = [buffer.device for buffer in buffers]
     for indices in by_physical(devices).values():
-        sharing = [devices[index] for index in indices]
-        join_streams(sharing[0], sharing)
-        yield indices, sharing[0]
-        fork_streams(sharing[0], sharing)
+        yield indices, devices[indices[0]]
 
 
 def copied_to(
@@ -136,20 +127,10 @@ def copied_to(
         local = part
         if rest and physical != part.device.physical:
             local = rest.pop(0)
-            copy_over(local.device, local, part)
+            local.device.copy(local, part)
         if rest:
-            _write(rest, [local], 1, local.device)
+            ops.all_sum([rest], [[local]], device=local.device)
     return tuple(outs)
-
-
-def _write(
-    outs: Sequence[Buffer], inputs: Sequence[Buffer], divisor: float, device: Device
-) -> None:
-    """Writes the divided sum of the inputs to every out, in one launch of ``device``."""
-    sharing = [buffer.device for buffer in (*outs, *inputs)]
-    join_streams(device, sharing)
-    ops.all_sum([outs], [inputs], divisor=divisor, device=device)
-    fork_streams(device, sharing)
 
 
 def _rows_on(
@@ -161,7 +142,7 @@ def _rows_on(
         segments = plan_segments(indices)
         (values,), indices = coalesced([values], [segments], divisors=[first]), segments.indices
     elif first != 1:
-        _write([values], [values], first, device)
+        ops.all_sum([[values]], [[values]], divisor=first, device=device)
     if counts:
         (values,) = quotients([values], divisor)
     return IndexedSlices.of(values, indices, rows.dense_shape)
@@ -180,4 +161,4 @@ def _accumulated(
             f"accumulation_fn returned {total.dtype}{list(total.shape)}; expected "
             f"{like.dtype}{list(like.shape)}, as its inputs are"
         )
-    return to_accessible(device, total)
+    return ensure_accessible(device, total)

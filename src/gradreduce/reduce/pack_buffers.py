@@ -18,8 +18,6 @@ from gradreduce.device import (
     Device,
     DType,
     flat_layout,
-    fork_streams,
-    join_streams,
 )
 from gradreduce.device.buffer import Row
 
@@ -286,19 +284,13 @@ def _parts_of(tensors: Sequence[Buffer], pieces: Pieces) -> list[Buffer]:
 
 def move(moves: Iterable[Move]) -> None:
     """Copies and divides buffers: one launch per physical device, dtype and divisor."""
-    groups: dict[tuple[int, float], tuple[list[Device], list[list[Row]]]] = {}
+    groups: dict[tuple[int, float], tuple[Device, list[list[Row]]]] = {}
     for device, divisor, outs, inputs in moves:
-        sharing, rows = groups.setdefault((device.physical, divisor), ([], []))
-        sharing.append(device)
+        _, rows = groups.setdefault((device.physical, divisor), (device, []))
         if outs:
             rows.append(list(zip(outs, inputs, strict=True)))
-    for (_, divisor), (sharing, rows) in groups.items():
-        leader = sharing[0]
-        if len(sharing) > 1:
-            join_streams(leader, sharing)
-        ops.pack_rows(rows, divisor=divisor, device=leader)
-        if len(sharing) > 1:
-            fork_streams(leader, sharing)
+    for (_, divisor), (device, rows) in groups.items():
+        ops.pack_rows(rows, divisor=divisor, device=device)
 
 
 def _already_flat(

@@ -20,13 +20,11 @@ from gradreduce.device import (
     CommandList,
     Device,
     FlatBuffer,
-    WrittenSpans,
+    RepeatedWork,
     as_deadline,
     attach_again,
     check_peers,
     deadline_scope,
-    fork_streams,
-    join_streams,
 )
 from gradreduce.errors import NotCopied, listed
 
@@ -166,14 +164,12 @@ class PreparedStep(NotCopied):
         boundaries = self._boundaries()
         for each in boundaries:
             each.enter()
+        order = self._mesh_state.order
+        order.settle(blocks)
         with self._mesh_state.recording_commands(self._command_list):
             reduced = copy_to_out(call.requests, reduce(call.requests))
-            # A call waits for the previous call, whose copies read memory that this one writes.
-            join_streams(self._devices[0], self._devices)
-            fork_streams(self._devices[0], self._devices)
-        self._command_list.close()
+            self._work = RepeatedWork(self._devices, self._command_list.blocks)
         self._outputs = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
-        self._written = WrittenSpans(self._outputs)
         count_writes(self._tensors)
         # Streams of new results are synchronized below.
         for each in boundaries if call.outs else boundaries[1:]:
@@ -219,8 +215,7 @@ class PreparedStep(NotCopied):
         ):
             for each in boundaries:
                 each.enter()
-            self._written.wait_for_readers(self._mesh_state)
-            self._replay()
+            self._work.run(self._replay)
         count_writes(self._tensors)
         for each in boundaries:
             each.leave(self._outputs)  # may wait, so no lock is held here

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
-from gradreduce.device import Buffer, Device, DType, fork_streams, join_streams, to_local
+from gradreduce.device import Buffer, Device, DType, to_local
 from gradreduce.device.exchange import agreed, exchange, exchange_all, exchange_numbers
 from gradreduce.device.process_group import Description, Parcel
 from gradreduce.errors import listed
@@ -95,12 +95,10 @@ def _received(
         numbers = exchange_numbers(device, [len(part.indices) for part in parts], num_parts)
         indices = [device.upload(part.indices) for part in parts]
         values = [to_local(device, part.values) for part in parts]
-        join_streams(device, [device, *[buffer.device for buffer in values]])
         shapes = [[(number,) for number in of_rank] for of_rank in numbers]
         all_indices = exchange_all(device, indices, shapes)
         shapes = [[(number, *rows.shape[1:]) for number in of_rank] for of_rank in numbers]
         all_values = exchange_all(device, values, shapes)
-        fork_streams(device, [buffer.device for buffer in values])
     return [
         IndexedSlices.of(buffer, device.download(of_rows), dense_shape)
         for buffer, of_rows in zip(all_values, all_indices, strict=True)

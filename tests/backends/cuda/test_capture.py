@@ -164,7 +164,7 @@ def overwritten(device, buffer):
     found = buffer.numpy()
     device.upload(np.full(buffer.shape, -1, np.float32), out=buffer, queue="transfer")
     for each in device.mesh:
-        each.wait(device.mark("transfer"))
+        each.queue_wait(device.queue_mark("transfer"))
     return found
 
 
@@ -187,7 +187,7 @@ def test_later_work_waits_for_two_graphs_of_different_leaders(way, gpus):
 
         def work():
             second.copy(out, source)
-            third.wait(second.mark())
+            third.queue_wait(second.queue_mark())
 
         one = captured([first, second, third], work).submit
         two = captured([third, second], partial(third.copy, other, out)).submit

@@ -36,7 +36,7 @@ def test_a_mesh_makes_contexts_on_its_own_gpus_only(new_machine, algorithm):
         assert (summed(mesh, algorithm) == 2 * GRAD).all()
         with deadline_scope("a call", TEST_TIMEOUT, mesh.devices):
             late = mesh.devices[1].upload(GRAD)
-        mark = mesh.devices[0].mark()
+        mark = mesh.devices[0].queue_mark()
         assert (late.numpy(deadline=TEST_TIMEOUT) == GRAD).all()
         asks = Thread(target=lambda: mark.passed)  # its current GPU is 0
         asks.start()

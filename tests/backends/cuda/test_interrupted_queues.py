@@ -81,10 +81,10 @@ class SubmittedWork:
 
     def check(self, queue):
         """Overwrites the results on the other GPU; its queue waits for a mark."""
-        self.away.wait(self.device.mark(queue))
+        self.away.queue_wait(self.device.queue_mark(queue))
         ops.add_n([self.near], [[self.far]], device=self.away)
-        self.device.wait(self.away.mark(), queue=queue)
-        self.away.wait(self.device.mark(queue))
+        self.device.queue_wait(self.away.queue_mark(), queue=queue)
+        self.away.queue_wait(self.device.queue_mark(queue))
 
 
 ON_TRANSFER = ("copy", "upload", "exchange")
@@ -101,7 +101,7 @@ def test_waiting_for_a_queue_waits_for_all_its_work(way, by, gpus):
         device = mesh[0]
         submitted = SubmittedWork(*mesh.devices)
         call = getattr(submitted, way)
-        device.wait(device.mark(), queue=queue)
+        device.queue_wait(device.queue_mark(), queue=queue)
         submitted.check(queue)
         for _ in at_each_point(call, ctrl_c if by == "ctrl-c" else partial(device.mark, queue)):
             submitted.check(queue)
@@ -112,18 +112,18 @@ def test_a_queue_that_comes_in_the_middle_of_a_wait_waits_too(gpus):
     with gr.open_mesh([0, 1, 2], backend="cuda") as mesh:
         source, middle, reader = mesh.devices
         near, out = source.upload(ONES), reader.upload(ONES)
-        marks = [source.mark()]
+        marks = [source.queue_mark()]
 
         def read():
             middle.wait(marks[-1])
-            reader.wait(middle.mark())
+            reader.queue_wait(middle.queue_mark())
             ops.add_n([out], [[near]], device=reader)
 
         for _ in at_each_point(lambda: middle.wait(marks[-1]), read):
-            source.wait(reader.mark())
+            source.queue_wait(reader.queue_mark())
             source.fill_zero(near)
-            marks.append(source.mark())
-            reader.wait(middle.mark())
+            marks.append(source.queue_mark())
+            reader.queue_wait(middle.queue_mark())
 
 
 def test_a_writer_that_ctrl_c_interrupted_waits_for_copies_when_called_again(gpus):

@@ -75,7 +75,7 @@ SUBMITTING = {
     "upload": lambda device, near: device.upload(np.ones(3, np.float32), out=near["a"]),
     "download": lambda device, near: near["a"].numpy(),
     "memory": lambda device, near: device.empty((1000,), "float32"),
-    "wait": lambda device, near: device.wait(near["other"].mark("transfer")),
+    "wait": lambda device, near: device.queue_wait(near["other"].queue_mark("transfer")),
     "stream": lambda device, near: device.adopt(near["foreign"], 0),
     "collective": lambda device, near: device.mesh.collective.all_reduce([near["a"], near["far"]]),
     "graph": lambda device, near: near["graph"](),
@@ -98,11 +98,11 @@ def test_a_queue_is_marked_again_after_new_work(way, gpus):
     with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
         device, other, away = mesh.devices
         near = operands_of(device, other, away)
-        mark = device.mark()
-        assert counted(machine, lambda: [device.mark() for _ in "abc"]) == {}
-        assert device.mark().event is mark.event
+        mark = device.queue_mark()
+        assert counted(machine, lambda: [device.queue_mark() for _ in "abc"]) == {}
+        assert device.queue_mark().event is mark.event
         SUBMITTING[way](device, near)
-        assert device.mark().event is not mark.event
+        assert device.queue_mark().event is not mark.event
 
 
 @pytest.mark.parametrize("way", SUBMITTING)

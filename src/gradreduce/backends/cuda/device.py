@@ -39,6 +39,7 @@ from gradreduce.device.command_list import Command, CommandList
 from gradreduce.device.launch_table import Tables
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
+from gradreduce.device.order import DeviceQueue
 from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.device.waiting import run_in_thread
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
@@ -48,7 +49,7 @@ from .geometry import Geometry
 from .graph import captured_graph, recording
 from .libcuda import is_of_cuda_malloc, uuid_of
 from .staging import CHUNK, SMALL, Staging, chunks_of, pinned_memory
-from .streams import FATAL, Gpu, StreamState
+from .streams import FATAL, Gpu
 
 # Seconds between two polls of a queue that must be empty before a mesh can be reset.
 _LOOK_SECONDS = 1e-3
@@ -99,8 +100,8 @@ class CudaDevice(Device):
         mesh_state: the state of its mesh.
         index: see ``Device``.
         physical: see ``Device``.
-        shared: what the devices on each GPU share: the states of its streams, and the pinned memory
-            of its copies. The first device of a GPU adds them.
+        shared: what the devices on each GPU share: its streams, and the pinned memory of its
+            copies. The first device of a GPU adds them.
 
     Attributes:
         gpu: a context manager that makes the device's GPU current.
@@ -113,15 +114,15 @@ class CudaDevice(Device):
         mesh_state: MeshState,
         index: int,
         physical: int,
-        shared: dict[int, tuple[dict[Queue, StreamState], Staging]],
+        shared: dict[int, tuple[dict[Queue, Any], Staging]],
     ) -> None:
         super().__init__(mesh_state, index, physical)
         self.gpu = Gpu(self)
-        if physical not in shared:
-            shared[physical] = {queue: StreamState(self.gpu) for queue in QUEUES}, Staging()
-        self._stream_states, self._staging = shared[physical]
-        self._streams = {queue: state.stream for queue, state in self._stream_states.items()}
         with self.gpu:
+            if physical not in shared:
+                streams = {queue: cupy.cuda.Stream(non_blocking=True) for queue in QUEUES}
+                shared[physical] = streams, Staging()
+            self._streams, self._staging = shared[physical]
             self._pool = cupy.cuda.MemoryPool()
         _KEPT[id(self)] = self._streams, self._pool, self._staging
         mesh_state.on_failure.append(self._retain)
@@ -177,25 +178,14 @@ class CudaDevice(Device):
     # -- queues ---------------------------------------------------------------------------------
 
     def _stream(self, queue: Queue) -> Any:
-        """Returns the stream to submit to; inside a capture, the stream that records it.
-
-        Call ``_submitted`` after submitting. This method calls it too, for the case that Ctrl-C
-        comes in between.
-        """
-        state = self._stream_states[queue]
-        state.submitted()
-        return recording.stream_of(state)
-
-    def _submitted(self, queue: Queue) -> None:
-        """Notes that work was submitted to a queue."""
-        self._stream_states[queue].submitted()
+        """Returns the stream to submit to; inside a capture, the stream that records it."""
+        if recording.streams is None:
+            return self._streams[queue]
+        return recording.streams.get(self.queues[queue], self._streams[queue])
 
     def _on_stream(self, queue: Queue, call: Callable[[int], None]) -> None:
         with self.gpu:
-            try:
-                call(self._stream(queue).ptr)
-            finally:  # after an error too: some work may have been submitted
-                self._submitted(queue)
+            call(self._stream(queue).ptr)
 
     def _hardware_name(self) -> str:
         found = uuid_of(self.physical)
@@ -208,39 +198,22 @@ class CudaDevice(Device):
         return self.gpu.is_capturing(stream)
 
     def _mark(self, queue: User) -> Any:
-        state = self._stream_states.get(queue)
-        if state is None:  # a caller's stream
-            return self.gpu.event(queue)
-        if recording.streams is None:
-            return state.mark()
-        return self.gpu.event(self._stream(cast("Queue", queue)))
+        return self.gpu.event(self._users_stream(queue))
+
+    def _users_stream(self, user: User) -> Stream:
+        return self._stream(cast("Queue", user)) if isinstance(user, str) else user
 
     def _wait(self, mark: Mark, queue: User) -> None:
-        state = self._stream_states.get(queue)
-        if state is not None and recording.streams is None:
-            other = cast("CudaDevice", mark.device)
-            state.wait(other._stream_states.get(mark.queue), mark.event)
-            return
-        # A caller's stream, or the stream that records.
-        stream = queue if state is None else recording.stream_of(state)
         with self.gpu:
-            runtime.streamWaitEvent(handle_of(stream), mark.event.ptr)
+            runtime.streamWaitEvent(handle_of(self._users_stream(queue)), mark.event.ptr)
 
     def _captured(self, devices: Sequence[Device], command_list: CommandList) -> Command:
-        states = {
-            state: each.gpu
+        queues = {
+            queue: each.gpu
             for each in cast("Sequence[CudaDevice]", devices)
-            for state in each._stream_states.values()
+            for queue in each.queues.values()
         }
-        return captured_graph(command_list, states)
-
-    def _others(self, devices: Iterable[Device]) -> list[Device]:
-        return [each for each in devices if each.physical != self.physical]
-
-    def _comes_behind(self, device: Device, queue: Queue) -> bool:
-        same_gpu = device.physical == self.physical  # and fails together with it
-        states = self._stream_states
-        return same_gpu and states["compute"].comes_behind(states[queue])
+        return captured_graph(command_list, queues, self._streams["compute"])
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -297,7 +270,6 @@ class CudaDevice(Device):
                 pointer = self._pool.malloc(max(1, nbytes))
         except MemoryError as error:
             raise MemoryError(self._shortage(nbytes)) from error
-        self._submitted("compute")  # memory comes in stream order: others wait for it
         block = Block(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
         self._deferred_free.track(block).raw = None  # kept by what remains of the block
         return block
@@ -325,7 +297,7 @@ class CudaDevice(Device):
             self.drain()
         with self.gpu:
             self._deferred_free.join(self, self._streams["compute"].wait_event)
-            self._submitted("compute")
+            self.mesh_state.order.add_work(self.compute)
             self._pool.free_all_blocks()
 
     def free_pool(self) -> None:
@@ -339,7 +311,6 @@ class CudaDevice(Device):
     def _fill_zero(self, buffer: Buffer) -> None:
         with self.gpu:
             runtime.memsetAsync(buffer.address, 0, buffer.nbytes, self._stream("compute").ptr)
-        self._submitted("compute")
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
         """Uploads through pinned memory; large arrays in chunks that may wait for earlier ones."""
@@ -360,7 +331,6 @@ class CudaDevice(Device):
                 )  # fmt: skip
                 self._staging.add(pinned, nbytes, self.gpu.event(stream))
                 self._staging.drop()
-            self._submitted(queue)
 
     def _limit_pinned(self) -> None:
         """Waits while too much pinned memory is in use.
@@ -399,7 +369,6 @@ class CudaDevice(Device):
                 )  # fmt: skip
             if polls:  # the copy may still write it after the wait has ended early
                 self._staging.add(pinned, nbytes, self.gpu.event(stream))
-        self._submitted("compute")
         if not self._host_waits(wait_policy, [stream]):
             return None
         self._drop_staging()
@@ -424,8 +393,6 @@ class CudaDevice(Device):
                     self.gpu.event(stream).synchronize()
             except BaseException as error:
                 failed.append(error)
-            finally:
-                self._submitted("compute")
 
         if not self._host_waits(wait_policy, [stream]):  # then the copy waits for little
             return None
@@ -449,7 +416,6 @@ class CudaDevice(Device):
                     dst.address, dst.device.physical, src.address, src.device.physical,
                     dst.nbytes, stream,
                 )  # fmt: skip
-        self._submitted(queue)
 
     # -- work -----------------------------------------------------------------------------------
 
@@ -464,7 +430,7 @@ class CudaDevice(Device):
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         queue: Queue,
-    ) -> Command:
+    ) -> tuple[Command, Buffer | None]:
         with (
             self.gpu,
             self.mesh_state.recording_commands(None),
@@ -480,9 +446,6 @@ class CudaDevice(Device):
                 total, itemsize, blocks, long_items=kernel.items is not None
             )
             table = self._tables.find(rows, items, chunk_size)
-            if table.held is not None and queue != "compute":  # the queue of the upload
-                self._touch([table.held.block], queue)
-                self.wait(self.mark("compute"), queue=queue)
             # 0.0 == -0.0, but products with them differ: distinguish such scalars by their text.
             cache_key = repr(scalars) if 0 in scalars else ""
             arguments = (table.argument, *_scalar_arguments(kernel, tuple(scalars), cache_key))
@@ -492,9 +455,8 @@ class CudaDevice(Device):
         def command(_held: object = table.held) -> None:
             with self.gpu:
                 function(grid, threads, arguments, stream=self._stream(queue))
-            self._submitted(queue)
 
-        return command
+        return command, table.held
 
     def _place(self, words: np.ndarray) -> tuple[int, Buffer]:
         held = self.upload(words)
@@ -535,10 +497,20 @@ class CudaDevice(Device):
                 if in_finalizer:
                     found = [runtime.streamQuery(stream.ptr) for stream in self._streams.values()]
                 else:
-                    found = [state.query() for state in self._stream_states.values()]
+                    found = [self._query(queue) for queue in self.queues.values()]
         except BackendUnavailableError:  # the GPU has failed
             return False
         return all([self._is_over(status) for status in found])
+
+    def _query(self, queue: DeviceQueue) -> int:
+        """Returns CUDA's status of all work of a queue: 0 if it is done.
+
+        ``streamQuery`` keeps the interpreter's lock and, if another thread launches into a full
+        queue, waits for it. Recording an event waits too, so an earlier one is queried first.
+        """
+        earlier = self.mesh_state.order.last_event(queue)
+        status = 0 if earlier is None else int(runtime.eventQuery(earlier.ptr))
+        return status or int(runtime.eventQuery(self._mark(queue.name).ptr))
 
     def _abandon(self, seconds: float) -> bool:
         """Drops nothing: aborted collectives end, and later work runs."""

@@ -16,9 +16,10 @@ from cupy.cuda import runtime
 
 from gradreduce.device import CommandList
 from gradreduce.device.command_list import Command
+from gradreduce.device.order import DeviceQueue
 from gradreduce.errors import CaptureError
 
-from .streams import Gpu, StreamState
+from .streams import Gpu
 
 
 class _Recording(threading.local):
@@ -28,63 +29,59 @@ class _Recording(threading.local):
         streams: the recording stream of each queue; None if this thread does not capture.
     """
 
-    streams: Mapping[StreamState, Any] | None = None
-
-    def stream_of(self, state: StreamState) -> Any:
-        """Returns the stream to which work of a queue is submitted."""
-        return state.stream if self.streams is None else self.streams.get(state, state.stream)
+    streams: Mapping[DeviceQueue, Any] | None = None
 
 
 recording = _Recording()
 
 
-def captured_graph(command_list: CommandList, states: Mapping[StreamState, Gpu]) -> Command:
+def captured_graph(
+    command_list: CommandList, queues: Mapping[DeviceQueue, Gpu], home: Any
+) -> Command:
     """Captures commands as a graph; returns a command that launches it.
 
     Uses CUDA's thread-local mode: calls of other threads, such as allocations, stay allowed.
 
     Args:
         command_list: the commands; nothing is run now.
-        states: all queues that the commands use, each with the Gpu that makes its GPU current. The
-            graph is launched on the first.
+        queues: all queues that the commands use, each with the Gpu that makes its GPU current.
+        home: the stream of the first queue, on which the graph is launched.
 
     Raises:
         CaptureError: CUDA cannot make a graph of the commands.
     """
     streams = {}
-    for state, gpu in states.items():
+    for queue, gpu in queues.items():
         with gpu:
-            streams[state] = cupy.cuda.Stream(non_blocking=True)
-    (home, gpu), *others = states.items()
-    origin = streams[home]
+            streams[queue] = cupy.cuda.Stream(non_blocking=True)
+    (first, gpu), *others = queues.items()
+    origin = streams[first]
     try:
         with gpu:
             origin.begin_capture(runtime.streamCaptureModeThreadLocal)
         begun = gpu.event(origin)
-        for state, other in others:
+        for queue, other in others:
             with other:
-                streams[state].wait_event(begun)
+                streams[queue].wait_event(begun)
         recording.streams = streams
         try:
             command_list.run()
         finally:
             recording.streams = None
-        graph = _ended(home, gpu, origin, [(streams[state], other) for state, other in others])
+        graph = _ended(home, gpu, origin, [(streams[queue], other) for queue, other in others])
     except BaseException:
         with suppress(RuntimeError), gpu:
             origin.end_capture()
         raise
 
     def launch() -> None:
-        home.submitted()
         with gpu:
-            graph.launch(home.stream)
-        home.submitted()
+            graph.launch(home)
 
     return launch
 
 
-def _ended(home: StreamState, gpu: Gpu, origin: Any, others: list[tuple[Any, Gpu]]) -> Any:
+def _ended(home: Any, gpu: Gpu, origin: Any, others: list[tuple[Any, Gpu]]) -> Any:
     """Joins the other streams into ``origin`` and ends its capture; returns the graph."""
     try:
         for stream, other in others:
@@ -93,8 +90,7 @@ def _ended(home: StreamState, gpu: Gpu, origin: Any, others: list[tuple[Any, Gpu
                 origin.wait_event(ended)
         with gpu:
             graph = origin.end_capture()
-            graph.upload(home.stream)
-        home.submitted()
+            graph.upload(home)
     except runtime.CUDARuntimeError as error:
         raise CaptureError(f"CUDA cannot make a graph of the captured work: {error}") from error
     return graph

@@ -300,12 +300,7 @@ class NcclCollective(Collective):
                 for each, communicators in zip(calls, used, strict=True):
                     self._enqueue(each, communicators)
             finally:
-                try:
-                    self._run("groupEnd", self._nccl.groupEnd)
-                finally:  # after a failure too: some GPUs may have got the call
-                    for call, _ in calls:  # for all calls, after the group
-                        for buffer in call.inputs:
-                            cast("CudaDevice", buffer.device)._submitted(call.queue)
+                self._run("groupEnd", self._nccl.groupEnd)
 
     def _enqueue(self, ready: _Ready, communicators: Sequence[Any]) -> None:
         call = ready.call

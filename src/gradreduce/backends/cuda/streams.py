@@ -1,9 +1,4 @@
-"""GPUs, peer access and fatal errors; and the stream of each queue with its waits.
-
-Devices that share a GPU share its streams, so they need no waits between them. Recording an event
-and waiting for it cost the host a microsecond each. Therefore the end of a queue is recorded once,
-and no queue waits for the same event twice.
-"""
+"""GPUs, peer access and fatal errors."""
 
 from __future__ import annotations
 
@@ -242,66 +237,3 @@ class Gpu(CurrentGpu):
                 "default, no thread may allocate or free GPU memory or query events: capture with "
                 'capture_error_mode="thread_local". Then capture again'
             ) from error
-
-
-class StreamState:
-    """The stream of one queue for all devices on a GPU, with its waits.
-
-    A caller calls ``submitted()`` before it submits work, because Ctrl-C may come right after the
-    work, and again afterwards: if another thread marked the end in between, that mark must not
-    count as the end.
-
-    Args:
-        gpu: a context manager that makes the GPU current.
-
-    Attributes:
-        stream: CuPy's stream.
-    """
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-        with gpu:
-            self.stream = cupy.cuda.Stream(non_blocking=True)
-        self._end = object()  # replaced by a new object after each submission
-        self._marked: tuple[object, Any] = (None, None)  # an end, and the event at it
-        # For each other stream the last event that this one waits for.
-        self._behind: dict[StreamState, Any] = {}
-
-    def submitted(self) -> None:
-        """Notes that work was submitted: earlier marks are no longer the stream's end."""
-        self._end = object()
-
-    def mark(self) -> Any:
-        """Returns an event at the end of the stream, reused if nothing followed it."""
-        end = self._end  # read first: another thread may submit work meanwhile
-        last, event = self._marked
-        if last is not end:
-            event = self._gpu.event(self.stream)
-            self._marked = (end, event)
-        return event
-
-    def query(self) -> int:
-        """Returns CUDA's status of all work of the stream: 0 if it is done.
-
-        ``streamQuery`` keeps the interpreter's lock and, if another thread launches into a full
-        queue, waits for it. Recording an event waits too, so an earlier one is queried first.
-        """
-        with self._gpu:
-            _, event = self._marked
-            status = 0 if event is None else int(runtime.eventQuery(event.ptr))
-            return status or int(runtime.eventQuery(self.mark().ptr))
-
-    def wait(self, other: StreamState | None, event: Any) -> None:
-        """Makes later work wait for an event of ``other``; None: of a caller's stream."""
-        if other is self or (other is not None and self._behind.get(other) is event):
-            return
-        with self._gpu:
-            self.stream.wait_event(event)
-        self.submitted()
-        if other is not None:  # last: a thread that sees it sees the new end too
-            self._behind[other] = event
-
-    def comes_behind(self, other: StreamState) -> bool:
-        """Whether later work of this queue runs after all present work of the other queue."""
-        end, event = other._marked
-        return other is self or (end is other._end and self._behind.get(other) is event)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from gradreduce.device import Collective, accumulate_dtype
+from gradreduce.device import Collective, Mark, accumulate_dtype
 from gradreduce.device.collective import CollectiveCall
 
 from .device import SimDevice, memory_of
@@ -65,10 +65,10 @@ class SimCollective(Collective):
 
         def command() -> None:
             for device in others:
-                first.wait(device.mark(queue), queue=queue)
+                first._wait(Mark(device, queue, device._mark(queue)), queue)
             first.submit(queue, work)
-            done = first.mark(queue)
+            done = Mark(first, queue, first._mark(queue))
             for device in others:
-                device.wait(done, queue=queue)
+                device._wait(done, queue)
 
         self._submit(command, [call])

@@ -74,7 +74,7 @@ class SimDevice(Device):
         super().__init__(mesh_state, index, physical)
         self.options = options
         self.scheduler = options.scheduler
-        self.defers = options.scheduler.defers
+        self.defers = mesh_state.order.is_needed = options.scheduler.defers
         self.compiles = options.build is not None
         if options.scheduler.wake not in mesh_state.on_wake:
             mesh_state.on_wake.append(options.scheduler.wake)
@@ -91,7 +91,8 @@ class SimDevice(Device):
             kind = "f" if buffer.dtype == BFLOAT16 else buffer.dtype.kind
             value: complex = {"f": np.nan, "c": complex(np.nan, np.nan)}.get(kind, 0xA5)
             memory = memory if kind in "fc" else memory.view(np.uint8)
-            self.scheduler.submit((self, "compute"), partial(memory.fill, value))
+            self.submit("compute", partial(memory.fill, value))
+            self.mesh_state.order.add_work(self.compute)
         return buffer
 
     def _adopt(self, array: Any, writable: bool) -> Buffer:
@@ -149,7 +150,8 @@ class SimDevice(Device):
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
         if self.defers:  # work that still uses it reads NaN
-            self.scheduler.submit((self, "compute"), partial(raw.bytes.fill, 0xFF))
+            self.submit("compute", partial(raw.bytes.fill, 0xFF))
+            self.mesh_state.order.add_work(self.compute)
         self._pool.release(raw)
 
     def _trim(self) -> None:
@@ -161,10 +163,10 @@ class SimDevice(Device):
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
         source = array.copy() if self.defers else array
         into = memory_of(dst).reshape(dst.shape)
-        self.scheduler.submit((self, queue), partial(np.copyto, into, source))
+        self.submit(queue, partial(np.copyto, into, source))
 
     def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
-        if not self.scheduler.finish((self, "compute"), wait_policy):
+        if not self.scheduler.finish((self.physical, "compute"), wait_policy):
             return None
         return self._array_of(buffer).copy()
 
@@ -178,9 +180,10 @@ class SimDevice(Device):
     ) -> None:
         outgoing = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in sends if buffer.size]
         incoming = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in receives if buffer.size]
-        self.submit(queue, partial(move, outgoing, incoming))
+        command = partial(self.submit, queue, partial(move, outgoing, incoming))
+        self._order(command, self.parcels(sends, receives, queue))
         if self.defers:  # else two processes may wait for each other
-            self.scheduler.finish((self, queue))
+            self.scheduler.finish((self.physical, queue))
 
     def _prepare(self, kernel: Kernel, template: Template) -> None:
         build = self.options.build
@@ -194,17 +197,17 @@ class SimDevice(Device):
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         queue: Queue,
-    ) -> Command:
+    ) -> tuple[Command, None]:
         build = self.options.build
         if build is None:
             work = self._reference_work(kernel, rows, scalars)
         else:
             work = self._compiled_work(kernel, template, rows, scalars, build)
-        return partial(self.submit, queue, work)
+        return partial(self.submit, queue, work), None
 
     def submit(self, queue: Queue, work: Callable[[], None]) -> None:
         """Submits work to a queue."""
-        self.scheduler.submit((self, queue), work)
+        self.scheduler.submit((self.physical, queue), work)
 
     def _reference_work(
         self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[int | float]
@@ -274,27 +277,24 @@ class SimDevice(Device):
             return False
         self.mesh_state.check_usable(self)
         work = partial(without_warnings, kernel.reference, [row], *scalars)
-        command = partial(self.scheduler.submit, (self, "compute"), work)
-        self._submit(command, Record("launch", kernel.name, self.index, num_rows=1), (), 0)
+        command = partial(self.submit, "compute", work)
+        self._submit(command, Record("launch", kernel.name, self.index, num_rows=1))
         return True
 
     def _mark(self, queue: Queue) -> Event:
-        return self.scheduler.record((self, queue))
+        return self.scheduler.record((self.physical, queue))
 
     def _wait(self, mark: Mark, queue: Queue) -> None:
-        self.scheduler.wait((self, queue), mark.event)
+        self.scheduler.wait((self.physical, queue), mark.event)
 
     def _synchronize(self, wait_policy: WaitPolicy, queues: Sequence[Queue] = QUEUES) -> bool:
-        return all(self.scheduler.finish((self, queue), wait_policy) for queue in queues)
-
-    def _needs_order(self) -> bool:
-        return self.defers
+        return all(self.scheduler.finish((self.physical, queue), wait_policy) for queue in queues)
 
     def _progress(self) -> None:
         self.scheduler.progress()
 
     def _is_waiting(self, queue: Queue) -> bool:
-        return self.scheduler.is_waiting((self, queue))
+        return self.scheduler.is_waiting((self.physical, queue))
 
     def _abandon(self, seconds: float) -> bool:
         self.scheduler.drop()

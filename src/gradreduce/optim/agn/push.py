@@ -23,9 +23,7 @@ from gradreduce.device import (
     PackInfo,
     by_physical,
     can_access,
-    copy_over,
-    join_streams,
-    to_accessible,
+    ensure_accessible,
 )
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.update_plan import Job, writer_of
@@ -132,11 +130,10 @@ class PushPlan:
                 self._pulls += zip(row, first, strict=False)
         if fused:
             rows, totals = [row[:-1] for row in fused], [row[-1] for row in fused]
-            job = Job(rows, totals, [each.pulled[0][0].device for each in group if each.pulled])
+            job = Job(rows, totals)
             self._jobs.append((job, writer_of(leader, rows), "global"))
         if apart:
             outs, totals = map(list, zip(*means, strict=True))
-            join_streams(leader, dict.fromkeys([total.device for total in totals]))
             ops.pack(outs, totals, divisor=self._config.period, device=leader)
             self._jobs.append((Job(*zip(*apart, strict=True)), None, "plain"))
 
@@ -157,17 +154,16 @@ class PushPlan:
                 pushed, indices = merged.values, merged.indices
             else:
                 pushed = each.total[0]
-            pushed = to_accessible(leader, pushed)
+            pushed = ensure_accessible(leader, pushed)
             if gamma is not None and then is not None:
                 if indices is not None:
                     now, then = _taken(now, indices), _taken(then, indices)
                 scaled = leader.empty(pushed.shape, pushed.dtype)
-                scalings.append((scaled, pushed, now, to_accessible(leader, then)))
+                scalings.append((scaled, pushed, now, ensure_accessible(leader, then)))
                 pushed = scaled
             found.append((pushed, indices))
         if gamma is not None:
             outs, *read = zip(*scalings, strict=True)
-            join_streams(leader, dict.fromkeys([each.device for row in read for each in row]))
             ops.distance_scale(outs, *read, gamma=gamma, device=leader)
         return found
 
@@ -203,7 +199,7 @@ class PushPlan:
             for launch in launches:
                 launch()
             for out, value in self._pulls:
-                copy_over(out.device, out, value)
+                out.device.copy(out, value)
             then()
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, copied_to, copy_over, deadline_scope
+from gradreduce.device import Buffer, copied_to, deadline_scope
 from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
 
@@ -180,7 +180,7 @@ class Worker:
         """
         for var in variables:
             kept = self.variables.pulled[var]
-            copy_over(kept.device, kept, var.buffers[0])
+            kept.device.copy(kept, var.buffers[0])
 
     def _reset(self, variables: Iterable[Variable]) -> None:
         """Sets the momentum of variables to zero."""
