@@ -328,10 +328,11 @@ class Order:
             ]
         )
 
-    def add_work(self, queue: DeviceQueue) -> None:
-        """Records that a queue got work that is no operation on Buffers."""
+    def add_work(self, *queues: DeviceQueue) -> None:
+        """Records that queues got work that is no operation on Buffers."""
         with self._lock:
-            queue.submitted += 1
+            for queue in queues:
+                queue.submitted += 1
 
     def enter(self, queue: DeviceQueue) -> None:
         """Records that a compute queue waits for a caller's stream, which may have written."""
@@ -378,17 +379,15 @@ class RepeatedWork:
 
     def run(self, command: Command) -> None:
         """Submits the operations by ``command``."""
-        self._settle()
+        if self._seen != self._order.version:
+            self._settle()
         try:
-            for queue in self._queues:
-                self._order.add_work(queue)
+            self._order.add_work(*self._queues)
             command()
         finally:
-            for queue in self._queues:
-                self._order.add_work(queue)
+            self._order.add_work(*self._queues)
 
     def _settle(self) -> None:
         version = self._order.version  # read first: another thread may use a block meanwhile
-        if self._seen != version:
-            self._order.settle(self._blocks)
-            self._seen = version
+        self._order.settle(self._blocks)
+        self._seen = version
