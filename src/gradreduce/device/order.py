@@ -318,13 +318,13 @@ class Order:
         _, mark = self._waits.marks.get(queue, (0, None))
         return None if mark is None else mark.event
 
-    def is_behind(self, queue: DeviceQueue, others: dict[DeviceQueue, float]) -> bool:
-        """Whether later work of ``queue`` runs after these counts of other queues."""
+    def is_behind(self, queue: DeviceQueue, uses: Uses) -> bool:
+        """Whether later work of ``queue`` runs after all these uses."""
         behind = self._waits.behind
         return all(
             [
                 other is queue or behind.get((queue, other), -1) >= count
-                for other, count in others.items()
+                for other, count in uses.queues.items()
             ]
         )
 

@@ -31,6 +31,7 @@ from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.device.launch_table import CHUNK_SIZE, Tables
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
+from gradreduce.device.order import Work
 from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.device.process_group import Move, Parcel, bytes_of
 from gradreduce.errors import DeviceMismatchError
@@ -278,7 +279,8 @@ class SimDevice(Device):
         self.mesh_state.check_usable(self)
         work = partial(without_warnings, kernel.reference, [row], *scalars)
         command = partial(self.submit, "compute", work)
-        self._submit(command, Record("launch", kernel.name, self.index, num_rows=1))
+        record = Record("launch", kernel.name, self.index, num_rows=1)
+        self._submit(command, record, Work(self.compute, (), 0))
         return True
 
     def _mark(self, queue: Queue) -> Event:
