@@ -270,6 +270,7 @@ class CudaDevice(Device):
                 pointer = self._pool.malloc(max(1, nbytes))
         except MemoryError as error:
             raise MemoryError(self._shortage(nbytes)) from error
+        self.mesh_state.order.add_work(self.compute)  # memory comes in stream order
         block = Block(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
         self._deferred_free.track(block).raw = None  # kept by what remains of the block
         return block
