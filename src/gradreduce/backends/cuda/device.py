@@ -511,7 +511,10 @@ class CudaDevice(Device):
         """
         earlier = self.mesh_state.order.last_event(queue)
         status = 0 if earlier is None else int(runtime.eventQuery(earlier.ptr))
-        return status or int(runtime.eventQuery(self._mark(queue.name).ptr))
+        if status:
+            return status
+        event = self._mark(queue.name)  # must live until it was queried
+        return int(runtime.eventQuery(event.ptr))
 
     def _abandon(self, seconds: float) -> bool:
         """Drops nothing: aborted collectives end, and later work runs."""
