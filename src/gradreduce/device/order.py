@@ -295,7 +295,10 @@ class Order:
         return use
 
     def wait(self, queue: DeviceQueue, other: DeviceQueue, count: float) -> None:
-        """Makes ``queue`` wait until ``other`` has passed ``count``, unless it does already."""
+        """Makes ``queue`` wait until ``other`` has passed ``count``, unless it does already.
+
+        The lock must be held.
+        """
         if queue is other:
             return
         recorded = self._thread.command_list
@@ -309,6 +312,12 @@ class Order:
             waits.marks[other] = covered, mark
         queue.device.queue_wait(mark, queue=queue.name)
         waits.behind[queue, other] = covered
+
+    def join(self, queue: DeviceQueue, others: Iterable[DeviceQueue]) -> None:
+        """Makes ``queue`` wait for the present work of other queues."""
+        with self._lock:
+            for other in others:
+                self.wait(queue, other, other.submitted)
 
     def event(self, queue: DeviceQueue) -> Any:
         """Returns an event at the present end of a queue; takes no lock."""
