@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .buffer import Block, Mark, Queue, Row
 
 if TYPE_CHECKING:
-    from .command_list import Command
+    from .command_list import Command, CommandList
     from .device import Device
     from .op_log import ThreadState
 
@@ -91,9 +91,10 @@ class Uses:
 
     __slots__ = ("_home", "_ranges")
 
-    def __init__(self, home: DeviceQueue, nbytes: int) -> None:
+    def __init__(self, home: DeviceQueue, nbytes: int, others: Iterable[DeviceQueue] = ()) -> None:
         self._home = home
-        self._ranges = [_Range(0, nbytes, {home: Use(home, home.submitted)}, {})]
+        writes = {queue: Use(queue, queue.submitted) for queue in (home, *others)}
+        self._ranges = [_Range(0, nbytes, writes, {})]
 
     def wait_for(
         self, start: int, stop: int, waits: dict[DeviceQueue, float], *, writes: bool
@@ -268,6 +269,11 @@ class Order:
         """Queues the waits of an operation, and records it; None if they need no record."""
         queue, rows, num_written, blocks = work
         blocks = blocks or {operand.block for row in rows for operand in row}
+        recorded = self._thread.command_list
+        if recorded is not None:  # each replay begins with settled blocks
+            with queue.device.mesh_state.recording_commands(None):
+                self.settle([block for block in blocks if block not in recorded.blocks])
+            recorded.blocks.update(blocks)
         if not [1 for block in blocks if block.uses is not None or block.queue is not queue]:
             return None
         operands = [
@@ -289,7 +295,10 @@ class Order:
         return use
 
     def wait(self, queue: DeviceQueue, other: DeviceQueue, count: float) -> None:
-        """Makes ``queue`` wait until ``other`` has passed ``count``, unless it does already."""
+        """Makes ``queue`` wait until ``other`` has passed ``count``, unless it does already.
+
+        The lock must be held.
+        """
         if queue is other:
             return
         recorded = self._thread.command_list
@@ -303,6 +312,12 @@ class Order:
             waits.marks[other] = covered, mark
         queue.device.queue_wait(mark, queue=queue.name)
         waits.behind[queue, other] = covered
+
+    def join(self, queue: DeviceQueue, others: Iterable[DeviceQueue]) -> None:
+        """Makes ``queue`` wait for the present work of other queues."""
+        with self._lock:
+            for other in others:
+                self.wait(queue, other, other.submitted)
 
     def event(self, queue: DeviceQueue) -> Any:
         """Returns an event at the present end of a queue; takes no lock."""
@@ -334,6 +349,13 @@ class Order:
             for queue in queues:
                 queue.submitted += 1
 
+    def add_uses(self, blocks: Iterable[Block], queues: Iterable[DeviceQueue]) -> None:
+        """Records that the present work of these queues may use the blocks."""
+        with self._lock:
+            self.version += 1
+            for block in blocks:
+                block.set_uses(Uses(block.queue, block.nbytes, queues))
+
     def enter(self, queue: DeviceQueue) -> None:
         """Records that a compute queue waits for a caller's stream, which may have written."""
         with self._lock:
@@ -362,32 +384,36 @@ class Order:
 class RepeatedWork:
     """Operations of a recorded list, which are submitted again without ``Order.run``.
 
-    Made while the list is open: the list then ends with the waits that let a replay follow. Before
-    the list was opened, ``Order.settle`` was called for all blocks that existed.
+    Made while the list is open: the list then ends with the waits that let a replay follow.
 
     Args:
         devices: the devices that the operations use.
-        blocks: all blocks that they use.
+        command_list: the list.
     """
 
-    def __init__(self, devices: Sequence[Device], blocks: Iterable[Block]) -> None:
+    def __init__(self, devices: Sequence[Device], command_list: CommandList) -> None:
         self._order = devices[0].mesh_state.order
-        self._blocks = tuple(blocks)
+        self._blocks = tuple(command_list.blocks)
         self._queues = dict.fromkeys(queue for each in devices for queue in each.queues.values())
         self._seen = -1  # the order's version when only their compute queues had used the blocks
         self._settle()
 
     def run(self, command: Command) -> None:
-        """Submits the operations by ``command``."""
-        if self._seen != self._order.version:
-            self._settle()
+        """Submits the operations by ``command``; if it fails, any queue may have used the blocks."""
+        self._settle()
+        is_whole = False
         try:
             self._order.add_work(*self._queues)
             command()
+            is_whole = True
         finally:
             self._order.add_work(*self._queues)
+            if not is_whole:
+                self._order.add_uses(self._blocks, self._queues)
+        self._settle()  # exchanges, and other threads meanwhile, have used the blocks
 
     def _settle(self) -> None:
         version = self._order.version  # read first: another thread may use a block meanwhile
-        self._order.settle(self._blocks)
-        self._seen = version
+        if self._seen != version:
+            self._order.settle(self._blocks)
+            self._seen = version
