@@ -26,7 +26,10 @@ def two_gpu_mesh(request) -> Iterator[Mesh]:
 
 @pytest.fixture
 def waits(two_gpu_mesh, monkeypatch) -> list[tuple]:
-    """Records every wait of a device of ``two_gpu_mesh``: the device, its queue, and the mark."""
+    """Records every wait between queues of ``two_gpu_mesh``: who waits, and for whom.
+
+    A queue is a device of its GPU and a name; ``waits_of`` says what is expected.
+    """
     told: list[tuple] = []
     cls = type(two_gpu_mesh.devices[0])
     original = cls._wait

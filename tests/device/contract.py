@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,7 +12,7 @@ import pytest
 from support.exact_data import exact_data
 
 from gradreduce.backends import open_mesh
-from gradreduce.device import Buffer, Device, as_dtype, element_of
+from gradreduce.device import Buffer, Device, Mesh, as_dtype, element_of
 from gradreduce.ops.add_n import ADD_N
 
 QUEUES = ("compute", "transfer")
@@ -65,6 +65,14 @@ def in_order(device: Device) -> Iterator[None]:
     with device.gpu, device._stream("compute"):
         yield
     device.mesh_state.order.add_work(device.compute)
+
+
+def waits_of(mesh: Mesh, waits: Iterable[tuple]) -> list[tuple]:
+    """The waits that a backend queues, if this is what the order needs.
+
+    A backend whose operations are complete when they were submitted queues none.
+    """
+    return sorted(waits) if mesh.mesh_state.order.is_needed else []
 
 
 def adopted(device: Device, values: np.ndarray) -> Buffer:

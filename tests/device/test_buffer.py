@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.exact_data import DTYPES
 
-import gradreduce as gr
-from gradreduce.device import ALIGNMENT, Mark, compatible, flat_layout, overlap
-from gradreduce.device.buffer import MAX_READERS
+from gradreduce.device import ALIGNMENT, compatible, flat_layout, overlap
 
 ITEMSIZES = sorted({dtype.itemsize for dtype in DTYPES})
 sizes = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**40)), max_size=30)
@@ -105,23 +103,3 @@ def test_buffers_overlap_if_they_share_a_byte(one, other):
     left, right = (SimpleNamespace(address=start, nbytes=size) for start, size in (one, other))
     shared = {*range(one[0], sum(one))} & {*range(other[0], sum(other))}
     assert overlap(left, right) == overlap(right, left) == bool(shared)
-
-
-def test_readers_of_a_block_are_tracked_separately_up_to_a_limit():
-    """Beyond that number the last mark of each queue covers all reads of the queue."""
-    with gr.open_mesh(1, backend="sim") as mesh:
-        (device,) = mesh.devices
-        whole = device.empty((100,), "float32")
-        block, parts = whole.block, [whole.view(place, (1,)) for place in range(100)]
-        marks = [Mark(device, ("compute", "transfer")[place % 2], place) for place in range(100)]
-        for place, part in enumerate(parts):
-            block.record_reader(marks[place], part)
-            assert len(block.readers) <= MAX_READERS + 1
-            later = [mark.event for mark in block.readers.values() if mark.queue == "compute"]
-            assert later == sorted(later)
-        found = list(block.readers_of(parts[40]))
-        assert {mark.queue for mark in found} == {"compute", "transfer"}
-        assert all(mark.event >= 40 for mark in found)
-        block.record_reader(marks[99], parts[7])
-        assert list(block.readers_of(parts[8])) == []
-        assert marks[99] in list(block.readers_of(parts[7]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from device.contract import FLOAT, SIZE, adopted, data, unmapped, uploaded
+from device.contract import FLOAT, SIZE, adopted, data, unmapped, uploaded, waits_of
 from support.exact_data import same
 from support.meshes import refused
 
@@ -14,24 +14,25 @@ from gradreduce.ops.accumulate_n import ACCUMULATE_N
 TEMPLATE = ("float32", "float32")
 
 
-def test_it_waits_for_copies_that_read_and_for_each_once(two_gpu_mesh, waits):
+def test_it_waits_as_a_launch_does(two_gpu_mesh, waits):
+    """It waits for copies that read what it writes, and for each once."""
     near, beside, far = two_gpu_mesh.devices
-    flat = near.empty((2 * SIZE,), FLOAT)
+    flat = near.zeros((2 * SIZE,), FLOAT)
     parts = [flat.view(place * SIZE, (SIZE,)) for place in range(2)]
     term, away = uploaded(near, 1), far.empty((SIZE,), FLOAT)
-    beside.queue_wait(near.queue_mark())
     writer = LaunchBatch(beside, [[part] for part in parts])
-    for read in (0, 1, None, 0):
+    for read in (None, 0, 1, None, 0):
         if read is not None:
             far.copy(away, parts[read])
         waits.clear()
         writer.launch(ACCUMULATE_N, TEMPLATE, [[part, term] for part in parts], (1,))
-        told = [] if read is None else [(beside.index, "compute", far.index, "compute")]
-        assert waits == told, "as a launch does"
-        assert flat.block.readers == {}
-        near.queue_wait(beside.queue_mark())  # near owns the memory: later copies wait
-    assert (beside, "compute") in flat.block.touched
-    assert (beside, "compute") in term.block.touched
+        told = [] if read is None else [(0, "compute", 2, "compute")]
+        assert waits == waits_of(two_gpu_mesh, told)
+    far.copy(term, away)
+    writer.launch(ACCUMULATE_N, TEMPLATE, [[part, term] for part in parts], (1,))
+    for part in parts:
+        assert same(part.numpy(), 9 * data((SIZE,), seed=1))
+    assert same(away.numpy(), 4 * data((SIZE,), seed=1))
 
 
 def test_it_is_recorded_as_a_launch(one_gpu_mesh):

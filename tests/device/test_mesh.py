@@ -24,14 +24,7 @@ import gradreduce.device
 from gradreduce import backends as module
 from gradreduce.backends import default_mesh, open_mesh
 from gradreduce.backends.device_names import as_device
-from gradreduce.device import (
-    ALIGNMENT,
-    as_dtype,
-    by_physical,
-    flat_layout,
-    fork_streams,
-    join_streams,
-)
+from gradreduce.device import ALIGNMENT, as_dtype, by_physical, flat_layout
 from gradreduce.device.pending_calls import names_of
 from gradreduce.errors import BackendUnavailableError, brief
 
@@ -410,22 +403,6 @@ def test_indices_are_grouped_by_physical_device():
         part = mesh[[4, 3, 1]]
         assert list(part.by_physical.items()) == [(0, (0, 2)), (1, (1,))]
         assert by_physical(part.devices) == part.by_physical
-
-
-def test_join_and_fork_wait_for_each_other_device_once(monkeypatch):
-    with opened([0, 0, 0], schedule_seed=1) as mesh:
-        leader, *others = mesh.devices
-        waits = []
-        monkeypatch.setattr(
-            type(leader),
-            "wait",
-            lambda self, mark, **_: waits.append((self.index, mark.device.index)),
-        )
-        join_streams(leader, [*mesh.devices, *others])
-        assert waits == [(0, 1), (0, 2)]
-        waits.clear()
-        fork_streams(leader, [*mesh.devices, *others])
-        assert waits == [(1, 0), (2, 0)]
 
 
 SHAPES = [(3, 5), (), (0, 4), (7,), (16,), (1, 1, 1)]

@@ -65,7 +65,6 @@ def test_waits_with_a_deadline_return_the_same_values(mesh):
     with deadline_scope("a call", TEST_TIMEOUT, mesh.devices):
         mesh.devices[1].copy(buffer, uploaded(mesh.devices[1], 2))
     assert mesh.mesh_state.is_guarded
-    mesh.devices[0].queue_wait(mesh.devices[1].queue_mark())
     assert same(buffer.numpy(deadline=TEST_TIMEOUT), data((SIZE,), seed=2))
     assert same(buffer.numpy(), data((SIZE,), seed=2))
     mesh.synchronize(deadline=TEST_TIMEOUT)

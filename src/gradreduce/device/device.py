@@ -318,9 +318,9 @@ class Device(NotCopied, Backend):
         self.mesh_state.check_usable(self)
         check_accessible(self, buffer)
         log = self.mesh_state.log
-        number = log.append(Record("download", "", self.index, -1, buffer.nbytes))
         generation = self.mesh_state.generation
         self._order(lambda: None, Work(self.compute, [(buffer,)], 0))
+        number = log.append(Record("download", "", self.index, -1, buffer.nbytes))
         host = self._download(buffer, wait_policy)
         self.mesh_state.order.add_work(self.compute)
         # An aborted collective lets its queue continue: results of later work are wrong.

@@ -47,6 +47,11 @@ class DeviceQueue:
         self.entered = 0
         self.debts: dict[DeviceQueue, Use] = {}
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the physical device has failed."""
+        return self.device.physical in self.device.mesh_state.failed
+
 
 class Use:
     """An operation that uses memory.
@@ -99,12 +104,16 @@ class Uses:
     def wait_for(
         self, start: int, stop: int, waits: dict[DeviceQueue, float], *, writes: bool
     ) -> None:
-        """Adds to ``waits`` what an operation on these bytes must wait for."""
+        """Adds to ``waits`` what an operation on these bytes must wait for.
+
+        That excludes reads of a failed device: nobody uses their results, and they may never end.
+        """
         for each in self._ranges:
             if each.start < stop and start < each.stop:
-                for last in (each.writes, each.reads) if writes else (each.writes,):
-                    for queue, use in last.items():
-                        waits[queue] = max(use.count, waits.get(queue, 0))
+                uses = [*each.writes.values()]
+                if writes:
+                    uses += [use for use in each.reads.values() if not use.queue.has_failed]
+                _add_counts(uses, waits)
 
     def add(self, start: int, stop: int, use: Use, *, writes: bool) -> None:
         """Adds an operation on these bytes, which waits for what ``wait_for`` returns."""
@@ -128,7 +137,7 @@ class Uses:
         """The queues that used the block last, each with the count of its last use."""
         found: dict[DeviceQueue, float] = {}
         for each in self._ranges:
-            self.wait_for(each.start, each.stop, found, writes=True)
+            _add_counts([*each.writes.values(), *each.reads.values()], found)
         return found
 
     @property
@@ -138,6 +147,12 @@ class Uses:
         return all(
             [queue is home for each in self._ranges for queue in (*each.writes, *each.reads)]
         )
+
+
+def _add_counts(uses: Iterable[Use], counts: dict[DeviceQueue, float]) -> None:
+    """Raises the count of each queue to that of its uses."""
+    for use in uses:
+        counts[use.queue] = max(use.count, counts.get(use.queue, 0))
 
 
 def _cut(each: _Range, start: int, stop: int) -> list[_Range]:
@@ -298,6 +313,9 @@ class Order:
         """Makes ``queue`` wait until ``other`` has passed ``count``, unless it does already.
 
         The lock must be held.
+
+        Raises:
+            BackendUnavailableError: the other device has failed.
         """
         if queue is other:
             return
@@ -306,7 +324,7 @@ class Order:
         if waits.behind.get((queue, other), -1) >= count:
             return
         covered, mark = waits.marks.get(other, (-1, None))
-        if mark is None or covered < count:
+        if mark is None or covered < count or other.has_failed:
             covered = other.submitted  # read first: a signal handler may submit work
             mark = other.device.queue_mark(other.name)
             waits.marks[other] = covered, mark
@@ -363,12 +381,16 @@ class Order:
             queue.entered = queue.submitted
 
     def leave(self, queue: DeviceQueue) -> None:
-        """Makes a compute queue wait for all other uses of its callers' memory."""
+        """Makes a compute queue wait for all other uses of its callers' memory.
+
+        Devices that have failed are left out: every later call would raise.
+        """
         if not queue.debts:
             return
         with self._lock:
             for other, use in list(queue.debts.items()):
-                self.wait(queue, other, use.count)
+                if not other.has_failed:
+                    self.wait(queue, other, use.count)
                 del queue.debts[other]
 
     def settle(self, blocks: Iterable[Block]) -> None:
@@ -376,7 +398,9 @@ class Order:
         with self._lock:
             for block in blocks:
                 if block.uses is not None:
-                    for other, count in block.uses.queues.items():
+                    waits: dict[DeviceQueue, float] = {}
+                    block.uses.wait_for(0, block.nbytes, waits, writes=True)
+                    for other, count in waits.items():
                         self.wait(block.queue, other, count)
                     block.set_uses(None)
 
