@@ -42,7 +42,7 @@ def test_every_reduction_has_the_same_bits_in_every_legal_order(algorithm, seeds
 
 
 def spread(seed):
-    """A broadcast from a device whose leader has not been read before."""
+    """A broadcast from a device whose GPU's first device has not been read before."""
     with gr.open_mesh([0, 0, 1, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
         source = mesh.devices[0].upload(data((5, 3), "float32", 1))
         result = gr.NcclAllReduce().broadcast(source, mesh)
