@@ -347,9 +347,9 @@ class Device(NotCopied, Backend):
     ) -> None:
         """Queues an exchange of this GPU's memory; the host does not wait."""
         command = partial(self._on_stream, queue, partial(move, sends, receives, self.physical))
-        self._order(command, self.parcels(sends, receives, queue))
+        self._order(command, self._parcels(sends, receives, queue))
 
-    def parcels(self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue) -> Work:
+    def _parcels(self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue) -> Work:
         """Returns the operands of an exchange."""
         written, read = [buffer for _, buffer in receives], [buffer for _, buffer in sends]
         return Work(self.queues[queue], [(*written, *read)], len(written))

@@ -182,7 +182,7 @@ class SimDevice(Device):
         outgoing = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in sends if buffer.size]
         incoming = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in receives if buffer.size]
         command = partial(self.submit, queue, partial(move, outgoing, incoming))
-        self._order(command, self.parcels(sends, receives, queue))
+        self._order(command, self._parcels(sends, receives, queue))
         if self.defers:  # else two processes may wait for each other
             self.scheduler.finish((self.physical, queue))
 
