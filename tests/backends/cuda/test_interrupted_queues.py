@@ -120,6 +120,19 @@ def test_a_writer_that_ctrl_c_interrupted_waits_for_copies_when_called_again(gpu
                 away.copy(far, source)
 
 
+@pytest.mark.parametrize("form", ["prepare", "capture"])
+def test_later_work_waits_for_a_step_that_ctrl_c_interrupted(form, gpus):
+    """On the compute queue of each GPU whose memory the step uses."""
+    gpus(0)
+    with gr.open_mesh([0, 1], backend="cuda") as mesh:
+        value = dense(mesh, (40,), "float32", 0)
+        step = getattr(gr.HierarchicalCopyAllReduce(mesh=mesh), form)(SUM, [(value, value)])
+        used = [*value.buffers, *step.results[0].buffers]
+        for _ in at_each_point(step, ctrl_c):
+            for buffer in used:
+                buffer.device.fill_zero(buffer)
+
+
 def test_memory_that_a_download_writes_is_not_used_again_after_ctrl_c(gpus):
     gpus(0)
     with gr.open_mesh(1, backend="cuda") as mesh:
