@@ -371,8 +371,11 @@ class Order:
         """Records that the present work of these queues may use the blocks."""
         with self._lock:
             self.version += 1
+            uses = {queue: Use(queue, queue.submitted) for queue in queues}
             for block in blocks:
-                block.set_uses(Uses(block.queue, block.nbytes, queues))
+                block.set_uses(Uses(block.queue, block.nbytes, uses))
+                if block.shared:
+                    block.queue.debts.update(uses)
 
     def enter(self, queue: DeviceQueue) -> None:
         """Records that a compute queue waits for a caller's stream, which may have written."""
