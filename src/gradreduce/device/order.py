@@ -231,8 +231,11 @@ class Order:
         """Records that the present work of these queues may use the blocks."""
         with self._lock:
             self.version += 1
+            uses = Uses.by(queues)
             for block in blocks:
-                block.set_uses(Uses.by({block.queue, *queues}))
+                block.set_uses(uses)
+                if block.shared:
+                    block.queue.debts.update(uses.ranges[0].writes)
 
     def enter(self, queue: DeviceQueue) -> None:
         """Records that a compute queue waits for a caller's stream, which may have written."""
