@@ -135,7 +135,10 @@ def test_a_scenario_has_the_same_bits_in_every_legal_order(scenario):
 def test_what_the_transfer_queue_writes_is_read_after_it(seed):
     with opened([0], seed) as mesh:
         (device,) = mesh
-        term, copied, total = device.upload(np.ones(9)), *(device.zeros((9,), "float64") for _ in "ab")
+        term, copied, total = (
+            device.upload(np.ones(9)),
+            *(device.zeros((9,), "float64") for _ in "ab"),
+        )
         device.copy(copied, term, queue="transfer")
         assert (gr.add_n([term, copied]).numpy() == 2).all()
         ops.add_n([total], [[copied, copied]], queue="transfer")

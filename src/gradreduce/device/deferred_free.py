@@ -13,7 +13,7 @@ from .buffer import LEGACY, PER_THREAD, Block, FreedBlock, Stream, handle_of
 
 if TYPE_CHECKING:
     from .device import Device
-    from .order import DeviceQueue
+    from .uses import DeviceQueue
 
 _Streams = list[tuple["Device", Stream]]
 

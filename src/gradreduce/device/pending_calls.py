@@ -22,7 +22,7 @@ from .buffer import Mark
 
 if TYPE_CHECKING:
     from .device import Device
-    from .order import DeviceQueue
+    from .uses import DeviceQueue
 
 # Seconds that the host sleeps between two polls of a device: short at first, because most work ends
 # soon.

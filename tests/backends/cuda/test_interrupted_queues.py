@@ -120,6 +120,36 @@ def test_a_writer_that_ctrl_c_interrupted_waits_for_copies_when_called_again(gpu
                 away.copy(far, source)
 
 
+@pytest.mark.parametrize("form", ["prepare", "capture"])
+def test_later_work_waits_for_a_step_that_ctrl_c_interrupted(form, gpus):
+    """On the compute queue of each GPU whose memory the step uses."""
+    gpus(0)
+    with gr.open_mesh([0, 1], backend="cuda") as mesh:
+        value = dense(mesh, (40,), "float32", 0)
+        step = getattr(gr.HierarchicalCopyAllReduce(mesh=mesh), form)(SUM, [(value, value)])
+        used = [*value.buffers, *step.results[0].buffers]
+        for _ in at_each_point(step, ctrl_c):
+            for buffer in used:
+                buffer.device.fill_zero(buffer)
+
+
+def test_callers_arrays_are_read_before_they_change_after_ctrl_c(gpus):
+    """By a step, also on another GPU, if the caller's stream waits for a later call."""
+    gpus(0)
+    with gr.open_mesh([0, 1], backend="cuda") as mesh:
+        arrays = []
+        for gpu in range(2):
+            with cupy.cuda.Device(gpu):
+                arrays.append(cupy.asarray(ONES))
+        value = gr.PerReplica(arrays, mesh)
+        step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(SUM, [(value, value)])
+        for _ in at_each_point(step, ctrl_c):
+            for device, array in zip(mesh, arrays, strict=True):
+                device.block_stream(cupy.cuda.get_current_stream(device.physical))
+                with cupy.cuda.Device(device.physical):
+                    array[...] = 1
+
+
 def test_memory_that_a_download_writes_is_not_used_again_after_ctrl_c(gpus):
     gpus(0)
     with gr.open_mesh(1, backend="cuda") as mesh:

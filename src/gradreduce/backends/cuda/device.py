@@ -39,8 +39,8 @@ from gradreduce.device.command_list import Command, CommandList
 from gradreduce.device.launch_table import Tables
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
-from gradreduce.device.order import DeviceQueue
 from gradreduce.device.pending_calls import WaitPolicy
+from gradreduce.device.uses import DeviceQueue
 from gradreduce.device.waiting import run_in_thread
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
