@@ -69,7 +69,7 @@ class SlowWork:
                 runtime.memcpyAsync(*ends, self._nbytes, kind, stream.ptr)
             event = cupy.cuda.Event(disable_timing=True)
             event.record(stream)
-        self._device._submitted("compute")
+        self._device.mesh_state.order.add_work(self._device.compute)
         return event
 
 

@@ -81,17 +81,17 @@ def saved_state(step: StepParts, num_required: int, output_type: str) -> dict[st
 
 def _of_all_replicas(step: StepParts, sums: list[Any]) -> list[Any]:
     """Returns the partial sums of the replicas of all processes."""
-    leader = step.devices[0]
-    group = leader.mesh_state.process_group
+    device = step.devices[0]
+    group = device.mesh_state.process_group
     if group is None:
         return sums
     if sums[0] is None:
         return [None] * step.num_replicas
-    own = [leader.upload(each) for each in sums]
+    own = [device.upload(each) for each in sums]
     shapes = [[own[0].shape] * count for count in group.counts]
     what = {"call": "SyncStep.state_dict", "tensors": [list(own[0].shape)]}
-    with agreed(leader, Description.of(what)):
-        return [buffer.numpy() for buffer in exchange_all(leader, own, shapes)]
+    with agreed(device, Description.of(what)):
+        return [buffer.numpy() for buffer in exchange_all(device, own, shapes)]
 
 
 def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
@@ -171,13 +171,13 @@ def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> 
 
 def _check_alike(step: StepParts, call: str, values: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` in all processes if these entries of a state differ between them."""
-    leader = step.devices[0]
-    group = leader.mesh_state.process_group
+    device = step.devices[0]
+    group = device.mesh_state.process_group
     if group is None:
         return
     digests = list(map(_digest, values.values()))
-    with agreed(leader, Description.of({"call": call, "tensors": []})):
-        found = exchange_numbers(leader, digests, [len(digests)] * group.size)
+    with agreed(device, Description.of({"call": call, "tensors": []})):
+        found = exchange_numbers(device, digests, [len(digests)] * group.size)
     for rank, theirs in enumerate(found):
         for key, one, other in zip(values, found[0], theirs, strict=True):
             if one != other:

@@ -280,9 +280,9 @@ class OptimizerShards(CrossDeviceOps):
             [shard.of(buffer) for buffer in self._whole[shard.variable].buffers] for shard in chosen
         ]
         pairs = [(mean, self._own[shard]) for shard, mean in means.items()]
-        leader = self._devices[0]
+        first = self._devices[0]
         if self._scaling.acts:
-            with telling_others(leader):
+            with telling_others(first):
                 if not self._scaling.apply(
                     [
                         [mean for mean in means.values() if mean.device is device]
@@ -294,8 +294,8 @@ class OptimizerShards(CrossDeviceOps):
         begin_writes(self._whole)
         # If the update or the copies fail, the copies of a variable would differ.
         with (
-            leader.mesh_state.fail_on_partial_write(self._devices),
-            telling_others(leader),
+            first.mesh_state.fail_on_partial_write(self._devices),
+            telling_others(first),
         ):
             if pairs:
                 self._optimizer._update(pairs)  # the sums are those of all processes
@@ -354,25 +354,25 @@ class OptimizerShards(CrossDeviceOps):
 
     def _joined(self, index: int, names: Sequence[str], dtype: DType) -> list[Buffer]:
         """Returns the slots of a variable, flat, on the first device."""
-        leader, variable = self._devices[0], self._whole[index]
-        wholes = [leader.empty((variable.buffers[0].size,), dtype) for _ in names]
+        first, variable = self._devices[0], self._whole[index]
+        wholes = [first.empty((variable.buffers[0].size,), dtype) for _ in names]
         sends: list[Parcel] = []
         receives: list[Parcel] = []
-        group = leader.mesh_state.process_group
+        group = first.mesh_state.process_group
         for shard in [shard for shard in self._shards if shard.variable == index]:
             for name, whole in zip(names, wholes, strict=True):
                 part = shard.of(whole)
                 if shard in self._own:
                     slot = self._optimizer._slots.by_name[name][self._own[shard]]
-                    leader.copy(part, slot.buffers[0])
+                    first.copy(part, slot.buffers[0])
                     if group is not None:
                         sends += [(other, part) for other in group.others]
                 elif group is not None:
                     receives.append((group.rank_of(shard.owner), part))
         if group is not None:
             what = {"call": "SyncStep.state_dict", "tensors": [f"{dtype}{list(variable.shape)}"]}
-            with agreed(leader, Description.of(what, [variable.name], compared=False)):
-                exchange(leader, sends, receives, "compute")
+            with agreed(first, Description.of(what, [variable.name], compared=False)):
+                exchange(first, sends, receives, "compute")
         return wholes
 
     def divided(self, values: SlotValues) -> SlotValues:

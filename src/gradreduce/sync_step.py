@@ -385,22 +385,22 @@ class SyncStep(NotCopied):
         Raises:
             FloatingPointError: a gradient of ``checked`` is not finite, in any process.
         """
-        leader = self.devices[0]
-        group = leader.mesh_state.process_group
+        device = self.devices[0]
+        group = device.mesh_state.process_group
         if group is None and checked is None:
             return step
         # Compared with these numbers, which travel anyway.
         scheduled = self.optimizer._scheduled() if group is not None else {}
         numbers, now = [step, _number_of(scheduled)], self.global_step
         if checked is not None:
-            numbers += first_nonfinite(() if step < now else checked, first_replica(leader))
+            numbers += first_nonfinite(() if step < now else checked, first_replica(device))
         found = [numbers]
         if group is not None:
-            with agreed(leader, self._description(with_gradients)):
-                found = exchange_numbers(leader, numbers, [len(numbers)] * group.size)
+            with agreed(device, self._description(with_gradients)):
+                found = exchange_numbers(device, numbers, [len(numbers)] * group.size)
                 if len({each[1] for each in found}) > 1:
                     what = {"call": "a SyncStep", "tensors": [], **scheduled}
-                    agree(leader, Description.of(what))
+                    agree(device, Description.of(what))
         earliest = min([each[0] for each in found])
         wrong = [each[2:] for each in found if each[2:] and each[2] >= 0]
         if wrong and earliest >= now:

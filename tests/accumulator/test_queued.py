@@ -78,7 +78,7 @@ def on_devices(placement, peers, seed):
             accumulators[3].apply_grad(gr.PerReplica(everywhere), step)
             accumulators[2].apply_grad(everywhere[0], step)
             scenario.overwrite(*everywhere)
-            # On its own queue alone; the joint take has one leader for these two.
+            # On its own queue alone; the joint take has one launch for these two.
             for place, device in ((0, second), (3, first)):
                 accumulators[place].apply_grad(scenario.produced(device), step)
             if step == 0:

@@ -64,7 +64,7 @@ def in_order(device: Device) -> Iterator[None]:
         return
     with device.gpu, device._stream("compute"):
         yield
-    device._submitted("compute")
+    device.mesh_state.order.add_work(device.compute)
 
 
 def waits_of(mesh: Mesh, waits: Iterable[tuple]) -> list[tuple]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradreduce.device.order import MAX_RANGES, DeviceQueue, Use, Uses
+from gradreduce.device.uses import END, MAX_RANGES, DeviceQueue, Use, Uses, counts_of
 
 NBYTES = 40
 bytes_used = st.tuples(st.integers(0, NBYTES - 1), st.integers(1, NBYTES))
@@ -32,7 +32,7 @@ def test_an_operation_waits_for_the_last_uses_of_its_bytes(operations, has_faile
         DeviceQueue(SimpleNamespace(physical=number, mesh_state=mesh_state), "compute")
         for number in range(3)
     ]
-    uses = Uses(home, NBYTES)
+    uses = Uses.by([home])
     writes: list[dict] = [{home: 0} for _ in range(NBYTES)]
     reads: list[dict] = [{} for _ in range(NBYTES)]
     for number, ((start, size), place, is_written) in enumerate(operations, 1):
@@ -41,9 +41,9 @@ def test_an_operation_waits_for_the_last_uses_of_its_bytes(operations, has_faile
         if is_written:
             used = last_of(reads[start:stop], {})
             last_of([{each: used[each] for each in used if not each.has_failed}], expected)
-        found: dict = {}
-        uses.wait_for(start, stop, found, writes=is_written)
-        uses.add(start, stop, Use(queue, number), writes=is_written)
+        end = END if stop == NBYTES else stop
+        found = counts_of(uses.before(start, end, writes=is_written))
+        uses = uses.after(start, end, Use(queue, number), writes=is_written)
         for byte in range(start, stop):
             if is_written:
                 writes[byte], reads[byte] = {queue: number}, {}
@@ -53,8 +53,6 @@ def test_an_operation_waits_for_the_last_uses_of_its_bytes(operations, has_faile
         if number <= NUM_EXACT:
             assert found == expected
             assert uses.queues == every
-            assert uses.is_over == (set(every) == {home})
         else:
             assert all(found[each] >= count for each, count in expected.items())
             assert all(uses.queues[each] >= count for each, count in every.items())
-            assert set(every) == {home} or not uses.is_over

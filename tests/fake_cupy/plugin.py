@@ -167,15 +167,15 @@ def declare_launches() -> None:
 
     launch = CudaDevice._launch
 
-    def held(self, kernel, template, rows, scalars, *rest):
-        num_written = kernel.num_written(scalars)
+    def held(self, kernel, template, work, scalars, crossing):
+        rows, num_written = work.rows, work.num_written
         spans = [[(one.address, one.address + one.nbytes) for one in row] for row in rows]
         what = Declared(
             tuple(span for row in spans for span in row[:num_written]),
             tuple(span for row in spans for span in row[num_written:]),
         )
         with declared(what):
-            return launch(self, kernel, template, rows, scalars, *rest)
+            return launch(self, kernel, template, work, scalars, crossing)
 
     CudaDevice._launch = held
 

@@ -1,4 +1,4 @@
-"""Random programs of public calls of devices, with all waits that the contract requires.
+"""Random programs of public calls of devices, on both queues and without any wait.
 
 For each buffer a program keeps the expected content as a NumPy array. A fault in such a program is
 a fault of the backend, or of the machine.
@@ -15,15 +15,7 @@ from support.captures import captured
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import (
-    Buffer,
-    Device,
-    Mesh,
-    WrittenSpans,
-    fork_streams,
-    join_streams,
-    launch_table,
-)
+from gradreduce.device import Buffer, Device, Mesh, launch_table
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 from .plugin import fresh
@@ -33,17 +25,16 @@ __all__ = ["Program", "run"]
 PLACEMENTS = ([0, 0], [0, 0, 1, 1], [0, 1, 1, 2, 0], [0, 1, 2], [0])
 SIZES = (5, 256, 1003)
 FLOAT = np.dtype("float32")
+LIMIT = 1024  # larger values would not stay exact for long
 MANY_ROWS = 120  # more than an inline table holds
-Users = set[tuple[Device, str]]
 
 
 class Value:
-    """A buffer, its expected values, and the queues that its next user must wait for."""
+    """A buffer and its expected values."""
 
     def __init__(self, buffer: Buffer, holds: np.ndarray) -> None:
         self.buffer = buffer
         self.holds = holds.copy()
-        self.users: Users = set()
 
 
 class Program:
@@ -58,8 +49,9 @@ class Program:
             self.make, self.make, self.make_zeros, self.add, self.add, self.add, self.copy,
             self.copy, self.copy_and_forget, self.overwrite, self.forget, self.forget, self.look,
             self.foreign, self.release, self.collective, self.reduce, self.many, self.quiet,
-            self.capture, self.lead,
+            self.capture, self.lead, self.accumulate, self.accumulate, self.copy_into,
         ]  # fmt: skip
+        self.between = [self.overwrite, self.copy, self.make, self.look, self.copy_into, self.quiet]
 
     def run(self, num_steps: int) -> None:
         """Runs a number of random steps, checks all values, and leaves some work in the queues."""
@@ -73,28 +65,6 @@ class Program:
         for step in (self.make, self.foreign, self.copy_and_forget, self.add):
             step()
         self.values.clear()
-
-    # -- what the contract leaves to the caller ---------------------------------------------------
-
-    def fence(self, device: Device, queue: str, *values: Value, copying: bool = False) -> None:
-        """``queue`` waits for all queues that used the values; copies wait for compute anyway."""
-        users = set().union(*(value.users for value in values))
-        if not copying:
-            users |= {(value.buffer.device, "compute") for value in values}
-        for other, name in sorted(users, key=lambda user: (user[0].index, user[1])):
-            if (other, name) != (device, queue):
-                device.queue_wait(other.queue_mark(name), queue=queue)
-
-    def used(self, device: Device, queue: str, *values: Value) -> None:
-        for value in values:
-            if device is not value.buffer.device or queue != "compute":
-                value.users.add((device, queue))
-
-    def home(self, *values: Value) -> None:
-        """Orders values with the compute queues of their own devices."""
-        for value in values:
-            self.fence(value.buffer.device, "compute", value)
-            value.users.clear()
 
     def reaches(self, device: Device, buffer: Buffer) -> bool:
         home = buffer.device.physical
@@ -121,7 +91,6 @@ class Program:
     def make(self) -> None:
         device, queue, holds = self.device(), self.queue(), self.data(self.random.choice(SIZES))
         value = Value(device.upload(holds, queue=queue), holds)
-        self.used(device, queue, value)
         self.values.append(value)
 
     def make_zeros(self) -> None:
@@ -138,9 +107,7 @@ class Program:
         if not all(self.reaches(device, value.buffer) for value in (first, second)):
             return
         out = Value(device.empty(first.holds.shape, FLOAT), first.holds + second.holds)
-        self.fence(device, queue, out, first, second)
         ops.add_n([out.buffer], [[first.buffer, second.buffer]], device=device, queue=queue)
-        self.used(device, queue, out, first, second)
         out.holds %= 1024
         if (out.holds != first.holds + second.holds).any():
             return  # too large to stay exact for long; dropped while the launch may be queued
@@ -149,18 +116,14 @@ class Program:
     def lead(self) -> None:
         """A sum by one device for all that share its GPU, into memory of each of them."""
         first = self.like()
-        if first is None or first.users:
+        if first is None:
             return
         home = first.buffer.device
         near = [device for device in self.mesh.devices if device.physical == home.physical]
         self.random.shuffle(near)
         leader = self.random.choice(near)
-        if self.random.random() < 0.3:
-            fork_streams(self.random.choice(near), near)
         outs = [Value(device.empty(first.holds.shape, FLOAT), first.holds) for device in near]
-        join_streams(leader, near)
         ops.all_sum([[out.buffer for out in outs]], [[first.buffer]], device=leader)
-        fork_streams(leader, near)
         self.values += outs[: self.random.randrange(1, len(outs) + 1)]
         del outs
         for device in near:  # memory without another use
@@ -173,9 +136,7 @@ class Program:
         target = Value(self.device().empty(source.holds.shape, FLOAT), source.holds)
         runner = self.random.choice((source.buffer.device, target.buffer.device))
         queue = self.queue()
-        self.fence(runner, queue, source, target, copying=True)
         runner.copy(target.buffer, source.buffer, queue=queue)
-        self.used(runner, queue, target)  # the next *writer* of the source waits by itself
         self.values.append(target)
         return source
 
@@ -190,10 +151,7 @@ class Program:
             return
         device, queue = value.buffer.device, self.queue()
         value.holds = self.data(value.holds.size)
-        self.fence(device, queue, value, copying=True)
         device.upload(value.holds, out=value.buffer, queue=queue)
-        value.users = set()
-        self.used(device, queue, value)
 
     def forget(self) -> None:
         if self.values:
@@ -205,7 +163,6 @@ class Program:
             self.check(value)
 
     def check(self, value: Value) -> None:
-        self.home(value)
         self.checked += 1
         found = value.buffer.numpy()
         assert (found == value.holds).all(), f"{value.buffer} holds {found}, not {value.holds}"
@@ -221,9 +178,7 @@ class Program:
         del array
         mine = Value(device.empty(holds.shape, FLOAT), holds)
         queue = self.queue()
-        self.fence(device, queue, mine, theirs)
         ops.add_n([mine.buffer], [[theirs.buffer]], device=device, queue=queue)
-        self.used(device, queue, mine)
         self.values.append(mine)
 
     def release(self) -> None:
@@ -231,7 +186,6 @@ class Program:
         value = self.like()
         if value is None or not value.buffer.block.owned:
             return
-        self.home(value)
         device = value.buffer.device
         array = device.release(value.buffer, 0)
         with device.gpu:
@@ -285,13 +239,45 @@ class Program:
         self.check(new[0])  # before anything else orders the queues
         self.values += new[:3]
 
+    def accumulate(self) -> None:
+        """A sum into a part of memory that is used already."""
+        out = self.like()
+        if out is None or not out.buffer.block.writable:
+            return
+        term, device, queue = self.like(out.holds.size), self.device(), self.queue()
+        start = self.random.randrange(out.holds.size // 4 + 1) * 4
+        stop = self.random.randint(start, out.holds.size)
+        total = out.holds[start:stop] + term.holds[start:stop]
+        ends = out.buffer, term.buffer
+        if total.max(initial=0) >= LIMIT or not all(self.reaches(device, each) for each in ends):
+            return
+        parts = [each.view(start, (stop - start,)) for each in ends]
+        if out is term:  # its kernels allow no overlap
+            return
+        ops.accumulate_n(parts[:1], [parts[1:]], device=device, queue=queue)
+        out.holds[start:stop] = total
+
+    def copy_into(self) -> None:
+        """A copy into a part of memory that is used already."""
+        target = self.like()
+        if target is None:
+            return
+        source = self.like(target.holds.size)
+        if source is target:
+            return
+        start = self.random.randrange(target.holds.size // 4 + 1) * 4
+        stop = self.random.randint(start, target.holds.size)
+        runner = self.random.choice((source.buffer.device, target.buffer.device))
+        ends = [each.buffer.view(start, (stop - start,)) for each in (target, source)]
+        runner.copy(*ends, queue=self.queue())
+        target.holds[start:stop] = source.holds[start:stop]
+
     def many(self) -> None:
         """More rows than an inline table has, twice: the second launch reuses the table."""
         device, queue = self.device(), self.queue()
         out = Value(device.zeros((MANY_ROWS * 4,), FLOAT), np.zeros(MANY_ROWS * 4, FLOAT))
         holds = self.data(MANY_ROWS * 4)
         term = Value(device.upload(holds), holds)
-        self.fence(device, queue, out, term)
         for _ in range(2):
             ops.accumulate_n(
                 [out.buffer.view(4 * row, (4,)) for row in range(MANY_ROWS)],
@@ -299,39 +285,50 @@ class Program:
                 device=device,
                 queue=queue,
             )
-        self.used(device, queue, out)
         out.holds = holds * 2
         self.values.append(out)
 
     def capture(self) -> None:
-        """A copy and a sum of it in one graph, called twice with new numbers, then forgotten."""
-        near, far, size = self.device(), self.device(), self.random.choice(SIZES)
-        devices = [self.device(), near, far]
-        physicals = {device.physical for device in devices}
-        if not all(self.mesh.mesh_state.peers(a, b) for a in physicals for b in physicals):
+        """A program as one graph, over memory that is used already; run twice, then forgotten."""
+        physicals = {value.buffer.device.physical for value in self.values}
+        if not self.values or not all(
+            self.mesh.mesh_state.peers(a, b) for a in physicals for b in physicals
+        ):
             return
-        source = Value(far.upload(self.data(size)), self.data(size))
-        copied = Value(near.empty((size,), FLOAT), source.holds)
-        out = Value(near.empty((size,), FLOAT), source.holds)
-        near.prepare(ops.ADD_N, ("float32", "float32", 2))
-        queue = self.queue()
+        chosen = [self.like() for _ in range(3)]
+        devices = [value.buffer.device for value in chosen]
+        edges: list[tuple[Value, Value, Device, str]] = []
+        for _ in range(4):
+            to, of = self.random.choice(chosen), self.random.choice(chosen)
+            if to is not of and to.holds.size == of.holds.size:
+                edges.append((to, of, self.random.choice(devices), self.queue()))
 
         def work() -> None:
-            near.copy(copied.buffer, source.buffer, queue=queue)
-            near.queue_wait(near.queue_mark(queue))
-            ops.add_n([out.buffer], [[copied.buffer, copied.buffer]], device=near)
+            for to, of, device, queue in edges:
+                if device in (to.buffer.device, of.buffer.device):
+                    device.copy(to.buffer, of.buffer, queue=queue)
+                else:
+                    out, terms = [to.buffer], [[of.buffer, of.buffer]]
+                    ops.add_n(out, terms, device=device, queue=queue)
 
-        step, written = captured(devices, work), WrittenSpans([copied.buffer, out.buffer])
-        for _ in range(2):
-            source.holds = self.data(size)
-            far.upload(source.holds, out=source.buffer)
-            written.wait_for_readers(self.mesh.mesh_state)
+        for device in devices:
+            device.prepare(ops.ADD_N, ("float32", "float32", 2))
+        reached = [(to, of, device) for to, of, device, _ in edges]
+        if not all(self.reaches(d, each.buffer) for to, of, d in reached for each in (to, of)):
+            return
+        step = captured(devices, work)
+        for turn in range(3):  # the first was the recording
+            for to, of, device, _ in edges:
+                copied = device in (to.buffer.device, of.buffer.device)
+                to.holds = of.holds * (1 if copied else 2)
+            if turn == 2:
+                break
+            for between in self.random.choices(self.between, k=2):
+                between()
             step.submit()
-            out.holds = source.holds * 2
-            self.values.append(Value(self.device().empty((size,), FLOAT), out.holds))
-            near.copy(self.values[-1].buffer, out.buffer, queue="transfer")
-            self.used(near, "transfer", self.values[-1])
-        self.values += [source, out]
+        for value in chosen:
+            if (value.holds >= LIMIT).any() and value in self.values:
+                self.values.remove(value)
 
     def quiet(self) -> None:
         device = self.device()

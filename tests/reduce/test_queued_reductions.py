@@ -15,6 +15,7 @@ from support.exhaustive import seeds
 from support.reduction_calls import data, dense, everything
 
 import gradreduce as gr
+from gradreduce import ops
 from gradreduce.reduce.algorithm import Job
 from gradreduce.reduce.algorithms import ALGORITHMS
 
@@ -42,7 +43,7 @@ def test_every_reduction_has_the_same_bits_in_every_legal_order(algorithm, seeds
 
 
 def spread(seed):
-    """A broadcast from a device whose leader has not been read before."""
+    """A broadcast from a device whose GPU's first device has not been read before."""
     with gr.open_mesh([0, 0, 1, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
         source = mesh.devices[0].upload(data((5, 3), "float32", 1))
         result = gr.NcclAllReduce().broadcast(source, mesh)
@@ -128,3 +129,27 @@ SCENARIOS = {
 def test_a_scenario_has_the_same_bits_in_every_legal_order(scenario):
     expected = scenario(None)
     assert all(scenario(seed) == expected for seed in range(48))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_the_transfer_queue_writes_is_read_after_it(seed):
+    with opened([0], seed) as mesh:
+        (device,) = mesh
+        term, copied, total = (
+            device.upload(np.ones(9)),
+            *(device.zeros((9,), "float64") for _ in "ab"),
+        )
+        device.copy(copied, term, queue="transfer")
+        assert (gr.add_n([term, copied]).numpy() == 2).all()
+        ops.add_n([total], [[copied, copied]], queue="transfer")
+        assert (total.numpy() == 2).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_host_writes_an_array_after_another_gpu_has_read_it(seed):
+    with opened([0, 1], seed) as mesh:
+        array, copied = np.ones(9), mesh[1].empty((9,), "float64")
+        mesh[1].copy(copied, mesh[0].adopt(array), queue="transfer")
+        mesh[0].block_stream(None)  # as each public call does for its inputs
+        array[...] = 2
+        assert (copied.numpy() == 1).all()

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from gradreduce.device import Capture, CommandList, Device
+from gradreduce.device import Capture, CommandList, Device, RepeatedWork
 from gradreduce.device.command_list import Operation
+
+
+class RepeatedCapture(NamedTuple):
+    """A capture, submitted as a captured step submits it."""
+
+    work: RepeatedWork
+    capture: Capture
+
+    def submit(self) -> None:
+        self.work.run(self.capture.submit)
 
 
 def captured(
     devices: Sequence[Device],
     work: Callable[[], object],
     meanwhile: Callable[[], object] | None = None,
-) -> Capture:
+) -> RepeatedCapture:
     """Calls ``work`` and records what it submits; then captures it.
 
     During the capture, it calls ``meanwhile`` after the first operation.
@@ -20,9 +31,9 @@ def captured(
     commands = CommandList()
     with devices[0].mesh_state.recording_commands(commands):
         work()
-    commands.close()
+        repeated = RepeatedWork(devices, commands)
     if meanwhile is not None:
         calls = [meanwhile]  # called once, not in each call of the simulation
         once = Operation(lambda: calls.pop()() if calls else None)
         commands.operations.insert(1, once)
-    return Capture(devices, commands)
+    return RepeatedCapture(repeated, Capture(devices, commands))

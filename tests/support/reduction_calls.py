@@ -67,8 +67,8 @@ def data(shape, dtype, seed: int) -> np.ndarray:
 def arrays_of(result: gr.Mirrored) -> Iterator[np.ndarray]:
     """The arrays of a value, with those of the last device first.
 
-    Reading a device's memory waits for its queue, which could hide a missing wait. So the leader,
-    which launches for other devices, is read after them.
+    Reading a device's memory waits for its queue, which could hide a missing wait. So the first
+    device of a GPU, which launches for the others, is read after them.
     """
     for part in result.parts[::-1]:
         if isinstance(part, gr.IndexedSlices):

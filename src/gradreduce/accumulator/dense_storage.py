@@ -225,7 +225,7 @@ def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
 def _divide(divisions: _Divisions) -> None:
     """Divides sums with one launch for each GPU, divisor and dtype."""
     for divisor, pairs in divisions.items():
-        for indices, leader in by_gpu([total for total, _ in pairs]):
+        for indices, device in by_gpu([total for total, _ in pairs]):
             totals, outs = zip(*[pairs[index] for index in indices], strict=True)
             ops.all_sum([[out] for out in outs], [[total] for total in totals],
-                        divisor=divisor, device=leader)  # fmt: skip
+                        divisor=divisor, device=device)  # fmt: skip

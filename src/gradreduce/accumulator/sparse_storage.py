@@ -122,9 +122,9 @@ class SparseStorage(Storage):
             if before is not None and before.slots.num_rows:
                 moved.append(before.rows)
                 outs.append(values.view(0, before.rows.shape))
-        for indices, leader in by_gpu(outs):
+        for indices, device in by_gpu(outs):
             rows = [moved[index] for index in indices]
-            ops.pack([outs[index] for index in indices], rows, device=leader)
+            ops.pack([outs[index] for index in indices], rows, device=device)
 
     def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""

@@ -56,14 +56,14 @@ def assert_mirrored(values: Any, mesh: Mesh | None = None) -> None:
             ...
         AssertionError: 'w'[0] differs: 1.0 in replica 0, 7.0 in replica 1
     """
-    copies, leader = _copies_of(values, mesh)
-    group = None if leader is None else leader.mesh_state.process_group
-    if leader is None or group is None:
+    copies, device = _copies_of(values, mesh)
+    group = None if device is None else device.mesh_state.process_group
+    if device is None or group is None:
         problem = _difference(copies, [_Row.of(copy) for copy in copies], None)
     else:
         rows = [_Row.of(copy, f" (process {group.rank})") for copy in copies]
-        with agreed(leader, Description.of({"call": "assert_mirrored", "tensors": []})):
-            problem = _difference(copies, rows, leader)
+        with agreed(device, Description.of({"call": "assert_mirrored", "tensors": []})):
+            problem = _difference(copies, rows, device)
     if problem is not None:
         raise AssertionError(problem)
 
@@ -169,15 +169,15 @@ def _digest(array: np.ndarray) -> int:
     return int(digest_of(array.view(np.uint8).data), 16)
 
 
-def _difference(copies: Sequence[_Copy], own: list[_Row], leader: Device | None) -> str | None:
+def _difference(copies: Sequence[_Copy], own: list[_Row], device: Device | None) -> str | None:
     """Describes the first difference between the copies of all processes; None if there is none.
 
     Args:
         copies: the copies of this process.
         own: their compared data.
-        leader: the device for exchanges with other processes; None: one process.
+        device: the device for exchanges with other processes; None: one process.
     """
-    rows = [_Row(*row) for row in _of_all(own, leader)]
+    rows = [_Row(*row) for row in _of_all(own, device)]
     names = [f"replica {replica}{row.process}" for replica, row in enumerate(rows)]
     for row, name in zip(rows, names, strict=True):
         for mine, theirs in zip(rows[0].tensors, row.tensors, strict=False):
@@ -194,26 +194,26 @@ def _difference(copies: Sequence[_Copy], own: list[_Row], leader: Device | None)
         step = -(-size // _PARTS)
         starts = range(start, start + size, step)
         parts = [[_digest(array[at : at + step]) for at in starts] for array in arrays]
-        digests = _of_all(parts, leader)
+        digests = _of_all(parts, device)
         part, _ = _first_unequal([digests[0], digests[other]])
         start, size = starts[part], min(step, start + size - starts[part])
-    found = _of_all([str(array[start]) for array in arrays], leader)
+    found = _of_all([str(array[start]) for array in arrays], device)
     shape = tuple(copies[0].tensors[index].shape)
     at = [int(each) for each in np.unravel_index(start, shape)] if shape else ""
     values = f"{found[0]} in {names[0]}, {found[other]} in {names[other]}"
     return f"{copies[0].names[index]!r}{at} differs: {values}"
 
 
-def _of_all(own: list[Any], leader: Device | None) -> list[Any]:
+def _of_all(own: list[Any], device: Device | None) -> list[Any]:
     """Returns the entries of the lists of all processes; they are JSON values."""
-    if leader is None:
+    if device is None:
         return own
-    group = leader.mesh_state.process_group
+    group = device.mesh_state.process_group
     assert group is not None
     text = np.frombuffer(json.dumps(own).encode(), np.uint8)
-    sizes = exchange_numbers(leader, [text.size], [1] * group.size)
-    found = exchange_all(leader, [leader.upload(text)], [[(size,)] for (size,) in sizes])
-    return [row for each in found for row in json.loads(leader.download(each).tobytes())]
+    sizes = exchange_numbers(device, [text.size], [1] * group.size)
+    found = exchange_all(device, [device.upload(text)], [[(size,)] for (size,) in sizes])
+    return [row for each in found for row in json.loads(device.download(each).tobytes())]
 
 
 def _first_unequal(rows: Sequence[Sequence[int]]) -> tuple[int, int]:

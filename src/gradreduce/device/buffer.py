@@ -16,7 +16,7 @@ from .dtypes import ELEMENT_OF
 
 if TYPE_CHECKING:
     from .device import Device
-    from .order import Uses
+    from .uses import Uses
 
 
 class Attached(Protocol):
@@ -91,9 +91,7 @@ class Block:
 
     def set_uses(self, uses: Uses | None) -> None:
         """Sets ``uses``, also for the time after the block was freed."""
-        self.uses = uses
-        if hasattr(self, "remains"):
-            self.remains.uses = uses
+        self.uses = self.remains.uses = uses
 
 
 class FreedBlock(ref[Block]):

@@ -60,11 +60,13 @@ class CommandList:
 
     Attributes:
         waits: the waits in the list: earlier ones do not count.
+        blocks: the blocks that the operations use.
     """
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.waits = Waits()
+        self.blocks: set[Block] = set()
         self._marks: dict[int, _MarkAgain] = {}  # ``waits`` keeps the marks
 
     def add(
@@ -76,12 +78,6 @@ class CommandList:
     ) -> None:
         """Appends an ``Operation``."""
         self.operations.append(Operation(command, records, rows, num_written))
-
-    @property
-    def blocks(self) -> set[Block]:
-        """The blocks of all operands."""
-        rows = [row for each in self.operations for row in each.rows]
-        return {operand.block for row in rows for operand in row}
 
     def marked(self, mark: Mark) -> None:
         """Records a mark that has just been made."""

@@ -13,7 +13,7 @@ from .buffer import LEGACY, PER_THREAD, Block, FreedBlock, Stream, handle_of
 
 if TYPE_CHECKING:
     from .device import Device
-    from .order import DeviceQueue
+    from .uses import DeviceQueue
 
 _Streams = list[tuple["Device", Stream]]
 
@@ -130,14 +130,18 @@ class DeferredFree:
             freed.streams.difference_update(users)
 
     def _free_or_defer(self, freed: FreedBlock, home: Device) -> None:
-        order = home.mesh_state.order
-        queues = {} if freed.uses is None else freed.uses.queues
+        uses = freed.uses
         # Free now if the home queue runs after all users.
-        if freed.owned and not freed.streams and order.is_behind(home.compute, queues):
+        if (
+            freed.owned
+            and not freed.streams
+            and (uses is None or home.mesh_state.order.is_behind(home.compute, uses))
+        ):
             self.free(freed, home)
         else:
-            own = () if freed.owned else (home.compute,)
-            self._defer(freed, dict.fromkeys((*queues, *own)), list(freed.streams), home)
+            queues = [] if uses is None else list(uses.queues)
+            own = [] if freed.owned else [home.compute]
+            self._defer(freed, dict.fromkeys(queues + own), list(freed.streams), home)
 
     def _defer(
         self, freed: FreedBlock, queues: Iterable[DeviceQueue], streams: _Streams, home: Device

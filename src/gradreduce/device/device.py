@@ -347,9 +347,9 @@ class Device(NotCopied, Backend):
     ) -> None:
         """Queues an exchange of this GPU's memory; the host does not wait."""
         command = partial(self._on_stream, queue, partial(move, sends, receives, self.physical))
-        self._order(command, self.parcels(sends, receives, queue))
+        self._order(command, self._parcels(sends, receives, queue))
 
-    def parcels(self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue) -> Work:
+    def _parcels(self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue) -> Work:
         """Returns the operands of an exchange."""
         written, read = [buffer for _, buffer in receives], [buffer for _, buffer in sends]
         return Work(self.queues[queue], [(*written, *read)], len(written))
@@ -560,7 +560,8 @@ class Device(NotCopied, Backend):
         self,
         command: Command,
         record: Record,
-        *works: Work,
+        work: Work,
+        *more: Work,
         is_ordered: bool = False,
         is_repeated: bool = True,
     ) -> None:
@@ -572,25 +573,28 @@ class Device(NotCopied, Backend):
         Args:
             command: queues the operation, each time it is called.
             record: its record.
-            works: its operands, and other memory that it uses.
+            work: its operands.
+            more: other memory that it uses.
             is_ordered: whether the command queues its waits itself.
             is_repeated: whether steps that are being prepared repeat it.
         """
-        log = self.mesh_state.log
+        log, order = self.mesh_state.log, self.mesh_state.order
         if log.num_traces:
             log.thread.started = time.perf_counter_ns()
         try:
-            self._order(command, *(() if is_ordered else works))
+            if order.is_needed and not is_ordered:
+                order.run(command, (work, *more))
+            else:
+                command()
             log.thread.num_submitted += 1
         except BaseException as error:
             log.thread.num_submitted += not (self.defers and isinstance(error, Exception))
             raise
-        rows, num_written = works[0][1:3] if works else ((), 0)
-        log.append(record, command if is_repeated else None, rows, num_written)
+        log.append(record, command if is_repeated else None, work.rows, work.num_written)
 
-    def _order(self, command: Command, *works: Work) -> None:
-        """Runs a command that uses memory, after the waits that it needs."""
-        if works and self.mesh_state.order.is_needed:
-            self.mesh_state.order.run(command, works)
+    def _order(self, command: Command, work: Work) -> None:
+        """Runs a command that uses memory, after the waits that it needs; logs nothing."""
+        if self.mesh_state.order.is_needed:
+            self.mesh_state.order.run(command, (work,))
         else:
             command()

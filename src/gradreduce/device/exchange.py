@@ -53,7 +53,7 @@ def exchange(
     record = Record("exchange", "", device.index, -1, nbytes, queue)
     # The command orders its parts itself, because the lock of the order must not be held while the
     # host waits for other processes. A list that records it needs the waits of all.
-    work = device.parcels(sends, receives, queue)
+    work = device._parcels(sends, receives, queue)
     device._order(lambda: None, work)
     device._submit(command, record, work, is_ordered=True)
 

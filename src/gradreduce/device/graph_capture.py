@@ -82,10 +82,10 @@ class Capture:
 
     def __init__(self, devices: Sequence[Device], command_list: CommandList) -> None:
         self._devices = tuple(dict.fromkeys(devices))
-        self._leader = self._devices[0]
+        self._device = self._devices[0]
         computes = dict.fromkeys(device.compute for device in self._devices)
-        self._others = [each for each in computes if each is not self._leader.compute]
-        self._mesh_state = self._leader.mesh_state
+        self._others = [each for each in computes if each is not self._device.compute]
+        self._mesh_state = self._device.mesh_state
         for device in self._devices:
             self._mesh_state.check_usable(device)
         thread = self._mesh_state.thread
@@ -93,7 +93,7 @@ class Capture:
         try:
             with no_collection, self._mesh_state.recording_commands(None):
                 self._mesh_state.capturing.add(threading.get_ident())
-                self._run = self._leader._captured(self._devices, command_list)
+                self._run = self._device._captured(self._devices, command_list)
         finally:
             self._mesh_state.capturing.discard(threading.get_ident())
             thread.pending_call = pending_call
@@ -103,7 +103,7 @@ class Capture:
         self._record = Record(
             "launch",
             "captured step",
-            self._leader.index,
+            self._device.index,
             nbytes=sum(each.nbytes for each in self._records if each.kind in CROSSING),
             num_rows=len(self._records),
             label=listed(dict.fromkeys(map(str, labels))) or None,
@@ -111,17 +111,16 @@ class Capture:
 
     def submit(self) -> None:
         """Submits the captured work; the caller has checked the devices. The host does not wait."""
-        mesh_state, compute = self._mesh_state, self._leader.compute
+        mesh_state, compute = self._mesh_state, self._device.compute
         order = mesh_state.order
         with mesh_state.launch_lock, mesh_state.pack_scope(self._record.label, self._devices):
-            for other in self._others:
-                order.wait(compute, other, other.submitted)
+            order.join(compute, self._others)
             if mesh_state.log.num_traces:
                 mesh_state.thread.started = time.perf_counter_ns()
             self._run()
             order.add_work(compute)
             for other in self._others:
-                order.wait(other, compute, compute.submitted)
+                order.join(other, (compute,))
             mesh_state.log.repeat(self._record, self._records)
 
 

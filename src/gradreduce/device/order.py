@@ -11,201 +11,22 @@ operations that wait for what was submitted before it.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .buffer import Block, Mark, Queue, Row
+from .uses import END, Counts, DeviceQueue, Use, Uses, counts_of
 
 if TYPE_CHECKING:
-    from .command_list import Command
+    from .command_list import Command, CommandList
     from .device import Device
     from .op_log import ThreadState
 
-MAX_RANGES = 16  # of a block that are tracked separately
+_Place = tuple[Uses | DeviceQueue, int, int, bool]  # bytes with the same uses, and if written
 
 
-class DeviceQueue:
-    """One queue of a physical device, shared by its logical devices.
-
-    Attributes:
-        device: one of these devices.
-        name: ``compute`` or ``transfer``.
-        submitted: grows before and after each operation. So a mark that was made while another
-            thread or a signal handler was submitting one does not count as behind it.
-        entered: ``submitted`` after the queue last waited for a caller's stream.
-        debts: the last use of callers' memory by each other queue, since a caller's stream last
-            waited for this queue.
-    """
-
-    def __init__(self, device: Device, name: Queue) -> None:
-        self.device = device
-        self.name: Queue = name
-        self.submitted = 0
-        self.entered = 0
-        self.debts: dict[DeviceQueue, Use] = {}
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the physical device has failed."""
-        return self.device.physical in self.device.mesh_state.failed
-
-
-class Use:
-    """An operation that uses memory.
-
-    Attributes:
-        queue: its queue.
-        count: ``submitted`` of the queue after it; infinite while it is being submitted, and if
-            Ctrl-C interrupted that.
-    """
-
-    __slots__ = ("count", "queue")
-
-    def __init__(self, queue: DeviceQueue, count: float = math.inf) -> None:
-        self.queue = queue
-        self.count = count
-
-
-_Last = dict[DeviceQueue, Use]  # the last use by each queue
-
-
-class _Range:
-    """Bytes of a block with the same last uses.
-
-    Attributes:
-        start: the first byte.
-        stop: one past the last byte.
-        writes: the operations that wrote it last: one, or one for each queue if ranges were joined.
-        reads: the last operation of each queue that has read it since.
-    """
-
-    __slots__ = ("reads", "start", "stop", "writes")
-
-    def __init__(self, start: int, stop: int, writes: _Last, reads: _Last) -> None:
-        self.start = start
-        self.stop = stop
-        self.writes = writes
-        self.reads = reads
-
-
-class Uses:
-    """The last uses of a block that not only its GPU's compute queue has used."""
-
-    __slots__ = ("_home", "_ranges")
-
-    def __init__(self, home: DeviceQueue, nbytes: int) -> None:
-        self._home = home
-        self._ranges = [_Range(0, nbytes, {home: Use(home, home.submitted)}, {})]
-
-    def wait_for(
-        self, start: int, stop: int, waits: dict[DeviceQueue, float], *, writes: bool
-    ) -> None:
-        """Adds to ``waits`` what an operation on these bytes must wait for.
-
-        That excludes reads of a failed device: nobody uses their results, and they may never end.
-        """
-        for each in self._ranges:
-            if each.start < stop and start < each.stop:
-                uses = [*each.writes.values()]
-                if writes:
-                    uses += [use for use in each.reads.values() if not use.queue.has_failed]
-                _add_counts(uses, waits)
-
-    def add(self, start: int, stop: int, use: Use, *, writes: bool) -> None:
-        """Adds an operation on these bytes, which waits for what ``wait_for`` returns."""
-        inside = []
-        for each in self._ranges:
-            if each.start < stop and start < each.stop:
-                inside += _cut(each, start, stop)
-            else:
-                inside.append(each)
-        if writes:
-            inside = [each for each in inside if not start <= each.start < stop]
-            inside.append(_Range(start, stop, {use.queue: use}, {}))
-        else:
-            for each in inside:
-                if start <= each.start < stop:
-                    each.reads[use.queue] = use
-        self._ranges = [_joined(inside)] if len(inside) > MAX_RANGES else inside
-
-    @property
-    def queues(self) -> dict[DeviceQueue, float]:
-        """The queues that used the block last, each with the count of its last use."""
-        found: dict[DeviceQueue, float] = {}
-        for each in self._ranges:
-            _add_counts([*each.writes.values(), *each.reads.values()], found)
-        return found
-
-    @property
-    def is_over(self) -> bool:
-        """Whether only the compute queue of the block's GPU has used it last."""
-        home = self._home
-        return all(
-            [queue is home for each in self._ranges for queue in (*each.writes, *each.reads)]
-        )
-
-
-def _add_counts(uses: Iterable[Use], counts: dict[DeviceQueue, float]) -> None:
-    """Raises the count of each queue to that of its uses."""
-    for use in uses:
-        counts[use.queue] = max(use.count, counts.get(use.queue, 0))
-
-
-def _cut(each: _Range, start: int, stop: int) -> list[_Range]:
-    """Cuts a range at ``start`` and ``stop``, where they lie inside it."""
-    cuts = [each.start, *(at for at in (start, stop) if each.start < at < each.stop), each.stop]
-    if len(cuts) == 2:
-        return [each]
-    return [
-        _Range(begin, end, dict(each.writes), dict(each.reads)) for begin, end in pairwise(cuts)
-    ]
-
-
-def _joined(ranges: Iterable[_Range]) -> _Range:
-    """Returns one range for all bytes, with the last use of each queue."""
-    whole = _Range(0, 0, {}, {})
-    for each in ranges:
-        whole.stop = max(whole.stop, each.stop)
-        for into, last in ((whole.writes, each.writes), (whole.reads, each.reads)):
-            for queue, use in last.items():
-                if queue not in into or into[queue].count < use.count:
-                    into[queue] = use
-    return whole
-
-
-class _Operand(NamedTuple):
-    """Bytes of a block that an operation uses."""
-
-    block: Block
-    start: int
-    stop: int
-    is_written: bool
-
-    def wait_for(self, waits: dict[DeviceQueue, float]) -> None:
-        """Adds to ``waits`` which count of each queue the operation must wait for."""
-        block, home = self.block, self.block.queue
-        if block.uses is None:
-            waits[home] = home.submitted
-            return
-        block.uses.wait_for(self.start, self.stop, waits, writes=self.is_written)
-        if block.shared:
-            waits[home] = max(home.entered, waits.get(home, 0))
-
-    def record(self, use: Use) -> None:
-        """Records that the operation uses the bytes."""
-        block, home, uses = self.block, self.block.queue, self.block.uses
-        if uses is None:
-            uses = Uses(home, block.nbytes)
-            block.set_uses(uses)
-        uses.add(self.start, self.stop, use, writes=self.is_written)
-        if use.queue is not home:
-            if block.shared:
-                home.debts[use.queue] = use
-        elif uses.is_over:
-            block.set_uses(None)
+_Spans = dict[Block, tuple[int, int]]
 
 
 class Work(NamedTuple):
@@ -222,6 +43,31 @@ class Work(NamedTuple):
     rows: Sequence[Row]
     num_written: int
     blocks: Collection[Block] = ()
+
+    def spans(self) -> list[tuple[Block, int, int, bool]]:
+        """Returns the bytes that the operands span in each block, and whether they are written.
+
+        Leaves out blocks that only this queue has used.
+        """
+        queue, rows, num_written, _ = self
+        written: _Spans = {}
+        read: _Spans = {}
+        for row in rows:
+            for at, operand in enumerate(row):
+                block = operand.block
+                if not operand.nbytes or (block.uses is None and block.queue is queue):
+                    continue
+                found = written if at < num_written else read
+                start = operand.address - block.address
+                stop = start + operand.nbytes
+                if block in found:
+                    start, stop = min(start, found[block][0]), max(stop, found[block][1])
+                found[block] = start, stop
+        return [
+            (block, start, END if stop == block.nbytes else stop, found is written)
+            for found in (written, read)
+            for block, (start, stop) in found.items()
+        ]
 
 
 class Waits:
@@ -281,30 +127,52 @@ class Order:
 
     def _ready(self, work: Work) -> Use | None:
         """Queues the waits of an operation, and records it; None if they need no record."""
-        queue, rows, num_written, blocks = work
+        queue, rows, _, blocks = work
         blocks = blocks or {operand.block for row in rows for operand in row}
+        recorded = self._thread.command_list
+        if recorded is not None:  # each replay begins with settled blocks
+            with queue.device.mesh_state.recording_commands(None):
+                self.settle([block for block in blocks if block not in recorded.blocks])
+            recorded.blocks.update(blocks)
         if not [1 for block in blocks if block.uses is not None or block.queue is not queue]:
             return None
-        operands = [
-            _Operand(block, operand.offset, operand.offset + operand.nbytes, at < num_written)
-            for row in rows
-            for at, operand in enumerate(row)
-            for block in (operand.block,)
-            if operand.nbytes and (block.uses is not None or block.queue is not queue)
-        ]
-        waits: dict[DeviceQueue, float] = {}
-        for each in operands:
-            each.wait_for(waits)
-        for other, count in waits.items():
+        spans = work.spans()
+        for other, count in self._counts_before(spans).items():
             self.wait(queue, other, count)
         use = Use(queue)
         self.version += 1
-        for each in operands:
-            each.record(use)
+        made: dict[_Place, Uses | None] = {}
+        for block, start, stop, writes in spans:
+            home = block.queue
+            place = block.uses or home, start, stop, writes
+            if place not in made:
+                made[place] = _after(block, use, start, stop, writes)
+            block.set_uses(made[place])
+            if block.shared and queue is not home:
+                home.debts[queue] = use
         return use
+
+    def _counts_before(self, spans: Iterable[tuple[Block, int, int, bool]]) -> Counts:
+        """Returns which count of each queue an operation must wait for."""
+        found: list[Use] = []
+        seen: set[_Place] = set()
+        for block, start, stop, writes in spans:
+            home, uses = block.queue, block.uses
+            place = uses or home, start, stop, writes
+            if place not in seen:
+                seen.add(place)
+                if uses is None:
+                    found.append(Use(home, home.submitted))
+                else:
+                    found += uses.before(start, stop, writes=writes)
+            if block.shared:
+                found.append(Use(home, home.entered))
+        return counts_of(found)
 
     def wait(self, queue: DeviceQueue, other: DeviceQueue, count: float) -> None:
         """Makes ``queue`` wait until ``other`` has passed ``count``, unless it does already.
+
+        The lock must be held.
 
         Raises:
             BackendUnavailableError: the other device has failed.
@@ -323,11 +191,22 @@ class Order:
         queue.device.queue_wait(mark, queue=queue.name)
         waits.behind[queue, other] = covered
 
-    def event(self, queue: DeviceQueue) -> Any:
-        """Returns an event at the present end of a queue; takes no lock."""
+    def join(self, queue: DeviceQueue, others: Iterable[DeviceQueue]) -> None:
+        """Makes ``queue`` wait for the present work of other queues."""
+        with self._lock:
+            for other in others:
+                self.wait(queue, other, other.submitted)
+
+    def event(self, queue: DeviceQueue, *, is_new: bool = False) -> Any:
+        """Returns an event at the present end of a queue; takes no lock.
+
+        Args:
+            queue: the queue.
+            is_new: whether a replay may be submitting work, which is not counted one by one.
+        """
         submitted = queue.submitted  # read first: another thread may submit work meanwhile
         covered, mark = self._waits.marks.get(queue, (-1, None))
-        if mark is None or covered != submitted:
+        if mark is None or covered != submitted or is_new:
             mark = Mark(queue.device, queue.name, queue.device._mark(queue.name))
             self._waits.marks[queue] = submitted, mark
         return mark.event
@@ -337,20 +216,31 @@ class Order:
         _, mark = self._waits.marks.get(queue, (0, None))
         return None if mark is None else mark.event
 
-    def is_behind(self, queue: DeviceQueue, others: dict[DeviceQueue, float]) -> bool:
-        """Whether later work of ``queue`` runs after these counts of other queues."""
+    def is_behind(self, queue: DeviceQueue, uses: Uses) -> bool:
+        """Whether later work of ``queue`` runs after all these uses."""
         behind = self._waits.behind
         return all(
             [
                 other is queue or behind.get((queue, other), -1) >= count
-                for other, count in others.items()
+                for other, count in uses.queues.items()
             ]
         )
 
-    def add_work(self, queue: DeviceQueue) -> None:
-        """Records that a queue got work that is no operation on Buffers."""
+    def add_work(self, *queues: DeviceQueue) -> None:
+        """Records that queues got work that is no operation on Buffers."""
         with self._lock:
-            queue.submitted += 1
+            for queue in queues:
+                queue.submitted += 1
+
+    def add_uses(self, blocks: Iterable[Block], queues: Iterable[DeviceQueue]) -> None:
+        """Records that the present work of these queues may use the blocks."""
+        with self._lock:
+            self.version += 1
+            uses = Uses.by(queues)
+            for block in blocks:
+                block.set_uses(uses)
+                if block.shared:
+                    block.queue.debts.update(uses.ranges[0].writes)
 
     def enter(self, queue: DeviceQueue) -> None:
         """Records that a compute queue waits for a caller's stream, which may have written."""
@@ -376,41 +266,53 @@ class Order:
         with self._lock:
             for block in blocks:
                 if block.uses is not None:
-                    waits: dict[DeviceQueue, float] = {}
-                    block.uses.wait_for(0, block.nbytes, waits, writes=True)
-                    for other, count in waits.items():
+                    uses = block.uses.before(0, END, writes=True)
+                    for other, count in counts_of(uses).items():
                         self.wait(block.queue, other, count)
                     block.set_uses(None)
+
+
+def _after(block: Block, use: Use, start: int, stop: int, writes: bool) -> Uses | None:
+    """Returns a block's uses after an operation on these bytes."""
+    home = block.queue
+    uses = block.uses or Uses.by([home])
+    uses = uses.after(start, stop, use, writes=writes)
+    return None if use.queue is home and set(uses.queues) == {home} else uses
 
 
 class RepeatedWork:
     """Operations of a recorded list, which are submitted again without ``Order.run``.
 
-    Made while the list is open: the list then ends with the waits that let a replay follow. Before
-    the list was opened, ``Order.settle`` was called for all blocks that existed.
+    Made while the list is open: the list then ends with the waits that let a replay follow.
 
     Args:
         devices: the devices that the operations use.
-        blocks: all blocks that they use.
+        command_list: the list.
     """
 
-    def __init__(self, devices: Sequence[Device], blocks: Iterable[Block]) -> None:
+    def __init__(self, devices: Sequence[Device], command_list: CommandList) -> None:
         self._order = devices[0].mesh_state.order
-        self._blocks = tuple(blocks)
+        self._blocks = tuple(command_list.blocks)
         self._queues = dict.fromkeys(queue for each in devices for queue in each.queues.values())
         self._seen = -1  # the order's version when only their compute queues had used the blocks
         self._settle()
 
     def run(self, command: Command) -> None:
-        """Submits the operations by ``command``."""
+        """Submits the operations by ``command``.
+
+        If that fails, the blocks count as used by all queues.
+        """
         self._settle()
+        is_whole = False
         try:
-            for queue in self._queues:
-                self._order.add_work(queue)
+            self._order.add_work(*self._queues)
             command()
+            is_whole = True
         finally:
-            for queue in self._queues:
-                self._order.add_work(queue)
+            self._order.add_work(*self._queues)
+            if not is_whole:
+                self._order.add_uses(self._blocks, self._queues)
+        self._settle()  # exchanges, and other threads meanwhile, have used the blocks
 
     def _settle(self) -> None:
         version = self._order.version  # read first: another thread may use a block meanwhile

@@ -22,7 +22,7 @@ from .buffer import Mark
 
 if TYPE_CHECKING:
     from .device import Device
-    from .order import DeviceQueue
+    from .uses import DeviceQueue
 
 # Seconds that the host sleeps between two polls of a device: short at first, because most work ends
 # soon.
@@ -96,7 +96,7 @@ def marks_of(devices: Iterable[Device]) -> list[Mark]:
     for device in devices:
         for name, queue in device.queues.items():
             if queue not in events:
-                events[queue] = device._mark(name)
+                events[queue] = device.mesh_state.order.event(queue, is_new=True)
             marks.append(Mark(device, name, events[queue]))
     return marks
 

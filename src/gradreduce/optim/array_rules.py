@@ -33,36 +33,36 @@ def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
     outs: list[Buffer] = []
     values: list[Buffer] = []
     for row in job.updates:
-        copied = _copied(row, job.leader)
+        copied = _copied(row, job.device)
         changed = copied[-len(names) - 1 :]  # the master if there is one, else the variable; slots
-        _call(apply, names, [*changed, row[-1]], job.leader)
+        _call(apply, names, [*changed, row[-1]], job.device)
         if len(copied) > len(changed):
             copied[0] = changed[0]  # the copy below rounds the master to its variable
         outs += row[:-1]
         values += copied
     for out, value in zip(outs, values, strict=True):
-        ops.prepare_pack(job.leader, out.dtype, value.dtype)
+        ops.prepare_pack(job.device, out.dtype, value.dtype)
     return lambda _, device: ops.pack(outs, values, device=device)
 
 
-def _copied(row: Update, leader: Device) -> list[Buffer]:
+def _copied(row: Update, device: Device) -> list[Buffer]:
     """Copies the written operands; sets a master that does not round to its variable."""
-    made = [leader.empty(operand.shape, operand.dtype) for operand in row[:-1]]
-    ops.pack(made, row[:-1], device=leader)
+    made = [device.empty(operand.shape, operand.dtype) for operand in row[:-1]]
+    ops.pack(made, row[:-1], device=device)
     if len(row) > 2 and made[1].dtype != made[0].dtype:
-        zeros = leader.zeros(row[0].shape, row[0].dtype)
+        zeros = device.zeros(row[0].shape, row[0].dtype)
         sgd = ops.RULE_KERNELS[ops.RULES["sgd"], "plain"]
-        ops.update_rows(sgd, [[made[0], made[1], zeros]], (0.0,), leader)
+        ops.update_rows(sgd, [[made[0], made[1], zeros]], (0.0,), device)
     return made
 
 
-def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], leader: Device) -> None:
+def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], device: Device) -> None:
     with SuspendedScope():
         with StreamScope():
             variable, *slots, gradient = [from_buffer(each, "native") for each in buffers]
         by_name = dict(zip(names, slots, strict=True))
-        with on_gpu_of(leader):  # CuPy computes on its current GPU
-            made = apply(variable, by_name, _only_read(gradient, leader))
+        with on_gpu_of(device):  # CuPy computes on its current GPU
+            made = apply(variable, by_name, _only_read(gradient, device))
     if made is not None:  # its author expects it to become the new value
         name = getattr(apply, "__qualname__", "_apply")
         raise ValueError(
@@ -75,13 +75,13 @@ def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], lead
                 f"_apply replaced the array slots[{name!r}]; change it in place, as in "
                 f"slots[{name!r}][...] = new"
             )
-    if leader.mesh_state.backend != "sim":
+    if device.mesh_state.backend != "sim":
         wait_for_current_stream(buffers[:1], "native")
 
 
-def _only_read(gradient: Any, leader: Device) -> Any:
+def _only_read(gradient: Any, device: Device) -> Any:
     """Returns a gradient that the rule cannot overwrite: it may be the caller's memory."""
-    if leader.mesh_state.backend != "sim":
+    if device.mesh_state.backend != "sim":
         return gradient.copy()  # CuPy has no read-only arrays
     view = gradient.view()
     view.flags.writeable = False

@@ -126,10 +126,10 @@ class Plan:
         return gradients
 
 
-def writer_of(leader: Device, rows: Sequence[Sequence[Buffer]]) -> LaunchBatch | None:
+def writer_of(device: Device, rows: Sequence[Sequence[Buffer]]) -> LaunchBatch | None:
     """Returns a ``LaunchBatch`` of these rows, or None if they need more than one launch."""
     kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in rows}
-    return LaunchBatch(leader, rows) if len(kinds) == 1 else None
+    return LaunchBatch(device, rows) if len(kinds) == 1 else None
 
 
 Rule = Callable[[Sequence[Update], Device], None]
@@ -151,13 +151,13 @@ class Job:
         gradients: the gradient of each copy, on the same physical device.
 
     Attributes:
-        leader: the device of the first copy, whose compute queue launches.
+        device: the device of the first copy, whose compute queue launches.
         updates: the operands of the rule, a row for each copy.
         is_dense: whether all gradients are dense, so that ``updates`` has the order of ``written``.
     """
 
     def __init__(self, written: Sequence[Sequence[Buffer]], gradients: Sequence[Part]) -> None:
-        self.leader = written[0][0].device
+        self.device = written[0][0].device
         pairs = list(zip(written, gradients, strict=True))
         self.updates: list[Update] = [
             [*operands, part] for operands, part in pairs if type(part) is Buffer
@@ -172,7 +172,7 @@ class Job:
 
     def _add_sparse(self, pairs: Sequence[tuple[Sequence[Buffer], IndexedSlices]]) -> None:
         """Allocates memory for the merged rows of gradients and the rows that they update."""
-        leader = self.leader
+        device = self.device
         merges: list[tuple[Buffer, Buffer, ops.Segments]] = []
         takes: list[tuple[Buffer, Buffer, ops.Segments]] = []
         for written, part in pairs:
@@ -180,24 +180,24 @@ class Job:
                 continue
             segments = ops.plan_segments(part.indices)
             shape = (segments.num_segments, *written[0].shape[1:])
-            merged = leader.empty(shape, part.values.dtype)
-            taken = [leader.empty(shape, operand.dtype) for operand in written]
+            merged = device.empty(shape, part.values.dtype)
+            taken = [device.empty(shape, operand.dtype) for operand in written]
             merges.append((merged, part.values, segments))
             takes += [(rows, whole, segments) for rows, whole in zip(taken, written, strict=True)]
             self.updates.append([*taken, merged])
         if not merges:
             return
         for dtype in {buffer.dtype for buffer, _, _ in merges + takes}:
-            ops.prepare_segment_sum(leader, dtype, dtype)
-            ops.prepare_take_rows(leader, dtype)
+            ops.prepare_segment_sum(device, dtype, dtype)
+            ops.prepare_take_rows(device, dtype)
         rows, wholes, plans = zip(*takes, strict=True)
         indices = [segments.indices for segments in plans]
         singles = [ops.single_row_segments(segments.num_segments) for segments in plans]
         self._before = [
-            ops.segment_sum_command(*zip(*merges, strict=True), device=leader),
-            ops.take_rows_command(rows, wholes, indices, device=leader),
+            ops.segment_sum_command(*zip(*merges, strict=True), device=device),
+            ops.take_rows_command(rows, wholes, indices, device=device),
         ]
-        self._after = [ops.segment_sum_command(wholes, rows, singles, into=indices, device=leader)]
+        self._after = [ops.segment_sum_command(wholes, rows, singles, into=indices, device=device)]
 
     def begin(self) -> None:
         """Gathers rows for sparse gradients."""
@@ -206,7 +206,7 @@ class Job:
 
     def end(self, rule: Rule) -> None:
         """Launches the rule, and scatters rows back."""
-        rule(self.updates, self.leader)
+        rule(self.updates, self.device)
         for launch in self._after:
             launch()
 

@@ -130,7 +130,7 @@ class AcrossProcesses(Algorithm):
         self._terms = plan_terms(
             group.counts, reduction_groups_of(sum(group.counts), reduction_groups)
         )
-        self._leader = self.devices[0]
+        self._device = self.devices[0]
         self._temporaries: list[ref[Block]] = []
         self._num_used = 0  # how many of these the present reduction uses
 
@@ -144,7 +144,7 @@ class AcrossProcesses(Algorithm):
 
     def reduce_scatter(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.reduce_scatter``; each process receives the terms that it adds."""
-        leader = self._leader
+        device = self._device
         self._num_used = 0
         slices = [
             ProcessSlice(index, (self._rank_of(job),), 0, job.inputs[0].size)
@@ -155,8 +155,8 @@ class AcrossProcesses(Algorithm):
         for (index, *_), groups in terms:
             (out,) = jobs[index].outs
             made = out
-            if out.device.physical != leader.physical:
-                made = leader.empty(out.shape, out.dtype)
+            if out.device.physical != device.physical:
+                made = device.empty(out.shape, out.dtype)
                 copies.append((out, made))
             self._add(made, groups, jobs[index].divisor)
         for out, made in copies:
@@ -164,16 +164,16 @@ class AcrossProcesses(Algorithm):
 
     def all_gather(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.all_gather``."""
-        leader = self._leader
+        device = self._device
         sends: list[Parcel] = []
         receives: list[Parcel] = []
         for job in jobs:
             if job.inputs:
-                source = ensure_accessible(leader, job.inputs[0])
+                source = ensure_accessible(device, job.inputs[0])
                 sends += [(other, source) for other in self._group.others]
             else:
                 receives.append((self._rank_of(job), job.outs[0]))
-        exchange(leader, sends, receives, "compute")
+        exchange(device, sends, receives, "compute")
         copy_to_all([((*job.inputs, job.outs[0])[0], job.outs) for job in jobs], self.devices)
 
     def _rank_of(self, job: Job) -> int:
@@ -217,7 +217,7 @@ class AcrossProcesses(Algorithm):
                 for terms, buffers in zip(self._terms, groups, strict=True):
                     pairs = zip(terms, buffers, strict=True)
                     receives += [(term.rank, buffer) for term, buffer in pairs if term.rank != rank]
-        exchange(self._leader, sends, receives, queue)
+        exchange(self._device, sends, receives, queue)
         return found
 
     def _exchange_sums(
@@ -232,13 +232,13 @@ class AcrossProcesses(Algorithm):
                 sends += [(other, part) for other in self._group.others]
             else:
                 receives.append((adder, part))
-        exchange(self._leader, sends, receives, queue)
+        exchange(self._device, sends, receives, queue)
 
     def _own_terms(self, job: Job) -> dict[Term, Buffer]:
         """Returns the terms of this process: unchanged replicas, and sums."""
         return {
             term: self._sum(
-                [ensure_accessible(self._leader, job.inputs[index]) for index in term.replicas]
+                [ensure_accessible(self._device, job.inputs[index]) for index in term.replicas]
             )
             for terms in self._terms
             for term in terms
@@ -262,13 +262,13 @@ class AcrossProcesses(Algorithm):
     def _temporary(self, shape: tuple[int, ...], dtype: DType) -> Buffer:
         """Returns memory for this reduction; a prepared step reuses that of another reduction.
 
-        The reductions use it one after the other on the leader's compute queue.
+        The reductions use it one after the other on the device's compute queue.
         """
         index, nbytes = self._num_used, math.prod(shape) * dtype.itemsize
         self._num_used += 1
         block = self._temporaries[index]() if index < len(self._temporaries) else None
         if block is None or block.nbytes < nbytes:
-            block = self._leader.allocate(shape, dtype).block
+            block = self._device.allocate(shape, dtype).block
             self._temporaries[index : index + 1] = [ref(block)]
         return Buffer(block, 0, shape, dtype)
 
@@ -281,13 +281,13 @@ class AcrossProcesses(Algorithm):
         if len(terms) == 1 and (not cast or terms[0].dtype == acc_dtype):
             return terms[0]
         total = self._temporary(terms[0].shape, acc_dtype)
-        ops.add_n([total], [self._as_one_dtype(terms)], device=self._leader)
+        ops.add_n([total], [self._as_one_dtype(terms)], device=self._device)
         return total
 
     def _add(self, out: Buffer, groups: Sequence[Sequence[Buffer]], divisor: float) -> None:
         """Adds each group left to right, then their sums, divides, and rounds once."""
         sums = self._as_one_dtype([self._sum(terms) for terms in groups])
-        ops.all_sum([[out]], [sums], divisor=divisor, device=self._leader)
+        ops.all_sum([[out]], [sums], divisor=divisor, device=self._device)
 
     def _as_one_dtype(self, terms: Sequence[Buffer]) -> list[Buffer]:
         """Returns terms that one launch can read: casts them if only some are sums."""

@@ -134,22 +134,22 @@ def add_on_owners(
     for job in jobs:
         assert job.owner is not None, "a reduce-scatter has owners"
         by_gpu.setdefault(devices[job.owner].physical, []).append(job)
-    leaders = [here[0].outs[0].device for here in by_gpu.values()]
+    owners = [here[0].outs[0].device for here in by_gpu.values()]
     terms = []
-    for leader, here in zip(leaders, by_gpu.values(), strict=True):
+    for device, here in zip(owners, by_gpu.values(), strict=True):
         # Each device starts with copies from a different device.
-        first = devices.index(leader)
+        first = devices.index(device)
         replicas = [*range(first, len(devices)), *range(first)]
         found = [
-            {replica: ensure_accessible(leader, job.inputs[replica]) for replica in replicas}
+            {replica: ensure_accessible(device, job.inputs[replica]) for replica in replicas}
             for job in here
         ]
         terms.append(found)
-    for leader, here, found in zip(leaders, by_gpu.values(), terms, strict=True):
+    for device, here, found in zip(owners, by_gpu.values(), terms, strict=True):
         rows = [[row[at] for each in groups for at in each] for row in found]
         if len(groups) > 2:
             rows = [
-                [group_sum(leader, [row[at] for at in each]) for each in groups] for row in found
+                [group_sum(device, [row[at] for at in each]) for each in groups] for row in found
             ]
         by_divisor: dict[float, list[int]] = {}
         for index, job in enumerate(here):
@@ -160,7 +160,7 @@ def add_on_owners(
                 [rows[index] for index in indices],
                 split,
                 divisor=divisor,
-                device=leader,
+                device=device,
             )
 
 

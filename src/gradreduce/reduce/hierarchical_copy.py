@@ -185,9 +185,9 @@ def _steps_of_slice(
     The main replica is the k-th of its group, and its device adds that group. Any other group is
     added on the device of its own k-th replica (k modulo its size).
     """
-    leader, on_gpus = devices[main], by_physical(devices)
+    home, on_gpus = devices[main], by_physical(devices)
     at = next(group.index(main) for group in groups if main in group)
-    adders = [leader if main in group else devices[group[at % len(group)]] for group in groups]
+    adders = [home if main in group else devices[group[at % len(group)]] for group in groups]
     accessible = [
         [ensure_accessible(device, job.inputs[index], queue) for index in group]
         for device, group in zip(adders, groups, strict=True)
@@ -195,17 +195,15 @@ def _steps_of_slice(
     yield
     # A single replica needs no sum: it is copied in its own dtype.
     partials = [
-        ensure_accessible(leader, terms[0] if len(terms) == 1 else group_sum(device, terms), queue)
+        ensure_accessible(home, terms[0] if len(terms) == 1 else group_sum(device, terms), queue)
         for device, terms in zip(adders, accessible, strict=True)
     ]
     accessible.clear()
     yield
     if len({partial.dtype for partial in partials}) > 1:  # a launch reads one dtype
-        partials = [group_sum(leader, [partial]) for partial in partials]
-    here = on_gpus.pop(leader.physical)
-    ops.all_sum(
-        [[job.outs[index] for index in here]], [partials], divisor=job.divisor, device=leader
-    )
+        partials = [group_sum(home, [partial]) for partial in partials]
+    here = on_gpus.pop(home.physical)
+    ops.all_sum([[job.outs[index] for index in here]], [partials], divisor=job.divisor, device=home)
     partials.clear()
     for first, *_ in on_gpus.values():
         devices[first].copy(job.outs[first], job.outs[main], queue=queue)

@@ -107,22 +107,22 @@ class Nccl(Algorithm):
             self._reduce_to_owners(rest, collective)
 
     def _reduce_to_owners(self, jobs: Sequence[Job], collective: Collective) -> None:
-        leaders = [self.devices[first] for first, *_ in self._sharing]
+        devices = [self.devices[first] for first, *_ in self._sharing]
         sources = [
             [
                 job.inputs[indices[0]]
                 if len(indices) == 1
-                else leader.empty(job.inputs[0].shape, job.inputs[0].dtype)
+                else device.empty(job.inputs[0].shape, job.inputs[0].dtype)
                 for job in jobs
             ]
-            for leader, indices in zip(leaders, self._sharing, strict=True)
+            for device, indices in zip(devices, self._sharing, strict=True)
         ]
         roots = [self._rank_of(job) for job in jobs]
         totals = []
         for root, job in zip(roots, jobs, strict=True):
-            leader, (out,), dtype = leaders[root], job.outs, job.inputs[0].dtype
-            fits = out.device is leader and out.dtype == dtype
-            totals.append(out if fits else leader.empty(out.shape, dtype))
+            device, (out,), dtype = devices[root], job.outs, job.inputs[0].dtype
+            fits = out.device is device and out.dtype == dtype
+            totals.append(out if fits else device.empty(out.shape, dtype))
         for indices, folded in zip(self._sharing, sources, strict=True):
             _fold(jobs, folded, indices)
         with collective.group():

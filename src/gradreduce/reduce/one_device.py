@@ -84,13 +84,13 @@ def quotients(
     outs = [
         total.device.empty(total.shape, dtype) for total, dtype in zip(sums, dtypes, strict=True)
     ]
-    for indices, leader in by_gpu(outs):
+    for indices, device in by_gpu(outs):
         here, terms = [outs[index] for index in indices], [sums[index] for index in indices]
         if terms[0].dtype.kind in "iu":
-            ops.divide(here, terms, divisor, device=leader)
+            ops.divide(here, terms, divisor, device=device)
         else:
             ops.all_sum(
-                [[out] for out in here], [[term] for term in terms], divisor=divisor, device=leader
+                [[out] for out in here], [[term] for term in terms], divisor=divisor, device=device
             )
     return outs
 

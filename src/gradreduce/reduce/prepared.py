@@ -164,11 +164,9 @@ class PreparedStep(NotCopied):
         boundaries = self._boundaries()
         for each in boundaries:
             each.enter()
-        order = self._mesh_state.order
-        order.settle(blocks)
         with self._mesh_state.recording_commands(self._command_list):
             reduced = copy_to_out(call.requests, reduce(call.requests))
-            self._work = RepeatedWork(self._devices, self._command_list.blocks)
+            self._work = RepeatedWork(self._devices, self._command_list)
         self._outputs = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
         count_writes(self._tensors)
         # Streams of new results are synchronized below.

@@ -79,12 +79,9 @@ class SubmittedWork:
     def exchange(self):
         self.device._exchange_on_gpu([], [(0, self.near)], "transfer", receive)
 
-    def check(self, queue):
-        """Overwrites the results on the other GPU; its queue waits for a mark."""
-        self.away.queue_wait(self.device.queue_mark(queue))
+    def check(self):
+        """Overwrites the results on the other GPU."""
         ops.add_n([self.near], [[self.far]], device=self.away)
-        self.device.queue_wait(self.away.queue_mark(), queue=queue)
-        self.away.queue_wait(self.device.queue_mark(queue))
 
 
 ON_TRANSFER = ("copy", "upload", "exchange")
@@ -101,29 +98,10 @@ def test_waiting_for_a_queue_waits_for_all_its_work(way, by, gpus):
         device = mesh[0]
         submitted = SubmittedWork(*mesh.devices)
         call = getattr(submitted, way)
-        device.queue_wait(device.queue_mark(), queue=queue)
-        submitted.check(queue)
-        for _ in at_each_point(call, ctrl_c if by == "ctrl-c" else partial(device.mark, queue)):
-            submitted.check(queue)
-
-
-def test_a_queue_that_comes_in_the_middle_of_a_wait_waits_too(gpus):
-    gpus(0)
-    with gr.open_mesh([0, 1, 2], backend="cuda") as mesh:
-        source, middle, reader = mesh.devices
-        near, out = source.upload(ONES), reader.upload(ONES)
-        marks = [source.queue_mark()]
-
-        def read():
-            middle.wait(marks[-1])
-            reader.queue_wait(middle.queue_mark())
-            ops.add_n([out], [[near]], device=reader)
-
-        for _ in at_each_point(lambda: middle.wait(marks[-1]), read):
-            source.queue_wait(reader.queue_mark())
-            source.fill_zero(near)
-            marks.append(source.queue_mark())
-            reader.queue_wait(middle.queue_mark())
+        submitted.check()
+        mark = partial(device.queue_mark, queue)
+        for _ in at_each_point(call, ctrl_c if by == "ctrl-c" else mark):
+            submitted.check()
 
 
 def test_a_writer_that_ctrl_c_interrupted_waits_for_copies_when_called_again(gpus):
@@ -140,6 +118,36 @@ def test_a_writer_that_ctrl_c_interrupted_waits_for_copies_when_called_again(gpu
             for _ in at_each_point(write, ctrl_c):
                 write()
                 away.copy(far, source)
+
+
+@pytest.mark.parametrize("form", ["prepare", "capture"])
+def test_later_work_waits_for_a_step_that_ctrl_c_interrupted(form, gpus):
+    """On the compute queue of each GPU whose memory the step uses."""
+    gpus(0)
+    with gr.open_mesh([0, 1], backend="cuda") as mesh:
+        value = dense(mesh, (40,), "float32", 0)
+        step = getattr(gr.HierarchicalCopyAllReduce(mesh=mesh), form)(SUM, [(value, value)])
+        used = [*value.buffers, *step.results[0].buffers]
+        for _ in at_each_point(step, ctrl_c):
+            for buffer in used:
+                buffer.device.fill_zero(buffer)
+
+
+def test_callers_arrays_are_read_before_they_change_after_ctrl_c(gpus):
+    """By a step, also on another GPU, if the caller's stream waits for a later call."""
+    gpus(0)
+    with gr.open_mesh([0, 1], backend="cuda") as mesh:
+        arrays = []
+        for gpu in range(2):
+            with cupy.cuda.Device(gpu):
+                arrays.append(cupy.asarray(ONES))
+        value = gr.PerReplica(arrays, mesh)
+        step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(SUM, [(value, value)])
+        for _ in at_each_point(step, ctrl_c):
+            for device, array in zip(mesh, arrays, strict=True):
+                device.block_stream(cupy.cuda.get_current_stream(device.physical))
+                with cupy.cuda.Device(device.physical):
+                    array[...] = 1
 
 
 def test_memory_that_a_download_writes_is_not_used_again_after_ctrl_c(gpus):

@@ -40,12 +40,10 @@ def test_every_row_is_processed(mesh, num_rows, queue):
     device = mesh.devices[0]
     values = exact_data((SIZE * num_rows,), "float32")
     term, out = device.upload(values), device.zeros(values.shape, "float32")
-    device.queue_wait(device.queue_mark(), queue=queue)
     for _ in range(2):
         with mesh.journal() as journal:
             launch(out, term, num_rows, queue=queue)
         assert journal.launches == 1
-    device.queue_wait(device.queue_mark(queue))
     assert same(out.numpy(), values)
 
 

@@ -251,7 +251,7 @@ def test_a_group_that_fails_at_its_end_may_have_launched(mesh, monkeypatch):
     group_end = nccl.groupEnd
 
     def fails() -> None:
-        marks.extend(buffer.device._mark("compute") for buffer in buffers)
+        marks.extend(buffer.device.queue_mark() for buffer in buffers)
         group_end()
         raise nccl.NcclError(1)
 
@@ -260,7 +260,7 @@ def test_a_group_that_fails_at_its_end_may_have_launched(mesh, monkeypatch):
         with pytest.raises(CollectiveError, match="groupEnd: NCCL_ERROR_UNHANDLED_CUDA_ERROR"):
             mesh.collective.all_reduce(buffers)
     for buffer, mark in zip(buffers, marks, strict=True):
-        assert buffer.device._mark("compute") is not mark
+        assert buffer.device.queue_mark().event is not mark.event
 
 
 def test_closing_aborts_all_communicators(here):

@@ -12,7 +12,6 @@ from support.reduction_calls import dense
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import fork_streams, join_streams
 
 SUM = gr.ReduceOp.SUM
 pytestmark = pytest.mark.fake_cupy
@@ -105,40 +104,23 @@ def test_a_queue_is_marked_again_after_new_work(way, gpus):
         assert device.queue_mark().event is not mark.event
 
 
-@pytest.mark.parametrize("way", SUBMITTING)
-def test_a_leader_waits_again_for_a_device_with_new_work(way, gpus):
+def test_no_wait_is_queued_twice(gpus):
+    """Two operations that need the same wait; the mark is made once, too."""
     machine = gpus(0)
-    with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
-        device, other, leader = mesh.devices
-        near, sharing = operands_of(device, other, leader), [leader, device]
-        for _ in range(2):
-            join_streams(leader, sharing)
-        assert counted(machine, lambda: join_streams(leader, sharing)) == {}
-        SUBMITTING[way](device, near)
-        assert "wait" in counted(machine, lambda: join_streams(leader, sharing))
+    with gr.open_mesh([0, 1, 2], backend="cuda") as mesh:
+        source, *readers = mesh.devices
+        terms = [source.upload(np.ones(3, np.float32)) for _ in "ab"]
+        outs = [[device.empty((3,), "float32") for _ in terms] for device in readers]
 
+        def read():
+            for device, row in zip(readers, outs, strict=True):
+                for out, term in zip(row, terms, strict=True):
+                    ops.add_n([out], [[term]], device=device)
 
-@pytest.mark.parametrize("placement", [[0, 0, 0], [0, 1, 2]])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_device_forked_from_several_leaders_waits_for_each(seed, placement, gpus):
-    gpus(seed)
-    with gr.open_mesh(placement, backend="cuda") as mesh:
-        first, second, third = mesh.devices
-        ones = [device.upload(np.ones(400, np.float32)) for device in (first, second)]
-        outs = [third.zeros((400,), "float32") for _ in ones]
-        for leader, out, one in zip((first, second), outs, ones, strict=True):
-            join_streams(leader, [third])
-            ops.accumulate_n([out], [[one]], device=leader)
-        for leader in (first, second):  # neither waits for the other
-            fork_streams(leader, [third])
-        assert all((out.numpy() == 1).all() for out in outs)
-        out = outs[0]
-        third.upload(np.full(400, 5, np.float32), out=out)
-        fork_streams(first, [third])  # this adds no wait for the third
-        join_streams(first, [third])
-        near = first.empty((400,), "float32")
-        ops.add_n([near], [[out]], device=first)
-        assert (near.numpy() == 5).all()
+        assert counted(machine, read) == {"launch": 4, "record": 1, "wait": 2}
+        assert counted(machine, read) == {"launch": 4}
+        source.fill_zero(terms[0])
+        assert counted(machine, read)["wait"] == 2
 
 
 def test_a_freed_block_that_another_device_of_the_gpu_used_is_free_at_once(gpus):

@@ -39,8 +39,8 @@ from gradreduce.device.command_list import Command, CommandList
 from gradreduce.device.launch_table import Tables
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
-from gradreduce.device.order import DeviceQueue
 from gradreduce.device.pending_calls import WaitPolicy
+from gradreduce.device.uses import DeviceQueue
 from gradreduce.device.waiting import run_in_thread
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
@@ -270,6 +270,7 @@ class CudaDevice(Device):
                 pointer = self._pool.malloc(max(1, nbytes))
         except MemoryError as error:
             raise MemoryError(self._shortage(nbytes)) from error
+        self.mesh_state.order.add_work(self.compute)  # memory comes in stream order
         block = Block(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
         self._deferred_free.track(block).raw = None  # kept by what remains of the block
         return block
@@ -510,7 +511,10 @@ class CudaDevice(Device):
         """
         earlier = self.mesh_state.order.last_event(queue)
         status = 0 if earlier is None else int(runtime.eventQuery(earlier.ptr))
-        return status or int(runtime.eventQuery(self._mark(queue.name).ptr))
+        if status:
+            return status
+        event = self._mark(queue.name)  # must live until it was queried
+        return int(runtime.eventQuery(event.ptr))
 
     def _abandon(self, seconds: float) -> bool:
         """Drops nothing: aborted collectives end, and later work runs."""

@@ -16,7 +16,7 @@ from cupy.cuda import runtime
 
 from gradreduce.device import CommandList
 from gradreduce.device.command_list import Command
-from gradreduce.device.order import DeviceQueue
+from gradreduce.device.uses import DeviceQueue
 from gradreduce.errors import CaptureError
 
 from .streams import Gpu

@@ -288,8 +288,8 @@ class NcclCollective(Collective):
             self._submit(partial(self._group, calls), [each.call for each in calls])
 
     def _group(self, calls: Sequence[_Ready]) -> None:
-        cliques, leader = self._cliques, cast("CudaDevice", calls[0].call.inputs[0].device)
-        with leader.gpu, cliques.lock:  # NCCL returns to the current GPU, see `_on_gpu`
+        cliques, device = self._cliques, cast("CudaDevice", calls[0].call.inputs[0].device)
+        with device.gpu, cliques.lock:  # NCCL returns to the current GPU, see `_on_gpu`
             used = [
                 self._clique(cliques, [buffer.device for buffer in each.call.inputs])
                 for each in calls

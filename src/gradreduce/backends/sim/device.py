@@ -31,6 +31,7 @@ from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.device.launch_table import CHUNK_SIZE, Tables
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
+from gradreduce.device.order import Work
 from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.device.process_group import Move, Parcel, bytes_of
 from gradreduce.errors import DeviceMismatchError
@@ -181,7 +182,7 @@ class SimDevice(Device):
         outgoing = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in sends if buffer.size]
         incoming = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in receives if buffer.size]
         command = partial(self.submit, queue, partial(move, outgoing, incoming))
-        self._order(command, self.parcels(sends, receives, queue))
+        self._order(command, self._parcels(sends, receives, queue))
         if self.defers:  # else two processes may wait for each other
             self.scheduler.finish((self.physical, queue))
 
@@ -278,7 +279,8 @@ class SimDevice(Device):
         self.mesh_state.check_usable(self)
         work = partial(without_warnings, kernel.reference, [row], *scalars)
         command = partial(self.submit, "compute", work)
-        self._submit(command, Record("launch", kernel.name, self.index, num_rows=1))
+        record = Record("launch", kernel.name, self.index, num_rows=1)
+        self._submit(command, record, Work(self.compute, (), 0))
         return True
 
     def _mark(self, queue: Queue) -> Event:

@@ -142,7 +142,7 @@ def _additions(
     for indices in by_physical([total.device for total in totals]).values():
         job = Job([[totals[index]] for index in indices], [terms[index] for index in indices])
         for out, term in job.updates:
-            ops.prepare_accumulate_n(job.leader, out.dtype, term.dtype)
+            ops.prepare_accumulate_n(job.device, out.dtype, term.dtype)
         launches.append(partial(job.run, _add))
     rows = additions_of(list(pending.values()))
     added |= {var: each.total for var, each in zip(pending, rows.sums, strict=True)}

@@ -103,25 +103,25 @@ class PushPlan:
 
     def _plan(self, group: Sequence[PushedVariable]) -> None:
         """Plans the push of variables whose center copies are on one physical device."""
-        leader, optimizer = group[0].written[0].device, self._optimizer
+        device, optimizer = group[0].written[0].device, self._optimizer
         fused: list[ops.Update] = []  # rows of the fused launch: what it writes, and the sum
         apart: list[tuple[Sequence[Buffer], Part]] = []  # what an update writes, and the mean
         means: list[tuple[Buffer, Buffer]] = []  # a mean, and the sum that it is computed from
-        for each, (total, indices) in zip(group, self._accessible(leader, group), strict=True):
+        for each, (total, indices) in zip(group, self._accessible(device, group), strict=True):
             written, (first, *others) = each.written, each.pulled or [()]
             if optimizer._rule is not None and indices is None:
                 # The kernel writes the variable, and its master, to two places: the center and the
                 # worker. If nothing is pulled, both are the memory of the center.
                 wanted = first or written[: len(written) - len(optimizer._slots.names)]
                 targets = [
-                    out if can_access(leader, out) else leader.empty(out.shape, out.dtype)
+                    out if can_access(device, out) else device.empty(out.shape, out.dtype)
                     for out in wanted
                 ]
                 fused.append([*written, *targets, total])
                 staged = zip(first, targets, strict=False)
                 self._pulls += [(out, value) for out, value in staged if value is not out]
             else:
-                mean, shape = leader.empty(total.shape, written[0].dtype), written[0].shape
+                mean, shape = device.empty(total.shape, written[0].dtype), written[0].shape
                 part = mean if indices is None else IndexedSlices.of(mean, indices, shape)
                 means.append((mean, total))
                 apart.append((written, part))
@@ -131,14 +131,14 @@ class PushPlan:
         if fused:
             rows, totals = [row[:-1] for row in fused], [row[-1] for row in fused]
             job = Job(rows, totals)
-            self._jobs.append((job, writer_of(leader, rows), "global"))
+            self._jobs.append((job, writer_of(device, rows), "global"))
         if apart:
             outs, totals = map(list, zip(*means, strict=True))
-            ops.pack(outs, totals, divisor=self._config.period, device=leader)
+            ops.pack(outs, totals, divisor=self._config.period, device=device)
             self._jobs.append((Job(*zip(*apart, strict=True)), None, "plain"))
 
     def _accessible(
-        self, leader: Device, group: Sequence[PushedVariable]
+        self, device: Device, group: Sequence[PushedVariable]
     ) -> list[tuple[Buffer, ops.Indices | None]]:
         """Returns sums, in memory that a device can access, and indices of their rows.
 
@@ -154,17 +154,17 @@ class PushPlan:
                 pushed, indices = merged.values, merged.indices
             else:
                 pushed = each.total[0]
-            pushed = ensure_accessible(leader, pushed)
+            pushed = ensure_accessible(device, pushed)
             if gamma is not None and then is not None:
                 if indices is not None:
                     now, then = _taken(now, indices), _taken(then, indices)
-                scaled = leader.empty(pushed.shape, pushed.dtype)
-                scalings.append((scaled, pushed, now, ensure_accessible(leader, then)))
+                scaled = device.empty(pushed.shape, pushed.dtype)
+                scalings.append((scaled, pushed, now, ensure_accessible(device, then)))
                 pushed = scaled
             found.append((pushed, indices))
         if gamma is not None:
             outs, *read = zip(*scalings, strict=True)
-            ops.distance_scale(outs, *read, gamma=gamma, device=leader)
+            ops.distance_scale(outs, *read, gamma=gamma, device=device)
         return found
 
     def run(self, scalars: Scalars, then: Callable[[], None]) -> None:
