@@ -298,7 +298,6 @@ class CudaDevice(Device):
             self.drain()
         with self.gpu:
             self._deferred_free.join(self, self._streams["compute"].wait_event)
-            self.mesh_state.order.add_work(self.compute)
             self._pool.free_all_blocks()
 
     def free_pool(self) -> None:
