@@ -39,6 +39,7 @@ NUMBER, QUICK_NUMBER = 20, 2
 TINY = "161 tiny variables"
 ROWS, WIDTH, NUM_ROWS, QUICK_ROWS = 20_000, 64, 100_000, 100
 SPARSE = "sparse adam, lazy"
+LOST = 1e-3  # RMSProp's first step of such a gradient is 1e-6; rounding near 4 loses less than 3e-7
 
 NOT_YET = "not yet measured on a GPU"
 BESIDE = "docs/benchmarks.md, 2026-11"
@@ -216,8 +217,14 @@ def checked(rule: str, steps: Sequence[Step]) -> None:
     for arrays in found:
         if not all(np.array_equal(one, two) for one, two in zip(arrays, found[0], strict=True)):
             raise AssertionError(f"{rule}: the implementations do not agree")
-        if any((array == normals(array.size, seed=VALUES)).any() for array in arrays):
+        if not all(map(is_moved, arrays)):
             raise AssertionError(f"{rule}: not every element was moved")
+
+
+def is_moved(array: np.ndarray) -> bool:
+    """Returns whether all elements have new values, but for updates that rounding may undo."""
+    lost = np.abs(normals(array.size, seed=GRADIENTS)) < LOST
+    return bool((lost | (array != normals(array.size, seed=VALUES))).all())
 
 
 def all_cases(bench: Bench) -> list[Callable[[], None]]:
