@@ -245,7 +245,8 @@ class GpuClock:
             waited = bool(begin.done)  # the copies were over before all was queued
             end.record(stream)
             end.synchronize()
-        self._device.mesh_state.order.add_work(self._device.compute)  # what other libraries were called for
+        # What other libraries were called for.
+        self._device.mesh_state.order.add_work(self._device.compute)
         seconds = self._cuda.get_elapsed_time(begin, end) / 1e3
         return Took(seconds / number, host / number, waited)
 

@@ -145,15 +145,24 @@ def test_reduce_gives_the_root_alone_the_sum(mesh, root):
         mesh.collective.reduce(output, sources, NUM)
 
 
-def test_a_collective_waits_for_copies_that_read_what_it_writes():
+def test_a_collective_waits_for_what_it_reads_and_writes():
+    """It reads what another device writes, and then writes what another device reads."""
     for seed in range(16):
         with gr.open_mesh((0, 1, 2), backend="sim", schedule_seed=seed, strict=True) as mesh:
-            first, second = on_each(mesh, terms_of(FLOAT)[:2])
+            terms = terms_of(FLOAT)
+            first, second, third = on_each(mesh, terms)
+            sums = [device.zeros((SIZE,), FLOAT) for device in mesh[:2]]
             copied = mesh[2].empty((SIZE,), FLOAT)
+            mesh[2].copy(second, third)
+            mesh.collective.all_reduce(sums, sources=[first, second])
+            for _ in range(8):  # so that the copy is late
+                uploaded(mesh[2], 5)
             mesh[2].copy(copied, first)
             mesh.collective.broadcast([first, second], 1)
             mesh[0].synchronize()
-            assert same(copied.numpy(), terms_of(FLOAT)[0])
+            assert same(copied.numpy(), terms[0])
+            assert all(same(each.numpy(), terms[0] + terms[2]) for each in sums)
+            assert same(first.numpy(), terms[2])
 
 
 @pytest.mark.parametrize("root", range(NUM))

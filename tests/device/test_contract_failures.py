@@ -101,13 +101,12 @@ def test_what_a_failed_device_has_written_is_not_used(mesh):
     device, lost, other = mesh.devices[0], mesh.devices[2], mesh.devices[3]
     buffer, near, far = uploaded(device, 1), uploaded(device, 2), uploaded(other, 2)
     lost.copy(buffer, uploaded(lost, 3))
-    lost.copy(lost.empty((SIZE,), FLOAT), buffer)  # makes a mark that a wait could use again
+    other.copy(far, buffer)  # makes a mark, which a later wait could use again
     lost.mark_failed(REASON)
     uses = [
         buffer.numpy,
         lambda: add(device, near, buffer),
         lambda: device.fill_zero(buffer),
-        lambda: other.copy(far, buffer),
         lambda: device.release(buffer),
     ]
     if not mesh.mesh_state.order.is_needed:  # it was written at once

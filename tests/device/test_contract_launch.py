@@ -28,12 +28,12 @@ from gradreduce.backends.sim import host_compile
 from gradreduce.device import (
     Buffer,
     Device,
-    Queue,
     Record,
     accumulate_dtype,
     can_access,
     element_of,
 )
+from gradreduce.device.order import MAX_RANGES
 from gradreduce.errors import DeviceMismatchError
 from gradreduce.ops import plan_segments
 from gradreduce.ops.add_n import ADD_N
@@ -212,12 +212,18 @@ def test_any_queue_waits_for_any_mark(two_gpu_mesh):
     two_gpu_mesh.synchronize()
 
 
-def moved(device: Device, dst: Buffer, src: Buffer, queue: Queue) -> None:
-    """Copies; in a launch if the device can access the source, so that both are tested."""
+def moved(device: Device, dst: Buffer, src: Buffer) -> None:
+    """Copies; by a launch if the device can access the source."""
     if can_access(device, src):
-        add(device, dst, src, queue=queue)
+        add(device, dst, src)
     else:
-        device.copy(dst, src, queue=queue)
+        device.copy(dst, src)
+
+
+def late(device: Device) -> None:
+    """Queues work, so that later work of the device runs late."""
+    for seed in range(8):
+        uploaded(device, seed)
 
 
 WRITES = {
@@ -232,22 +238,25 @@ WRITES = {
 ZEROS = np.zeros(SIZE, np.float32)
 
 
-@pytest.mark.parametrize("queue", QUEUES)
-@pytest.mark.parametrize("write", WRITES)
-def test_every_operation_waits_for_what_it_needs(two_gpu_mesh, write, queue):
+def test_every_operation_waits_for_what_it_needs(two_gpu_mesh):
     """Nobody marks a queue: reads after writes, writes after reads, and writes after writes."""
     near, _, far = two_gpu_mesh.devices
-    old, read = uploaded(near, 1), far.empty((SIZE,), FLOAT)
-    zeros, again = near.zeros((SIZE,), FLOAT), far.empty((SIZE,), FLOAT)
-    twice = near.empty((SIZE,), FLOAT)
-    far.copy(read, old, queue="transfer")
-    far.copy(twice, uploaded(far, 2))
-    for out in (old, twice):
-        WRITES[write](near, out, zeros, queue)
-    moved(far, again, old, "compute")
-    assert same(read.numpy(), data((SIZE,), seed=1))
-    for each in (old, twice, again):
-        assert same(each.numpy(), ZEROS)
+    for name, queue in product(WRITES, QUEUES):
+        old, twice = uploaded(near, 1), near.empty((SIZE,), FLOAT)
+        zeros, copies = near.zeros((SIZE,), FLOAT), [far.empty((SIZE,), FLOAT) for _ in range(2)]
+        far.copy(copies[0], old, queue="transfer")
+        late(far)
+        far.copy(twice, uploaded(far, 2))
+        for out in (old, twice):
+            WRITES[name](near, out, zeros, queue)
+        two_gpu_mesh.synchronize()
+        assert same(copies[0].numpy(), data((SIZE,), seed=1)), (name, queue)
+        assert same(twice.numpy(), ZEROS), (name, queue)
+        near.upload(data((SIZE,)), out=twice)
+        late(near)
+        WRITES[name](near, twice, zeros, queue)
+        moved(far, copies[1], twice)
+        assert same(copies[1].numpy(), ZEROS), (name, queue)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +287,7 @@ def test_a_copy_waits_for_both_ends_and_the_next_writer_for_it(
         assert waits == written
         write()  # the first write is enough
         assert waits == written
+        assert src.block.uses is None  # as before another queue used it
 
 
 def test_each_part_of_a_block_has_its_own_order(two_gpu_mesh, waits):
@@ -306,6 +316,8 @@ def test_a_block_in_many_parts_keeps_its_order(two_gpu_mesh, waits):
     copied = far.empty((100,), FLOAT)
     for place in range(100):
         far.copy(copied.view(place, (1,)), flat.view(place, (1,)), queue=QUEUES[place % 2])
+    if two_gpu_mesh.mesh_state.order.is_needed:
+        assert len(flat.block.uses._ranges) <= MAX_RANGES
     waits.clear()
     for place in range(100):
         add(near, flat.view(place, (1,)), zero)
@@ -332,23 +344,40 @@ def test_the_devices_of_a_gpu_share_its_queues(two_gpu_mesh, waits, queue):
     assert waits == waits_of(two_gpu_mesh, expected)
 
 
-def test_a_caller_may_write_what_another_gpu_has_read(two_gpu_mesh):
+def test_a_caller_may_write_what_another_gpu_has_read(two_gpu_mesh, waits):
     """Its stream, or the host, waits for our compute queue; that queue waits for the other GPU."""
-    near, _, far = two_gpu_mesh.devices
+    mesh, (near, _, far) = two_gpu_mesh, two_gpu_mesh.devices
     array = near.release(uploaded(near, 1))
     theirs, ours = near.adopt(array), uploaded(near, 2)
     copies = [far.empty((SIZE,), FLOAT) for _ in range(2)]
-    for copied, each in zip(copies, (theirs, ours), strict=True):
-        far.copy(copied, each, queue="transfer")
+    for copied, each, queue in zip(copies, (theirs, ours), QUEUES, strict=True):
+        far.copy(copied, each, queue=queue)
+    waits.clear()
     near.block_stream(None)  # as each public call does for its inputs
+    assert waits == waits_of(mesh, [(0, "compute", 2, "compute")])
+    waits.clear()
     shared = near.release(ours)
+    assert waits == waits_of(mesh, [(0, "compute", 2, "transfer")])
     with in_order(near):
         array[...] = shared[...] = 3
     for seed, copied in enumerate(copies, 1):
         assert same(copied.numpy(), data((SIZE,), seed=seed))
     far.copy(ours, uploaded(far, 4))
-    if two_gpu_mesh.backend == "sim":  # elsewhere an array of the backend
+    if mesh.backend == "sim":  # elsewhere an array of the backend
         assert same(near.release(ours), data((SIZE,), seed=4))
+
+
+def test_another_gpu_waits_for_what_a_caller_has_written(two_gpu_mesh, waits):
+    """The compute queue waits for the caller's stream, and other queues for the compute queue."""
+    near, _, far = two_gpu_mesh.devices
+    theirs, copied = adopted(near, data((SIZE,), seed=1)), far.empty((SIZE,), FLOAT)
+    far.copy(copied, theirs)
+    waits.clear()
+    near.mesh_state.order.enter(near.compute)  # simulated devices have no callers' streams
+    for _ in range(2):  # the second waits no more
+        far.copy(copied, theirs)
+        assert waits == waits_of(two_gpu_mesh, [(2, "compute", 0, "compute")])
+    assert same(copied.numpy(), data((SIZE,), seed=1))
 
 
 def test_what_is_prepared_is_not_compiled_again(one_gpu_mesh, monkeypatch):
